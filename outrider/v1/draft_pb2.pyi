@@ -1,0 +1,58 @@
+from outrider.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DraftRequest(_message.Message):
+    __slots__ = ("items",)
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[DraftItem]
+    def __init__(self, items: _Optional[_Iterable[_Union[DraftItem, _Mapping]]] = ...) -> None: ...
+
+class DraftItem(_message.Message):
+    __slots__ = ("head", "num_draft_tokens")
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    head: _types_pb2.RoundHead
+    num_draft_tokens: int
+    def __init__(self, head: _Optional[_Union[_types_pb2.RoundHead, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
+
+class DraftReply(_message.Message):
+    __slots__ = ("items",)
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[DraftReplyItem]
+    def __init__(self, items: _Optional[_Iterable[_Union[DraftReplyItem, _Mapping]]] = ...) -> None: ...
+
+class DraftReplyItem(_message.Message):
+    __slots__ = ("session_id", "epoch", "round", "proposal", "resync", "refused")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    RESYNC_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    epoch: int
+    round: int
+    proposal: ProposalAnswer
+    resync: _types_pb2.Resync
+    refused: _types_pb2.Refused
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., proposal: _Optional[_Union[ProposalAnswer, _Mapping]] = ..., resync: _Optional[_Union[_types_pb2.Resync, _Mapping]] = ..., refused: _Optional[_Union[_types_pb2.Refused, _Mapping]] = ...) -> None: ...
+
+class ProposalAnswer(_message.Message):
+    __slots__ = ("proposal", "base_length", "cached_length", "queue_ms", "compute_ms")
+    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    CACHED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
+    proposal: _types_pb2.Proposal
+    base_length: int
+    cached_length: int
+    queue_ms: float
+    compute_ms: float
+    def __init__(self, proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., base_length: _Optional[int] = ..., cached_length: _Optional[int] = ..., queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ...) -> None: ...

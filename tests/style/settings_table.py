@@ -1,0 +1,38 @@
+"""The README's table of settings, made from `outrider.config`. Run as a module, it writes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outrider.config import deployment_settings
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+BEGIN = "<!-- settings: made by `python -m tests.style.settings_table` -->\n"
+END = "<!-- end of settings -->\n"
+
+
+def table() -> str:
+    """A row per setting: its flag, its default, what it is and what it may be."""
+    rows = ["| flag | default | what it is |\n", "| --- | --- | --- |\n"]
+    for setting in deployment_settings().values():
+        default = "" if setting.default in (None, "") else f"`{str(setting.default).lower()}`"
+        if isinstance(setting.default, str) and setting.default:
+            default = f"`{setting.default}`"
+        words = setting.doc.replace("|", "\\|")
+        if setting.choices or setting.minimum is not None:
+            words += f" ({setting.allowed})"
+        rows.append(f"| `{setting.flag}` | {default} | {words} |\n")
+    return "".join(rows)
+
+
+def with_table(text: str) -> str:
+    """A README with the table as it should be."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError("the README has no place for the table of settings")
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    README.write_text(with_table(README.read_text("utf-8")), "utf-8")

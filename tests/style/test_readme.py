@@ -1,0 +1,72 @@
+"""What the documents say is true."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+from google.protobuf import json_format
+
+from outrider.v1 import coordinator_pb2
+from tests.style.settings_table import README, with_table
+
+ROOT = README.parent
+DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_table_of_settings_is_what_the_configuration_says() -> None:
+    """Run `python -m tests.style.settings_table` after a change."""
+    text = README.read_text("utf-8")
+    assert text == with_table(text)
+
+
+def test_the_grpcurl_line_is_a_request() -> None:
+    """Its JSON is a `GenerateRequest`, and its method exists."""
+    text = README.read_text("utf-8")
+    found = re.search(
+        r"grpcurl -plaintext -d '(.*?)' .*?outrider\.v1\.Coordinator/(\w+)", text, re.S
+    )
+    assert found is not None
+    request = coordinator_pb2.GenerateRequest()
+    json_format.ParseDict(json.loads(found[1]), request)
+    assert request.text
+    service = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
+    assert found[2] in service.methods_by_name
+
+
+def test_the_python_example_compiles() -> None:
+    """And what it imports from the client exists."""
+    import outrider.client
+
+    source = re.search(r"```python\n(.*?)```", README.read_text("utf-8"), re.S)
+    assert source is not None
+    for node in ast.walk(ast.parse(source[1])):
+        if isinstance(node, ast.ImportFrom) and node.module == "outrider.client":
+            for alias in node.names:
+                assert hasattr(outrider.client, alias.name)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_and_paths_lead_somewhere(document: Path) -> None:
+    """Every relative link, and every path in backticks that looks like one of ours, exists."""
+    text = document.read_text("utf-8")
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        if "://" not in target:
+            assert (document.parent / target).exists(), target
+    folders = "outrider|draft_service|target_service|coordinator|deploy|benchmarks|tests|protos"
+    ours = rf"`((?:{folders})/[\w./]*)`"
+    for path in re.findall(ours, text):
+        assert (ROOT / path).exists(), path
+
+
+def test_every_make_target_is_real() -> None:
+    """`make X` in a document is a target of the Makefile."""
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.M))
+    for document in DOCUMENTS:
+        for name in re.findall(r"`?make ([a-z-]+)", document.read_text("utf-8")):
+            if name in ("demo", "test", "test-full", "check", "proto", "bench", "sim", "help"):
+                assert name in targets
