@@ -1,0 +1,335 @@
+"""What can be set, once: a frozen configuration per service, and one of a whole deployment.
+
+Flags, `OUTRIDER_*` variables, YAML keys and the README's table are all made from these fields.
+Fields that no `setting` makes are filled in by whoever starts the service.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.errors import ConfigError
+from outrider.limits import (
+    DEADLINE_MS_DEFAULT,
+    DEADLINE_MS_MAX,
+    DRAFT_SUPPORT_ENTRIES,
+    NUM_DRAFT_TOKENS_MAX,
+    RUN_AHEAD_ROUNDS_MAX,
+    SEED_MAX,
+    SESSIONS_PER_COORDINATOR_MAX,
+)
+from outrider.settings import Setting, build, merge, setting, settings_by_key, verify_settings
+
+NGRAM: Final = "ngram"
+"""The draft model that is none: prompt lookup."""
+TRANSFORMERS: Final = "transformers"
+EMULATED: Final = "emulated:"
+"""Begins an engine that states its step times instead of running a model."""
+DTYPES: Final = ("auto", "bfloat16", "float16", "float32", "float64")
+PORT_MAX: Final = 65_535
+NUM_SEQS_MAX: Final = 4096
+MODEL_LEN_MAX: Final = 2**24
+THREADS_MAX: Final = 1024
+NGRAM_MAX: Final = 64
+WAIT_MS_MAX: Final = 600_000
+WAIT_S_MAX: Final = 86_400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """What every service that listens has."""
+
+    host: str = setting("127.0.0.1", "Address the servers bind to.")
+    insecure: bool = setting(
+        False, "Allow an address other than loopback, without keys and without TLS."
+    )
+
+    def __post_init__(self) -> None:
+        verify_settings(self)
+        if not self.insecure and not _is_loopback(self.host):
+            raise ConfigError(
+                f"host: {self.host!r} is reachable from other machines, and nothing asks callers "
+                "for a key; bind 127.0.0.1, or give --insecure if the network is trusted"
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelServerConfig(ServerConfig):
+    """What the two services that run a model have in common."""
+
+    engine: str = setting(
+        TRANSFORMERS,
+        "What runs the models: `transformers`, or `emulated:KEY=VALUE,...` for a toy pair with "
+        "stated step times.",
+    )
+    device: str = setting("auto", "`auto`, `cpu`, `cuda` or `cuda:N`.")
+    max_num_seqs: int = setting(
+        64, "Sequences whose keys and values a replica keeps.", minimum=1, maximum=NUM_SEQS_MAX
+    )
+    trust_remote_code: bool = setting(False, "Run Python code that comes with a model's files.")
+
+    def __post_init__(self) -> None:
+        # super() without arguments does not work in a class that slots=True builds anew.
+        ServerConfig.__post_init__(self)
+        if self.engine != TRANSFORMERS and not self.engine.startswith(EMULATED):
+            raise ConfigError(
+                f"engine: {self.engine!r} is wrong; it must be `transformers` or `emulated:SPEC`"
+            )
+        name, _, index = self.device.partition(":")
+        if not (self.device in ("auto", "cpu", "cuda") or (name == "cuda" and index.isdecimal())):
+            raise ConfigError(
+                f"device: {self.device!r} is wrong; it must be auto, cpu, cuda or cuda:N"
+            )
+
+    @property
+    def emulated(self) -> str | None:
+        """The specification of an emulated engine; None where models run."""
+        return self.engine.removeprefix(EMULATED) if self.engine.startswith(EMULATED) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetConfig(ModelServerConfig):
+    """One target replica."""
+
+    model: str = setting(
+        "demo",
+        "The target: `demo`, a directory, a .gguf file, or a hub id.",
+    )
+    dtype: str = setting("auto", "Of the target's weights.", choices=DTYPES)
+    max_model_len: int = setting(
+        0, "Tokens of prompt and completion; 0 = what the model allows.", minimum=0,
+        maximum=MODEL_LEN_MAX,
+    )  # fmt: skip
+    port: int = setting(
+        0, "The target's gRPC port; 0 = any.", key="target_port", minimum=0, maximum=PORT_MAX
+    )
+    num_cpus: float = setting(
+        0.5, "CPUs that Ray reserves for the target.", key="target_num_cpus", minimum=0,
+        maximum=THREADS_MAX,
+    )  # fmt: skip
+    num_gpus: float | None = setting(
+        None, "GPUs, or a fraction of one, that Ray reserves for the target; unset = a share of "
+        "one where the cluster has any.", key="target_num_gpus", minimum=0, maximum=THREADS_MAX,
+    )  # fmt: skip
+    num_threads: int = setting(
+        0, "Threads of the target's steps; 0 = most of the machine's cores.",
+        key="target_num_threads", minimum=0, maximum=THREADS_MAX,
+    )  # fmt: skip
+    directory: str = ""
+    """Where the model's files are, once its name is resolved; empty for an emulated engine."""
+
+
+def _ngram_min() -> Any:
+    return setting(
+        2, "Tokens that prompt lookup must match, at least.", minimum=1, maximum=NGRAM_MAX
+    )
+
+
+def _ngram_max() -> Any:
+    return setting(
+        16, "Tokens beyond which a longer match is no better.", minimum=1, maximum=NGRAM_MAX
+    )
+
+
+def _check_ngrams(ngram_min: int, ngram_max: int) -> None:
+    if ngram_min > ngram_max:
+        raise ConfigError(f"ngram_min: {ngram_min} is more than ngram_max, {ngram_max}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftConfig(ModelServerConfig):
+    """One draft replica."""
+
+    model: str = setting(
+        NGRAM,
+        "The draft: `ngram` (prompt lookup), or a model as for the target.",
+        key="draft_model",
+    )
+    dtype: str = setting("auto", "Of the draft's weights.", key="draft_dtype", choices=DTYPES)
+    max_model_len: int = setting(
+        0, "Tokens that the draft's cache takes; 0 = what its model allows.",
+        key="draft_max_model_len", minimum=0, maximum=MODEL_LEN_MAX,
+    )  # fmt: skip
+    port: int = setting(
+        0, "The draft's gRPC port; 0 = any.", key="draft_port", minimum=0, maximum=PORT_MAX
+    )
+    num_cpus: float = setting(
+        0.25, "CPUs that Ray reserves for the draft.", key="draft_num_cpus", minimum=0,
+        maximum=THREADS_MAX,
+    )  # fmt: skip
+    num_gpus: float | None = setting(
+        None, "GPUs, or a fraction of one, that Ray reserves for the draft; unset = a share of "
+        "one where the cluster has any and the draft is a model.", key="draft_num_gpus",
+        minimum=0, maximum=THREADS_MAX,
+    )  # fmt: skip
+    num_threads: int = setting(
+        0, "Threads of the draft's steps; 0 = a share of the machine's cores, 1 for `ngram`.",
+        key="draft_num_threads", minimum=0, maximum=THREADS_MAX,
+    )  # fmt: skip
+    support_entries: int = setting(
+        DRAFT_SUPPORT_ENTRIES, "Tokens that a draft distribution may keep on the wire.",
+        key="draft_support_entries", minimum=2, maximum=4096,
+    )  # fmt: skip
+    ngram_min: int = _ngram_min()
+    ngram_max: int = _ngram_max()
+    directory: str = ""
+    """Where the model's files are, once its name is resolved; empty without a model."""
+
+    def __post_init__(self) -> None:
+        ModelServerConfig.__post_init__(self)
+        _check_ngrams(self.ngram_min, self.ngram_max)
+
+    @property
+    def is_ngram(self) -> bool:
+        """Whether proposals come from prompt lookup instead of a model."""
+        return self.model == NGRAM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorConfig(ServerConfig):
+    """One coordinator."""
+
+    served_model_name: str = setting(
+        "", "Name that requests call the model by; empty = the target's own."
+    )
+    grpc_port: int = setting(
+        50_051, "The coordinator's gRPC port; 0 = any.", minimum=0, maximum=PORT_MAX
+    )
+    redis_url: str = setting(
+        "", "`redis://`, `rediss://` (TLS) or `unix://` URL of the session store; empty = an "
+        "embedded server.",
+        secret=True,
+    )  # fmt: skip
+    redis_username: str = setting("", "User of the session store; one in the URL wins.")
+    redis_password: str = setting(
+        "", "Its password; one in the URL wins. Best given as a variable.", secret=True
+    )
+    redis_ca_file: str = setting(
+        "", "Certificate authority of a `rediss://` server; empty = the system's."
+    )
+    redis_key_prefix: str = setting("outrider:", "Begins every key in Redis.")
+    num_draft_tokens: int = setting(
+        8, "Draft tokens a round where a request does not say; 0 = plain decoding.",
+        minimum=0, maximum=NUM_DRAFT_TOKENS_MAX,
+    )  # fmt: skip
+    run_ahead_rounds: int = setting(
+        8, "Rounds of plain decoding that the target may run before it hears back.",
+        minimum=0, maximum=RUN_AHEAD_ROUNDS_MAX,
+    )  # fmt: skip
+    max_sessions: int = setting(
+        SESSIONS_PER_COORDINATOR_MAX, "Sessions that may run at once; more are refused.",
+        minimum=1, maximum=SESSIONS_PER_COORDINATOR_MAX,
+    )  # fmt: skip
+    deadline_ms: int = setting(
+        DEADLINE_MS_DEFAULT,
+        "Deadline of a request that names none, ms.",
+        minimum=1,
+        maximum=DEADLINE_MS_MAX,
+    )
+    draft_timeout_ms: int = setting(
+        1_000, "Wait for a proposal before the round goes on without one, ms.",
+        minimum=1, maximum=WAIT_MS_MAX,
+    )  # fmt: skip
+    draft_retry_ms: int = setting(
+        1_000, "Rest after a failure before the draft is asked again, ms.",
+        minimum=1, maximum=WAIT_MS_MAX,
+    )  # fmt: skip
+    target_timeout_ms: int = setting(
+        30_000, "Wait for a verdict before it is asked for again, ms.",
+        minimum=1, maximum=WAIT_MS_MAX,
+    )  # fmt: skip
+    target_retry_ms: int = setting(
+        100, "First rest after a failure before the target is asked again, ms; it doubles.",
+        minimum=1, maximum=WAIT_MS_MAX,
+    )  # fmt: skip
+    target_gone_ms: int = setting(
+        60_000,
+        "A target that cannot be reached for so long ends the request, ms.",
+        minimum=1,
+        maximum=WAIT_MS_MAX,
+    )
+    ngram_min: int = _ngram_min()
+    ngram_max: int = _ngram_max()
+    """Of the prompt lookup that drafts while no draft replica answers."""
+    seed: int | None = setting(
+        None, "Seeds the stream that requests without a seed take theirs from; unset = the "
+        "operating system's randomness.", minimum=0, maximum=SEED_MAX,
+    )  # fmt: skip
+    num_cpus: float = setting(
+        0.25, "CPUs that Ray reserves for the coordinator.", key="coordinator_num_cpus",
+        minimum=0, maximum=THREADS_MAX,
+    )  # fmt: skip
+    reflection: bool = setting(True, "Serve gRPC reflection on the coordinator.")
+    tokenizer_directory: str = ""
+    """Where the tokenizer's files are; empty = requests give token ids and get no text."""
+    trust_remote_code: bool = setting(False, "Run Python code that comes with a model's files.")
+    target_address: str = ""
+    """HOST:PORT of the target replica."""
+    draft_address: str = ""
+    """HOST:PORT of the draft replica; empty = none."""
+
+    def __post_init__(self) -> None:
+        ServerConfig.__post_init__(self)
+        if set(self.redis_key_prefix) & set("{}"):
+            raise ConfigError("redis_key_prefix: braces are not allowed in it")
+        _check_ngrams(self.ngram_min, self.ngram_max)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentConfig:
+    """A coordinator, a target replica and a draft replica, and how they are started."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
+    address: str = setting("", "Ray cluster to start the actors on; empty = a local one.")
+    startup_timeout_s: float = setting(
+        30.0, "Wait for Ray to find a place for every actor, s.", minimum=0.1, maximum=WAIT_S_MAX
+    )
+    model_timeout_s: float = setting(
+        900.0, "Wait for the models to load, s.", minimum=0.1, maximum=WAIT_S_MAX
+    )
+    stop_timeout_s: float = setting(
+        10.0, "Wait for running requests to end when stopping, s.", minimum=0, maximum=WAIT_S_MAX
+    )
+
+    def __post_init__(self) -> None:
+        verify_settings(self)
+
+    @property
+    def served_model_name(self) -> str:
+        """What requests call the model."""
+        return self.coordinator.served_model_name or self.target.model
+
+
+def deployment_settings() -> dict[str, Setting]:
+    """Every setting of a deployment by key, in the order of the documentation."""
+    return settings_by_key(TargetConfig, DraftConfig, CoordinatorConfig, DeploymentConfig)
+
+
+def load_config(
+    flags: Mapping[str, object],
+    environment: Mapping[str, str],
+    file: Path | None = None,
+) -> DeploymentConfig:
+    """The deployment that defaults < `file` (YAML) < `environment` (`OUTRIDER_*`) < `flags` (by
+    key; text or values) describe. Raises `ConfigError` naming the key."""
+    values = merge(deployment_settings(), file, environment, flags)
+    return build(
+        DeploymentConfig,
+        values,
+        target=build(TargetConfig, values),
+        draft=build(DraftConfig, values),
+        coordinator=build(CoordinatorConfig, values),
+    )

@@ -1,0 +1,151 @@
+"""Every error that Outrider raises on purpose, and its one meaning on gRPC and on HTTP.
+
+    OutriderError
+    ├── BadRequest            INVALID_ARGUMENT      400   names the field
+    ├── Unauthenticated       UNAUTHENTICATED       401
+    ├── PermissionDenied      PERMISSION_DENIED     403
+    ├── NotFound              NOT_FOUND             404
+    ├── Incompatible          FAILED_PRECONDITION   409   fingerprints that do not match
+    ├── StaleEpoch            ABORTED               409   another coordinator owns the session
+    ├── DataLoss              DATA_LOSS             500   stored tokens are gone
+    ├── Overloaded            RESOURCE_EXHAUSTED    429   with a time to retry after
+    ├── Unavailable           UNAVAILABLE           503   with a time to retry after
+    │   ├── LinkLost                                      a stream to a replica broke
+    │   └── StoreUnavailable                              Redis does not answer
+    ├── DeadlineExceeded      DEADLINE_EXCEEDED     504
+    ├── ConfigError           (start-up only: one line and exit code 2)
+    └── InvariantError        INTERNAL              500   our bug, nothing else
+
+An error says what was wrong, what was expected, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class OutriderError(Exception):
+    """Base of all errors. `grpc_code` is a google.rpc.Code; `http_status` an HTTP status."""
+
+    grpc_code: int = 13
+    http_status: int = 500
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class BadRequest(OutriderError):
+    """A field of a request is wrong. `field` is its path, such as `sampling.top_p`."""
+
+    grpc_code = 3
+    http_status = 400
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class Unauthenticated(OutriderError):
+    """No key, or a wrong one."""
+
+    grpc_code = 16
+    http_status = 401
+
+
+class PermissionDenied(OutriderError):
+    """The caller is known but may not do this."""
+
+    grpc_code = 7
+    http_status = 403
+
+
+class NotFound(OutriderError):
+    """No such session or model."""
+
+    grpc_code = 5
+    http_status = 404
+
+
+class Incompatible(OutriderError):
+    """Two replicas, or a request and a replica, do not fit together."""
+
+    grpc_code = 9
+    http_status = 409
+
+
+class StaleEpoch(OutriderError):
+    """Another coordinator has taken the session over."""
+
+    grpc_code = 10
+    http_status = 409
+
+
+class DataLoss(OutriderError):
+    """Tokens that were committed can no longer be read."""
+
+    grpc_code = 15
+    http_status = 500
+
+
+class _Retryable(OutriderError):
+    """An error after which the same request may succeed; `retry_after_ms` says when to try."""
+
+    def __init__(self, message: str, retry_after_ms: int = 1000) -> None:
+        super().__init__(message)
+        self.retry_after_ms = retry_after_ms
+
+
+class Overloaded(_Retryable):
+    """A rate, a concurrency limit or a queue is full."""
+
+    grpc_code = 8
+    http_status = 429
+
+
+class Unavailable(_Retryable):
+    """Something the request needs does not answer."""
+
+    grpc_code = 14
+    http_status = 503
+
+
+class LinkLost(Unavailable):
+    """The stream to a replica broke; what was asked on it may or may not have been done."""
+
+
+class StoreUnavailable(Unavailable):
+    """The session store does not answer."""
+
+
+class DeadlineExceeded(OutriderError):
+    """The deadline passed before the first token."""
+
+    grpc_code = 4
+    http_status = 504
+
+
+class ConfigError(OutriderError):
+    """A setting is wrong or does not fit this machine; the process stops with exit code 2."""
+
+    grpc_code = 9
+
+
+class InvariantError(OutriderError):
+    """Something that cannot happen happened."""
+
+
+def check(condition: bool, message: str) -> None:
+    """Raises `InvariantError(message)` unless `condition`; stays on under `python -O`."""
+    if not condition:
+        raise InvariantError(message)
+
+
+def error_from_code(grpc_code: int, message: str) -> OutriderError:
+    """The error that a peer meant by a google.rpc.Code and a message."""
+    for kind in (NotFound, Incompatible, StaleEpoch, DataLoss, Overloaded, Unavailable,
+                 DeadlineExceeded, Unauthenticated, PermissionDenied):  # fmt: skip
+        if kind.grpc_code == grpc_code:
+            return kind(message)
+    if grpc_code == BadRequest.grpc_code:
+        field, _, rest = message.partition(": ")
+        return BadRequest(field, rest)
+    return OutriderError(message)

@@ -1,0 +1,118 @@
+"""What users ask for and what they are told, as values: the client's and the coordinator's view.
+
+`outrider.wire.generation` puts them on gRPC.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from outrider.messages import PositionLogprobs
+from outrider.sessions.store import FinishReason
+from outrider.speculation.decision import Origin
+from outrider.speculation.sampling import Rule, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+Prompt = str | tuple[ChatMessage, ...] | tuple[int, ...]
+"""Text, a conversation for the model's chat template, or token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """What to generate. None = the coordinator's default; limits in `outrider.limits`."""
+
+    prompt: Prompt
+    model: str = ""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    rule: Rule | None = None
+    num_draft_tokens: int | None = None
+    """Bound on draft tokens a round; 0 = plain decoding by the target alone."""
+    deadline_ms: int | None = None
+    logprobs: int | None = None
+    """How many likeliest tokens to report at every position; None = no log-probabilities."""
+    include_rounds: bool = False
+    """Whether a `RoundReport` is sent for every round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The session is open."""
+
+    session_id: str
+    model: str
+    seed: int
+    rule: Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Committed tokens, [n] each. `text_delta` holds whole characters and may lag behind them."""
+
+    first_index: int
+    """Of `token_ids[0]` in the completion, from 0."""
+    token_ids: tuple[int, ...]
+    text_delta: str
+    origins: tuple[Origin, ...]
+    logprobs: tuple[PositionLogprobs, ...]
+    """Empty unless asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    """Where one round's time went."""
+
+    index: int
+    proposed_token_ids: tuple[int, ...]
+    num_accepted: int
+    draft_ms: float
+    wire_ms: float
+    queue_ms: float
+    verify_ms: float
+    commit_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Lengths in tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """What speculation did for one request."""
+
+    num_rounds: int
+    num_draft_tokens: int
+    """Proposed in all."""
+    num_accepted_draft_tokens: int
+    mean_acceptance_length: float
+    """1 + accepted / rounds."""
+    time_to_first_token_ms: float
+    tokens_per_second: float
+    """Committed completion tokens over the coordinator's time from request to last event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event."""
+
+    finish_reason: FinishReason
+    usage: Usage
+    metrics: Metrics
+
+
+Event = Started | Tokens | RoundReport | Finished

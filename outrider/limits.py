@@ -1,0 +1,90 @@
+"""Every limit by name. A request outside one is refused with the name of its field."""
+
+from __future__ import annotations
+
+from typing import Final
+
+NUM_DRAFT_TOKENS_MAX: Final = 16
+TEMPERATURE_MAX: Final = 2.0
+GREEDY_TEMPERATURE: Final = 1e-5
+"""Below it a request is greedy: one-hot q, no noise."""
+PENALTY_MAX: Final = 2.0
+REPETITION_PENALTY_MAX: Final = 10.0
+SEED_MAX: Final = 2**64 - 1
+STOP_STRINGS_MAX: Final = 16
+STOP_STRING_BYTES_MAX: Final = 256
+LOGPROBS_MAX: Final = 20
+LOGIT_BIAS_ENTRIES_MAX: Final = 1024
+LOGIT_BIAS_MAX: Final = 100.0
+MAX_TOKENS_DEFAULT: Final = 16_384
+DEADLINE_MS_DEFAULT: Final = 600_000
+DEADLINE_MS_MAX: Final = 3_600_000
+CHAT_MESSAGES_MAX: Final = 4096
+
+GRPC_MESSAGE_BYTES_MAX: Final = 8 * 2**20
+GRPC_METADATA_BYTES_MAX: Final = 16 * 2**10
+BULK_ITEM_BYTES: Final = 32 * 2**10
+"""An item larger than this travels on the bulk stream, so that it does not delay small ones."""
+STREAM_QUEUE_ITEMS_MAX: Final = 1024
+"""Items that may wait in one direction of one stream."""
+
+SESSIONS_PER_COORDINATOR_MAX: Final = 4096
+SEQUENCES_PER_REPLICA_MAX: Final = 4096
+"""Sessions whose tokens and epoch a replica remembers; the longest unused makes room."""
+ENGINE_SEQUENCES_MAX: Final = 64
+"""Sessions whose keys and values an engine holds, by default (`--max-num-seqs`)."""
+DRAFT_SUPPORT_ENTRIES: Final = 64
+"""Entries of a draft distribution on the wire, by default."""
+DRAFT_SUPPORT_ENTRIES_MAX: Final = 4096
+"""Entries of a draft distribution that are accepted from a peer."""
+RUN_AHEAD_ROUNDS_MAX: Final = 16
+"""Rounds a target may decode without a proposal before it hears from the coordinator."""
+MAILBOX_REPLIES_MAX: Final = 64
+"""Replies that may wait for one session on one side."""
+
+SESSION_LEASE_MS: Final = 2_000
+SESSION_LEASE_RENEWAL_MS: Final = 500
+SESSION_TTL_S: Final = 3_600
+"""How long a session that nobody finished stays readable."""
+FINISHED_TTL_S: Final = 600
+UNCOMMITTED_TOKENS_MAX: Final = 256
+UNCOMMITTED_MS_MAX: Final = 10_000
+"""Past either bound a session waits for the store."""
+
+TOKEN_ID_MAX: Final = 2**31 - 1
+TENANT_CHARS_MAX: Final = 256
+TRACEPARENT_CHARS_MAX: Final = 256
+ERROR_MESSAGE_CHARS_MAX: Final = 1024
+"""Longer error texts are cut, so that a status always fits its metadata limit."""
+FRAME_BYTES_MAX: Final = 4 * 2**20
+"""Items are gathered into one frame up to here; an item that is larger travels alone."""
+KEEPALIVE_MS: Final = 10_000
+KEEPALIVE_TIMEOUT_MS: Final = 5_000
+CONNECT_TIMEOUT_MS: Final = 2_000
+LINK_BACKOFF_MS_MIN: Final = 50
+LINK_BACKOFF_MS_MAX: Final = 2_000
+"""Between attempts to open a broken stream anew: doubled from the first bound to the second."""
+RELEASES_IN_FLIGHT_MAX: Final = 1024
+"""Releases beyond it are dropped: the replica evicts the session in time."""
+STEP_CRASHES_UNHEALTHY: Final = 3
+"""Crashed steps in a row after which a replica reports that it does not serve."""
+
+APPEND_TOKENS_MAX: Final = 65_536
+"""Tokens in one append; a session that lacks more is sent in several."""
+APPENDS_PER_CALL_MAX: Final = 512
+"""Sessions in one call of the store's `append`; the others are in the next."""
+LEASES_PER_SCRIPT_MAX: Final = 256
+"""Leases that one run of the renewal script renews: Redis does nothing else meanwhile."""
+COMMIT_RETRY_MS_MIN: Final = 20
+COMMIT_RETRY_MS_MAX: Final = 500
+"""First and longest wait between two tries to reach a store that does not answer."""
+REDIS_CONNECT_TIMEOUT_MS: Final = 300
+REDIS_TIMEOUT_MS: Final = 600
+"""How long Redis may take to accept a connection, and to answer: together under a second."""
+REDIS_CONNECTIONS_MAX: Final = 16
+REDIS_LOADING_MS_MAX: Final = 20_000
+"""How long a starting coordinator waits for a Redis that still reads its file."""
+EMBEDDED_REDIS_START_MS_MAX: Final = 20_000
+EMBEDDED_REDIS_STOP_MS_MAX: Final = 5_000
+SOCKET_PATH_BYTES_MAX: Final = 100
+"""Longest path of a Unix socket; Linux has room for 107 bytes, macOS for 103."""

@@ -1,0 +1,154 @@
+"""What coordinators and replicas say to each other, as values. `outrider.wire` puts them on gRPC.
+
+Every message is idempotent: repeated, late or reordered ones change nothing but time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.verdict import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class RoundHead:
+    """Which session, which round, which prefix: what a draft and a target are both told."""
+
+    session_id: str
+    """32 hexadecimal digits."""
+    tenant: str
+    epoch: int
+    round: int
+    base_length: int
+    """Length of the stated prefix, which the replica must hold ..."""
+    prefix_digest: int
+    """... with this digest, before `append`."""
+    append: tuple[int, ...]
+    """Committed tokens after the stated prefix."""
+    prompt_length: int
+    rule: Rule
+    seed: int
+    sampling: SamplingParams | None
+    """None = as sent before on this stream, under `sampling_hash`."""
+    sampling_hash: int
+    deadline_ms: int = 0
+    """What is left of the request's time; 0 = no deadline."""
+    traceparent: str = ""
+
+    @property
+    def committed_length(self) -> int:
+        """Committed tokens when the round began: the place of its noise."""
+        return self.base_length + len(self.append)
+
+    @property
+    def key(self) -> ReplyKey:
+        """What an answer to this item must carry."""
+        return ReplyKey(self.session_id, self.epoch, self.round)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyKey:
+    """The round that a reply belongs to."""
+
+    session_id: str
+    epoch: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyItem:
+    """Asks a target to score a proposal (an empty one = to decode one token)."""
+
+    head: RoundHead
+    proposal: Proposal = EMPTY_PROPOSAL
+    run_ahead: int = 0
+    """Rounds after this one that the target may run unasked, each answered on its own."""
+    num_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftItem:
+    """Asks a draft for up to `num_draft_tokens` tokens after the stated prefix and its append."""
+
+    head: RoundHead
+    num_draft_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """Log-probabilities of the raw logits at one position."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """(token id, log-probability), likeliest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictReply:
+    """A target's answer."""
+
+    key: ReplyKey
+    verdict: Verdict
+    cached_length: int
+    """Tokens of prefix and proposal that the replica now holds."""
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    """Where asked for, [2K+1]: of the K draft tokens, then of the K+1 corrections."""
+    queue_ms: float = 0.0
+    compute_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProposalReply:
+    """A draft's answer."""
+
+    key: ReplyKey
+    proposal: Proposal
+    base_length: int
+    """Length of the prefix that the proposal extends."""
+    cached_length: int
+    """Tokens of prefix and proposal that the replica now holds."""
+    queue_ms: float = 0.0
+    compute_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Resync:
+    """The replica does not hold the stated prefix, but `cached_length` tokens with this digest.
+
+    Normal after eviction, restart or migration: the coordinator sends what is missing."""
+
+    key: ReplyKey
+    cached_length: int
+    prefix_digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The replica will not answer. `code` is a google.rpc.Code."""
+
+    key: ReplyKey
+    code: int
+    message: str
+
+
+VerifyAnswer = VerdictReply | Resync | Refused
+DraftAnswer = ProposalReply | Resync | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaDescription:
+    """What a replica runs."""
+
+    model: str
+    weights_fingerprint: str
+    tokenizer_fingerprint: str
+    """Empty where the replica's work does not depend on a tokenizer (n-gram drafting)."""
+    vocab_size: int
+    """Width of the logits, padding included; 0 where there are none."""
+    dtype: str
+    max_model_len: int
+    """0 = no bound of its own."""
+    eos_token_ids: tuple[int, ...]
+    max_num_seqs: int

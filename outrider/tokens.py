@@ -1,0 +1,66 @@
+"""A growing sequence of token ids that can name each of its prefixes by a 64-bit digest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from outrider.errors import check
+
+_MASK = 2**64 - 1
+EMPTY_DIGEST = 0
+"""Digest of the empty prefix."""
+
+
+def extend_digest(digest: int, token_id: int) -> int:
+    """The digest of a prefix and one more token: SplitMix64's finaliser (Steele et al. 2014)
+    over the sum of both. It detects loss of sync between peers; it is no defence against malice.
+    """
+    z = (digest + (token_id + 1) * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+class TokenSequence:
+    """Token ids with the digest of every prefix. Appending costs O(1) a token."""
+
+    __slots__ = ("_digests", "_ids")
+
+    def __init__(self, token_ids: Iterable[int] = ()) -> None:
+        self._ids: list[int] = []
+        self._digests: list[int] = [EMPTY_DIGEST]
+        self.extend(token_ids)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """All ids; a view that must not be changed and is stale after the next call."""
+        return self._ids
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Appends token ids."""
+        digest = self._digests[-1]
+        for token_id in token_ids:
+            digest = extend_digest(digest, token_id)
+            self._ids.append(token_id)
+            self._digests.append(digest)
+
+    def truncate(self, length: int) -> None:
+        """Keeps the first `length` tokens."""
+        check(0 <= length <= len(self), f"cannot keep {length} of {len(self)} tokens")
+        del self._ids[length:]
+        del self._digests[length + 1 :]
+
+    def digest(self, length: int | None = None) -> int:
+        """The digest of the first `length` tokens, by default of all of them."""
+        return self._digests[len(self) if length is None else length]
+
+    def since(self, start: int) -> tuple[int, ...]:
+        """The ids from `start` on."""
+        return tuple(self._ids[start:])
+
+    def holds(self, length: int, digest: int) -> bool:
+        """Whether the first `length` tokens exist and have this digest."""
+        return 0 <= length <= len(self) and self._digests[length] == digest

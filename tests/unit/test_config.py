@@ -1,0 +1,181 @@
+"""Settings: four layers, one precedence, and errors that name the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outrider.config import (
+    CoordinatorConfig,
+    DeploymentConfig,
+    DraftConfig,
+    TargetConfig,
+    deployment_settings,
+    load_config,
+)
+from outrider.drafting.ngram import NgramConfig
+from outrider.errors import ConfigError
+
+EVERYWHERE = "0.0.0.0"  # noqa: S104 (a setting, not bound)
+
+
+def _file(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "settings.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_defaults_are_the_configurations_own() -> None:
+    """Nothing given is nothing changed."""
+    assert load_config({}, {}) == DeploymentConfig()
+
+
+def test_a_later_layer_wins(tmp_path: Path) -> None:
+    """defaults < file < environment < flag, setting by setting."""
+    file = _file(tmp_path, "max-num-seqs: 3\nmax_model_len: 30\ndtype: float32\n")
+    environment = {"OUTRIDER_MAX_MODEL_LEN": "40", "OUTRIDER_DTYPE": "float16", "PATH": "/bin"}
+    config = load_config({"dtype": "bfloat16"}, environment, file)
+    assert config.target.max_num_seqs == 3
+    assert config.draft.max_num_seqs == 3
+    assert config.target.max_model_len == 40
+    assert config.target.dtype == "bfloat16"
+
+
+def test_a_shared_setting_reaches_every_service() -> None:
+    """One key is one setting, whoever uses it."""
+    config = load_config({"insecure": True, "host": EVERYWHERE}, {})
+    assert {config.target.host, config.draft.host, config.coordinator.host} == {EVERYWHERE}
+
+
+def test_places_are_not_settings() -> None:
+    """Variables that say where things lie pass."""
+    environment = {"OUTRIDER_CACHE": "/a", "OUTRIDER_STATE_DIR": "/b", "OUTRIDER_TEST_DATA": "/c"}
+    assert load_config({}, environment) == DeploymentConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("max_num_seq: 3", "settings.yaml: max_num_seq: there is no such setting; did you mean"),
+        ("dtype: int8", "settings.yaml: dtype: 'int8' is wrong; it must be one of auto"),
+        ("dtype: 16", "settings.yaml: dtype: 16 is wrong"),
+        ("max_num_seqs: true", "settings.yaml: max_num_seqs: True is wrong"),
+        ("max_num_seqs: 3.5", "settings.yaml: max_num_seqs: 3.5 is wrong"),
+        ("max_num_seqs: '3'\nmax-num-seqs: 4", "max_num_seqs: is set twice"),
+        ("max_num_seqs: null", "settings.yaml: max_num_seqs: None is wrong"),
+        ("target_num_cpus: .nan", "settings.yaml: target_num_cpus: nan is wrong"),
+        ("startup_timeout_s: .inf", "settings.yaml: startup_timeout_s: inf is wrong"),
+        ("insecure: 1", "settings.yaml: insecure: 1 is wrong; it must be true or false"),
+        ("target: {model: demo}", "settings.yaml: target: there is no such setting"),
+        ("- a\n- b", "must be a mapping"),
+        ("a: [", "is not YAML"),
+        ("x: !!python/object/apply:os.getcwd []", "is not YAML"),
+    ],
+)
+def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, says: str) -> None:
+    """The error names the file and the key, and what is allowed."""
+    with pytest.raises(ConfigError) as caught:
+        load_config({}, {}, _file(tmp_path, text))
+    assert says in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    """`--config` must name a file that can be read."""
+    with pytest.raises(ConfigError, match=r"--config: cannot read .*nowhere"):
+        load_config({}, {}, tmp_path / "nowhere")
+
+
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
+    """A file of comments is a file."""
+    assert load_config({}, {}, _file(tmp_path, "# nothing\n")) == DeploymentConfig()
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"OUTRIDER_MAX_NUM_SEQ": "3"}, "OUTRIDER_MAX_NUM_SEQ: there is no such setting"),
+        ({"OUTRIDER_MAX_NUM_SEQS": "many"}, "OUTRIDER_MAX_NUM_SEQS: 'many' is wrong"),
+        ({"OUTRIDER_MAX_NUM_SEQS": ""}, "OUTRIDER_MAX_NUM_SEQS: '' is wrong"),
+        ({"OUTRIDER_INSECURE": "maybe"}, "OUTRIDER_INSECURE: 'maybe' is wrong"),
+    ],
+)
+def test_a_bad_variable_is_refused_by_name(environment: dict[str, str], says: str) -> None:
+    """Also where a flag would override its value."""
+    with pytest.raises(ConfigError) as caught:
+        load_config({"max_num_seqs": "4", "insecure": True}, environment)
+    assert says in caught.value.message
+
+
+@pytest.mark.parametrize("setting", deployment_settings().values(), ids=lambda found: found.key)
+def test_every_bound_holds_from_both_sides(setting) -> None:  # type: ignore[no-untyped-def]
+    """The bounds themselves are allowed, one step beyond is refused with the flag's name."""
+    for bound, step in ((setting.minimum, -1), (setting.maximum, 1)):
+        if bound is None:
+            continue
+        others = {"ngram_max": 64} if setting.key == "ngram_min" else {}
+        others |= {"ngram_min": 1} if setting.key == "ngram_max" else {}
+        load_config({**others, setting.key: str(bound)}, {})
+        with pytest.raises(ConfigError, match=setting.flag):
+            load_config({setting.key: str(bound + step)}, {})
+    for choice in setting.choices:
+        load_config({setting.key: choice}, {})
+
+
+@pytest.mark.parametrize("setting", deployment_settings().values(), ids=lambda found: found.key)
+def test_every_setting_is_documented(setting) -> None:  # type: ignore[no-untyped-def]
+    """A sentence, with the unit where the name has one."""
+    assert setting.doc.endswith((".", ";", ")"))
+    if setting.key.endswith("_ms"):
+        assert " ms" in setting.doc
+    if setting.key.endswith("_s"):
+        assert " s." in setting.doc
+
+
+@pytest.mark.parametrize("kind", [TargetConfig, DraftConfig, CoordinatorConfig])
+def test_only_loopback_without_insecure(kind: type[TargetConfig]) -> None:
+    """A server that nobody guards is reachable from this machine only, unless it is asked for."""
+    for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
+        kind(host=host)
+    for host in (EVERYWHERE, "::", "192.0.2.1", "example.org", ""):
+        with pytest.raises(ConfigError, match=r"^host: .*--insecure"):
+            kind(host=host)
+        kind(host=host, insecure=True)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cpu:0", ""])
+def test_a_device_that_is_none_is_refused(device: str) -> None:
+    """`auto`, `cpu`, `cuda`, `cuda:N`."""
+    for good in ("auto", "cpu", "cuda", "cuda:1"):
+        TargetConfig(device=good)
+    with pytest.raises(ConfigError, match=r"^device: "):
+        TargetConfig(device=device)
+
+
+def test_an_unknown_engine_is_refused() -> None:
+    """`transformers` or `emulated:`."""
+    assert TargetConfig(engine="emulated:vocab_size=100").emulated == "vocab_size=100"
+    assert TargetConfig().emulated is None
+    with pytest.raises(ConfigError, match=r"^engine: "):
+        TargetConfig(engine="vllm")
+
+
+def test_other_checks_across_settings() -> None:
+    """A prefix for Redis keys has no braces; the shortest match is not above the longest."""
+    with pytest.raises(ConfigError, match=r"^redis_key_prefix: "):
+        CoordinatorConfig(redis_key_prefix="a{b")
+    with pytest.raises(ConfigError, match=r"^ngram_min: "):
+        DraftConfig(ngram_min=5, ngram_max=4)
+
+
+def test_prompt_lookup_has_one_default() -> None:
+    """The settings and the drafter agree."""
+    config, drafter = DraftConfig(), NgramConfig()
+    assert (config.ngram_min, config.ngram_max) == (drafter.ngram_min, drafter.ngram_max)
+
+
+def test_secrets_are_not_shown() -> None:
+    """What may hold a password does not get into logs through `repr`."""
+    config = load_config({"redis_url": "redis://:swordfish@h", "redis_password": "swordfish"}, {})
+    assert "swordfish" not in repr(config)
