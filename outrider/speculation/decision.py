@@ -1,0 +1,63 @@
+"""From a verdict to an outcome: what the coordinator decides. Pure, the same wherever it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from outrider.errors import check
+from outrider.speculation.sampling import Rule
+from outrider.speculation.verdict import Verdict
+
+
+class Origin(StrEnum):
+    """Where a committed token came from."""
+
+    ACCEPTED = "accepted"
+    CORRECTION = "correction"
+    BONUS = "bonus"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a round commits: `num_accepted` draft tokens and one token of the target after them."""
+
+    num_accepted: int
+    token_ids: tuple[int, ...]
+    origins: tuple[Origin, ...]
+
+
+def count_accepted(rule: Rule, passes: Sequence[bool]) -> int:
+    """How many draft tokens are accepted, given which of them pass their own test: under block
+    the longest prefix whose last token passes, whatever those before it did (Sun et al., ICLR
+    2025, algorithm 2); under every other rule those before the first that fails."""
+    if rule is Rule.BLOCK:
+        return max((i for i, passed in enumerate(passes, start=1) if passed), default=0)
+    return next((i for i, passed in enumerate(passes) if not passed), len(passes))
+
+
+def decide(
+    verdict: Verdict, proposal_ids: Sequence[int], rule: Rule, uniforms: Sequence[float]
+) -> Outcome:
+    """Accepts draft tokens against `uniforms` [K] in (0, 1) and adds the token that follows.
+
+    Draft token i passes iff uniforms[i] <= verdict.accept_probability[i]: a probability of 0 never
+    passes, since no uniform is 0. Raises `InvariantError` if the lengths do not fit together."""
+    num_draft_tokens = len(proposal_ids)
+    check(
+        len(verdict.accept_probability) == len(uniforms) == num_draft_tokens
+        and len(verdict.correction) == num_draft_tokens + 1,
+        f"a proposal of {num_draft_tokens} tokens needs as many acceptance probabilities and "
+        f"uniforms and one correction more; got {len(verdict.accept_probability)}, "
+        f"{len(uniforms)} and {len(verdict.correction)}",
+    )
+    check(all(0.0 < u < 1.0 for u in uniforms), "a uniform lies strictly between 0 and 1")
+    passes = [u <= a for u, a in zip(uniforms, verdict.accept_probability, strict=True)]
+    accepted = count_accepted(rule, passes)
+    last = Origin.BONUS if accepted == num_draft_tokens else Origin.CORRECTION
+    return Outcome(
+        num_accepted=accepted,
+        token_ids=(*proposal_ids[:accepted], verdict.correction[accepted]),
+        origins=(Origin.ACCEPTED,) * accepted + (last,),
+    )

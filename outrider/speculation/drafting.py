@@ -1,0 +1,87 @@
+"""Drawing draft tokens. What is drawn from is what goes on the wire: under token and block a draft
+distribution is truncated and quantised first and sampled afterwards, so its q is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from outrider.errors import check
+from outrider.limits import DRAFT_SUPPORT_ENTRIES
+from outrider.speculation.noise import NoiseBatch, RoundNoise
+from outrider.speculation.philox import RowKeys
+from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution
+from outrider.speculation.race import race, race_at
+from outrider.speculation.sampling import Rule
+from outrider.speculation.transforms import largest_ids
+
+DraftedToken = tuple[int, DraftDistribution | None]
+"""A token and what it was drawn from; None where the rule does not look or the draw is one-hot."""
+
+
+def draft_token(
+    probabilities: torch.Tensor,
+    noise: RoundNoise,
+    index: int,
+    entries_max: int = DRAFT_SUPPORT_ENTRIES,
+) -> DraftedToken:
+    """Draft token `index` (from 0) of a round, from the draft's `probabilities` [V], float64."""
+    return draft_tokens(probabilities[None], [noise], [index], entries_max)[0]
+
+
+def draft_tokens(
+    probabilities: torch.Tensor,
+    noises: Sequence[RoundNoise],
+    indices: Sequence[int],
+    entries_max: int = DRAFT_SUPPORT_ENTRIES,
+) -> list[DraftedToken]:
+    """`draft_token` for B sessions of one rule: `probabilities` [B, V], float64, unchanged;
+    `indices[b]` is the depth of session b's token."""
+    check(len(noises) == len(indices) == len(probabilities), "one noise and index for each row")
+    if not noises:
+        return []
+    batch = NoiseBatch.of(noises)
+    if batch.rule is Rule.GREEDY:
+        return [(token_id, None) for token_id in probabilities.argmax(dim=1).tolist()]
+    keys = batch.draft_keys(indices)
+    if batch.rule is Rule.COUPLED:
+        return [(token_id, None) for token_id in race(probabilities, keys).tolist()]
+    supports = [quantise(row, entries_max) for row in probabilities]
+    tokens = draw_quantised(supports, keys).tolist()
+    return [
+        (token_id, support if len(support.token_ids) > 1 else None)
+        for token_id, support in zip(tokens, supports, strict=True)
+    ]
+
+
+def quantise(probabilities: torch.Tensor, entries_max: int) -> DraftDistribution:
+    """The `entries_max` likeliest of `probabilities` [V] (ties: lowest ids) as counts that sum to
+    `COUNT_TOTAL`, by largest remainders; tokens left without a count are dropped. Ids ascend.
+
+    The support may have one entry; whoever puts it on the wire turns that into None."""
+    check(1 <= entries_max <= COUNT_TOTAL, f"entries_max {entries_max} is not in 1..{COUNT_TOTAL}")
+    largest = largest_ids(probabilities, entries_max)
+    ids = largest.cpu().numpy()
+    shares = probabilities[largest].cpu().numpy().astype(np.float64)
+    shares /= shares.sum()
+    shares *= COUNT_TOTAL
+    counts = np.floor(shares).astype(np.int64)
+    missing = COUNT_TOTAL - int(counts.sum())
+    check(0 <= missing <= len(counts), "draft probabilities are numbers with a positive sum")
+    by_remainder = np.argsort(counts - shares, kind="stable")
+    counts[by_remainder[:missing]] += 1
+    kept = counts > 0
+    return DraftDistribution(tuple(ids[kept].tolist()), tuple(counts[kept].tolist()))
+
+
+def draw_quantised(supports: Sequence[DraftDistribution], keys: RowKeys) -> torch.Tensor:
+    """One token of each of R quantised distributions: [R], int64, on the CPU."""
+    width = max(len(support.token_ids) for support in supports)
+    ids = np.zeros((len(supports), width), dtype=np.int64)
+    counts = np.zeros((len(supports), width), dtype=np.float64)
+    for row, support in enumerate(supports):
+        ids[row, : len(support.token_ids)] = support.token_ids
+        counts[row, : len(support.counts)] = support.counts
+    return race_at(torch.from_numpy(ids), torch.from_numpy(counts), keys)

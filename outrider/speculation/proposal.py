@@ -1,0 +1,117 @@
+"""Proposals: K draft tokens and the sparse, quantised distributions they were drawn from."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from outrider.errors import BadRequest, check
+from outrider.limits import DRAFT_SUPPORT_ENTRIES_MAX
+from outrider.speculation.sampling import Rule
+
+COUNT_TOTAL = 2**16
+"""Counts of one draft distribution sum to this: q(v) = count / COUNT_TOTAL, exact in a float."""
+_SIZE_BYTES: Final = 2
+_ENTRY_BYTES: Final = 4 + 2
+
+
+@dataclass(frozen=True, slots=True)
+class DraftDistribution:
+    """q over a truncated support: distinct ids, and positive counts that sum to `COUNT_TOTAL`.
+
+    A support of one is never built: such a position is one-hot and has no distribution."""
+
+    token_ids: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """K draft tokens in a chain. `q[i]` is what token i was drawn from; None = one-hot at it.
+
+    `q` is empty under rules that do not look at it."""
+
+    token_ids: tuple[int, ...] = ()
+    q: tuple[DraftDistribution | None, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+EMPTY_PROPOSAL = Proposal()
+
+
+def require_q(proposal: Proposal, rule: Rule) -> None:
+    """Raises `BadRequest` if `rule` looks at q and the proposal has none: taking the tokens for
+    one-hot draws instead would be exact, but would silently cost acceptance."""
+    if rule.needs_q and len(proposal.q) != len(proposal):
+        raise BadRequest(
+            "proposal.q",
+            f"holds {len(proposal.q)} distributions; rule {rule.value} needs one for each of the "
+            f"{len(proposal)} tokens (one without entries for a one-hot draw)",
+        )
+
+
+def encode_q(q: Sequence[DraftDistribution | None]) -> bytes:
+    """One field for all positions. Each: number of entries n (uint16), n ids (uint32), n counts
+    (uint16), little endian; n = 0 is one-hot. `decode_q` is its inverse."""
+    parts = []
+    for distribution in q:
+        ids = () if distribution is None else distribution.token_ids
+        counts = () if distribution is None else distribution.counts
+        check(len(ids) == len(counts) <= DRAFT_SUPPORT_ENTRIES_MAX, "one count for each draft id")
+        parts.append(struct.pack(f"<H{len(ids)}I{len(ids)}H", len(ids), *ids, *counts))
+    return b"".join(parts)
+
+
+def decode_q(data: bytes, token_ids: Sequence[int]) -> tuple[DraftDistribution | None, ...]:
+    """The distributions of the draft tokens `token_ids`; () where the field is empty.
+
+    Trusts nothing: raises `BadRequest` naming `proposal.q` and the position unless `data` is as
+    long as it says, with 0 or 2..`DRAFT_SUPPORT_ENTRIES_MAX` entries a position, distinct ids,
+    positive counts that sum to `COUNT_TOTAL`, and the drafted token among the ids."""
+    if not data:
+        return ()
+    q: list[DraftDistribution | None] = []
+    offset = 0
+    for index, token_id in enumerate(token_ids):
+        if offset + _SIZE_BYTES > len(data):
+            raise _bad_q(index, f"is missing; the field ends after {len(data)} bytes")
+        size = int.from_bytes(data[offset : offset + _SIZE_BYTES], "little")
+        offset += _SIZE_BYTES
+        end = offset + size * _ENTRY_BYTES
+        if size == 1 or size > DRAFT_SUPPORT_ENTRIES_MAX:
+            raise _bad_q(
+                index, f"has {size} entries; 0 or 2..{DRAFT_SUPPORT_ENTRIES_MAX} are allowed"
+            )
+        if end > len(data):
+            raise _bad_q(index, f"needs {end - offset} bytes; {len(data) - offset} are left")
+        values = struct.unpack_from(f"<{size}I{size}H", data, offset)
+        q.append(_distribution(index, token_id, values[:size], values[size:]) if size else None)
+        offset = end
+    if offset != len(data):
+        raise BadRequest(
+            "proposal.q",
+            f"holds {len(data) - offset} bytes after the last of {len(token_ids)} positions",
+        )
+    return tuple(q)
+
+
+def _distribution(
+    index: int, token_id: int, ids: tuple[int, ...], counts: tuple[int, ...]
+) -> DraftDistribution:
+    if len(set(ids)) != len(ids):
+        raise _bad_q(index, "lists a token id twice")
+    if 0 in counts:
+        raise _bad_q(index, "holds a count of 0; leave the token out instead")
+    if sum(counts) != COUNT_TOTAL:
+        raise _bad_q(index, f"has counts that sum to {sum(counts)}, not to {COUNT_TOTAL}")
+    if token_id not in ids:
+        raise _bad_q(index, f"does not hold the drafted token {token_id}")
+    return DraftDistribution(ids, counts)
+
+
+def _bad_q(index: int, message: str) -> BadRequest:
+    return BadRequest("proposal.q", f"position {index} {message}")

@@ -1,0 +1,157 @@
+"""Every rule against full enumeration: no samples, no thresholds, equality to 1e-12."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from core_enumeration import EXACT, accepted_law, assert_exact, own_draw_law, round_law
+from core_toys import ToyPair, flat_pair, make_pair, random_pair
+
+from outrider.speculation.decision import decide
+from outrider.speculation.noise import NoiseBatch, RoundNoise
+from outrider.speculation.race import race
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.scoring import score_rows, verdict_law
+from outrider.speculation.transforms import target_probabilities
+from outrider.speculation.verdict import Verdict
+
+RATIO_RULES = [Rule.TOKEN, Rule.BLOCK]
+CELLS = [(3, 0), (3, 1), (3, 2), (3, 3), (4, 3), (5, 2), (8, 2)]
+FULL_CELLS = [(3, 4), (4, 4), (5, 3), (6, 3), (7, 2), (8, 3)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("vocab_size", "k"), CELLS)
+def test_ratio_rules(vocab_size, k, seed):
+    """Token and block are exact with zeros, ties, equal, disjoint and one-hot rows; block accepts
+    as many tokens as token or more."""
+    pair = random_pair(vocab_size, seed)
+    accepted = [assert_exact(pair, rule, k) for rule in RATIO_RULES]
+    assert accepted[1] >= accepted[0] - EXACT
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(3, 6))
+@pytest.mark.parametrize(("vocab_size", "k"), FULL_CELLS)
+def test_ratio_rules_on_the_whole_grid(vocab_size, k, seed):
+    """The same on larger vocabularies and longer proposals."""
+    test_ratio_rules(vocab_size, k, seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("vocab_size", "k"), [(3, 0), (3, 1), (3, 2), (4, 2), (8, 1)])
+@pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.GREEDY])
+def test_own_draw_rules(rule, vocab_size, k, seed):
+    """Coupled is exact however the draft tokens depend on the target's draws; so is greedy, whose
+    draws are sure."""
+    pair = random_pair(vocab_size, seed)
+    if rule is Rule.GREEDY:
+        likeliest = target_probabilities(pair.p.log(), SamplingParams(temperature=0.0))
+        pair = ToyPair(likeliest, pair.q, pair.mass, pair.step)
+    law = own_draw_law(pair, rule, k, seed)
+    np.testing.assert_allclose(law, pair.law(k + 1), atol=EXACT)
+
+
+@pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.GREEDY])
+def test_own_draw_verdicts_are_what_the_enumeration_takes_them_for(rule):
+    """score_rows: correction n is the target's own draw at n, and x_i passes iff it equals it."""
+    pair = random_pair(4, 5)
+    tokens, states = pair.paths(2)
+    rows = pair.p[states]
+    noise = NoiseBatch.of([RoundNoise(i, rule, 7) for i in range(len(tokens))])
+    accept, correction = score_rows(rows, pair.draft_rows(tokens, states[:, :-1], 0), noise)
+    if rule is Rule.GREEDY:
+        own = rows.argmax(dim=2)
+    else:
+        own = race(rows.flatten(0, 1), noise.correction_keys(2)).view(-1, 3)
+    assert torch.equal(correction, own)
+    assert torch.equal(accept, (own[:, :2] == tokens).double())
+    assert 0 < accept.mean() < 1
+
+
+def test_the_example_of_the_block_paper():
+    """Sun et al.: Ms = (2/3, 1/3), Mb = (1/3, 2/3), K = 2: 10/9 accepted tokens become 11/9."""
+    pair = flat_pair([1.0, 2.0], [2.0, 1.0])
+    pair = ToyPair(pair.p, pair.q, pair.q, pair.step)  # thirds are no counts of 2^16
+    assert assert_exact(pair, Rule.TOKEN, 2) == pytest.approx(10 / 9, abs=EXACT)
+    assert assert_exact(pair, Rule.BLOCK, 2) == pytest.approx(11 / 9, abs=EXACT)
+
+
+def test_token_acceptance_is_the_overlap():
+    """The first token is accepted with probability sum min(p, q), and no more is possible."""
+    for seed in range(20):
+        pair = random_pair(5, seed)
+        _, accepted = round_law(pair, Rule.TOKEN, 1)
+        overlap = float(torch.minimum(pair.p[0], pair.mass[0, 0]).sum())
+        assert accepted == pytest.approx(overlap, abs=EXACT)
+
+
+def test_one_hot_drafts_gain_nothing_from_block():
+    """With n-gram drafts both rules accept the same number of tokens."""
+    target = random_pair(4, 9).p
+    one_hot = torch.eye(4, dtype=torch.float64)[torch.arange(len(target)) % 4][None]
+    pair = make_pair(target, one_hot)
+    accepted = [assert_exact(pair, rule, 3) for rule in RATIO_RULES]
+    assert accepted[0] == pytest.approx(accepted[1], abs=EXACT)
+
+
+@pytest.mark.parametrize("rule", RATIO_RULES)
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.6),
+        SamplingParams(top_k=2),
+        SamplingParams(top_p=0.7),
+        SamplingParams(min_p=0.3),
+        SamplingParams(temperature=1.7, top_k=3, top_p=0.9, min_p=0.05),
+    ],
+)
+def test_transformed_targets(rule, params):
+    """p is what the target's whole pipeline gives; q whatever the draft was drawn from."""
+    pair = random_pair(5, 2)
+    target = target_probabilities((pair.p + 1e-3).log(), params)
+    assert_exact(make_pair(target, pair.q), rule, 2)
+
+
+@pytest.mark.parametrize("rule", RATIO_RULES)
+@pytest.mark.parametrize("entries_max", [1, 2, 3])
+def test_truncated_drafts(rule, entries_max):
+    """However few entries of q travel: drafts are drawn from those, so nothing is lost."""
+    pair = random_pair(6, 4)
+    assert_exact(make_pair(pair.p, pair.q, entries_max), rule, 2)
+
+
+@pytest.mark.parametrize("rule", RATIO_RULES)
+@pytest.mark.parametrize("draft_vocab", [4, 7])
+def test_vocabularies_of_different_width(rule, draft_vocab):
+    """A draft padded wider than the target proposes tokens that do not exist; one that is narrower
+    never proposes the last ones. Both are exact."""
+    narrow = random_pair(5, 6)
+    random = np.random.default_rng(3)
+    mass = torch.from_numpy(random.multinomial(2**16, np.ones(draft_vocab) / draft_vocab,
+                                               (1, len(narrow.p))) / 2**16)  # fmt: skip
+    step = torch.zeros(len(narrow.p), max(5, draft_vocab), dtype=torch.int64)
+    step[:, :5] = narrow.step
+    assert_exact(ToyPair(narrow.p, mass, mass, step), rule, 2)
+
+
+@pytest.mark.parametrize("rule", RATIO_RULES)
+def test_uniforms_split_where_the_enumeration_does(rule):
+    """decide() passes a token up to and including its acceptance probability, and not beyond: the
+    length of the accepting interval is the probability that the enumeration gives it."""
+    pair = random_pair(3, 8)
+    tokens, states = pair.paths(2)
+    drafts = pair.draft_rows(tokens, states[:, :-1], 1)
+    possible = (pair.mass[1][states[:, :-1]].gather(2, tokens[..., None]) > 0).all(dim=1)[:, 0]
+    drafts = pair.draft_rows(tokens[possible], states[possible][:, :-1], 1)
+    accept = verdict_law(rule, pair.p[states[possible]], drafts).accept
+    counts = accepted_law(rule, accept.numpy())
+    grid = (np.arange(64) + 0.5) / 64
+    for row, law in zip(accept.tolist(), counts, strict=True):
+        verdict = Verdict(tuple(row), (0, 0, 0))
+        found = np.zeros(3)
+        for first in grid:
+            for second in grid:
+                found[decide(verdict, (0, 0), rule, (first, second)).num_accepted] += 1
+        np.testing.assert_allclose(found / 64**2, law, atol=1 / 32)

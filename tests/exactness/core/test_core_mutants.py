@@ -1,0 +1,139 @@
+"""Faults that real implementations had, each put in on purpose and found by the same statistic
+that passes without it (`test_sequences_have_the_targets_law`). False alarm <= 1e-6 each."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from core_chi_square import ChiSquare, chi_square
+from core_rounds import (
+    Broken,
+    Controller,
+    cells_of,
+    fixed,
+    generate,
+    seeds_of,
+    stops_after_a_weak_slot,
+)
+from core_toys import ToyPair, flat_pair, sampling_pair
+
+from outrider.errors import InvariantError
+from outrider.speculation import scoring
+from outrider.speculation.decision import decide
+from outrider.speculation.noise import NoiseBatch, Stream
+from outrider.speculation.philox import RowKeys, WordArray
+from outrider.speculation.sampling import Rule
+from outrider.speculation.verdict import Verdict
+
+NUM_SEQUENCES = 200_000
+RATIO_RULES = [Rule.TOKEN, Rule.BLOCK]
+EXACT = Broken()
+THREE_DRAFTS = fixed(3)
+WEAK_SLOT_PAIR = flat_pair([0.2, 0.3, 0.5], [0.6, 0.3, 0.1])
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def run(
+    rule: Rule,
+    broken: Broken = EXACT,
+    pair: ToyPair | None = None,
+    controller: Controller = THREE_DRAFTS,
+    num_tokens: int = 3,
+) -> ChiSquare:
+    pair = pair or sampling_pair()
+    tokens = generate(pair, rule, controller, seeds_of(NUM_SEQUENCES, 7), num_tokens, broken)
+    return chi_square(cells_of(tokens, pair.vocab_size), pair.law(num_tokens))
+
+
+class DraftNoiseForResiduals(NoiseBatch):
+    """The token after a refusal is drawn by the noise that drew the refused token."""
+
+    def correction_keys(self, num_draft_tokens: int) -> RowKeys:
+        keys = super().correction_keys(num_draft_tokens)
+        keys.stream[keys.stream == int(Stream.RESIDUAL)] = int(Stream.DRAFT)
+        return keys
+
+
+class AbsolutePlaces(NoiseBatch):
+    """Every draw is keyed by its absolute position, thrown-away slots and all."""
+
+    def _places(
+        self, lengths: WordArray, indices: WordArray, sibling: int
+    ) -> tuple[WordArray, WordArray]:
+        return lengths + indices, np.uint64(0) * indices
+
+
+class AlwaysZero(NoiseBatch):
+    """u = 0: everything passes, even what the target cannot say."""
+
+    def accept_uniforms(self, num_draft_tokens: int, sibling: int = 0) -> torch.Tensor:
+        return torch.zeros(len(self), num_draft_tokens, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("rule", RATIO_RULES)
+def test_mutant_shared_noise_for_draft_and_residual(rule):
+    assert run(rule, Broken(noise=DraftNoiseForResiduals)).rejects
+    assert not run(rule).rejects
+
+
+def test_mutant_absolute_keys_under_block():
+    """Even with K fixed: block looks behind the slot it stops at."""
+    assert run(Rule.BLOCK, Broken(noise=AbsolutePlaces), num_tokens=4).rejects
+    assert not run(Rule.BLOCK, num_tokens=4).rejects
+
+
+def test_mutant_absolute_keys_under_token():
+    """Exact with K fixed (so such a test would pass it), biased with a controller that has read
+    what a thrown-away slot showed."""
+    broken = Broken(noise=AbsolutePlaces)
+    assert not run(Rule.TOKEN, broken, WEAK_SLOT_PAIR).rejects
+    assert run(Rule.TOKEN, broken, WEAK_SLOT_PAIR, stops_after_a_weak_slot).rejects
+    assert not run(Rule.TOKEN, EXACT, WEAK_SLOT_PAIR, stops_after_a_weak_slot).rejects
+
+
+@pytest.mark.parametrize("rule", RATIO_RULES)
+def test_mutant_raw_q(rule):
+    """Drafts drawn from the truncated distribution, but verified against the raw one; the other way
+    round, a token outside the q that came with it is refused outright."""
+    pair = flat_pair([0.2, 0.3, 0.5], [0.45, 0.35, 0.2], entries_max=2)
+    assert not run(rule, EXACT, pair).rejects
+    raw = ToyPair(pair.p, pair.q, pair.q, pair.step)
+    assert run(rule, Broken(drawn_from=pair.mass), raw).rejects
+    with pytest.raises(InvariantError, match="outside the distribution"):
+        run(rule, Broken(drawn_from=pair.q), pair)
+
+
+@pytest.mark.parametrize("rule", RATIO_RULES)
+def test_mutant_uniform_zero(rule):
+    assert run(rule, Broken(noise=AlwaysZero)).rejects
+    with pytest.raises(InvariantError):
+        decide(Verdict((0.0,), (1, 2)), (0,), rule, (0.0,))
+
+
+@pytest.mark.parametrize("rule", RATIO_RULES)
+def test_mutant_bonus_from_p_of_the_last_draft_token(rule):
+    def last_row_twice(rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([rows[:, :-1], rows[:, -2:-1]], dim=1) if rows.shape[1] > 1 else rows
+
+    assert run(rule, Broken(rows=last_row_twice), num_tokens=4).rejects
+
+
+@pytest.mark.parametrize("rule", RATIO_RULES)
+def test_mutant_residual_without_the_padded_vocabulary(rule, monkeypatch):
+    """The draft knows two tokens of three; a residual over those two loses the third."""
+    pair = flat_pair([0.5, 0.3, 0.2], [0.7, 0.3, 0.0])
+    assert not run(rule, EXACT, pair).rejects
+    whole = scoring.correction_weights
+
+    def narrow(p: torch.Tensor, scale: torch.Tensor | None, drafts: scoring.DraftRows):
+        weights = whole(p, scale, drafts)
+        weights[:, :-1, 2:] = 0.0
+        return weights
+
+    monkeypatch.setattr(scoring, "correction_weights", narrow)
+    assert run(rule, EXACT, pair).rejects

@@ -1,0 +1,283 @@
+"""Where real implementations lost exactness: one test a trap, numbered. Statistical ones have a
+false alarm <= 1e-6 for each statistic."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from core_chi_square import chi_square
+from core_enumeration import assert_exact
+from core_rounds import (
+    Broken,
+    cells_of,
+    fixed,
+    generate,
+    reads_everything,
+    seeds_of,
+    stops_after_a_weak_slot,
+)
+from core_toys import ToyPair, flat_pair, make_pair, random_pair, sampling_pair
+
+from outrider.errors import BadRequest, InvariantError
+from outrider.speculation.decision import decide
+from outrider.speculation.drafting import draft_token, draft_tokens
+from outrider.speculation.noise import NoiseBatch, RoundNoise, Stream, uniforms
+from outrider.speculation.philox import row_uniforms, uniform
+from outrider.speculation.proposal import COUNT_TOTAL, Proposal, require_q
+from outrider.speculation.race import race, race_at
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.scoring import score, verdict_law
+from outrider.speculation.transforms import TokenHistory, target_probabilities
+from outrider.speculation.verdict import Verdict
+from outrider.tokens import TokenSequence
+
+RATIO_RULES = [Rule.TOKEN, Rule.BLOCK]
+NUM_SEQUENCES = 200_000
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def test_trap_01_q_verified_is_q_sampled():
+    """Draft draws follow the very counts that are sent, not the distribution they came from."""
+    probabilities = torch.tensor([0.05, 0.3, 0.02, 0.25, 0.03, 0.2, 0.05, 0.1], dtype=torch.float64)
+    num = 20_000
+    seeds = seeds_of(num, 1)
+    noises = [RoundNoise(int(seed), Rule.TOKEN, 9) for seed in seeds]
+    drawn = draft_tokens(probabilities.expand(num, -1), noises, [0] * num, entries_max=4)
+    sent = drawn[0][1]
+    assert all(q == sent for _, q in drawn)
+    law = np.zeros(8)
+    law[list(sent.token_ids)] = np.array(sent.counts) / COUNT_TOTAL
+    assert not chi_square(np.array([token_id for token_id, _ in drawn]), law).rejects
+    assert chi_square(np.array([token_id for token_id, _ in drawn]), probabilities.numpy()).rejects
+
+
+@pytest.mark.parametrize("rule", RATIO_RULES)
+def test_trap_02_greedy_drafts_are_one_hot(rule):
+    """A draft that takes its likeliest token says so; with a softmax q it would be biased."""
+    pair = sampling_pair()
+    likeliest = target_probabilities(pair.q[0].log(), SamplingParams(temperature=0.0))
+    assert draft_token(likeliest[1], RoundNoise(1, rule, 5), 0)[1] is None
+    assert_exact(make_pair(pair.p, likeliest[None]), rule, 3)
+    honest = ToyPair(pair.p, pair.q[:1], pair.q[:1], pair.step)
+    wrong = Broken(drawn_from=likeliest[None])
+    tokens = generate(honest, rule, fixed(2), seeds_of(NUM_SEQUENCES, 2), 2, wrong)
+    assert chi_square(cells_of(tokens, 3), pair.law(2)).rejects
+
+
+@pytest.mark.parametrize("rule", RATIO_RULES)
+def test_trap_03_each_side_has_its_own_transforms(rule):
+    """Exactness needs p = the whole pipeline of the target, and nothing of the draft's q: colder,
+    truncated or penalised drafts only cost acceptance."""
+    pair = random_pair(4, 3)
+    logits = (pair.p + 1e-2).log()
+    target = target_probabilities(logits, SamplingParams(temperature=0.8, top_p=0.9))
+    for params in (
+        SamplingParams(temperature=0.3),
+        SamplingParams(top_k=1),
+        SamplingParams(temperature=2.0, frequency_penalty=1.5),
+    ):
+        draft = target_probabilities(logits, params, TokenHistory(output_ids=[0, 0, 2]))
+        assert_exact(make_pair(target, draft[None]), rule, 2)
+
+
+@pytest.mark.parametrize("rule", RATIO_RULES)
+def test_trap_04_a_missing_q_is_no_one_hot_q(rule):
+    """Tokens without q are refused; they never silently become one-hot draws."""
+    rows = torch.full((2, 3), 1 / 3, dtype=torch.float64)
+    with pytest.raises(BadRequest, match=r"proposal\.q"):
+        require_q(Proposal((1,)), rule)
+    with pytest.raises(InvariantError, match="needs q"):
+        score(rows, Proposal((1,)), RoundNoise(0, rule, 3))
+
+
+@pytest.mark.parametrize("rule", RATIO_RULES)
+def test_trap_05_draft_accept_and_residual_share_no_noise(rule):
+    """Four streams at one place are independent numbers: 100,000 of each fill the cells of a
+    4-dimensional grid evenly; and 10/60/30 comes out as 10/60/30."""
+    num = 100_000
+    places = [RoundNoise(0, rule, length).place(0) for length in range(num)]
+    streams = (Stream.TARGET, Stream.DRAFT, Stream.ACCEPT, Stream.RESIDUAL)
+    drawn = [uniforms(77, places, stream, 1)[:, 0] for stream in streams]
+    grid = np.stack([(u * 4).long().numpy() for u in drawn], axis=1)
+    assert not chi_square(cells_of(grid, 4), np.full(256, 1 / 256)).rejects
+    pair = flat_pair([0.1, 0.6, 0.3], [0.3, 0.4, 0.3])
+    tokens = generate(pair, rule, fixed(1), seeds_of(NUM_SEQUENCES, 5), 1)
+    assert not chi_square(tokens[:, 0], pair.law(1)).rejects
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_trap_06_no_uniform_accepts_the_impossible(rule):
+    """The smallest uniform is 2^-33, not 0, so an acceptance of 0 refuses; the largest is under 1
+    and an acceptance of 1 accepts; uniforms are not constant."""
+    for smallest, largest in [(uniform(0), uniform(2**32 - 1))]:
+        assert decide(Verdict((0.0,), (1, 2)), (0,), rule, (smallest,)).num_accepted == 0
+        assert decide(Verdict((1.0,), (1, 2)), (0,), rule, (largest,)).num_accepted == 1
+    if rule.needs_q:
+        noise = [RoundNoise(seed, rule, 4).accept_uniforms(3) for seed in range(300)]
+        assert len({u for us in noise for u in us}) == 900
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_trap_07_every_draft_token_is_verified(rule):
+    """Each token of a proposal, the first one too, is refused when it alone has no chance and those
+    behind it have none either."""
+    for refused in range(3):
+        accept = tuple(float(i < refused) for i in range(3))
+        outcome = decide(Verdict(accept, (7, 8, 9, 10)), (1, 2, 3), rule, (0.5,) * 3)
+        assert outcome.num_accepted == refused
+        assert outcome.token_ids == (*(1, 2, 3)[:refused], 7 + refused)
+
+
+def first_token_law(pair: ToyPair, submitted: torch.Tensor) -> np.ndarray:
+    """Law of the first token if the drafted token x is submitted iff submitted[x], else K = 0."""
+    tokens, states = pair.paths(1)
+    law = verdict_law(Rule.TOKEN, pair.p[states], pair.draft_rows(tokens, states[:, :1], 0))
+    accept = law.accept[:, 0].numpy()
+    residual = (law.weights[:, 0] / law.weights[:, 0].sum(dim=1, keepdim=True)).numpy()
+    drawn = pair.mass[0, 0].numpy()
+    verified = np.diag(accept) + (1 - accept)[:, None] * residual
+    chosen = submitted.numpy()[:, None]
+    return drawn @ np.where(chosen, verified, pair.p[0].numpy()[None])
+
+
+def test_trap_08_a_draft_token_is_not_dropped_for_what_it_is():
+    """Dropping a drafted token because of its own value biases the output; deciding before it is
+    drawn does not. Controllers of the Monte Carlo tests decide from what came before."""
+    pair = flat_pair([0.1, 0.6, 0.3], [0.4, 0.2, 0.4])
+    target = pair.p[0].numpy()
+    for all_or_none in (True, False):
+        law = first_token_law(pair, torch.tensor([all_or_none] * 3))
+        np.testing.assert_allclose(law, target, atol=1e-12)
+    dropped = first_token_law(pair, torch.tensor([True, True, False]))
+    assert np.abs(dropped - target).sum() / 2 > 0.02
+
+
+def test_trap_09_the_tail_of_the_noise_is_resolved():
+    """Waiting times -log u reach down to 2^-33 without becoming 0, so a Gumbel number reaches 22.9
+    where float32 would stop at 16.6; the smallest ones stay distinct, and unlikely tokens win as
+    often as they should."""
+    ends = torch.tensor([uniform(word) for word in (2**32 - 1, 2**32 - 2, 0)], dtype=torch.float64)
+    waits = -ends.log()
+    assert -math.log(float(waits[0])) > 22.8
+    assert 0 < waits[0] < waits[1]
+    assert float(-ends[:1].float().log()) == 0.0
+    num = 400_000
+    weights = torch.tensor([1.0, 1e-3, 1e-4, 1e-4], dtype=torch.float64).expand(num, -1)
+    noise = NoiseBatch(seeds_of(num, 9), Rule.TOKEN, np.full(num, 3, dtype=np.uint64))
+    won = race(weights, noise.correction_keys(0)).numpy()
+    law = np.array([1.0, 1e-3, 1e-4, 1e-4]) / 1.0012
+    assert not chi_square(won, law).rejects
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_trap_10_a_verdict_is_a_function_of_the_logits_it_is_given(rule):
+    """Exact given the pass's logits: the same rows give the same verdict every time, and row i
+    alone (not its neighbours, nor K) decides what token i's place says."""
+    pair = sampling_pair()
+    noise = RoundNoise(5, rule, 30)
+    rows = pair.p[[0, 1, 5, 9]]
+    drafted = [draft_token(pair.q[0][s], noise, i) for i, s in enumerate((0, 1, 5))]
+    token_ids, q = zip(*drafted, strict=True)
+    proposal = Proposal(token_ids, q)
+    verdict = score(rows, proposal, noise)
+    assert score(rows.clone(), proposal, noise) == verdict
+    changed = rows.clone()
+    changed[3] = torch.tensor([0.0, 0.0, 1.0])
+    other = score(changed, proposal, noise)
+    assert other.accept_probability == verdict.accept_probability
+    assert other.correction[:3] == verdict.correction[:3]
+    assert other.correction[3] == 2
+    if rule.absolute_noise:
+        shorter = score(rows[:3], Proposal(token_ids[:2], q[:2]), noise)
+        assert shorter.correction == verdict.correction[:3]
+
+
+@pytest.mark.parametrize("rule", RATIO_RULES)
+def test_trap_11_no_smoothing_and_no_lost_vocabulary(rule):
+    """An acceptance is the ratio itself, down to the smallest numbers; the target's tokens beyond
+    the draft's vocabulary can follow a refusal."""
+    noise = RoundNoise(0, rule, 3)
+    rows = torch.tensor([[1e-300, 0.5, 0.5], [1.0, 0.0, 0.0]], dtype=torch.float64)
+    q = draft_token(torch.tensor([1.0, 1.0], dtype=torch.float64), noise, 0)[1]
+    assert score(rows, Proposal((0,), (q,)), noise).accept_probability == pytest.approx(
+        (2e-300,), rel=1e-12, abs=0.0
+    )
+    rows[0, 0] = 0.0
+    verdict = score(rows, Proposal((0,), (q,)), noise)
+    assert verdict.accept_probability == (0.0,)
+    assert verdict.correction[0] == 2
+
+
+def test_trap_12_a_lost_token_is_noticed():
+    """Any change of a prefix (a token lost, added, swapped, replaced) changes its digest, and a
+    rollback restores the digest of what is kept."""
+    sequence = TokenSequence([3, 1, 4, 1, 5])
+    digests = [sequence.digest(n) for n in range(6)]
+    changed = [[3, 1, 4, 1], [3, 1, 4, 1, 5, 0], [1, 3, 4, 1, 5], [3, 1, 4, 1, 6], [0, 1, 4, 1, 5]]
+    assert sequence.digest() not in {TokenSequence(ids).digest() for ids in changed}
+    sequence.truncate(2)
+    assert sequence.digest() == digests[2]
+    sequence.extend([4, 1, 5])
+    assert [sequence.digest(n) for n in range(6)] == digests
+    assert len({TokenSequence([a, b]).digest() for a in range(300) for b in range(300)}) == 90_000
+
+
+@pytest.mark.parametrize("rule", RATIO_RULES)
+@pytest.mark.parametrize("controller", [stops_after_a_weak_slot, reads_everything])
+def test_trap_13_a_thrown_away_slot_does_not_lend_its_noise(rule, controller):
+    """No two rounds of a session share a place, so what a thrown-away slot showed says nothing of
+    the next round; coupled places do repeat, and are the target's own."""
+    places = [
+        RoundNoise(0, rule, length).place(index)
+        for length, index in itertools.product(range(5, 40), range(17))
+    ]
+    assert len(set(places)) == len(places)
+    assert RoundNoise(0, Rule.COUPLED, 5).place(2) == RoundNoise(0, Rule.COUPLED, 7).place(0)
+    pair = flat_pair([0.2, 0.3, 0.5], [0.6, 0.3, 0.1], [0.1, 0.3, 0.6])
+    tokens = generate(pair, rule, controller, seeds_of(NUM_SEQUENCES, 13), 4)
+    assert not chi_square(cells_of(tokens, 3), pair.law(4)).rejects
+
+
+def siblings_law(own_noise: bool) -> np.ndarray:
+    """What two siblings drafted without replacement from q come to, recursively verified."""
+    p = torch.tensor([0.2, 0.6, 0.2], dtype=torch.float64).expand(NUM_SEQUENCES, -1)
+    q = torch.tensor([0.8, 0.1, 0.1], dtype=torch.float64).expand(NUM_SEQUENCES, -1)
+    lengths = np.full(NUM_SEQUENCES, 4, dtype=np.uint64)
+    noise = NoiseBatch(seeds_of(NUM_SEQUENCES, 14), Rule.TOKEN, lengths)
+    every = torch.arange(3).expand(NUM_SEQUENCES, -1)
+    result = torch.full((NUM_SEQUENCES,), -1)
+    for sibling in (0, 1):
+        keys = noise.draft_keys(np.zeros(NUM_SEQUENCES, dtype=np.uint64), sibling)
+        drafted = race_at(every, q, keys)[:, None]
+        u = noise.accept_uniforms(1, sibling if own_noise else 0)
+        passes = (u <= p.gather(1, drafted) / q.gather(1, drafted))[:, 0]
+        result = torch.where((result < 0) & passes, drafted[:, 0], result)
+        p = (p - q).clamp(min=0)
+        p = p / p.sum(dim=1, keepdim=True)
+        q = q.scatter(1, drafted, 0.0)
+        q = q / q.sum(dim=1, keepdim=True)
+    last = race_at(every, p, noise.correction_keys(0))
+    return torch.where(result < 0, last, result).numpy()
+
+
+def test_trap_14_siblings_have_noise_of_their_own():
+    """Every sibling has a place of its own; sharing u gives (.2, .667, .133) instead of p."""
+    law = np.array([0.2, 0.6, 0.2])
+    assert not chi_square(siblings_law(own_noise=True), law).rejects
+    shared = siblings_law(own_noise=False)
+    assert chi_square(shared, law).rejects
+    assert not chi_square(shared, np.array([0.2, 2 / 3, 2 / 15])).rejects
+    rows = [RoundNoise(0, Rule.TOKEN, 4).place(1, sibling) for sibling in range(100)]
+    assert len(set(rows)) == 100
+    first, second = (
+        NoiseBatch.of([RoundNoise(0, Rule.TOKEN, 4)]).draft_keys([1], sibling) for sibling in (0, 1)
+    )
+    assert not torch.equal(row_uniforms(first, 8, "cpu"), row_uniforms(second, 8, "cpu"))

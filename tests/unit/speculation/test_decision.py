@@ -1,0 +1,69 @@
+"""decide(): which draft tokens a verdict and uniforms accept."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.errors import InvariantError
+from outrider.speculation.decision import Origin, Outcome, count_accepted, decide
+from outrider.speculation.sampling import Rule
+from outrider.speculation.verdict import Verdict
+
+A, C, B = Origin.ACCEPTED, Origin.CORRECTION, Origin.BONUS
+VERDICT = Verdict((0.5, 0.2, 0.9), (10, 11, 12, 13))
+PROPOSED = (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("uniforms", "left", "block"),
+    [
+        ((0.5, 0.2, 0.9), 3, 3),
+        ((0.6, 0.1, 0.1), 0, 3),
+        ((0.1, 0.3, 0.1), 1, 3),
+        ((0.1, 0.3, 0.95), 1, 1),
+        ((0.6, 0.1, 0.95), 0, 2),
+        ((0.6, 0.3, 0.95), 0, 0),
+    ],
+)
+def test_left_rules_stop_and_block_looks_at_all(uniforms, left, block):
+    """Token, coupled and greedy stop at the first refusal; block takes the longest prefix whose
+    own test passes. A uniform equal to the acceptance probability accepts."""
+    for rule in Rule:
+        accepted = block if rule is Rule.BLOCK else left
+        outcome = decide(VERDICT, PROPOSED, rule, uniforms)
+        assert outcome.num_accepted == accepted
+        assert outcome.token_ids == (*PROPOSED[:accepted], 10 + accepted)
+        assert outcome.origins == (A,) * accepted + ((B if accepted == 3 else C),)
+
+
+def test_an_empty_proposal_gives_the_bonus():
+    """K = 0 is plain decoding: one token, of the target's own."""
+    assert decide(Verdict((), (7,)), (), Rule.BLOCK, ()) == Outcome(0, (7,), (B,))
+
+
+@settings(deadline=None)
+@given(st.lists(st.booleans(), max_size=8))
+def test_count_accepted_against_its_definition(passes):
+    """The longest prefix of passes; under block the last pass of all."""
+    runs = [n for n in range(len(passes) + 1) if all(passes[:n])]
+    assert count_accepted(Rule.TOKEN, passes) == max(runs)
+    ends = [0] + [n for n in range(1, len(passes) + 1) if passes[n - 1]]
+    assert count_accepted(Rule.BLOCK, passes) == max(ends)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "uniforms"),
+    [
+        (Verdict((0.5, 0.2), (1, 2, 3)), (0.1, 0.1, 0.1)),
+        (Verdict((0.5, 0.2, 0.1), (1, 2, 3)), (0.1, 0.1, 0.1)),
+        (VERDICT, (0.1, 0.1)),
+        (VERDICT, (0.1, 0.0, 0.1)),
+        (VERDICT, (0.1, 1.0, 0.1)),
+    ],
+)
+def test_what_does_not_fit_is_refused(verdict, uniforms):
+    """Lengths that disagree and uniforms outside (0, 1) are our bug and say so."""
+    with pytest.raises(InvariantError):
+        decide(verdict, PROPOSED, Rule.TOKEN, uniforms)

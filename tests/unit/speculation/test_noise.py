@@ -1,0 +1,206 @@
+"""Keyed noise: known answers, ranges, and the same numbers from every way of asking."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.errors import InvariantError
+from outrider.speculation import philox
+from outrider.speculation.noise import (
+    INDEX_MAX,
+    SIBLING_MAX,
+    NoiseBatch,
+    Place,
+    RoundNoise,
+    Stream,
+    choice_seed,
+    uniforms,
+    uniforms_at,
+)
+from outrider.speculation.philox import (
+    RowKeys,
+    philox4x32,
+    row_uniforms,
+    row_uniforms_at,
+    uniform,
+)
+from outrider.speculation.sampling import Rule
+
+FULL = 0xFFFFFFFF
+KNOWN_ANSWERS = [
+    ((0, 0, 0, 0), (0, 0), "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ((FULL,) * 4, (FULL,) * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        "d16cfe09 94fdcceb 5001e420 24126ea1",
+    ),
+]
+WORDS = st.integers(0, FULL)
+SEEDS = st.integers(0, 2**64 - 1)
+
+
+def keys_of(*rows: tuple[int, int, int, int]) -> RowKeys:
+    """Rows of (seed, a, b, stream)."""
+    seed, a, b, stream = (np.array(column, dtype=np.uint64) for column in zip(*rows, strict=True))
+    return RowKeys(seed & np.uint64(FULL), seed >> np.uint64(32), a, b, stream)
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
+def test_known_answers(counter, key, words):
+    """The generator is Philox4x32-10, word for word (vectors of the Random123 distribution)."""
+    assert " ".join(f"{word:08x}" for word in philox4x32(counter, key)) == words
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS[::2])
+def test_known_answers_as_uniforms(counter, key, words):
+    """Token v takes word v % 4 of counter (v // 4, a, b, stream)."""
+    first, a, b, stream = counter
+    seed = key[1] << 32 | key[0]
+    ids = [first * 4 + i for i in range(4)]
+    drawn = row_uniforms_at(keys_of((seed, a, b, stream)), torch.tensor([ids]))
+    assert drawn[0].tolist() == [(int(word, 16) + 0.5) / 2**32 for word in words.split()]
+
+
+@settings(deadline=None)
+@given(
+    rows=st.lists(st.tuples(SEEDS, WORDS, WORDS, st.integers(0, 4)), min_size=1, max_size=4),
+    num_tokens=st.integers(1, 41),
+)
+def test_vectorised_equals_scalar(rows, num_tokens):
+    """Rows of numbers are what the scalar generator gives, whatever the shape."""
+    expected = [
+        [
+            uniform(philox4x32((v // 4, a, b, stream), (seed & FULL, seed >> 32))[v % 4])
+            for v in range(num_tokens)
+        ]
+        for seed, a, b, stream in rows
+    ]
+    keys = keys_of(*rows)
+    assert row_uniforms(keys, num_tokens, "cpu").tolist() == expected
+    every = torch.arange(num_tokens).repeat(len(rows), 1)
+    assert row_uniforms_at(keys, every).tolist() == expected
+
+
+def test_int64_arithmetic_of_other_devices_gives_the_same_numbers():
+    """What runs on CUDA (torch int64, wrapping and sign-extending) agrees with uint64."""
+    keys = keys_of((2**64 - 1, FULL, FULL, 4), (7, 5, 0x80000003, 2))
+    expected = row_uniforms(keys, 1199, "cpu")
+    assert torch.equal(philox._uniforms_by_torch(keys, 1199, "cpu"), expected)
+    listed = torch.tensor([[1198, 5, 6, 0], [3, 3, 700, 1]])
+    assert torch.equal(philox._uniforms_at_by_torch(keys, listed), expected.gather(1, listed))
+
+
+def test_blocks_do_not_show(monkeypatch):
+    """Rows and counters are worked on in blocks; the numbers do not depend on their size."""
+    keys = keys_of(*[(3, i, 0, 1) for i in range(7)])
+    whole = row_uniforms(keys, 61, "cpu")
+    monkeypatch.setattr(philox, "_BLOCK", 5)
+    assert torch.equal(row_uniforms(keys, 61, "cpu"), whole)
+    assert torch.equal(row_uniforms(keys, 9, "cpu"), whole[:, :9])
+
+
+def test_a_uniform_is_never_0_and_never_1():
+    """Both ends of the words map strictly inside (0, 1), and so does any sum around them."""
+    assert 0.0 < uniform(0) < uniform(1) < uniform(FULL - 1) < uniform(FULL) < 1.0
+
+
+def test_public_forms_agree():
+    """`uniforms`, `uniforms_at` and row keys are three ways to ask for the same numbers."""
+    places = [Place(3, 0), Place(9, 0x80000001)]
+    table = uniforms(2**63 + 5, places, Stream.RESIDUAL, 10)
+    assert table.shape == (2, 10)
+    assert table.dtype == torch.float64
+    assert uniforms_at(2**63 + 5, places[1], Stream.RESIDUAL, [7, 2]).tolist() == [
+        table[1, 7],
+        table[1, 2],
+    ]
+
+
+@pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.GREEDY])
+def test_absolute_places(rule):
+    """Coupled and greedy key by absolute position, in two halves, all on the target's stream."""
+    noise = RoundNoise(1, rule, 2**32 - 1)
+    assert noise.place(0) == Place(FULL, 0)
+    assert noise.place(1) == Place(0, 1)
+    assert noise.draft_stream is noise.residual_stream is Stream.TARGET
+    assert noise.accept_uniforms(3) == (0.5,) * 3
+
+
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
+def test_round_places(rule):
+    """Token and block key by (committed length at the round's start, sibling and index)."""
+    noise = RoundNoise(1, rule, 77)
+    assert noise.place(0) == Place(77, 0x80000000)
+    assert noise.place(5, sibling=2) == Place(77, 0x80020005)
+    assert noise.place(INDEX_MAX, SIBLING_MAX) == Place(77, FULL)
+    assert (noise.draft_stream, noise.residual_stream) == (Stream.DRAFT, Stream.RESIDUAL)
+    expected = uniforms(1, [noise.place(i) for i in range(4)], Stream.ACCEPT, 1)[:, 0]
+    assert noise.accept_uniforms(4) == tuple(expected.tolist())
+
+
+@settings(deadline=None)
+@given(rule=st.sampled_from(Rule), seed=SEEDS, length=st.integers(0, 10**6), k=st.integers(0, 5))
+def test_a_batch_has_the_noise_of_its_rounds(rule, seed, length, k):
+    """Every row of `NoiseBatch` carries the seed, place and stream that `RoundNoise` names."""
+    noises = [RoundNoise(seed, rule, length), RoundNoise(5, rule, 3)]
+    batch = NoiseBatch.of(noises)
+    draft = batch.draft_keys([k, 1], sibling=3 if rule.needs_q else 0)
+    sibling = 3 if rule.needs_q else 0
+    expected_draft = [
+        (noise.seed, *place_words(noise, index, sibling), noise.draft_stream)
+        for noise, index in zip(noises, (k, 1), strict=True)
+    ]
+    assert rows_of(draft) == expected_draft
+    expected = [
+        (noise.seed, *place_words(noise, n), Stream.TARGET if n == k else noise.residual_stream)
+        for noise in noises
+        for n in range(k + 1)
+    ]
+    assert rows_of(batch.correction_keys(k)) == expected
+    assert batch.accept_uniforms(k).tolist() == [list(n.accept_uniforms(k)) for n in noises]
+
+
+def place_words(noise: RoundNoise, index: int, sibling: int = 0) -> tuple[int, int]:
+    place = noise.place(index, sibling)
+    return place.a, place.b
+
+
+def rows_of(keys: RowKeys) -> list[tuple[int, ...]]:
+    return [
+        (int(high) << 32 | int(low), int(a), int(b), int(stream))
+        for low, high, a, b, stream in zip(
+            keys.seed_low, keys.seed_high, keys.a, keys.b, keys.stream, strict=True
+        )
+    ]
+
+
+def test_choice_seeds():
+    """Choice 0 has the request's seed; the others words 0 and 1 of their own counter."""
+    assert choice_seed(2**64 - 1, 0) == 2**64 - 1
+    low, high, *_ = philox4x32((2, 0, 0, 4), (9, 1))
+    assert choice_seed(1 << 32 | 9, 2) == high << 32 | low
+    assert len({choice_seed(5, j) for j in range(16)}) == 16
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda: RoundNoise(-1, Rule.TOKEN, 0),
+        lambda: RoundNoise(2**64, Rule.TOKEN, 0),
+        lambda: RoundNoise(0, Rule.TOKEN, 2**32),
+        lambda: RoundNoise(0, Rule.TOKEN, 0).place(INDEX_MAX + 1),
+        lambda: RoundNoise(0, Rule.TOKEN, 0).place(0, SIBLING_MAX + 1),
+        lambda: philox4x32((2**32, 0, 0, 0), (0, 0)),
+        lambda: choice_seed(0, -1),
+        lambda: NoiseBatch.of([RoundNoise(0, Rule.TOKEN, 0), RoundNoise(0, Rule.BLOCK, 0)]),
+    ],
+)
+def test_what_does_not_fit_is_refused(broken):
+    """A number that would wrap into somebody else's counter never gets there."""
+    with pytest.raises(InvariantError):
+        broken()

@@ -1,0 +1,117 @@
+"""encode_q and decode_q: inverse to each other, and never trusting what a peer sent."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.errors import BadRequest, InvariantError
+from outrider.limits import DRAFT_SUPPORT_ENTRIES_MAX
+from outrider.speculation.proposal import (
+    COUNT_TOTAL,
+    DraftDistribution,
+    Proposal,
+    decode_q,
+    encode_q,
+    require_q,
+)
+from outrider.speculation.sampling import Rule
+
+HALF = COUNT_TOTAL // 2
+
+
+@st.composite
+def distributions(draw):
+    ids = draw(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=9, unique=True))
+    cuts = draw(
+        st.lists(
+            st.integers(1, COUNT_TOTAL - 1),
+            min_size=len(ids) - 1,
+            max_size=len(ids) - 1,
+            unique=True,
+        )
+    )
+    edges = [0, *sorted(cuts), COUNT_TOTAL]
+    counts = [high - low for low, high in itertools.pairwise(edges)]
+    return DraftDistribution(tuple(ids), tuple(counts))
+
+
+@settings(deadline=None)
+@given(st.lists(st.none() | distributions(), max_size=5))
+def test_round_trip(q):
+    """What is encoded decodes to itself, one-hot positions included."""
+    token_ids = [entry.token_ids[-1] if entry else 5 for entry in q]
+    assert decode_q(encode_q(q), token_ids) == tuple(q)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=60), st.lists(st.integers(0, 9), max_size=3))
+def test_hostile_bytes_are_refused_or_sound(data, token_ids):
+    """Any bytes give either sound distributions or BadRequest, and nothing else."""
+    try:
+        q = decode_q(data, token_ids)
+    except BadRequest:
+        return
+    assert encode_q(q) == data
+
+
+def test_layout():
+    """Fixed for every implementation: uint16 n, n uint32 ids, n uint16 counts, little endian."""
+    q = (DraftDistribution((7, 70_000), (1, COUNT_TOTAL - 1)), None)
+    assert encode_q(q) == bytes.fromhex("0200 07000000 70110100 0100 ffff 0000")
+
+
+def packed(ids, counts):
+    return struct.pack(f"<H{len(ids)}I{len(counts)}H", len(ids), *ids, *counts)
+
+
+@pytest.mark.parametrize(
+    ("data", "token_ids", "words"),
+    [
+        (packed((1, 2), (HALF, HALF))[:-1], (1,), "needs 12 bytes; 11 are left"),
+        (packed((1, 2), (HALF, HALF)) + b"\0", (1,), "1 bytes after the last of 1"),
+        (packed((1, 2), (HALF, HALF)), (1, 1), "position 1 is missing"),
+        (packed((1, 2), (HALF, HALF)), (), "after the last of 0"),
+        (b"\0", (1,), "is missing"),
+        (packed((1, 2, 3), (HALF, HALF, 0)), (1,), "count of 0"),
+        (packed((1, 1), (HALF, HALF)), (1,), "twice"),
+        (packed((1, 2), (HALF, HALF - 1)), (1,), "sum to 65535"),
+        (packed((1, 2), (HALF, HALF)), (3,), "does not hold the drafted token 3"),
+        (packed((1,), (COUNT_TOTAL - 1,)), (1,), "1 entries"),
+    ],
+)
+def test_what_is_refused(data, token_ids, words):
+    """Each lie a peer could tell is refused with the field, the position and the reason."""
+    with pytest.raises(BadRequest, match=words) as caught:
+        decode_q(data, token_ids)
+    assert caught.value.field == "proposal.q"
+
+
+def test_number_of_entries_from_both_sides():
+    """4,096 entries are read; 4,097 are refused before anything is made of them."""
+    n = DRAFT_SUPPORT_ENTRIES_MAX
+    counts = [COUNT_TOTAL // n] * n
+    decoded = decode_q(packed(range(n), counts), [4])
+    assert decoded == (DraftDistribution(tuple(range(n)), tuple(counts)),)
+    counts = [1] * n + [COUNT_TOTAL - n]
+    with pytest.raises(BadRequest, match="4097 entries"):
+        decode_q(packed(range(n + 1), counts), [4])
+    with pytest.raises(InvariantError):
+        encode_q([DraftDistribution(tuple(range(n + 1)), tuple(counts))])
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_require_q(rule):
+    """A proposal without q is refused exactly where the rule looks at q."""
+    bare = Proposal((1, 2))
+    require_q(Proposal(), rule)
+    require_q(Proposal((1, 2), (None, None)), rule)
+    if rule.needs_q:
+        with pytest.raises(BadRequest, match="needs one for each of the 2 tokens"):
+            require_q(bare, rule)
+    else:
+        require_q(bare, rule)

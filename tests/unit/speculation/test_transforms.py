@@ -1,0 +1,211 @@
+"""Sampling transforms against plain statements of what each of them means."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.errors import InvariantError
+from outrider.speculation import transforms
+from outrider.speculation.sampling import SamplingParams
+from outrider.speculation.transforms import (
+    TokenHistory,
+    largest_ids,
+    raw_logprobs,
+    target_probabilities,
+)
+
+INF = float("inf")
+
+
+def naive_row(logits: list[float], params: SamplingParams) -> list[float]:
+    """Temperature, min-p, top-k and top-p by the book, on sorted lists."""
+    scaled = [x / params.temperature for x in logits]
+    largest = max(scaled)
+    weights = [math.exp(x - largest) for x in scaled]
+    weights = [w if w >= params.min_p else 0.0 for w in weights]
+    ranked = sorted((v for v, w in enumerate(weights) if w > 0), key=lambda v: (-weights[v], v))
+    if params.top_k > 0:
+        ranked = ranked[: params.top_k]
+    mass, kept = sum(weights[v] for v in ranked), []
+    for v in ranked:
+        if params.top_p < 1 and kept and sum(weights[k] for k in kept) >= params.top_p * mass:
+            break
+        kept.append(v)
+    total = sum(weights[v] for v in kept)
+    return [weights[v] / total if v in kept else 0.0 for v in range(len(logits))]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.integers(2, 9).flatmap(
+        lambda v: st.lists(
+            st.lists(
+                st.integers(-12, 12).map(lambda i: i / 4) | st.just(-INF), min_size=v, max_size=v
+            ).filter(lambda row: max(row) > -INF),
+            min_size=1,
+            max_size=3,
+        )
+    ),
+    temperature=st.sampled_from([0.3, 1.0, 2.0]),
+    top_p=st.sampled_from([1.0, 0.97, 0.713, 0.291, 1e-9]),
+    top_k=st.sampled_from([-1, 0, 1, 2, 5, 100]),
+    min_p=st.sampled_from([0.0, 0.013, 0.37, 1.0]),
+)
+def test_filters_against_the_naive_form(rows, temperature, top_p, top_k, min_p):
+    """Every combination of filters, with ties and forbidden tokens, equals the sorted-list form."""
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    result = target_probabilities(torch.tensor(rows, dtype=torch.float64), params)
+    expected = torch.tensor([naive_row(row, params) for row in rows], dtype=torch.float64)
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-15)
+    assert torch.equal(result > 0, expected > 0)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5, 2.0, 6.0])
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.95, 0.9999])
+def test_top_p_of_wide_rows(spread, top_p):
+    """The bucket search behind the first 64 tokens finds the same head as a full sort."""
+    torch.manual_seed(1)
+    logits = torch.randn(3, 5000) * spread
+    logits[2] = (logits[2] * 4).round() / 4
+    result = target_probabilities(logits, SamplingParams(top_p=top_p))
+    full = logits.double().softmax(dim=1)
+    ranked = full.sort(descending=True, stable=True)
+    num_kept = (ranked.values.cumsum(dim=1) < top_p * (1 - 1e-13)).sum(dim=1) + 1
+    for row in range(3):
+        kept = ranked.indices[row, : num_kept[row]].sort().values
+        assert torch.equal(result[row].nonzero()[:, 0], kept)
+        expected = full[row, kept] / full[row, kept].sum()
+        torch.testing.assert_close(result[row, kept], expected, rtol=1e-12, atol=0)
+
+
+def test_exact_ties_keep_the_lowest_ids():
+    """Exactly k tokens survive top-k and the smallest head survives top-p, whatever is tied."""
+    flat = torch.zeros(2, 1000)
+    assert target_probabilities(flat, SamplingParams(top_k=3)).nonzero().tolist() == [
+        [row, v] for row in range(2) for v in range(3)
+    ]
+    few = target_probabilities(flat, SamplingParams(top_p=0.0025))
+    assert few[0].nonzero()[:, 0].tolist() == [0, 1, 2]
+    many = target_probabilities(flat, SamplingParams(top_p=0.4995))
+    assert many[1].nonzero()[:, 0].tolist() == list(range(500))
+
+
+def test_filters_apply_in_the_stated_order():
+    """top-p is a share of what min-p and top-k left: of (.4, .3) with top_p 0.5 only the first."""
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    params = SamplingParams(top_k=2, top_p=0.5)
+    assert target_probabilities(logits, params).tolist() == [[1, 0, 0, 0]]
+    warm = target_probabilities(logits, SamplingParams(temperature=2.0, min_p=0.75))
+    assert (warm > 0).tolist() == [[True, True, False, False]]
+
+
+def test_greedy_is_one_hot_at_the_lowest_of_the_likeliest():
+    """Under T = 1e-5 the likeliest token after bias and penalties has everything."""
+    logits = torch.tensor([[1.0, 3.0, 3.0], [-INF, -5.0, -6.0]])
+    params = SamplingParams(temperature=0.0, top_p=0.1)
+    assert target_probabilities(logits, params).tolist() == [[0, 1, 0], [0, 1, 0]]
+    biased = SamplingParams(temperature=0.0, logit_bias=((2, 1.5), (9, 100.0)))
+    assert target_probabilities(logits, biased).tolist() == [[0, 0, 1], [0, 0, 1]]
+    assert target_probabilities(logits.bfloat16(), params).dtype == torch.float64
+
+
+def test_penalties_count_what_each_row_has_seen():
+    """Repetition looks at prompt and output; presence and frequency at the output only; row i
+    counts x_1..x_{i-1}; bias comes before all of them."""
+    history = TokenHistory(prompt_ids=[0, 7], output_ids=[1, 1], drafted_ids=[2, 1])
+    params = SamplingParams(
+        repetition_penalty=2.0,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        logit_bias=((0, -3.0), (3, 1.0)),
+    )
+    logits = torch.tensor([[1.0, 4.0, -2.0, 0.5]] * 3, dtype=torch.float64)
+    before = logits.clone()
+    expected = torch.tensor(
+        [
+            [-4.0, 2.0 - 0.5 - 0.25 * 2, -2.0, 1.5],
+            [-4.0, 2.0 - 0.5 - 0.25 * 2, -4.0 - 0.5 - 0.25, 1.5],
+            [-4.0, 2.0 - 0.5 - 0.25 * 3, -4.0 - 0.5 - 0.25, 1.5],
+        ],
+        dtype=torch.float64,
+    )
+    result = target_probabilities(logits, params, history)
+    torch.testing.assert_close(result, expected.softmax(dim=1), rtol=1e-12, atol=0)
+    assert torch.equal(logits, before)
+
+
+def test_the_hardest_parameters_stay_numbers():
+    """At every limit at once rows are still distributions."""
+    logits = torch.tensor([[3e4, -3e4, 0.0, -INF]])
+    for penalty in (1e-308, 5e-324, 10.0):
+        params = SamplingParams(
+            temperature=1.1e-5,
+            repetition_penalty=penalty,
+            presence_penalty=-2.0,
+            frequency_penalty=2.0,
+            logit_bias=((0, -100.0), (1, 100.0)),
+        )
+        result = target_probabilities(logits, params, TokenHistory([0, 1, 2, 3], [0, 0, 1]))
+        assert result.sum().item() == pytest.approx(1.0)
+        assert result[0, 3] == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), INF])
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0)])
+def test_logits_that_are_no_numbers_name_their_row(bad, params):
+    """A model that breaks down is found at once, before a token is made of it."""
+    logits = torch.zeros(3, 4)
+    logits[2, 1] = bad
+    with pytest.raises(InvariantError, match="row 2"):
+        target_probabilities(logits, params)
+    with pytest.raises(InvariantError, match="row 0"):
+        target_probabilities(torch.full((1, 4), -INF), params)
+
+
+def test_defaults_are_a_softmax_and_touch_nothing():
+    """Without any parameter the result is a float64 softmax, computed on a copy."""
+    logits = torch.randn(2, 300, dtype=torch.float64)
+    before = logits.clone()
+    result = target_probabilities(logits, SamplingParams())
+    torch.testing.assert_close(result, logits.softmax(dim=1), rtol=1e-12, atol=0)
+    assert torch.equal(logits, before)
+
+
+@settings(deadline=None)
+@given(
+    values=st.lists(st.integers(0, 4), min_size=1, max_size=12),
+    count=st.integers(0, 14),
+)
+def test_largest_ids(values, count):
+    """The largest values, ties by lowest id, in ascending order of ids."""
+    ranked = sorted(range(len(values)), key=lambda v: (-values[v], v))
+    ids = largest_ids(torch.tensor(values, dtype=torch.float64), count).tolist()
+    assert ids == sorted(ranked[:count])
+
+
+def test_raw_logprobs():
+    """Logprobs ignore every parameter; a token outside the vocabulary has none; ties by id."""
+    logits = torch.tensor([[1.0, 2.0, 2.0, -INF], [0.0, 0.0, 0.0, 0.0]])
+    exact = logits.double().log_softmax(dim=1)
+    entries = raw_logprobs(logits, [1, 3, 9, 2], 2, rows=[0, 0, 0, 1])
+    expected = [float(exact[0, 1]), -INF, -INF, float(exact[1, 2])]
+    assert [logprob for logprob, _ in entries] == pytest.approx(expected)
+    assert [[v for v, _ in top] for _, top in entries] == [[1, 2], [1, 2], [1, 2], [0, 1]]
+    assert entries[0][1][0][1] == entries[0][0]
+    bare = raw_logprobs(logits, [0, 0], 0)
+    assert [logprob for logprob, _ in bare] == pytest.approx(exact[:, 0].tolist())
+    assert [top for _, top in bare] == [(), ()]
+    with pytest.raises(InvariantError):
+        raw_logprobs(logits, [0, 0], 0, rows=[0])
+
+
+def test_the_bucket_search_reaches_the_end_of_a_row():
+    """Where rounding leaves the goal above the whole mass, everything is kept."""
+    weights = torch.tensor([1.0, 0.5, 1e-30, 0.0], dtype=torch.float64)
+    threshold, kept = transforms._long_head_end(weights, torch.tensor([1.6], dtype=torch.float64))
+    assert (float(threshold), int(kept)) == (0.0, 4)
