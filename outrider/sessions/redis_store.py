@@ -1,0 +1,236 @@
+"""Sessions in Redis (6.2 or newer, or Valkey).
+
+    <prefix>session:{<id>}            hash: epoch, owner, lease_until_ms, state, seed, parameters,
+                                      prompt_length, prefix_digest, caches, counters ...
+    <prefix>session:{<id>}:tokens     string: all tokens, uint32 LE
+    <prefix>session:{<id>}:logprobs   string: one JSON line per token after the prompt
+
+The braces are literal. Every change is one Lua script (`lua/`), so it happens wholly or not at all,
+and the clock of leases is Redis' own. A session's time to live is written a sixtieth too long, so
+that it need not be written again with each append.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any, Self
+
+import redis.asyncio
+from redis.exceptions import NoScriptError
+
+from outrider.errors import ConfigError, InvariantError, OutriderError, check
+from outrider.limits import LEASES_PER_SCRIPT_MAX
+from outrider.sessions.lifetimes import DEFAULT_LIFETIMES, Lifetimes
+from outrider.sessions.redis_connection import (
+    check_server,
+    new_client,
+    redis_errors,
+    to_our_error,
+)
+from outrider.sessions.redis_fields import (
+    append_fields,
+    decode_record,
+    encode_tokens,
+    finish_fields,
+    new_session_fields,
+)
+from outrider.sessions.refusals import leased, missing, not_found, stale, taken, verified
+from outrider.sessions.store import Append, Counters, FinishReason, NewSession, SessionRecord
+
+DEFAULT_KEY_PREFIX = "outrider:"
+
+
+class Script:
+    """A Lua script and the name under which Redis remembers it."""
+
+    def __init__(self, name: str) -> None:
+        self.source = (resources.files("outrider.sessions") / "lua" / f"{name}.lua").read_text()
+        self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
+
+
+_OPEN = Script("open")
+_APPEND = Script("append")
+_RENEW = Script("renew")
+_TAKE_OVER = Script("take_over")
+_FINISH = Script("finish")
+_LOAD = Script("load")
+
+Call = tuple[Sequence[str], Sequence[str | int | bytes]]
+"""Keys and arguments of one run of a script."""
+
+
+class RedisStore:
+    """A `SessionStore` in one Redis server. Made by `connect`."""
+
+    def __init__(self, client: redis.asyncio.Redis, key_prefix: str, lifetimes: Lifetimes) -> None:
+        self._client = client
+        self._key_prefix = key_prefix
+        self._lifetimes = lifetimes
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
+        *,
+        key_prefix: str = DEFAULT_KEY_PREFIX,
+        username: str | None = None,
+        password: str | None = None,
+        ca_file: str | None = None,
+        lifetimes: Lifetimes = DEFAULT_LIFETIMES,
+    ) -> Self:
+        """Connects and makes sure that the server can keep sessions.
+
+        `url` is `redis://`, `rediss://` (TLS, checked against `ca_file` or the system's
+        authorities) or `unix://`; a user and password in it win over the arguments. Raises
+        `ConfigError`, in one line, with the password masked."""
+        if "{" in key_prefix or "}" in key_prefix:
+            raise ConfigError(f"Redis key prefix {key_prefix!r}: braces are not allowed")
+        client = new_client(url, username, password, ca_file)
+        try:
+            await check_server(client, url)
+        except BaseException:
+            await client.aclose()
+            raise
+        return cls(client, key_prefix, lifetimes)
+
+    async def open(self, session: NewSession) -> None:
+        """See `SessionStore.open`."""
+        arguments = [
+            self._lifetimes.lease_ms,
+            self._lifetimes.session_ttl_ms,
+            encode_tokens(session.prompt_ids),
+            *new_session_fields(session),
+        ]
+        [answer] = await self._run(_OPEN, [(self._keys(session.session_id), arguments)])
+        if answer == 0:
+            raise taken(session.session_id)
+
+    async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
+        """See `SessionStore.append`."""
+        calls: list[Call] = [
+            (
+                self._keys(append.session_id),
+                [
+                    append.epoch,
+                    append.owner,
+                    self._lifetimes.lease_ms,
+                    self._lifetimes.session_ttl_ms,
+                    append.expected_length,
+                    encode_tokens(append.token_ids),
+                    append.logprobs,
+                    *append_fields(append),
+                ],
+            )
+            for append in appends
+        ]
+        answers = await self._run(_APPEND, calls)
+        return [
+            answer if isinstance(answer, int) else _refusal(append.session_id, append.epoch, answer)
+            for append, answer in zip(appends, answers, strict=True)
+        ]
+
+    async def renew(self, owner: str, sessions: Sequence[tuple[str, int]]) -> list[str]:
+        """See `SessionStore.renew`."""
+        chunks = [
+            sessions[start : start + LEASES_PER_SCRIPT_MAX]
+            for start in range(0, len(sessions), LEASES_PER_SCRIPT_MAX)
+        ]
+        first: list[str | int] = [owner, self._lifetimes.lease_ms, self._lifetimes.session_ttl_ms]
+        calls: list[Call] = [
+            (
+                [key for session_id, _ in chunk for key in self._keys(session_id)],
+                [*first, *(epoch for _, epoch in chunk)],
+            )
+            for chunk in chunks
+        ]
+        answers = await self._run(_RENEW, calls)
+        return [
+            chunk[index][0] for chunk, lost in zip(chunks, answers, strict=True) for index in lost
+        ]
+
+    async def take_over(self, session_id: str, owner: str) -> SessionRecord:
+        """See `SessionStore.take_over`."""
+        arguments: list[str | int] = [
+            owner,
+            self._lifetimes.lease_ms,
+            self._lifetimes.session_ttl_ms,
+        ]
+        [answer] = await self._run(_TAKE_OVER, [(self._keys(session_id), arguments)])
+        return _record(session_id, answer)
+
+    async def finish(
+        self, session_id: str, epoch: int, reason: FinishReason, counters: Counters
+    ) -> int:
+        """See `SessionStore.finish`."""
+        arguments = [epoch, self._lifetimes.finished_ttl_ms, *finish_fields(reason, counters)]
+        [answer] = await self._run(_FINISH, [(self._keys(session_id), arguments)])
+        if not isinstance(answer, int):
+            raise _refusal(session_id, epoch, answer)
+        return answer
+
+    async def load(self, session_id: str) -> SessionRecord:
+        """See `SessionStore.load`."""
+        [answer] = await self._run(_LOAD, [(self._keys(session_id), [])])
+        return _record(session_id, answer)
+
+    async def close(self) -> None:
+        """See `SessionStore.close`."""
+        await self._client.aclose()
+
+    def _keys(self, session_id: str) -> tuple[str, str, str]:
+        key = f"{self._key_prefix}session:{{{session_id}}}"
+        return key, f"{key}:tokens", f"{key}:logprobs"
+
+    async def _run(self, script: Script, calls: Sequence[Call]) -> list[Any]:
+        """Runs a script once per call, all in one round trip, and returns the answers in order.
+        The first run on a server that does not know the script costs a second round trip."""
+        if not calls:
+            return []
+        with redis_errors():
+            answers = await self._send(script, calls)
+            unknown = [i for i, a in enumerate(answers) if isinstance(a, NoScriptError)]
+            if unknown:
+                again = await self._send(script, [calls[i] for i in unknown], load=True)
+                for index, answer in zip(unknown, again, strict=True):
+                    answers[index] = answer
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise to_our_error(answer) from answer
+        return answers
+
+    async def _send(self, script: Script, calls: Sequence[Call], load: bool = False) -> list[Any]:
+        async with self._client.pipeline(transaction=False) as pipeline:
+            if load:
+                pipeline.execute_command("SCRIPT LOAD", script.source)
+            for keys, arguments in calls:
+                pipeline.execute_command("EVALSHA", script.sha, len(keys), *keys, *arguments)
+            answers = await pipeline.execute(raise_on_error=False)
+        answers = answers[1:] if load else answers
+        check(len(answers) == len(calls), "Redis gave another number of answers than of calls")
+        return answers
+
+
+def _refusal(session_id: str, epoch: int, answer: Sequence[Any]) -> OutriderError:
+    """What a script meant that did not do what it was asked."""
+    match answer:
+        case [b"missing", _]:
+            return missing(session_id)
+        case [b"stale", int(stored_epoch)]:
+            return stale(session_id, epoch, stored_epoch)
+        case _:
+            return InvariantError(f"Redis gave an unknown answer for session {session_id}")
+
+
+def _record(session_id: str, answer: Sequence[Any]) -> SessionRecord:
+    """The record that `load` or `take_over` read, or the error that they meant."""
+    match answer:
+        case [b"missing", _]:
+            raise not_found(session_id)
+        case [b"leased", int(left_ms)]:
+            raise leased(session_id, left_ms)
+        case [list(fields), bytes(tokens), bytes(logprobs)]:
+            return verified(decode_record(session_id, fields, tokens, logprobs))
+        case _:
+            raise InvariantError(f"Redis gave an unknown answer for session {session_id}")

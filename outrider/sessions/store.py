@@ -1,0 +1,147 @@
+"""What a coordinator needs of the place where sessions are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from outrider.errors import OutriderError
+from outrider.speculation.sampling import Rule
+
+
+class SessionState(StrEnum):
+    """Where a session stands in the store."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(StrEnum):
+    """Why a session ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+
+
+@dataclass(frozen=True, slots=True)
+class NewSession:
+    """A session as it is opened, at epoch 1."""
+
+    session_id: str
+    tenant: str
+    owner: str
+    """The coordinator that runs it."""
+    seed: int
+    rule: Rule
+    parameters: str
+    """JSON, opaque to the store: all that is needed to go on with the request."""
+    prompt_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheState:
+    """What one side (draft or target) holds of a session."""
+
+    replica: str = ""
+    cached_length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a resumed request must know of its past."""
+
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """Tokens to append to a session under its epoch, if it has `expected_length` tokens."""
+
+    session_id: str
+    epoch: int
+    expected_length: int
+    token_ids: tuple[int, ...]
+    prefix_digest: int
+    """Of all tokens after the append."""
+    draft: CacheState
+    target: CacheState
+    counters: Counters
+    logprobs: str = ""
+    """JSON lines for these tokens where the request asked for log-probabilities."""
+    owner: str = ""
+    """Where given, must own the session: a store that lost a take-over may give its epoch twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """A session as it is stored."""
+
+    session_id: str
+    tenant: str
+    epoch: int
+    owner: str
+    state: SessionState
+    seed: int
+    rule: Rule
+    parameters: str
+    prompt_length: int
+    token_ids: tuple[int, ...]
+    prefix_digest: int
+    draft: CacheState
+    target: CacheState
+    counters: Counters
+    logprobs: str
+    finish_reason: FinishReason | None
+
+
+class SessionStore(Protocol):
+    """Keeps sessions. Every method may raise `StoreUnavailable`, and then may or may not have
+    been carried out; each can be repeated."""
+
+    async def open(self, session: NewSession) -> None:
+        """Creates the session with a lease for its owner. Repeating it with the same owner
+        changes nothing; raises `InvariantError` if another session has the id."""
+        ...
+
+    async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
+        """One round trip for many sessions. Per append: the stored length afterwards, or why not.
+        A stored length other than expected_length + len(token_ids) means that nothing was
+        appended: a shorter store lost its tail (the owner sends it again from there), a longer
+        one has them already. `StaleEpoch`: a newer epoch, or another owner, has the session.
+        `DataLoss`: there is no such session. An epoch above the stored one raises it: the store
+        lost a take-over, what it holds may be of others, and its length counts as 0 until the
+        owner has sent all tokens again. An append of nothing asks for the stored length."""
+        ...
+
+    async def renew(self, owner: str, sessions: Sequence[tuple[str, int]]) -> list[str]:
+        """Renews the leases of (session_id, epoch) in one round trip; returns the ids that are
+        not this owner's any more."""
+        ...
+
+    async def take_over(self, session_id: str, owner: str) -> SessionRecord:
+        """Makes `owner` the owner under epoch + 1 once the lease has run out (or is its own).
+        Raises `NotFound`, `Unavailable` (with the rest of the lease) or returns a finished
+        session unchanged."""
+        ...
+
+    async def finish(
+        self, session_id: str, epoch: int, reason: FinishReason, counters: Counters
+    ) -> int:
+        """Marks the session finished, with a time to live, and returns the stored length as
+        `append` does: if tokens are missing, the owner appends them also now, and finishes again.
+        Repeating it changes nothing. Raises `StaleEpoch`, `DataLoss`."""
+        ...
+
+    async def load(self, session_id: str) -> SessionRecord:
+        """Reads a session. Raises `NotFound`."""
+        ...
+
+    async def close(self) -> None:
+        """Closes connections; what is stored stays."""
+        ...

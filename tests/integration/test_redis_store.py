@@ -1,0 +1,467 @@
+"""The Redis store against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import redis
+from hypothesis import settings
+from hypothesis.stateful import invariant, rule
+from session_model import IDS, OWNERS, StoreMachine, new_session
+
+from outrider.errors import ConfigError, DataLoss, NotFound, StoreUnavailable, Unavailable
+from outrider.limits import FINISHED_TTL_S, LEASES_PER_SCRIPT_MAX, SOCKET_PATH_BYTES_MAX
+from outrider.sessions.embedded import EmbeddedRedis
+from outrider.sessions.lifetimes import Lifetimes
+from outrider.sessions.redis_fields import encode_tokens
+from outrider.sessions.redis_store import RedisStore
+from outrider.sessions.state import Session
+from outrider.sessions.store import Counters, FinishReason
+
+NO_COUNTS = Counters()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis(tmp_path_factory.mktemp("redis")) as running:
+        StoreOnRedisMachine.server = running
+        yield running
+
+
+@pytest.fixture
+def admin(server: EmbeddedRedis) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(server.url, protocol=2) as client:
+        yield client
+
+
+@pytest.fixture
+async def store(server: EmbeddedRedis) -> AsyncIterator[RedisStore]:
+    made = await RedisStore.connect(server.url, key_prefix=f"{uuid.uuid4()}:")
+    yield made
+    await made.close()
+
+
+async def appended(store: RedisStore, session: Session, *token_ids: int) -> Any:
+    session.decide(token_ids, NO_COUNTS)
+    [answer] = await store.append([session.next_append() or session.probe()])
+    return answer
+
+
+class StoreOnRedisMachine(StoreMachine):
+    server: ClassVar[EmbeddedRedis]
+
+    def set_up(self) -> None:
+        self.prefix = f"{uuid.uuid4()}:"
+        lifetimes = Lifetimes(10**9, 10**9, 10**9)
+        connecting = RedisStore.connect(
+            self.server.url, key_prefix=self.prefix, lifetimes=lifetimes
+        )
+        self.store = self.run(connecting)
+        self.admin = redis.Redis.from_url(self.server.url, protocol=2)
+
+    def teardown(self) -> None:
+        self.admin.close()
+        super().teardown()
+
+    def key(self, session_id: str) -> str:
+        return f"{self.prefix}session:{{{session_id}}}"
+
+    def end_leases(self) -> None:
+        for session_id in self.model.sessions:
+            self.admin.hset(self.key(session_id), "lease_until_ms", 0)
+
+    def replace_tokens(self, session_id: str, token_ids: tuple[int, ...]) -> None:
+        self.admin.set(f"{self.key(session_id)}:tokens", encode_tokens(token_ids), keepttl=True)
+
+    @rule()
+    def scripts_are_flushed(self) -> None:
+        self.admin.script_flush()
+
+    @invariant()
+    def every_key_expires(self) -> None:
+        for key in self.admin.keys(f"{self.prefix}*"):
+            assert self.admin.pttl(key) > 0
+
+
+@pytest.mark.usefixtures("server")
+class TestRedisStore(StoreOnRedisMachine.TestCase):
+    """As the memory store, so Redis: they answer as the same model does."""
+
+    settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+async def test_tokens_lie_in_redis_as_documented(store: RedisStore, admin: redis.Redis) -> None:
+    await store.open(new_session())
+    session = Session.opened(new_session())
+    session.decide([7], NO_COUNTS, logprobs=['{"a": 1}'])
+    await store.append([session.next_append() or session.probe()])
+    key = f"{store._key_prefix}session:{{{IDS[0]}}}"
+    assert admin.get(f"{key}:tokens") == encode_tokens(session.tokens.ids)
+    assert admin.get(f"{key}:logprobs") == b'{"a": 1}\n'
+    assert admin.hget(key, "epoch") == b"1"
+    assert admin.hget(key, "prefix_digest") == str(session.tokens.digest()).encode()
+
+
+async def test_a_lease_runs_out_on_the_clock_of_redis(server: EmbeddedRedis) -> None:
+    """Renewed for longer than it lasts, then left alone until the store says that it is over."""
+    lifetimes = Lifetimes(lease_ms=300)
+    store = await RedisStore.connect(server.url, key_prefix="lease:", lifetimes=lifetimes)
+    await store.open(new_session())
+    renew_until = time.monotonic() + 0.6
+    while time.monotonic() < renew_until:
+        assert await store.renew(OWNERS[0], [(IDS[0], 1)]) == []
+        with pytest.raises(Unavailable) as refused:
+            await store.take_over(IDS[0], OWNERS[1])
+        assert 0 < refused.value.retry_after_ms <= 300
+    await asyncio.sleep(refused.value.retry_after_ms / 1000 + 0.05)
+    record = await store.take_over(IDS[0], OWNERS[1])
+    assert (record.epoch, record.owner) == (2, OWNERS[1])
+    assert await store.renew(OWNERS[0], [(IDS[0], 1)]) == [IDS[0]]
+    await store.close()
+
+
+async def test_sessions_expire(server: EmbeddedRedis, admin: redis.Redis) -> None:
+    """An orphan and a finished session are gone after their times; its owner hears of data loss."""
+    lifetimes = Lifetimes(1, session_ttl_ms=200, finished_ttl_ms=100)
+    store = await RedisStore.connect(server.url, key_prefix="ttl:", lifetimes=lifetimes)
+    for session_id in IDS[:2]:
+        await store.open(new_session(session_id))
+    await store.finish(IDS[1], 1, FinishReason.STOP, NO_COUNTS)
+    wait_until(lambda: not admin.keys("ttl:*"), 10)
+    for session_id in IDS[:2]:
+        with pytest.raises(NotFound):
+            await store.load(session_id)
+    assert isinstance(await appended(store, Session.opened(new_session()), 1), DataLoss)
+    assert not admin.keys("ttl:*")
+    await store.close()
+
+
+async def test_many_leases_are_renewed_at_once(store: RedisStore) -> None:
+    ids = [f"{k:032x}" for k in range(LEASES_PER_SCRIPT_MAX + 2)]
+    for session_id in ids[1:-1]:
+        await store.open(new_session(session_id))
+    assert await store.renew(OWNERS[0], [(s, 1) for s in ids]) == [ids[0], ids[-1]]
+    assert await store.renew(OWNERS[0], []) == []
+    assert await store.append([]) == []
+
+
+async def test_scripts_that_redis_forgot_are_sent_again(
+    store: RedisStore, admin: redis.Redis
+) -> None:
+    await store.open(new_session())
+    session = Session.opened(new_session())
+    assert await appended(store, session, 1) == 4
+    session.acknowledge(4)
+    admin.script_flush()
+    assert await appended(store, session, 2) == 5
+    assert (await store.load(IDS[0])).token_ids == (*new_session().prompt_ids, 1, 2)
+
+
+async def test_a_finished_session_that_lost_tokens_is_healed_and_still_expires(
+    store: RedisStore, admin: redis.Redis
+) -> None:
+    await store.open(new_session())
+    session = Session.opened(new_session())
+    session.decide([7], NO_COUNTS, logprobs=["1"])
+    key = f"{store._key_prefix}session:{{{IDS[0]}}}"
+    admin.delete(f"{key}:tokens", f"{key}:logprobs")
+    assert await store.finish(IDS[0], 1, FinishReason.STOP, NO_COUNTS) == 0
+    session.acknowledge(0)
+    assert await store.append([session.next_append() or session.probe()]) == [4]
+    assert await store.finish(IDS[0], 1, FinishReason.STOP, NO_COUNTS) == 4
+    record = await store.load(IDS[0])
+    assert (record.token_ids, record.logprobs) == (tuple(session.tokens.ids), "1\n")
+    for name in (key, f"{key}:tokens", f"{key}:logprobs"):
+        assert 0 < admin.pttl(name) <= FINISHED_TTL_S * 1000
+
+
+async def lost_take_over(store: RedisStore, admin: redis.Redis) -> Session:
+    """A session of `OWNERS[1]` at epoch 2, in a store that lost the take-over with its tail and
+    has taken other tokens from the older owner since."""
+    key = f"{store._key_prefix}session:{{{IDS[0]}}}"
+    await store.open(new_session())
+    admin.hset(key, "lease_until_ms", 0)
+    session = Session.resumed(await store.take_over(IDS[0], OWNERS[1]))
+    admin.hset(key, mapping={"epoch": 1, "owner": OWNERS[0], "lease_until_ms": 0})
+    assert await appended(store, Session.opened(new_session()), 1, 2) == 5
+    return session
+
+
+async def test_a_lost_take_over_is_healed_by_its_owner(
+    store: RedisStore, admin: redis.Redis
+) -> None:
+    session = await lost_take_over(store, admin)
+    assert await appended(store, session, 8, 9) == 0
+    session.acknowledge(0)
+    for token_id in (10, 11):
+        session.acknowledge(await appended(store, session, token_id))
+        assert session.num_uncommitted == 0
+    record = await store.load(IDS[0])
+    assert (record.token_ids, record.owner) == (tuple(session.tokens.ids), OWNERS[1])
+
+
+async def test_a_lost_take_over_that_is_not_healed_leaves_what_is_stored(
+    store: RedisStore, admin: redis.Redis
+) -> None:
+    """The next owner goes on from there."""
+    session = await lost_take_over(store, admin)
+    assert await store.renew(OWNERS[1], [(IDS[0], 2)]) == []
+    assert await appended(store, session, 8, 9) == 0
+    record = await store.take_over(IDS[0], OWNERS[1])
+    assert (record.epoch, record.token_ids[3:]) == (3, (1, 2))
+    assert await appended(store, Session.resumed(record), 12) == 6
+
+
+async def test_prefixes_keep_deployments_apart(server: EmbeddedRedis) -> None:
+    one = await RedisStore.connect(server.url, key_prefix="one:")
+    two = await RedisStore.connect(server.url, key_prefix="two:")
+    await one.open(new_session())
+    with pytest.raises(NotFound):
+        await two.load(IDS[0])
+    await one.close()
+    await two.close()
+
+
+@pytest.mark.parametrize("prefix", ["{a}:", "a}", "{"])
+async def test_a_prefix_with_braces_is_refused(server: EmbeddedRedis, prefix: str) -> None:
+    with pytest.raises(ConfigError, match="braces"):
+        await RedisStore.connect(server.url, key_prefix=prefix)
+
+
+async def test_a_server_that_evicts_is_refused(server: EmbeddedRedis, admin: redis.Redis) -> None:
+    admin.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        with pytest.raises(ConfigError, match="maxmemory-policy allkeys-lru") as refused:
+            await RedisStore.connect(server.url)
+    finally:
+        admin.config_set("maxmemory-policy", "noeviction")
+    assert "\n" not in str(refused.value)
+
+
+async def test_a_full_server_is_unavailable_and_recovers(
+    store: RedisStore, admin: redis.Redis
+) -> None:
+    await store.open(new_session())
+    session = Session.opened(new_session())
+    admin.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(StoreUnavailable):
+            await appended(store, session, 1)
+    finally:
+        admin.config_set("maxmemory", 0)
+    [answer] = await store.append([session.next_append() or session.probe()])
+    assert answer == 4
+
+
+async def test_a_replica_is_refused(server: EmbeddedRedis, admin: redis.Redis) -> None:
+    admin.execute_command("REPLICAOF", "127.0.0.1", "1")
+    try:
+        with pytest.raises(ConfigError, match="read-only replica"):
+            await RedisStore.connect(server.url)
+    finally:
+        admin.execute_command("REPLICAOF", "NO", "ONE")
+
+
+@pytest.mark.parametrize("url", ["redis://:hush@127.0.0.1:1/0", "unix:///nowhere/redis.sock"])
+async def test_an_unreachable_server_is_one_clear_line(url: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be reached") as refused:
+        await RedisStore.connect(url)
+    message = str(refused.value)
+    assert "\n" not in message
+    assert "hush" not in message
+    assert url.replace("hush", "***") in message
+    assert "--redis-url" in message
+
+
+async def test_passwords(server: EmbeddedRedis, admin: redis.Redis) -> None:
+    admin.config_set("requirepass", "hush")
+    try:
+        for password in (None, "wrong"):
+            with pytest.raises(ConfigError) as refused:
+                await RedisStore.connect(server.url, password=password)
+            assert "wrong" not in str(refused.value)
+        for store in (
+            await RedisStore.connect(server.url, password="hu" + "sh"),
+            await RedisStore.connect(f"{server.url}?password=hush"),
+        ):
+            with pytest.raises(NotFound):
+                await store.load("f" * 32)
+            await store.close()
+    finally:
+        admin.config_set("requirepass", "")
+
+
+async def test_a_dead_server_is_noticed_and_comes_back_with_its_sessions(tmp_path: Path) -> None:
+    """SIGKILL: what was stored a while ago is there again after a restart."""
+    server = EmbeddedRedis(tmp_path)
+    with server:
+        store = await RedisStore.connect(server.url)
+        await store.open(new_session())
+        session = Session.opened(new_session())
+        assert await appended(store, session, 1) == 4
+        with redis.Redis.from_url(server.url, protocol=2) as admin:
+            admin.execute_command("BGREWRITEAOF")
+            wait_until(lambda: not admin.info("persistence")["aof_rewrite_in_progress"], 10)
+        os.kill(server.pid, signal.SIGKILL)
+        with pytest.raises(StoreUnavailable):
+            await appended(store, session, 2)
+        server.stop()
+        assert not server.running
+        server.start()
+        [answer] = await store.append([session.next_append() or session.probe()])
+        assert answer == 4
+        assert (await store.load(IDS[0])).token_ids[:4] == session.tokens.since(0)[:4]
+        await store.close()
+
+
+async def test_a_hanging_server_is_noticed_within_a_second(tmp_path: Path) -> None:
+    """A stopped process accepts connections but never answers. The bound is wider than a second
+    only because the machine may be busy."""
+    with EmbeddedRedis(tmp_path) as server:
+        store = await RedisStore.connect(server.url)
+        await store.open(new_session())
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            start = time.monotonic()
+            with pytest.raises(StoreUnavailable):
+                await store.load(IDS[0])
+            assert time.monotonic() - start < 3
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        assert (await store.load(IDS[0])).prompt_length == 3
+        await store.close()
+
+
+def test_only_one_server_keeps_its_data_in_a_directory(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path) as server:
+        with pytest.raises(ConfigError, match="another Redis"):
+            EmbeddedRedis(tmp_path).start()
+        assert server.running
+    assert not server.running
+    assert tmp_path.stat().st_mode & 0o777 == 0o700
+    EmbeddedRedis(tmp_path).stop()
+
+
+def test_a_long_directory_has_its_socket_elsewhere(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path / ("d" * SOCKET_PATH_BYTES_MAX))
+    for _ in range(2):
+        with server, redis.Redis.from_url(server.url, protocol=2) as client:
+            socket = Path(server.url.removeprefix("unix://"))
+            assert socket.parent.stat().st_mode & 0o777 == 0o700
+            assert client.ping()
+            client.set("a", 1)
+        assert not socket.parent.exists()
+
+
+def test_without_a_server_to_start_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="redis-server"):
+        EmbeddedRedis(tmp_path / "data").start()
+
+
+def test_a_server_that_does_not_start_says_where_its_log_is(tmp_path: Path) -> None:
+    (tmp_path / "appendonly.aof").write_text("this is no append-only file")
+    with pytest.raises(ConfigError, match=r"redis\.log"):
+        EmbeddedRedis(tmp_path).start()
+
+
+def test_the_server_dies_with_a_killed_parent(tmp_path: Path) -> None:
+    """Nothing of the parent runs when it is killed; the server still stops and frees its lock."""
+    program = (
+        "import sys, time; from outrider.sessions.embedded import EmbeddedRedis;"
+        "r = EmbeddedRedis(sys.argv[1]); r.start(); print(r.pid, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        os.kill(pid, 0)
+        parent.kill()
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), 10)
+    wait_until(lambda: starts(tmp_path), 10)
+
+
+def starts(directory: Path) -> bool:
+    try:
+        with EmbeddedRedis(directory):
+            return True
+    except ConfigError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    give_up_at = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A key and a self-signed certificate for localhost, in one file."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl is not installed: there is no certificate to test TLS with")
+    path = tmp_path_factory.mktemp("tls") / "localhost.pem"
+    subprocess.run(
+        [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost",
+         "-keyout", str(path), "-out", str(path.with_suffix(".crt"))],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    with path.open("a") as both:
+        both.write(path.with_suffix(".crt").read_text())
+    return path
+
+
+async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
+    except OSError:
+        pass
+    finally:
+        writer.close()
+
+
+async def test_tls_is_checked_against_the_given_authority(
+    server: EmbeddedRedis, certificate: Path
+) -> None:
+    """A TLS end before the real server: with its authority it works, without it is refused."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate)
+    path = server.url.removeprefix("unix://")
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back_reader, back_writer = await asyncio.open_unix_connection(path)
+        await asyncio.gather(pump(reader, back_writer), pump(back_reader, writer))
+
+    async with await asyncio.start_server(forward, "127.0.0.1", 0, ssl=context) as proxy:
+        url = f"rediss://localhost:{proxy.sockets[0].getsockname()[1]}/0"
+        store = await RedisStore.connect(url, ca_file=str(certificate.with_suffix(".crt")))
+        await store.open(new_session("e" * 32))
+        await store.close()
+        with pytest.raises(ConfigError, match="cannot be reached"):
+            await RedisStore.connect(url)
+        with pytest.raises(ConfigError, match="cannot be reached"):
+            await RedisStore.connect(
+                url.replace("localhost", "127.0.0.1"),
+                ca_file=str(certificate.with_suffix(".crt")),
+            )

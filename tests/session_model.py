@@ -1,0 +1,264 @@
+"""A naive model of a session store, and the machine that drives a real one beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from outrider.errors import (
+    DataLoss,
+    InvariantError,
+    NotFound,
+    OutriderError,
+    StaleEpoch,
+    Unavailable,
+)
+from outrider.sessions.store import (
+    Append,
+    CacheState,
+    Counters,
+    FinishReason,
+    NewSession,
+    SessionRecord,
+    SessionState,
+    SessionStore,
+)
+from outrider.speculation.sampling import Rule
+from outrider.tokens import TokenSequence
+
+IDS = tuple(f"{k:032x}" for k in range(3))
+OWNERS = ("anna", "bert")
+
+
+def new_session(
+    session_id: str = IDS[0],
+    owner: str = OWNERS[0],
+    prompt_ids: tuple[int, ...] = (5, 0, 2**31 - 1),
+) -> NewSession:
+    return NewSession(session_id, "tenant", owner, 2**64 - 1, Rule.BLOCK, '{"ü": 1}', prompt_ids)
+
+
+def digest(token_ids: list[int] | tuple[int, ...]) -> int:
+    return TokenSequence(token_ids).digest()
+
+
+@dataclass
+class Modelled:
+    new: NewSession
+    owner: str
+    tokens: list[int]
+    stored_digest: int
+    epoch: int = 1
+    leased: bool = True
+    not_ours: bool = False
+    """The store has been told an epoch that it had lost: its tokens count as none."""
+    reason: FinishReason | None = None
+    logprobs: str = ""
+    draft: CacheState = field(default_factory=CacheState)
+    target: CacheState = field(default_factory=CacheState)
+    counters: Counters = field(default_factory=Counters)
+
+    def raise_epoch(self, epoch: int, owner: str) -> None:
+        if epoch > self.epoch:
+            self.epoch, self.owner, self.reason = epoch, owner, None
+            self.leased, self.not_ours = True, True
+
+    def record(self) -> Any:
+        if len(self.tokens) < len(self.new.prompt_ids) or digest(self.tokens) != self.stored_digest:
+            return DataLoss
+        return SessionRecord(
+            self.new.session_id, self.new.tenant, self.epoch, self.owner,
+            SessionState.FINISHED if self.reason else SessionState.RUNNING,
+            self.new.seed, self.new.rule, self.new.parameters, len(self.new.prompt_ids),
+            tuple(self.tokens), self.stored_digest, self.draft, self.target, self.counters,
+            self.logprobs, self.reason,
+        )  # fmt: skip
+
+
+class NaiveStore:
+    """Each method returns what the store should return, or the type of what it should raise."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, Modelled] = {}
+
+    def open(self, new: NewSession) -> Any:
+        old = self.sessions.get(new.session_id)
+        if old is None:
+            self.sessions[new.session_id] = Modelled(
+                new, new.owner, list(new.prompt_ids), digest(new.prompt_ids)
+            )
+            return None
+        same = old.owner == new.owner and len(old.new.prompt_ids) == len(new.prompt_ids)
+        return None if same else InvariantError
+
+    def append(self, a: Append) -> Any:
+        s = self.sessions.get(a.session_id)
+        if s is None:
+            return DataLoss
+        if a.epoch < s.epoch or (a.epoch == s.epoch and a.owner and a.owner != s.owner):
+            return StaleEpoch
+        s.raise_epoch(a.epoch, a.owner or s.owner)
+        if s.not_ours and a.expected_length > 0:
+            return 0
+        if not s.not_ours and len(s.tokens) != a.expected_length:
+            return len(s.tokens)
+        if not a.token_ids:
+            return a.expected_length
+        if s.not_ours:
+            s.tokens, s.logprobs, s.not_ours = [], "", False
+        s.tokens += a.token_ids
+        s.logprobs += a.logprobs
+        s.stored_digest, s.draft, s.target, s.counters = (
+            a.prefix_digest, a.draft, a.target, a.counters,
+        )  # fmt: skip
+        return len(s.tokens)
+
+    def renew(self, owner: str, leases: list[tuple[str, int]]) -> list[str]:
+        lost = []
+        for session_id, epoch in leases:
+            s = self.sessions.get(session_id)
+            if s is not None:
+                s.raise_epoch(epoch, owner)
+            if s is None or s.epoch != epoch or s.owner != owner:
+                lost.append(session_id)
+            elif s.reason is None:
+                s.leased = True
+        return lost
+
+    def take_over(self, session_id: str, owner: str) -> Any:
+        s = self.sessions.get(session_id)
+        if s is None:
+            return NotFound
+        if s.reason is None:
+            if s.leased and s.owner != owner:
+                return Unavailable
+            s.epoch, s.owner, s.leased, s.not_ours = s.epoch + 1, owner, True, False
+        return s.record()
+
+    def finish(self, session_id: str, epoch: int, reason: FinishReason, counters: Counters) -> Any:
+        s = self.sessions.get(session_id)
+        if s is None:
+            return DataLoss
+        if epoch < s.epoch:
+            return StaleEpoch
+        s.not_ours = s.not_ours or epoch > s.epoch
+        if epoch > s.epoch or s.reason is None:
+            s.epoch, s.reason, s.counters, s.leased = epoch, reason, counters, False
+        return 0 if s.not_ours else len(s.tokens)
+
+    def load(self, session_id: str) -> Any:
+        s = self.sessions.get(session_id)
+        return NotFound if s is None else s.record()
+
+
+tokens = st.lists(st.integers(0, 2**32 - 1), max_size=4).map(tuple)
+ids = st.sampled_from(IDS)
+owners = st.sampled_from(OWNERS)
+caches = st.builds(CacheState, st.sampled_from(["", "r1"]), st.integers(0, 2**40))
+counts = st.builds(Counters, *[st.integers(0, 2**40)] * 3)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Whatever is asked of a store, in whatever order, it answers as the naive model does."""
+
+    store: SessionStore
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.model = NaiveStore()
+        self.set_up()
+
+    def set_up(self) -> None:
+        """Makes `self.store`."""
+        raise NotImplementedError
+
+    def end_leases(self) -> None:
+        """Lets the leases of all sessions run out."""
+        raise NotImplementedError
+
+    def replace_tokens(self, session_id: str, token_ids: tuple[int, ...]) -> None:
+        """Damages what is stored, as only a broken server can."""
+        raise NotImplementedError
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(coroutine)
+
+    def outcome(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return self.run(coroutine)
+        except OutriderError as error:
+            return type(error)
+
+    def teardown(self) -> None:
+        self.run(self.store.close())
+        self.runner.close()
+
+    @rule(session_id=ids, owner=owners, prompt=st.sampled_from([(1,), (7, 2**32 - 1)]))
+    def open(self, session_id: str, owner: str, prompt: tuple[int, ...]) -> None:
+        new = new_session(session_id, owner, prompt)
+        assert self.outcome(self.store.open(new)) == self.model.open(new)
+
+    @rule(data=st.data())
+    def append(self, data: st.DataObject) -> None:
+        appends = []
+        for session_id in data.draw(st.lists(ids, max_size=3, unique=True)):
+            s = self.model.sessions.get(session_id)
+            stored = s.tokens if s is not None else []
+            lengths = st.sampled_from([len(stored), len(stored), 0, max(len(stored) - 1, 0), 9])
+            epochs = st.sampled_from([s.epoch, s.epoch, 1, 2, 3] if s is not None else [1])
+            new = data.draw(tokens)
+            expected = data.draw(lengths)
+            appends.append(
+                Append(
+                    session_id, data.draw(epochs), expected, new,
+                    digest((*stored[:expected], *new)), data.draw(caches), data.draw(caches),
+                    data.draw(counts), data.draw(st.sampled_from(["", '{"é\u2028": 1}\n'])),
+                    data.draw(st.sampled_from(["", *OWNERS])),
+                )
+            )  # fmt: skip
+        answers = self.run(self.store.append(appends))
+        found = [type(a) if isinstance(a, OutriderError) else a for a in answers]
+        assert found == [self.model.append(a) for a in appends]
+
+    @rule(owner=owners, leases=st.lists(st.tuples(ids, st.integers(1, 3)), max_size=3))
+    def renew(self, owner: str, leases: list[tuple[str, int]]) -> None:
+        assert self.run(self.store.renew(owner, leases)) == self.model.renew(owner, leases)
+
+    @rule(session_id=ids, owner=owners)
+    def take_over(self, session_id: str, owner: str) -> None:
+        found = self.outcome(self.store.take_over(session_id, owner))
+        assert found == self.model.take_over(session_id, owner)
+
+    @rule(
+        session_id=ids,
+        epoch=st.integers(1, 3),
+        reason=st.sampled_from(FinishReason),
+        counters=counts,
+    )
+    def finish(self, session_id: str, epoch: int, reason: FinishReason, counters: Counters) -> None:
+        found = self.outcome(self.store.finish(session_id, epoch, reason, counters))
+        assert found == self.model.finish(session_id, epoch, reason, counters)
+
+    @rule()
+    def leases_run_out(self) -> None:
+        self.end_leases()
+        for session in self.model.sessions.values():
+            session.leased = False
+
+    @rule(session_id=ids, left=st.integers(0, 3))
+    def tail_is_torn_off(self, session_id: str, left: int) -> None:
+        session = self.model.sessions.get(session_id)
+        if session is not None:
+            del session.tokens[left:]
+            self.replace_tokens(session_id, tuple(session.tokens))
+
+    @invariant()
+    def loads_are_equal(self) -> None:
+        for session_id in IDS:
+            assert self.outcome(self.store.load(session_id)) == self.model.load(session_id)

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from session_model import IDS, OWNERS, StoreMachine, new_session
+
+from outrider.errors import DataLoss, NotFound, StaleEpoch, Unavailable
+from outrider.limits import FINISHED_TTL_S, SESSION_LEASE_MS, SESSION_TTL_S
+from outrider.sessions.lifetimes import Lifetimes
+from outrider.sessions.memory_store import MemoryStore
+from outrider.sessions.state import Session
+from outrider.sessions.store import Counters, FinishReason
+
+
+class MemoryMachine(StoreMachine):
+    def set_up(self) -> None:
+        self.now_ms = 0.0
+        self.store = MemoryStore(lambda: self.now_ms, Lifetimes(2_000, 10**12, 10**12))
+
+    def end_leases(self) -> None:
+        self.now_ms += 2_000
+
+    def replace_tokens(self, session_id: str, token_ids: tuple[int, ...]) -> None:
+        assert isinstance(self.store, MemoryStore)
+        kept = self.store.snapshot()
+        record = replace(kept[session_id].record, token_ids=token_ids)
+        self.store.restore({**kept, session_id: replace(kept[session_id], record=record)})
+
+
+TestMemoryStore = MemoryMachine.TestCase
+TestMemoryStore.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+
+
+class Clock:
+    now_ms = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now_ms
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(clock: Clock) -> MemoryStore:
+    return MemoryStore(clock)
+
+
+async def test_lease_ends_exactly_when_it_ends(store: MemoryStore, clock: Clock) -> None:
+    """A millisecond before, another owner is told how long to wait; then the session is its own."""
+    await store.open(new_session())
+    clock.now_ms += SESSION_LEASE_MS - 1
+    with pytest.raises(Unavailable) as refused:
+        await store.take_over(IDS[0], OWNERS[1])
+    assert refused.value.retry_after_ms == 1
+    clock.now_ms += 1
+    assert (await store.take_over(IDS[0], OWNERS[1])).epoch == 2
+
+
+async def test_renewal_keeps_a_session_and_a_lost_one_is_named(
+    store: MemoryStore, clock: Clock
+) -> None:
+    await store.open(new_session())
+    for _ in range(5):
+        clock.now_ms += SESSION_LEASE_MS - 1
+        assert await store.renew(OWNERS[0], [(IDS[0], 1)]) == []
+    clock.now_ms += SESSION_LEASE_MS
+    await store.take_over(IDS[0], OWNERS[1])
+    assert await store.renew(OWNERS[0], [(IDS[0], 1), (IDS[1], 1)]) == [IDS[0], IDS[1]]
+
+
+async def test_orphans_and_finished_sessions_expire(store: MemoryStore, clock: Clock) -> None:
+    await store.open(new_session(IDS[0]))
+    await store.open(new_session(IDS[1]))
+    await store.finish(IDS[1], 1, FinishReason.STOP, Counters())
+    clock.now_ms += FINISHED_TTL_S * 1000 - 1
+    assert (await store.load(IDS[1])).finish_reason is FinishReason.STOP
+    clock.now_ms += 1
+    with pytest.raises(NotFound):
+        await store.load(IDS[1])
+    clock.now_ms += (SESSION_TTL_S - FINISHED_TTL_S) * 1000 - 1
+    await store.load(IDS[0])
+    clock.now_ms += 1
+    with pytest.raises(NotFound):
+        await store.load(IDS[0])
+    [answer] = await store.append([Session.opened(new_session()).probe()])
+    assert isinstance(answer, DataLoss)
+
+
+async def test_expired_sessions_do_not_pile_up(store: MemoryStore, clock: Clock) -> None:
+    for k in range(100):
+        await store.open(new_session(f"{k:032x}"))
+        clock.now_ms += SESSION_TTL_S * 1000 / 10
+    assert len(store.snapshot()) <= 11
+
+
+async def test_a_lost_take_over_is_healed_by_its_owner(store: MemoryStore, clock: Clock) -> None:
+    """Both owners have written other tokens after the same prefix; a restart loses the take-over.
+    The newer owner's tokens replace the older one's, and the older one stays fenced off."""
+    await store.open(new_session())
+    old = Session.opened(new_session())
+    clock.now_ms += SESSION_LEASE_MS
+    before = store.snapshot()
+    new = Session.resumed(await store.take_over(IDS[0], OWNERS[1]))
+    store.restore(before)
+    old.decide([1, 2], Counters(1))
+    [answer] = await store.append([old.next_append() or old.probe()])
+    assert answer == 5
+    new.decide([3, 4], Counters(1))
+    answers = []
+    while (append := new.next_append()) is not None:
+        answers += await store.append([append])
+        assert isinstance(answers[-1], int)
+        new.acknowledge(answers[-1])
+    assert answers == [0, 5]
+    [answer] = await store.append([old.probe()])
+    assert isinstance(answer, StaleEpoch)
+    record = await store.load(IDS[0])
+    assert (record.token_ids, record.owner) == ((*new_session().prompt_ids, 3, 4), OWNERS[1])
+
+
+async def test_one_epoch_given_twice_has_one_owner(store: MemoryStore, clock: Clock) -> None:
+    """A lost take-over lets a third coordinator have the same epoch: only one of both may write."""
+    await store.open(new_session())
+    clock.now_ms += SESSION_LEASE_MS
+    before = store.snapshot()
+    first = Session.resumed(await store.take_over(IDS[0], OWNERS[1]))
+    store.restore(before)
+    second = Session.resumed(await store.take_over(IDS[0], "carl"))
+    assert first.epoch == second.epoch
+    [of_first, of_second] = await store.append([first.probe(), second.probe()])
+    assert isinstance(of_first, StaleEpoch)
+    assert of_second == 3

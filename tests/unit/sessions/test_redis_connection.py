@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from outrider.errors import ConfigError, DataLoss, InvariantError, StoreUnavailable
+from outrider.sessions.redis_connection import check_info, masked_url, new_client, to_our_error
+from outrider.sessions.redis_fields import decode_record, decode_tokens, encode_tokens
+
+GOOD = {"redis_version": "6.2.0", "maxmemory_policy": "noeviction", "role": "master"}
+
+
+@pytest.mark.parametrize(
+    ("url", "masked"),
+    [
+        ("redis://localhost:6379/0", "redis://localhost:6379/0"),
+        ("redis://:secret@host/1", "redis://:***@host/1"),
+        ("rediss://user:se:c@ret@host", "rediss://user:***@host"),
+        ("redis://:se/cr#et@host", "redis://:***@host"),
+        ("unix:///a/b.sock?db=1&password=secret", "unix:///a/b.sock?db=1&password=***"),
+    ],
+)
+def test_passwords_are_masked(url: str, masked: str) -> None:
+    assert masked_url(url) == masked
+
+
+@pytest.mark.parametrize("url", ["localhost:6379", "http://host", "redis://:secret@host:po/rt"])
+def test_a_url_that_is_none_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(ConfigError, match="Redis URL") as refused:
+        new_client(url, None, None, None)
+    assert "secret" not in str(refused.value)
+    assert refused.value.__cause__ is None
+
+
+def test_a_ca_file_needs_tls() -> None:
+    with pytest.raises(ConfigError, match="rediss://"):
+        new_client("redis://localhost", None, None, "/ca.pem")
+
+
+@pytest.mark.parametrize("version", ["6.2.0", "7.0", "10.1.2", "255.255.255"])
+def test_servers_that_are_new_enough(version: str) -> None:
+    check_info("Redis", {**GOOD, "redis_version": version})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"redis_version": "6.0.16"}, "6.0.16; 6.2 or newer"),
+        ({"redis_version": "5"}, "6.2 or newer"),
+        ({"maxmemory_policy": "allkeys-lru"}, "maxmemory-policy allkeys-lru"),
+        ({"role": "slave"}, "read-only replica"),
+        ({"cluster_enabled": 1}, "cluster mode"),
+    ],
+)
+def test_servers_that_cannot_keep_sessions(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_info("Redis", {**GOOD, **change})
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RedisConnectionError("refused"),
+        RedisTimeoutError("slow"),
+        ConnectionResetError(),
+        ReadOnlyError("You can't write against a read only replica."),
+        OutOfMemoryError("command not allowed when used memory > 'maxmemory'."),
+        ResponseError("MISCONF Redis is configured to save RDB snapshots"),
+        ResponseError("Error running script: @user_script:3: -OOM command not allowed"),
+    ],
+)
+def test_trouble_that_may_pass(error: Exception) -> None:
+    assert isinstance(to_our_error(error), StoreUnavailable)
+
+
+def test_a_wrong_command_is_our_bug() -> None:
+    assert isinstance(to_our_error(ResponseError("WRONGTYPE Operation")), InvariantError)
+
+
+def test_tokens_are_four_bytes_each_lowest_first() -> None:
+    assert encode_tokens([1, 2**32 - 2]) == b"\x01\0\0\0\xfe\xff\xff\xff"
+    assert decode_tokens(b"\x01\0\0\0\xfe\xff\xff\xff") == (1, 2**32 - 2)
+    with pytest.raises(ValueError, match="5 bytes"):
+        decode_tokens(b"12345")
+
+
+@pytest.mark.parametrize("fields", [[], [b"epoch", b"x"], [b"epoch", b"\xff"]])
+def test_a_damaged_record_is_data_loss(fields: list[bytes]) -> None:
+    with pytest.raises(DataLoss, match="unknown form"):
+        decode_record("0" * 32, fields, b"", b"")

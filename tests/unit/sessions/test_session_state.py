@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import json
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from session_model import new_session
+
+from outrider.errors import DataLoss, InvariantError, StaleEpoch
+from outrider.limits import APPEND_TOKENS_MAX, TOKEN_ID_MAX
+from outrider.sessions.state import OwnedState, Session
+from outrider.sessions.store import (
+    CacheState,
+    Counters,
+    FinishReason,
+    SessionRecord,
+    SessionState,
+)
+from outrider.tokens import TokenSequence
+
+NO_COUNTS = Counters()
+
+
+def opened() -> Session:
+    return Session.opened(new_session())
+
+
+def sent(session: Session) -> tuple[int, tuple[int, ...]] | None:
+    append = session.next_append()
+    return None if append is None else (append.expected_length, append.token_ids)
+
+
+def test_rounds_are_coalesced_until_they_are_acknowledged() -> None:
+    session = opened()
+    assert session.next_append() is None
+    session.decide([1, 2], NO_COUNTS)
+    session.decide([3], Counters(2, 4, 1))
+    assert sent(session) == (3, (1, 2, 3))
+    assert session.showable_length == 3
+    session.acknowledge(5)
+    assert (session.showable_length, session.num_uncommitted) == (5, 1)
+    assert sent(session) == (5, (3,))
+    session.acknowledge(6)
+    assert session.next_append() is None
+
+
+def test_an_append_says_all_that_a_successor_must_know() -> None:
+    session = opened()
+    draft, target = CacheState("d", 3), CacheState("t", 4)
+    session.decide([1], Counters(1, 2, 0), draft=draft, target=target, logprobs=['{"a": 1}'])
+    session.decide([2], Counters(2, 4, 0), target=CacheState("t", 5), logprobs=['{"a": 2}'])
+    append = session.next_append()
+    assert append is not None
+    assert (append.session_id, append.epoch, append.owner) == (session.session_id, 1, "anna")
+    assert append.prefix_digest == TokenSequence([*new_session().prompt_ids, 1, 2]).digest()
+    assert (append.draft, append.target) == (draft, CacheState("t", 5))
+    assert append.counters == Counters(2, 4, 0)
+    assert append.logprobs == '{"a": 1}\n{"a": 2}\n'
+
+
+@pytest.mark.parametrize("stored", range(6))
+def test_a_lost_tail_is_sent_again_and_stays_shown(stored: int) -> None:
+    """Whatever is left of three tokens of prompt and three of output, log-probabilities too."""
+    session = opened()
+    lines = [json.dumps(k) for k in range(3)]
+    session.decide([1, 2, 3], NO_COUNTS, logprobs=lines)
+    session.acknowledge(6)
+    session.acknowledge(stored)
+    session.check_integrity()
+    assert session.showable_length == 6
+    append = session.next_append()
+    assert append is not None
+    assert (append.expected_length, append.token_ids) == (stored, session.tokens.since(stored))
+    assert append.logprobs == "".join(line + "\n" for line in lines[max(stored - 3, 0) :])
+
+
+def test_a_long_gap_is_sent_in_pieces() -> None:
+    session = opened()
+    session.decide([7] * (APPEND_TOKENS_MAX + 1), NO_COUNTS)
+    append = session.next_append()
+    assert append is not None
+    assert len(append.token_ids) == APPEND_TOKENS_MAX
+    assert append.prefix_digest == session.tokens.digest(3 + APPEND_TOKENS_MAX)
+    session.acknowledge(3 + APPEND_TOKENS_MAX)
+    assert sent(session) == (3 + APPEND_TOKENS_MAX, (7,))
+
+
+def test_after_its_end_a_session_only_waits_for_the_store() -> None:
+    session = opened()
+    session.decide([1], NO_COUNTS)
+    session.finish(FinishReason.STOP)
+    with pytest.raises(InvariantError, match="finished"):
+        session.decide([2], NO_COUNTS)
+    with pytest.raises(InvariantError, match="finished"):
+        session.finish(FinishReason.LENGTH)
+    assert sent(session) == (3, (1,))
+    session.acknowledge(4)
+    assert session.showable_length == 4
+    assert session.state is OwnedState.FINISHED
+
+
+def test_a_lost_session_sends_and_shows_nothing_more() -> None:
+    session = opened()
+    session.decide([1], NO_COUNTS)
+    error = StaleEpoch("taken over")
+    session.supersede(error)
+    assert (session.state, session.error) == (OwnedState.LOST, error)
+    assert session.next_append() is None
+    assert session.showable_length == 3
+    for illegal in (
+        lambda: session.decide([2], NO_COUNTS),
+        lambda: session.acknowledge(4),
+        lambda: session.finish(FinishReason.STOP),
+        lambda: session.supersede(DataLoss("gone")),
+    ):
+        with pytest.raises(InvariantError, match="lost"):
+            illegal()
+    session.check_integrity()
+
+
+@pytest.mark.parametrize("token_id", [-1, TOKEN_ID_MAX + 1])
+def test_only_token_ids_are_decided(token_id: int) -> None:
+    session = opened()
+    with pytest.raises(InvariantError, match="token id"):
+        session.decide([1, token_id], NO_COUNTS)
+    session.decide([0, TOKEN_ID_MAX], NO_COUNTS)
+    assert session.length == 5
+
+
+@pytest.mark.parametrize("stored", [-1, 4])
+def test_the_store_cannot_hold_what_was_not_decided(stored: int) -> None:
+    with pytest.raises(InvariantError, match="the store holds"):
+        opened().acknowledge(stored)
+
+
+def test_log_probabilities_are_of_all_tokens_or_of_none() -> None:
+    session = opened()
+    session.decide([1], NO_COUNTS)
+    with pytest.raises(InvariantError, match="some tokens"):
+        session.decide([2], NO_COUNTS, logprobs=["{}"])
+    session = opened()
+    session.decide([1], NO_COUNTS, logprobs=["{}"])
+    with pytest.raises(InvariantError, match="some tokens"):
+        session.decide([2], NO_COUNTS)
+    with pytest.raises(InvariantError, match="several lines"):
+        session.decide([2], NO_COUNTS, logprobs=["{\n}"])
+    with pytest.raises(InvariantError, match="without tokens"):
+        session.decide([], NO_COUNTS)
+    assert session.length == 4
+
+
+def record(state: SessionState, logprobs: str = "") -> SessionRecord:
+    new = new_session()
+    ids = (*new.prompt_ids, 8, 9)
+    return SessionRecord(
+        new.session_id, new.tenant, 4, "bert", state, new.seed, new.rule, new.parameters, 3, ids,
+        TokenSequence(ids).digest(), CacheState("d", 1), CacheState("t", 2), Counters(1, 2, 1),
+        logprobs, None if state is SessionState.RUNNING else FinishReason.STOP,
+    )  # fmt: skip
+
+
+def test_a_resumed_session_goes_on_from_what_is_stored() -> None:
+    """Line separators inside a JSON string do not split it."""
+    session = Session.resumed(record(SessionState.RUNNING, '"a\u2028"\n"b"\n'))
+    assert (session.epoch, session.identity.owner) == (4, "bert")
+    assert (session.length, session.showable_length, session.prompt_length) == (5, 5, 3)
+    assert session.counters == Counters(1, 2, 1)
+    assert list(session.logprobs) == ['"a\u2028"', '"b"']
+    session.decide([1], NO_COUNTS, logprobs=["2"])
+    assert sent(session) == (5, (1,))
+    with pytest.raises(InvariantError):
+        Session.resumed(record(SessionState.FINISHED))
+
+
+class OwnerMachine(RuleBasedStateMachine):
+    """Against a list and a stored length that may fall: all is stored in the end, in order, and
+    what may be shown never shrinks and was stored at some time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.session = opened()
+        self.decided = list(new_session().prompt_ids)
+        self.stored = list(self.decided)
+        self.longest = len(self.decided)
+
+    @rule(ids=st.lists(st.integers(0, TOKEN_ID_MAX), min_size=1, max_size=5))
+    def decide(self, ids: list[int]) -> None:
+        self.session.decide(ids, NO_COUNTS)
+        self.decided += ids
+
+    @precondition(lambda self: self.session.num_uncommitted > 0)
+    @rule(answered=st.booleans())
+    def send(self, answered: bool) -> None:
+        append = self.session.next_append()
+        assert append is not None
+        if append.expected_length == len(self.stored):
+            self.stored += append.token_ids
+            assert append.prefix_digest == TokenSequence(self.stored).digest()
+        self.longest = max(self.longest, len(self.stored))
+        if answered:
+            self.session.acknowledge(len(self.stored))
+
+    @rule(left=st.integers(0, 20))
+    def lose_tail(self, left: int) -> None:
+        del self.stored[left:]
+
+    @invariant()
+    def holds(self) -> None:
+        self.session.check_integrity()
+        assert self.stored == self.decided[: len(self.stored)]
+        assert list(self.session.tokens.ids) == self.decided
+        assert self.session.showable_length <= self.longest
+
+    def teardown(self) -> None:
+        for _ in range(4):
+            append = self.session.next_append() or self.session.probe()
+            if append.expected_length == len(self.stored):
+                self.stored += append.token_ids
+            self.session.acknowledge(len(self.stored))
+        assert self.stored == self.decided
+        assert self.session.showable_length == self.session.length
+
+
+TestOwner = OwnerMachine.TestCase
+TestOwner.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
