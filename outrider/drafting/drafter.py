@@ -1,0 +1,45 @@
+"""What every drafter looks like to the draft service and to the coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.proposal import Proposal
+from outrider.speculation.sampling import Rule, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """Asks for up to `num_draft_tokens` tokens after the committed ones of one session."""
+
+    session_id: str
+    """Names what a drafter may have kept of this session; the answer does not depend on it."""
+    token_ids: Sequence[int]
+    """All committed tokens, prompt first; read only, and only during the call."""
+    prompt_length: int
+    num_draft_tokens: int
+    """K, 0..`limits.NUM_DRAFT_TOKENS_MAX`."""
+    sampling: SamplingParams
+    rule: Rule
+    noise: RoundNoise
+    """The round's numbers; drafters without a distribution of their own draw none."""
+
+
+class Drafter(Protocol):
+    """Guesses what a target will write. A guess is never wrong, only refused.
+
+    A proposal depends on nothing but the request's committed tokens, parameters and noise: not on
+    other sessions, not on refused proposals, not on what is kept between calls.
+    """
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        """One proposal for each request, in order; of K tokens or fewer, none included. At most
+        one request a session. Under rules with `needs_q`, `q` has an entry for each token."""
+        ...
+
+    def release(self, session_id: str) -> None:
+        """Forgets what was kept of the session; unknown ones are ignored."""
+        ...

@@ -1,0 +1,251 @@
+"""Engines that are no models: a toy pair of languages, and steps that take a stated time.
+
+At each prefix the target's distribution is a Zipf law over `support` ids, which a keyed hash of the
+last `order` tokens picks out of the vocabulary; every other id has probability zero. The draft has
+the same ids, and log q = log p + `deviation` * a keyed standard Gaussian. So acceptance, entropy
+and step times are chosen, and everything else (services, transport, sessions, sampling) is real.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from outrider.engine.interface import ModelInfo, SequenceStep
+from outrider.engine.slots import check_kept, check_steps, make_room
+from outrider.errors import ConfigError, check
+from outrider.limits import ENGINE_SEQUENCES_MAX
+
+SCHEME: Final = "emulated"
+"""A model's name begins with it and a colon; what follows is the specification."""
+VOCAB_SIZE_MAX: Final = 2**20
+_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
+_NO_TOKEN: Final = 2**32
+"""Stands for the places before the first token of a short prefix."""
+_SPARE_DRAWS: Final = 64
+"""Beyond twice the support: so many numbers leave too few distinct ids with probability < 1e-50."""
+_DRAFT_KEY: Final = np.uint64(0x6472616674)
+_Words = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedSpec:
+    """What a toy pair is; target and draft must be given the same one."""
+
+    vocab_size: int = 32_000
+    support: int = 64
+    """Ids of probability above zero after each prefix."""
+    exponent: float = 1.706
+    """Of the Zipf law: the id of rank r (from 1) has weight r ** -exponent; 0 = uniform."""
+    deviation: float = 0.65
+    """Standard deviation of log q - log p before both are normalised; 0 = a perfect draft."""
+    order: int = 3
+    """Tokens of the prefix that the next distribution depends on."""
+    verify_ms: float = 18.3
+    """Time of a target step ..."""
+    verify_tokens: int = 16
+    """... for each begun so many new tokens in it."""
+    draft_ms: float = 1.3
+    """Time of a draft step ..."""
+    draft_branches: int = 64
+    """... for each begun so many rows of logits in it."""
+    seed: int = 0
+    max_model_len: int = 8192
+    eos: int = -1
+    """The id that ends a text; -1 = none."""
+
+    def __post_init__(self) -> None:
+        _require("vocab_size", 2 <= self.vocab_size <= VOCAB_SIZE_MAX, f"2..{VOCAB_SIZE_MAX}")
+        _require("support", 1 <= self.support <= self.vocab_size, "1..vocab_size")
+        _require("exponent", 0 <= self.exponent <= 100, "0..100")
+        _require("deviation", 0 <= self.deviation <= 100, "0..100")
+        _require("order", 1 <= self.order <= 64, "1..64")
+        _require("verify_ms", 0 <= self.verify_ms <= 60_000, "0..60000")
+        _require("verify_tokens", self.verify_tokens >= 1, "at least 1")
+        _require("draft_ms", 0 <= self.draft_ms <= 60_000, "0..60000")
+        _require("draft_branches", self.draft_branches >= 1, "at least 1")
+        _require("seed", 0 <= self.seed < 2**64, "0..2^64-1")
+        _require("max_model_len", 1 <= self.max_model_len <= 2**20, "1..2^20")
+        _require("eos", -1 <= self.eos < self.vocab_size, "-1 or an id of the vocabulary")
+
+    @classmethod
+    def parse(cls, text: str) -> EmulatedSpec:
+        """From `key=value,...`, with or without `emulated:` before it; "" is all defaults.
+
+        Raises `ConfigError` naming a key that is unknown, repeated, or has a bad value."""
+        kinds = {f.name: float if f.type == "float" else int for f in fields(cls)}
+        values: dict[str, Any] = {}
+        for item in filter(None, text.removeprefix(f"{SCHEME}:").split(",")):
+            key, _, value = (part.strip() for part in item.partition("="))
+            if key not in kinds:
+                raise ConfigError(f"emulated: unknown key {key!r}; known: {', '.join(kinds)}")
+            if key in values:
+                raise ConfigError(f"emulated: {key} is given twice")
+            try:
+                values[key] = kinds[key](value)
+            except ValueError as error:
+                kind = "a whole number" if kinds[key] is int else "a number"
+                raise ConfigError(f"emulated: {key}: {value!r} is not {kind}") from error
+        return cls(**values)
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for equal specifications."""
+        return hashlib.blake2b(repr(self).encode(), digest_size=16).hexdigest()
+
+
+def _require(key: str, satisfied: bool, allowed: str) -> None:
+    if not satisfied:  # NaN satisfies no comparison
+        raise ConfigError(f"emulated: {key} is out of range; {allowed} is allowed")
+
+
+class EmulatedEngine:
+    """Implements `Engine` for one side of a toy pair.
+
+    Logits of the target are log p, of the draft unnormalised log q; -inf outside of the support.
+    Holds at most `max_num_seqs` sequences, like an engine that runs a model.
+    """
+
+    def __init__(
+        self,
+        spec: EmulatedSpec,
+        role: Literal["target", "draft"],
+        max_num_seqs: int = ENGINE_SEQUENCES_MAX,
+    ) -> None:
+        check(max_num_seqs > 0, "max_num_seqs must be positive")
+        self._spec = spec
+        self._role = role
+        self._max_num_seqs = max_num_seqs
+        self._sequences: OrderedDict[str, list[int]] = OrderedDict()
+        self._step_seconds = 0.0
+        self._info = ModelInfo(
+            name=SCHEME,
+            vocab_size=spec.vocab_size,
+            max_model_len=spec.max_model_len,
+            dtype="float32",
+            eos_token_ids=() if spec.eos < 0 else (spec.eos,),
+            weights_fingerprint=f"{spec.fingerprint}-{role}",
+            tokenizer_fingerprint="",
+        )
+
+    @property
+    def info(self) -> ModelInfo:
+        """What runs here."""
+        return self._info
+
+    def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
+        """See `Engine.forward`."""
+        check_steps(steps, self._info, self._max_num_seqs, self.length)
+        make_room(self._sequences, steps, self._max_num_seqs)
+        contexts: list[list[int]] = []
+        for step in steps:
+            sequence = self._sequences.setdefault(step.sequence_id, [])
+            sequence.extend(step.token_ids)
+            ends = range(len(sequence) - step.num_logits + 1, len(sequence) + 1)
+            contexts.extend(self._context(sequence, end) for end in ends)
+        self._step_seconds += self._step_time(steps)
+        rows = self._logits(np.array(contexts, dtype=np.uint64).reshape(-1, self._spec.order))
+        return list(torch.split(rows, [step.num_logits for step in steps]))
+
+    def length(self, sequence_id: str) -> int:
+        """Slots the sequence holds; 0 for an unknown one."""
+        return len(self._sequences.get(sequence_id, ()))
+
+    def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
+        """See `Engine.keep`."""
+        check_kept(self.length(sequence_id), length, path)
+        sequence = self._sequences.get(sequence_id)
+        if sequence is not None:
+            sequence[length:] = [sequence[slot] for slot in path]
+
+    def release(self, sequence_id: str) -> None:
+        """Forgets the sequence; unknown ones are ignored."""
+        self._sequences.pop(sequence_id, None)
+
+    def take_step_seconds(self) -> float:
+        """The stated time of the steps since the last call."""
+        seconds, self._step_seconds = self._step_seconds, 0.0
+        return seconds
+
+    def _context(self, sequence: list[int], end: int) -> list[int]:
+        """The last `order` tokens before `end`."""
+        context = sequence[max(0, end - self._spec.order) : end]
+        return [_NO_TOKEN] * (self._spec.order - len(context)) + context
+
+    def _step_time(self, steps: Sequence[SequenceStep]) -> float:
+        """Seconds; a step that wants no logits counts as one that wants one row."""
+        spec = self._spec
+        if self._role == "target":
+            num_tokens = sum(len(step.token_ids) for step in steps)
+            return spec.verify_ms * math.ceil(num_tokens / spec.verify_tokens) / 1e3
+        num_rows = sum(max(1, step.num_logits) for step in steps)
+        return spec.draft_ms * math.ceil(num_rows / spec.draft_branches) / 1e3
+
+    def _logits(self, contexts: _Words) -> torch.Tensor:
+        """[n, V] float32, from contexts [n, order]."""
+        spec = self._spec
+        keys = _context_keys(contexts, spec.seed)
+        ids = torch.from_numpy(_support_ids(keys, spec.support, spec.vocab_size).astype(np.int64))
+        weights = -spec.exponent * np.log(np.arange(1, spec.support + 1, dtype=np.float64))
+        values = weights - np.log(np.exp(weights).sum())
+        values = np.broadcast_to(values, (len(keys), spec.support))
+        if self._role == "draft":
+            values = values + spec.deviation * _gaussians(keys, spec.support)
+        logits = torch.full((len(keys), spec.vocab_size), -math.inf)
+        return logits.scatter_(1, ids, torch.from_numpy(values.astype(np.float32)))
+
+
+def _mix(words: _Words) -> _Words:
+    """SplitMix64's finaliser (Steele et al. 2014)."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def _context_keys(contexts: _Words, seed: int) -> _Words:
+    """One 64-bit key [n] for each context [n, order]."""
+    keys = np.full(len(contexts), seed, dtype=np.uint64)
+    for column in contexts.T:
+        keys = _mix(keys + (column + np.uint64(1)) * _GOLDEN)
+    return keys
+
+
+def _words(keys: _Words, num: int) -> _Words:
+    """Numbers [n, num] of each key's own sequence."""
+    places = np.arange(1, num + 1, dtype=np.uint64) * _GOLDEN
+    return _mix(keys[:, None] + places[None, :])
+
+
+def _support_ids(keys: _Words, support: int, vocab_size: int) -> _Words:
+    """`support` distinct ids [n, support] for each key, the likeliest first.
+
+    Where they are few among many, each key's numbers are taken in turn and repeated ids skipped;
+    else the ids with the smallest numbers are taken."""
+    if support * 8 > vocab_size:
+        order = np.argsort(_words(keys, vocab_size), axis=1, kind="stable")
+        return order[:, :support].astype(np.uint64)
+    drawn = _words(keys, 2 * support + _SPARE_DRAWS) % np.uint64(vocab_size)
+    ids = np.empty((len(keys), support), dtype=np.uint64)
+    for row, numbers in enumerate(drawn):
+        _, first = np.unique(numbers, return_index=True)
+        distinct = numbers[np.sort(first)][:support]
+        check(len(distinct) == support, "too few distinct ids were drawn")
+        ids[row] = distinct
+    return ids
+
+
+def _gaussians(keys: _Words, num: int) -> npt.NDArray[np.float64]:
+    """Standard Gaussians [n, num] of each key (Box and Muller 1958)."""
+    words = _words(_mix(keys ^ _DRAFT_KEY), 2 * num)
+    uniforms = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    radius = np.sqrt(-2.0 * np.log(uniforms[:, :num]))
+    gaussians: npt.NDArray[np.float64] = radius * np.cos(2.0 * np.pi * uniforms[:, num:])
+    return gaussians

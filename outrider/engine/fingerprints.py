@@ -1,0 +1,131 @@
+"""Names for weights and tokenizers, so that two replicas can tell whether they run the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.errors import ConfigError
+
+_BLOCK_BYTES: Final = 4096
+_BLOCKS_PER_FILE: Final = 64
+_HEADER_BYTES_MAX: Final = 100 * 2**20
+"""The safetensors format's own bound on a header."""
+_DIGEST_BYTES: Final = 16
+_VOLATILE_CONFIG_KEYS: Final = frozenset(
+    {"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
+)
+
+
+def file_fingerprint(path: Path) -> str:
+    """Of a file's size and blocks spread evenly over it: quick for files of any size, and tells
+    apart files that anyone would meet, but not ones made to deceive it."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    _add_blocks(digest, path)
+    return digest.hexdigest()
+
+
+def weights_fingerprint(directory: Path) -> str:
+    """Of the configuration, and of every safetensors file its header, size and sampled blocks."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    config = json.loads((directory / "config.json").read_text("utf-8"))
+    essentials = {k: v for k, v in config.items() if k not in _VOLATILE_CONFIG_KEYS}
+    digest.update(json.dumps(essentials, sort_keys=True).encode())
+    for file in sorted(directory.glob("*.safetensors")):
+        digest.update(file.name.encode())
+        _add_safetensors_header(digest, file)
+        _add_blocks(digest, file)
+    return digest.hexdigest()
+
+
+def _add_safetensors_header(digest: hashlib.blake2b, path: Path) -> None:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > _HEADER_BYTES_MAX:
+            raise ConfigError(f"{path}: not a safetensors file (a header of {length} bytes)")
+        digest.update(file.read(length))
+
+
+def _add_blocks(digest: hashlib.blake2b, path: Path) -> None:
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest.update(size.to_bytes(8, "little"))
+        last = max(0, size - _BLOCK_BYTES)
+        starts = {last * i // (_BLOCKS_PER_FILE - 1) for i in range(_BLOCKS_PER_FILE)}
+        for start in sorted(starts):
+            file.seek(start)
+            digest.update(file.read(_BLOCK_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerTable:
+    """What the ids of a tokenizer mean.
+
+    Which ids begin, end or pad a text is left out: a base model may draft for its instruction-tuned
+    sibling, which ends texts with another id of the same table.
+    """
+
+    tokens: dict[int, str]
+    """id -> token as the vocabulary spells it, added and special ones included."""
+    merges: tuple[str, ...]
+    """Of a byte-pair encoding, in order; else empty."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for equal tables, in every process."""
+        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        content = [sorted(self.tokens.items()), self.merges]
+        digest.update(json.dumps(content, ensure_ascii=True).encode())
+        return digest.hexdigest()
+
+
+def tokenizer_table(tokenizer: Any) -> TokenizerTable:
+    """The table of a loaded tokenizer of the transformers library."""
+    tokens = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    merges: list[Any] = []
+    if backend is not None:
+        merges = json.loads(backend.to_str())["model"].get("merges", [])
+    spelled = (m if isinstance(m, str) else " ".join(m) for m in merges)
+    return TokenizerTable(tokens, tuple(spelled))
+
+
+def compare_tokenizers(
+    target_name: str,
+    target: TokenizerTable | None,
+    draft_name: str,
+    draft: TokenizerTable | None,
+) -> None:
+    """Raises `ConfigError` with both names and the first difference unless every id means the same.
+
+    How wide the models' logits are does not matter: padding has no tokens. Two models without
+    tokenizers (None) are taken as made for each other.
+    """
+    if target is None and draft is None:
+        return
+    introduction = f"draft model {draft_name} does not share the tokenizer of target {target_name}"
+    if target is None or draft is None:
+        without = target_name if target is None else draft_name
+        raise ConfigError(f"{introduction}: {without} has none")
+    for token_id in sorted(target.tokens.keys() | draft.tokens.keys()):
+        ours, theirs = target.tokens.get(token_id), draft.tokens.get(token_id)
+        if ours != theirs:
+            raise ConfigError(
+                f"{introduction}: id {token_id} is {_spell(ours)} in the target, "
+                f"{_spell(theirs)} in the draft"
+            )
+    for rank in range(max(len(target.merges), len(draft.merges))):
+        a, b = target.merges[rank : rank + 1], draft.merges[rank : rank + 1]
+        if a != b:
+            raise ConfigError(
+                f"{introduction}: merge {rank} is {_spell(*a)} in the target, "
+                f"{_spell(*b)} in the draft"
+            )
+
+
+def _spell(token: str | None = None) -> str:
+    return "missing" if token is None else repr(token)

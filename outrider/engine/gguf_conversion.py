@@ -1,0 +1,96 @@
+"""GGUF files to safetensors directories in bfloat16, once, in a cache shared between processes."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from outrider.engine.fingerprints import file_fingerprint
+from outrider.errors import ConfigError
+
+CONVERSION_VERSION = 1
+"""Grows when the same file would be converted differently; older results are not used then."""
+
+_log = logging.getLogger(__name__)
+
+
+def converted(gguf: Path, cache: Path) -> Path:
+    """The safetensors directory of a GGUF file, converted now if the cache has none.
+
+    Weights are dequantised to bfloat16; tokenizer, chat template and generation settings are kept.
+    The name holds the file's fingerprint, so a changed file is converted anew. A directory is
+    complete once it has its name. Raises `ConfigError` where the file is no model that can be read.
+    """
+    models = cache / "models"
+    models.mkdir(parents=True, exist_ok=True)
+    directory = models / f"{gguf.stem}-{file_fingerprint(gguf)[:16]}-bf16-v{CONVERSION_VERSION}"
+    if directory.is_dir():
+        return directory
+    with _lock(models / f"{directory.name}.lock"):
+        if not directory.is_dir():  # another process may have been first
+            _convert(gguf, directory)
+    return directory
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """One process at a time; the lock falls with its holder, so nobody waits for a dead one."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _convert(gguf: Path, directory: Path) -> None:
+    _log.info("converting %s to safetensors; this happens once", gguf.name)
+    work = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
+        _write_model(gguf, work)
+        _write_tokenizer(gguf, work)
+        work.chmod(0o755)
+        work.rename(directory)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    _log.info("converted to %s", directory)
+
+
+def _write_model(gguf: Path, directory: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    try:
+        config = AutoConfig.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        tensors = load_gguf_checkpoint(
+            str(gguf), return_tensors=True, model_to_load=module, torch_dtype=torch.bfloat16
+        )["tensors"]
+    except (ValueError, KeyError, TypeError, NotImplementedError) as error:
+        raise ConfigError(f"model {gguf}: this GGUF file cannot be read ({error})") from error
+    result = module.load_state_dict(tensors, strict=False)
+    tied = getattr(module, "_tied_weights_keys", None) or ()
+    missing = [key for key in result.missing_keys if key not in tied]
+    if missing or result.unexpected_keys:
+        wrong = (missing or result.unexpected_keys)[0]
+        raise ConfigError(
+            f"model {gguf}: its tensors do not fit its architecture, first at {wrong}"
+        )
+    module.tie_weights()
+    if hasattr(module.config, "quantization_config"):
+        del module.config.quantization_config
+    module.save_pretrained(directory)
+
+
+def _write_tokenizer(gguf: Path, directory: Path) -> None:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    except (ValueError, KeyError, TypeError, NotImplementedError) as error:
+        raise ConfigError(f"model {gguf}: its tokenizer cannot be read ({error})") from error
+    tokenizer.save_pretrained(directory)

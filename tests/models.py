@@ -1,0 +1,180 @@
+"""Makers of tiny models on disk, for tests: random, but far from uniform."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+
+MAX_MODEL_LEN = 128
+_SPREAD = 0.4
+"""Standard deviation of weights: gives next-token distributions of a few likely tokens."""
+
+
+def tiny_config(family: str, vocab_size: int = 32, max_model_len: int = MAX_MODEL_LEN) -> Any:
+    """A configuration with two layers, and two key-value heads for four of queries where the
+    family has such."""
+    sizes = {
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "max_position_embeddings": max_model_len,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    grouped = sizes | {"num_key_value_heads": 2, "head_dim": 8}
+    window = {"sliding_window": 6}
+    match family:
+        case "llama":
+            return LlamaConfig(**grouped, tie_word_embeddings=False)
+        case "qwen3":
+            return Qwen3Config(**grouped)
+        case "mistral":  # every layer has a sliding window
+            return MistralConfig(**grouped, **window)
+        case "gemma":
+            return GemmaConfig(**grouped)
+        case "gemma3":  # one layer has a sliding window, one has none
+            kinds = ["sliding_attention", "full_attention"]
+            return Gemma3TextConfig(**grouped, **window, layer_types=kinds)
+        case "gpt_neox":
+            return GPTNeoXConfig(**sizes)
+        case "gpt2":
+            return GPT2Config(
+                vocab_size=vocab_size, n_embd=32, n_layer=2, n_head=4, n_positions=max_model_len,
+                bos_token_id=None, eos_token_id=None,
+            )  # fmt: skip
+        case _:
+            raise ValueError(family)
+
+
+def tiny_module(config: Any, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    """A random model of that configuration, in evaluation mode."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0.0, _SPREAD)
+    return module.requires_grad_(False)
+
+
+def save_tiny_model(
+    directory: Path,
+    *,
+    family: str = "llama",
+    vocab_size: int = 32,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    eos_token_id: int | None = None,
+    max_model_len: int = MAX_MODEL_LEN,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+) -> Path:
+    """Saves a random model as safetensors; returns `directory`. `vocab_size` is the width of its
+    logits, so a wider one than a peer's (or its tokenizer's) is a padded vocabulary."""
+    config = tiny_config(family, vocab_size, max_model_len)
+    config.eos_token_id = eos_token_id
+    module = tiny_module(config, seed, dtype)
+    module.generation_config.eos_token_id = eos_token_id
+    module.save_pretrained(directory)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+    return directory
+
+
+def depth_cut(source: Path, directory: Path, num_layers: int) -> Path:
+    """Saves the first `num_layers` layers of a Llama-like model as a model of its own, with its
+    tokenizer; returns `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = json.loads((source / "config.json").read_text())
+    config["num_hidden_layers"] = num_layers
+    if config.get("layer_types"):
+        config["layer_types"] = config["layer_types"][:num_layers]
+    (directory / "config.json").write_text(json.dumps(config))
+    kept: dict[str, torch.Tensor] = {}
+    for file in sorted(source.glob("*.safetensors")):
+        for key, tensor in load_file(file).items():
+            _, is_layer, rest = key.partition(".layers.")
+            if not is_layer or int(rest.split(".", 1)[0]) < num_layers:
+                kept[key] = tensor
+    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
+    for extra in ("generation_config.json", "tokenizer.json", "tokenizer_config.json",
+                  "chat_template.jinja", "special_tokens_map.json"):  # fmt: skip
+        with contextlib.suppress(FileNotFoundError):
+            (directory / extra).write_bytes((source / extra).read_bytes())
+    AutoConfig.from_pretrained(directory)  # it must be readable
+    return directory
+
+
+CORPUS = (
+    "The quick brown fox jumps over the lazy dog while the slow grey cat looks on.",
+    "She said that the rain would not stop before the evening, and it did not.",
+    "Numbers such as 12, 345 and 6789 appear; so do naïve café owners and 東京.",
+    "def add(a, b):\n    return a + b\n",
+)
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}"
+    "{% endif %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL_TOKENS = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
+
+
+def byte_level_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
+    """A small byte-level BPE (as GPT-2, Llama 3, Qwen, SmolLM) with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS), show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    special = {"eos_token": "<|end|>"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=CHAT_TEMPLATE, **special
+    )
+
+
+def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """A small BPE that marks word beginnings and spells unknown characters as bytes (as Llama 2,
+    Mistral and Gemma do), and drops the leading space of a text."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    letters = sorted({c for line in CORPUS[:2] for c in line.replace(" ", "▁")})
+    vocab = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>"])}
+    for token in [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", *letters, "▁t", "▁th", "▁the"]:
+        vocab.setdefault(token, len(vocab))
+    merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e")]
+    unknown = {"unk_token": "<unk>"}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, **unknown))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

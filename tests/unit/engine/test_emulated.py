@@ -1,0 +1,174 @@
+"""The toy pair: its specification, its laws, and the times it states."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.interface import SequenceStep
+from outrider.errors import BadRequest, ConfigError, InvariantError
+
+
+def rows(
+    engine: EmulatedEngine, tokens: tuple[int, ...], num: int, name: str = "s"
+) -> torch.Tensor:
+    return engine.forward([SequenceStep(name, tokens, num)])[0]
+
+
+def probabilities(logits: torch.Tensor) -> torch.Tensor:
+    return logits.double().softmax(-1)
+
+
+def test_defaults_and_every_key() -> None:
+    assert EmulatedSpec.parse("emulated:") == EmulatedSpec.parse("") == EmulatedSpec()
+    text = (
+        "emulated:vocab_size=100, support=5,exponent=1.5,deviation=0.25,order=2,verify_ms=10,"
+        "verify_tokens=8,draft_ms=0.5,draft_branches=4,seed=7,max_model_len=64,eos=3"
+    )
+    assert EmulatedSpec.parse(text) == EmulatedSpec(100, 5, 1.5, 0.25, 2, 10.0, 8, 0.5, 4, 7, 64, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("speed=3", "unknown key 'speed'"),
+        ("support", "support: '' is not a whole number"),
+        ("support=1.5", "support: '1.5' is not a whole number"),
+        ("verify_ms=fast", "verify_ms: 'fast' is not a number"),
+        ("verify_ms=nan", "verify_ms is out of range"),
+        ("exponent=inf", "exponent is out of range"),
+        ("vocab_size=1", "vocab_size is out of range"),
+        ("vocab_size=8", "support is out of range"),
+        ("vocab_size=1048577", "vocab_size is out of range"),
+        ("deviation=-0.1", "deviation is out of range"),
+        ("order=0", "order is out of range"),
+        ("verify_tokens=0", "verify_tokens is out of range"),
+        ("draft_ms=-1", "draft_ms is out of range"),
+        ("draft_branches=0", "draft_branches is out of range"),
+        ("seed=-1", "seed is out of range"),
+        ("max_model_len=0", "max_model_len is out of range"),
+        ("eos=32000", "eos is out of range"),
+        ("seed=1,seed=2", "seed is given twice"),
+    ],
+)
+def test_a_bad_specification_names_its_key(text: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        EmulatedSpec.parse(text)
+
+
+@given(
+    vocab_size=st.integers(2, 300),
+    support=st.integers(1, 300),
+    order=st.integers(1, 4),
+    seed=st.integers(0, 2**64 - 1),
+)
+@settings(max_examples=60, deadline=None)
+def test_each_row_is_a_zipf_law_on_distinct_ids(
+    vocab_size: int, support: int, order: int, seed: int
+) -> None:
+    """Also where the support is small against the vocabulary, or all of it."""
+    support = min(support, vocab_size)
+    spec = EmulatedSpec(vocab_size=vocab_size, support=support, order=order, seed=seed)
+    target, draft = EmulatedEngine(spec, "target"), EmulatedEngine(spec, "draft")
+    tokens = tuple(i % vocab_size for i in range(6))
+    p, q = probabilities(rows(target, tokens, 6)), probabilities(rows(draft, tokens, 6))
+    weights = torch.arange(1, support + 1, dtype=torch.float64) ** -spec.exponent
+    expected = weights / weights.sum()
+    for p_row, q_row in zip(p, q, strict=True):
+        assert (p_row > 0).sum().item() == support
+        assert torch.equal(p_row > 0, q_row > 0)
+        actual = p_row.sort(descending=True).values[:support]
+        assert torch.allclose(actual, expected, atol=1e-6)
+
+
+def test_rows_depend_on_the_last_tokens_alone() -> None:
+    """Order 2: the same two tokens give the same row in any text, other ones another row."""
+    spec = EmulatedSpec(vocab_size=50, support=6, order=2)
+    engine = EmulatedEngine(spec, "target")
+    first = rows(engine, (1, 2, 3, 4), 4)
+    assert torch.equal(rows(engine, (9, 8, 3, 4), 1, "t")[0], first[3])
+    assert not torch.equal(rows(engine, (9, 8, 4, 3), 1, "u")[0], first[3])
+    assert not torch.equal(rows(engine, (4,), 1, "v")[0], first[3])
+
+
+def test_steps_and_rollback_give_the_rows_of_one_pass() -> None:
+    spec = EmulatedSpec(vocab_size=50, support=6)
+    whole = rows(EmulatedEngine(spec, "draft"), tuple(range(10)), 10)
+    engine = EmulatedEngine(spec, "draft")
+    rows(engine, (0, 1, 2, 40, 41), 2)
+    engine.keep("s", 3)
+    parts = [rows(engine, (3,), 1), rows(engine, (4, 5, 6, 7, 8, 9), 6)]
+    assert torch.equal(torch.cat(parts), whole[3:])
+
+
+def test_a_path_keeps_its_slots() -> None:
+    engine = EmulatedEngine(EmulatedSpec(vocab_size=50, support=6), "draft")
+    rows(engine, (0, 1, 2, 40, 41, 3), 0)
+    engine.keep("s", 2, (2, 5))
+    assert torch.equal(
+        rows(engine, (4,), 1),
+        rows(EmulatedEngine(EmulatedSpec(vocab_size=50, support=6), "draft"), (0, 1, 2, 3, 4), 1),
+    )
+
+
+def test_the_default_pair_has_two_nats_and_an_acceptance_of_about_0_8() -> None:
+    """Means over 400 prefixes; the acceptance of one prefix has a standard deviation of about 0.1,
+    so the mean is within 0.05 of its expectation but for a probability < 1e-20."""
+    target, draft = (EmulatedEngine(EmulatedSpec(), role) for role in ("target", "draft"))
+    tokens = tuple(range(1000, 1400))
+    p, q = probabilities(rows(target, tokens, 400)), probabilities(rows(draft, tokens, 400))
+    entropy = -(p * p.clamp_min(1e-300).log()).sum(-1).mean().item()
+    acceptance = torch.minimum(p, q).sum(-1).mean().item()
+    assert entropy == pytest.approx(2.0, abs=0.01)
+    assert acceptance == pytest.approx(0.8, abs=0.05)
+
+
+def test_a_draft_without_deviation_is_the_target() -> None:
+    spec = EmulatedSpec(vocab_size=100, deviation=0.0)
+    pair = [EmulatedEngine(spec, role) for role in ("target", "draft")]
+    logits = [rows(engine, (1, 2, 3), 3) for engine in pair]
+    assert torch.equal(logits[0], logits[1])
+
+
+def test_stated_times() -> None:
+    """A target step costs by new tokens, a draft step by rows; both are read once."""
+    spec = EmulatedSpec.parse("verify_ms=10,verify_tokens=4,draft_ms=2,draft_branches=3")
+    target, draft = EmulatedEngine(spec, "target"), EmulatedEngine(spec, "draft")
+    for engine in (target, draft):
+        engine.forward([SequenceStep("a", (1, 2, 3), 1), SequenceStep("b", (1, 2), 2)])
+    assert target.take_step_seconds() == pytest.approx(0.020)
+    assert draft.take_step_seconds() == pytest.approx(0.002)
+    assert target.take_step_seconds() == draft.take_step_seconds() == 0.0
+    for engine in (target, draft):
+        engine.forward([SequenceStep("a", (4, 5, 6, 7), 4)])
+        engine.forward([SequenceStep("a", (4,), 0)])
+    assert target.take_step_seconds() == pytest.approx(0.020)
+    assert draft.take_step_seconds() == pytest.approx(0.006)
+
+
+def test_errors_are_those_of_a_real_engine() -> None:
+    engine = EmulatedEngine(EmulatedSpec.parse("vocab_size=100,max_model_len=4"), "target", 2)
+    with pytest.raises(BadRequest, match=r"100 is not in 0\.\.99"):
+        engine.forward([SequenceStep("a", (1,), 1), SequenceStep("b", (100,), 1)])
+    with pytest.raises(BadRequest, match="5 tokens"):
+        rows(engine, (1, 2, 3, 4, 5), 1)
+    with pytest.raises(InvariantError):
+        engine.keep("a", 1)
+    assert (engine.length("a"), engine.length("b")) == (0, 0)
+    for name in "abc":
+        rows(engine, (1,), 1, name)
+    assert [engine.length(name) for name in "abc"] == [0, 1, 1]
+    engine.release("b")
+    assert engine.length("b") == 0
+
+
+def test_info() -> None:
+    info = EmulatedEngine(EmulatedSpec.parse("vocab_size=100,eos=7,max_model_len=9"), "draft").info
+    assert (info.vocab_size, info.eos_token_ids, info.max_model_len) == (100, (7,), 9)
+    other = EmulatedEngine(
+        EmulatedSpec.parse("vocab_size=100,eos=7,max_model_len=9"), "target"
+    ).info
+    assert info.weights_fingerprint != other.weights_fingerprint
