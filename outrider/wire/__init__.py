@@ -1,0 +1,1 @@
+"""gRPC at the edges: servers, streams, statuses, and protobuf messages <-> dataclasses."""

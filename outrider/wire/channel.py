@@ -1,0 +1,61 @@
+"""Settings of both ends of every gRPC connection: sizes, keepalive, reconnection."""
+
+from __future__ import annotations
+
+import grpc
+
+from outrider.limits import (
+    CONNECT_TIMEOUT_MS,
+    GRPC_MESSAGE_BYTES_MAX,
+    GRPC_METADATA_BYTES_MAX,
+    KEEPALIVE_MS,
+    KEEPALIVE_TIMEOUT_MS,
+    LINK_BACKOFF_MS_MAX,
+    LINK_BACKOFF_MS_MIN,
+)
+
+_BOTH_ENDS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", GRPC_MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", GRPC_MESSAGE_BYTES_MAX),
+    # Both bounds equal: between a soft and a hard bound gRPC refuses at random.
+    ("grpc.max_metadata_size", GRPC_METADATA_BYTES_MAX),
+    ("grpc.absolute_max_metadata_size", GRPC_METADATA_BYTES_MAX),
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+
+def server_options() -> list[tuple[str, int]]:
+    """Options of a server."""
+    return [
+        *_BOTH_ENDS,
+        # Tolerate the pings of clients that follow the same settings, with room for jitter.
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+        # Two servers on one port would share its connections between them.
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def channel_options() -> list[tuple[str, int]]:
+    """Options of a client's channel."""
+    return [
+        *_BOTH_ENDS,
+        ("grpc.initial_reconnect_backoff_ms", 2 * LINK_BACKOFF_MS_MIN),
+        ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
+        ("grpc.max_reconnect_backoff_ms", LINK_BACKOFF_MS_MAX),
+        # Links to one address fail and recover on their own.
+        ("grpc.use_local_subchannel_pool", 1),
+        # A retry inside gRPC would repeat a stream that the link above reopens with its own state.
+        ("grpc.enable_retries", 0),
+    ]
+
+
+def open_channel(
+    address: str, credentials: grpc.ChannelCredentials | None = None
+) -> grpc.aio.Channel:
+    """A channel to host:port; connects with the first call. TLS where credentials are given."""
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=channel_options())
+    return grpc.aio.secure_channel(address, credentials, options=channel_options())

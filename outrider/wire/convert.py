@@ -1,0 +1,483 @@
+"""Protobuf messages <-> the values of `outrider.messages`.
+
+Decoding trusts nothing that a peer says: whatever does not fit raises `BadRequest` with the
+field's path. Encoding trusts our own values.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+
+from outrider.errors import BadRequest
+from outrider.limits import (
+    DEADLINE_MS_MAX,
+    ERROR_MESSAGE_CHARS_MAX,
+    LOGIT_BIAS_ENTRIES_MAX,
+    LOGIT_BIAS_MAX,
+    LOGPROBS_MAX,
+    NUM_DRAFT_TOKENS_MAX,
+    PENALTY_MAX,
+    REPETITION_PENALTY_MAX,
+    RUN_AHEAD_ROUNDS_MAX,
+    TEMPERATURE_MAX,
+    TENANT_CHARS_MAX,
+    TOKEN_ID_MAX,
+    TRACEPARENT_CHARS_MAX,
+)
+from outrider.messages import (
+    DraftItem,
+    PositionLogprobs,
+    ProposalReply,
+    Refused,
+    ReplicaDescription,
+    ReplyKey,
+    Resync,
+    RoundHead,
+    VerdictReply,
+    VerifyItem,
+)
+from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal, decode_q, encode_q
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.verdict import Verdict
+from outrider.v1 import draft_pb2, target_pb2, types_pb2
+
+_SESSION_ID = re.compile(r"[0-9a-f]{32}")
+
+RULES: dict[int, Rule] = {
+    types_pb2.RULE_TOKEN: Rule.TOKEN,
+    types_pb2.RULE_BLOCK: Rule.BLOCK,
+    types_pb2.RULE_COUPLED: Rule.COUPLED,
+    types_pb2.RULE_GREEDY: Rule.GREEDY,
+}
+"""A rule by its number on the wire."""
+RULE_NUMBERS: dict[Rule, int] = {rule: number for number, rule in RULES.items()}
+"""A rule's number on the wire."""
+
+
+def session_id_from_wire(session_id: str, field: str = "session_id") -> str:
+    """Checks that a session id is 32 lower-case hexadecimal digits."""
+    if _SESSION_ID.fullmatch(session_id) is None:
+        raise BadRequest(
+            field, f"{session_id[:64]!r} is no session id (32 hexadecimal digits, lower case)"
+        )
+    return session_id
+
+
+def token_ids_from_wire(ids: Iterable[int], field: str) -> tuple[int, ...]:
+    """Checks that token ids fit 31 bits; whether they are in a vocabulary, its owner checks."""
+    token_ids = tuple(ids)
+    if token_ids and (max(token_ids) > TOKEN_ID_MAX or min(token_ids) < 0):
+        raise BadRequest(field, f"a token id is not in 0..{TOKEN_ID_MAX}")
+    return token_ids
+
+
+# Sampling parameters
+
+
+def canonical_sampling(params: SamplingParams) -> SamplingParams:
+    """The same parameters as they come out at the other end of a wire (1 becomes 1.0), so that
+    both ends hash the same value."""
+    return replace(
+        params,
+        temperature=float(params.temperature),
+        top_p=float(params.top_p),
+        top_k=int(params.top_k),
+        min_p=float(params.min_p),
+        presence_penalty=float(params.presence_penalty),
+        frequency_penalty=float(params.frequency_penalty),
+        repetition_penalty=float(params.repetition_penalty),
+        logit_bias=tuple(sorted((int(v), float(bias)) for v, bias in params.logit_bias)),
+    )
+
+
+def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
+    """Every field is set, defaults too."""
+    return types_pb2.SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=dict(params.logit_bias),
+    )
+
+
+def sampling_from_proto(
+    message: types_pb2.SamplingParams, field: str = "sampling"
+) -> SamplingParams:
+    """Fields that are not set take their defaults; each is checked against `outrider.limits`.
+    Whether `top_k` and biased tokens fit a vocabulary, its owner checks."""
+
+    def between(
+        name: str, default: float, low: float, high: float, *, above: bool = False
+    ) -> float:
+        if not message.HasField(name):
+            return default
+        value: float = getattr(message, name)
+        # Written so that NaN fails as well.
+        if not (low < value if above else low <= value) or not value <= high:
+            allowed = f"{'(' if above else '['}{low:g}, {high:g}]"
+            raise BadRequest(f"{field}.{name}", f"{value!r} is not in {allowed}")
+        return value
+
+    top_k = message.top_k if message.HasField("top_k") else 0
+    if top_k < -1:
+        raise BadRequest(f"{field}.top_k", f"{top_k} is neither -1 nor 0 (off) nor positive")
+    return SamplingParams(
+        temperature=between("temperature", 1.0, 0.0, TEMPERATURE_MAX),
+        top_p=between("top_p", 1.0, 0.0, 1.0, above=True),
+        top_k=top_k,
+        min_p=between("min_p", 0.0, 0.0, 1.0),
+        presence_penalty=between("presence_penalty", 0.0, -PENALTY_MAX, PENALTY_MAX),
+        frequency_penalty=between("frequency_penalty", 0.0, -PENALTY_MAX, PENALTY_MAX),
+        repetition_penalty=between(
+            "repetition_penalty", 1.0, 0.0, REPETITION_PENALTY_MAX, above=True
+        ),
+        logit_bias=_logit_bias_from_proto(message, f"{field}.logit_bias"),
+    )
+
+
+def _logit_bias_from_proto(
+    message: types_pb2.SamplingParams, field: str
+) -> tuple[tuple[int, float], ...]:
+    if not message.logit_bias:
+        return ()
+    if len(message.logit_bias) > LOGIT_BIAS_ENTRIES_MAX:
+        raise BadRequest(
+            field, f"{len(message.logit_bias)} entries are more than {LOGIT_BIAS_ENTRIES_MAX}"
+        )
+    entries = tuple(sorted(message.logit_bias.items()))
+    for token_id, bias in entries:
+        if token_id < 0:
+            raise BadRequest(field, f"token id {token_id} is negative")
+        if not -LOGIT_BIAS_MAX <= bias <= LOGIT_BIAS_MAX:
+            raise BadRequest(
+                field,
+                f"{bias!r} for token {token_id} is not in [-{LOGIT_BIAS_MAX}, {LOGIT_BIAS_MAX}]",
+            )
+    return entries
+
+
+# The head of both requests
+
+
+def head_to_proto(head: RoundHead, sampling_hash: int | None) -> types_pb2.RoundHead:
+    """With the parameters themselves where `sampling_hash` is None, else with that hash."""
+    message = types_pb2.RoundHead(
+        session_id=head.session_id,
+        tenant=head.tenant,
+        epoch=head.epoch,
+        round=head.round,
+        base_length=head.base_length,
+        prefix_digest=head.prefix_digest,
+        append=head.append,
+        prompt_length=head.prompt_length,
+        rule=RULE_NUMBERS[head.rule],  # type: ignore[arg-type]
+        seed=head.seed,
+        deadline_ms=head.deadline_ms,
+        traceparent=head.traceparent,
+    )
+    if sampling_hash is not None:
+        message.sampling_hash = sampling_hash
+    else:
+        if head.sampling is None:
+            raise BadRequest("head.sampling", "the first item of a stream needs the parameters")
+        message.sampling_params.CopyFrom(sampling_to_proto(head.sampling))
+    return message
+
+
+def head_from_proto(message: types_pb2.RoundHead) -> RoundHead:
+    """`sampling` is None where only a hash was sent."""
+    append = token_ids_from_wire(message.append, "head.append")
+    committed_length = message.base_length + len(append)
+    if not 1 <= message.prompt_length <= committed_length:
+        raise BadRequest(
+            "head.prompt_length",
+            f"{message.prompt_length} is not in 1..{committed_length}, the committed length",
+        )
+    rule = RULES.get(message.rule)
+    if rule is None:
+        raise BadRequest("head.rule", f"{message.rule} is no rule (token, block, coupled, greedy)")
+    if message.epoch < 1:
+        raise BadRequest("head.epoch", "epochs begin at 1")
+    if message.deadline_ms > DEADLINE_MS_MAX:
+        raise BadRequest("head.deadline_ms", f"{message.deadline_ms} is over {DEADLINE_MS_MAX}")
+    if len(message.tenant) > TENANT_CHARS_MAX:
+        raise BadRequest("head.tenant", f"is longer than {TENANT_CHARS_MAX} characters")
+    if len(message.traceparent) > TRACEPARENT_CHARS_MAX:
+        raise BadRequest("head.traceparent", f"is longer than {TRACEPARENT_CHARS_MAX} characters")
+    sampling, sampling_hash = None, message.sampling_hash
+    given = message.WhichOneof("sampling")
+    if given is None:
+        raise BadRequest("head.sampling", "neither parameters nor their hash are given")
+    if given == "sampling_params":
+        sampling = sampling_from_proto(message.sampling_params, "head.sampling_params")
+        sampling_hash = sampling.hash()
+    return RoundHead(
+        session_id=session_id_from_wire(message.session_id, "head.session_id"),
+        tenant=message.tenant,
+        epoch=message.epoch,
+        round=message.round,
+        base_length=message.base_length,
+        prefix_digest=message.prefix_digest,
+        append=append,
+        prompt_length=message.prompt_length,
+        rule=rule,
+        seed=message.seed,
+        sampling=sampling,
+        sampling_hash=sampling_hash,
+        deadline_ms=message.deadline_ms,
+        traceparent=message.traceparent,
+    )
+
+
+# Proposals
+
+
+def proposal_to_proto(proposal: Proposal) -> types_pb2.Proposal:
+    """`q` stays empty under rules that do not look at it."""
+    return types_pb2.Proposal(
+        token_ids=proposal.token_ids, q=encode_q(proposal.q) if proposal.q else b""
+    )
+
+
+def proposal_from_proto(message: types_pb2.Proposal) -> Proposal:
+    """Checks K, the token ids and, where there is one, q."""
+    if not message.token_ids and not message.q:
+        return EMPTY_PROPOSAL
+    if len(message.token_ids) > NUM_DRAFT_TOKENS_MAX:
+        raise BadRequest(
+            "proposal.token_ids",
+            f"{len(message.token_ids)} tokens are more than {NUM_DRAFT_TOKENS_MAX}",
+        )
+    token_ids = token_ids_from_wire(message.token_ids, "proposal.token_ids")
+    return Proposal(token_ids, decode_q(message.q, token_ids) if message.q else ())
+
+
+# Items
+
+
+def verify_item_to_proto(item: VerifyItem, sampling_hash: int | None) -> target_pb2.VerifyItem:
+    """With the sampling parameters themselves where `sampling_hash` is None."""
+    return target_pb2.VerifyItem(
+        head=head_to_proto(item.head, sampling_hash),
+        proposal=proposal_to_proto(item.proposal) if item.proposal else None,
+        run_ahead=item.run_ahead,
+        num_logprobs=item.num_logprobs,
+    )
+
+
+def verify_item_from_proto(message: target_pb2.VerifyItem) -> VerifyItem:
+    """Raises `BadRequest` naming the field that does not fit."""
+    if message.run_ahead > RUN_AHEAD_ROUNDS_MAX:
+        raise BadRequest("run_ahead", f"{message.run_ahead} is over {RUN_AHEAD_ROUNDS_MAX}")
+    num_logprobs = message.num_logprobs if message.HasField("num_logprobs") else None
+    if num_logprobs is not None and num_logprobs > LOGPROBS_MAX:
+        raise BadRequest("num_logprobs", f"{num_logprobs} is over {LOGPROBS_MAX}")
+    return VerifyItem(
+        head=head_from_proto(message.head),
+        proposal=proposal_from_proto(message.proposal),
+        run_ahead=message.run_ahead,
+        num_logprobs=num_logprobs,
+    )
+
+
+def draft_item_to_proto(item: DraftItem, sampling_hash: int | None) -> draft_pb2.DraftItem:
+    """With the sampling parameters themselves where `sampling_hash` is None."""
+    return draft_pb2.DraftItem(
+        head=head_to_proto(item.head, sampling_hash), num_draft_tokens=item.num_draft_tokens
+    )
+
+
+def draft_item_from_proto(message: draft_pb2.DraftItem) -> DraftItem:
+    """Raises `BadRequest` naming the field that does not fit."""
+    if message.num_draft_tokens > NUM_DRAFT_TOKENS_MAX:
+        raise BadRequest(
+            "num_draft_tokens", f"{message.num_draft_tokens} is over {NUM_DRAFT_TOKENS_MAX}"
+        )
+    return DraftItem(head_from_proto(message.head), message.num_draft_tokens)
+
+
+# Answers
+
+
+def verify_answer_to_proto(
+    answer: VerdictReply | Resync | Refused,
+) -> target_pb2.VerifyReplyItem:
+    """Any answer of a target."""
+    key = answer.key
+    message = target_pb2.VerifyReplyItem(
+        session_id=key.session_id, epoch=key.epoch, round=key.round
+    )
+    if isinstance(answer, VerdictReply):
+        verdict = message.verdict
+        verdict.accept_probability.extend(answer.verdict.accept_probability)
+        verdict.correction.extend(answer.verdict.correction)
+        for entry in answer.logprobs:
+            verdict.logprobs.append(logprobs_to_proto(entry))
+        verdict.cached_length = answer.cached_length
+        verdict.queue_ms = answer.queue_ms
+        verdict.compute_ms = answer.compute_ms
+    else:
+        _other_answer_to_proto(answer, message)
+    return message
+
+
+def verify_answer_from_proto(
+    message: target_pb2.VerifyReplyItem,
+) -> VerdictReply | Resync | Refused:
+    """Raises `BadRequest` naming the field that does not fit."""
+    key = key_from_proto(message)
+    if message.WhichOneof("answer") != "verdict":
+        return _other_answer_from_proto(key, message)
+    verdict = message.verdict
+    accept, correction = tuple(verdict.accept_probability), tuple(verdict.correction)
+    if len(accept) > NUM_DRAFT_TOKENS_MAX or len(correction) != len(accept) + 1:
+        raise BadRequest(
+            "verdict", f"{len(accept)} probabilities do not go with {len(correction)} corrections"
+        )
+    for probability in accept:
+        if not 0.0 <= probability <= 1.0:
+            raise BadRequest("verdict.accept_probability", f"{probability!r} is not in [0, 1]")
+    if verdict.logprobs and len(verdict.logprobs) != 2 * len(accept) + 1:
+        raise BadRequest(
+            "verdict.logprobs", f"{len(verdict.logprobs)} entries, not {2 * len(accept) + 1}"
+        )
+    return VerdictReply(
+        key=key,
+        verdict=Verdict(accept, token_ids_from_wire(correction, "verdict.correction")),
+        cached_length=verdict.cached_length,
+        logprobs=tuple(logprobs_from_proto(entry) for entry in verdict.logprobs),
+        queue_ms=_milliseconds(verdict.queue_ms, "verdict.queue_ms"),
+        compute_ms=_milliseconds(verdict.compute_ms, "verdict.compute_ms"),
+    )
+
+
+def draft_answer_to_proto(answer: ProposalReply | Resync | Refused) -> draft_pb2.DraftReplyItem:
+    """Any answer of a draft."""
+    key = answer.key
+    message = draft_pb2.DraftReplyItem(session_id=key.session_id, epoch=key.epoch, round=key.round)
+    if isinstance(answer, ProposalReply):
+        message.proposal.CopyFrom(
+            draft_pb2.ProposalAnswer(
+                proposal=proposal_to_proto(answer.proposal),
+                base_length=answer.base_length,
+                cached_length=answer.cached_length,
+                queue_ms=answer.queue_ms,
+                compute_ms=answer.compute_ms,
+            )
+        )
+    else:
+        _other_answer_to_proto(answer, message)
+    return message
+
+
+def draft_answer_from_proto(
+    message: draft_pb2.DraftReplyItem,
+) -> ProposalReply | Resync | Refused:
+    """Raises `BadRequest` naming the field that does not fit."""
+    key = key_from_proto(message)
+    if message.WhichOneof("answer") != "proposal":
+        return _other_answer_from_proto(key, message)
+    answer = message.proposal
+    return ProposalReply(
+        key=key,
+        proposal=proposal_from_proto(answer.proposal),
+        base_length=answer.base_length,
+        cached_length=answer.cached_length,
+        queue_ms=_milliseconds(answer.queue_ms, "proposal.queue_ms"),
+        compute_ms=_milliseconds(answer.compute_ms, "proposal.compute_ms"),
+    )
+
+
+def key_from_proto(
+    message: target_pb2.VerifyReplyItem | draft_pb2.DraftReplyItem | types_pb2.RoundHead,
+) -> ReplyKey:
+    """The key of an answer, or the one that the answer to an item must carry."""
+    return ReplyKey(session_id_from_wire(message.session_id), message.epoch, message.round)
+
+
+def _other_answer_to_proto(
+    answer: Resync | Refused, message: target_pb2.VerifyReplyItem | draft_pb2.DraftReplyItem
+) -> None:
+    if isinstance(answer, Resync):
+        message.resync.cached_length = answer.cached_length
+        message.resync.prefix_digest = answer.prefix_digest
+        message.resync.SetInParent()
+    else:
+        message.refused.code = answer.code
+        message.refused.message = answer.message[:ERROR_MESSAGE_CHARS_MAX]
+
+
+def _other_answer_from_proto(
+    key: ReplyKey, message: target_pb2.VerifyReplyItem | draft_pb2.DraftReplyItem
+) -> Resync | Refused:
+    kind = message.WhichOneof("answer")
+    if kind == "resync":
+        return Resync(key, message.resync.cached_length, message.resync.prefix_digest)
+    if kind == "refused":
+        text = message.refused.message[:ERROR_MESSAGE_CHARS_MAX]
+        return Refused(key, message.refused.code, text)
+    raise BadRequest("answer", "is empty")
+
+
+def _milliseconds(value: float, field: str) -> float:
+    if not 0.0 <= value < math.inf:
+        raise BadRequest(field, f"{value!r} is no duration")
+    return value
+
+
+def logprobs_to_proto(entry: PositionLogprobs) -> types_pb2.PositionLogprobs:
+    """One position."""
+    return types_pb2.PositionLogprobs(
+        logprob=entry.logprob,
+        top=[types_pb2.TokenLogprob(token_id=v, logprob=value) for v, value in entry.top],
+    )
+
+
+def logprobs_from_proto(message: types_pb2.PositionLogprobs) -> PositionLogprobs:
+    """One position. Minus infinity is the log-probability of an impossible token."""
+    if len(message.top) > LOGPROBS_MAX:
+        raise BadRequest("logprobs.top", f"{len(message.top)} entries are over {LOGPROBS_MAX}")
+    top = tuple((entry.token_id, entry.logprob) for entry in message.top)
+    for value in (message.logprob, *(value for _, value in top)):
+        if not value < math.inf:
+            raise BadRequest("logprobs", f"{value!r} is no log-probability")
+    token_ids_from_wire((v for v, _ in top), "logprobs.top")
+    return PositionLogprobs(message.logprob, top)
+
+
+# What a replica runs
+
+
+def description_to_proto(description: ReplicaDescription) -> types_pb2.ReplicaDescription:
+    """Field for field."""
+    return types_pb2.ReplicaDescription(
+        model=description.model,
+        weights_fingerprint=description.weights_fingerprint,
+        tokenizer_fingerprint=description.tokenizer_fingerprint,
+        vocab_size=description.vocab_size,
+        dtype=description.dtype,
+        max_model_len=description.max_model_len,
+        eos_token_ids=description.eos_token_ids,
+        max_num_seqs=description.max_num_seqs,
+    )
+
+
+def description_from_proto(message: types_pb2.ReplicaDescription) -> ReplicaDescription:
+    """Field for field."""
+    return ReplicaDescription(
+        model=message.model,
+        weights_fingerprint=message.weights_fingerprint,
+        tokenizer_fingerprint=message.tokenizer_fingerprint,
+        vocab_size=message.vocab_size,
+        dtype=message.dtype,
+        max_model_len=message.max_model_len,
+        eos_token_ids=token_ids_from_wire(message.eos_token_ids, "eos_token_ids"),
+        max_num_seqs=message.max_num_seqs,
+    )

@@ -1,0 +1,84 @@
+"""The one map between our errors and gRPC statuses with rich details, in both directions."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import grpc
+from google.protobuf import duration_pb2
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from outrider.errors import (
+    BadRequest,
+    OutriderError,
+    Overloaded,
+    Unavailable,
+    error_from_code,
+)
+from outrider.limits import ERROR_MESSAGE_CHARS_MAX
+
+logger = logging.getLogger(__name__)
+
+_INTERNAL = 13
+
+
+def error_to_status(error: OutriderError) -> status_pb2.Status:
+    """The google.rpc.Status of an error: `BadRequest` carries the field, errors that may pass
+    carry the time to retry after. The message is cut at `ERROR_MESSAGE_CHARS_MAX` characters."""
+    status = status_pb2.Status(
+        code=error.grpc_code, message=error.message[:ERROR_MESSAGE_CHARS_MAX]
+    )
+    if isinstance(error, BadRequest):
+        reason = error.message.removeprefix(f"{error.field}: ")[:ERROR_MESSAGE_CHARS_MAX]
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field[:ERROR_MESSAGE_CHARS_MAX], description=reason
+        )
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    elif isinstance(error, Overloaded | Unavailable):
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(error.retry_after_ms)
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    return status
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> None:
+    """Ends a call with the status of `error`; anything that is not an `OutriderError`, and every
+    INTERNAL one, is logged with its traceback. Always raises."""
+    if not isinstance(error, OutriderError):
+        logger.error("%s failed", method, exc_info=error)
+        error = OutriderError(f"internal error in {method}; the server's log has its traceback")
+    elif error.grpc_code == _INTERNAL:
+        logger.error("%s failed", method, exc_info=error)
+    status = rpc_status.to_status(error_to_status(error))
+    await context.abort(status.code, status.details, status.trailing_metadata)
+
+
+def status_to_error(error: grpc.aio.AioRpcError) -> OutriderError:
+    """The error that the peer of a call meant, or `Unavailable` where there was no peer."""
+    code: int = error.code().value[0]
+    plain = error_from_code(code, error.details() or error.code().name)
+    metadata: Any = error.trailing_metadata()
+    for key, value in metadata or ():
+        if key == "grpc-status-details-bin":
+            return _from_details(value, plain)
+    return plain
+
+
+def _from_details(data: bytes, plain: OutriderError) -> OutriderError:
+    """`plain` with what the rich details add to it."""
+    try:
+        status = status_pb2.Status.FromString(data)
+    except DecodeError:
+        logger.warning("a peer sent status details that cannot be decoded")
+        return plain
+    for detail in status.details:
+        bad_request, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+        if detail.Unpack(bad_request) and bad_request.field_violations:
+            violation = bad_request.field_violations[0]
+            return BadRequest(violation.field, violation.description)
+        if detail.Unpack(retry) and isinstance(plain, Overloaded | Unavailable):
+            plain.retry_after_ms = retry.retry_delay.ToMilliseconds()
+    return plain

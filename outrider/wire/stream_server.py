@@ -1,0 +1,159 @@
+"""The replica's end of a stream: what the servicers of draft and target share.
+
+A stream ends as the caller ends it: after a half-close (no more items) what was asked is still
+answered; after a cancel or a broken connection it is not, and queued work is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any, Generic
+
+from outrider.errors import BadRequest, OutriderError, Overloaded
+from outrider.limits import SESSIONS_PER_COORDINATOR_MAX, STREAM_QUEUE_ITEMS_MAX
+from outrider.messages import Refused, ReplyKey, Resync
+from outrider.speculation.sampling import SamplingParams
+from outrider.tokens import EMPTY_DIGEST
+from outrider.v1 import types_pb2
+from outrider.wire import convert
+from outrider.wire.codecs import Answer, Codec, Item
+from outrider.wire.link import Connection, ReplicaService
+from outrider.wire.outbox import Outbox
+
+_ECHOED_SESSION_ID_CHARS = 64
+
+
+class StreamServer(Generic[Item, Answer]):
+    """Bridges protobuf streams and unary calls to one `ReplicaService`."""
+
+    def __init__(self, service: ReplicaService[Item, Answer], codec: Codec[Item, Answer]) -> None:
+        self._service = service
+        self._codec = codec
+
+    async def serve(self, frames: AsyncIterator[Any]) -> AsyncGenerator[Any]:
+        """Frames of items in, frames of answers out, until the caller ends the stream. Raises
+        `Overloaded` when the caller does not read its answers, and what `frames` raises; where a
+        write is stuck on such a caller, the task that iterates is cancelled."""
+        stream: _Stream[Item, Answer] = _Stream(self._codec, asyncio.current_task())
+        stream.connection = self._service.connect(stream.answer)
+        reader = asyncio.create_task(stream.read(frames), name="stream reader")
+        reader.add_done_callback(lambda _: stream.outbox.wake())
+        try:
+            while True:
+                await stream.outbox.wait()
+                while messages := stream.outbox.gather():
+                    stream.writing = True
+                    yield self._codec.reply_frame(messages)
+                    stream.writing = False
+                if stream.failure is not None:
+                    raise stream.failure
+                if reader.done():
+                    reader.result()
+                    if not stream.unanswered:
+                        return
+        finally:
+            reader.cancel()
+            stream.connection.close()
+
+    def describe(self) -> types_pb2.ReplicaDescription:
+        """What the replica runs."""
+        return convert.description_to_proto(self._service.describe())
+
+    def release(self, request: types_pb2.ReleaseRequest) -> types_pb2.ReleaseReply:
+        """Forgets a session unless a newer epoch of it is known."""
+        session_id = convert.session_id_from_wire(request.session_id)
+        self._service.release(session_id, request.epoch)
+        return types_pb2.ReleaseReply()
+
+
+class _Stream(Generic[Item, Answer]):
+    """One stream: its outbox, its sampling parameters, its unanswered items."""
+
+    connection: Connection[Item]
+
+    def __init__(self, codec: Codec[Item, Answer], task: asyncio.Task[Any] | None) -> None:
+        self._codec = codec
+        self._task = task
+        self.writing = False
+        """Whether a frame is being written; a caller that does not read holds it there."""
+        self.outbox = Outbox()
+        self.failure: Exception | None = None
+        """Why the stream must end, once it must."""
+        self.unanswered: Counter[ReplyKey] = Counter()
+        """Items taken and not answered yet, by key; a target may answer rounds beyond."""
+        self._sampling: OrderedDict[str, tuple[int, SamplingParams]] = OrderedDict()
+
+    async def read(self, frames: AsyncIterator[Any]) -> None:
+        """Hands items of each frame to the service, in one call."""
+        async for frame in frames:
+            items: list[Item] = []
+            for message in frame.items:
+                item = self._decode(message)
+                if item is not None:
+                    items.append(item)
+            for item in items:
+                self.unanswered[self._codec.item_head(item).key] += 1
+            if items:
+                self.connection.receive(items)
+
+    def answer(self, answers: Sequence[Answer]) -> None:
+        """Queues answers of the service; when the caller does not read, the stream ends."""
+        for answer in answers:
+            left = self.unanswered.get(answer.key, 0)
+            if left > 1:
+                self.unanswered[answer.key] = left - 1
+            elif left == 1:
+                del self.unanswered[answer.key]
+            try:
+                message = self._codec.answer_to_proto(answer)
+            except Exception as error:  # noqa: BLE001 - raised by `serve`, for this stream alone
+                self._fail(error)
+                return
+            if not self.outbox.put(message):
+                number = STREAM_QUEUE_ITEMS_MAX
+                self._fail(Overloaded(f"{number} answers wait to be read on this stream"))
+                return
+
+    def _fail(self, error: Exception) -> None:
+        if self.failure is not None:
+            return
+        self.failure = error
+        self.outbox.wake()
+        if self.writing and self._task is not None:
+            self._task.cancel()
+
+    def _decode(self, message: Any) -> Item | None:
+        """The item, with its sampling parameters; or None, where it has been answered here."""
+        try:
+            item = self._codec.item_from_proto(message)
+        except BadRequest as error:
+            self._answer_here(_refusal(message.head, error))
+            return None
+        head = self._codec.item_head(item)
+        if head.sampling is not None:
+            self._remember(head.session_id, head.sampling_hash, head.sampling)
+            return item
+        known = self._sampling.get(head.session_id)
+        if known is None or known[0] != head.sampling_hash:
+            # The caller then sends everything anew, the parameters included.
+            self._answer_here(Resync(head.key, 0, EMPTY_DIGEST))
+            return None
+        return self._codec.with_head(item, replace(head, sampling=known[1]))
+
+    def _remember(self, session_id: str, sampling_hash: int, params: SamplingParams) -> None:
+        self._sampling[session_id] = (sampling_hash, params)
+        self._sampling.move_to_end(session_id)
+        if len(self._sampling) > SESSIONS_PER_COORDINATOR_MAX:
+            self._sampling.popitem(last=False)
+
+    def _answer_here(self, answer: Any) -> None:
+        self.answer([answer])
+
+
+def _refusal(head: types_pb2.RoundHead, error: OutriderError) -> Refused:
+    """Refuses an item under what it called itself, valid or not."""
+    key = ReplyKey(head.session_id[:_ECHOED_SESSION_ID_CHARS], head.epoch, head.round)
+    return Refused(key, error.grpc_code, error.message)

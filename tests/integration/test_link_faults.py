@@ -1,0 +1,219 @@
+"""A link to replicas that misbehave, and a stream whose caller does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc
+import pytest
+from rounds import PATIENCE_S, Listener, make_head
+
+from outrider.errors import LinkLost, Overloaded, Unavailable
+from outrider.limits import LINK_BACKOFF_MS_MIN, STREAM_QUEUE_ITEMS_MAX
+from outrider.messages import Refused, ReplicaDescription, VerdictReply, VerifyAnswer, VerifyItem
+from outrider.speculation.verdict import Verdict
+from outrider.v1 import target_pb2, types_pb2
+from outrider.wire import codecs, convert
+from outrider.wire.channel import open_channel
+from outrider.wire.grpc_link import target_link
+from outrider.wire.server import RpcServer, Service
+from target_service.servicer import target_grpc_service
+
+KEY = make_head((1,)).key
+GOOD = VerdictReply(KEY, Verdict((), (1,)), 1)
+
+
+class Impostor:
+    """A servicer that sends a prepared frame for each frame it gets, then ends as told."""
+
+    def __init__(self, frame: target_pb2.VerifyReply, then: Exception | None = None) -> None:
+        self._frame = frame
+        self._then = then
+
+    async def verify(
+        self, requests: AsyncIterator[Any], context: Any
+    ) -> AsyncGenerator[target_pb2.VerifyReply]:
+        async for _ in requests:
+            yield self._frame
+            if self._then is not None:
+                raise self._then
+
+    async def describe(self, request: Any, context: Any) -> Any:
+        return types_pb2.ReplicaDescription(eos_token_ids=[2**31])
+
+    async def release(self, request: Any, context: Any) -> types_pb2.ReleaseReply:
+        return types_pb2.ReleaseReply()
+
+
+async def serve(servicer: object) -> RpcServer:
+    server = RpcServer([Service(codecs.VERIFY.service, servicer)])
+    await server.start()
+    return server
+
+
+async def test_an_answer_that_does_not_fit_breaks_the_link() -> None:
+    """A replica that cannot be believed is as good as gone: the good answer before is heard, then
+    the loss, with the field at fault."""
+    good = convert.verify_answer_to_proto(GOOD)
+    bad = convert.verify_answer_to_proto(GOOD)
+    bad.verdict.accept_probability.append(7.0)
+    bad.verdict.correction.append(1)
+    server = await serve(Impostor(target_pb2.VerifyReply(items=[good, bad, good])))
+    link = target_link(server.address)
+    heard = Listener(link)
+    link.send(VerifyItem(make_head((1,))))
+    await heard.wait(num_lost=1)
+    assert heard.answers == [GOOD]
+    assert "verdict.accept_probability" in str(heard.lost[0])
+    with pytest.raises(Unavailable, match="eos_token_ids"):
+        await link.describe(PATIENCE_S)
+    await link.close()
+    await server.stop()
+
+
+async def test_the_rest_between_attempts_doubles_and_a_good_answer_ends_it() -> None:
+    """Three breaks without an answer: 50, 100, 200 ms. `send` names the rest that is left."""
+    server = await serve(Impostor(target_pb2.VerifyReply(), then=Unavailable("going down")))
+    link = target_link(server.address)
+    heard = Listener(link)
+    for attempt in range(3):
+        link.send(VerifyItem(make_head((1,))))
+        await heard.wait(num_lost=attempt + 1)
+        lost = heard.lost[-1]
+        assert isinstance(lost, LinkLost)
+        assert "going down" in lost.message
+        assert lost.retry_after_ms == LINK_BACKOFF_MS_MIN * 2**attempt
+        with pytest.raises(LinkLost) as caught:
+            link.send(VerifyItem(make_head((1,))))
+        assert 0 < caught.value.retry_after_ms <= lost.retry_after_ms + 1
+        await asyncio.sleep(caught.value.retry_after_ms / 1000)
+    await server.stop()
+    await link.close()
+
+
+async def test_a_full_outbox_refuses_and_loses_nothing_it_took() -> None:
+    """Items queued in one turn of the loop, one more than may wait: the last is refused, all
+    others arrive."""
+    service = Silent()
+    server = RpcServer([target_grpc_service(service)])
+    await server.start()
+    link = target_link(server.address)
+    Listener(link)
+    for round_index in range(STREAM_QUEUE_ITEMS_MAX):
+        link.send(VerifyItem(make_head((1,), round_index=round_index)))
+    with pytest.raises(Overloaded):
+        link.send(VerifyItem(make_head((1,), round_index=STREAM_QUEUE_ITEMS_MAX)))
+    async with asyncio.timeout(PATIENCE_S):
+        while len(service.rounds) < STREAM_QUEUE_ITEMS_MAX:
+            service.news.clear()
+            await service.news.wait()
+    assert service.rounds == list(range(STREAM_QUEUE_ITEMS_MAX))
+    await link.close()
+    await server.stop()
+
+
+class Silent:
+    """A service that takes items and answers when the test says so."""
+
+    def __init__(self) -> None:
+        self.rounds: list[int] = []
+        self.news = asyncio.Event()
+        self.closed = asyncio.Event()
+        self.send: Callable[[Sequence[VerifyAnswer]], None] | None = None
+
+    def connect(self, send: Callable[[Sequence[VerifyAnswer]], None]) -> Silent:
+        self.send = send
+        return self
+
+    def receive(self, items: Sequence[VerifyItem]) -> None:
+        self.rounds.extend(item.head.round for item in items)
+        assert all(item.head.sampling is not None for item in items)
+        self.news.set()
+
+    def close(self) -> None:
+        self.closed.set()
+
+    def describe(self) -> ReplicaDescription:
+        return ReplicaDescription("silent", "", "", 0, "", 0, (), 1)
+
+    def release(self, session_id: str, epoch: int) -> None:
+        raise NotImplementedError
+
+
+async def test_more_answers_than_may_wait_end_the_stream() -> None:
+    """RESOURCE_EXHAUSTED after what had been queued; the service learns that the connection is
+    gone."""
+    service = Silent()
+    server = RpcServer([target_grpc_service(service)])
+    await server.start()
+    channel: Any = open_channel(server.address)
+    call = await ask_raw(channel)
+    heard = 0
+    async with asyncio.timeout(PATIENCE_S):
+        await service.news.wait()
+        assert service.send is not None
+        service.send([GOOD] * (STREAM_QUEUE_ITEMS_MAX + 1))
+        await service.closed.wait()
+        while heard < STREAM_QUEUE_ITEMS_MAX:
+            heard += len(target_pb2.VerifyReply.FromString(await call.read()).items)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await channel.close()
+    await server.stop()
+
+
+async def test_a_caller_that_never_reads_is_cut_off() -> None:
+    """Its window full of unread frames, a write hangs; when the outbox is full as well, the call is
+    cancelled rather than kept for ever."""
+    service = Silent()
+    server = RpcServer([target_grpc_service(service)])
+    await server.start()
+    channel: Any = open_channel(server.address)
+    call = await ask_raw(channel)
+    bulky = Refused(KEY, 13, "x" * 1000)
+    async with asyncio.timeout(PATIENCE_S):
+        await service.news.wait()
+        assert service.send is not None
+        while not service.closed.is_set():
+            service.send([bulky] * (STREAM_QUEUE_ITEMS_MAX // 2))
+            await asyncio.sleep(0)
+    call.cancel()
+    await channel.close()
+    await server.stop()
+
+
+async def ask_raw(channel: Any) -> Any:
+    """A stream with one item written and nothing read."""
+    call = channel.stream_stream(codecs.VERIFY.path("Verify"))()
+    item = convert.verify_item_to_proto(VerifyItem(make_head((1,))), None)
+    await call.write(target_pb2.VerifyRequest(items=[item]).SerializeToString())
+    return call
+
+
+async def test_a_cancelled_stream_closes_its_connection() -> None:
+    service = Silent()
+    server = RpcServer([target_grpc_service(service)])
+    await server.start()
+    link = target_link(server.address)
+    Listener(link)
+    link.send(VerifyItem(make_head((1,))))
+    async with asyncio.timeout(PATIENCE_S):
+        await service.news.wait()
+        await link.close()
+        await service.closed.wait()
+    await server.stop()
+
+
+async def test_nobody_there_is_heard_as_a_loss() -> None:
+    """A port where nothing listens: the first send is taken, its loss is told at once."""
+    link = target_link("127.0.0.1:1")
+    heard = Listener(link)
+    link.send(VerifyItem(make_head((1,))))
+    await heard.wait(num_lost=1)
+    assert isinstance(heard.lost[0], LinkLost)
+    with pytest.raises(Unavailable):
+        await link.describe(PATIENCE_S)
+    await link.close()

@@ -1,0 +1,368 @@
+"""Draft and target behind real gRPC servers on loopback: many sessions on one stream, broken
+links, bulky items, and callers who send nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from rounds import PATIENCE_S, Listener, Player, ask, make_head, session_name
+from toy_engine import ToyEngine
+
+from draft_service.service import DraftService
+from draft_service.servicer import draft_grpc_service
+from outrider.engine.executor import InlineExecutor, ThreadExecutor
+from outrider.errors import ConfigError, LinkLost, Unavailable
+from outrider.limits import BULK_ITEM_BYTES, GRPC_MESSAGE_BYTES_MAX
+from outrider.messages import Refused, Resync, VerdictReply, VerifyItem
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.v1 import target_pb2, types_pb2
+from outrider.wire import convert
+from outrider.wire.channel import open_channel
+from outrider.wire.grpc_link import draft_link, target_link
+from outrider.wire.memory_link import MemoryLink
+from outrider.wire.server import RpcServer, ServerOptions
+from target_service.service import TargetService
+from target_service.servicer import target_grpc_service
+
+PROMPT = (1, 2, 3)
+VERIFY = "/outrider.v1.Target/Verify"
+
+
+@dataclass
+class Pair:
+    """A target and a draft on one server each."""
+
+    target: TargetService
+    draft: DraftService
+    target_server: RpcServer
+    draft_server: RpcServer
+    engine: ToyEngine
+
+    @property
+    def target_port(self) -> int:
+        return int(self.target_server.address.rpartition(":")[2])
+
+
+async def start_target(engine: ToyEngine, port: int = 0) -> tuple[TargetService, RpcServer]:
+    executor = ThreadExecutor("target", engine.take_step_seconds)
+    service = TargetService(engine, executor, max_num_seqs=256)
+    server = RpcServer([target_grpc_service(service)], ServerOptions(port=port))
+    await server.start()
+    await server.set_serving(True)
+    return service, server
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    engine, draft_engine = ToyEngine(), ToyEngine(salt=2)
+    target, target_server = await start_target(engine)
+    executor = ThreadExecutor("draft", draft_engine.take_step_seconds)
+    draft = DraftService.with_model(draft_engine, executor, max_num_seqs=256)
+    draft_server = RpcServer([draft_grpc_service(draft)])
+    await draft_server.start()
+    made = Pair(target, draft, target_server, draft_server, engine)
+    yield made
+    for server in (made.target_server, made.draft_server):
+        await server.stop()
+    await made.target.close()
+    await made.draft.close()
+    made.target.check_integrity()
+    made.draft.check_integrity()
+
+
+class SessionView(Listener):
+    """What one session hears of a link that many share."""
+
+    def __init__(self, shared: Listener, session: int) -> None:
+        self._shared = shared
+        self._session_id = session_name(session)
+        self.lost = shared.lost
+
+    @property
+    def answers(self) -> list[Any]:  # type: ignore[override]
+        return [a for a in self._shared.answers if a.key.session_id == self._session_id]
+
+    async def wait(self, num_answers: int = 0, num_lost: int = 0) -> list[Any]:
+        while len(self.answers) < num_answers:
+            await self._shared.wait(len(self._shared.answers) + 1)
+        return self.answers
+
+
+async def test_many_sessions_share_two_streams_and_agree_with_the_twin(pair: Pair) -> None:
+    """16 sessions at once, four rules, four rounds each over gRPC: the tokens are those that the
+    same services give in process; steps are shared."""
+    target, draft = target_link(pair.target_server.address), draft_link(pair.draft_server.address)
+    target_heard, draft_heard = Listener(target), Listener(draft)
+    rules = [Rule.TOKEN, Rule.BLOCK, Rule.COUPLED, Rule.GREEDY]
+
+    async def play(session: int, links: tuple[Any, Any, Any, Any]) -> list[int]:
+        rule = rules[session % 4]
+        sampling = SamplingParams(temperature=0.0 if rule is Rule.GREEDY else 1.0, top_k=6)
+        to_target, target_ear, to_draft, draft_ear = links
+        player = Player(
+            PROMPT,
+            rule,
+            sampling,
+            (to_target, SessionView(target_ear, session)),
+            (to_draft, SessionView(draft_ear, session)),
+            session=session,
+            seed=100 + session,
+        )
+        for _ in range(4):
+            await player.play(3)
+        return player.tokens
+
+    async with asyncio.timeout(PATIENCE_S):
+        links = (target, target_heard, draft, draft_heard)
+        over_grpc = await asyncio.gather(*(play(n, links) for n in range(1, 17)))
+    assert max(len(batch) for batch in pair.engine.batches) > 1
+
+    engine, draft_engine = ToyEngine(), ToyEngine(salt=2)
+    twin = TargetService(engine, InlineExecutor(engine.take_step_seconds), max_num_seqs=256)
+    draft_twin = DraftService.with_model(
+        draft_engine, InlineExecutor(draft_engine.take_step_seconds), max_num_seqs=256
+    )
+    to_twin: MemoryLink[Any, Any] = MemoryLink(twin)
+    to_draft_twin: MemoryLink[Any, Any] = MemoryLink(draft_twin)
+    twins = (to_twin, Listener(to_twin), to_draft_twin, Listener(to_draft_twin))
+    in_process = [await play(n, twins) for n in range(1, 17)]
+    assert over_grpc == in_process
+    for service in (twin, draft_twin):
+        await service.close()
+    await target.close()
+    await draft.close()
+
+
+async def test_a_link_breaks_and_is_opened_anew(pair: Pair) -> None:
+    """The server goes away: the listener hears it once, `send` fails fast while nobody is there,
+    and after a restart a send reopens the stream with full sampling parameters; the new target
+    holds nothing and says so."""
+    link = target_link(pair.target_server.address)
+    heard = Listener(link)
+    port = pair.target_port
+    assert isinstance(await ask(link, heard, VerifyItem(make_head(PROMPT))), VerdictReply)
+    await pair.target_server.stop()
+    await heard.wait(num_lost=1)
+    assert isinstance(heard.lost[0], LinkLost)
+    with pytest.raises(LinkLost):
+        link.send(VerifyItem(make_head(PROMPT, round_index=1)))
+    with pytest.raises(Unavailable):
+        await link.describe(1.0)
+
+    await pair.target.close()
+    pair.target, pair.target_server = await start_target(ToyEngine(), port)
+    item = VerifyItem(make_head((*PROMPT, 4), 3, round_index=1))
+    answers_before = len(heard.answers)
+    async with asyncio.timeout(PATIENCE_S):
+        while len(heard.answers) == answers_before:
+            lost_before = len(heard.lost)
+            try:
+                link.send(item)
+            except LinkLost as error:
+                await asyncio.sleep(error.retry_after_ms / 1000)
+                continue
+            await heard.wait_for_either(answers_before + 1, lost_before + 1)
+    assert isinstance(heard.answers[-1], Resync)
+    full = await ask(link, heard, VerifyItem(make_head((*PROMPT, 4), round_index=1)))
+    assert isinstance(full, VerdictReply)
+    await link.close()
+
+
+async def test_bulky_items_take_the_other_stream(pair: Pair) -> None:
+    """A prompt over the bound travels on the bulk stream and is answered there; a small item of
+    another session on the first stream is answered as well. (The prompt is longer than the toy
+    model, so it is refused, by name.)"""
+    link = target_link(pair.target_server.address)
+    heard = Listener(link)
+    bulky = make_head([1] * (BULK_ITEM_BYTES + 1), session=2)
+    link.send(VerifyItem(bulky))
+    assert link._bulk is not None
+    link.send(VerifyItem(make_head(PROMPT)))
+    answers = {answer.key.session_id: answer for answer in await heard.wait(2)}
+    refused = answers[session_name(2)]
+    assert isinstance(refused, Refused)
+    assert refused.message.startswith("head.append: ")
+    assert isinstance(answers[session_name(1)], VerdictReply)
+    await link.close()
+
+
+async def test_sampling_parameters_travel_once(pair: Pair) -> None:
+    """After the first item only their hash is sent; a hash that the server does not know is
+    answered by a resync from nothing, and the link then sends them in full again."""
+    link = target_link(pair.target_server.address)
+    heard = Listener(link)
+    sampling = SamplingParams(temperature=1, top_k=3, logit_bias=((5, 2), (1, -1)))
+    first = VerifyItem(make_head(PROMPT, rule=Rule.TOKEN, sampling=sampling))
+    await ask(link, heard, first)
+    stream = link._normal
+    assert stream is not None
+    head = make_head((*PROMPT, 4), 3, rule=Rule.TOKEN, sampling=sampling, round_index=1)
+    assert stream.encode(VerifyItem(head)).head.WhichOneof("sampling") == "sampling_hash"
+    reply = await ask(link, heard, VerifyItem(head))
+    assert isinstance(reply, VerdictReply)
+    stream._sampling[session_name(1)] = (head.sampling_hash, 12345)
+    again = make_head((*PROMPT, 4, 5), 4, rule=Rule.TOKEN, sampling=sampling, round_index=2)
+    resync = await ask(link, heard, VerifyItem(again))
+    assert isinstance(resync, Resync)
+    assert resync.cached_length == 0
+    assert stream.encode(VerifyItem(again)).head.WhichOneof("sampling") == "sampling_params"
+    assert isinstance(await ask(link, heard, VerifyItem(again)), VerdictReply)
+    await link.close()
+
+
+async def send_raw(address: str, frames: list[bytes]) -> tuple[list[Any], grpc.StatusCode, str]:
+    """What a stream answers to raw bytes, and how it ends."""
+    channel: Any = open_channel(address)
+    call = channel.stream_stream(VERIFY)(iter(frames))
+    replies = []
+    try:
+        async for data in call:
+            replies.extend(target_pb2.VerifyReply.FromString(data).items)
+    except grpc.aio.AioRpcError:
+        pass
+    code, details = await call.code(), await call.details()
+    await channel.close()
+    return replies, code, details
+
+
+async def test_what_cannot_be_decoded_is_the_callers_fault(pair: Pair) -> None:
+    """INVALID_ARGUMENT, not INTERNAL; streams beside it are unharmed."""
+    link = target_link(pair.target_server.address)
+    heard = Listener(link)
+    await ask(link, heard, VerifyItem(make_head(PROMPT)))
+    _, code, details = await send_raw(pair.target_server.address, [b"\xff\xff\xff"])
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "outrider.v1.VerifyRequest" in details
+    reply = await ask(link, heard, VerifyItem(make_head((*PROMPT, 4), 3, round_index=1)))
+    assert isinstance(reply, VerdictReply)
+    assert not heard.lost
+    await link.close()
+
+
+async def test_a_bad_item_is_refused_by_name_and_its_frame_goes_on(pair: Pair) -> None:
+    """One frame with a good item, one with a bad id, one without parameters: each gets its own
+    answer, and the half-closed stream ends well."""
+    good = convert.verify_item_to_proto(VerifyItem(make_head(PROMPT)), None)
+    bad = convert.verify_item_to_proto(VerifyItem(make_head(PROMPT, session=2)), None)
+    bad.head.session_id = "XYZ"
+    unknown = convert.verify_item_to_proto(VerifyItem(make_head(PROMPT, session=3)), 77)
+    frame = target_pb2.VerifyRequest(items=[good, bad, unknown]).SerializeToString()
+    replies, code, _ = await send_raw(pair.target_server.address, [frame])
+    assert code is grpc.StatusCode.OK
+    kinds = {reply.session_id: reply.WhichOneof("answer") for reply in replies}
+    assert kinds == {session_name(1): "verdict", "XYZ": "refused", session_name(3): "resync"}
+    refused = next(reply.refused for reply in replies if reply.session_id == "XYZ")
+    assert refused.code == 3
+    assert refused.message.startswith("head.session_id: ")
+
+
+async def test_a_message_over_the_limit_is_refused(pair: Pair) -> None:
+    _, code, _ = await send_raw(
+        pair.target_server.address, [b"\x00" * (GRPC_MESSAGE_BYTES_MAX - 1)]
+    )
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    channel: Any = grpc.aio.insecure_channel(pair.target_server.address)
+    call = channel.stream_stream(VERIFY)(iter([b"\x00" * (GRPC_MESSAGE_BYTES_MAX + 1)]))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in call:
+            pass
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await channel.close()
+
+
+async def test_metadata_over_the_limit_is_refused(pair: Pair) -> None:
+    channel: Any = grpc.aio.insecure_channel(pair.target_server.address)
+    describe = channel.unary_unary("/outrider.v1.Target/Describe")
+    await describe(b"", metadata=(("x-small", "a" * 8_000),))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await describe(b"", metadata=(("x-large", "a" * 20_000),))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await channel.close()
+
+
+async def test_describe_and_release(pair: Pair) -> None:
+    link = target_link(pair.target_server.address)
+    heard = Listener(link)
+    assert await link.describe(PATIENCE_S) == pair.target.describe()
+    await ask(link, heard, VerifyItem(make_head(PROMPT)))
+    link.release(session_name(1), 1)
+    # The release travels on a call of its own; some rounds may still find the session.
+    async with asyncio.timeout(PATIENCE_S):
+        round_index = 1
+        while isinstance(
+            await ask(link, heard, VerifyItem(make_head((*PROMPT, 4), 3, round_index=round_index))),
+            VerdictReply,
+        ):
+            round_index += 1
+    assert isinstance(heard.answers[-1], Resync)
+    assert heard.answers[-1].cached_length == 0
+    await link.close()
+    with pytest.raises(LinkLost):
+        link.send(VerifyItem(make_head(PROMPT)))
+
+
+async def test_release_with_a_bad_id_names_the_field(pair: Pair) -> None:
+    channel: Any = open_channel(pair.target_server.address)
+    release = channel.unary_unary("/outrider.v1.Target/Release")
+    request = types_pb2.ReleaseRequest(session_id="nope").SerializeToString()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await release(request)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "session_id" in (caught.value.details() or "")
+    await channel.close()
+
+
+async def test_health_overall_and_per_service(pair: Pair) -> None:
+    """The target was set to serve, the draft not yet; unknown services are NOT_FOUND."""
+    serving = health_pb2.HealthCheckResponse.SERVING
+    not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
+    for server, name, status in (
+        (pair.target_server, "outrider.v1.Target", serving),
+        (pair.draft_server, "outrider.v1.Draft", not_serving),
+    ):
+        channel = open_channel(server.address)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        for service in ("", name):
+            reply = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+            assert reply.status == status
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Check(health_pb2.HealthCheckRequest(service="nobody"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        await channel.close(None)
+
+
+async def listed_services(address: str) -> list[str]:
+    channel = open_channel(address)
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    try:
+        async for reply in stub.ServerReflectionInfo(iter([request])):
+            return [service.name for service in reply.list_services_response.service]
+    finally:
+        await channel.close(None)
+    return []
+
+
+async def test_reflection_where_it_is_on(pair: Pair) -> None:
+    names = await listed_services(pair.target_server.address)
+    assert {"outrider.v1.Target", "grpc.health.v1.Health"} <= set(names)
+    silent = RpcServer([target_grpc_service(pair.target)], ServerOptions(reflection=False))
+    await silent.start()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await listed_services(silent.address)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    await silent.stop()
+
+
+async def test_a_taken_port_is_a_clear_error(pair: Pair) -> None:
+    second = RpcServer([target_grpc_service(pair.target)], ServerOptions(port=pair.target_port))
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{pair.target_port}"):
+        await second.start()
+    await second.stop()

@@ -1,0 +1,159 @@
+"""Messages for tests of the services, and a coordinator of ten lines to play rounds with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.messages import (
+    DraftItem,
+    ProposalReply,
+    RoundHead,
+    VerdictReply,
+    VerifyItem,
+)
+from outrider.speculation.decision import decide
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.tokens import TokenSequence
+from outrider.wire.link import Link
+
+GREEDY = SamplingParams(temperature=0.0)
+PATIENCE_S = 20.0
+"""Long enough that only a lost answer takes it."""
+
+
+def session_name(number: int) -> str:
+    return f"{number:032x}"
+
+
+def make_head(
+    tokens: Sequence[int],
+    base_length: int = 0,
+    *,
+    session: int = 1,
+    epoch: int = 1,
+    round_index: int = 0,
+    rule: Rule = Rule.GREEDY,
+    sampling: SamplingParams | None = None,
+    seed: int = 7,
+    prompt_length: int = 1,
+    deadline_ms: int = 0,
+) -> RoundHead:
+    """A head that states the first `base_length` of the committed `tokens` and appends the rest."""
+    if sampling is None:
+        sampling = GREEDY if rule is Rule.GREEDY else SamplingParams()
+    sequence = TokenSequence(tokens)
+    return RoundHead(
+        session_id=session_name(session),
+        tenant="",
+        epoch=epoch,
+        round=round_index,
+        base_length=base_length,
+        prefix_digest=sequence.digest(base_length),
+        append=sequence.since(base_length),
+        prompt_length=prompt_length,
+        rule=rule,
+        seed=seed,
+        sampling=sampling,
+        sampling_hash=sampling.hash(),
+        deadline_ms=deadline_ms,
+    )
+
+
+class Listener:
+    """Collects what a link hears, and waits for it."""
+
+    def __init__(self, link: Link[Any, Any]) -> None:
+        self.answers: list[Any] = []
+        self.lost: list[Exception] = []
+        self._news = asyncio.Event()
+        link.listen(self._heard, self._broken)
+
+    def _heard(self, answer: Any) -> None:
+        self.answers.append(answer)
+        self._news.set()
+
+    def _broken(self, error: Exception) -> None:
+        self.lost.append(error)
+        self._news.set()
+
+    async def wait(self, num_answers: int = 0, num_lost: int = 0) -> list[Any]:
+        """All answers so far, once there are so many answers and breaks."""
+        async with asyncio.timeout(PATIENCE_S):
+            while len(self.answers) < num_answers or len(self.lost) < num_lost:
+                self._news.clear()
+                await self._news.wait()
+        return self.answers
+
+    async def wait_for_either(self, num_answers: int, num_lost: int) -> None:
+        """Until there are so many answers, or so many breaks."""
+        async with asyncio.timeout(PATIENCE_S):
+            while len(self.answers) < num_answers and len(self.lost) < num_lost:
+                self._news.clear()
+                await self._news.wait()
+
+
+async def ask(link: Link[Any, Any], listener: Listener, item: Any) -> Any:
+    """Sends one item and waits for one answer."""
+    before = len(listener.answers)
+    link.send(item)
+    return (await listener.wait(before + 1))[before]
+
+
+@dataclass
+class Player:
+    """Plays the rounds of one session against a target and, perhaps, a draft."""
+
+    prompt: tuple[int, ...]
+    rule: Rule
+    sampling: SamplingParams
+    target: tuple[Link[Any, Any], Listener]
+    draft: tuple[Link[Any, Any], Listener] | None = None
+    session: int = 1
+    seed: int = 7
+    round_index: int = 0
+    held: dict[str, int] = field(default_factory=lambda: {"target": 0, "draft": 0})
+    tokens: list[int] = field(default_factory=list)
+    num_accepted: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    def _head(self, side: str) -> RoundHead:
+        return make_head(
+            self.tokens,
+            min(self.held[side], len(self.tokens) - 1),
+            session=self.session,
+            round_index=self.round_index,
+            rule=self.rule,
+            sampling=self.sampling,
+            seed=self.seed,
+            prompt_length=len(self.prompt),
+        )
+
+    async def play(self, num_draft_tokens: int) -> None:
+        """One round."""
+        proposal: Proposal = EMPTY_PROPOSAL
+        if self.draft is not None and num_draft_tokens > 0:
+            item = DraftItem(self._head("draft"), num_draft_tokens)
+            drafted = await ask(*self.draft, item)
+            assert isinstance(drafted, ProposalReply), drafted
+            proposal = drafted.proposal
+            self.held["draft"] = drafted.cached_length
+        reply = await ask(*self.target, VerifyItem(self._head("target"), proposal))
+        assert isinstance(reply, VerdictReply), reply
+        noise = RoundNoise(self.seed, self.rule, len(self.tokens))
+        uniforms = noise.accept_uniforms(len(proposal))
+        outcome = decide(reply.verdict, proposal.token_ids, self.rule, uniforms)
+        kept = len(self.tokens) + outcome.num_accepted
+        self.held = {
+            "target": min(kept, reply.cached_length),
+            "draft": min(kept, self.held["draft"]),
+        }
+        self.tokens.extend(outcome.token_ids)
+        self.num_accepted += outcome.num_accepted
+        self.round_index += 1

@@ -1,0 +1,242 @@
+"""The draft service in process: proposals, batches, and what it does not draft."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from rounds import GREEDY, Listener, Player, ask, make_head, session_name
+from toy_engine import ToyEngine, toy_logits
+
+from draft_service.service import DraftService
+from outrider.drafting.ngram import NgramDrafter
+from outrider.engine.executor import InlineExecutor
+from outrider.messages import (
+    DraftAnswer,
+    DraftItem,
+    ProposalReply,
+    Refused,
+    Resync,
+    VerifyAnswer,
+    VerifyItem,
+)
+from outrider.speculation.drafting import draft_token
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.proposal import DraftDistribution
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.transforms import TokenHistory, target_probabilities
+from outrider.tokens import EMPTY_DIGEST
+from outrider.wire.memory_link import MemoryLink
+from target_service.service import TargetService
+
+PROMPT = (1, 2, 3)
+
+
+class Setting:
+    """A draft over a toy engine (or prompt lookup), and a link to it."""
+
+    def __init__(self, engine: ToyEngine | None = None, *, ngram: bool = False) -> None:
+        self.engine = engine or ToyEngine(salt=2)
+        executor = InlineExecutor(self.engine.take_step_seconds)
+        if ngram:
+            self.service = DraftService.without_model(
+                "ngram", NgramDrafter(), executor, max_num_seqs=64
+            )
+        else:
+            self.service = DraftService.with_model(self.engine, executor, max_num_seqs=64)
+        self.link: MemoryLink[DraftItem, DraftAnswer] = MemoryLink(self.service)
+        self.listener = Listener(self.link)
+
+    async def ask(self, item: DraftItem) -> DraftAnswer:
+        return await ask(self.link, self.listener, item)
+
+    async def proposed(self, item: DraftItem) -> ProposalReply:
+        reply = await self.ask(item)
+        assert isinstance(reply, ProposalReply), reply
+        return reply
+
+
+@pytest.fixture
+async def setting() -> AsyncIterator[Setting]:
+    made = Setting()
+    yield made
+    made.service.check_integrity()
+    await made.service.close()
+
+
+def expected_proposal(
+    prefix: Sequence[int], count: int, rule: Rule, sampling: SamplingParams, prompt_length: int
+) -> tuple[list[int], list[DraftDistribution | None]]:
+    """Token by token, each from logits that were computed anew."""
+    noise = RoundNoise(7, rule, len(prefix))
+    tokens = list(prefix)
+    q = []
+    for index in range(count):
+        history = TokenHistory(tokens[:prompt_length], tokens[prompt_length:])
+        row = target_probabilities(toy_logits(2, tokens, 8)[None], sampling, history)[0]
+        token_id, distribution = draft_token(row, noise, index)
+        tokens.append(token_id)
+        q.append(distribution)
+    return tokens[len(prefix) :], q
+
+
+@pytest.mark.parametrize("rule", list(Rule))
+@pytest.mark.parametrize("penalty", [0.0, 0.8])
+async def test_a_proposal_is_the_pure_function_of_its_item(
+    setting: Setting, rule: Rule, penalty: float
+) -> None:
+    """Equal to drawing token by token from fresh logits; penalties count what was drafted; q is
+    what each token was drawn from, under the rules that look at it."""
+    sampling = SamplingParams(
+        temperature=0.0 if rule is Rule.GREEDY else 0.8, top_k=5, frequency_penalty=penalty
+    )
+    head = make_head(PROMPT, rule=rule, sampling=sampling, prompt_length=2)
+    reply = await setting.proposed(DraftItem(head, 5))
+    tokens, q = expected_proposal(PROMPT, 5, rule, sampling, 2)
+    assert list(reply.proposal.token_ids) == tokens
+    assert list(reply.proposal.q) == (q if rule.needs_q else [])
+    assert reply.base_length == len(PROMPT)
+    assert reply.cached_length == len(PROMPT) + 4
+    assert setting.engine.length(session_name(1)) == reply.cached_length
+
+
+async def test_a_ragged_batch_proposes_what_each_session_would_alone(setting: Setting) -> None:
+    """Sessions with different rules, K and parameters share the steps and do not mix."""
+    kinds = [
+        (Rule.TOKEN, 4, SamplingParams(temperature=0.7)),
+        (Rule.TOKEN, 2, SamplingParams(temperature=0.7)),
+        (Rule.COUPLED, 3, SamplingParams(presence_penalty=1.0)),
+        (Rule.GREEDY, 1, GREEDY),
+        (Rule.BLOCK, 0, SamplingParams()),
+    ]
+    for session, (rule, count, sampling) in enumerate(kinds, start=1):
+        head = make_head(PROMPT, session=session, rule=rule, sampling=sampling)
+        setting.link.send(DraftItem(head, count))
+    answers = {answer.key.session_id: answer for answer in await setting.listener.wait(5)}
+    assert [len(batch) for batch in setting.engine.batches] == [5, 3, 2, 1]
+    for session, (rule, count, sampling) in enumerate(kinds, start=1):
+        tokens, _ = expected_proposal(PROMPT, count, rule, sampling, 1)
+        answer = answers[session_name(session)]
+        assert isinstance(answer, ProposalReply)
+        assert list(answer.proposal.token_ids) == tokens
+        assert answer.cached_length == 3 + max(0, count - 1)
+
+
+async def test_a_prefix_outside_its_vocabulary_gets_an_empty_proposal(setting: Setting) -> None:
+    """A target's vocabulary may be wider: nothing is drafted, nothing is refused, and a session
+    beside it is drafted for."""
+    setting.link.send(DraftItem(make_head((1, 9, 2)), 3))
+    setting.link.send(DraftItem(make_head(PROMPT, session=2), 3))
+    wide, normal = await setting.listener.wait(2)
+    assert isinstance(wide, ProposalReply)
+    assert isinstance(normal, ProposalReply)
+    assert (len(wide.proposal), wide.cached_length) == (0, 0)
+    assert len(normal.proposal) == 3
+    again = await setting.proposed(DraftItem(make_head((1, 9, 2, 3), round_index=1), 3))
+    assert len(again.proposal) == 0
+
+
+@pytest.mark.parametrize(("length", "proposed"), [(5, 4), (6, 3), (8, 1), (9, 0), (20, 0)])
+async def test_a_prefix_near_its_length_gets_a_shorter_proposal(length: int, proposed: int) -> None:
+    """x_K needs no slot, so a prefix that fills the model still gets one token."""
+    setting = Setting(ToyEngine(salt=2, max_model_len=8))
+    reply = await setting.proposed(DraftItem(make_head([1] * length), 4))
+    assert len(reply.proposal) == proposed
+    setting.service.check_integrity()
+    await setting.service.close()
+
+
+async def test_resync_then_rounds_from_the_cache(setting: Setting) -> None:
+    resync = await setting.ask(DraftItem(make_head((*PROMPT, 4), 3), 2))
+    assert resync == Resync(make_head(PROMPT).key, 0, EMPTY_DIGEST)
+    first = await setting.proposed(DraftItem(make_head((*PROMPT, 4)), 3))
+    accepted = (*PROMPT, 4, *first.proposal.token_ids[:2], 0)
+    await setting.proposed(DraftItem(make_head(accepted, 6, round_index=1), 2))
+    assert setting.engine.held[session_name(1)][:7] == list(accepted)
+    late = await setting.ask(DraftItem(make_head((*PROMPT, 4)), 3))
+    assert isinstance(late, Refused)
+    assert setting.engine.held[session_name(1)][:7] == list(accepted)
+
+
+async def test_rules_and_parameters_must_fit(setting: Setting) -> None:
+    refused = await setting.ask(DraftItem(make_head(PROMPT, rule=Rule.COUPLED, sampling=GREEDY), 2))
+    assert isinstance(refused, Refused)
+    assert refused.message.startswith("head.rule: ")
+
+
+async def test_poisoned_logits_hurt_their_own_session_only(setting: Setting) -> None:
+    """The drafter fails for one session inside a batch; the others are drafted for, with what
+    they would have got alone."""
+    setting.engine.poisoned.add(session_name(2))
+    for session in (1, 2, 3):
+        setting.link.send(DraftItem(make_head(PROMPT, session=session), 2))
+    answers = {answer.key.session_id: answer for answer in await setting.listener.wait(3)}
+    assert isinstance(answers[session_name(2)], Refused)
+    tokens, _ = expected_proposal(PROMPT, 2, Rule.GREEDY, GREEDY, 1)
+    for session in (1, 3):
+        answer = answers[session_name(session)]
+        assert isinstance(answer, ProposalReply)
+        assert list(answer.proposal.token_ids) == tokens
+        assert answer.cached_length == 4
+
+
+async def test_a_crashed_step_is_refused_and_the_next_one_serves(setting: Setting) -> None:
+    setting.engine.crash = RuntimeError("device lost")
+    crashed = await setting.ask(DraftItem(make_head(PROMPT), 2))
+    assert isinstance(crashed, Refused)
+    assert crashed.code == 13
+    assert len((await setting.proposed(DraftItem(make_head(PROMPT), 2))).proposal) == 2
+
+
+async def test_prompt_lookup_needs_no_engine() -> None:
+    """The n-gram draft keeps tokens per session, asks for what it lacks, and says that it depends
+    on no tokenizer."""
+    setting = Setting(ngram=True)
+    tokens = (5, 6, 7, 8, 9, 5, 6, 7)
+    rule = Rule.TOKEN
+    asked = await setting.ask(DraftItem(make_head(tokens, 5, rule=rule), 2))
+    assert isinstance(asked, Resync)
+    first = await setting.proposed(DraftItem(make_head(tokens, rule=rule), 2))
+    assert first.proposal.token_ids == (8, 9)
+    assert first.proposal.q == (None, None)
+    assert first.cached_length == len(tokens)
+    more = make_head((*tokens, 8, 9, 5), 8, rule=rule, round_index=1)
+    second = await setting.proposed(DraftItem(more, 3))
+    assert second.proposal.token_ids == (6, 7, 8)
+    assert setting.service.describe().tokenizer_fingerprint == ""
+    setting.service.release(session_name(1), 1)
+    gone = await setting.ask(DraftItem(make_head((*tokens, 8), 8, rule=rule, round_index=2), 2))
+    assert isinstance(gone, Resync)
+    await setting.service.close()
+
+
+@pytest.mark.parametrize("rule", [Rule.GREEDY, Rule.COUPLED])
+async def test_the_same_tokens_whatever_is_drafted(rule: Rule) -> None:
+    """Greedy and coupled: no draft, a different model, the target itself and prompt lookup, with
+    K of 1, 3 and varying, all give the same text; the target drafting for itself is accepted
+    throughout, so the noise is shared."""
+    sampling = GREEDY if rule is Rule.GREEDY else SamplingParams(temperature=0.9)
+    texts = []
+    drafts = [
+        None,
+        Setting(ToyEngine(salt=2)),
+        Setting(ToyEngine(salt=1)),
+        Setting(ngram=True),
+    ]
+    for number, draft in enumerate(drafts):
+        engine = ToyEngine()
+        service = TargetService(engine, InlineExecutor(engine.take_step_seconds), max_num_seqs=4)
+        link: MemoryLink[VerifyItem, VerifyAnswer] = MemoryLink(service)
+        side = None if draft is None else (draft.link, draft.listener)
+        player = Player(PROMPT, rule, sampling, (link, Listener(link)), side)
+        counts = deque([1, 3, 0, 2])
+        while len(player.tokens) < 30:
+            counts.rotate()
+            await player.play(counts[0])
+        texts.append(player.tokens[:30])
+        if number == 2:
+            assert player.num_accepted == len(player.tokens) - len(PROMPT) - player.round_index
+            assert player.num_accepted > 0
+        await service.close()
+    assert all(text == texts[0] for text in texts)

@@ -1,0 +1,228 @@
+"""Plain decoding ahead of the coordinator: the same tokens, fewer questions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from rounds import PATIENCE_S, Listener, Player, make_head, session_name
+from toy_engine import ToyEngine
+
+from outrider.engine.executor import InlineExecutor
+from outrider.messages import Refused, Resync, VerdictReply, VerifyAnswer, VerifyItem
+from outrider.speculation.proposal import Proposal
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.wire.memory_link import MemoryLink
+from target_service.service import TargetService
+
+PROMPT = (1, 2, 3)
+RULE = Rule.TOKEN
+
+
+class Setting:
+    def __init__(self, max_model_len: int = 64) -> None:
+        self.engine = ToyEngine(max_model_len=max_model_len)
+        executor = InlineExecutor(self.engine.take_step_seconds)
+        self.service = TargetService(self.engine, executor, max_num_seqs=64)
+        self.link: MemoryLink[VerifyItem, VerifyAnswer] = MemoryLink(self.service)
+        self.listener = Listener(self.link)
+
+    async def settle(self) -> list[VerifyAnswer]:
+        """All answers, once nothing waits, runs or is on its way."""
+        quiet_turns = 0
+        async with asyncio.timeout(PATIENCE_S):
+            while quiet_turns < 5:
+                await asyncio.sleep(0)
+                quiet_turns = quiet_turns + 1 if self.service.idle else 0
+        return list(self.listener.answers)
+
+
+@pytest.fixture
+async def setting() -> AsyncIterator[Setting]:
+    made = Setting()
+    yield made
+    made.service.check_integrity()
+    await made.service.close()
+
+
+async def plain_tokens(count: int) -> list[int]:
+    """What the target writes when each round is asked for."""
+    other = Setting()
+    player = Player(PROMPT, RULE, SamplingParams(), (other.link, other.listener))
+    for _ in range(count):
+        await player.play(0)
+    await other.service.close()
+    return player.tokens
+
+
+def own_tokens(answers: Sequence[VerifyAnswer]) -> dict[int, int]:
+    """Round -> token, of the verdicts; a repeated one must agree."""
+    tokens: dict[int, int] = {}
+    for answer in answers:
+        assert isinstance(answer, VerdictReply), answer
+        (token_id,) = answer.verdict.correction
+        assert tokens.setdefault(answer.key.round, token_id) == token_id
+    return tokens
+
+
+def ask_round(tokens: Sequence[int], base: int, round_index: int, run_ahead: int) -> VerifyItem:
+    head = make_head(tokens, base, rule=RULE, round_index=round_index)
+    return VerifyItem(head, run_ahead=run_ahead)
+
+
+async def test_it_goes_on_as_far_as_allowed_with_the_same_tokens(setting: Setting) -> None:
+    """One question with an allowance of 5 gives 6 verdicts, those of 6 questions."""
+    wanted = await plain_tokens(6)
+    setting.link.send(ask_round(PROMPT, 0, 0, 5))
+    answers = await setting.settle()
+    assert own_tokens(answers) == dict(enumerate(wanted[3:]))
+    lengths = [answer.cached_length for answer in answers if isinstance(answer, VerdictReply)]
+    assert lengths == list(range(3, 9))
+
+
+async def test_a_question_on_the_way_extends_and_repeats_but_computes_nothing_twice(
+    setting: Setting,
+) -> None:
+    """Round 2, asked for after rounds 0..3 were answered, brings verdicts 2 and 3 again and
+    raises the allowance to round 6; seven rounds are seven forward passes."""
+    wanted = await plain_tokens(7)
+    setting.link.send(ask_round(PROMPT, 0, 0, 3))
+    await setting.settle()
+    passes = sum(session_name(1) in batch for batch in setting.engine.batches)
+    assert passes == 4
+    setting.link.send(ask_round(wanted[:5], 4, 2, 4))
+    answers = await setting.settle()
+    rounds = [answer.key.round for answer in answers]
+    assert rounds == [0, 1, 2, 3, 2, 3, 4, 5, 6]
+    assert own_tokens(answers) == dict(enumerate(wanted[3:]))
+    assert sum(session_name(1) in batch for batch in setting.engine.batches) == 7
+
+
+async def test_repeating_the_first_question_changes_nothing(setting: Setting) -> None:
+    setting.link.send(ask_round(PROMPT, 0, 0, 2))
+    setting.link.send(ask_round(PROMPT, 0, 0, 2))
+    await setting.settle()
+    setting.link.send(ask_round(PROMPT, 0, 0, 2))
+    answers = await setting.settle()
+    assert own_tokens(answers) == dict(enumerate((await plain_tokens(3))[3:]))
+    assert sum(session_name(1) in batch for batch in setting.engine.batches) == 3
+
+
+async def test_a_round_of_the_past_is_refused_and_stops_nothing(setting: Setting) -> None:
+    wanted = await plain_tokens(5)
+    setting.link.send(ask_round(PROMPT, 0, 0, 3))
+    await setting.settle()
+    setting.link.send(ask_round(wanted[:5], 4, 2, 2))
+    setting.link.send(ask_round(PROMPT, 0, 0, 3))
+    answers = await setting.settle()
+    assert [a.key.round for a in answers if isinstance(a, Refused)] == [0]
+    assert own_tokens([a for a in answers if not isinstance(a, Refused)])[4] == wanted[7]
+
+
+async def test_a_proposal_takes_over(setting: Setting) -> None:
+    """A question with a proposal, for a round that was run ahead of, restarts from its own prefix
+    and gets the verdict it would have got alone."""
+    wanted = await plain_tokens(2)
+    head = make_head(wanted[:4], 3, rule=RULE, round_index=1)
+    item = VerifyItem(head, Proposal((4, 5), (None, None)))
+    setting.link.send(ask_round(PROMPT, 0, 0, 8))
+    await setting.listener.wait(3)
+    setting.link.send(item)
+    answers = await setting.settle()
+    alone = Setting()
+    full = make_head(wanted[:4], rule=RULE, round_index=1)
+    alone.link.send(VerifyItem(full, item.proposal))
+    (expected,) = await alone.listener.wait(1)
+    last = answers[-1]
+    assert isinstance(last, VerdictReply)
+    assert last.verdict == expected.verdict
+    assert last.key.round == 1
+    assert setting.engine.length(session_name(1)) == 6
+    await alone.service.close()
+
+
+async def test_other_tokens_than_its_own_restart_it(setting: Setting) -> None:
+    """A coordinator that committed something else is right: its prefix is decoded on."""
+    wanted = await plain_tokens(1)
+    other = (wanted[3] + 1) % 8
+    setting.link.send(ask_round(PROMPT, 0, 0, 4))
+    before = len(await setting.settle())
+    setting.link.send(ask_round((*PROMPT, other), 3, 1, 1))
+    answers = (await setting.settle())[before:]
+    alone = Setting()
+    alone.link.send(ask_round((*PROMPT, other), 0, 1, 1))
+    assert own_tokens(answers) == own_tokens(await alone.settle())
+    await alone.service.close()
+
+
+async def test_another_past_with_the_same_last_token_is_no_extension(setting: Setting) -> None:
+    """The digest of the stated prefix tells: the replica asks for what it does not hold."""
+    wanted = await plain_tokens(2)
+    other = (wanted[3] + 1) % 8
+    setting.link.send(ask_round(PROMPT, 0, 0, 4))
+    before = len(await setting.settle())
+    setting.link.send(ask_round((*PROMPT, other, wanted[4]), 4, 2, 1))
+    (answer,) = (await setting.settle())[before:]
+    assert isinstance(answer, Resync)
+
+
+async def test_it_stops_at_the_models_length() -> None:
+    """With room for 6 tokens, rounds end when the prefix fills it; none is refused, none invented;
+    the round after that is refused when it is asked for."""
+    setting = Setting(max_model_len=6)
+    setting.link.send(ask_round(PROMPT, 0, 0, 10))
+    answers = await setting.settle()
+    tokens = own_tokens(answers)
+    assert list(tokens) == [0, 1, 2, 3]
+    setting.link.send(ask_round((*PROMPT, *tokens.values()), 6, 4, 0))
+    assert isinstance((await setting.settle())[-1], Refused)
+    await setting.service.close()
+
+
+async def test_releasing_the_session_stops_it(setting: Setting) -> None:
+    setting.link.send(ask_round(PROMPT, 0, 0, 16))
+    await setting.listener.wait(2)
+    setting.link.release(session_name(1), 1)
+    assert len(await setting.settle()) < 17
+    assert session_name(1) not in setting.engine.held
+
+
+async def test_a_broken_stream_stops_it_and_a_new_one_picks_it_up(setting: Setting) -> None:
+    wanted = await plain_tokens(6)
+    setting.link.send(ask_round(PROMPT, 0, 0, 16))
+    await setting.listener.wait(3)
+    setting.link.sever(ConnectionError("cut"))
+    await setting.listener.wait(num_lost=1)
+    heard = len(await setting.settle())
+    assert heard < 17
+    setting.link.send(ask_round(wanted[:5], 4, 2, 3))
+    answers = await setting.settle()
+    assert own_tokens(answers[heard:]) == dict(list(enumerate(wanted[3:]))[2:6])
+
+
+async def test_it_shares_steps_with_other_sessions(setting: Setting) -> None:
+    """A session that runs ahead takes one place a step, like any other."""
+    setting.link.send(ask_round(PROMPT, 0, 0, 6))
+    player = Player(PROMPT, RULE, SamplingParams(), (setting.link, Listening(setting)), session=2)
+    for _ in range(4):
+        await player.play(0)
+    assert max(len(batch) for batch in setting.engine.batches) == 2
+    assert all(batch.count(session_name(1)) <= 1 for batch in setting.engine.batches)
+
+
+class Listening(Listener):
+    """Session 2's view of a shared listener."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+
+    @property
+    def answers(self) -> list[VerifyAnswer]:  # type: ignore[override]
+        heard = self._setting.listener.answers
+        return [a for a in heard if a.key.session_id == session_name(2)]
+
+    async def wait(self, num_answers: int = 0, num_lost: int = 0) -> list[VerifyAnswer]:
+        while len(self.answers) < num_answers:
+            await self._setting.listener.wait(len(self._setting.listener.answers) + 1)
+        return self.answers

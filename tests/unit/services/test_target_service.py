@@ -1,0 +1,278 @@
+"""The target service in process: verdicts, what is refused, and that only the guilty are hurt."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+import torch
+from rounds import GREEDY, Listener, Player, ask, make_head, session_name
+from toy_engine import ToyEngine, toy_logits
+
+from outrider.engine.executor import InlineExecutor
+from outrider.messages import Refused, Resync, VerdictReply, VerifyAnswer, VerifyItem
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.proposal import DraftDistribution, Proposal
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.scoring import score
+from outrider.speculation.transforms import TokenHistory, raw_logprobs, target_probabilities
+from outrider.tokens import EMPTY_DIGEST, TokenSequence
+from outrider.wire.memory_link import MemoryLink
+from target_service.service import TargetService
+
+PROMPT = (1, 2, 3)
+HALVES = DraftDistribution((4, 5), (2**15, 2**15))
+
+
+class Setting:
+    """A target over a toy engine, and a link to it."""
+
+    def __init__(self, engine: ToyEngine | None = None, max_num_seqs: int = 64) -> None:
+        self.engine = engine or ToyEngine()
+        executor = InlineExecutor(self.engine.take_step_seconds)
+        self.service = TargetService(self.engine, executor, max_num_seqs=max_num_seqs)
+        self.link: MemoryLink[VerifyItem, VerifyAnswer] = MemoryLink(self.service)
+        self.listener = Listener(self.link)
+
+    async def ask(self, item: VerifyItem) -> VerifyAnswer:
+        return await ask(self.link, self.listener, item)
+
+
+@pytest.fixture
+async def setting() -> AsyncIterator[Setting]:
+    made = Setting()
+    yield made
+    made.service.check_integrity()
+    await made.link.close()
+    await made.service.close()
+
+
+def expected_rows(prefix: tuple[int, ...], drafted: tuple[int, ...], salt: int = 1) -> torch.Tensor:
+    tokens = (*prefix, *drafted)
+    return torch.stack(
+        [toy_logits(salt, tokens[:n], 8) for n in range(len(prefix), len(tokens) + 1)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "proposal"),
+    [
+        (Rule.GREEDY, Proposal((4, 5))),
+        (Rule.COUPLED, Proposal((4, 5, 6))),
+        (Rule.TOKEN, Proposal((4, 5), (HALVES, None))),
+        (Rule.BLOCK, Proposal((4, 5), (HALVES, HALVES))),
+        (Rule.TOKEN, Proposal()),
+    ],
+)
+async def test_a_verdict_is_the_pure_function_of_its_item(
+    setting: Setting, rule: Rule, proposal: Proposal
+) -> None:
+    """What the service answers is `score` over the transforms of the model's logits, penalties
+    of committed and drafted tokens included."""
+    sampling = SamplingParams(temperature=0.0 if rule is Rule.GREEDY else 0.9, presence_penalty=0.7)
+    head = make_head(PROMPT, rule=rule, sampling=sampling, prompt_length=2)
+    reply = await setting.ask(VerifyItem(head, proposal))
+    rows = expected_rows(PROMPT, proposal.token_ids)
+    history = TokenHistory(PROMPT[:2], PROMPT[2:], proposal.token_ids)
+    p = target_probabilities(rows, sampling, history)
+    assert isinstance(reply, VerdictReply)
+    assert reply.verdict == score(p, proposal, RoundNoise(7, rule, len(PROMPT)))
+    assert reply.cached_length == len(PROMPT) + len(proposal)
+    assert setting.engine.length(session_name(1)) == reply.cached_length
+
+
+async def test_logprobs_are_of_the_raw_logits(setting: Setting) -> None:
+    """2K+1 entries: of the draft tokens, then of the corrections, each from its own row."""
+    proposal = Proposal((4, 5))
+    reply = await setting.ask(VerifyItem(make_head(PROMPT), proposal, num_logprobs=3))
+    assert isinstance(reply, VerdictReply)
+    rows = expected_rows(PROMPT, proposal.token_ids)
+    chosen = (*proposal.token_ids, *reply.verdict.correction)
+    wanted = raw_logprobs(rows, chosen, 3, rows=(0, 1, 0, 1, 2))
+    assert tuple((entry.logprob, entry.top) for entry in reply.logprobs) == wanted
+
+
+async def test_a_prefix_that_is_not_held_is_asked_for(setting: Setting) -> None:
+    """An unknown base is answered by what is held; the full prefix then gets its verdict."""
+    reply = await setting.ask(VerifyItem(make_head((*PROMPT, 4), 3)))
+    assert reply == Resync(make_head(PROMPT).key, 0, EMPTY_DIGEST)
+    full = await setting.ask(VerifyItem(make_head((*PROMPT, 4))))
+    assert isinstance(full, VerdictReply)
+    more = await setting.ask(VerifyItem(make_head((*PROMPT, 4, 5, 6, 7), 6, round_index=1)))
+    assert more == Resync(
+        make_head(PROMPT, round_index=1).key, 4, TokenSequence((*PROMPT, 4)).digest()
+    )
+
+
+async def test_repeated_and_late_items_change_nothing(setting: Setting) -> None:
+    """A repetition gets the same verdict; an item of an older round is refused and does not cut
+    back what newer rounds have cached."""
+    first = VerifyItem(make_head(PROMPT), Proposal((4, 5)))
+    reply = await setting.ask(first)
+    again = await setting.ask(first)
+    assert isinstance(reply, VerdictReply)
+    assert isinstance(again, VerdictReply)
+    assert again.verdict == reply.verdict
+    second = VerifyItem(make_head((*PROMPT, 4, 6), 4, round_index=1))
+    assert isinstance(await setting.ask(second), VerdictReply)
+    late = await setting.ask(first)
+    assert isinstance(late, Refused)
+    assert late.key.round == 0
+    assert setting.engine.length(session_name(1)) == 5
+    third = VerifyItem(make_head((*PROMPT, 4, 6, 2), 5, round_index=2))
+    assert isinstance(await setting.ask(third), VerdictReply)
+
+
+async def test_an_epoch_that_is_over_is_refused(setting: Setting) -> None:
+    await setting.ask(VerifyItem(make_head(PROMPT, epoch=2)))
+    stale = await setting.ask(VerifyItem(make_head(PROMPT, epoch=1, round_index=9)))
+    assert isinstance(stale, Refused)
+    assert stale.code == 10
+    setting.service.release(session_name(1), 1)
+    assert isinstance(
+        await setting.ask(VerifyItem(make_head((*PROMPT, 4), 3, epoch=2, round_index=1))),
+        VerdictReply,
+    )
+
+
+BAD_ITEMS = {
+    "head.append": VerifyItem(make_head((1, 8))),
+    "proposal": VerifyItem(make_head(range(8)), Proposal((1,))),
+    "head.rule": VerifyItem(make_head(PROMPT, rule=Rule.TOKEN, sampling=GREEDY)),
+    "proposal.q": VerifyItem(make_head(PROMPT, rule=Rule.BLOCK), Proposal((1,))),
+    "head.sampling": VerifyItem(replace(make_head(PROMPT), sampling=None)),
+    "sampling.top_k": VerifyItem(
+        make_head(PROMPT, rule=Rule.TOKEN, sampling=SamplingParams(top_k=9))
+    ),
+    "sampling.logit_bias": VerifyItem(
+        make_head(PROMPT, rule=Rule.TOKEN, sampling=SamplingParams(logit_bias=((2, 1.0), (8, 1.0))))
+    ),
+}
+
+
+@pytest.mark.parametrize("field", BAD_ITEMS)
+async def test_a_bad_item_is_refused_and_its_neighbours_are_answered(field: str) -> None:
+    """The refusal names the field; the other items of the same step get their verdicts."""
+    setting = Setting(ToyEngine(max_model_len=8))
+    bad = BAD_ITEMS[field]
+    setting.link.send(VerifyItem(make_head(PROMPT, session=2)))
+    setting.link.send(bad)
+    setting.link.send(VerifyItem(make_head(PROMPT, session=3)))
+    answers = await setting.listener.wait(3)
+    by_session = {answer.key.session_id: answer for answer in answers}
+    refused = by_session[session_name(1)]
+    assert isinstance(refused, Refused)
+    assert refused.code == 3
+    assert refused.message.startswith(f"{field}: ")
+    assert isinstance(by_session[session_name(2)], VerdictReply)
+    assert isinstance(by_session[session_name(3)], VerdictReply)
+    assert setting.engine.batches == [[session_name(2), session_name(3)]]
+    setting.service.check_integrity()
+    await setting.service.close()
+
+
+async def test_the_longest_prefix_is_served_and_one_more_is_refused() -> None:
+    setting = Setting(ToyEngine(max_model_len=8))
+    longest = await setting.ask(VerifyItem(make_head(range(7)), Proposal((1,))))
+    assert isinstance(longest, VerdictReply)
+    over = await setting.ask(VerifyItem(make_head([1] * 9, session=2)))
+    assert isinstance(over, Refused)
+    assert over.message.startswith("head.append: ")
+    await setting.service.close()
+
+
+async def test_draft_tokens_outside_the_vocabulary_are_never_accepted(setting: Setting) -> None:
+    """A draft's vocabulary may be padded wider: such tokens have p = 0, whatever follows them."""
+    for session, rule in enumerate(Rule, start=1):
+        q = (None, None, None) if rule.needs_q else ()
+        item = VerifyItem(make_head(PROMPT, session=session, rule=rule), Proposal((4, 99, 5), q))
+        reply = await setting.ask(item)
+        assert isinstance(reply, VerdictReply)
+        assert reply.verdict.accept_probability[1] == 0.0
+        if rule is Rule.BLOCK:
+            assert reply.verdict.accept_probability[2] == 0.0
+        assert all(0 <= token_id < 8 for token_id in reply.verdict.correction)
+
+
+async def test_logits_that_are_no_numbers_hurt_their_own_session_only(setting: Setting) -> None:
+    setting.engine.poisoned.add(session_name(2))
+    for session in (1, 2, 3):
+        setting.link.send(VerifyItem(make_head(PROMPT, session=session)))
+    answers = await setting.listener.wait(3)
+    kinds = {answer.key.session_id: type(answer) for answer in answers}
+    assert kinds == {
+        session_name(1): VerdictReply,
+        session_name(2): Refused,
+        session_name(3): VerdictReply,
+    }
+    assert setting.engine.length(session_name(2)) == 0
+
+
+async def test_a_crashed_step_is_refused_and_the_next_one_serves(setting: Setting) -> None:
+    """INTERNAL for the batch; its sequences are forgotten, as nobody knows what they hold; three
+    crashes in a row make the replica unhealthy, a good step makes it healthy again."""
+    reports: list[bool] = []
+    setting.service.watch(reports.append)
+    for round_index in range(3):
+        setting.engine.crash = RuntimeError("device lost")
+        item = VerifyItem(make_head(PROMPT, round_index=round_index))
+        crashed = await setting.ask(item)
+        assert isinstance(crashed, Refused)
+        assert crashed.code == 13
+        assert setting.service.healthy is (round_index < 2)
+        assert setting.engine.length(session_name(1)) == 0
+    resync = await setting.ask(VerifyItem(make_head((*PROMPT, 1), 3, round_index=3)))
+    assert isinstance(resync, Resync)
+    good = await setting.ask(VerifyItem(make_head((*PROMPT, 1), round_index=3)))
+    assert isinstance(good, VerdictReply)
+    assert setting.service.healthy
+    assert reports == [False, True]
+
+
+async def test_evicted_sessions_are_asked_for_again() -> None:
+    """With room for two sequences, the third evicts the oldest; that one is resynchronised and
+    gets the verdict it would have got."""
+    roomy, tight = Setting(), Setting(ToyEngine(max_num_seqs=2), max_num_seqs=2)
+    for setting in (roomy, tight):
+        for session in (1, 2, 3):
+            await setting.ask(VerifyItem(make_head(PROMPT, session=session)))
+    item = VerifyItem(make_head((*PROMPT, 4), 3, round_index=1))
+    kept, lost = await roomy.ask(item), await tight.ask(item)
+    assert isinstance(kept, VerdictReply)
+    assert isinstance(lost, Resync)
+    assert lost.cached_length == 0
+    full = await tight.ask(VerifyItem(make_head((*PROMPT, 4), round_index=1)))
+    assert isinstance(full, VerdictReply)
+    assert full.verdict == kept.verdict
+    for setting in (roomy, tight):
+        setting.service.check_integrity()
+        await setting.service.close()
+
+
+async def test_a_released_session_leaves_nothing(setting: Setting) -> None:
+    await setting.ask(VerifyItem(make_head(PROMPT)))
+    setting.link.release(session_name(1), 1)
+    await setting.ask(VerifyItem(make_head(PROMPT, session=2)))
+    assert list(setting.engine.held) == [session_name(2)]
+
+
+async def test_sessions_share_steps(setting: Setting) -> None:
+    """What waits together runs together: two rounds of six sessions are two forward passes."""
+    for round_index in range(2):
+        tokens, base = (PROMPT, 0) if round_index == 0 else ((*PROMPT, 5), 3)
+        for session in range(1, 7):
+            setting.link.send(
+                VerifyItem(make_head(tokens, base, session=session, round_index=round_index))
+            )
+        await setting.listener.wait(6 * (round_index + 1))
+    assert [len(batch) for batch in setting.engine.batches] == [6, 6]
+
+
+async def test_rounds_go_on_from_the_cache(setting: Setting) -> None:
+    """Ten plain rounds are ten passes and never a resync."""
+    player = Player(PROMPT, Rule.TOKEN, SamplingParams(), (setting.link, setting.listener))
+    for _ in range(10):
+        await player.play(0)
+    assert len(player.tokens) == 13
+    assert len(setting.engine.batches) == 10
