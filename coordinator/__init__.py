@@ -1,0 +1,1 @@
+"""The coordinator: the accept-reject loop, sessions, and what users call."""

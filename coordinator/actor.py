@@ -1,0 +1,148 @@
+"""The Ray actor that hosts a coordinator: its links, its store, and its gRPC server."""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import socket
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from outrider.config import CoordinatorConfig
+from outrider.hosting import Place, advertised, log_to, use_threads
+
+if TYPE_CHECKING:
+    from outrider.sessions.redis_store import RedisStore
+    from outrider.wire.server import RpcServer
+
+    from .service import CoordinatorService, Text
+    from .sides import Patience
+
+_SEED_BITS: Final = 64
+
+
+class CoordinatorActor:
+    """A coordinator in a process of its own. Everything heavy is imported by `start`, so that
+    finding a place for the actor is quick."""
+
+    def __init__(self) -> None:
+        self._service: CoordinatorService | None = None
+        self._server: RpcServer | None = None
+
+    async def ping(self) -> Place:
+        """Where the actor runs."""
+        return Place(os.getpid(), socket.gethostname())
+
+    async def start(self, config: CoordinatorConfig, log_directory: str) -> str:
+        """Connects to the store, the target and the draft, and serves; the address that clients
+        call. Raises `ConfigError`, `Unavailable`, `Incompatible`."""
+        use_threads(1)
+        log_to(log_directory, "coordinator")
+        from outrider.v1 import coordinator_pb2
+        from outrider.wire.server import RpcServer, ServerOptions, Service
+
+        from .servicer import CoordinatorServicer
+
+        self._service = await _build(config)
+        await self._service.start()
+        descriptor = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
+        self._server = RpcServer(
+            [Service(descriptor, CoordinatorServicer(self._service))],
+            ServerOptions(config.host, config.grpc_port, reflection=config.reflection),
+        )
+        await self._server.start()
+        await self._server.set_serving(True)
+        return advertised(config.host, self._server.address)
+
+    async def wait(self) -> None:
+        """Returns when the server has stopped."""
+        if self._server is not None:
+            await self._server.wait()
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no more requests, lets running ones end within `grace_s` seconds, commits what was
+        decided, and closes."""
+        if self._server is not None:
+            await self._server.stop(grace_s)
+        if self._service is not None:
+            await self._service.close()
+
+
+async def _build(config: CoordinatorConfig) -> CoordinatorService:
+    from outrider.drafting.ngram import NgramConfig, NgramDrafter
+    from outrider.wire.grpc_link import draft_link, target_link
+
+    from .service import CoordinatorOptions, CoordinatorService
+
+    text = _load_text(config)
+    return CoordinatorService(
+        CoordinatorOptions(
+            name=f"coordinator-{uuid.uuid4().hex}",
+            served_model_name=config.served_model_name,
+            num_draft_tokens=config.num_draft_tokens,
+            run_ahead_rounds=config.run_ahead_rounds,
+            deadline_ms=config.deadline_ms,
+            max_sessions=config.max_sessions,
+            patience=_patience(config),
+        ),
+        store=await connect_store(config),
+        target=target_link(config.target_address),
+        draft=draft_link(config.draft_address) if config.draft_address else None,
+        stand_in=NgramDrafter(NgramConfig(config.ngram_min, config.ngram_max)),
+        text=text,
+        random_bits=_random_bits(config.seed),
+    )
+
+
+async def connect_store(config: CoordinatorConfig) -> RedisStore:
+    """The session store that a configuration names. Raises `ConfigError`, in one line, where it
+    cannot be reached or is not fit."""
+    from outrider.sessions.redis_store import RedisStore
+
+    return await RedisStore.connect(
+        config.redis_url,
+        key_prefix=config.redis_key_prefix,
+        username=config.redis_username or None,
+        password=config.redis_password or None,
+        ca_file=config.redis_ca_file or None,
+    )
+
+
+def _load_text(config: CoordinatorConfig) -> Text | None:
+    if not config.tokenizer_directory:
+        return None
+    from outrider.text import TokenizerText
+
+    return TokenizerText.load(
+        Path(config.tokenizer_directory), trust_remote_code=config.trust_remote_code
+    )
+
+
+def _patience(config: CoordinatorConfig) -> Patience:
+    from .sides import Patience
+
+    return Patience(
+        target_answer_s=config.target_timeout_ms / 1e3,
+        target_gone_s=config.target_gone_ms / 1e3,
+        target_retry_s=config.target_retry_ms / 1e3,
+        draft_answer_s=config.draft_timeout_ms / 1e3,
+        draft_retry_s=config.draft_retry_ms / 1e3,
+    )
+
+
+def _random_bits(seed: int | None) -> Callable[[int], int]:
+    """Seeds come from one stream where the configuration names one, so that a repeated series of
+    requests repeats its answers; session ids never do, because a store outlives its coordinator."""
+    if seed is None:
+        return secrets.randbits
+    seeds = random.Random(seed)  # noqa: S311 (sampling, not secrecy)
+
+    def random_bits(num_bits: int) -> int:
+        if num_bits == _SEED_BITS:
+            return seeds.getrandbits(num_bits)
+        return secrets.randbits(num_bits)
+
+    return random_bits

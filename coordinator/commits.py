@@ -1,0 +1,382 @@
+"""Commits: decided tokens go to the store in batches, and only then may be shown.
+
+While one call of the store is under way, the outcomes of all sessions gather for the next, so the
+number of calls does not grow with the number of sessions. A store that does not answer stops
+nobody but those who have reached the bound of uncommitted tokens: it is tried again and again,
+and what it missed is sent in one append per session.
+
+Time comes from the running event loop alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from outrider.errors import (
+    InvariantError,
+    OutriderError,
+    StaleEpoch,
+    StoreUnavailable,
+    Unavailable,
+    check,
+)
+from outrider.limits import (
+    APPENDS_PER_CALL_MAX,
+    COMMIT_RETRY_MS_MAX,
+    COMMIT_RETRY_MS_MIN,
+    SESSION_LEASE_RENEWAL_MS,
+    UNCOMMITTED_MS_MAX,
+    UNCOMMITTED_TOKENS_MAX,
+)
+from outrider.sessions.state import OwnedState, Session
+from outrider.sessions.store import Append, FinishReason, SessionStore
+
+_BACK_OFF_DOUBLINGS_MAX: Final = 16
+
+
+class _Entry:
+    """A session and who waits for it."""
+
+    __slots__ = ("changed", "decided", "ended", "session")
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.changed: asyncio.Event | None = None
+        """Set, and forgotten, whenever the session's standing with the store changes."""
+        self.decided: deque[tuple[int, float]] = deque()
+        """(length, loop time when it was reached) of what the store lacks, oldest first. Tokens
+        that the store has had and lost count with the first that it never had."""
+        self.ended = False
+        """The store knows that the session has finished."""
+
+    @property
+    def owned(self) -> bool:
+        """Whether the session needs its lease."""
+        return not self.ended and self.session.state is not OwnedState.LOST
+
+    def wake(self) -> None:
+        if self.changed is not None:
+            self.changed.set()
+            self.changed = None
+
+    def mark(self, now: float) -> None:
+        """Notes when the session reached its length."""
+        reached = self.decided[-1][0] if self.decided else self.session.acknowledged_length
+        if self.session.length > reached:
+            self.decided.append((self.session.length, now))
+
+    def acknowledge(self, stored_length: int) -> bool:
+        """The store's answer; returns whether it holds more than before."""
+        before = self.session.acknowledged_length
+        self.session.acknowledge(stored_length)
+        while self.decided and self.decided[0][0] <= stored_length:
+            self.decided.popleft()
+        return stored_length > before
+
+    def has_room(self, num_tokens: int, now: float) -> bool:
+        """See `Committer.room`."""
+        if not self.decided:
+            return True
+        fits = self.session.num_uncommitted + num_tokens <= UNCOMMITTED_TOKENS_MAX
+        return fits and now - self.decided[0][1] <= UNCOMMITTED_MS_MAX / 1000
+
+
+class Committer:
+    """Commits the sessions of one coordinator. For one event loop, where `run` is running."""
+
+    def __init__(self, store: SessionStore, owner: str, random: Callable[[], float]) -> None:
+        """`owner` is this coordinator's name in the store; `random` gives numbers in [0, 1)."""
+        self._store = store
+        self._owner = owner
+        self._random = random
+        self._entries: dict[str, _Entry] = {}
+        self._dirty: dict[str, None] = {}
+        """Ids of sessions with something to append, the longest waiting first."""
+        self._work = asyncio.Event()
+        self._closing = asyncio.Event()
+        self._stopped = asyncio.Event()
+        self._running = False
+        self._store_down = False
+
+    @property
+    def store_down(self) -> bool:
+        """Whether the last call of the store went unanswered."""
+        return self._store_down
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions added and not removed."""
+        return len(self._entries)
+
+    def add(self, session: Session) -> None:
+        """From now on the session's lease is renewed and its tokens are committed."""
+        if self._closing.is_set():
+            raise Unavailable("this coordinator is shutting down")
+        check(session.session_id not in self._entries, f"{session.session_id} was added twice")
+        check(session.identity.owner == self._owner, f"{session.session_id} has another owner")
+        self._entries[session.session_id] = _Entry(session)
+        self.notify(session)
+
+    def notify(self, session: Session) -> None:
+        """The session has decided tokens. Costs O(1); does nothing after `close`."""
+        if self._closing.is_set():
+            return
+        entry = self._entry(session)
+        entry.mark(asyncio.get_running_loop().time())
+        self._want(entry)
+
+    def remove(self, session: Session) -> None:
+        """Forgets the session; who waits for it gets `Unavailable`. Removing it again changes
+        nothing."""
+        entry = self._entries.get(session.session_id)
+        if entry is not None and entry.session is session:
+            del self._entries[session.session_id]
+            self._dirty.pop(session.session_id, None)
+            entry.wake()
+
+    async def shown(self, session: Session, length: int) -> int:
+        """Waits until the first `length` tokens may be shown; returns how many may be. Raises the
+        session's error if it is lost before."""
+        entry = self._entry(session)
+        while session.showable_length < length:
+            await self._change(entry)
+        return session.showable_length
+
+    async def room(self, session: Session, num_tokens: int = 1) -> None:
+        """Waits until `num_tokens` more may be decided: until with them at most
+        `UNCOMMITTED_TOKENS_MAX` are uncommitted, and none is for longer than `UNCOMMITTED_MS_MAX`.
+        There is always room if all tokens are committed. Raises the session's error if it is
+        lost."""
+        entry = self._entry(session)
+        loop = asyncio.get_running_loop()
+        self._check_served(entry)
+        while not entry.has_room(num_tokens, loop.time()):
+            await self._change(entry)
+            self._check_served(entry)
+
+    async def finish(self, session: Session, reason: FinishReason) -> None:
+        """Decides no more tokens, and returns when the store has all of them and the reason.
+        Raises the session's error if it is lost before. May be cancelled and called again; the
+        first reason stands."""
+        entry = self._entry(session)
+        if session.state is OwnedState.RUNNING:
+            session.finish(reason)
+        self._check_served(entry)
+        self.notify(session)
+        attempt = 0
+        while not entry.ended:
+            if session.num_uncommitted > 0:
+                await self._change(entry)
+            elif not await self._end(entry):
+                await self._back_off(attempt)
+                attempt += 1
+                self._check_served(entry)
+
+    async def run(self) -> None:
+        """Commits and renews until `close`. Raises only what is a bug; whoever waits for a session
+        gets `Unavailable` then."""
+        check(not self._running, "a committer runs once")
+        self._running = True
+        tasks = [
+            asyncio.ensure_future(step)
+            for step in (self._append_all(), self._renew_all(), self._closing.wait())
+        ]
+        try:
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            finally:
+                self._closing.set()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            while self._dirty and await self._append_some():
+                pass
+        finally:
+            for entry in list(self._entries.values()):
+                self.remove(entry.session)
+            self._stopped.set()
+
+    async def close(self) -> None:
+        """Tries once more to commit what is uncommitted, then ends `run`. Whoever still waits for
+        a session gets `Unavailable`; the sessions stay in the store for another owner."""
+        self._closing.set()
+        if self._running:
+            await self._stopped.wait()
+
+    def check_integrity(self) -> None:
+        """Raises `InvariantError` unless whatever the store lacks is waiting to be sent. To be
+        called while no call of the store is under way."""
+        for session_id, entry in self._entries.items():
+            session = entry.session
+            session.check_integrity()
+            lacking = session.state is not OwnedState.LOST and session.num_uncommitted > 0
+            check(lacking == (session_id in self._dirty), f"{session_id} is forgotten")
+        check(self._dirty.keys() <= self._entries.keys(), "a removed session is to be appended")
+
+    def _entry(self, session: Session) -> _Entry:
+        entry = self._entries.get(session.session_id)
+        if entry is not None and entry.session is session:
+            return entry
+        if self._closing.is_set():
+            raise Unavailable("this coordinator is shutting down")
+        raise InvariantError(f"session {session.session_id} was not added to the committer")
+
+    def _current(self, entry: _Entry) -> bool:
+        return self._entries.get(entry.session.session_id) is entry
+
+    def _check_served(self, entry: _Entry) -> None:
+        if entry.session.error is not None:
+            raise entry.session.error
+        if not self._current(entry):
+            raise Unavailable(f"session {entry.session.session_id} is not served here any more")
+
+    async def _change(self, entry: _Entry) -> None:
+        """Waits until the store has said something of the session."""
+        self._check_served(entry)
+        if entry.changed is None:
+            entry.changed = asyncio.Event()
+        await entry.changed.wait()
+
+    def _want(self, entry: _Entry) -> None:
+        """Has the session in one of the next calls, if the store lacks anything of it."""
+        session = entry.session
+        if session.num_uncommitted > 0 and session.state is not OwnedState.LOST:
+            self._dirty[session.session_id] = None
+            self._work.set()
+
+    def _lose(self, entry: _Entry, error: OutriderError) -> None:
+        if entry.session.state is not OwnedState.LOST:
+            entry.session.supersede(error)
+        self._dirty.pop(entry.session.session_id, None)
+        entry.wake()
+
+    async def _back_off(self, attempt: int) -> None:
+        """Waits between half and all of a time that doubles with each attempt, up to a bound."""
+        doublings = min(attempt, _BACK_OFF_DOUBLINGS_MAX)
+        wait_ms = min(COMMIT_RETRY_MS_MIN * 2**doublings, COMMIT_RETRY_MS_MAX)
+        await asyncio.sleep(wait_ms * (1 + self._random()) / 2000)
+
+    async def _append_all(self) -> None:
+        attempt = 0
+        while True:
+            await self._work.wait()
+            if await self._append_some():
+                attempt = 0
+            else:
+                await self._back_off(attempt)
+                attempt += 1
+
+    async def _append_some(self) -> bool:
+        """One call of the store; returns whether anything came of it."""
+        batch = self._take_batch()
+        if not batch:
+            return True
+        try:
+            answers = await self._store.append([append for _, append in batch])
+            check(len(answers) == len(batch), "the store did not answer each append")
+        except StoreUnavailable:
+            self._store_down = True
+            self._put_back(batch)
+            return False
+        except OutriderError as error:
+            answers = [error] * len(batch)
+        except asyncio.CancelledError:
+            self._put_back(batch)
+            raise
+        self._store_down = False
+        progress = [
+            self._apply(entry, answer)
+            for (entry, _), answer in zip(batch, answers, strict=True)
+            if self._current(entry) and entry.session.state is not OwnedState.LOST
+        ]
+        return any(progress) or not progress
+
+    def _take_batch(self) -> list[tuple[_Entry, Append]]:
+        batch: list[tuple[_Entry, Append]] = []
+        while self._dirty and len(batch) < APPENDS_PER_CALL_MAX:
+            session_id = next(iter(self._dirty))
+            del self._dirty[session_id]
+            entry = self._entries[session_id]
+            append = entry.session.next_append()
+            if append is not None:
+                batch.append((entry, append))
+        if not self._dirty:
+            self._work.clear()
+        return batch
+
+    def _put_back(self, batch: Sequence[tuple[_Entry, Append]]) -> None:
+        for entry, _ in batch:
+            if self._current(entry):
+                self._want(entry)
+
+    def _apply(self, entry: _Entry, answer: int | OutriderError) -> bool:
+        """What the store said of one append; returns whether it was of any use."""
+        if isinstance(answer, OutriderError):
+            self._lose(entry, answer)
+            return True
+        try:
+            progress = entry.acknowledge(answer)
+        except InvariantError as error:
+            self._lose(entry, error)
+            return True
+        self._want(entry)
+        entry.wake()
+        return progress
+
+    async def _end(self, entry: _Entry) -> bool:
+        """Tells the store that the session has finished; returns whether it answered. It may
+        answer that it has lost tokens since."""
+        session, reason = entry.session, entry.session.finish_reason
+        if reason is None:
+            raise InvariantError(f"session {session.session_id} ends without a reason")
+        try:
+            stored_length = await self._store.finish(
+                session.session_id, session.epoch, reason, session.counters
+            )
+        except StoreUnavailable:
+            self._store_down = True
+            return False
+        except OutriderError as error:
+            self._lose(entry, error)
+            raise
+        self._check_served(entry)
+        self._apply(entry, stored_length)
+        entry.ended = entry.owned and session.num_uncommitted == 0
+        return True
+
+    async def _renew_all(self) -> None:
+        loop = asyncio.get_running_loop()
+        period = SESSION_LEASE_RENEWAL_MS / 1000
+        due = loop.time()
+        while True:
+            due = max(due + period, loop.time())
+            await asyncio.sleep(due - loop.time())
+            await self._renew()
+
+    async def _renew(self) -> None:
+        """Renews all leases. Of a session that is not ours any more an append of nothing tells
+        whether it has a new owner or is gone."""
+        entries = {key: entry for key, entry in self._entries.items() if entry.owned}
+        if not entries:
+            return
+        leases = [(key, entry.session.epoch) for key, entry in entries.items()]
+        try:
+            gone = await self._store.renew(self._owner, leases)
+            probes = [entries[key].session.probe() for key in gone]
+            answers = await self._store.append(probes) if probes else []
+        except StoreUnavailable:
+            self._store_down = True
+            return
+        self._store_down = False
+        for key, answer in zip(gone, answers, strict=True):
+            entry = entries[key]
+            if self._current(entry) and entry.owned:
+                if isinstance(answer, OutriderError):
+                    self._lose(entry, answer)
+                else:
+                    self._lose(entry, StaleEpoch(f"session {key} was taken over"))

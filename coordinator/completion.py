@@ -1,0 +1,116 @@
+"""Turns decided tokens into text, and says where a completion ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.sessions.store import FinishReason
+
+
+class TextStream(Protocol):
+    """Incremental detokenization."""
+
+    def push(self, token_id: int) -> str:
+        """Adds a token; returns the text that became certain: whole characters only."""
+        ...
+
+    def finish(self) -> str:
+        """Returns what was held back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What came of pushing some tokens: how many of them belong to the completion, their text
+    as far as it may be shown, and why the completion ends with them, if it does."""
+
+    num_tokens: int
+    text: str
+    finish_reason: FinishReason | None
+
+
+class Completion:
+    """The growing answer of one session: finds EOS, stop strings and `max_tokens`.
+
+    Text that may yet turn out to begin a stop string is held back. The EOS, and the token that
+    completes a stop string, belong to the tokens but not to the text."""
+
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        stop: tuple[str, ...],
+        eos_token_ids: Sequence[int],
+        text_stream: TextStream | None,
+    ) -> None:
+        self._max_tokens = max_tokens
+        self._stop = stop
+        self._eos = frozenset(eos_token_ids)
+        self._stream = text_stream
+        self._held = ""
+        self._num_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens pushed so far."""
+        return self._num_tokens
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still follow."""
+        return self._max_tokens - self._num_tokens
+
+    def push(self, token_ids: Sequence[int]) -> Piece:
+        """Adds the tokens of a round, up to the one that ends the completion."""
+        shown: list[str] = []
+        for count, token_id in enumerate(token_ids, start=1):
+            self._num_tokens += 1
+            if token_id in self._eos:
+                return Piece(count, "".join(shown) + self._flush(), FinishReason.STOP)
+            text, stopped = self._add_text(token_id)
+            shown.append(text)
+            if stopped:
+                return Piece(count, "".join(shown), FinishReason.STOP)
+            if self._num_tokens >= self._max_tokens:
+                tail, stopped = self._add(self._stream.finish() if self._stream else "")
+                reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+                return Piece(count, "".join(shown) + tail + self._release(), reason)
+        return Piece(len(token_ids), "".join(shown), None)
+
+    def finish(self) -> str:
+        """The text that was held back, when the completion ends for another reason."""
+        return self._flush()
+
+    def _flush(self) -> str:
+        tail, _ = self._add(self._stream.finish() if self._stream else "")
+        return tail + self._release()
+
+    def _release(self) -> str:
+        text, self._held = self._held, ""
+        return text
+
+    def _add_text(self, token_id: int) -> tuple[str, bool]:
+        return self._add(self._stream.push(token_id) if self._stream else "")
+
+    def _add(self, text: str) -> tuple[str, bool]:
+        """Adds text; returns what may be shown, and whether a stop string was completed."""
+        if not text:
+            return "", False
+        text = self._held + text
+        found = [start for stop in self._stop if (start := text.find(stop)) >= 0]
+        if found:
+            self._held = ""
+            return text[: min(found)], True
+        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest proper prefix of `stop` that `text` ends with."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

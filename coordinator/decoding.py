@@ -1,0 +1,208 @@
+"""The decode loop: proposal, verdict, outcome, commit, again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+
+from outrider.errors import DeadlineExceeded
+from outrider.generation import RoundReport, Tokens
+from outrider.messages import PositionLogprobs, VerdictReply
+from outrider.sessions.state import Session
+from outrider.sessions.store import Counters, FinishReason
+from outrider.speculation.decision import Outcome, decide
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.proposal import EMPTY_PROPOSAL
+
+from .commits import Committer
+from .completion import Completion, Piece
+from .journal import Entry, Journal
+from .request import GenerationParameters
+from .sides import Drafted, DraftSide, TargetSide
+
+_NOT_DRAFTED = Drafted(EMPTY_PROPOSAL, by_replica=False, seconds=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A round's verdict and the time from question to answer."""
+
+    reply: VerdictReply
+    seconds: float
+
+
+class Decoding:
+    """Runs the rounds of one open session. The commit of a round and the next round overlap."""
+
+    def __init__(
+        self,
+        *,
+        session: Session,
+        parameters: GenerationParameters,
+        completion: Completion,
+        target: TargetSide,
+        draft: DraftSide | None,
+        committer: Committer,
+        journal: Journal,
+        run_ahead_rounds: int,
+    ) -> None:
+        self._session = session
+        self._parameters = parameters
+        self._completion = completion
+        self._target = target
+        self._draft = draft
+        self._committer = committer
+        self._journal = journal
+        self._run_ahead_rounds = run_ahead_rounds
+        self._deadline: asyncio.Timeout | None = None
+        self._cancelled = False
+
+    async def run(self, deadline: float) -> FinishReason:
+        """Decodes until the completion ends, is cancelled, or `deadline` (loop time) passes.
+        Raises `DeadlineExceeded` when it passes before the first token, what the target refuses
+        with, and what made the session lose its store."""
+        try:
+            async with asyncio.timeout_at(deadline) as self._deadline:
+                if self._cancelled:
+                    return self._interrupted(FinishReason.CANCELLED)
+                return await self._rounds()
+        except TimeoutError:
+            if self._cancelled:
+                return self._interrupted(FinishReason.CANCELLED)
+            if self._completion.num_tokens == 0:
+                raise DeadlineExceeded(
+                    f"deadline_ms: {self._parameters.deadline_ms} ms passed before the first token"
+                ) from None
+            return self._interrupted(FinishReason.DEADLINE)
+        finally:
+            self._deadline = None
+            self._journal.close()
+
+    def cancel(self) -> None:
+        """Ends the session as cancelled; what is decided is still committed and shown."""
+        self._cancelled = True
+        if self._deadline is not None:
+            self._deadline.reschedule(asyncio.get_running_loop().time())
+
+    async def _rounds(self) -> FinishReason:
+        if self._draft is not None:
+            self._draft.prefill(0)
+        round_index = 0
+        while True:
+            await self._committer.room(self._session, self._parameters.num_draft_tokens + 1)
+            await self._journal.room()
+            reason = await self._round(round_index)
+            if reason is not None:
+                return reason
+            round_index += 1
+
+    async def _round(self, index: int) -> FinishReason | None:
+        """One round; returns why the completion ends with it, if it does."""
+        identity, start_length = self._session.identity, self._session.length
+        noise = RoundNoise(identity.seed, identity.rule, start_length)
+        drafted = await self._propose(index, noise)
+        verified = await self._verify(index, drafted)
+        outcome = decide(
+            verified.reply.verdict,
+            drafted.proposal.token_ids,
+            identity.rule,
+            noise.accept_uniforms(len(drafted.proposal)),
+        )
+        common_length = start_length + outcome.num_accepted
+        self._target.settle(verified.reply, common_length)
+        if self._draft is not None:
+            self._draft.settle(common_length)
+        return self._commit(index, drafted, verified, outcome)
+
+    async def _propose(self, index: int, noise: RoundNoise) -> Drafted:
+        """No draft in the first round: the first token does not wait for it. K depends on
+        committed tokens alone, as exactness demands."""
+        num_draft_tokens = min(self._parameters.num_draft_tokens, self._completion.remaining - 1)
+        if self._draft is None or index == 0 or num_draft_tokens <= 0:
+            return _NOT_DRAFTED
+        return await self._draft.propose(index, num_draft_tokens, noise)
+
+    async def _verify(self, index: int, drafted: Drafted) -> Verified:
+        run_ahead = 0
+        if self._parameters.num_draft_tokens == 0:
+            run_ahead = min(self._run_ahead_rounds, self._completion.remaining - 1)
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        reply = await self._target.verify(
+            index, drafted.proposal, run_ahead, self._parameters.logprobs
+        )
+        return Verified(reply, loop.time() - start)
+
+    def _commit(
+        self, index: int, drafted: Drafted, verified: Verified, outcome: Outcome
+    ) -> FinishReason | None:
+        first_index = self._completion.num_tokens
+        piece = self._completion.push(outcome.token_ids)
+        num_accepted = min(outcome.num_accepted, piece.num_tokens)
+        tokens = self._tokens_event(first_index, piece, verified.reply, outcome)
+        counters = self._session.counters
+        self._session.decide(
+            tokens.token_ids,
+            Counters(
+                counters.num_rounds + 1,
+                counters.num_draft_tokens + len(drafted.proposal),
+                counters.num_accepted_draft_tokens + num_accepted,
+            ),
+            draft=None if self._draft is None else self._draft.cache_state,
+            target=self._target.cache_state,
+            logprobs=[_logprob_line(logprobs) for logprobs in tokens.logprobs],
+        )
+        self._committer.notify(self._session)
+        report = None
+        if self._parameters.include_rounds:
+            report = _report(index, drafted, verified, num_accepted)
+        self._write(tokens, report)
+        return piece.finish_reason
+
+    def _interrupted(self, reason: FinishReason) -> FinishReason:
+        """Shows the text that was held back when nothing more will come."""
+        text = self._completion.finish()
+        if text:
+            self._write(Tokens(self._completion.num_tokens, (), text, (), ()), None)
+        return reason
+
+    def _write(self, tokens: Tokens, report: RoundReport | None) -> None:
+        now = asyncio.get_running_loop().time()
+        self._journal.write(Entry(self._session.length, tokens, report, now))
+
+    def _tokens_event(
+        self, first_index: int, piece: Piece, reply: VerdictReply, outcome: Outcome
+    ) -> Tokens:
+        logprobs: tuple[PositionLogprobs, ...] = ()
+        if self._parameters.logprobs is not None:
+            num_draft_tokens = len(reply.verdict.accept_probability)
+            accepted = reply.logprobs[: outcome.num_accepted]
+            last = reply.logprobs[num_draft_tokens + outcome.num_accepted]
+            logprobs = (*accepted, last)[: piece.num_tokens]
+        return Tokens(
+            first_index=first_index,
+            token_ids=outcome.token_ids[: piece.num_tokens],
+            text_delta=piece.text,
+            origins=outcome.origins[: piece.num_tokens],
+            logprobs=logprobs,
+        )
+
+
+def _logprob_line(logprobs: PositionLogprobs) -> str:
+    return json.dumps([logprobs.logprob, logprobs.top])
+
+
+def _report(index: int, drafted: Drafted, verified: Verified, num_accepted: int) -> RoundReport:
+    reply = verified.reply
+    verify_ms = verified.seconds * 1e3
+    return RoundReport(
+        index=index,
+        proposed_token_ids=drafted.proposal.token_ids,
+        num_accepted=num_accepted,
+        draft_ms=drafted.seconds * 1e3,
+        wire_ms=max(0.0, verify_ms - reply.queue_ms - reply.compute_ms),
+        queue_ms=reply.queue_ms,
+        verify_ms=reply.compute_ms,
+        commit_ms=0.0,
+    )

@@ -1,0 +1,70 @@
+"""What is to be told of a session, in order, and not before it is committed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Final
+
+from outrider.generation import RoundReport, Tokens
+from outrider.sessions.state import Session
+
+from .commits import Committer
+
+ENTRIES_UNREAD_MAX: Final = 256
+"""Rounds that a session may be ahead of a client that does not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What one round adds: shown when the session's first `end_length` tokens are committed."""
+
+    end_length: int
+    tokens: Tokens
+    report: RoundReport | None
+    decided_at: float
+
+
+class Journal:
+    """Written by the decode loop, read by whoever serves the client."""
+
+    def __init__(self, session: Session, committer: Committer) -> None:
+        self._session = session
+        self._committer = committer
+        self._entries: deque[Entry] = deque()
+        self._closed = False
+        self._changed = asyncio.Event()
+
+    async def room(self) -> None:
+        """Waits until the reader is less than `ENTRIES_UNREAD_MAX` rounds behind."""
+        while len(self._entries) >= ENTRIES_UNREAD_MAX:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def write(self, entry: Entry) -> None:
+        """Adds a round."""
+        self._entries.append(entry)
+        self._changed.set()
+
+    def close(self) -> None:
+        """Nothing more will be written."""
+        self._closed = True
+        self._changed.set()
+
+    async def read(self) -> tuple[Tokens, RoundReport | None] | None:
+        """Waits for the next round to be committed; None when there is none any more. Raises
+        what made the session lose its store."""
+        while not self._entries:
+            if self._closed:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        entry = self._entries[0]
+        await self._committer.shown(self._session, entry.end_length)
+        self._entries.popleft()
+        self._changed.set()
+        if entry.report is None:
+            return entry.tokens, None
+        commit_ms = (asyncio.get_running_loop().time() - entry.decided_at) * 1e3
+        return entry.tokens, replace(entry.report, commit_ms=commit_ms)

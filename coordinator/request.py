@@ -1,0 +1,176 @@
+"""What a user asks for, checked against every limit before anything is done."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+
+from outrider import limits
+from outrider.errors import BadRequest
+from outrider.generation import GenerateRequest
+from outrider.speculation.sampling import Rule, SamplingParams, resolve_rule
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationParameters:
+    """A checked request with every default filled in: all that is needed to run it, or to go on
+    with it after a failure."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    max_tokens: int
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    seed: int
+    rule: Rule
+    num_draft_tokens: int
+    deadline_ms: int
+    logprobs: int | None
+    include_rounds: bool
+
+    def to_json(self) -> str:
+        """These parameters without the prompt, for the session store."""
+        values = asdict(self)
+        del values["prompt_ids"]
+        return json.dumps(values, separators=(",", ":"))
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the limits of a request depend on."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+def check_request(
+    request: GenerateRequest,
+    prompt_ids: tuple[int, ...],
+    prompt_field: str,
+    model: ServedModel,
+    default_num_draft_tokens: int,
+    default_deadline_ms: int,
+    random_seed: int,
+) -> GenerationParameters:
+    """Checks every field and fills in the defaults. Raises `BadRequest` for the first field that
+    is out of its limits (`outrider.limits`)."""
+    check_prompt_ids(prompt_ids, prompt_field, model)
+    check_sampling(request.sampling, model.vocab_size)
+    check_stop(request.stop)
+    room = model.max_model_len - len(prompt_ids)
+    max_tokens = request.max_tokens
+    if max_tokens is None:
+        max_tokens = min(room, limits.MAX_TOKENS_DEFAULT)
+    _check_integer("max_tokens", max_tokens, 1, model.max_model_len)
+    if max_tokens > room:
+        raise BadRequest(
+            "max_tokens",
+            f"the prompt's {len(prompt_ids)} tokens and {max_tokens} more exceed the model's "
+            f"length of {model.max_model_len}; at most {room} are left",
+        )
+    num_draft_tokens = _default(request.num_draft_tokens, default_num_draft_tokens)
+    _check_integer("num_draft_tokens", num_draft_tokens, 0, limits.NUM_DRAFT_TOKENS_MAX)
+    deadline_ms = _default(request.deadline_ms, default_deadline_ms)
+    _check_integer("deadline_ms", deadline_ms, 1, limits.DEADLINE_MS_MAX)
+    if request.logprobs is not None:
+        _check_integer("logprobs", request.logprobs, 0, limits.LOGPROBS_MAX)
+    if request.seed is not None:
+        _check_integer("seed", request.seed, 0, limits.SEED_MAX)
+    if request.rule is Rule.GREEDY and not request.sampling.greedy:
+        raise BadRequest("rule", "greedy needs temperature 0; allowed: token, block, coupled")
+    return GenerationParameters(
+        prompt_ids=prompt_ids,
+        sampling=request.sampling,
+        max_tokens=max_tokens,
+        stop=request.stop,
+        ignore_eos=request.ignore_eos,
+        seed=_default(request.seed, random_seed),
+        rule=resolve_rule(request.sampling, request.rule, request.seed is not None),
+        num_draft_tokens=num_draft_tokens,
+        deadline_ms=deadline_ms,
+        logprobs=request.logprobs,
+        include_rounds=request.include_rounds,
+    )
+
+
+def check_prompt_ids(prompt_ids: tuple[int, ...], field: str, model: ServedModel) -> None:
+    """Raises `BadRequest` for an empty or overlong prompt, or an id outside the vocabulary."""
+    if not prompt_ids:
+        raise BadRequest(field, "the prompt is empty; at least one token is needed")
+    if len(prompt_ids) >= model.max_model_len:
+        raise BadRequest(
+            field,
+            f"the prompt has {len(prompt_ids)} tokens; at most {model.max_model_len - 1} leave "
+            f"room for an answer in the model's length of {model.max_model_len}",
+        )
+    if not 0 <= min(prompt_ids) <= max(prompt_ids) < model.vocab_size:
+        index, bad = next((i, t) for i, t in enumerate(prompt_ids) if not 0 <= t < model.vocab_size)
+        raise BadRequest(
+            f"{field}[{index}]", f"{bad} is not a token id; allowed: 0..{model.vocab_size - 1}"
+        )
+
+
+_SAMPLING_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("temperature", 0.0, limits.TEMPERATURE_MAX),
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -limits.PENALTY_MAX, limits.PENALTY_MAX),
+    ("frequency_penalty", -limits.PENALTY_MAX, limits.PENALTY_MAX),
+)
+_SAMPLING_POSITIVE: tuple[tuple[str, float], ...] = (
+    ("top_p", 1.0),
+    ("repetition_penalty", limits.REPETITION_PENALTY_MAX),
+)
+
+
+def check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    """Raises `BadRequest` for a sampling parameter outside its limits, NaN included."""
+    for name, low, high in _SAMPLING_RANGES:
+        value = getattr(params, name)
+        if not (math.isfinite(value) and low <= value <= high):
+            raise BadRequest(f"sampling.{name}", f"got {value}; allowed: {low:g}..{high:g}")
+    for name, high in _SAMPLING_POSITIVE:
+        value = getattr(params, name)
+        if not (math.isfinite(value) and 0 < value <= high):
+            raise BadRequest(f"sampling.{name}", f"got {value}; allowed: above 0, at most {high:g}")
+    if params.top_k != -1:
+        _check_integer("sampling.top_k", params.top_k, 0, vocab_size, "-1 or 0 (off), or 1..")
+    if len(params.logit_bias) > limits.LOGIT_BIAS_ENTRIES_MAX:
+        raise BadRequest(
+            "sampling.logit_bias",
+            f"got {len(params.logit_bias)} entries; at most {limits.LOGIT_BIAS_ENTRIES_MAX}",
+        )
+    for token_id, bias in params.logit_bias:
+        if not 0 <= token_id < vocab_size:
+            raise BadRequest(
+                "sampling.logit_bias", f"{token_id} is not a token id; allowed: 0..{vocab_size - 1}"
+            )
+        if not (math.isfinite(bias) and abs(bias) <= limits.LOGIT_BIAS_MAX):
+            raise BadRequest(
+                f"sampling.logit_bias[{token_id}]",
+                f"got {bias}; allowed: {-limits.LOGIT_BIAS_MAX:g}..{limits.LOGIT_BIAS_MAX:g}",
+            )
+
+
+def check_stop(stop: tuple[str, ...]) -> None:
+    """Raises `BadRequest` for too many stop strings, an empty or an overlong one."""
+    if len(stop) > limits.STOP_STRINGS_MAX:
+        raise BadRequest("stop", f"got {len(stop)} strings; at most {limits.STOP_STRINGS_MAX}")
+    for index, text in enumerate(stop):
+        size = len(text.encode())
+        if not 1 <= size <= limits.STOP_STRING_BYTES_MAX:
+            raise BadRequest(
+                f"stop[{index}]",
+                f"has {size} bytes; allowed: 1..{limits.STOP_STRING_BYTES_MAX}",
+            )
+
+
+def _check_integer(field: str, value: int, low: int, high: int, allowed: str = "") -> None:
+    if not low <= value <= high:
+        raise BadRequest(field, f"got {value}; allowed: {allowed or f'{low}..'}{high}")
+
+
+def _default(value: int | None, default: int) -> int:
+    return default if value is None else value

@@ -1,0 +1,143 @@
+"""One running session: decoding on one side, its client on the other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from typing import Final
+
+from outrider.errors import DeadlineExceeded, OutriderError, StoreUnavailable
+from outrider.generation import Event, Finished, Metrics, Usage
+from outrider.sessions.state import Session
+from outrider.sessions.store import FinishReason
+
+from .commits import Committer
+from .completion import Completion
+from .decoding import Decoding
+from .journal import Journal
+from .request import GenerationParameters
+from .sides import DraftSide, TargetSide
+
+_log = logging.getLogger(__name__)
+
+COMMIT_GRACE_S: Final = 2.0
+"""How long tokens that were decided before the deadline may take to be committed after it."""
+
+
+class SessionRun:
+    """One session from its opening to its last event."""
+
+    def __init__(
+        self,
+        *,
+        session: Session,
+        parameters: GenerationParameters,
+        completion: Completion,
+        target: TargetSide,
+        draft: DraftSide | None,
+        committer: Committer,
+        run_ahead_rounds: int,
+        arrived: float,
+        deadline: float,
+    ) -> None:
+        """Starts decoding. `arrived` and `deadline` are times of the event loop's clock."""
+        self._session = session
+        self._parameters = parameters
+        self._target = target
+        self._draft = draft
+        self._committer = committer
+        self._arrived = arrived
+        self._deadline = deadline
+        self._first_token_at: float | None = None
+        self._ended = False
+        committer.add(session)
+        self._journal = Journal(session, committer)
+        self._decoding = Decoding(
+            session=session,
+            parameters=parameters,
+            completion=completion,
+            target=target,
+            draft=draft,
+            committer=committer,
+            journal=self._journal,
+            run_ahead_rounds=run_ahead_rounds,
+        )
+        self._task = asyncio.create_task(self._decoding.run(deadline))
+
+    @property
+    def session_id(self) -> str:
+        """32 hexadecimal digits."""
+        return self._session.session_id
+
+    def cancel(self) -> None:
+        """Ends the session as cancelled; what is decided is still committed and shown."""
+        self._decoding.cancel()
+
+    async def events(self) -> AsyncGenerator[Event]:
+        """Every event after `Started`."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                async with asyncio.timeout_at(self._deadline + COMMIT_GRACE_S):
+                    entry = await self._journal.read()
+            except TimeoutError:
+                raise self._late() from None
+            if entry is None:
+                break
+            tokens, report = entry
+            if self._first_token_at is None:
+                self._first_token_at = loop.time()
+            if report is not None:
+                yield report
+            yield tokens
+        reason = await self._task
+        await self._finish(reason)
+        yield self._finished(reason, loop.time())
+
+    async def close(self) -> None:
+        """Stops decoding and frees what the session holds everywhere. A session that has not
+        ended is recorded as cancelled."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._target.close()
+        if self._draft is not None:
+            self._draft.close()
+        try:
+            if not self._ended:
+                await self._finish(FinishReason.CANCELLED)
+        except (OutriderError, TimeoutError) as error:
+            _log.info("session %s was not closed: %r", self.session_id, error)
+        finally:
+            self._committer.remove(self._session)
+
+    def _late(self) -> OutriderError:
+        if self._first_token_at is None:
+            return DeadlineExceeded(
+                f"deadline_ms: {self._parameters.deadline_ms} ms passed before the first token"
+            )
+        return StoreUnavailable("the session store did not commit in time; tokens are held back")
+
+    async def _finish(self, reason: FinishReason) -> None:
+        async with asyncio.timeout(COMMIT_GRACE_S):
+            await self._committer.finish(self._session, reason)
+        self._ended = True
+
+    def _finished(self, reason: FinishReason, now: float) -> Finished:
+        first = now if self._first_token_at is None else self._first_token_at
+        counters = self._session.counters
+        num_tokens = self._session.length - self._session.prompt_length
+        seconds = now - self._arrived
+        accepted = counters.num_accepted_draft_tokens
+        return Finished(
+            finish_reason=reason,
+            usage=Usage(self._session.prompt_length, num_tokens),
+            metrics=Metrics(
+                num_rounds=counters.num_rounds,
+                num_draft_tokens=counters.num_draft_tokens,
+                num_accepted_draft_tokens=accepted,
+                mean_acceptance_length=1 + accepted / max(1, counters.num_rounds),
+                time_to_first_token_ms=(first - self._arrived) * 1e3,
+                tokens_per_second=num_tokens / seconds if seconds > 0 else 0.0,
+            ),
+        )

@@ -1,0 +1,323 @@
+"""The two sides of a session: its target and its draft, each behind one replica's stream.
+
+A side knows how many of the session's tokens its replica holds, sends what is missing, and asks
+again when an answer does not come. The target's side ends in a verdict or an error; the draft's
+side always ends in a proposal, because a request must not suffer from a draft.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from outrider.drafting.drafter import Drafter, DraftRequest
+from outrider.errors import (
+    InvariantError,
+    LinkLost,
+    OutriderError,
+    Overloaded,
+    Unavailable,
+    check,
+    error_from_code,
+)
+from outrider.messages import (
+    DraftAnswer,
+    DraftItem,
+    ProposalReply,
+    Refused,
+    Resync,
+    RoundHead,
+    VerdictReply,
+    VerifyAnswer,
+    VerifyItem,
+)
+from outrider.sessions.state import Session
+from outrider.sessions.store import CacheState
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.proposal import Proposal
+from outrider.speculation.sampling import SamplingParams
+
+from .mailbox import PostOffice
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a side waits, and for how long it tries. All in seconds."""
+
+    target_answer_s: float
+    """A target's answer not here by then is asked for again; doubled at each repetition."""
+    target_gone_s: float
+    """A target that cannot be reached for so long ends the request with `Unavailable`."""
+    target_retry_s: float
+    """First rest before a target is asked again; doubled at each repetition."""
+    draft_answer_s: float
+    """A draft that takes longer is not waited for until it has answered something."""
+    draft_retry_s: float
+    """Rest between two questions to an absent draft."""
+
+
+class HeadWriter:
+    """Writes the head of each message of one session."""
+
+    def __init__(self, session: Session, sampling: SamplingParams, deadline: float) -> None:
+        self.session = session
+        self.sampling = sampling
+        self._sampling_hash = sampling.hash()
+        self._deadline = deadline
+
+    def write(self, round_index: int, base_length: int) -> RoundHead:
+        """The head of a message that states the first `base_length` committed tokens."""
+        session = self.session
+        left = self._deadline - asyncio.get_running_loop().time()
+        return RoundHead(
+            session_id=session.session_id,
+            tenant=session.identity.tenant,
+            epoch=session.epoch,
+            round=round_index,
+            base_length=base_length,
+            prefix_digest=session.tokens.digest(base_length),
+            append=session.tokens.since(base_length),
+            prompt_length=session.prompt_length,
+            rule=session.identity.rule,
+            seed=session.identity.seed,
+            sampling=self.sampling,
+            sampling_hash=self._sampling_hash,
+            deadline_ms=max(1, int(left * 1e3)),
+        )
+
+    def held(self, resync: Resync) -> int:
+        """How many tokens a replica that asked for a resync can keep."""
+        tokens = self.session.tokens
+        known = tokens.holds(resync.cached_length, resync.prefix_digest)
+        return min(resync.cached_length, len(tokens) - 1) if known else 0
+
+
+class TargetSide:
+    """One session's target."""
+
+    def __init__(
+        self, office: PostOffice[VerifyItem, VerifyAnswer], heads: HeadWriter, patience: Patience
+    ) -> None:
+        self._office = office
+        self._heads = heads
+        self._patience = patience
+        self._session_id = heads.session.session_id
+        self._epoch = heads.session.epoch
+        self._mailbox = office.open(self._session_id, self._epoch)
+        self._asked_until = -1
+        """The last round that the target will answer without being asked again."""
+        self.cached_length = 0
+        """Committed tokens that the target is thought to hold."""
+
+    @property
+    def cache_state(self) -> CacheState:
+        """What the store is told of this side."""
+        return CacheState(self._office.replica, self.cached_length)
+
+    async def verify(
+        self, round_index: int, proposal: Proposal, run_ahead: int, num_logprobs: int | None
+    ) -> VerdictReply:
+        """The verdict of a round. Asks again until there is one; raises what the target refuses
+        with, and `Unavailable` once it cannot be reached for `target_gone_s`."""
+        loop = asyncio.get_running_loop()
+        self._mailbox.begin(round_index)
+        unreachable_since: float | None = None
+        wait_s, retry_s = self._patience.target_answer_s, self._patience.target_retry_s
+        ask = len(proposal) > 0 or self._must_ask(round_index, run_ahead)
+        while True:
+            try:
+                if ask:
+                    self._send(round_index, proposal, run_ahead, num_logprobs)
+                async with asyncio.timeout(wait_s):
+                    answer = await self._mailbox.take(round_index)
+            except TimeoutError:
+                wait_s *= 2
+            except (LinkLost, Overloaded) as error:
+                now = loop.time()
+                unreachable_since = now if unreachable_since is None else unreachable_since
+                if now - unreachable_since >= self._patience.target_gone_s:
+                    raise Unavailable(f"no target can be reached: {error.message}") from error
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, self._patience.target_gone_s / 4)
+            else:
+                unreachable_since = None
+                if isinstance(answer, VerdictReply):
+                    return self._checked(answer, proposal)
+                await self._put_right(answer, retry_s)
+            ask = True
+
+    def settle(self, reply: VerdictReply, common_length: int) -> None:
+        """Notes an outcome: the first `common_length` tokens of what was verified are committed."""
+        self.cached_length = min(reply.cached_length, common_length)
+
+    def close(self) -> None:
+        """Ends the session on this side."""
+        self._office.close(self._session_id, self._epoch)
+
+    def _must_ask(self, round_index: int, run_ahead: int) -> bool:
+        """Whether the target has to hear of a round without a proposal: not while it decodes
+        ahead on its own and more than half of what it may do is left."""
+        left = self._asked_until - round_index
+        return left < 0 or left < run_ahead // 2
+
+    def _send(
+        self, round_index: int, proposal: Proposal, run_ahead: int, num_logprobs: int | None
+    ) -> None:
+        base_length = min(self.cached_length, len(self._heads.session.tokens) - 1)
+        head = self._heads.write(round_index, base_length)
+        self._office.link.send(VerifyItem(head, proposal, run_ahead, num_logprobs))
+        self._asked_until = round_index + run_ahead
+
+    def _checked(self, reply: VerdictReply, proposal: Proposal) -> VerdictReply:
+        num_draft_tokens = len(proposal)
+        check(
+            len(reply.verdict.accept_probability) == num_draft_tokens
+            and len(reply.verdict.correction) == num_draft_tokens + 1,
+            f"a verdict for {len(reply.verdict.accept_probability)} draft tokens, "
+            f"{num_draft_tokens} were proposed",
+        )
+        return reply
+
+    async def _put_right(self, answer: Resync | Refused, retry_s: float) -> None:
+        if isinstance(answer, Resync):
+            self.cached_length = self._heads.held(answer)
+            return
+        error = error_from_code(answer.code, answer.message)
+        if not isinstance(error, Overloaded | Unavailable):
+            raise error
+        await asyncio.sleep(retry_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A proposal and where it came from."""
+
+    proposal: Proposal
+    by_replica: bool
+    seconds: float
+
+
+class DraftSide:
+    """One session's draft, and the local drafter that stands in while it does not answer."""
+
+    def __init__(
+        self,
+        office: PostOffice[DraftItem, DraftAnswer],
+        heads: HeadWriter,
+        patience: Patience,
+        stand_in: Drafter,
+    ) -> None:
+        self._office = office
+        self._heads = heads
+        self._patience = patience
+        self._stand_in = stand_in
+        self._session_id = heads.session.session_id
+        self._epoch = heads.session.epoch
+        self._mailbox = office.open(self._session_id, self._epoch)
+        self._present = True
+        self._held: ProposalReply | None = None
+        self._ask_again_at = 0.0
+        self.cached_length = 0
+        """Committed tokens that the draft is thought to hold."""
+
+    @property
+    def cache_state(self) -> CacheState:
+        """What the store is told of this side."""
+        return CacheState(self._office.replica, self.cached_length)
+
+    def prefill(self, round_index: int) -> None:
+        """Lets the draft read the prompt while the target does; waits for nothing."""
+        self._mailbox.begin(round_index)
+        try:
+            self._send(round_index, 0)
+        except (LinkLost, Overloaded) as error:
+            self._lose(error)
+        # Messages of a session are worked off in order; where this one is lost, a resync follows.
+        self.cached_length = len(self._heads.session.tokens)
+
+    async def propose(self, round_index: int, num_draft_tokens: int, noise: RoundNoise) -> Drafted:
+        """A proposal of at most `num_draft_tokens` tokens: the replica's, or the stand-in's where
+        the replica is away, late or refuses. Never raises for a draft's sake."""
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        self._mailbox.begin(round_index)
+        reply: ProposalReply | None = None
+        if self._present or self._heard_again():
+            try:
+                async with asyncio.timeout(self._patience.draft_answer_s):
+                    reply = await self._ask(round_index, num_draft_tokens)
+            except (TimeoutError, OutriderError) as error:
+                self._lose(error)
+        else:
+            self._probe(round_index, num_draft_tokens)
+        self._held = reply
+        if reply is not None:
+            return Drafted(reply.proposal, True, loop.time() - start)
+        session = self._heads.session
+        request = DraftRequest(
+            session_id=self._session_id,
+            token_ids=session.tokens.ids,
+            prompt_length=session.prompt_length,
+            num_draft_tokens=num_draft_tokens,
+            sampling=self._heads.sampling,
+            rule=session.identity.rule,
+            noise=noise,
+        )
+        return Drafted(self._stand_in.propose([request])[0], False, loop.time() - start)
+
+    def settle(self, common_length: int) -> None:
+        """Notes an outcome: the first `common_length` tokens of what was drafted are committed."""
+        if self._held is not None:
+            self.cached_length = min(self._held.cached_length, common_length)
+            self._held = None
+
+    def close(self) -> None:
+        """Ends the session on this side."""
+        self._stand_in.release(self._session_id)
+        self._office.close(self._session_id, self._epoch)
+
+    async def _ask(self, round_index: int, num_draft_tokens: int) -> ProposalReply:
+        """Asks until there is a proposal; the caller bounds the time."""
+        while True:
+            self._send(round_index, num_draft_tokens)
+            answer = await self._mailbox.take(round_index)
+            if isinstance(answer, Resync):
+                self.cached_length = self._heads.held(answer)
+            elif isinstance(answer, Refused):
+                raise error_from_code(answer.code, answer.message)
+            elif len(answer.proposal) > num_draft_tokens:
+                raise InvariantError(f"{len(answer.proposal)} tokens, {num_draft_tokens} asked")
+            else:
+                return answer
+
+    def _send(self, round_index: int, num_draft_tokens: int) -> None:
+        base_length = min(self.cached_length, len(self._heads.session.tokens) - 1)
+        head = self._heads.write(round_index, base_length)
+        self._office.link.send(DraftItem(head, num_draft_tokens))
+
+    def _lose(self, error: Exception) -> None:
+        _log.info("session %s goes on without its draft: %r", self._session_id, error)
+        self._present = False
+        self._mailbox.heard = False
+        self._rest()
+
+    def _rest(self) -> None:
+        self._ask_again_at = asyncio.get_running_loop().time() + self._patience.draft_retry_s
+
+    def _heard_again(self) -> bool:
+        """Whether an absent draft has answered anything since it was lost."""
+        self._present = self._mailbox.heard
+        return self._present
+
+    def _probe(self, round_index: int, num_draft_tokens: int) -> None:
+        """Asks an absent draft now and then without waiting; an answer makes it present."""
+        if asyncio.get_running_loop().time() < self._ask_again_at:
+            return
+        self._rest()
+        try:
+            self._send(round_index, num_draft_tokens)
+        except (LinkLost, Overloaded):
+            return  # Still away; the next probe comes after the rest.

@@ -1,0 +1,117 @@
+"""A running committer on a virtual clock, and a store whose failures the test decides."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from functools import wraps
+from typing import Any
+
+from session_model import new_session
+
+from coordinator.commits import Committer
+from outrider.clock import run_virtually
+from outrider.errors import (
+    OutriderError,
+    StoreUnavailable,
+)
+from outrider.sessions.memory_store import MemoryStore
+from outrider.sessions.state import Session
+from outrider.sessions.store import Append, Counters, FinishReason
+
+NO_COUNTS = Counters()
+LATENCY_S = 0.01
+
+
+def virtually(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Runs a test on a virtual clock."""
+
+    @wraps(test)
+    def run(**arguments: Any) -> None:
+        run_virtually(test(**arguments))
+
+    return run
+
+
+class UnreliableStore(MemoryStore):
+    """Answers after `LATENCY_S`, and not at all while `down` or when `fails` says so."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: asyncio.get_running_loop().time() * 1000)
+        self.down = False
+        self.fails: Callable[[], str] = lambda: ""
+        """'request' = not carried out, 'answer' = carried out, but nobody hears of it."""
+        self.appends: list[Sequence[Append]] = []
+        self.append_times: list[float] = []
+        self.renewals: list[Sequence[tuple[str, int]]] = []
+        self.num_finishes = 0
+
+    async def _through(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        await asyncio.sleep(LATENCY_S)
+        failure = "request" if self.down else self.fails()
+        if failure == "request":
+            raise StoreUnavailable("request lost")
+        answer = await call()
+        if failure == "answer":
+            raise StoreUnavailable("answer lost")
+        return answer
+
+    async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
+        self.appends.append(appends)
+        self.append_times.append(now())
+        return await self._through(lambda: MemoryStore.append(self, appends))
+
+    async def renew(self, owner: str, sessions: Sequence[tuple[str, int]]) -> list[str]:
+        self.renewals.append(sessions)
+        return await self._through(lambda: MemoryStore.renew(self, owner, sessions))
+
+    async def finish(
+        self, session_id: str, epoch: int, reason: FinishReason, counters: Counters
+    ) -> int:
+        self.num_finishes += 1
+        return await self._through(
+            lambda: MemoryStore.finish(self, session_id, epoch, reason, counters)
+        )
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Bench:
+    """A running committer and its sessions."""
+
+    def __init__(self) -> None:
+        self.store = UnreliableStore()
+        self.committer = Committer(self.store, "anna", random.Random(7).random)
+        self.running = asyncio.create_task(self.committer.run())
+
+    async def session(self, k: int = 0) -> Session:
+        new = new_session(f"{k:032x}")
+        await self.store.open(new)
+        session = Session.opened(new)
+        self.committer.add(session)
+        return session
+
+    def decide(self, session: Session, num_tokens: int = 1) -> None:
+        session.decide(range(session.length, session.length + num_tokens), NO_COUNTS)
+        self.committer.notify(session)
+
+    async def stored(self, session: Session) -> tuple[int, ...]:
+        return (await self.store.load(session.session_id)).token_ids
+
+
+@asynccontextmanager
+async def bench() -> AsyncIterator[Bench]:
+    made = Bench()
+    yield made
+    await made.committer.close()
+    await made.running
+    assert made.committer.num_sessions == 0
+
+
+async def is_waiting(task: asyncio.Task[Any], seconds: float) -> bool:
+    await asyncio.sleep(seconds)
+    return not task.done()

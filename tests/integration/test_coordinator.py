@@ -1,0 +1,334 @@
+"""The coordinator called by gRPC, with a target and a draft behind gRPC, and Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from models import byte_level_tokenizer
+from stack import PATIENCE, Stack, running_stack
+from toy_engine import ToyEngine, toy_logits
+
+from outrider import limits
+from outrider.client import Completion
+from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    NotFound,
+    Overloaded,
+    Unavailable,
+)
+from outrider.generation import ChatMessage, GenerateRequest, Started, Tokens
+from outrider.sessions.store import FinishReason
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.text import TokenizerText
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.wire.channel import open_channel
+
+VOCAB = 320
+PROMPT = (1, 2, 3)
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture
+async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
+    target = ToyEngine(VOCAB, salt=1, max_model_len=256)
+    draft = ToyEngine(VOCAB, salt=1, max_model_len=256)
+    text = TokenizerText(byte_level_tokenizer(VOCAB), "toy")
+    async with running_stack(target, draft, tmp_path, text=text) as running:
+        yield running
+
+
+async def complete(stack: Stack, **fields: Any) -> Completion:
+    defaults: dict[str, Any] = {"prompt": PROMPT, "sampling": GREEDY, "max_tokens": 12}
+    return await stack.client.complete(GenerateRequest(**(defaults | fields)))
+
+
+def plain_greedy(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(int(toy_logits(1, tokens, VOCAB).argmax()))
+    return tokens[len(prompt) :]
+
+
+async def test_tokens_text_usage_and_metrics(stack: Stack) -> None:
+    answer = await complete(stack, num_draft_tokens=4, include_rounds=True)
+    assert list(answer.token_ids) == plain_greedy(PROMPT, 12)
+    tokenizer = byte_level_tokenizer(VOCAB)
+    assert answer.text == tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+    assert answer.finish_reason is FinishReason.LENGTH
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 12)
+    metrics = answer.metrics
+    assert metrics.num_rounds == len(answer.rounds) > 1
+    # The draft is the target's equal, so whatever it proposes is accepted.
+    assert metrics.num_draft_tokens == metrics.num_accepted_draft_tokens > 6
+    ratio = 1 + metrics.num_accepted_draft_tokens / metrics.num_rounds
+    assert metrics.mean_acceptance_length == pytest.approx(ratio)
+    assert sum(r.num_accepted for r in answer.rounds) == metrics.num_accepted_draft_tokens
+    assert [len(answer.origins), answer.origins.count("accepted")] == [
+        12,
+        metrics.num_accepted_draft_tokens,
+    ]
+
+
+async def test_plain_decoding_runs_ahead_and_gives_the_same(stack: Stack) -> None:
+    answer = await complete(stack, num_draft_tokens=0)
+    assert list(answer.token_ids) == plain_greedy(PROMPT, 12)
+    assert answer.metrics.num_rounds == 12
+    assert answer.metrics.num_draft_tokens == 0
+
+
+async def test_many_sessions_at_once(stack: Stack) -> None:
+    prompts = [(i % 50, i % 7, i) for i in range(60)]
+    answers = await asyncio.gather(
+        *(complete(stack, prompt=p, num_draft_tokens=i % 5) for i, p in enumerate(prompts))
+    )
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert list(answer.token_ids) == plain_greedy(prompt, 12)
+
+
+async def test_text_and_chat_prompts(stack: Stack) -> None:
+    tokenizer = byte_level_tokenizer(VOCAB)
+    text = await complete(stack, prompt="the quick brown")
+    assert text.usage.prompt_tokens == len(tokenizer.encode("the quick brown"))
+    chat = await complete(stack, prompt=(ChatMessage("user", "hello"),))
+    assert chat.usage.prompt_tokens > len(tokenizer.encode("hello"))
+
+
+async def test_a_stop_string_ends_the_text_before_it(stack: Stack) -> None:
+    whole = (await complete(stack)).text
+    middle = whole[len(whole) // 2 :][:2]
+    answer = await complete(stack, stop=(middle,), num_draft_tokens=4)
+    assert answer.finish_reason is FinishReason.STOP
+    assert answer.text == whole[: whole.index(middle)]
+    view = await stack.client.get_session(answer.session_id)
+    assert view.token_ids == (*PROMPT, *answer.token_ids)
+
+
+async def test_logprobs_are_of_the_raw_logits(stack: Stack) -> None:
+    answer = await complete(
+        stack, logprobs=2, num_draft_tokens=3, sampling=SamplingParams(top_k=5), seed=4
+    )
+    assert len(answer.logprobs) == 12
+    tokens = list(PROMPT)
+    for token_id, entry in zip(answer.token_ids, answer.logprobs, strict=True):
+        expected = toy_logits(1, tokens, VOCAB).double().log_softmax(0)
+        assert entry.logprob == pytest.approx(float(expected[token_id]), abs=1e-9)
+        assert [v for v, _ in entry.top] == expected.topk(2).indices.tolist()
+        tokens.append(token_id)
+
+
+async def test_get_session(stack: Stack) -> None:
+    answer = await complete(stack, seed=11, sampling=SamplingParams())
+    view = await stack.client.get_session(answer.session_id)
+    assert (view.state, view.seed, view.rule) == ("finished", 11, Rule.COUPLED)
+    assert view.finish_reason is FinishReason.LENGTH
+    with pytest.raises(NotFound):
+        await stack.client.get_session("0" * 32)
+    with pytest.raises(BadRequest, match="session_id"):
+        await stack.client.get_session("nonsense")
+
+
+@pytest.fixture
+async def slow(tmp_path: Path) -> AsyncIterator[Stack]:
+    """A target that takes 20 ms a step."""
+    spec = EmulatedSpec(vocab_size=16, support=8, verify_ms=20.0, draft_ms=1.0)
+    patience = replace(PATIENCE, target_gone_s=1.0)
+    async with running_stack(
+        EmulatedEngine(spec, "target"),
+        EmulatedEngine(spec, "draft"),
+        tmp_path,
+        patience=patience,
+        max_sessions=3,
+    ) as running:
+        yield running
+
+
+LONG = GenerateRequest(PROMPT, max_tokens=4000, seed=1, num_draft_tokens=2)
+
+
+async def test_cancel_ends_the_stream_with_its_last_event(slow: Stack) -> None:
+    tokens: list[int] = []
+    finished: Any = None
+    async for event in slow.client.generate(LONG):
+        if isinstance(event, Started):
+            session_id = event.session_id
+        elif isinstance(event, Tokens):
+            tokens.extend(event.token_ids)
+            if len(tokens) > 3:
+                await slow.client.cancel(session_id)
+        else:
+            finished = event
+    assert finished.finish_reason is FinishReason.CANCELLED
+    view = await slow.client.get_session(session_id)
+    assert (view.state, view.finish_reason) == ("finished", FinishReason.CANCELLED)
+    assert view.token_ids == (*PROMPT, *tokens)
+
+
+async def test_a_client_that_goes_away_cancels(slow: Stack) -> None:
+    stream = slow.client.generate(LONG)
+    session_id = ""
+    async for event in stream:
+        if isinstance(event, Started):
+            session_id = event.session_id
+        else:
+            break
+    await stream.aclose()  # type: ignore[attr-defined]
+    async with asyncio.timeout(5):
+        while (await slow.client.get_session(session_id)).state != "finished":
+            await asyncio.sleep(0.02)
+    assert slow.coordinator.num_running == 0
+
+
+async def test_the_deadline(slow: Stack) -> None:
+    answer = await slow.client.complete(replace(LONG, deadline_ms=300))
+    assert answer.finish_reason is FinishReason.DEADLINE
+    assert answer.token_ids
+    with pytest.raises(DeadlineExceeded, match="deadline_ms"):
+        await slow.client.complete(replace(LONG, deadline_ms=5))
+
+
+async def test_more_sessions_than_allowed_are_refused_and_harm_nobody(slow: Stack) -> None:
+    request = replace(LONG, max_tokens=30)
+    running = [asyncio.create_task(slow.client.complete(request)) for _ in range(3)]
+    async with asyncio.timeout(5):
+        while slow.coordinator.num_running < 3:
+            await asyncio.sleep(0.01)
+    with pytest.raises(Overloaded) as caught:
+        await slow.client.complete(request)
+    assert caught.value.retry_after_ms > 0
+    answers = await asyncio.gather(*running)
+    assert len({answer.token_ids for answer in answers}) == 1
+
+
+async def test_a_draft_that_dies_costs_nothing_but_speed(slow: Stack) -> None:
+    """Coupled: the same tokens with the draft gone after some rounds."""
+    request = replace(LONG, max_tokens=40)
+    expected = (await slow.client.complete(request)).token_ids
+    tokens: list[int] = []
+    async for event in slow.client.generate(request):
+        if isinstance(event, Tokens):
+            tokens.extend(event.token_ids)
+            if 5 < len(tokens) < 15:
+                await slow.draft_server.stop()
+    assert tuple(tokens) == expected
+
+
+async def test_a_target_that_dies_ends_the_request_as_unavailable(slow: Stack) -> None:
+    with pytest.raises(Unavailable):
+        async for event in slow.client.generate(LONG):
+            if isinstance(event, Tokens):
+                await slow.target_server.stop()
+
+
+SAMPLING = {
+    "temperature": ((0.0, 2.0), (-0.01, 2.01, math.nan, math.inf)),
+    "top_p": ((1e-6, 1.0), (0.0, 1.01, math.nan)),
+    "top_k": ((-1, 0, 1, VOCAB), (-2, VOCAB + 1)),
+    "min_p": ((0.0, 1.0), (-0.01, 1.01, math.nan)),
+    "presence_penalty": ((-2.0, 2.0), (-2.01, 2.01, math.nan)),
+    "frequency_penalty": ((-2.0, 2.0), (-2.01, 2.01, math.nan)),
+    "repetition_penalty": ((1e-3, 10.0), (0.0, 10.1, math.nan)),
+}
+FIELDS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
+    "max_tokens": ((1, 253), (0, -1, 254)),
+    "num_draft_tokens": ((0, 16), (-1, 17)),
+    "deadline_ms": ((60_000, limits.DEADLINE_MS_MAX), (0, limits.DEADLINE_MS_MAX + 1)),
+    "logprobs": ((0, 20), (-1, 21)),
+    "seed": ((0, limits.SEED_MAX), ()),
+}
+
+
+def good_and_bad() -> list[tuple[str, dict[str, Any], bool]]:
+    cases: list[tuple[str, dict[str, Any], bool]] = []
+    for name, (good, bad) in SAMPLING.items():
+        for value in (*good, *bad):
+            params = SamplingParams(**{name: value})
+            cases.append((f"sampling.{name}", {"sampling": params}, value in good))
+    for name, (good, bad) in FIELDS.items():
+        cases += [(name, {name: value}, value in good) for value in (*good, *bad)]
+    stop = "x" * 256
+    cases += [
+        ("sampling.logit_bias", {"sampling": SamplingParams(logit_bias=((VOCAB, 1.0),))}, False),
+        ("sampling.logit_bias", {"sampling": SamplingParams(logit_bias=((1, 101.0),))}, False),
+        ("sampling.logit_bias", {"sampling": SamplingParams(logit_bias=((1, 100.0),))}, True),
+        ("stop", {"stop": (stop,) * 16}, True),
+        ("stop", {"stop": (stop,) * 17}, False),
+        ("stop[0]", {"stop": (stop + "x",)}, False),
+        ("stop[0]", {"stop": ("",)}, False),
+        ("text", {"prompt": ""}, False),
+        ("token_ids", {"prompt": ()}, False),
+        ("token_ids[1]", {"prompt": (1, VOCAB)}, False),
+        ("token_ids[0]", {"prompt": (-1, 1)}, False),
+        ("token_ids", {"prompt": (1,) * 256, "max_tokens": 1}, False),
+        ("token_ids", {"prompt": (1,) * 255, "max_tokens": 1}, True),
+        ("rule", {"rule": Rule.GREEDY, "sampling": SamplingParams()}, False),
+    ]
+    return cases
+
+
+async def test_every_limit_from_both_sides_beside_a_running_session(stack: Stack) -> None:
+    """The error names the field; the session beside is unharmed."""
+    beside = asyncio.create_task(complete(stack, max_tokens=100, num_draft_tokens=2))
+    for field, fields, good in good_and_bad():
+        wanted = {"max_tokens": 2} | fields
+        if good:
+            await complete(stack, **wanted)
+            continue
+        with pytest.raises(BadRequest) as caught:
+            await complete(stack, **wanted)
+        assert caught.value.field.startswith(field), f"{fields}: {caught.value}"
+    assert list((await beside).token_ids) == plain_greedy(PROMPT, 100)
+
+
+async def test_an_unknown_model_is_not_found(stack: Stack) -> None:
+    await complete(stack, model="model")
+    with pytest.raises(NotFound, match="model"):
+        await complete(stack, model="another")
+
+
+async def test_what_cannot_be_decoded_or_is_missing_is_invalid(stack: Stack) -> None:
+    """Raw bytes, no prompt, an unknown rule: INVALID_ARGUMENT with the field."""
+    nowhere = pb.GenerateRequest(max_tokens=1).SerializeToString()
+    rule = pb.GenerateRequest(text="a", rule=17).SerializeToString()  # type: ignore[arg-type]
+    async with open_channel(stack.client.address) as channel:
+        call = channel.unary_stream("/outrider.v1.Coordinator/Generate")
+        for data, field in ((b"\xff\xff\xff", "message"), (nowhere, "prompt"), (rule, "rule")):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in call(data):
+                    pass
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            details = dict(caught.value.trailing_metadata() or ())["grpc-status-details-bin"]
+            status = status_pb2.Status.FromString(details)  # type: ignore[arg-type]
+            bad_request = error_details_pb2.BadRequest()
+            assert status.details[0].Unpack(bad_request)
+            assert bad_request.field_violations[0].field == field
+
+
+async def test_redis_that_goes_away_holds_tokens_back_and_brings_them(slow: Stack) -> None:
+    """While Redis is away nothing new is shown; when it is back everything goes on."""
+    request = replace(LONG, max_tokens=80)
+    expected = (await slow.client.complete(request)).token_ids
+    tokens: list[int] = []
+    during = None
+    async for event in slow.client.generate(request):
+        if not isinstance(event, Tokens):
+            continue
+        tokens.extend(event.token_ids)
+        if during is None and len(tokens) > 5:
+            slow.redis.stop()
+            before = len(tokens)
+            during = asyncio.create_task(asyncio.sleep(0.6, before))
+            during.add_done_callback(lambda _: slow.redis.start())
+        elif during is not None and not during.done():
+            # What was on its way to the client when Redis stopped.
+            assert len(tokens) <= before + 3 * limits.RUN_AHEAD_ROUNDS_MAX
+    assert tuple(tokens) == expected

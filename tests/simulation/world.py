@@ -1,0 +1,110 @@
+"""Coordinator, draft, target and store in one process on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+from coordinator.service import CoordinatorOptions, CoordinatorService
+from coordinator.sides import Patience
+from draft_service.service import DraftService
+from outrider.drafting.ngram import NgramDrafter
+from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.executor import InlineExecutor
+from outrider.errors import LinkLost
+from outrider.sessions.memory_store import MemoryStore
+from outrider.wire.memory_link import MemoryLink
+from target_service.service import TargetService
+
+from .adversary import Adversary, UnreliableStore
+
+SPEC = EmulatedSpec(
+    vocab_size=6,
+    support=4,
+    exponent=0.8,
+    deviation=0.6,
+    order=2,
+    verify_ms=15.0,
+    draft_ms=2.0,
+    max_model_len=256,
+)
+PATIENCE = Patience(
+    target_answer_s=0.2,
+    target_gone_s=30.0,
+    target_retry_s=0.02,
+    draft_answer_s=0.1,
+    draft_retry_s=0.2,
+)
+NUM_SEQUENCES = 3
+"""Fewer than sessions at times, so that caches are evicted."""
+
+
+def target_service() -> TargetService:
+    engine = EmulatedEngine(SPEC, "target", NUM_SEQUENCES)
+    executor = InlineExecutor(engine.take_step_seconds)
+    return TargetService(engine, executor, max_num_seqs=NUM_SEQUENCES)
+
+
+def draft_service() -> DraftService:
+    engine = EmulatedEngine(SPEC, "draft", NUM_SEQUENCES)
+    executor = InlineExecutor(engine.take_step_seconds)
+    return DraftService.with_model(engine, executor, max_num_seqs=NUM_SEQUENCES)
+
+
+class World:
+    """Everything that runs, and how it is harmed."""
+
+    def __init__(self, rng: random.Random, adversary: Adversary) -> None:
+        loop = asyncio.get_running_loop()
+        self.adversary = adversary
+        self.store = MemoryStore(lambda: loop.time() * 1e3)
+        self._services: dict[str, Any] = {"target": target_service(), "draft": draft_service()}
+        self._retired: list[Any] = []
+        self._links: dict[str, Any] = {
+            role: MemoryLink(service, adversary.deliver) for role, service in self._services.items()
+        }
+        self.coordinator = CoordinatorService(
+            CoordinatorOptions(
+                name="simulated",
+                served_model_name="toy",
+                num_draft_tokens=4,
+                run_ahead_rounds=4,
+                deadline_ms=600_000,
+                max_sessions=16,
+                patience=PATIENCE,
+            ),
+            store=UnreliableStore(self.store, adversary),
+            target=self._links["target"],
+            draft=self._links["draft"],
+            stand_in=NgramDrafter(),
+            text=None,
+            random_bits=rng.getrandbits,
+        )
+        self._harm: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        await self.coordinator.start()
+        for role, build in (("target", target_service), ("draft", draft_service)):
+            harm = self.adversary.crashes(lambda role=role, build=build: self._crash(role, build))
+            self._harm.append(asyncio.create_task(harm))
+
+    async def stop(self) -> None:
+        """Stops the harm and everything else, and looks whether anything is left over."""
+        for task in self._harm:
+            task.cancel()
+        await asyncio.gather(*self._harm, return_exceptions=True)
+        await self.coordinator.close()
+        self.coordinator.check_integrity()
+        for service in (*self._services.values(), *self._retired):
+            await service.close()
+            service.check_integrity()
+
+    async def _crash(self, role: str, build: Any) -> None:
+        """The replica dies with all it holds; after a while another one is there."""
+        link = self._links[role]
+        link.sever(LinkLost(f"the {role} died"), reachable=False)
+        self._retired.append(self._services[role])
+        await asyncio.sleep(self.adversary.pause_s(0.5))
+        self._services[role] = build()
+        link.restore(self._services[role])

@@ -1,0 +1,123 @@
+"""The three services with real gRPC between them and the embedded Redis, in one process."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.service import CoordinatorOptions, CoordinatorService, Text
+from coordinator.servicer import CoordinatorServicer
+from coordinator.sides import Patience
+from draft_service.service import DraftService
+from draft_service.servicer import draft_grpc_service
+from outrider.client import Client
+from outrider.drafting.ngram import NgramDrafter
+from outrider.engine.executor import ThreadExecutor
+from outrider.engine.interface import Engine
+from outrider.sessions.embedded import EmbeddedRedis
+from outrider.sessions.redis_store import RedisStore
+from outrider.v1 import coordinator_pb2
+from outrider.wire.grpc_link import draft_link, target_link
+from outrider.wire.server import RpcServer, ServerOptions, Service
+from target_service.service import TargetService
+from target_service.servicer import target_grpc_service
+
+PATIENCE = Patience(
+    target_answer_s=30.0,
+    target_gone_s=5.0,
+    target_retry_s=0.05,
+    draft_answer_s=10.0,
+    draft_retry_s=0.2,
+)
+NUM_SEQUENCES = 64
+
+
+@dataclass
+class Stack:
+    """What runs, and how to call it."""
+
+    client: Client
+    coordinator: CoordinatorService
+    target: TargetService
+    draft: DraftService
+    target_server: RpcServer
+    draft_server: RpcServer
+    redis: EmbeddedRedis
+
+
+def _draft_service(engine: Engine | None) -> DraftService:
+    if engine is None:
+        executor = ThreadExecutor("draft", lambda: 0.0)
+        return DraftService.without_model(
+            "ngram", NgramDrafter(), executor, max_num_seqs=NUM_SEQUENCES
+        )
+    executor = ThreadExecutor("draft", engine.take_step_seconds)
+    return DraftService.with_model(engine, executor, max_num_seqs=NUM_SEQUENCES)
+
+
+async def _serve(stack: AsyncExitStack, service: Service) -> RpcServer:
+    server = RpcServer([service], ServerOptions())
+    await server.start()
+    stack.push_async_callback(server.stop)
+    await server.set_serving(True)
+    return server
+
+
+@asynccontextmanager
+async def running_stack(
+    target_engine: Engine,
+    draft_engine: Engine | None,
+    directory: Path,
+    *,
+    text: Text | None = None,
+    patience: Patience = PATIENCE,
+    max_sessions: int = 1000,
+) -> AsyncIterator[Stack]:
+    """Target and draft (None = n-gram) on the given engines; everything is checked and closed at
+    the end. `directory` is for Redis."""
+    async with AsyncExitStack() as stack:
+        redis = EmbeddedRedis(directory)
+        redis.start()
+        stack.callback(redis.stop)
+        target = TargetService(
+            target_engine,
+            ThreadExecutor("target", target_engine.take_step_seconds),
+            max_num_seqs=NUM_SEQUENCES,
+        )
+        draft = _draft_service(draft_engine)
+        target_server = await _serve(stack, target_grpc_service(target))
+        draft_server = await _serve(stack, draft_grpc_service(draft))
+        coordinator = CoordinatorService(
+            CoordinatorOptions(
+                name="coordinator-under-test",
+                served_model_name="model",
+                num_draft_tokens=4,
+                run_ahead_rounds=8,
+                deadline_ms=600_000,
+                max_sessions=max_sessions,
+                patience=patience,
+            ),
+            store=await RedisStore.connect(redis.url),
+            target=target_link(target_server.address),
+            draft=draft_link(draft_server.address),
+            stand_in=NgramDrafter(),
+            text=text,
+            random_bits=secrets.randbits,
+        )
+        await coordinator.start()
+        descriptor: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
+        server = await _serve(stack, Service(descriptor, CoordinatorServicer(coordinator)))
+        client = Client(server.address)
+        try:
+            yield Stack(client, coordinator, target, draft, target_server, draft_server, redis)
+        finally:
+            await client.close()
+            await coordinator.close()
+            coordinator.check_integrity()
+            for service in (target, draft):
+                await service.close()
+                service.check_integrity()

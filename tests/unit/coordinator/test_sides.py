@@ -1,0 +1,309 @@
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from coordinator.mailbox import PostOffice
+from coordinator.sides import DraftSide, HeadWriter, Patience, TargetSide
+from outrider.clock import run_virtually
+from outrider.drafting.drafter import DraftRequest
+from outrider.errors import BadRequest, LinkLost, NotFound, Unavailable
+from outrider.messages import (
+    ProposalReply,
+    Refused,
+    ReplicaDescription,
+    Resync,
+    VerdictReply,
+)
+from outrider.sessions.state import Session
+from outrider.sessions.store import CacheState, Counters, NewSession
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.verdict import Verdict
+
+PATIENCE = Patience(
+    target_answer_s=1.0,
+    target_gone_s=4.0,
+    target_retry_s=0.1,
+    draft_answer_s=0.5,
+    draft_retry_s=2.0,
+)
+PROMPT = (5, 6, 7, 8)
+
+
+class ScriptedLink:
+    """A link whose replica answers as a script says, one entry for each item sent."""
+
+    def __init__(self, *script: Callable[[Any], Any] | Exception | None) -> None:
+        self.script = list(script)
+        self.sent: list[Any] = []
+        self.released: list[str] = []
+
+    def listen(self, on_answer: Callable[[Any], None], on_lost: Callable[[Any], None]) -> None:
+        self.on_answer, self.on_lost = on_answer, on_lost
+
+    def send(self, item: Any) -> None:
+        self.sent.append(item)
+        answer = self.script.pop(0) if self.script else None
+        if isinstance(answer, Exception):
+            raise answer
+        if answer is not None:
+            asyncio.get_running_loop().call_soon(lambda: self.on_answer(answer(item)))
+
+    def release(self, session_id: str, epoch: int) -> None:
+        self.released.append(session_id)
+
+    async def describe(self, timeout_s: float) -> ReplicaDescription:
+        raise Unavailable("not scripted")
+
+    async def close(self) -> None:
+        pass
+
+
+class StandIn:
+    """A local drafter that always proposes token 1."""
+
+    def propose(self, requests: list[DraftRequest]) -> list[Proposal]:
+        return [Proposal((1,), (None,)) for _ in requests]
+
+    def release(self, session_id: str) -> None:
+        pass
+
+
+def verdict(item: Any, correction: int = 9) -> VerdictReply:
+    num = len(item.proposal)
+    return VerdictReply(
+        item.head.key,
+        Verdict((1.0,) * num, (correction,) * (num + 1)),
+        cached_length=item.head.committed_length + num,
+    )
+
+
+def proposal(item: Any) -> ProposalReply:
+    tokens = tuple(range(item.num_draft_tokens))
+    length = item.head.committed_length
+    return ProposalReply(item.head.key, Proposal(tokens), length, length + len(tokens))
+
+
+def refuse(error: Any) -> Callable[[Any], Refused]:
+    return lambda item: Refused(item.head.key, error.grpc_code, error.message)
+
+
+def session(prompt: tuple[int, ...] = PROMPT) -> Session:
+    return Session.opened(NewSession("0" * 32, "", "me", 3, Rule.GREEDY, "{}", prompt))
+
+
+def heads(of: Session) -> HeadWriter:
+    return HeadWriter(of, SamplingParams(temperature=0.0), deadline=1000.0)
+
+
+def with_target(link: ScriptedLink, test: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
+    async def main() -> Any:
+        one = session()
+        return await test(TargetSide(PostOffice(link, "t"), heads(one), PATIENCE), one)
+
+    return run_virtually(main())
+
+
+def with_draft(link: ScriptedLink, test: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
+    async def main() -> Any:
+        one = session()
+        return await test(DraftSide(PostOffice(link, "d"), heads(one), PATIENCE, StandIn()), one)
+
+    return run_virtually(main())
+
+
+NOISE = RoundNoise(3, Rule.GREEDY, len(PROMPT))
+
+
+def test_what_the_target_lacks_is_sent_and_what_it_holds_is_not() -> None:
+    link = ScriptedLink(verdict, verdict)
+
+    async def test(target: TargetSide, one: Session) -> None:
+        reply = await target.verify(0, EMPTY_PROPOSAL, 0, None)
+        target.settle(reply, one.length)
+        one.decide((9,), Counters())
+        await target.verify(1, Proposal((1, 2)), 0, None)
+        assert target.cache_state == CacheState("t", 4)
+
+    with_target(link, test)
+    first, second = (item.head for item in link.sent)
+    assert (first.base_length, first.append) == (0, PROMPT)
+    assert (second.base_length, second.append) == (4, (9,))
+
+
+def test_an_answer_that_does_not_come_is_asked_for_again() -> None:
+    link = ScriptedLink(None, None, verdict)
+
+    async def test(target: TargetSide, one: Session) -> float:
+        await target.verify(0, EMPTY_PROPOSAL, 0, None)
+        return asyncio.get_running_loop().time()
+
+    assert with_target(link, test) == pytest.approx(3.0)  # 1 s, then 2 s.
+    assert len(link.sent) == 3
+
+
+def test_a_resync_is_answered_with_what_the_replica_lacks() -> None:
+    def resync(length: int, digest_of: tuple[int, ...]) -> Callable[[Any], Resync]:
+        digest = session(digest_of).tokens.digest()
+        return lambda item: Resync(item.head.key, length, digest)
+
+    link = ScriptedLink(resync(2, PROMPT[:2]), resync(3, (4, 4, 4)), verdict)
+
+    async def test(target: TargetSide, one: Session) -> None:
+        await target.verify(0, EMPTY_PROPOSAL, 0, None)
+
+    with_target(link, test)
+    assert [item.head.base_length for item in link.sent] == [0, 2, 0]
+
+
+def test_a_target_that_cannot_be_reached_is_given_up_in_time() -> None:
+    link = ScriptedLink(*[LinkLost("down")] * 50)
+
+    async def test(target: TargetSide, one: Session) -> float:
+        with pytest.raises(Unavailable, match="no target can be reached"):
+            await target.verify(0, EMPTY_PROPOSAL, 0, None)
+        return asyncio.get_running_loop().time()
+
+    assert 4.0 <= with_target(link, test) <= 6.0
+
+
+def test_a_target_that_comes_back_is_used_again() -> None:
+    link = ScriptedLink(LinkLost("down"), LinkLost("down"), verdict)
+
+    async def test(target: TargetSide, one: Session) -> None:
+        await target.verify(0, EMPTY_PROPOSAL, 0, None)
+
+    with_target(link, test)
+
+
+def test_a_refusal_is_the_requests_error() -> None:
+    async def test(target: TargetSide, one: Session) -> None:
+        with pytest.raises(BadRequest) as caught:
+            await target.verify(0, EMPTY_PROPOSAL, 0, None)
+        assert caught.value.field == "append[0]"
+
+    with_target(ScriptedLink(refuse(BadRequest("append[0]", "too large"))), test)
+
+
+def test_a_target_that_decodes_ahead_is_asked_again_at_half_its_allowance() -> None:
+    link = ScriptedLink()
+
+    async def test(target: TargetSide, one: Session) -> list[int]:
+        asked = []
+        for index in range(10):
+            sent = len(link.sent)
+            link.script = [None]
+            task = asyncio.create_task(target.verify(index, EMPTY_PROPOSAL, 8, None))
+            await asyncio.sleep(0.01)
+            if len(link.sent) > sent:
+                asked.append(index)
+            key = link.sent[-1].head.key
+            answer = VerdictReply(type(key)(key.session_id, 1, index), Verdict((), (9,)), 0)
+            link.on_answer(answer)
+            target.settle(await task, one.length)
+            one.decide((9,), Counters())
+        return asked
+
+    assert with_target(link, test) == [0, 5]
+
+
+def test_the_first_verdict_of_a_round_wins_and_stale_ones_are_dropped() -> None:
+    link = ScriptedLink(verdict)
+
+    async def test(target: TargetSide, one: Session) -> None:
+        reply = await target.verify(0, EMPTY_PROPOSAL, 0, None)
+        target.settle(reply, one.length)
+        one.decide((9,), Counters())
+        link.script = [None]
+        task = asyncio.create_task(target.verify(1, EMPTY_PROPOSAL, 0, None))
+        await asyncio.sleep(0.01)
+        stale, item = link.sent
+        link.on_answer(verdict(stale, correction=1))
+        link.on_answer(verdict(item, correction=2))
+        link.on_answer(verdict(item, correction=3))
+        assert (await task).verdict.correction == (2,)
+
+    with_target(link, test)
+
+
+def test_a_draft_reads_the_prompt_once() -> None:
+    link = ScriptedLink(proposal, proposal)
+
+    async def test(draft: DraftSide, one: Session) -> None:
+        draft.prefill(0)
+        one.decide((9,), Counters())
+        drafted = await draft.propose(1, 3, NOISE)
+        assert drafted.by_replica
+        assert drafted.proposal.token_ids == (0, 1, 2)
+
+    with_draft(link, test)
+    prefill, item = link.sent
+    assert (prefill.num_draft_tokens, prefill.head.append) == (0, PROMPT)
+    assert (item.head.base_length, item.head.append) == (4, (9,))
+
+
+def test_a_silent_draft_costs_one_wait_and_is_used_again_when_it_answers() -> None:
+    link = ScriptedLink()
+
+    async def test(draft: DraftSide, one: Session) -> None:
+        loop = asyncio.get_running_loop()
+        assert not (await draft.propose(1, 3, NOISE)).by_replica
+        assert loop.time() == pytest.approx(PATIENCE.draft_answer_s)
+        for index in (2, 3):
+            assert (await draft.propose(index, 3, NOISE)).proposal.token_ids == (1,)
+        assert loop.time() == pytest.approx(PATIENCE.draft_answer_s)
+        link.on_answer(proposal(link.sent[0]))  # Late, and of no use but as a sign of life.
+        link.script = [proposal]
+        assert (await draft.propose(4, 3, NOISE)).by_replica
+
+    with_draft(link, test)
+
+
+def test_an_absent_draft_is_probed_without_waiting() -> None:
+    link = ScriptedLink(LinkLost("down"))
+
+    async def test(draft: DraftSide, one: Session) -> None:
+        loop = asyncio.get_running_loop()
+        assert not (await draft.propose(1, 3, NOISE)).by_replica
+        assert not (await draft.propose(2, 3, NOISE)).by_replica
+        assert len(link.sent) == 1
+        await asyncio.sleep(PATIENCE.draft_retry_s)
+        start = loop.time()
+        link.script = [proposal, proposal]
+        assert not (await draft.propose(3, 3, NOISE)).by_replica
+        assert loop.time() == start
+        await asyncio.sleep(0.01)
+        assert (await draft.propose(4, 3, NOISE)).by_replica
+
+    with_draft(link, test)
+
+
+@pytest.mark.parametrize("error", [NotFound("who?"), BadRequest("x", "y")])
+def test_a_draft_that_refuses_harms_nobody(error: Any) -> None:
+    async def test(draft: DraftSide, one: Session) -> None:
+        assert not (await draft.propose(1, 3, NOISE)).by_replica
+
+    with_draft(ScriptedLink(refuse(error)), test)
+
+
+def test_a_draft_that_sends_more_than_was_asked_for_is_not_believed() -> None:
+    async def test(draft: DraftSide, one: Session) -> None:
+        assert not (await draft.propose(1, 3, NOISE)).by_replica
+
+    def too_long(item: Any) -> ProposalReply:
+        return ProposalReply(item.head.key, Proposal((1, 2, 3, 4)), 4, 8)
+
+    with_draft(ScriptedLink(too_long), test)
+
+
+def test_closing_a_side_lets_the_replica_forget() -> None:
+    link = ScriptedLink()
+
+    async def test(target: TargetSide, one: Session) -> None:
+        target.close()
+
+    with_target(link, test)
+    assert link.released == ["0" * 32]

@@ -1,0 +1,457 @@
+"""The committer on a virtual clock: what is shown, what is stored, who waits."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+from commit_bench import LATENCY_S, Bench, bench, is_waiting, now, virtually
+
+from outrider.errors import (
+    DataLoss,
+    InvariantError,
+    StaleEpoch,
+    Unavailable,
+)
+from outrider.limits import (
+    APPENDS_PER_CALL_MAX,
+    COMMIT_RETRY_MS_MAX,
+    UNCOMMITTED_MS_MAX,
+    UNCOMMITTED_TOKENS_MAX,
+)
+from outrider.sessions.state import OwnedState, Session
+from outrider.sessions.store import Counters, FinishReason, SessionState
+
+
+@virtually
+async def test_sessions_gather_while_a_call_is_under_way() -> None:
+    """The first session's append leaves at once; all others' and its own next share the second."""
+    async with bench() as b:
+        sessions = [await b.session(k) for k in range(50)]
+        b.decide(sessions[0])
+        await asyncio.sleep(LATENCY_S / 2)
+        for session in sessions:
+            b.decide(session)
+            b.decide(session, 2)
+        await asyncio.gather(*(b.committer.shown(s, s.length) for s in sessions))
+        assert [len(appends) for appends in b.store.appends] == [1, 50]
+        assert [await b.stored(s) for s in sessions] == [tuple(s.tokens.ids) for s in sessions]
+        b.committer.check_integrity()
+
+
+@virtually
+async def test_a_call_has_a_bound() -> None:
+    async with bench() as b:
+        sessions = [await b.session(k) for k in range(APPENDS_PER_CALL_MAX + 1)]
+        for session in sessions:
+            b.decide(session)
+        await asyncio.gather(*(b.committer.shown(s, s.length) for s in sessions))
+        assert [len(appends) for appends in b.store.appends] == [APPENDS_PER_CALL_MAX, 1]
+
+
+@virtually
+async def test_nothing_is_shown_before_it_is_stored() -> None:
+    async with bench() as b:
+        session = await b.session()
+        assert await b.committer.shown(session, 3) == 3
+        b.decide(session, 4)
+        start = now()
+        assert await b.committer.shown(session, 4) == 7
+        assert now() == pytest.approx(start + LATENCY_S)
+        assert len(await b.stored(session)) == 7
+
+
+@virtually
+async def test_unseen_tokens_stay_unseen_while_the_store_is_down() -> None:
+    """An outage of a minute: nothing is shown, tries grow rarer, and then all is stored at once."""
+    async with bench() as b:
+        session = await b.session()
+        b.store.down = True
+        b.decide(session)
+        shown = asyncio.create_task(b.committer.shown(session, 4))
+        assert await is_waiting(shown, 30)
+        b.decide(session, 3)
+        assert await is_waiting(shown, 30)
+        assert session.showable_length == 3
+        assert b.committer.store_down
+        gaps = [b - a for a, b in zip(b.store.append_times, b.store.append_times[1:], strict=False)]
+        assert gaps[0] < 0.04
+        longest = COMMIT_RETRY_MS_MAX / 1000
+        assert all(longest / 2 <= gap <= longest + LATENCY_S + 1e-6 for gap in gaps[8:])
+        assert len(set(gaps)) > len(gaps) / 2
+        b.store.down = False
+        before = len(b.store.appends)
+        assert await shown == 7
+        assert len(b.store.appends) == before + 1
+        assert not b.committer.store_down
+        assert await b.stored(session) == tuple(session.tokens.ids)
+
+
+@virtually
+async def test_an_answer_that_is_lost_does_not_repeat_tokens() -> None:
+    async with bench() as b:
+        session = await b.session()
+        b.store.fails = lambda: "answer"
+        b.decide(session, 2)
+        await asyncio.sleep(1)
+        b.decide(session, 2)
+        b.store.fails = lambda: ""
+        await b.committer.shown(session, 7)
+        assert await b.stored(session) == tuple(session.tokens.ids)
+
+
+@pytest.mark.parametrize("ahead", [1, 17])
+@virtually
+async def test_a_session_waits_at_the_bound_of_uncommitted_tokens(ahead: int) -> None:
+    async with bench() as b:
+        session = await b.session()
+        b.store.down = True
+        b.decide(session, UNCOMMITTED_TOKENS_MAX - ahead)
+        await b.committer.room(session, ahead)
+        b.decide(session)
+        room = asyncio.create_task(b.committer.room(session, ahead))
+        assert await is_waiting(room, 5)
+        b.store.down = False
+        await room
+        assert session.num_uncommitted == 0
+
+
+@virtually
+async def test_a_session_waits_when_its_oldest_token_waits_too_long() -> None:
+    async with bench() as b:
+        session = await b.session()
+        b.store.down = True
+        b.decide(session)
+        await asyncio.sleep(UNCOMMITTED_MS_MAX / 1000)
+        await b.committer.room(session)
+        b.decide(session)
+        await asyncio.sleep(0.001)
+        room = asyncio.create_task(b.committer.room(session))
+        assert await is_waiting(room, 5)
+        b.store.down = False
+        await room
+
+
+@virtually
+async def test_a_token_that_the_store_lost_waits_anew() -> None:
+    """The store loses its tail and then goes down: its age counts from when that was noticed."""
+    async with bench() as b:
+        session = await b.session()
+        before = b.store.snapshot()
+        b.decide(session, 2)
+        await b.committer.shown(session, 5)
+        b.store.restore(before)
+        b.decide(session)
+        await asyncio.sleep(LATENCY_S * 1.5)
+        b.store.down = True
+        assert session.num_uncommitted == 3
+        await b.committer.room(session)
+        await asyncio.sleep(UNCOMMITTED_MS_MAX / 1000)
+        room = asyncio.create_task(b.committer.room(session))
+        assert await is_waiting(room, 5)
+        b.store.down = False
+        await room
+
+
+@virtually
+async def test_the_age_of_a_token_counts_only_while_it_is_uncommitted() -> None:
+    """A stream that lasts longer than the bound never waits while the store answers."""
+    async with bench() as b:
+        session = await b.session()
+        for _ in range(2 * UNCOMMITTED_MS_MAX // 100):
+            start = now()
+            await b.committer.room(session, 17)
+            assert now() == start
+            b.decide(session, 17)
+            await asyncio.sleep(0.1)
+
+
+@virtually
+async def test_a_lost_tail_is_sent_again() -> None:
+    """The store restarts without its last tokens; what was shown stays shown and comes back."""
+    async with bench() as b:
+        session = await b.session()
+        before = b.store.snapshot()
+        b.decide(session, 5)
+        await b.committer.shown(session, 8)
+        b.store.restore(before)
+        b.decide(session)
+        assert await b.committer.shown(session, 8) == 8
+        await b.committer.shown(session, 9)
+        assert await b.stored(session) == tuple(session.tokens.ids)
+        b.committer.check_integrity()
+
+
+@virtually
+async def test_a_take_over_stops_one_session_alone() -> None:
+    async with bench() as b:
+        taken, kept = await b.session(0), await b.session(1)
+        b.store.down = True
+        b.decide(taken)
+        b.decide(kept)
+        shown = asyncio.create_task(b.committer.shown(taken, 4))
+        assert await is_waiting(shown, 3)
+        b.store.down = False
+        assert (await b.store.take_over(taken.session_id, "bert")).epoch == 2
+        with pytest.raises(StaleEpoch):
+            await shown
+        assert taken.state is OwnedState.LOST
+        assert taken.showable_length == 3
+        for call in (
+            b.committer.room(taken),
+            b.committer.shown(taken, 4),
+            b.committer.finish(taken, FinishReason.STOP),
+        ):
+            with pytest.raises(StaleEpoch):
+                await call
+        assert await b.committer.shown(kept, 4) == 4
+        b.committer.check_integrity()
+
+
+@pytest.mark.parametrize("idle", [False, True])
+@virtually
+async def test_a_record_that_is_gone_is_data_loss(idle: bool) -> None:
+    """Also for a session that appends nothing: the renewal of its lease finds it."""
+    async with bench() as b:
+        session = await b.session()
+        room = asyncio.create_task(b.committer.room(session))
+        b.store.restore({})
+        if not idle:
+            b.decide(session)
+            with pytest.raises(DataLoss):
+                await b.committer.shown(session, 4)
+        await asyncio.sleep(0.6)
+        assert isinstance(session.error, DataLoss)
+        await room
+        with pytest.raises(DataLoss):
+            await b.committer.room(session)
+        with pytest.raises(Exception, match="no session"):
+            await b.store.load(session.session_id)
+
+
+@virtually
+async def test_leases_are_renewed_in_one_call_and_a_taken_session_is_noticed() -> None:
+    async with bench() as b:
+        sessions = [await b.session(k) for k in range(20)]
+        await asyncio.sleep(10)
+        assert {len(renewal) for renewal in b.store.renewals} == {20}
+        assert 19 <= len(b.store.renewals) <= 21
+        with pytest.raises(Unavailable):
+            await b.store.take_over(sessions[0].session_id, "bert")
+        kept = b.store.snapshot()
+        record = replace(kept[sessions[0].session_id], lease_until_ms=0)
+        b.store.restore({**kept, sessions[0].session_id: record})
+        await b.store.take_over(sessions[0].session_id, "bert")
+        await asyncio.sleep(0.6)
+        assert isinstance(sessions[0].error, StaleEpoch)
+        assert all(s.error is None for s in sessions[1:])
+
+
+@virtually
+async def test_finish_waits_for_the_last_tokens() -> None:
+    async with bench() as b:
+        session = await b.session()
+        b.store.down = True
+        session.decide([1, 2], Counters(3, 2, 1))
+        ended = asyncio.create_task(b.committer.finish(session, FinishReason.LENGTH))
+        assert await is_waiting(ended, 20)
+        assert b.store.num_finishes == 0
+        b.store.down = False
+        await ended
+        record = await b.store.load(session.session_id)
+        assert (record.state, record.finish_reason) == (SessionState.FINISHED, FinishReason.LENGTH)
+        assert (record.token_ids[3:], record.counters) == ((1, 2), Counters(3, 2, 1))
+        await b.committer.finish(session, FinishReason.CANCELLED)
+        assert session.finish_reason is FinishReason.LENGTH
+        assert b.store.num_finishes == 1
+        num_renewals = len(b.store.renewals)
+        await asyncio.sleep(5)
+        assert len(b.store.renewals) == num_renewals
+
+
+@pytest.mark.parametrize("failure", ["request", "answer"])
+@virtually
+async def test_finish_is_repeated_until_it_is_answered(failure: str) -> None:
+    async with bench() as b:
+        session = await b.session()
+        left = [failure] * 4
+        b.store.fails = lambda: left.pop() if left else ""
+        await b.committer.finish(session, FinishReason.STOP)
+        assert b.store.num_finishes == 5
+        assert (await b.store.load(session.session_id)).finish_reason is FinishReason.STOP
+
+
+@virtually
+async def test_a_tail_that_is_lost_before_the_end_is_sent_again() -> None:
+    """The store restarts after its last acknowledgement and before it hears of the end."""
+    async with bench() as b:
+        session = await b.session()
+        before = b.store.snapshot()
+        b.decide(session, 5)
+        await b.committer.shown(session, 8)
+        b.store.restore(before)
+        await b.committer.finish(session, FinishReason.STOP)
+        record = await b.store.load(session.session_id)
+        assert record.token_ids == tuple(session.tokens.ids)
+        assert record.finish_reason is FinishReason.STOP
+
+
+@virtually
+async def test_finishing_a_taken_session_says_so() -> None:
+    async with bench() as b:
+        session = await b.session()
+        kept = b.store.snapshot()
+        b.store.restore({k: replace(v, lease_until_ms=0) for k, v in kept.items()})
+        await b.store.take_over(session.session_id, "bert")
+        with pytest.raises(StaleEpoch):
+            await b.committer.finish(session, FinishReason.STOP)
+        assert (await b.store.load(session.session_id)).state is SessionState.RUNNING
+
+
+@virtually
+async def test_who_waits_for_a_removed_session_hears_of_it() -> None:
+    async with bench() as b:
+        session = await b.session()
+        b.store.down = True
+        b.decide(session)
+        shown = asyncio.create_task(b.committer.shown(session, 4))
+        await asyncio.sleep(0.05)
+        b.committer.remove(session)
+        b.committer.remove(session)
+        with pytest.raises(Unavailable):
+            await shown
+        with pytest.raises(InvariantError, match="not added"):
+            b.committer.notify(session)
+
+
+@virtually
+async def test_a_waiter_that_gives_up_takes_no_other_with_it() -> None:
+    async with bench() as b:
+        session = await b.session()
+        b.decide(session)
+        impatient = asyncio.create_task(b.committer.shown(session, 4))
+        patient = asyncio.create_task(b.committer.shown(session, 4))
+        await asyncio.sleep(0)
+        impatient.cancel()
+        assert await patient == 4
+
+
+@virtually
+async def test_close_stores_what_it_can_and_lets_nobody_wait() -> None:
+    """The session stays in the store as it was, for another owner."""
+    b = Bench()
+    session, other, sent = [await b.session(k) for k in range(3)]
+    b.decide(session)
+    b.decide(sent)
+    await asyncio.sleep(LATENCY_S / 2)
+    b.decide(session, 2)
+    shown = asyncio.create_task(b.committer.shown(session, 6))
+    never = asyncio.create_task(b.committer.shown(other, 4))
+    await asyncio.sleep(0)
+    await b.committer.close()
+    await b.running
+    assert await shown == 6
+    with pytest.raises(Unavailable):
+        await never
+    assert await b.stored(session) == tuple(session.tokens.ids)
+    assert await b.stored(sent) == tuple(sent.tokens.ids)
+    assert (await b.store.load(session.session_id)).state is SessionState.RUNNING
+    b.committer.notify(session)
+    for refused in (b.committer.room(session), b.committer.finish(session, FinishReason.STOP)):
+        with pytest.raises(Unavailable, match="shutting down"):
+            await refused
+    with pytest.raises(Unavailable, match="shutting down"):
+        b.committer.add(session)
+
+
+@virtually
+async def test_close_does_not_wait_for_a_store_that_is_down() -> None:
+    b = Bench()
+    session = await b.session()
+    b.store.down = True
+    b.decide(session)
+    await asyncio.sleep(60)
+    start = now()
+    await b.committer.close()
+    assert now() - start < 1
+
+
+@virtually
+async def test_an_impossible_answer_stops_its_session_alone() -> None:
+    async with bench() as b:
+        session, other = await b.session(0), await b.session(1)
+        kept = b.store.snapshot()
+        record = kept[session.session_id].record
+        record = replace(record, token_ids=(*record.token_ids, 1, 2, 3, 4))
+        wrong = replace(kept[session.session_id], record=record)
+        b.store.restore({**kept, session.session_id: wrong})
+        b.decide(session)
+        b.decide(other)
+        with pytest.raises(InvariantError, match="the store holds 7"):
+            await b.committer.shown(session, 4)
+        assert await b.committer.shown(other, 4) == 4
+
+
+@virtually
+async def test_a_bug_ends_the_committer_loudly() -> None:
+    b = Bench()
+    session = await b.session()
+
+    def broken() -> str:
+        raise RuntimeError("bug")
+
+    b.store.fails = broken
+    b.decide(session)
+    with pytest.raises(Unavailable):
+        await b.committer.shown(session, 4)
+    with pytest.raises(RuntimeError, match="bug"):
+        await b.running
+    await b.committer.close()
+
+
+@pytest.mark.parametrize("seed", range(40))
+@virtually
+async def test_whatever_fails_all_is_stored_once_and_nothing_is_shown_early(seed: int) -> None:
+    """Requests and answers are lost, the store restarts without its tail; sessions decide, wait
+    and finish. At every moment, what may be shown has been stored at some time."""
+    dice = random.Random(seed)
+    async with bench() as b:
+        sessions = [await b.session(k) for k in range(4)]
+        old = b.store.snapshot()
+        longest = {s.session_id: 3 for s in sessions}
+        b.store.fails = lambda: dice.choices(["", "request", "answer"], [6, 1, 1])[0]
+
+        async def watch() -> None:
+            nonlocal old
+            while True:
+                kept = b.store.snapshot()
+                for s in sessions:
+                    length = len(kept[s.session_id].record.token_ids)
+                    longest[s.session_id] = max(longest[s.session_id], length)
+                    assert s.showable_length <= longest[s.session_id]
+                    s.check_integrity()
+                if dice.random() < 0.02:
+                    b.store.restore(old)
+                if dice.random() < 0.1:
+                    old = b.store.snapshot()
+                if dice.random() < 0.01:
+                    b.store.down = not b.store.down
+                await asyncio.sleep(LATENCY_S / 10)
+
+        async def generate(session: Session) -> None:
+            for _ in range(60):
+                await b.committer.room(session, 17)
+                b.decide(session, dice.randint(1, 17))
+                await asyncio.sleep(dice.random() / 50)
+
+        watcher = asyncio.create_task(watch())
+        await asyncio.gather(*(generate(s) for s in sessions))
+        watcher.cancel()
+        [failure] = await asyncio.gather(watcher, return_exceptions=True)
+        assert isinstance(failure, asyncio.CancelledError), f"seed {seed}"
+        b.store.down = False
+        await asyncio.gather(*(b.committer.finish(s, FinishReason.STOP) for s in sessions))
+        assert [await b.stored(s) for s in sessions] == [tuple(s.tokens.ids) for s in sessions]
+        b.committer.check_integrity()
