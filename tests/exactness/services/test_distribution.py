@@ -1,0 +1,154 @@
+"""Completions that come out of the real services are distributed as if the target had written
+them alone: tiny random models, real gRPC, real Redis, the joint law of all tokens by enumeration.
+
+Each cell: Pearson's chi-square, false alarm 1e-6; enough samples that a law at total variation
+0.05 is found with probability 0.99, which the test asserts of itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exactness.law import FALSE_ALARM, completion_law, fit, product
+from models import tiny_config, tiny_module
+from stack import Stack, running_stack
+
+from outrider.engine.interface import ModelInfo
+from outrider.engine.transformers_engine import TransformersEngine
+from outrider.generation import GenerateRequest
+from outrider.speculation.sampling import Rule, SamplingParams
+
+DETECTS = 0.05
+POWER = 0.99
+CONCURRENCY = 48
+SEED = 20_260_000
+"""Requests use the seeds from here on."""
+
+PLAIN = SamplingParams()
+TOP_K = SamplingParams(top_k=2)
+TOP_P = SamplingParams(top_p=0.8)
+PENALISED = SamplingParams(
+    temperature=0.7, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One setting of the grid."""
+
+    rule: Rule
+    num_draft_tokens: int
+    params: SamplingParams
+    vocab_size: int = 3
+    draft_vocab_size: int | None = 3
+    """None = n-gram drafting."""
+    num_tokens: int = 3
+    num_samples: int = 10_000
+
+    def __str__(self) -> str:
+        draft = "ngram" if self.draft_vocab_size is None else f"draft{self.draft_vocab_size}"
+        transforms = (
+            f"T{self.params.temperature:g}-k{self.params.top_k}-p{self.params.top_p:g}"
+            f"{'-penalised' if self.params.penalised else ''}"
+        )
+        return (
+            f"{self.rule.value}-K{self.num_draft_tokens}-{transforms}-V{self.vocab_size}-{draft}-"
+            f"n{self.num_tokens}"
+        )
+
+
+CELLS = [
+    Cell(Rule.TOKEN, 2, TOP_P),
+    Cell(Rule.BLOCK, 4, PLAIN, num_tokens=4, num_samples=13_500),
+    Cell(Rule.COUPLED, 2, PENALISED),
+    # A draft that knows two tokens more than the target, which are never accepted.
+    Cell(Rule.TOKEN, 4, TOP_K, vocab_size=4, draft_vocab_size=6),
+]
+SMALL_GRID = [
+    Cell(rule, k, params)
+    for rule, k, params in product(
+        (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED), (0, 1, 2, 4), (PLAIN, TOP_K, TOP_P, PENALISED)
+    )
+]
+WIDE_GRID = [
+    Cell(Rule.TOKEN, 2, PLAIN, vocab_size=8, draft_vocab_size=5, num_tokens=2, num_samples=13_500),
+    Cell(Rule.BLOCK, 2, TOP_P, vocab_size=8, draft_vocab_size=8, num_tokens=2, num_samples=13_500),
+    Cell(Rule.BLOCK, 4, PLAIN, vocab_size=4, draft_vocab_size=3, num_samples=13_500),
+    Cell(Rule.TOKEN, 4, PLAIN, draft_vocab_size=None, num_tokens=4, num_samples=13_500),
+    Cell(Rule.BLOCK, 4, PLAIN, draft_vocab_size=None, num_tokens=4, num_samples=13_500),
+    Cell(Rule.COUPLED, 4, PLAIN, draft_vocab_size=None, num_tokens=4, num_samples=13_500),
+    Cell(Rule.TOKEN, 4, PLAIN, vocab_size=3, num_tokens=1, num_samples=7_000),
+    Cell(Rule.BLOCK, 4, TOP_K, num_tokens=6, num_samples=12_500),
+]
+
+
+def tiny_engine(vocab_size: int, seed: int) -> tuple[Any, TransformersEngine]:
+    torch.set_num_threads(1)
+    module = tiny_module(tiny_config("llama", vocab_size), seed)
+    info = ModelInfo(f"tiny-{seed}", vocab_size, 128, "float32", (), f"w{seed}", "tiny")
+    return module, TransformersEngine(module, info, max_num_seqs=64)
+
+
+def prompt_of(cell: Cell) -> tuple[int, ...]:
+    """Repeats itself, so that n-grams have something to find."""
+    return (0, 1, 2, 0, 1, 2, 0, 1)
+
+
+async def sample(stack: Stack, cell: Cell) -> tuple[list[tuple[int, ...]], int]:
+    """All completions, and how many draft tokens were accepted in all."""
+    gate = asyncio.Semaphore(CONCURRENCY)
+    num_accepted = 0
+
+    async def one(number: int) -> tuple[int, ...]:
+        nonlocal num_accepted
+        request = GenerateRequest(
+            prompt_of(cell),
+            sampling=cell.params,
+            max_tokens=cell.num_tokens,
+            seed=SEED + number,
+            rule=cell.rule,
+            num_draft_tokens=cell.num_draft_tokens,
+        )
+        async with gate:
+            completion = await stack.client.complete(request)
+        num_accepted += completion.metrics.num_accepted_draft_tokens
+        return completion.token_ids
+
+    samples = await asyncio.gather(*(one(number) for number in range(cell.num_samples)))
+    return list(samples), num_accepted
+
+
+async def check_cell(cell: Cell, directory: Path) -> None:
+    module, target = tiny_engine(cell.vocab_size, seed=3)
+    draft = None
+    if cell.draft_vocab_size is not None:
+        _, draft = tiny_engine(cell.draft_vocab_size, seed=4)
+    law = completion_law(module, prompt_of(cell), cell.num_tokens, cell.params)
+    async with running_stack(target, draft, directory) as stack:
+        samples, num_accepted = await sample(stack, cell)
+    result = fit(samples, law, DETECTS)
+    print(f"{cell}: {result}, {num_accepted} draft tokens accepted")
+    assert result.power >= POWER
+    assert result.p_value >= FALSE_ALARM
+    if cell.num_draft_tokens and cell.num_tokens > 2:
+        assert num_accepted > 0
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+async def test_completions_follow_the_targets_law(cell: Cell, tmp_path: Path) -> None:
+    await check_cell(cell, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("cell", [*SMALL_GRID, *WIDE_GRID], ids=str)
+async def test_completions_follow_the_targets_law_over_the_whole_grid(
+    cell: Cell, tmp_path: Path
+) -> None:
+    await check_cell(cell, tmp_path)
