@@ -1,0 +1,187 @@
+"""Decodes the same prompts on several sides in turn, and keeps what each took.
+
+Whatever the machine does beside this - other work, clock rates, heat - drifts over minutes. So no
+side is measured in one piece: the sides take turns prompt by prompt, forwards for one prompt and
+backwards for the next, and two neighbours always follow each other at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Final, Protocol
+
+from outrider.errors import check
+from outrider.limits import SEED_MAX
+from outrider.speculation.sampling import Rule
+
+from .prompts import WARM_UP_PROMPTS, BenchPrompt
+
+WARM_UP_TOKENS_MAX: Final = 32
+
+Progress = Callable[[str], None]
+"""Is told what happens, one line at a time."""
+
+
+class Side(StrEnum):
+    """Who decodes."""
+
+    PLAIN = "plain"
+    """The services, with the target alone."""
+    SPECULATIVE = "speculative"
+    """The services, with drafts."""
+    ENGINE = "engine"
+    """The engine in a process, without services."""
+    TRANSFORMERS = "transformers"
+    """The library's own `generate` in a process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """How a prompt is decoded."""
+
+    max_tokens: int
+    temperature: float
+    rule: Rule
+    seed: int
+    num_draft_tokens: int
+    """Bound on draft tokens a round; 0 = plain decoding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What came out, and what it took."""
+
+    token_ids: tuple[int, ...]
+    """With the EOS, if there is one; at least one token."""
+    started_s: float
+    """When the request was sent, on a clock that all completions of a side share."""
+    seconds: float
+    """From there to the final event, prefill included."""
+    num_rounds: int
+    num_draft_tokens: int
+    """Proposed in all."""
+    num_accepted_draft_tokens: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of this completion alone."""
+        return len(self.token_ids) / self.seconds
+
+
+class BenchClient(Protocol):
+    """What the measurement needs of a side."""
+
+    async def generate(self, prompt: BenchPrompt, decoding: Decoding) -> Completion:
+        """Decodes one prompt to its end. Raises an `OutriderError` where that fails."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """One side, and how it is called."""
+
+    side: Side
+    client: BenchClient
+    decoding: Decoding
+    """The seed is that of the first prompt; the prompt with index i has the i-th after it."""
+    concurrency: int
+    """Requests at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class SideResult:
+    """What a side did: `completions` in the order of the prompts, [num_prompts]."""
+
+    completions: tuple[Completion, ...]
+    seconds: float
+    """In which they were decoded; less than the sum of theirs where several ran at a time."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all completions."""
+        return sum(len(completion.token_ids) for completion in self.completions)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """All tokens over all wall time."""
+        return self.num_tokens / self.seconds
+
+
+async def measure(
+    prompts: Sequence[BenchPrompt], contestants: Sequence[Contestant], progress: Progress
+) -> dict[Side, SideResult]:
+    """Warms every side up, then measures all of them. Raises what a side raises; requests that
+    still run are then cancelled."""
+    check(bool(prompts) and bool(contestants), "nothing to measure")
+    for contestant in contestants:
+        progress(f"warming up: {contestant.side.value}")
+        short = min(WARM_UP_TOKENS_MAX, contestant.decoding.max_tokens)
+        decoding = replace(contestant.decoding, max_tokens=short)
+        for prompt in WARM_UP_PROMPTS:
+            await contestant.client.generate(prompt, decoding)
+    completions: dict[Side, list[Completion]] = {c.side: [] for c in contestants}
+    seconds = dict.fromkeys(completions, 0.0)
+    size = _block_size(len(prompts), max(c.concurrency for c in contestants))
+    for turn, start in enumerate(range(0, len(prompts), size)):
+        block = prompts[start : start + size]
+        progress(f"prompt {start + len(block)} of {len(prompts)}: {block[-1].category}")
+        for contestant in contestants if turn % 2 == 0 else reversed(contestants):
+            done = await _decode_block(contestant, block, start)
+            completions[contestant.side] += done
+            seconds[contestant.side] += _wall_seconds(done, contestant.concurrency)
+    return {side: SideResult(tuple(completions[side]), seconds[side]) for side in completions}
+
+
+def _block_size(num_prompts: int, concurrency: int) -> int:
+    """Prompts a turn. With several at a time there are two turns, so that each side comes first
+    once, and the ends, where fewer than `concurrency` requests run, are few."""
+    return 1 if concurrency == 1 else -(-num_prompts // 2)
+
+
+def _wall_seconds(completions: Sequence[Completion], concurrency: int) -> float:
+    if concurrency == 1:
+        return sum(completion.seconds for completion in completions)
+    end = max(completion.started_s + completion.seconds for completion in completions)
+    return end - min(completion.started_s for completion in completions)
+
+
+async def _decode_block(
+    contestant: Contestant, prompts: Sequence[BenchPrompt], first_index: int
+) -> list[Completion]:
+    """The completions of `prompts`, in their order, `concurrency` at a time."""
+    completions: dict[int, Completion] = {}
+    waiting = iter(range(len(prompts)))
+    workers = [
+        asyncio.create_task(_work(contestant, prompts, first_index, waiting, completions))
+        for _ in range(min(contestant.concurrency, len(prompts)))
+    ]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+    return [completions[index] for index in range(len(prompts))]
+
+
+async def _work(
+    contestant: Contestant,
+    prompts: Sequence[BenchPrompt],
+    first_index: int,
+    waiting: Iterator[int],
+    completions: dict[int, Completion],
+) -> None:
+    """Decodes one prompt after the other until none waits; workers share `waiting`."""
+    for index in waiting:
+        seed = (contestant.decoding.seed + first_index + index) & SEED_MAX
+        decoding = replace(contestant.decoding, seed=seed)
+        completion = await contestant.client.generate(prompts[index], decoding)
+        check(
+            bool(completion.token_ids) and completion.seconds > 0,
+            f"{contestant.side.value} decoded {len(completion.token_ids)} tokens in "
+            f"{completion.seconds} s",
+        )
+        completions[index] = completion

@@ -1,0 +1,127 @@
+"""Prompts to measure with: 8 of our own in each of 6 categories, or a file of the user's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Final
+
+from outrider.errors import ConfigError
+
+CATEGORIES: Final = ("chat", "code", "math", "rewrite", "summary", "extract")
+"""The built-in ones. A prompt of the last three holds the text that it is about."""
+UNCATEGORISED: Final = "other"
+"""Category of a prompt in a file that names none."""
+PROMPT_FILE_BYTES_MAX: Final = 64 * 2**20
+PROMPTS_MAX: Final = 100_000
+"""Prompts in one file."""
+_ALLOWED: Final = (
+    'a line is a JSON object with "prompt", a text that is not empty, and if wanted "category"'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPrompt:
+    """One prompt, before any chat template."""
+
+    text: str
+    category: str
+
+
+WARM_UP_PROMPTS: Final = (
+    BenchPrompt("Name three things that one can see from a window in a large city.", "warm-up"),
+    BenchPrompt("Write one sentence about a river, and then write it once more.", "warm-up"),
+)
+"""Decoded on every side before anything is measured, and never measured."""
+
+
+def built_in_prompts() -> tuple[BenchPrompt, ...]:
+    """All built-in prompts, category by category."""
+    directory = files(__name__)
+    return tuple(
+        prompt
+        for category in CATEGORIES
+        for prompt in parse_prompts(
+            directory.joinpath(f"{category}.jsonl").read_text(encoding="utf-8"),
+            f"{category}.jsonl",
+        )
+    )
+
+
+def read_prompts(path: Path) -> tuple[BenchPrompt, ...]:
+    """The prompts of a JSONL file. Raises `ConfigError` naming the file, and the line if one is
+    wrong."""
+    try:
+        size = path.stat().st_size
+        if size > PROMPT_FILE_BYTES_MAX:
+            raise ConfigError(
+                f"prompts: {path} has {size} bytes; at most {PROMPT_FILE_BYTES_MAX} are allowed"
+            )
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"prompts: cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"prompts: {path} is not UTF-8: {error.reason}") from error
+    return parse_prompts(text, str(path))
+
+
+def parse_prompts(text: str, source: str) -> tuple[BenchPrompt, ...]:
+    """The prompts of JSONL text; empty lines are skipped, and keys other than `prompt` and
+    `category` belong to whoever made the data. `source` names it in the `ConfigError` that a wrong
+    line raises."""
+    prompts: list[BenchPrompt] = []
+    # Not splitlines: a JSON text may hold other line separators than the line feed as they are.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        if len(prompts) == PROMPTS_MAX:
+            raise ConfigError(f"prompts: {source} has more than {PROMPTS_MAX} prompts")
+        prompts.append(_parse_line(line, f"{source}:{number}"))
+    if not prompts:
+        raise ConfigError(f"prompts: {source} has no prompts; {_ALLOWED}")
+    return tuple(prompts)
+
+
+def select_prompts(prompts: Sequence[BenchPrompt], num_prompts: int) -> tuple[BenchPrompt, ...]:
+    """The first `num_prompts` / categories prompts of each category, in the order given; what
+    cannot be divided goes to the categories that come first, and what a category lacks to nobody.
+    Raises `ConfigError` where fewer are wanted than there are categories: some would be missing."""
+    categories = list(dict.fromkeys(prompt.category for prompt in prompts))
+    if num_prompts < len(categories):
+        raise ConfigError(
+            f"num_prompts: {num_prompts} is wrong; the prompts have {len(categories)} categories, "
+            "and each needs one"
+        )
+    share, rest = divmod(num_prompts, len(categories))
+    left = {name: share + (place < rest) for place, name in enumerate(categories)}
+    selected = []
+    for prompt in prompts:
+        if left[prompt.category]:
+            left[prompt.category] -= 1
+            selected.append(prompt)
+    return tuple(selected)
+
+
+def _parse_line(line: str, where: str) -> BenchPrompt:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"prompts: {where}: is not JSON ({error}); {_ALLOWED}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"prompts: {where}: is no object; {_ALLOWED}")
+    text = value.get("prompt")
+    category = value.get("category", UNCATEGORISED)
+    for key, field in (("prompt", text), ("category", category)):
+        if not isinstance(field, str) or not field.strip():
+            raise ConfigError(f'prompts: {where}: "{key}" is missing or no text; {_ALLOWED}')
+        if not field.isprintable() and _has_surrogate(field):
+            raise ConfigError(f'prompts: {where}: "{key}" holds half a character; {_ALLOWED}')
+    return BenchPrompt(text=str(text), category=category)
+
+
+def _has_surrogate(text: str) -> bool:
+    """JSON can escape half of a surrogate pair; no tokenizer and no protobuf takes it."""
+    return any("\ud800" <= character <= "\udfff" for character in text)

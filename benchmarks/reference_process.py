@@ -1,0 +1,159 @@
+"""The process behind `references.ReferenceProcess`.
+
+Reads JSON lines: first which model to load and how, answered when it is loaded, then one request
+after the other, until its input ends. An answer is `{}`, `{"token_ids", "seconds"}` or `{"error"}`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final, Protocol, TextIO
+
+import torch
+
+from outrider.engine.interface import Engine, SequenceStep
+from outrider.engine.loading import load_model
+from outrider.engine.transformers_engine import TransformersEngine
+from outrider.errors import OutriderError
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.proposal import EMPTY_PROPOSAL
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.scoring import score
+from outrider.speculation.transforms import target_probabilities
+from outrider.text import TokenizerText
+
+from .measurement import Side
+from .references import LINE_BYTES_MAX
+
+_SEQUENCE: Final = "bench"
+
+
+class _Decoder(Protocol):
+    """Decodes one prompt at a time."""
+
+    def decode(self, prompt_ids: tuple[int, ...], request: dict[str, Any]) -> list[int]:
+        """The completion's token ids, with the EOS if there is one."""
+        ...
+
+
+class EngineDecoder:
+    """Plain decoding as a target replica does it, without the replica."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._eos = frozenset(engine.info.eos_token_ids)
+
+    def decode(self, prompt_ids: tuple[int, ...], request: dict[str, Any]) -> list[int]:
+        """Draws token after token from the transformed distribution, as with K = 0."""
+        params = SamplingParams(temperature=request["temperature"])
+        rule, seed = Rule(request["rule"]), request["seed"]
+        completion: list[int] = []
+        step = SequenceStep(_SEQUENCE, prompt_ids, num_logits=1)
+        try:
+            while True:
+                [logits] = self._engine.forward([step])
+                noise = RoundNoise(seed, rule, len(prompt_ids) + len(completion))
+                verdict = score(target_probabilities(logits, params), EMPTY_PROPOSAL, noise)
+                token_id = verdict.correction[0]
+                completion.append(token_id)
+                if token_id in self._eos or len(completion) == request["max_tokens"]:
+                    return completion
+                step = SequenceStep(_SEQUENCE, (token_id,), num_logits=1)
+        finally:
+            self._engine.release(_SEQUENCE)
+
+
+class LibraryDecoder:
+    """The library's `generate`."""
+
+    def __init__(self, module: Any, eos_token_ids: tuple[int, ...]) -> None:
+        self._module = module
+        self._eos = list(eos_token_ids)
+
+    def decode(self, prompt_ids: tuple[int, ...], request: dict[str, Any]) -> list[int]:
+        """Greedy at rule greedy, else sampled at the temperature and nothing else."""
+        torch.manual_seed(request["seed"])
+        sampling: dict[str, Any] = {"do_sample": False}
+        if request["rule"] != Rule.GREEDY:
+            temperature = request["temperature"]
+            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        ids = torch.tensor([prompt_ids], device=self._module.device)
+        with torch.inference_mode():
+            output = self._module.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=request["max_tokens"],
+                eos_token_id=self._eos or None,
+                pad_token_id=self._eos[0] if self._eos else 0,
+                **sampling,
+            )
+        completion: list[int] = output[0, len(prompt_ids) :].tolist()
+        return completion
+
+
+def main() -> None:
+    """Answers lines until the input ends."""
+    answers = _claim_standard_output()
+    requests = sys.stdin.buffer
+    setup = requests.readline(LINE_BYTES_MAX)
+    if not setup:
+        return  # whoever started this ended first
+    try:
+        text, decoder, raw = _load(json.loads(setup))
+    except OutriderError as error:
+        _answer(answers, {"error": error.message})
+        return
+    _answer(answers, {})
+    while line := requests.readline(LINE_BYTES_MAX):
+        _answer(answers, _decode(text, decoder, raw, json.loads(line)))
+
+
+def _claim_standard_output() -> TextIO:
+    """Standard output for answers alone: what libraries print goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return answers
+
+
+def _load(setup: dict[str, Any]) -> tuple[TokenizerText, _Decoder, bool]:
+    side = Side(setup["side"])
+    path = Path(setup["directory"])
+    module, info = load_model(
+        path,
+        dtype=setup["dtype"],
+        device=setup["device"],
+        num_threads=setup["num_threads"] or None if side is Side.ENGINE else None,
+        trust_remote_code=setup["trust_remote_code"],
+    )
+    text = TokenizerText.load(path, trust_remote_code=setup["trust_remote_code"])
+    if side is Side.ENGINE:
+        return text, EngineDecoder(TransformersEngine(module, info, max_num_seqs=1)), setup["raw"]
+    return text, LibraryDecoder(module, info.eos_token_ids), setup["raw"]
+
+
+def _decode(
+    text: TokenizerText, decoder: _Decoder, raw: bool, request: dict[str, Any]
+) -> dict[str, object]:
+    started_s = time.perf_counter()
+    prompt = request["prompt"]
+    try:
+        ids = (
+            text.encode(prompt) if raw else text.encode_chat([{"role": "user", "content": prompt}])
+        )
+        token_ids = decoder.decode(tuple(ids), request)
+    except OutriderError as error:
+        return {"error": error.message}
+    return {"token_ids": token_ids, "seconds": time.perf_counter() - started_s}
+
+
+def _answer(answers: TextIO, value: dict[str, object]) -> None:
+    answers.write(json.dumps(value) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()

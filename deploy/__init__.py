@@ -1,0 +1,1 @@
+"""Starting and stopping Outrider: the launcher on Ray and the command line."""

@@ -1,0 +1,199 @@
+"""`outrider generate PROMPT`: one completion, streamed."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from outrider import limits
+from outrider.errors import BadRequest
+from outrider.speculation.sampling import Rule, SamplingParams
+
+from .connection import Connection, add_connection_flags, connected
+
+OWN_FLAGS: Final = ("seed", "num_draft_tokens", "deadline_ms")
+"""Settings that are flags of the request here."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The prompt, the request's fields, and the deployment to ask."""
+    parser.add_argument("prompt", metavar="PROMPT", help="the text to go on with; - = from input")
+    parser.add_argument(
+        "--chat", action="store_true", help="PROMPT is a user's message: apply the chat template"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="a system message before it, with --chat")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object, when it is done"
+    )
+    request = parser.add_argument_group("request")
+    request.add_argument("--max-tokens", type=int, default=128, help="at most so many [128]")
+    request.add_argument("--temperature", type=float, default=0.0, help="0..2; 0 is greedy [0]")
+    request.add_argument("--top-p", type=float, default=1.0, help="(0, 1] [1]")
+    request.add_argument("--top-k", type=int, default=0, help="0 or -1 = off [0]")
+    request.add_argument("--min-p", type=float, default=0.0, help="0..1 [0]")
+    request.add_argument("--presence-penalty", type=float, default=0.0, help="-2..2 [0]")
+    request.add_argument("--frequency-penalty", type=float, default=0.0, help="-2..2 [0]")
+    request.add_argument("--repetition-penalty", type=float, default=1.0, help="(0, 10] [1]")
+    request.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT",
+        help=f"end before this text; up to {limits.STOP_STRINGS_MAX} times",
+    )  # fmt: skip
+    request.add_argument("--ignore-eos", action="store_true", help="go on past the model's own end")
+    request.add_argument("--seed", type=int, help="repeat this request's randomness")
+    request.add_argument(
+        "--rule", choices=[rule.value for rule in Rule],
+        help="acceptance rule [greedy at temperature 0, coupled with a seed, else token]",
+    )  # fmt: skip
+    request.add_argument(
+        "--num-draft-tokens", type=int, metavar="K", help="draft tokens a round; 0 = plain decoding"
+    )
+    request.add_argument("--deadline-ms", type=int, help="end after so long, ms")
+    request.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="with --json: log-probabilities of the N likeliest",
+    )
+    add_connection_flags(parser, without=OWN_FLAGS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Generates, and prints the text or one JSON object."""
+    asyncio.run(_run(arguments))
+    return 0
+
+
+async def _run(arguments: argparse.Namespace) -> None:
+    from outrider.client import Client, Completion, CompletionBuilder, Event
+
+    request = _request(arguments)
+    builder = CompletionBuilder()
+
+    async def receive(client: Client, show: Callable[[Event], None]) -> tuple[Completion, float]:
+        start = time.perf_counter()
+        async for event in client.generate(request):
+            builder.add(event)
+            show(event)
+        return builder.build(), time.perf_counter() - start
+
+    async with connected(arguments) as connection, Client(connection.address) as client:
+        if arguments.json:
+            completion, seconds = await receive(client, lambda event: None)
+            print(json.dumps(_report(completion, seconds), ensure_ascii=False))
+            return
+        completion, seconds = await receive(client, _printer(connection))
+        print(flush=True)
+        print(_closing_line(completion, seconds), file=sys.stderr)
+
+
+def _request(arguments: argparse.Namespace) -> Any:
+    from outrider.generation import ChatMessage, GenerateRequest
+
+    for name in ("temperature", "top_p", "min_p"):
+        if not math.isfinite(getattr(arguments, name)):
+            raise BadRequest(name, "must be a finite number")
+    if arguments.system is not None and not arguments.chat:
+        raise BadRequest("system", "needs --chat")
+    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    prompt: str | tuple[ChatMessage, ...] = text
+    if arguments.chat:
+        turns = [] if arguments.system is None else [ChatMessage("system", arguments.system)]
+        prompt = (*turns, ChatMessage("user", text))
+    return GenerateRequest(
+        prompt=prompt,
+        sampling=SamplingParams(
+            temperature=arguments.temperature,
+            top_p=arguments.top_p,
+            top_k=arguments.top_k,
+            min_p=arguments.min_p,
+            presence_penalty=arguments.presence_penalty,
+            frequency_penalty=arguments.frequency_penalty,
+            repetition_penalty=arguments.repetition_penalty,
+        ),
+        max_tokens=arguments.max_tokens,
+        stop=tuple(arguments.stop),
+        ignore_eos=arguments.ignore_eos,
+        seed=arguments.seed,
+        rule=None if arguments.rule is None else Rule(arguments.rule),
+        num_draft_tokens=arguments.num_draft_tokens,
+        deadline_ms=arguments.deadline_ms,
+        logprobs=arguments.logprobs,
+    )
+
+
+def _printer(connection: Connection) -> Callable[[Any], None]:
+    """What shows an event: text in the colours of its origins on a terminal, plain text else."""
+    from outrider.generation import Tokens
+
+    if not sys.stdout.isatty():
+
+        def show_plain(event: Any) -> None:
+            if isinstance(event, Tokens):
+                print(event.text_delta, end="", flush=True)
+
+        return show_plain
+    from rich.console import Console
+
+    from .origins import OriginPainter, TokenLengths
+
+    painter = OriginPainter(Console(), TokenLengths(connection.tokenizer_directory))
+    Console(stderr=True).print(painter.legend())
+
+    def show_coloured(event: Any) -> None:
+        if isinstance(event, Tokens):
+            painter.show(event)
+
+    return show_coloured
+
+
+def _tokens_per_second(completion: Any, seconds: float) -> float:
+    """Committed completion tokens over the time from request to last event, prefill included."""
+    return float(completion.usage.completion_tokens / seconds)
+
+
+def _report(completion: Any, seconds: float) -> dict[str, Any]:
+    metrics = completion.metrics
+    report: dict[str, Any] = {
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason.value,
+        "usage": {
+            "prompt_tokens": completion.usage.prompt_tokens,
+            "completion_tokens": completion.usage.completion_tokens,
+        },
+        "metrics": {
+            "tokens_per_second": _tokens_per_second(completion, seconds),
+            "num_rounds": metrics.num_rounds,
+            "num_draft_tokens": metrics.num_draft_tokens,
+            "num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
+            "mean_acceptance_length": metrics.mean_acceptance_length,
+        },
+        "model": completion.model,
+        "session_id": completion.session_id,
+        "seed": completion.seed,
+        "rule": completion.rule.value,
+    }
+    if completion.logprobs:
+        report["logprobs"] = [
+            {"logprob": at.logprob, "top": [list(top) for top in at.top]}
+            for at in completion.logprobs
+        ]
+    return report
+
+
+def _closing_line(completion: Any, seconds: float) -> str:
+    metrics, tokens = completion.metrics, completion.usage.completion_tokens
+    proposed, accepted = metrics.num_draft_tokens, metrics.num_accepted_draft_tokens
+    acceptance = f"{accepted / proposed:.0%} of {proposed}" if proposed else "nothing proposed"
+    rounds = metrics.num_rounds
+    return (
+        f"{_tokens_per_second(completion, seconds):.1f} tokens/s, {tokens} tokens, "
+        f"{rounds} rounds, acceptance {acceptance}, "
+        f"{tokens / rounds if rounds else 0:.2f} tokens per round ({completion.finish_reason})"
+    )

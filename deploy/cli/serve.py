@@ -1,0 +1,196 @@
+"""`outrider serve`: starts a deployment, in the foreground or detached."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from deploy.state import (
+    LOG_NAME,
+    DeploymentRecord,
+    exclusive,
+    process_start,
+    publish,
+    running_deployment,
+    state_directory,
+    withdraw,
+)
+from outrider.errors import ConfigError, OutriderError, Unavailable
+
+from .settings import add_setting_flags, deployment_config, public_settings
+
+if TYPE_CHECKING:
+    from deploy.launcher import Deployment
+
+_log = logging.getLogger(__name__)
+
+_READY: Final = b"ready"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """TARGET, how to run, and every setting."""
+    parser.add_argument(
+        "target", nargs="?", default=argparse.SUPPRESS, metavar="TARGET",
+        help="the target model; the same as --model [demo]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--detach", action="store_true",
+        help="go on in the background after this command and its shell have ended",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the endpoints as JSON")
+    parser.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
+    add_setting_flags(parser, "settings")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serves until it is told to stop; detached: until it is ready."""
+    if "target" in arguments:
+        if "setting_model" in arguments and arguments.setting_model != arguments.target:
+            raise ConfigError(
+                f"--model: {arguments.setting_model!r} is not the TARGET {arguments.target!r}"
+            )
+        arguments.setting_model = arguments.target
+    config = deployment_config(arguments)  # Here, so that what is wrong shows on this terminal.
+    state = state_directory(os.environ)
+    if arguments.detach:
+        return _serve_detached(state, arguments)
+    with exclusive(state):
+        from deploy.launcher import Deployment
+
+        deployment = Deployment(config, state, report=_progress)
+        return asyncio.run(_serve(deployment, state, arguments))
+
+
+def _progress(line: str) -> None:
+    print(f"outrider: {line}", file=sys.stderr, flush=True)
+
+
+async def _serve(deployment: Deployment, state: Path, arguments: argparse.Namespace) -> int:
+    """Until SIGINT or SIGTERM, or until an actor that cannot be missed has died."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    starting = asyncio.create_task(deployment.start())
+    stopping = asyncio.create_task(stop.wait())
+    dying: asyncio.Task[str] | None = None
+    try:
+        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            return 0
+        await starting
+        record = _record(deployment)
+        publish(state, record)
+        _tell(record, as_json=arguments.json, ready_fd=arguments.ready_fd)
+        dying = asyncio.create_task(deployment.wait())
+        await asyncio.wait((dying, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            return 0
+        raise Unavailable(f"the {dying.result()} actor died; its log is in {state / 'logs'}")
+    finally:
+        withdraw(state)
+        _progress("stopping")
+        for task in (starting, stopping, dying):
+            if task is not None:
+                task.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await deployment.stop()
+
+
+def _record(deployment: Deployment) -> DeploymentRecord:
+    config, endpoints = deployment.config, deployment.endpoints
+    return DeploymentRecord(
+        pid=os.getpid(),
+        process_start=process_start(os.getpid()) or 0,
+        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        model=config.target.model,
+        draft_model=config.draft.model,
+        served_model_name=config.served_model_name,
+        grpc_address=endpoints.coordinator,
+        target_address=endpoints.target,
+        draft_address=endpoints.draft,
+        target_directory=config.target.directory,
+        tokenizer_directory=config.coordinator.tokenizer_directory,
+        settings=public_settings(config),
+    )
+
+
+def _tell(record: DeploymentRecord, *, as_json: bool, ready_fd: int | None) -> None:
+    if ready_fd is not None:
+        os.write(ready_fd, _READY)
+        os.close(ready_fd)
+    elif as_json:
+        print(json.dumps(asdict(record)), flush=True)
+    else:
+        print(_endpoints_text(record), flush=True)
+
+
+def _endpoints_text(record: DeploymentRecord) -> str:
+    address = record.grpc_address
+    body = '\'{"text": "The capital of France is", "max_tokens": 16}\''
+    return "\n".join(
+        (
+            f"serving {record.served_model_name}, drafted by {record.draft_model}",
+            f"  gRPC    {address}",
+            '  try     outrider generate "The capital of France is"',
+            f"          grpcurl -plaintext -d {body} {address} outrider.v1.Coordinator/Generate",
+            "  stop    outrider stop",
+        )
+    )
+
+
+def _serve_detached(state: Path, arguments: argparse.Namespace) -> int:
+    """Starts this command again in a session of its own, and waits until it is ready or gone."""
+    with exclusive(state):
+        pass  # Another deployment is noticed here, with a better message than from a log.
+    words = [word for word in arguments.words if word not in ("--detach", "--json")]
+    log_path = state / LOG_NAME
+    read_end, write_end = os.pipe()
+    with log_path.open("wb") as log, os.fdopen(read_end, "rb") as ready:
+        log_path.chmod(0o600)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "deploy.cli.main", *words, "--ready-fd", str(write_end)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(write_end,),
+                start_new_session=True,
+            )
+        finally:
+            os.close(write_end)
+        try:
+            # Ends with the word, or empty when the process has gone.
+            answer = ready.read(len(_READY))
+        except KeyboardInterrupt:
+            process.terminate()
+            process.wait()
+            raise
+    if answer != _READY:
+        return _explain(process.wait(), log_path)
+    record = running_deployment(state)
+    if record is None:
+        raise Unavailable(f"the deployment was ready and then stopped; its log is {log_path}")
+    _tell(record, as_json=arguments.json, ready_fd=None)
+    return 0
+
+
+def _explain(code: int, log_path: Path) -> int:
+    """Says why the detached process ended, in its own words where it had any."""
+    lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+    prefix = "outrider: error: "
+    reasons = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
+    if code == 2 and reasons:
+        raise ConfigError(reasons[-1])
+    last = reasons[-1] if reasons else (lines[-1] if lines else "it wrote nothing")
+    raise OutriderError(f"the deployment did not start (exit code {code}): {last} ({log_path})")

@@ -1,0 +1,85 @@
+"""Flags for a deployment's settings, made from `outrider.config`, and the deployment they name."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+from deploy.state import DeploymentRecord
+from outrider.config import DeploymentConfig, deployment_settings, load_config
+from outrider.errors import ConfigError
+from outrider.settings import Value, settings_of
+
+_PREFIX: Final = "setting_"
+SECRETS: Final = ("redis_url", "redis_password")
+
+
+def add_setting_flags(
+    parser: argparse.ArgumentParser, title: str, without: Collection[str] = ()
+) -> None:
+    """A flag for every setting but those in `without`. What a flag says is checked later, with the
+    other places that a setting may come from."""
+    group = parser.add_argument_group(
+        title,
+        "a flag wins over the environment (OUTRIDER_NAME), which wins over the file",
+    )
+    group.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings")
+    for setting in deployment_settings().values():
+        if setting.key in without:
+            continue
+        default = "unset" if setting.default is None else setting.default
+        text = f"{setting.doc} [{default if default != '' else 'empty'}]".replace("%", "%%")
+        name = _PREFIX + setting.key
+        if setting.kind is bool:
+            group.add_argument(
+                setting.flag,
+                action=argparse.BooleanOptionalAction,
+                default=argparse.SUPPRESS,
+                dest=name,
+                help=text,
+            )
+        else:
+            metavar = "|".join(setting.choices) or setting.kind.__name__.upper()
+            group.add_argument(
+                setting.flag, default=argparse.SUPPRESS, dest=name, metavar=metavar, help=text
+            )
+
+
+def given_flags(arguments: argparse.Namespace) -> dict[str, object]:
+    """The settings that flags were given for, by key."""
+    return {
+        name.removeprefix(_PREFIX): value
+        for name, value in vars(arguments).items()
+        if name.startswith(_PREFIX)
+    }
+
+
+def deployment_config(arguments: argparse.Namespace) -> DeploymentConfig:
+    """The deployment that file, environment and flags describe. Raises `ConfigError`."""
+    return load_config(given_flags(arguments), os.environ, arguments.config)
+
+
+def public_settings(config: DeploymentConfig) -> dict[str, Value]:
+    """Every setting of a deployment by key, but for those that may hold a password."""
+    found: dict[str, Value] = {}
+    for part in (config.target, config.draft, config.coordinator, config):
+        for name, setting in settings_of(type(part)).items():
+            found[setting.key] = getattr(part, name)
+    return {key: value for key, value in found.items() if key not in SECRETS}
+
+
+def refuse_other_settings(arguments: argparse.Namespace, record: DeploymentRecord) -> None:
+    """Raises `ConfigError` where a flag asks for another deployment than the one that runs."""
+    settings = deployment_settings()
+    for key, raw in given_flags(arguments).items():
+        asked = settings[key].parse(raw, settings[key].flag)
+        if key in SECRETS or record.settings.get(key) != asked:
+            runs = "" if key in SECRETS else f" with {record.settings.get(key)!r}"
+            raise ConfigError(
+                f"{settings[key].flag}: {asked if key not in SECRETS else '***'} was asked for, "
+                f"but a deployment runs already{runs} ({record.grpc_address}); stop it first "
+                "(outrider stop), or leave the flag out"
+            )

@@ -1,0 +1,217 @@
+"""Ray, as far as Outrider needs it: connect quietly, place one actor per role, call it, end it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from outrider.errors import ConfigError, OutriderError, Unavailable
+from outrider.hosting import Place
+
+CALLS_PER_ACTOR_MAX: Final = 64
+"""Ray calls of one actor at a time; generation does not go through Ray."""
+OBJECT_STORE_BYTES: Final = 100 * 2**20
+"""Nothing large goes through Ray."""
+_TEMPORARY_BYTES_MAX: Final = 40
+"""Ray puts sockets some 60 bytes below its directory, and a socket's path has 107 at most."""
+_QUIET: Final = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    # Ray would else warn about what it will do in a later version.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What an actor asks Ray for."""
+
+    role: str
+    num_cpus: float
+    num_gpus: float
+
+    def __str__(self) -> str:
+        return f"{self.num_cpus:g} CPUs and {self.num_gpus:g} GPUs"
+
+
+class Actor:
+    """One actor and what it was placed with."""
+
+    def __init__(self, demand: Demand, handle: Any) -> None:
+        self.demand = demand
+        self._handle = handle
+        self._place: Place | None = None
+
+    @property
+    def place(self) -> Place:
+        """Where it runs. Raises `Unavailable` before it was found a place."""
+        if self._place is None:
+            raise Unavailable(f"the {self.role} actor has no place yet")
+        return self._place
+
+    async def find_place(self, timeout_s: float) -> bool:
+        """Whether it runs within the time."""
+        try:
+            self._place = await self.call("ping", timeout_s=timeout_s)
+        except Unavailable:
+            return False
+        return True
+
+    @property
+    def role(self) -> str:
+        """Which service it hosts."""
+        return self.demand.role
+
+    async def call(self, method: str, *arguments: object, timeout_s: float | None = None) -> Any:
+        """Calls a method. Raises the `OutriderError` that it raised, `Unavailable` for an actor
+        that died and for one that does not answer in `timeout_s`."""
+        import ray
+
+        future = asyncio.wrap_future(getattr(self._handle, method).remote(*arguments).future())
+        try:
+            return await asyncio.wait_for(future, timeout_s)
+        except TimeoutError as error:
+            raise Unavailable(
+                f"the {self.role} actor did not answer {method} in {timeout_s:g} s"
+            ) from error
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, OutriderError):
+                raise error.cause from None
+            raise
+        except ray.exceptions.RayActorError as error:
+            reason = " ".join(str(error).split())
+            raise Unavailable(f"the {self.role} actor died: {reason}") from error
+
+    async def kill(self) -> None:
+        """Ends the actor's process at once."""
+        import ray
+
+        await asyncio.to_thread(ray.kill, self._handle)
+
+
+class Cluster:
+    """A Ray cluster that this process started, or one that runs elsewhere."""
+
+    def __init__(self, address: str) -> None:
+        self.local = not address
+        self._address = address or "local"
+        self._temporary: str | None = None
+        self._connected = False
+
+    async def connect(self) -> None:
+        """Starts a local cluster, or connects to the one at the address. Raises `ConfigError`."""
+        await asyncio.to_thread(self._connect)
+        if threading.current_thread() is threading.main_thread():
+            # Ray has put a handler of its own, which dumps a stack, under Python's.
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+
+    def _connect(self) -> None:
+        os.environ.update(_QUIET)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import ray
+
+        options: dict[str, Any] = {"namespace": f"outrider-{os.getpid()}"}
+        if self.local:
+            self._temporary = _short_directory()
+            options |= {
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE_BYTES,
+                # Ray trusts whoever reaches its ports: only this machine may.
+                "_node_ip_address": "127.0.0.1",
+                "_temp_dir": self._temporary,
+            }
+        try:
+            ray.init(
+                address=self._address,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                **options,
+            )
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"address: cannot start or reach Ray: {reason}") from error
+        self._connected = True
+
+    def resources(self) -> Mapping[str, float]:
+        """CPUs and GPUs of the whole cluster, by Ray's names."""
+        import ray
+
+        found: Mapping[str, float] = ray.cluster_resources()
+        return found
+
+    async def place(self, actors: Sequence[tuple[Demand, type]], timeout_s: float) -> list[Actor]:
+        """One named actor per demand, once every one of them runs. Raises `ConfigError` naming
+        those that found no place within `timeout_s`; then none is left running."""
+        import ray
+
+        placed = [
+            Actor(
+                demand,
+                ray.remote(kind)
+                .options(
+                    name=demand.role,
+                    num_cpus=demand.num_cpus,
+                    num_gpus=demand.num_gpus,
+                    max_concurrency=CALLS_PER_ACTOR_MAX,
+                )
+                .remote(),
+            )
+            for demand, kind in actors
+        ]
+        found = await asyncio.gather(*(actor.find_place(timeout_s) for actor in placed))
+        homeless = [actor for actor, runs in zip(placed, found, strict=True) if not runs]
+        if homeless:
+            message = self._no_place(homeless, timeout_s)
+            await asyncio.gather(*(actor.kill() for actor in placed))
+            raise ConfigError(message)
+        return placed
+
+    def _no_place(self, homeless: Sequence[Actor], timeout_s: float) -> str:
+        import ray
+
+        free = ray.available_resources()
+        has = _amounts(self.resources())
+        asked = "; ".join(f"the {actor.role} actor asks for {actor.demand}" for actor in homeless)
+        flags = ", ".join(f"--{actor.role}-num-cpus" for actor in homeless)
+        return (
+            f"no place within {timeout_s:g} s for {len(homeless)} of the actors: {asked}; the "
+            f"cluster has {has}, of which {_amounts(free)} are free (see {flags}, and -num-gpus)"
+        )
+
+    async def disconnect(self) -> None:
+        """Ends a local cluster with all its processes; leaves another one."""
+        if self._connected:
+            import ray
+
+            self._connected = False
+            await asyncio.to_thread(ray.shutdown)
+        if self._temporary is not None:
+            await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
+            self._temporary = None
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    return f"{resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g} GPUs"
+
+
+def _short_directory() -> str:
+    """A new directory for Ray's sockets and logs, under the usual place or, where that has too
+    long a name, under /tmp. Raises `ConfigError`."""
+    usual = tempfile.gettempdir()
+    short = len(os.fsencode(usual)) + len("/outrider-ray-12345678") <= _TEMPORARY_BYTES_MAX
+    try:
+        return tempfile.mkdtemp(prefix="outrider-ray-", dir=usual if short else "/tmp")  # noqa: S108
+    except OSError as error:
+        raise ConfigError(
+            f"Ray needs a directory with a short name for its sockets: {error}; set TMPDIR"
+        ) from error

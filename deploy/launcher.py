@@ -1,0 +1,238 @@
+"""Starts one coordinator, one target and one draft as Ray actors, and stops them.
+
+| step | waits for |
+| --- | --- |
+| Ray, Redis and the models' files, at the same time | each other |
+| a place for every actor | `startup_timeout_s` |
+| target and draft load their models, at the same time | `model_timeout_s` |
+| the coordinator, given their addresses, says that it serves | `model_timeout_s` |
+
+Stopping goes the other way round, whatever start-up had reached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from coordinator.actor import CoordinatorActor, connect_store
+from draft_service.actor import DraftActor
+from outrider.client import Client
+from outrider.config import DeploymentConfig
+from outrider.errors import ConfigError, OutriderError, Unavailable
+from outrider.hosting import Traffic
+from outrider.sessions.embedded import EmbeddedRedis
+from target_service.actor import TargetActor
+
+from .cluster import Actor, Cluster
+from .models import resolve_models
+from .placement import Placement, plan_placement
+
+_log = logging.getLogger(__name__)
+
+STOP_CALL_TIMEOUT_S: Final = 5.0
+"""What an actor may take to stop beyond the time it was given for running requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Where the services answer, each HOST:PORT."""
+
+    coordinator: str
+    target: str
+    draft: str
+
+
+class Deployment:
+    """The actors of one deployment. Use it as an async context manager, or `start` and `stop`."""
+
+    def __init__(
+        self, config: DeploymentConfig, state: Path, report: Callable[[str], None] | None = None
+    ) -> None:
+        """`state` is a directory that is the deployment's own: its logs and the embedded Redis's
+        data go there. `report` is told what start-up does, one line at a time."""
+        self.config = config
+        self._state = state
+        self._report = report or _log.info
+        self._cluster = Cluster(config.address)
+        self._redis: EmbeddedRedis | None = None
+        self._actors: dict[str, Actor] = {}
+        self._endpoints: Endpoints | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    @property
+    def endpoints(self) -> Endpoints:
+        """Where it answers. Raises `Unavailable` before it has started."""
+        if self._endpoints is None:
+            raise Unavailable("the deployment has not started")
+        return self._endpoints
+
+    @property
+    def redis(self) -> EmbeddedRedis | None:
+        """The embedded server; None where sessions are kept elsewhere."""
+        return self._redis
+
+    def actor(self, role: str) -> Actor:
+        """The actor of a role: `coordinator`, `target` or `draft`."""
+        return self._actors[role]
+
+    async def traffic(self, role: str) -> Traffic:
+        """What crossed the streams of the target or of the draft."""
+        found: Traffic = await self._actors[role].call("traffic")
+        return found
+
+    async def start(self) -> Endpoints:
+        """Starts everything; ready when the coordinator serves. Raises `ConfigError` and other
+        errors of `outrider.errors`, with everything stopped again."""
+        try:
+            return await self._start()
+        except BaseException:
+            await asyncio.shield(self.stop())
+            raise
+
+    async def _start(self) -> Endpoints:
+        self._report("starting Ray and Redis, finding the models")
+        config = await self._prepare()
+        placement = plan_placement(config, self._cluster.resources())
+        await self._place(placement)
+        config = placement.config
+        self._report(f"loading {config.target.model}, and {config.draft.model} as its draft")
+        target, draft = await asyncio.gather(
+            self._begin("target", config.target), self._begin("draft", config.draft)
+        )
+        self._report("starting the coordinator")
+        coordinator = await self._begin(
+            "coordinator",
+            replace(config.coordinator, target_address=target, draft_address=draft),
+        )
+        async with Client(coordinator) as client:
+            if not await client.healthy():
+                raise Unavailable(f"the coordinator at {coordinator} does not say that it serves")
+        self.config = config
+        self._endpoints = Endpoints(coordinator, target, draft)
+        return self._endpoints
+
+    async def _prepare(self) -> DeploymentConfig:
+        """Ray, Redis and the models' files; the configuration with their places."""
+        if self.config.coordinator.redis_url:
+            # The coordinator will connect again: a wrong URL should not cost a model's loading.
+            await (await connect_store(self.config.coordinator)).close()
+        _, redis_url, config = await _all(
+            self._cluster.connect(),
+            asyncio.to_thread(self._start_redis),
+            asyncio.to_thread(resolve_models, self.config),
+        )
+        found: DeploymentConfig = config
+        return replace(found, coordinator=replace(found.coordinator, redis_url=redis_url))
+
+    def _start_redis(self) -> str:
+        """The URL of the session store."""
+        if self.config.coordinator.redis_url:
+            return self.config.coordinator.redis_url
+        if not self._cluster.local:
+            raise ConfigError(
+                "redis_url: actors on another cluster do not reach an embedded Redis; give a "
+                "server's URL"
+            )
+        self._redis = EmbeddedRedis(self._state / "redis")
+        self._redis.start()
+        return self._redis.url
+
+    async def _place(self, placement: Placement) -> None:
+        self._report("waiting for a place for every actor")
+        demands = [
+            (placement.target, TargetActor),
+            (placement.draft, DraftActor),
+            (placement.coordinator, CoordinatorActor),
+        ]
+        actors = await self._cluster.place(demands, self.config.startup_timeout_s)
+        self._actors = {actor.role: actor for actor in actors}
+        nodes = {actor.place.node for actor in actors}
+        if len(nodes) > 1 and not self.config.target.insecure:
+            raise ConfigError(
+                f"host: the actors were placed on {len(nodes)} machines, but their servers bind "
+                f"{self.config.target.host}; give --host 0.0.0.0 --insecure on a trusted network"
+            )
+
+    async def _begin(self, role: str, config: object) -> str:
+        """Starts the service of an actor; its address."""
+        actor = self._actors[role]
+        logs = self._state / "logs"
+        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory = str(logs) if self._cluster.local else ""
+        timeout_s = self.config.model_timeout_s
+        address: str = await actor.call("start", config, directory, timeout_s=timeout_s)
+        return address
+
+    async def wait(self) -> str:
+        """Returns the role of the first actor without which nothing goes on (coordinator or
+        target) once it has died. The loss of the draft is logged: rounds go on without it."""
+        waiting = {
+            asyncio.create_task(actor.call("wait")): role for role, actor in self._actors.items()
+        }
+        try:
+            while True:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    role = waiting.pop(task)
+                    _log.error("the %s actor is gone: %s", role, task.exception())
+                    if role != "draft":
+                        return role
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    async def stop(self) -> None:
+        """Lets running requests end within `stop_timeout_s`, then stops everything that was
+        started. Repeating it does nothing."""
+        self._endpoints = None
+        for role in ("coordinator", "target", "draft"):
+            actor = self._actors.get(role)
+            if actor is not None:
+                await self._stop_actor(actor)
+        self._actors = {}
+        # Ray's processes end with it, and with them whoever still talks to Redis.
+        await self._cluster.disconnect()
+        if self._redis is not None:
+            await asyncio.to_thread(self._redis.stop)
+            self._redis = None
+
+    async def _stop_actor(self, actor: Actor) -> None:
+        grace_s = self.config.stop_timeout_s if actor.role == "coordinator" else 0.0
+        try:
+            await actor.call("stop", grace_s, timeout_s=grace_s + STOP_CALL_TIMEOUT_S)
+        except OutriderError as error:
+            _log.warning("the %s actor did not stop by itself: %s", actor.role, error)
+        await actor.kill()
+
+
+async def _all(*work: Awaitable[Any]) -> list[Any]:
+    """The results of all; waits for every one even if another fails or the caller is cancelled, so
+    that nothing still starts while what was started is being stopped. Raises the first error, a
+    `ConfigError` before others."""
+    gathering = asyncio.gather(*work, return_exceptions=True)
+    try:
+        results = await asyncio.shield(gathering)
+    except asyncio.CancelledError:
+        await gathering
+        raise
+    errors = [result for result in results if isinstance(result, BaseException)]
+    for error in sorted(errors, key=lambda error: not isinstance(error, ConfigError)):
+        raise error
+    return results

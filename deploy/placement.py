@@ -1,0 +1,70 @@
+"""What each actor asks of the cluster, and which device it then has. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from outrider.config import DeploymentConfig
+from outrider.errors import ConfigError
+
+from .cluster import Demand
+
+COORDINATOR, TARGET, DRAFT = "coordinator", "target", "draft"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The configuration with devices resolved, and the demand of each role."""
+
+    config: DeploymentConfig
+    target: Demand
+    draft: Demand
+    coordinator: Demand
+
+
+def plan_placement(config: DeploymentConfig, resources: Mapping[str, float]) -> Placement:
+    """Shares GPUs out where there are any and the configuration leaves it open: one each, or half
+    of the only one; none for what runs no model. An actor with a GPU runs its model there.
+    Raises `ConfigError` where a device was asked for that no actor gets."""
+    draft_runs_model = not config.draft.is_ngram
+    default_gpus = 0.0
+    if resources.get("GPU", 0) > 0 and config.target.emulated is None:
+        alone = resources["GPU"] >= 2 or not draft_runs_model
+        default_gpus = 1.0 if alone else 0.5
+    target_gpus, target_device = _device(
+        "target", config.target.device, config.target.num_gpus, default_gpus
+    )
+    draft_gpus, draft_device = 0.0, "cpu"
+    if draft_runs_model:
+        draft_gpus, draft_device = _device(
+            "draft", config.draft.device, config.draft.num_gpus, default_gpus
+        )
+    return Placement(
+        config=replace(
+            config,
+            target=replace(config.target, device=target_device),
+            draft=replace(config.draft, device=draft_device),
+        ),
+        target=Demand(TARGET, config.target.num_cpus, target_gpus),
+        draft=Demand(DRAFT, config.draft.num_cpus, draft_gpus),
+        coordinator=Demand(COORDINATOR, config.coordinator.num_cpus, 0.0),
+    )
+
+
+def _device(
+    role: str, device: str, num_gpus: float | None, default_gpus: float
+) -> tuple[float, str]:
+    """The GPUs to ask for, and the device that the actor then uses."""
+    wants_gpu = device.startswith("cuda")
+    if device == "cpu":
+        if num_gpus:
+            raise ConfigError(f"{role}_num_gpus: {num_gpus:g} is of no use with device cpu")
+        return 0.0, "cpu"
+    asked = default_gpus if num_gpus is None else num_gpus
+    if wants_gpu and asked == 0:
+        raise ConfigError(
+            f"device: {device} needs a GPU, but the {role} gets none: the cluster has none, or "
+            f"{role}_num_gpus is 0"
+        )
+    return asked, (device if wants_gpu else "cuda" if asked > 0 else "cpu")

@@ -1,0 +1,208 @@
+"""The command line on the real model, each command in a process of its own, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.real_model, pytest.mark.timeout(600)]
+
+PROMPT = "The capital of France is"
+
+
+class Shell:
+    """Runs `outrider` with a state directory of its own."""
+
+    def __init__(self, state: Path) -> None:
+        self.state = state
+        self.environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("OUTRIDER_") or name == "OUTRIDER_CACHE"
+        } | {"OUTRIDER_STATE_DIR": str(state)}
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "deploy.cli.main", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self.environment,
+            start_new_session=True,
+        )
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(*words)
+        out, err = process.communicate(timeout=300)
+        return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+    def record(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.state / "deployment.json").read_text("utf-8"))
+        return found
+
+
+def _sessions_of(state: Path) -> set[int]:
+    """Living processes that were started with this state directory."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (path / "environ").read_bytes()
+            dead = (path / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        if f"OUTRIDER_STATE_DIR={state}".encode() in environment.split(b"\0") and dead != "Z":
+            found.add(int(path.name))
+    return found
+
+
+def _one_line(completed: subprocess.CompletedProcess[str], code: int) -> str:
+    """The one line of a refusal: nothing on standard output, no traceback."""
+    assert completed.returncode == code, completed.stderr
+    assert completed.stdout == ""
+    last = completed.stderr.splitlines()[-1]
+    assert last.startswith("outrider: error: ")
+    assert "Traceback" not in completed.stderr
+    return last
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    """A detached deployment of the demo model, which `outrider stop` ends without a trace."""
+    shell = Shell(tmp_path_factory.mktemp("state"))
+    started = shell.run("serve", "demo", "--draft-model", "ngram", "--grpc-port", "0", "--detach")
+    assert started.returncode == 0, started.stderr
+    assert f"gRPC    {shell.record()['grpc_address']}" in started.stdout
+    yield shell
+    assert _sessions_of(shell.state)
+    stopped = shell.run("stop")
+    assert stopped.returncode == 0, stopped.stderr
+    assert not (shell.state / "deployment.json").exists()
+    assert _sessions_of(shell.state) == set()
+    again = shell.run("stop")
+    assert (again.returncode, again.stderr) == (0, "nothing runs\n")
+
+
+def test_the_record_is_the_owners_alone(served: Shell) -> None:
+    """It lives in a session of its own, so it outlives the shell that started it."""
+    assert stat.S_IMODE((served.state / "deployment.json").stat().st_mode) == 0o600
+    assert stat.S_IMODE(served.state.stat().st_mode) == 0o700
+    record = served.record()
+    assert os.getsid(record["pid"]) == record["pid"]
+    assert "redis_url" not in record["settings"]
+
+
+def test_generate_prints_one_json_object(served: Shell) -> None:
+    """With the documented fields, whose numbers agree with each other."""
+    completed = served.run("generate", PROMPT, "--json", "--max-tokens", "24")
+    assert completed.returncode == 0, completed.stderr
+    found = json.loads(completed.stdout)
+    assert completed.stdout.count("\n") == 1
+    assert "Paris" in found["text"]
+    assert found["finish_reason"] in ("length", "stop")
+    assert found["usage"]["completion_tokens"] == len(found["token_ids"]) <= 24
+    assert found["usage"]["prompt_tokens"] > 0
+    metrics = found["metrics"]
+    assert metrics["tokens_per_second"] > 0
+    assert 0 <= metrics["num_accepted_draft_tokens"] <= metrics["num_draft_tokens"]
+    assert metrics["mean_acceptance_length"] == pytest.approx(
+        1 + metrics["num_accepted_draft_tokens"] / metrics["num_rounds"]
+    )
+
+
+def test_generate_streams_the_same_text(served: Shell) -> None:
+    """Without --json standard output is the text; figures go to standard error. At temperature 0
+    speculation changes nothing."""
+    words = ("generate", PROMPT, "--max-tokens", "24")
+    speculative, plain = served.run(*words), served.run(*words, "--num-draft-tokens", "0")
+    assert speculative.stdout == plain.stdout
+    assert "Paris" in plain.stdout
+    assert "tokens/s" in speculative.stderr
+    assert "tokens per round" in speculative.stderr
+
+
+def test_generate_applies_the_chat_template(served: Shell) -> None:
+    """A chat turn has more prompt tokens than its text alone."""
+    words = ("generate", "Say hello.", "--json", "--max-tokens", "1")
+    raw, chat = (json.loads(served.run(*words, *more).stdout) for more in ((), ("--chat",)))
+    assert chat["usage"]["prompt_tokens"] > raw["usage"]["prompt_tokens"]
+
+
+def test_generate_takes_a_named_server(served: Shell) -> None:
+    """And says in one line that nothing answers at another."""
+    address = served.record()["grpc_address"]
+    there = served.run("generate", PROMPT, "--server", address, "--json", "--max-tokens", "2")
+    assert there.returncode == 0, there.stderr
+    _one_line(served.run("generate", PROMPT, "--server", "127.0.0.1:1"), 1)
+    assert "--server" in _one_line(served.run("generate", PROMPT, "--server", "nowhere"), 2)
+
+
+def test_a_bad_request_is_named(served: Shell) -> None:
+    """Exit code 2 and one line, also where the coordinator is who refuses."""
+    assert "top_p" in _one_line(served.run("generate", PROMPT, "--top-p", "0"), 2)
+
+
+def test_a_second_deployment_is_refused(served: Shell) -> None:
+    """With the pid and the address of the one that runs."""
+    line = _one_line(served.run("serve", "--detach"), 2)
+    assert str(served.record()["pid"]) in line
+    assert served.record()["grpc_address"] in line
+
+
+def test_bench_speedup_prints_one_json_object(served: Shell, tmp_path: Path) -> None:
+    """It measures the deployment that runs; progress goes to standard error."""
+    prompts = tmp_path / "prompts.jsonl"
+    text = "Repeat this: one two three four five six seven eight."
+    prompts.write_text(json.dumps({"prompt": text, "category": "rewrite"}) + "\n", "utf-8")
+    completed = served.run(
+        "bench", "speedup", "--json", "--no-reference", "--prompts", str(prompts),
+        "--max-tokens", "16", "--temperature", "0", "--draft-model", "ngram",
+    )  # fmt: skip
+    assert completed.returncode == 0, completed.stderr
+    found = json.loads(completed.stdout)
+    assert found["speedup"] > 0
+    assert set(found["categories"]) == {"rewrite"}
+    assert found["plain_tokens_per_second"] > 0
+
+
+def test_serve_in_the_foreground_ends_with_its_terminal(tmp_path: Path) -> None:
+    """SIGINT to the whole group, as a terminal sends it, ends everything with exit code 0."""
+    shell = Shell(tmp_path / "state")
+    process = shell.start(
+        "serve", "--engine", "emulated:vocab_size=100", "--grpc-port", "0", "--json"
+    )
+    assert process.stdout is not None
+    record = json.loads(process.stdout.readline())
+    assert record["pid"] == process.pid
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert out == ""
+    assert "Traceback" not in err
+    assert _sessions_of(shell.state) == set()
+
+
+def test_generate_starts_and_stops_its_own_deployment(tmp_path: Path) -> None:
+    """Where none runs, and leaves neither processes nor a record."""
+    shell = Shell(tmp_path / "state")
+    completed = shell.run("generate", PROMPT, "--json", "--max-tokens", "4")
+    assert completed.returncode == 0, completed.stderr
+    assert len(json.loads(completed.stdout)["token_ids"]) == 4
+    assert not (shell.state / "deployment.json").exists()
+    assert _sessions_of(shell.state) == set()
+
+
+def test_redis_that_does_not_answer_ends_serve(tmp_path: Path) -> None:
+    """Exit code 2 and one line, which the detached process said and this one repeats."""
+    shell = Shell(tmp_path / "state")
+    line = _one_line(shell.run("serve", "--redis-url", "redis://127.0.0.1:1", "--detach"), 2)
+    assert "127.0.0.1:1" in line

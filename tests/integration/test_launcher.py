@@ -1,0 +1,89 @@
+"""A deployment on local Ray: three processes, real streams, a real store."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from deploy.launcher import Deployment
+from outrider.client import Client, Finished, GenerateRequest, Tokens
+from outrider.config import DeploymentConfig, load_config
+
+EMULATED = {
+    "engine": "emulated:vocab_size=1000,verify_ms=10,draft_ms=1",
+    "draft_model": "emulated",
+    "grpc_port": 0,
+    "stop_timeout_s": 0,
+}
+PROMPT = tuple(range(10, 30))
+
+
+def _config(**settings: object) -> DeploymentConfig:
+    return load_config(EMULATED | settings, {})
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def deployment(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Deployment]:
+    """One deployment for the tests of this module that leave it as it was."""
+    async with Deployment(_config(), tmp_path_factory.mktemp("deployment")) as started:
+        yield started
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_three_processes_and_traffic_on_each_hop(deployment: Deployment) -> None:
+    """Draft, target and coordinator run in processes of their own, and a generation's rounds cross
+    both hops: items go to the target and to the draft, and as many answers come back."""
+    pids = {role: deployment.actor(role).place.pid for role in ("coordinator", "target", "draft")}
+    assert len({*pids.values(), os.getpid()}) == 4
+    before = {role: await deployment.traffic(role) for role in ("target", "draft")}
+    async with Client(deployment.endpoints.coordinator) as client:
+        completion = await client.complete(GenerateRequest(PROMPT, max_tokens=40, seed=1))
+    assert len(completion.token_ids) == 40
+    assert completion.metrics.num_draft_tokens > 0
+    for role in ("target", "draft"):
+        after = await deployment.traffic(role)
+        assert after.num_items - before[role].num_items >= completion.metrics.num_rounds // 2
+        assert after.num_answers - before[role].num_answers > 0
+
+
+async def test_tokens_stop_being_shown_when_redis_stops(deployment: Deployment) -> None:
+    """Nothing is shown that is not committed: while Redis stands still no token comes, and when it
+    goes on, generation does too and ends with every token asked for."""
+    assert deployment.redis is not None
+    num_tokens, some, silence_s = 300, 20, 1.0
+    shown: list[int] = []
+    enough = asyncio.Event()
+
+    async def collect(client: Client) -> Finished:
+        request = GenerateRequest(PROMPT, max_tokens=num_tokens, seed=2, num_draft_tokens=0)
+        async for event in client.generate(request):
+            if isinstance(event, Tokens):
+                shown.extend(event.token_ids)
+                if len(shown) >= some:
+                    enough.set()
+            if isinstance(event, Finished):
+                return event
+        raise AssertionError("the stream ended before its last event")
+
+    async with Client(deployment.endpoints.coordinator) as client:
+        collecting = asyncio.create_task(collect(client))
+        await asyncio.wait_for(enough.wait(), 30)
+        os.kill(deployment.redis.pid, signal.SIGSTOP)
+        try:
+            # Commits that were under way may land. A hundred rounds' time without one is silence.
+            before = -1
+            while before != len(shown):
+                before = len(shown)
+                await asyncio.sleep(silence_s)
+            assert some <= len(shown) < num_tokens
+        finally:
+            os.kill(deployment.redis.pid, signal.SIGCONT)
+        finished = await asyncio.wait_for(collecting, 60)
+    assert len(shown) == finished.usage.completion_tokens == num_tokens

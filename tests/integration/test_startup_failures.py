@@ -1,0 +1,77 @@
+"""Start-ups that cannot succeed: they end in time, say why, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from deploy.launcher import Deployment
+from outrider.config import DeploymentConfig, load_config
+from outrider.errors import ConfigError
+
+EMULATED = {"engine": "emulated:vocab_size=1000", "draft_model": "emulated", "grpc_port": 0}
+
+
+def _config(**settings: object) -> DeploymentConfig:
+    return load_config(EMULATED | settings, {})
+
+
+def _children(pid: int) -> set[int]:
+    """All living descendants of a process."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            child = int(path.parent.name)
+            found |= {child} | _children(child)
+    return found
+
+
+async def test_an_actor_without_a_place_is_named(tmp_path: Path) -> None:
+    """Start-up fails within the time it was given, says which actor asked for what and what there
+    is, and leaves nothing running."""
+    before = _children(os.getpid())
+    start = time.monotonic()
+    config = _config(target_num_cpus=512, startup_timeout_s=2)
+    with pytest.raises(ConfigError) as caught:
+        await Deployment(config, tmp_path).start()
+    assert time.monotonic() - start < 30
+    message = caught.value.message
+    assert "the target actor asks for 512 CPUs and 0 GPUs" in message
+    assert "the cluster has" in message
+    assert "--target-num-cpus" in message
+    assert "draft actor" not in message
+    assert _children(os.getpid()) <= before
+
+
+async def test_redis_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    """It is noticed before anything is started, in one line, with the password masked."""
+    config = _config(redis_url="redis://:swordfish@127.0.0.1:1/0")
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1.*--redis-url") as caught:
+        await Deployment(config, tmp_path).start()
+    assert "swordfish" not in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+async def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """A directory without a model ends the start-up, with nothing left running."""
+    before = _children(os.getpid())
+    config = load_config({"model": str(tmp_path), "grpc_port": 0}, {})
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        await Deployment(config, tmp_path / "state").start()
+    assert _children(os.getpid()) <= before
+
+
+async def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    """What an actor refuses with reaches the caller as it was raised."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            await Deployment(_config(grpc_port=port), tmp_path).start()

@@ -1,0 +1,148 @@
+"""The order in which sides take turns, and what is kept of it."""
+
+import asyncio
+
+import pytest
+from bench_sides import ScriptedSide
+
+from benchmarks.measurement import Contestant, Decoding, Side, measure
+from benchmarks.prompts import WARM_UP_PROMPTS, BenchPrompt
+from outrider.errors import InvariantError, Unavailable
+from outrider.limits import SEED_MAX
+from outrider.speculation.sampling import Rule
+
+PROMPTS = tuple(BenchPrompt(f"p{index}", "a") for index in range(5))
+WARM_UPS = tuple(prompt.text for prompt in WARM_UP_PROMPTS)
+
+
+def decoding(num_draft_tokens: int, seed: int = 0, max_tokens: int = 64) -> Decoding:
+    return Decoding(
+        max_tokens=max_tokens,
+        temperature=0.0,
+        rule=Rule.GREEDY,
+        seed=seed,
+        num_draft_tokens=num_draft_tokens,
+    )
+
+
+def pair(side: ScriptedSide, concurrency: int = 1, **changes: int) -> list[Contestant]:
+    return [
+        Contestant(Side.PLAIN, side, decoding(0, **changes), concurrency),
+        Contestant(Side.SPECULATIVE, side, decoding(8, **changes), concurrency),
+    ]
+
+
+def silent(_line: str) -> None:
+    pass
+
+
+async def test_a_pair_is_decoded_back_to_back_in_alternating_order() -> None:
+    side = ScriptedSide(lambda prompt, decoding: (10, 1.0))
+    await measure(PROMPTS[:3], pair(side), silent)
+    assert side.log[4:] == [
+        ("p0", "plain"), ("p0", "drafted"),
+        ("p1", "drafted"), ("p1", "plain"),
+        ("p2", "plain"), ("p2", "drafted"),
+    ]  # fmt: skip
+    assert side.most_running == 1
+
+
+async def test_every_side_is_warmed_up_on_two_prompts_that_are_not_measured() -> None:
+    side = ScriptedSide(lambda prompt, decoding: (10, 1.0))
+    results = await measure(PROMPTS[:1], pair(side), silent)
+    assert [entry[0] for entry in side.log[:4]] == [*WARM_UPS, *WARM_UPS]
+    assert [entry[1] for entry in side.log[:4]] == ["plain", "plain", "drafted", "drafted"]
+    assert all(found.max_tokens <= 32 for _, found in side.calls[:4])
+    assert all(found.max_tokens == 64 for _, found in side.calls[4:])
+    assert not set(WARM_UPS) & {prompt.text for prompt in PROMPTS}
+    assert {len(result.completions) for result in results.values()} == {1}
+
+
+async def test_four_sides_run_forwards_then_backwards_and_the_pair_stays_together() -> None:
+    log: list[tuple[str, str]] = []
+    order: list[Side] = []
+
+    def side(name: Side) -> ScriptedSide:
+        def script(prompt: BenchPrompt, decoding: Decoding) -> tuple[int, float]:
+            order.append(name)
+            return 10, 1.0
+
+        return ScriptedSide(script, log)
+
+    contestants = [Contestant(name, side(name), decoding(0), 1) for name in Side]
+    await measure(PROMPTS[:2], contestants, silent)
+    assert order[8:] == [*Side, *reversed(Side)]
+
+
+async def test_both_sides_of_a_prompt_have_its_seed_and_seeds_stay_in_range() -> None:
+    side = ScriptedSide(lambda prompt, decoding: (10, 1.0))
+    await measure(PROMPTS[:2], pair(side, seed=SEED_MAX), silent)
+    assert [found.seed for _, found in side.calls[4:]] == [SEED_MAX, SEED_MAX, 0, 0]
+
+
+async def test_one_at_a_time_wall_time_is_the_sum_of_the_requests() -> None:
+    side = ScriptedSide(lambda prompt, decoding: (10, 1.0 if decoding.num_draft_tokens else 2.0))
+    results = await measure(PROMPTS, pair(side), silent)
+    assert results[Side.PLAIN].seconds == 10.0
+    assert results[Side.SPECULATIVE].seconds == 5.0
+    assert results[Side.PLAIN].tokens_per_second == 5.0
+    assert results[Side.SPECULATIVE].tokens_per_second == 10.0
+
+
+async def test_several_at_a_time_are_bounded_keep_their_order_and_share_wall_time() -> None:
+    """Later prompts end sooner here, so results in the order of their end would be reversed."""
+    side = ScriptedSide(lambda prompt, decoding: (10 + int(prompt.text[1:]), 9.0)
+                        if prompt.text[0] == "p" else (1, 1.0))  # fmt: skip
+    results = await measure(PROMPTS, pair(side, concurrency=3), silent)
+    assert side.most_running == 3
+    for result in results.values():
+        assert [len(done.token_ids) for done in result.completions] == [10, 11, 12, 13, 14]
+        # Two turns of 3 and 2 prompts, each of which runs at a time.
+        assert result.seconds == 18.0
+    measured = [kind for text, kind in side.log if text[0] == "p"]
+    assert measured == ["plain"] * 3 + ["drafted"] * 3 + ["drafted"] * 2 + ["plain"] * 2
+
+
+async def test_results_are_in_the_order_of_prompts_whichever_ends_first() -> None:
+    side = ScriptedSide(
+        lambda prompt, decoding: (
+            (int(prompt.text[1:]) + 1, 9.0 - 2 * int(prompt.text[1:]))
+            if prompt.text[0] == "p"
+            else (1, 1.0)
+        )
+    )
+    results = await measure(PROMPTS[:4], pair(side, concurrency=4), silent)
+    assert [len(done.token_ids) for done in results[Side.PLAIN].completions] == [1, 2, 3, 4]
+
+
+async def test_a_failure_cancels_what_runs_beside_it_and_is_raised_as_it_is() -> None:
+    class Failing(ScriptedSide):
+        async def generate(self, prompt: BenchPrompt, decoding: Decoding):  # type: ignore[no-untyped-def]
+            if prompt.text == "p1":
+                await asyncio.sleep(0)
+                raise Unavailable("gone")
+            return await super().generate(prompt, decoding)
+
+    side = Failing(lambda prompt, decoding: (10, 50.0))
+    with pytest.raises(Unavailable, match="gone"):
+        await measure(PROMPTS, pair(side, concurrency=3), silent)
+    assert side.running == 0
+    assert side.cancelled == 2
+
+
+async def test_an_empty_completion_is_no_measurement() -> None:
+    side = ScriptedSide(lambda prompt, decoding: (0 if prompt.text == "p0" else 1, 1.0))
+    with pytest.raises(InvariantError, match="plain decoded 0 tokens"):
+        await measure(PROMPTS, pair(side), silent)
+
+
+async def test_progress_names_every_turn() -> None:
+    lines: list[str] = []
+    side = ScriptedSide(lambda prompt, decoding: (10, 1.0))
+    await measure(PROMPTS[:2], pair(side), lines.append)
+    assert lines == [
+        "warming up: plain",
+        "warming up: speculative",
+        "prompt 1 of 2: a",
+        "prompt 2 of 2: a",
+    ]

@@ -1,0 +1,58 @@
+"""Who gets a GPU, and which device it then has."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploy.placement import plan_placement
+from outrider.config import load_config
+from outrider.errors import ConfigError
+
+
+def _shares(gpus: float, **settings: object) -> tuple[tuple[float, str], tuple[float, str]]:
+    placement = plan_placement(load_config(settings, {}), {"CPU": 8.0, "GPU": gpus})
+    config = placement.config
+    return (
+        (placement.target.num_gpus, config.target.device),
+        (placement.draft.num_gpus, config.draft.device),
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "target", "draft"),
+    [
+        (0, {}, (0, "cpu"), (0, "cpu")),
+        (0, {"draft_model": "small"}, (0, "cpu"), (0, "cpu")),
+        (1, {}, (1, "cuda"), (0, "cpu")),
+        (1, {"draft_model": "small"}, (0.5, "cuda"), (0.5, "cuda")),
+        (2, {"draft_model": "small"}, (1, "cuda"), (1, "cuda")),
+        (2, {"draft_model": "small", "device": "cpu"}, (0, "cpu"), (0, "cpu")),
+        (2, {"draft_model": "small", "draft_num_gpus": "0"}, (1, "cuda"), (0, "cpu")),
+        (1, {"target_num_gpus": "0.75", "device": "cuda:0"}, (0.75, "cuda:0"), (0, "cpu")),
+        (4, {"engine": "emulated:", "draft_model": "small"}, (0, "cpu"), (0, "cpu")),
+    ],
+)
+def test_gpus_are_shared_out(
+    gpus: float, settings: dict[str, object], target: tuple[float, str], draft: tuple[float, str]
+) -> None:
+    """What the configuration states wins; else models share what there is."""
+    assert _shares(gpus, **settings) == (target, draft)
+
+
+def test_a_device_that_nobody_gets_is_refused() -> None:
+    """Instead of a model that silently runs elsewhere."""
+    with pytest.raises(ConfigError, match="cuda needs a GPU, but the target gets none"):
+        _shares(0, device="cuda")
+    with pytest.raises(ConfigError, match="draft gets none"):
+        _shares(1, device="cuda", draft_model="small", draft_num_gpus=0)
+    with pytest.raises(ConfigError, match="target_num_gpus"):
+        _shares(1, device="cpu", target_num_gpus=1)
+
+
+def test_cpus_are_asked_for_as_stated() -> None:
+    """Fractions pass through."""
+    settings = {"target_num_cpus": "1.5", "draft_num_cpus": "0.25", "coordinator_num_cpus": 0}
+    placement = plan_placement(load_config(settings, {}), {"CPU": 2.0})
+    demands = (placement.target, placement.draft, placement.coordinator)
+    assert [demand.num_cpus for demand in demands] == [1.5, 0.25, 0]
+    assert str(placement.target) == "1.5 CPUs and 0 GPUs"

@@ -1,0 +1,109 @@
+"""What a process that hosts a service does before and beside it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from outrider.config import DraftConfig, TargetConfig
+from outrider.errors import ConfigError
+from outrider.hosting import (
+    MeteredService,
+    Traffic,
+    advertised,
+    available_cores,
+    build_engine,
+    log_to,
+    use_threads,
+)
+from outrider.messages import ReplicaDescription
+from outrider.wire.link import Connection
+
+
+class _Echo:
+    """Answers every item with itself, twice; forgets nothing and describes nothing."""
+
+    def __init__(self) -> None:
+        self.closed = 0
+        self.released: list[tuple[str, int]] = []
+
+    def connect(self, send: Callable[[Sequence[int]], None]) -> Connection[int]:
+        echo = self
+
+        class _Stream:
+            def receive(self, items: Sequence[int]) -> None:
+                send([*items, *items])
+
+            def close(self) -> None:
+                echo.closed += 1
+
+        return _Stream()
+
+    def describe(self) -> ReplicaDescription:
+        return ReplicaDescription("echo", "", "", 0, "", 0, (), 1)
+
+    def release(self, session_id: str, epoch: int) -> None:
+        self.released.append((session_id, epoch))
+
+
+def test_a_metered_service_counts_and_passes_everything_on() -> None:
+    """Over several streams, with the service's own answers unchanged."""
+    service = _Echo()
+    metered: MeteredService[int, int] = MeteredService(service)
+    heard: list[int] = []
+    streams = [metered.connect(heard.extend) for _ in range(2)]
+    streams[0].receive([1, 2, 3])
+    streams[1].receive([4])
+    assert heard == [1, 2, 3, 1, 2, 3, 4, 4]
+    assert metered.traffic == Traffic(num_items=4, num_answers=8)
+    for stream in streams:
+        stream.close()
+    metered.release("a", 1)
+    assert (service.closed, service.released) == (2, [("a", 1)])
+    assert metered.describe().model == "echo"
+
+
+def test_threads_are_set_for_libraries_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read the environment when they are imported."""
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(variable, "before")
+    use_threads(3)
+    assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "3"
+    assert 1 <= available_cores() <= (os.cpu_count() or 1)
+
+
+def test_an_address_for_all_is_not_advertised() -> None:
+    """Nobody can call 0.0.0.0."""
+    assert advertised("127.0.0.1", "127.0.0.1:5") == "127.0.0.1:5"
+    everywhere = "0.0.0.0"  # noqa: S104
+    host, port = advertised(everywhere, f"{everywhere}:5").split(":")
+    assert port == "5"
+    assert host != everywhere
+
+
+def test_logs_go_where_they_should(tmp_path: Path) -> None:
+    """To a file of the role's name; without a directory nowhere."""
+    before = logging.root.handlers[:]
+    level = logging.root.level
+    try:
+        log_to(str(tmp_path), "target")
+        logging.getLogger("x").info("hello")
+        log_to("", "draft")
+        logging.getLogger("x").info("lost")
+    finally:
+        logging.basicConfig(handlers=before, level=level, force=True)
+    assert (tmp_path / "target.log").read_text("utf-8").endswith("INFO x: hello\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["target.log"]
+
+
+def test_an_emulated_engine_needs_no_files() -> None:
+    """Both roles are built from the configuration alone; a bad specification is named."""
+    for config, role in ((TargetConfig, "target"), (DraftConfig, "draft")):
+        engine = build_engine(config(engine="emulated:vocab_size=77"), role, 1)  # type: ignore[arg-type]
+        assert engine.info.vocab_size == 77
+    with pytest.raises(ConfigError, match="vocabulary"):
+        build_engine(TargetConfig(engine="emulated:vocabulary=77"), "target", 1)
