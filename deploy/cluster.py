@@ -23,11 +23,13 @@ OBJECT_STORE_BYTES: Final = 100 * 2**20
 """Nothing large goes through Ray."""
 _TEMPORARY_BYTES_MAX: Final = 40
 """Ray puts sockets some 60 bytes below its directory, and a socket's path has 107 at most."""
-_QUIET: Final = {
+_ENVIRONMENT: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     # Ray would else warn about what it will do in a later version.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray's workers would else give way to everything on the machine; these serve requests.
+    "RAY_worker_niceness": "0",
 }
 
 
@@ -115,7 +117,7 @@ class Cluster:
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
     def _connect(self) -> None:
-        os.environ.update(_QUIET)
+        os.environ.update(_ENVIRONMENT)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import ray

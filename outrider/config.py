@@ -132,7 +132,7 @@ class TargetConfig(ModelServerConfig):
 
 def _ngram_min() -> Any:
     return setting(
-        2, "Tokens that prompt lookup must match, at least.", minimum=1, maximum=NGRAM_MAX
+        1, "Tokens that prompt lookup must match, at least.", minimum=1, maximum=NGRAM_MAX
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError
 
 from outrider.engine.fingerprints import (
     TokenizerTable,
@@ -29,6 +30,11 @@ MAX_MODEL_LEN_DEFAULT: Final = 2048
 """For a model whose configuration states no length."""
 _LENGTH_KEYS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+_LOADING_ERRORS: Final = (
+    ValueError, OSError, ImportError, KeyError, TypeError, RuntimeError, SafetensorError,
+)  # fmt: skip
+"""What the library raises for files that are broken or that it does not know."""
 
 _log = logging.getLogger(__name__)
 
@@ -62,16 +68,21 @@ def load_model(
     transformers_logging.disable_progress_bar()
     _log.info("loading %s on %s", name, where)
     try:
-        module: Any = AutoModelForCausalLM.from_pretrained(
+        module: Any
+        module, loading = AutoModelForCausalLM.from_pretrained(
             str(path),
             dtype=resolve_dtype(dtype),
             attn_implementation=attn_implementation,
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=trust_remote_code,
+            output_loading_info=True,
         )
-    except (ValueError, OSError, ImportError, KeyError) as error:
+    except _LOADING_ERRORS as error:
         raise ConfigError(f"model {name}: cannot be loaded: {error}") from error
+    if loading["missing_keys"]:  # the library would go on with random numbers
+        first = min(loading["missing_keys"])
+        raise ConfigError(f"model {name}: its files lack the weights {first}")
     module.requires_grad_(False)
     module = module.to(where).eval()
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
@@ -99,7 +110,7 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None
         return AutoTokenizer.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except (ValueError, OSError, ImportError, KeyError) as error:
+    except _LOADING_ERRORS as error:
         raise ConfigError(f"model {path}: its tokenizer cannot be loaded: {error}") from error
 
 

@@ -1,8 +1,11 @@
 """An engine that runs any causal language model of the transformers library, one sequence at a
 time, on slots that can be cut back.
 
-Which attention to load a model with: for 1..8 new tokens over 300 cached ones of a 135M Llama with
-grouped queries (bfloat16, CPU) `sdpa` takes about half the time of `eager`.
+Which attention to load a model with: for 1..17 new tokens over 300 cached ones of a 135M Llama with
+grouped queries (bfloat16, CPU) a step takes 22..35 ms on two threads with `sdpa` and with `eager`
+alike (within 3 %; on one thread `eager` is up to 10 % quicker). `sdpa` is the default, because it
+holds no [heads, new, cached] matrix, which decides for long prompts. This engine's own share of a
+step, against calling the module with the library's cache, is under 1 ms.
 """
 
 from __future__ import annotations

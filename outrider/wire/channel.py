@@ -32,7 +32,7 @@ def server_options() -> list[tuple[str, int]]:
     return [
         *_BOTH_ENDS,
         # Tolerate the pings of clients that follow the same settings, with room for jitter.
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         # Two servers on one port would share its connections between them.
         ("grpc.so_reuseport", 0),
     ]

@@ -71,7 +71,10 @@ def test_threads_are_set_for_libraries_to_come(monkeypatch: pytest.MonkeyPatch) 
     """They read the environment when they are imported."""
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM"):
         monkeypatch.setenv(variable, "before")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     use_threads(3)
+    assert os.environ["GOMP_SPINCOUNT"] == "7"  # Who states it knows better.
     assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "3"
     assert 1 <= available_cores() <= (os.cpu_count() or 1)
 

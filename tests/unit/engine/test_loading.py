@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import byte_level_tokenizer, depth_cut, save_tiny_model
+from safetensors.torch import load_file, save_file
 
 from outrider.engine import loading, sources
 from outrider.engine.fingerprints import (
@@ -167,6 +168,22 @@ def test_a_file_that_is_no_safetensors_is_refused(tiny: Path, tmp_path: Path) ->
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(ConfigError, match="not a safetensors file"):
         weights_fingerprint(tmp_path)
+
+
+def test_a_broken_file_is_one_clear_error(tiny: Path, tmp_path: Path) -> None:
+    """Weights that end early, and weights that lack a tensor: nothing is made up."""
+    for name in ("short", "lacking"):
+        shutil.copytree(tiny, tmp_path / name)
+    file = tmp_path / "short" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-64])
+    with pytest.raises(ConfigError, match=r"short: cannot be loaded"):
+        load_model(tmp_path / "short", device="cpu")
+    file = tmp_path / "lacking" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lack the weights model\.norm\.weight"):
+        load_model(tmp_path / "lacking", device="cpu")
 
 
 def table(*tokens: str, merges: tuple[str, ...] = ()) -> TokenizerTable:
