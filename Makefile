@@ -5,11 +5,13 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 SEEDS ?= 200
+# Tests run side by side; those that start processes of their own stay together.
+TEST_WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
-PACKAGES := outrider draft_service target_service coordinator deploy benchmarks
+PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadgroup
 PROTOS := $(wildcard protos/outrider/v1/*.proto)
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=$(1) --pyi_out=$(1) \
 	--grpc_python_out=$(1) $(PROTOS)
@@ -42,11 +44,11 @@ demo: $(STAMP) ## Start, generate with the real model, and print the speed-up ag
 		--prompts benchmarks/prompts/rewrite.jsonl --num-prompts 3 --max-tokens 96
 
 test: $(STAMP) ## Run every test but the whole grids.
-	$(BIN)/python -m pytest -m "not full"
-	PYTHONOPTIMIZE=1 $(BIN)/python -m pytest -m "not full" -q tests/unit
+	$(PYTEST) -m "not full"
+	PYTHONOPTIMIZE=1 $(PYTEST) -m "not full" -q tests/unit tests/exactness/core
 
 test-full: $(STAMP) ## Run every test, the whole grids included.
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 check: $(STAMP) ## Format, lint, types, import contracts, style, and drift of generated code.
 	$(BIN)/ruff format --check .

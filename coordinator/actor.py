@@ -9,10 +9,11 @@ import socket
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from outrider.config import CoordinatorConfig
 from outrider.hosting import Place, advertised, log_to, use_threads
+from outrider.limits import SEED_BITS
 
 if TYPE_CHECKING:
     from outrider.sessions.redis_store import RedisStore
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
     from .service import CoordinatorService, Text
     from .sides import Patience
-
-_SEED_BITS: Final = 64
 
 
 class CoordinatorActor:
@@ -93,7 +92,7 @@ async def _build(config: CoordinatorConfig) -> CoordinatorService:
         draft=draft_link(config.draft_address) if config.draft_address else None,
         stand_in=NgramDrafter(NgramConfig(config.ngram_min, config.ngram_max)),
         text=text,
-        random_bits=_random_bits(config.seed),
+        random_seed=_random_seeds(config.seed),
     )
 
 
@@ -133,16 +132,10 @@ def _patience(config: CoordinatorConfig) -> Patience:
     )
 
 
-def _random_bits(seed: int | None) -> Callable[[int], int]:
+def _random_seeds(seed: int | None) -> Callable[[], int]:
     """Seeds come from one stream where the configuration names one, so that a repeated series of
-    requests repeats its answers; session ids never do, because a store outlives its coordinator."""
+    requests repeats its answers."""
     if seed is None:
-        return secrets.randbits
+        return lambda: secrets.randbits(SEED_BITS)
     seeds = random.Random(seed)  # noqa: S311 (sampling, not secrecy)
-
-    def random_bits(num_bits: int) -> int:
-        if num_bits == _SEED_BITS:
-            return seeds.getrandbits(num_bits)
-        return secrets.randbits(num_bits)
-
-    return random_bits
+    return lambda: seeds.getrandbits(SEED_BITS)

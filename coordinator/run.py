@@ -106,7 +106,7 @@ class SessionRun:
         try:
             if not self._ended:
                 await self._finish(FinishReason.CANCELLED)
-        except (OutriderError, TimeoutError) as error:
+        except OutriderError as error:
             _log.info("session %s was not closed: %r", self.session_id, error)
         finally:
             self._committer.remove(self._session)
@@ -119,8 +119,11 @@ class SessionRun:
         return StoreUnavailable("the session store did not commit in time; tokens are held back")
 
     async def _finish(self, reason: FinishReason) -> None:
-        async with asyncio.timeout(COMMIT_GRACE_S):
-            await self._committer.finish(self._session, reason)
+        try:
+            async with asyncio.timeout(COMMIT_GRACE_S):
+                await self._committer.finish(self._session, reason)
+        except TimeoutError:
+            raise StoreUnavailable("the session store did not take the session's end") from None
         self._ended = True
 
     def _finished(self, reason: FinishReason, now: float) -> Finished:

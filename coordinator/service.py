@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -16,6 +17,7 @@ from outrider.errors import (
     Unavailable,
 )
 from outrider.generation import ChatMessage, Event, GenerateRequest, Prompt, Started
+from outrider.limits import SEED_BITS
 from outrider.messages import (
     DraftAnswer,
     DraftItem,
@@ -83,10 +85,11 @@ class CoordinatorService:
         draft: Link[DraftItem, DraftAnswer] | None,
         stand_in: Drafter,
         text: Text | None,
-        random_bits: Callable[[int], int],
+        random_bits: Callable[[int], int] = secrets.randbits,
+        random_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
     ) -> None:
-        """`stand_in` drafts while no draft replica answers; `random_bits(n)` gives n fresh random
-        bits, for seeds and session ids."""
+        """`stand_in` drafts while no draft replica answers. `random_bits(n)` gives n fresh random
+        bits, for session ids; `random_seed()` the seed of a request that names none."""
         self._options = options
         self._store = store
         self._target = PostOffice(target, "target-0")
@@ -94,6 +97,7 @@ class CoordinatorService:
         self._stand_in = stand_in
         self._text = text
         self._random_bits = random_bits
+        self._random_seed = random_seed
         self._committer = Committer(store, options.name, lambda: random_bits(53) / 2**53)
         self._commit_task: asyncio.Task[None] | None = None
         self._running: dict[str, SessionRun] = {}
@@ -133,7 +137,7 @@ class CoordinatorService:
         `DeadlineExceeded` (before the first token), `Unavailable`, and what the session's store
         ended it with (`StaleEpoch`, `DataLoss`)."""
         arrived = asyncio.get_running_loop().time()
-        parameters = self._check(request)
+        parameters = await self._check(request)
         if self._num_admitted >= self._options.max_sessions:
             raise Overloaded(f"{self._options.max_sessions} sessions run already; try again later")
         self._num_admitted += 1
@@ -184,12 +188,12 @@ class CoordinatorService:
         if not self._background:
             self._target.check_integrity(set(self._running))
 
-    def _check(self, request: GenerateRequest) -> GenerationParameters:
+    async def _check(self, request: GenerateRequest) -> GenerationParameters:
         if request.model not in ("", self.model.name):
             raise NotFound(f"model: {request.model!r} is not served; {self.model.name!r} is")
         if request.stop and self._text is None:
             raise BadRequest("stop", "the model has no tokenizer, so there is no text to stop at")
-        prompt_field, prompt_ids = self._encode(request.prompt)
+        prompt_field, prompt_ids = await self._encode(request.prompt)
         return check_request(
             request,
             prompt_ids,
@@ -197,18 +201,23 @@ class CoordinatorService:
             self.model,
             default_num_draft_tokens=self._options.num_draft_tokens,
             default_deadline_ms=self._options.deadline_ms,
-            random_seed=self._random_bits(64),
+            random_seed=self._random_seed(),
         )
 
-    def _encode(self, prompt: Prompt) -> tuple[str, tuple[int, ...]]:
-        """The prompt's token ids, and the name of the field that it came in."""
+    async def _encode(self, prompt: Prompt) -> tuple[str, tuple[int, ...]]:
+        """The prompt's token ids, and the name of the field that it came in. Tokenizes on a
+        thread, because a long text takes seconds."""
+        if prompt == "":
+            return "text", ()
         if isinstance(prompt, str):
-            return "text", tuple(self._tokenizer("text").encode(prompt)) if prompt else ()
+            tokenizer = self._tokenizer("text")
+            return "text", tuple(await asyncio.to_thread(tokenizer.encode, prompt))
         turns = [turn for turn in prompt if isinstance(turn, ChatMessage)]
         if not turns:
             return "token_ids", tuple(token for token in prompt if isinstance(token, int))
         messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-        return "chat", tuple(self._tokenizer("chat").encode_chat(messages))
+        tokenizer = self._tokenizer("chat")
+        return "chat", tuple(await asyncio.to_thread(tokenizer.encode_chat, messages))
 
     def _tokenizer(self, field: str) -> Text:
         if self._text is None:

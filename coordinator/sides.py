@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from outrider.drafting.drafter import Drafter, DraftRequest
 from outrider.errors import (
-    InvariantError,
     LinkLost,
     OutriderError,
     Overloaded,
@@ -288,10 +287,15 @@ class DraftSide:
                 self.cached_length = self._heads.held(answer)
             elif isinstance(answer, Refused):
                 raise error_from_code(answer.code, answer.message)
-            elif len(answer.proposal) > num_draft_tokens:
-                raise InvariantError(f"{len(answer.proposal)} tokens, {num_draft_tokens} asked")
             else:
+                self._check(answer, num_draft_tokens)
                 return answer
+
+    def _check(self, answer: ProposalReply, num_draft_tokens: int) -> None:
+        """Raises `InvariantError` for a proposal that is not what was asked for."""
+        length, num_tokens = self._heads.session.length, len(answer.proposal)
+        check(num_tokens <= num_draft_tokens, f"{num_tokens} tokens, {num_draft_tokens} asked")
+        check(answer.base_length == length, f"it extends {answer.base_length}, not {length} tokens")
 
     def _send(self, round_index: int, num_draft_tokens: int) -> None:
         base_length = min(self.cached_length, len(self._heads.session.tokens) - 1)

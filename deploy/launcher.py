@@ -25,7 +25,7 @@ from draft_service.actor import DraftActor
 from outrider.client import Client
 from outrider.config import DeploymentConfig
 from outrider.errors import ConfigError, OutriderError, Unavailable
-from outrider.hosting import Traffic
+from outrider.replica_host import Traffic
 from outrider.sessions.embedded import EmbeddedRedis
 from target_service.actor import TargetActor
 

@@ -1,24 +1,18 @@
-"""What a process does when it comes to host a service: threads, logs, and counting its traffic."""
+"""What a process does when it comes to host a service: threads, logs, addresses, its engine."""
 
 from __future__ import annotations
 
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Final, Literal
 
 from outrider.config import DraftConfig, TargetConfig
-from outrider.messages import ReplicaDescription
-from outrider.wire.link import Connection, ReplicaService
 
 if TYPE_CHECKING:
     from outrider.engine.interface import Engine
-
-Item = TypeVar("Item")
-Answer = TypeVar("Answer")
 
 LOG_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 SPIN_COUNT: Final = 3_000
@@ -38,15 +32,6 @@ class Place:
     pid: int
     node: str
     """Names the machine; equal for actors that reach each other over loopback."""
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What crossed the streams of a replica since it started."""
-
-    num_items: int
-    """Items received."""
-    num_answers: int
 
 
 def available_cores() -> int:
@@ -112,51 +97,3 @@ def build_engine(
         trust_remote_code=config.trust_remote_code,
     )
     return TransformersEngine(module, info, config.max_num_seqs)
-
-
-class MeteredService(Generic[Item, Answer]):
-    """A replica service that counts what crosses its streams."""
-
-    def __init__(self, service: ReplicaService[Item, Answer]) -> None:
-        self._service = service
-        self._num_items = 0
-        self._num_answers = 0
-
-    @property
-    def traffic(self) -> Traffic:
-        """The counts so far."""
-        return Traffic(self._num_items, self._num_answers)
-
-    def connect(self, send: Callable[[Sequence[Answer]], None]) -> Connection[Item]:
-        """A new stream of the service."""
-
-        def counted(answers: Sequence[Answer]) -> None:
-            self._num_answers += len(answers)
-            send(answers)
-
-        return _MeteredConnection(self, self._service.connect(counted))
-
-    def describe(self) -> ReplicaDescription:
-        """What the service runs."""
-        return self._service.describe()
-
-    def release(self, session_id: str, epoch: int) -> None:
-        """Forgets a session."""
-        self._service.release(session_id, epoch)
-
-    def count_items(self, num_items: int) -> None:
-        """Adds to the items received."""
-        self._num_items += num_items
-
-
-class _MeteredConnection(Generic[Item]):
-    def __init__(self, meter: MeteredService[Item, Answer], connection: Connection[Item]) -> None:
-        self._count = meter.count_items
-        self._connection = connection
-
-    def receive(self, items: Sequence[Item]) -> None:
-        self._count(len(items))
-        self._connection.receive(items)
-
-    def close(self) -> None:
-        self._connection.close()

@@ -10,7 +10,8 @@ GREEDY_TEMPERATURE: Final = 1e-5
 """Below it a request is greedy: one-hot q, no noise."""
 PENALTY_MAX: Final = 2.0
 REPETITION_PENALTY_MAX: Final = 10.0
-SEED_MAX: Final = 2**64 - 1
+SEED_BITS: Final = 64
+SEED_MAX: Final = 2**SEED_BITS - 1
 STOP_STRINGS_MAX: Final = 16
 STOP_STRING_BYTES_MAX: Final = 256
 LOGPROBS_MAX: Final = 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -106,7 +105,6 @@ async def running_stack(
             draft=draft_link(draft_server.address),
             stand_in=NgramDrafter(),
             text=text,
-            random_bits=secrets.randbits,
         )
         await coordinator.start()
         descriptor: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]

@@ -14,7 +14,11 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.real_model, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.real_model,
+    pytest.mark.timeout(600),
+    pytest.mark.xdist_group("deployment"),
+]
 
 PROMPT = "The capital of France is"
 

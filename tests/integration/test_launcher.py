@@ -34,7 +34,7 @@ async def deployment(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
         yield started
 
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("deployment")]
 
 
 async def test_three_processes_and_traffic_on_each_hop(deployment: Deployment) -> None:

@@ -30,6 +30,8 @@ from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters, FinishReason
 
+pytestmark = pytest.mark.xdist_group("redis")
+
 NO_COUNTS = Counters()
 
 

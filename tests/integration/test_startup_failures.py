@@ -13,6 +13,8 @@ from deploy.launcher import Deployment
 from outrider.config import DeploymentConfig, load_config
 from outrider.errors import ConfigError
 
+pytestmark = pytest.mark.xdist_group("deployment")
+
 EMULATED = {"engine": "emulated:vocab_size=1000", "draft_model": "emulated", "grpc_port": 0}
 
 

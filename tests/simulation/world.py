@@ -80,6 +80,7 @@ class World:
             stand_in=NgramDrafter(),
             text=None,
             random_bits=rng.getrandbits,
+            random_seed=lambda: rng.getrandbits(64),
         )
         self._harm: list[asyncio.Task[None]] = []
 

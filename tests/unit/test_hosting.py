@@ -12,8 +12,6 @@ import pytest
 from outrider.config import DraftConfig, TargetConfig
 from outrider.errors import ConfigError
 from outrider.hosting import (
-    MeteredService,
-    Traffic,
     advertised,
     available_cores,
     build_engine,
@@ -21,6 +19,7 @@ from outrider.hosting import (
     use_threads,
 )
 from outrider.messages import ReplicaDescription
+from outrider.replica_host import MeteredService, Traffic
 from outrider.wire.link import Connection
 
 

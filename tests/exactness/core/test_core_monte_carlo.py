@@ -23,6 +23,8 @@ from core_toys import ToyPair, random_pair, sampling_pair
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.transforms import target_probabilities
 
+pytestmark = pytest.mark.xdist_group("monte-carlo")
+
 NUM_SEQUENCES = 200_000
 NUM_TOKENS = 4
 CONTROLLERS = {

@@ -25,6 +25,8 @@ from outrider.speculation.sampling import Rule, SamplingParams
 
 DETECTS = 0.05
 POWER = 0.99
+FLATTER = 0.5
+"""Scales the random logits, so that few completions are too rare to be counted on their own."""
 CONCURRENCY = 48
 SEED = 20_260_000
 """Requests use the seeds from here on."""
@@ -48,7 +50,10 @@ class Cell:
     draft_vocab_size: int | None = 3
     """None = n-gram drafting."""
     num_tokens: int = 3
-    num_samples: int = 10_000
+    """Tokens whose joint law is tested: the first ones of ..."""
+    max_tokens: int = 4
+    """... completions of this length. A round drafts no further than that."""
+    num_samples: int = 9_600
 
     def __str__(self) -> str:
         draft = "ngram" if self.draft_vocab_size is None else f"draft{self.draft_vocab_size}"
@@ -58,19 +63,19 @@ class Cell:
         )
         return (
             f"{self.rule.value}-K{self.num_draft_tokens}-{transforms}-V{self.vocab_size}-{draft}-"
-            f"n{self.num_tokens}"
+            f"{self.num_tokens}of{self.max_tokens}"
         )
 
 
 CELLS = [
     Cell(Rule.TOKEN, 2, TOP_P),
-    Cell(Rule.BLOCK, 4, PLAIN, num_tokens=4, num_samples=13_500),
+    Cell(Rule.BLOCK, 4, PLAIN, max_tokens=6),
     Cell(Rule.COUPLED, 2, PENALISED),
     # A draft that knows two tokens more than the target, which are never accepted.
-    Cell(Rule.TOKEN, 4, TOP_K, vocab_size=4, draft_vocab_size=6),
+    Cell(Rule.TOKEN, 2, TOP_K, vocab_size=4, draft_vocab_size=6, num_samples=7_600),
 ]
 SMALL_GRID = [
-    Cell(rule, k, params)
+    Cell(rule, k, params, max_tokens=6 if k == 4 else 4)
     for rule, k, params in product(
         (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED), (0, 1, 2, 4), (PLAIN, TOP_K, TOP_P, PENALISED)
     )
@@ -79,17 +84,33 @@ WIDE_GRID = [
     Cell(Rule.TOKEN, 2, PLAIN, vocab_size=8, draft_vocab_size=5, num_tokens=2, num_samples=13_500),
     Cell(Rule.BLOCK, 2, TOP_P, vocab_size=8, draft_vocab_size=8, num_tokens=2, num_samples=13_500),
     Cell(Rule.BLOCK, 4, PLAIN, vocab_size=4, draft_vocab_size=3, num_samples=13_500),
-    Cell(Rule.TOKEN, 4, PLAIN, draft_vocab_size=None, num_tokens=4, num_samples=13_500),
-    Cell(Rule.BLOCK, 4, PLAIN, draft_vocab_size=None, num_tokens=4, num_samples=13_500),
-    Cell(Rule.COUPLED, 4, PLAIN, draft_vocab_size=None, num_tokens=4, num_samples=13_500),
-    Cell(Rule.TOKEN, 4, PLAIN, vocab_size=3, num_tokens=1, num_samples=7_000),
-    Cell(Rule.BLOCK, 4, TOP_K, num_tokens=6, num_samples=12_500),
+    Cell(
+        Rule.TOKEN, 4, PLAIN, draft_vocab_size=None, num_tokens=4, max_tokens=6, num_samples=13_500
+    ),
+    Cell(
+        Rule.BLOCK, 4, PLAIN, draft_vocab_size=None, num_tokens=4, max_tokens=6, num_samples=13_500
+    ),
+    Cell(
+        Rule.COUPLED,
+        4,
+        PLAIN,
+        draft_vocab_size=None,
+        num_tokens=4,
+        max_tokens=6,
+        num_samples=13_500,
+    ),
+    Cell(Rule.TOKEN, 4, PLAIN, num_tokens=1, max_tokens=1, num_samples=7_600),
+    Cell(Rule.BLOCK, 4, TOP_K, num_tokens=6, max_tokens=6, num_samples=12_500),
 ]
 
 
 def tiny_engine(vocab_size: int, seed: int) -> tuple[Any, TransformersEngine]:
     torch.set_num_threads(1)
-    module = tiny_module(tiny_config("llama", vocab_size), seed)
+    config = tiny_config("llama", vocab_size)
+    config.num_hidden_layers = 1
+    module = tiny_module(config, seed)
+    with torch.no_grad():
+        module.lm_head.weight.mul_(FLATTER)
     info = ModelInfo(f"tiny-{seed}", vocab_size, 128, "float32", (), f"w{seed}", "tiny")
     return module, TransformersEngine(module, info, max_num_seqs=64)
 
@@ -109,7 +130,7 @@ async def sample(stack: Stack, cell: Cell) -> tuple[list[tuple[int, ...]], int]:
         request = GenerateRequest(
             prompt_of(cell),
             sampling=cell.params,
-            max_tokens=cell.num_tokens,
+            max_tokens=cell.max_tokens,
             seed=SEED + number,
             rule=cell.rule,
             num_draft_tokens=cell.num_draft_tokens,
@@ -117,7 +138,7 @@ async def sample(stack: Stack, cell: Cell) -> tuple[list[tuple[int, ...]], int]:
         async with gate:
             completion = await stack.client.complete(request)
         num_accepted += completion.metrics.num_accepted_draft_tokens
-        return completion.token_ids
+        return completion.token_ids[: cell.num_tokens]
 
     samples = await asyncio.gather(*(one(number) for number in range(cell.num_samples)))
     return list(samples), num_accepted
@@ -135,7 +156,7 @@ async def check_cell(cell: Cell, directory: Path) -> None:
     print(f"{cell}: {result}, {num_accepted} draft tokens accepted")
     assert result.power >= POWER
     assert result.p_value >= FALSE_ALARM
-    if cell.num_draft_tokens and cell.num_tokens > 2:
+    if cell.num_draft_tokens and cell.max_tokens > 2:
         assert num_accepted > 0
 
 

@@ -20,6 +20,8 @@ from outrider.generation import GenerateRequest
 from outrider.speculation.sampling import SamplingParams
 from outrider.text import TokenizerText
 
+pytestmark = pytest.mark.xdist_group("identity")
+
 NEAR_TIE = 1e-3
 """Logit gap of the library's two likeliest tokens under which either may win in float32."""
 DRAFT_LAYERS = 4

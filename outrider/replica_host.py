@@ -1,0 +1,163 @@
+"""One replica in a process of its own: its service, its gRPC server, its health, its traffic.
+
+What the Ray actors of draft and target share. Everything heavy is imported by `start`, so that
+finding a place for an actor is quick.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from outrider.hosting import Place, advertised
+from outrider.messages import ReplicaDescription
+from outrider.wire.link import Connection, ReplicaService
+
+if TYPE_CHECKING:
+    from outrider.wire.server import RpcServer, Service
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+Item_contra = TypeVar("Item_contra", contravariant=True)
+Answer_co = TypeVar("Answer_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What crossed the streams of a replica since it started."""
+
+    num_items: int
+    """Items received."""
+    num_answers: int
+
+
+class HostedService(ReplicaService[Item_contra, Answer_co], Protocol[Item_contra, Answer_co]):
+    """A replica service with an end and a health."""
+
+    def watch(self, on_health: Callable[[bool], None]) -> None:
+        """Names who hears, on the loop's thread, whenever the health changes."""
+        ...
+
+    async def drain(self) -> None:
+        """Returns when nothing waits and nothing runs."""
+        ...
+
+    async def close(self) -> None:
+        """Waits for the running step; whatever waits is dropped."""
+        ...
+
+
+class ReplicaHost(Generic[Item, Answer]):
+    """Serves one replica service over gRPC; the base of the actors."""
+
+    def __init__(self) -> None:
+        self._service: HostedService[Item, Answer] | None = None
+        self._metered: MeteredService[Item, Answer] | None = None
+        self._server: RpcServer | None = None
+        self._healthy: bool | None = None
+        self._health_changed = asyncio.Event()
+        self._health_task: asyncio.Task[None] | None = None
+
+    async def ping(self) -> Place:
+        """Where the actor runs."""
+        return Place(os.getpid(), socket.gethostname())
+
+    async def traffic(self) -> Traffic:
+        """What crossed its streams."""
+        return Traffic(0, 0) if self._metered is None else self._metered.traffic
+
+    async def wait(self) -> None:
+        """Returns when the server has stopped."""
+        if self._server is not None:
+            await self._server.wait()
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new calls, lets queued steps end within `grace_s` seconds, and closes."""
+        if self._health_task is not None:
+            self._health_task.cancel()
+        if self._server is not None:
+            await self._server.stop(grace_s)
+        if self._service is not None:
+            await self._service.close()
+
+    async def serve(
+        self,
+        service: HostedService[Item, Answer],
+        face: Callable[[ReplicaService[Item, Answer]], Service],
+        host: str,
+        port: int,
+    ) -> str:
+        """Serves `service` behind its gRPC `face`; the address that coordinators call. Health
+        follows the service's. Raises `ConfigError` where the address cannot be had."""
+        from outrider.wire.server import RpcServer, ServerOptions
+
+        self._service = service
+        self._metered = MeteredService(service)
+        self._server = RpcServer([face(self._metered)], ServerOptions(host, port))
+        await self._server.start()
+        await self._server.set_serving(True)
+        service.watch(self._on_health)
+        self._health_task = asyncio.create_task(self._report_health(self._server))
+        return advertised(host, self._server.address)
+
+    def _on_health(self, healthy: bool) -> None:
+        self._healthy = healthy
+        self._health_changed.set()
+
+    async def _report_health(self, server: RpcServer) -> None:
+        while True:
+            await self._health_changed.wait()
+            self._health_changed.clear()
+            await server.set_serving(bool(self._healthy))
+
+
+class MeteredService(Generic[Item, Answer]):
+    """A replica service that counts what crosses its streams."""
+
+    def __init__(self, service: ReplicaService[Item, Answer]) -> None:
+        self._service = service
+        self._num_items = 0
+        self._num_answers = 0
+
+    @property
+    def traffic(self) -> Traffic:
+        """The counts so far."""
+        return Traffic(self._num_items, self._num_answers)
+
+    def connect(self, send: Callable[[Sequence[Answer]], None]) -> Connection[Item]:
+        """A new stream of the service."""
+
+        def counted(answers: Sequence[Answer]) -> None:
+            self._num_answers += len(answers)
+            send(answers)
+
+        return _MeteredConnection(self, self._service.connect(counted))
+
+    def describe(self) -> ReplicaDescription:
+        """What the service runs."""
+        return self._service.describe()
+
+    def release(self, session_id: str, epoch: int) -> None:
+        """Forgets a session."""
+        self._service.release(session_id, epoch)
+
+    def count_items(self, num_items: int) -> None:
+        """Adds to the items received."""
+        self._num_items += num_items
+
+
+class _MeteredConnection(Generic[Item]):
+    def __init__(self, meter: MeteredService[Item, Answer], connection: Connection[Item]) -> None:
+        self._count = meter.count_items
+        self._connection = connection
+
+    def receive(self, items: Sequence[Item]) -> None:
+        self._count(len(items))
+        self._connection.receive(items)
+
+    def close(self) -> None:
+        self._connection.close()
