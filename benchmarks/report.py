@@ -139,7 +139,7 @@ def render(report: SpeedupReport) -> Group:
     """The report for people."""
     table = Table(title=_title(report.setup))
     table.add_column("prompts")
-    for heading in ("number", "plain tok/s", "speculative tok/s", "accepted", "tokens/round"):
+    for heading in ("number", "plain", "speculative", "accepted", "per round"):
         table.add_column(heading, justify="right")
     table.add_column("speed-up", justify="right", style="bold")
     for name, found in report.categories.items():
@@ -173,7 +173,7 @@ def _rounded(value: object) -> object:
 def _title(setup: Setup) -> str:
     return (
         f"{setup.model} with {setup.draft_model}, K <= {setup.num_draft_tokens}, {setup.dtype}, "
-        f"temperature {setup.temperature:g}, rule {setup.rule}, {setup.concurrency} at a time"
+        f"temperature {setup.temperature:g}, rule {setup.rule}, {setup.concurrency} at a time: tokens/s"
     )
 
 
