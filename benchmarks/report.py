@@ -173,7 +173,8 @@ def _rounded(value: object) -> object:
 def _title(setup: Setup) -> str:
     return (
         f"{setup.model} with {setup.draft_model}, K <= {setup.num_draft_tokens}, {setup.dtype}, "
-        f"temperature {setup.temperature:g}, rule {setup.rule}, {setup.concurrency} at a time: tokens/s"
+        f"temperature {setup.temperature:g}, rule {setup.rule}, {setup.concurrency} at a time; "
+        "tokens/s"
     )
 
 
