@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import random
 import secrets
@@ -9,7 +11,7 @@ import socket
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from outrider.config import CoordinatorConfig
 from outrider.hosting import Place, advertised, log_to, use_threads
@@ -19,8 +21,14 @@ if TYPE_CHECKING:
     from outrider.sessions.redis_store import RedisStore
     from outrider.wire.server import RpcServer
 
-    from .service import CoordinatorService, Text
+    from .prompts import Text
+    from .service import CoordinatorService
     from .sides import Patience
+
+_log = logging.getLogger(__name__)
+
+HEALTH_PERIOD_S: Final = 1.0
+"""Between two looks at whether requests can be served."""
 
 
 class CoordinatorActor:
@@ -30,6 +38,7 @@ class CoordinatorActor:
     def __init__(self) -> None:
         self._service: CoordinatorService | None = None
         self._server: RpcServer | None = None
+        self._health: asyncio.Task[None] | None = None
 
     async def ping(self) -> Place:
         """Where the actor runs."""
@@ -54,6 +63,7 @@ class CoordinatorActor:
         )
         await self._server.start()
         await self._server.set_serving(True)
+        self._health = asyncio.create_task(_report_health(self._service, self._server))
         return advertised(config.host, self._server.address)
 
     async def wait(self) -> None:
@@ -64,16 +74,33 @@ class CoordinatorActor:
     async def stop(self, grace_s: float) -> None:
         """Takes no more requests, lets running ones end within `grace_s` seconds, commits what was
         decided, and closes."""
+        if self._health is not None:
+            self._health.cancel()
         if self._server is not None:
             await self._server.stop(grace_s)
         if self._service is not None:
             await self._service.close()
 
 
+async def _report_health(service: CoordinatorService, server: RpcServer) -> None:
+    """Keeps the server's health true; stops it once nothing can be served any more."""
+    serving = True
+    while not service.failed:
+        healthy = await service.healthy()
+        if healthy != serving:
+            _log.warning("the coordinator %s", "serves again" if healthy else "cannot serve")
+            await server.set_serving(healthy)
+            serving = healthy
+        await asyncio.sleep(HEALTH_PERIOD_S)
+    _log.critical("commits have ended; the coordinator stops")
+    await server.stop()
+
+
 async def _build(config: CoordinatorConfig) -> CoordinatorService:
     from outrider.drafting.ngram import NgramConfig, NgramDrafter
     from outrider.wire.grpc_link import draft_link, target_link
 
+    from .request import RequestDefaults
     from .service import CoordinatorOptions, CoordinatorService
 
     text = _load_text(config)
@@ -81,9 +108,8 @@ async def _build(config: CoordinatorConfig) -> CoordinatorService:
         CoordinatorOptions(
             name=f"coordinator-{uuid.uuid4().hex}",
             served_model_name=config.served_model_name,
-            num_draft_tokens=config.num_draft_tokens,
+            defaults=RequestDefaults(config.num_draft_tokens, config.deadline_ms),
             run_ahead_rounds=config.run_ahead_rounds,
-            deadline_ms=config.deadline_ms,
             max_sessions=config.max_sessions,
             patience=_patience(config),
         ),

@@ -11,6 +11,7 @@ Time comes from the running event loop alone.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -33,6 +34,8 @@ from outrider.limits import (
 )
 from outrider.sessions.state import OwnedState, Session
 from outrider.sessions.store import Append, FinishReason, SessionStore
+
+_log = logging.getLogger(__name__)
 
 _BACK_OFF_DOUBLINGS_MAX: Final = 16
 
@@ -99,12 +102,11 @@ class Committer:
         self._closing = asyncio.Event()
         self._stopped = asyncio.Event()
         self._running = False
-        self._store_down = False
 
     @property
-    def store_down(self) -> bool:
-        """Whether the last call of the store went unanswered."""
-        return self._store_down
+    def closing(self) -> bool:
+        """Whether no more sessions are taken: after `close`, and after a bug has ended `run`."""
+        return self._closing.is_set()
 
     @property
     def num_sessions(self) -> int:
@@ -280,7 +282,6 @@ class Committer:
             answers = await self._store.append([append for _, append in batch])
             check(len(answers) == len(batch), "the store did not answer each append")
         except StoreUnavailable:
-            self._store_down = True
             self._put_back(batch)
             return False
         except OutriderError as error:
@@ -288,7 +289,6 @@ class Committer:
         except asyncio.CancelledError:
             self._put_back(batch)
             raise
-        self._store_down = False
         progress = [
             self._apply(entry, answer)
             for (entry, _), answer in zip(batch, answers, strict=True)
@@ -339,7 +339,6 @@ class Committer:
                 session.session_id, session.epoch, reason, session.counters
             )
         except StoreUnavailable:
-            self._store_down = True
             return False
         except OutriderError as error:
             self._lose(entry, error)
@@ -370,9 +369,11 @@ class Committer:
             probes = [entries[key].session.probe() for key in gone]
             answers = await self._store.append(probes) if probes else []
         except StoreUnavailable:
-            self._store_down = True
             return
-        self._store_down = False
+        except OutriderError:
+            # Leases that were not renewed run out; nobody else's session must suffer for it.
+            _log.exception("leases were not renewed")
+            return
         for key, answer in zip(gone, answers, strict=True):
             entry = entries[key]
             if self._current(entry) and entry.owned:

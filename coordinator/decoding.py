@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from dataclasses import dataclass
 
 from outrider.errors import DeadlineExceeded
@@ -82,7 +83,7 @@ class Decoding:
     def cancel(self) -> None:
         """Ends the session as cancelled; what is decided is still committed and shown."""
         self._cancelled = True
-        if self._deadline is not None:
+        if self._deadline is not None and not self._deadline.expired():
             self._deadline.reschedule(asyncio.get_running_loop().time())
 
     async def _rounds(self) -> FinishReason:
@@ -190,7 +191,13 @@ class Decoding:
 
 
 def _logprob_line(logprobs: PositionLogprobs) -> str:
-    return json.dumps([logprobs.logprob, logprobs.top])
+    """JSON knows no infinity: an impossible token has null."""
+    top = [[token_id, _finite(value)] for token_id, value in logprobs.top]
+    return json.dumps([_finite(logprobs.logprob), top], allow_nan=False)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _report(index: int, drafted: Drafted, verified: Verified, num_accepted: int) -> RoundReport:

@@ -46,41 +46,53 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
 
 
-def check_request(
-    request: GenerateRequest,
-    prompt_ids: tuple[int, ...],
-    prompt_field: str,
-    model: ServedModel,
-    default_num_draft_tokens: int,
-    default_deadline_ms: int,
-    random_seed: int,
-) -> GenerationParameters:
-    """Checks every field and fills in the defaults. Raises `BadRequest` for the first field that
-    is out of its limits (`outrider.limits`)."""
-    check_prompt_ids(prompt_ids, prompt_field, model)
+@dataclass(frozen=True, slots=True)
+class RequestDefaults:
+    """What a coordinator fills in where a request is silent."""
+
+    num_draft_tokens: int
+    deadline_ms: int
+
+
+def check_fields(request: GenerateRequest, model: ServedModel) -> None:
+    """Checks every field that can be checked without tokenizing the prompt. Raises `BadRequest`
+    for the first one that is out of its limits (`outrider.limits`)."""
     check_sampling(request.sampling, model.vocab_size)
     check_stop(request.stop)
+    bounds = (
+        ("max_tokens", 1, model.max_model_len),
+        ("num_draft_tokens", 0, limits.NUM_DRAFT_TOKENS_MAX),
+        ("deadline_ms", 1, limits.DEADLINE_MS_MAX),
+        ("logprobs", 0, limits.LOGPROBS_MAX),
+        ("seed", 0, limits.SEED_MAX),
+    )
+    for field, low, high in bounds:
+        value = getattr(request, field)
+        if value is not None:
+            _check_integer(field, value, low, high)
+    if request.rule is Rule.GREEDY and not request.sampling.greedy:
+        raise BadRequest("rule", "greedy needs temperature 0; allowed: token, block, coupled")
+
+
+def resolve(
+    request: GenerateRequest,
+    prompt_field: str,
+    prompt_ids: tuple[int, ...],
+    model: ServedModel,
+    defaults: RequestDefaults,
+    random_seed: int,
+) -> GenerationParameters:
+    """Fills in the defaults of a request whose fields have been checked. Raises `BadRequest` where
+    the prompt, or the prompt and `max_tokens`, do not fit the model."""
+    check_prompt_ids(prompt_ids, prompt_field, model)
     room = model.max_model_len - len(prompt_ids)
-    max_tokens = request.max_tokens
-    if max_tokens is None:
-        max_tokens = min(room, limits.MAX_TOKENS_DEFAULT)
-    _check_integer("max_tokens", max_tokens, 1, model.max_model_len)
+    max_tokens = _default(request.max_tokens, min(room, limits.MAX_TOKENS_DEFAULT))
     if max_tokens > room:
         raise BadRequest(
             "max_tokens",
             f"the prompt's {len(prompt_ids)} tokens and {max_tokens} more exceed the model's "
             f"length of {model.max_model_len}; at most {room} are left",
         )
-    num_draft_tokens = _default(request.num_draft_tokens, default_num_draft_tokens)
-    _check_integer("num_draft_tokens", num_draft_tokens, 0, limits.NUM_DRAFT_TOKENS_MAX)
-    deadline_ms = _default(request.deadline_ms, default_deadline_ms)
-    _check_integer("deadline_ms", deadline_ms, 1, limits.DEADLINE_MS_MAX)
-    if request.logprobs is not None:
-        _check_integer("logprobs", request.logprobs, 0, limits.LOGPROBS_MAX)
-    if request.seed is not None:
-        _check_integer("seed", request.seed, 0, limits.SEED_MAX)
-    if request.rule is Rule.GREEDY and not request.sampling.greedy:
-        raise BadRequest("rule", "greedy needs temperature 0; allowed: token, block, coupled")
     return GenerationParameters(
         prompt_ids=prompt_ids,
         sampling=request.sampling,
@@ -89,8 +101,8 @@ def check_request(
         ignore_eos=request.ignore_eos,
         seed=_default(request.seed, random_seed),
         rule=resolve_rule(request.sampling, request.rule, request.seed is not None),
-        num_draft_tokens=num_draft_tokens,
-        deadline_ms=deadline_ms,
+        num_draft_tokens=_default(request.num_draft_tokens, defaults.num_draft_tokens),
+        deadline_ms=_default(request.deadline_ms, defaults.deadline_ms),
         logprobs=request.logprobs,
         include_rounds=request.include_rounds,
     )

@@ -41,7 +41,8 @@ class SessionRun:
         arrived: float,
         deadline: float,
     ) -> None:
-        """Starts decoding. `arrived` and `deadline` are times of the event loop's clock."""
+        """Starts decoding a session that the committer knows. `arrived` and `deadline` are times
+        of the event loop's clock."""
         self._session = session
         self._parameters = parameters
         self._target = target
@@ -51,7 +52,6 @@ class SessionRun:
         self._deadline = deadline
         self._first_token_at: float | None = None
         self._ended = False
-        committer.add(session)
         self._journal = Journal(session, committer)
         self._decoding = Decoding(
             session=session,
@@ -69,6 +69,11 @@ class SessionRun:
     def session_id(self) -> str:
         """32 hexadecimal digits."""
         return self._session.session_id
+
+    @property
+    def tenant(self) -> str:
+        """Whose session it is."""
+        return self._session.identity.tenant
 
     def cancel(self) -> None:
         """Ends the session as cancelled; what is decided is still committed and shown."""
@@ -92,7 +97,7 @@ class SessionRun:
                 yield report
             yield tokens
         reason = await self._task
-        await self._finish(reason)
+        await self._finish(reason, max(self._deadline, loop.time()) + COMMIT_GRACE_S)
         yield self._finished(reason, loop.time())
 
     async def close(self) -> None:
@@ -105,7 +110,8 @@ class SessionRun:
             self._draft.close()
         try:
             if not self._ended:
-                await self._finish(FinishReason.CANCELLED)
+                now = asyncio.get_running_loop().time()
+                await self._finish(FinishReason.CANCELLED, now + COMMIT_GRACE_S)
         except OutriderError as error:
             _log.info("session %s was not closed: %r", self.session_id, error)
         finally:
@@ -118,9 +124,9 @@ class SessionRun:
             )
         return StoreUnavailable("the session store did not commit in time; tokens are held back")
 
-    async def _finish(self, reason: FinishReason) -> None:
+    async def _finish(self, reason: FinishReason, until: float) -> None:
         try:
-            async with asyncio.timeout(COMMIT_GRACE_S):
+            async with asyncio.timeout_at(until):
                 await self._committer.finish(self._session, reason)
         except TimeoutError:
             raise StoreUnavailable("the session store did not take the session's end") from None

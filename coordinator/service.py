@@ -6,17 +6,19 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from outrider.drafting.drafter import Drafter
 from outrider.errors import (
     BadRequest,
+    DeadlineExceeded,
     Incompatible,
     NotFound,
+    OutriderError,
     Overloaded,
     Unavailable,
 )
-from outrider.generation import ChatMessage, Event, GenerateRequest, Prompt, Started
+from outrider.generation import Event, GenerateRequest, Started
 from outrider.limits import SEED_BITS
 from outrider.messages import (
     DraftAnswer,
@@ -30,33 +32,23 @@ from outrider.sessions.store import NewSession, SessionRecord, SessionStore
 from outrider.wire.link import Link
 
 from .commits import Committer
-from .completion import Completion, TextStream
+from .completion import Completion
 from .mailbox import PostOffice
+from .prompts import PromptEncoder, Text
 from .request import (
     GenerationParameters,
+    RequestDefaults,
     ServedModel,
-    check_request,
+    check_fields,
+    resolve,
 )
 from .run import COMMIT_GRACE_S, SessionRun
 from .sides import DraftSide, HeadWriter, Patience, TargetSide
 
 DESCRIBE_TIMEOUT_S: Final = 10.0
-
-
-class Text(Protocol):
-    """The target's tokenizer."""
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of raw text."""
-        ...
-
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation under the model's chat template."""
-        ...
-
-    def stream(self) -> TextStream:
-        """A fresh incremental detokenizer."""
-        ...
+HEALTH_TIMEOUT_S: Final = 2.0
+NO_SESSION: Final = "0" * 32
+"""An id that no session has; asking for it shows whether the store answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +58,8 @@ class CoordinatorOptions:
     name: str
     """The owner's name in the session store; unique among coordinators."""
     served_model_name: str
-    num_draft_tokens: int
+    defaults: RequestDefaults
     run_ahead_rounds: int
-    deadline_ms: int
     max_sessions: int
     patience: Patience
 
@@ -96,6 +87,7 @@ class CoordinatorService:
         self._draft = None if draft is None else PostOffice(draft, "draft-0")
         self._stand_in = stand_in
         self._text = text
+        self._prompts = PromptEncoder(text)
         self._random_bits = random_bits
         self._random_seed = random_seed
         self._committer = Committer(store, options.name, lambda: random_bits(53) / 2**53)
@@ -137,13 +129,20 @@ class CoordinatorService:
         `DeadlineExceeded` (before the first token), `Unavailable`, and what the session's store
         ended it with (`StaleEpoch`, `DataLoss`)."""
         arrived = asyncio.get_running_loop().time()
-        parameters = await self._check(request)
-        if self._num_admitted >= self._options.max_sessions:
-            raise Overloaded(f"{self._options.max_sessions} sessions run already; try again later")
+        self._check(request)
+        deadline_ms = request.deadline_ms or self._options.defaults.deadline_ms
+        deadline = arrived + deadline_ms / 1e3
         self._num_admitted += 1
         try:
-            session = await self._open(tenant, parameters)
-            run = self._begin(session, parameters, arrived)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    parameters = await self._resolve(request)
+                    session = await self._open(tenant, parameters)
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"deadline_ms: {deadline_ms} ms passed before the session was open"
+                ) from None
+            run = self._begin(session, parameters, arrived, deadline)
             try:
                 yield Started(session.session_id, self.model.name, parameters.seed, parameters.rule)
                 async for event in run.events():
@@ -156,10 +155,11 @@ class CoordinatorService:
     async def cancel(self, session_id: str, tenant: str = "") -> None:
         """Ends a running session as cancelled; a finished one is left as it is. Raises
         `NotFound`."""
-        record = await self.session(session_id, tenant)
-        run = self._running.get(record.session_id)
-        if run is not None:
+        run = self._running.get(session_id)
+        if run is not None and run.tenant == tenant:
             run.cancel()
+        else:
+            await self.session(session_id, tenant)
 
     async def session(self, session_id: str, tenant: str = "") -> SessionRecord:
         """What is stored of a session. Raises `NotFound`, for another tenant's session too."""
@@ -170,6 +170,7 @@ class CoordinatorService:
 
     async def close(self) -> None:
         """Cancels what runs, commits what was decided, closes the links and the store."""
+        self._prompts.close()
         for run in self._running.values():
             run.cancel()
         if self._background:
@@ -182,47 +183,54 @@ class CoordinatorService:
             await self._draft.link.close()
         await self._store.close()
 
-    def check_integrity(self) -> None:
-        """Raises `InvariantError` unless every running session, and no other, has a mailbox.
-        For an idle coordinator: sessions that are just ending have one as well."""
-        if not self._background:
-            self._target.check_integrity(set(self._running))
+    async def healthy(self) -> bool:
+        """Whether a request that comes now can make progress: commits go on, and the store and
+        the target answer. The draft is not asked, because requests do without it."""
+        if self._commit_task is None or self._committer.closing:
+            return False
+        try:
+            await self._store.load(NO_SESSION)
+        except NotFound:
+            pass  # It has answered.
+        except OutriderError:
+            return False
+        try:
+            await self._target.link.describe(HEALTH_TIMEOUT_S)
+        except Unavailable:
+            return False
+        return True
 
-    async def _check(self, request: GenerateRequest) -> GenerationParameters:
+    @property
+    def failed(self) -> bool:
+        """Whether a bug has ended the commits: nothing is served any more."""
+        return self._commit_task is not None and self._commit_task.done()
+
+    def check_integrity(self) -> None:
+        """Raises `InvariantError` unless every running session, and no other, has a mailbox on
+        the target's side, none but those on the draft's, and commits agree. For an idle
+        coordinator: a session that has just ended is still being closed."""
+        running = set(self._running)
+        self._target.check_integrity(running)
+        if self._draft is not None:
+            self._draft.check_integrity(running, every=False)
+        self._committer.check_integrity()
+
+    def _check(self, request: GenerateRequest) -> None:
+        """Refuses at once what need not be looked at any further."""
+        if self._committer.closing:
+            raise Unavailable("this coordinator is shutting down")
         if request.model not in ("", self.model.name):
             raise NotFound(f"model: {request.model!r} is not served; {self.model.name!r} is")
         if request.stop and self._text is None:
             raise BadRequest("stop", "the model has no tokenizer, so there is no text to stop at")
-        prompt_field, prompt_ids = await self._encode(request.prompt)
-        return check_request(
-            request,
-            prompt_ids,
-            prompt_field,
-            self.model,
-            default_num_draft_tokens=self._options.num_draft_tokens,
-            default_deadline_ms=self._options.deadline_ms,
-            random_seed=self._random_seed(),
-        )
+        check_fields(request, self.model)
+        if self._num_admitted >= self._options.max_sessions:
+            raise Overloaded(f"{self._options.max_sessions} sessions run already; try again later")
 
-    async def _encode(self, prompt: Prompt) -> tuple[str, tuple[int, ...]]:
-        """The prompt's token ids, and the name of the field that it came in. Tokenizes on a
-        thread, because a long text takes seconds."""
-        if prompt == "":
-            return "text", ()
-        if isinstance(prompt, str):
-            tokenizer = self._tokenizer("text")
-            return "text", tuple(await asyncio.to_thread(tokenizer.encode, prompt))
-        turns = [turn for turn in prompt if isinstance(turn, ChatMessage)]
-        if not turns:
-            return "token_ids", tuple(token for token in prompt if isinstance(token, int))
-        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-        tokenizer = self._tokenizer("chat")
-        return "chat", tuple(await asyncio.to_thread(tokenizer.encode_chat, messages))
-
-    def _tokenizer(self, field: str) -> Text:
-        if self._text is None:
-            raise BadRequest(field, "the model has no tokenizer; give token_ids")
-        return self._text
+    async def _resolve(self, request: GenerateRequest) -> GenerationParameters:
+        field, prompt_ids = await self._prompts.encode(request.prompt, self.model.max_model_len)
+        seed = self._random_seed()
+        return resolve(request, field, prompt_ids, self.model, self._options.defaults, seed)
 
     async def _open(self, tenant: str, parameters: GenerationParameters) -> Session:
         new = NewSession(
@@ -238,10 +246,14 @@ class CoordinatorService:
         return Session.opened(new)
 
     def _begin(
-        self, session: Session, parameters: GenerationParameters, arrived: float
+        self,
+        session: Session,
+        parameters: GenerationParameters,
+        arrived: float,
+        deadline: float,
     ) -> SessionRun:
         options = self._options
-        deadline = arrived + parameters.deadline_ms / 1e3
+        self._committer.add(session)
         heads = HeadWriter(session, parameters.sampling, deadline)
         draft: DraftSide | None = None
         if self._draft is not None and parameters.num_draft_tokens > 0:

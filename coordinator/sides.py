@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from dataclasses import dataclass
 
 from outrider.drafting.drafter import Drafter, DraftRequest
 from outrider.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    InvariantError,
     LinkLost,
     OutriderError,
     Overloaded,
@@ -34,7 +38,7 @@ from outrider.messages import (
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState
 from outrider.speculation.noise import RoundNoise
-from outrider.speculation.proposal import Proposal
+from outrider.speculation.proposal import Proposal, require_q
 from outrider.speculation.sampling import SamplingParams
 
 from .mailbox import PostOffice
@@ -84,7 +88,7 @@ class HeadWriter:
             seed=session.identity.seed,
             sampling=self.sampling,
             sampling_hash=self._sampling_hash,
-            deadline_ms=max(1, int(left * 1e3)),
+            deadline_ms=max(1, math.ceil(left * 1e3)),
         )
 
     def held(self, resync: Resync) -> int:
@@ -122,7 +126,8 @@ class TargetSide:
         """The verdict of a round. Asks again until there is one; raises what the target refuses
         with, and `Unavailable` once it cannot be reached for `target_gone_s`."""
         loop = asyncio.get_running_loop()
-        self._mailbox.begin(round_index)
+        if self._mailbox.begin(round_index):
+            self._asked_until = -1
         unreachable_since: float | None = None
         wait_s, retry_s = self._patience.target_answer_s, self._patience.target_retry_s
         ask = len(proposal) > 0 or self._must_ask(round_index, run_ahead)
@@ -185,7 +190,11 @@ class TargetSide:
             self.cached_length = self._heads.held(answer)
             return
         error = error_from_code(answer.code, answer.message)
-        if not isinstance(error, Overloaded | Unavailable):
+        if isinstance(error, BadRequest):
+            # The user's fields were checked before: what is wrong with a message is our doing.
+            raise InvariantError(f"the target refuses a message: {error.message}")
+        # A deadline that has passed over there is about to pass here.
+        if not isinstance(error, Overloaded | Unavailable | DeadlineExceeded):
             raise error
         await asyncio.sleep(retry_s)
 
@@ -292,10 +301,11 @@ class DraftSide:
                 return answer
 
     def _check(self, answer: ProposalReply, num_draft_tokens: int) -> None:
-        """Raises `InvariantError` for a proposal that is not what was asked for."""
+        """Raises `InvariantError` or `BadRequest` for a proposal that is not what was asked for."""
         length, num_tokens = self._heads.session.length, len(answer.proposal)
         check(num_tokens <= num_draft_tokens, f"{num_tokens} tokens, {num_draft_tokens} asked")
         check(answer.base_length == length, f"it extends {answer.base_length}, not {length} tokens")
+        require_q(answer.proposal, self._heads.session.identity.rule)
 
     def _send(self, round_index: int, num_draft_tokens: int) -> None:
         base_length = min(self.cached_length, len(self._heads.session.tokens) - 1)

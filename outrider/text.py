@@ -29,6 +29,10 @@ class TextStream(Protocol):
         ...
 
 
+UNKNOWN_BYTES_MAX: Final = 256
+"""Bytes of text that a token for unknown words is thought to stand for, at most."""
+
+
 class TokenizerText:
     """The tokenizer of a model. Special tokens are read in prompts and never shown."""
 
@@ -43,6 +47,9 @@ class TokenizerText:
         ) | frozenset(tokenizer.all_special_ids)
         self._bytes_of = _byte_level_alphabet() if self._is_byte_level() else None
         self._fallback_bytes = self._find_fallback_bytes()
+        longest = max((len(token.encode()) for token in tokenizer.get_vocab()), default=0)
+        self.token_bytes_max = max(longest, UNKNOWN_BYTES_MAX)
+        """Bytes of text that one token stands for, at most."""
 
     @classmethod
     def load(

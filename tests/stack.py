@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.service import CoordinatorOptions, CoordinatorService, Text
+from coordinator.prompts import Text
+from coordinator.request import RequestDefaults
+from coordinator.service import CoordinatorOptions, CoordinatorService
 from coordinator.servicer import CoordinatorServicer
 from coordinator.sides import Patience
 from draft_service.service import DraftService
@@ -94,9 +96,8 @@ async def running_stack(
             CoordinatorOptions(
                 name="coordinator-under-test",
                 served_model_name="model",
-                num_draft_tokens=4,
+                defaults=RequestDefaults(num_draft_tokens=4, deadline_ms=600_000),
                 run_ahead_rounds=8,
-                deadline_ms=600_000,
                 max_sessions=max_sessions,
                 patience=patience,
             ),

@@ -115,10 +115,10 @@ def _prompt_from_proto(message: pb.GenerateRequest) -> Prompt:
     if kind == "token_ids":
         return tuple(message.token_ids.ids)
     if kind == "chat":
-        if len(message.chat.messages) > CHAT_MESSAGES_MAX:
+        if not 1 <= len(message.chat.messages) <= CHAT_MESSAGES_MAX:
             raise BadRequest(
                 "chat.messages",
-                f"got {len(message.chat.messages)} messages; at most {CHAT_MESSAGES_MAX}",
+                f"got {len(message.chat.messages)} messages; allowed: 1..{CHAT_MESSAGES_MAX}",
             )
         return tuple(ChatMessage(turn.role, turn.content) for turn in message.chat.messages)
     raise BadRequest("prompt", "is missing; give one of text, chat, token_ids")

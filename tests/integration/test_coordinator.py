@@ -265,6 +265,7 @@ def good_and_bad() -> list[tuple[str, dict[str, Any], bool]]:
         ("stop[0]", {"stop": (stop + "x",)}, False),
         ("stop[0]", {"stop": ("",)}, False),
         ("text", {"prompt": ""}, False),
+        ("text", {"prompt": "x" * 256 * 257}, False),
         ("token_ids", {"prompt": ()}, False),
         ("token_ids[1]", {"prompt": (1, VOCAB)}, False),
         ("token_ids[0]", {"prompt": (-1, 1)}, False),
@@ -298,10 +299,17 @@ async def test_an_unknown_model_is_not_found(stack: Stack) -> None:
 async def test_what_cannot_be_decoded_or_is_missing_is_invalid(stack: Stack) -> None:
     """Raw bytes, no prompt, an unknown rule: INVALID_ARGUMENT with the field."""
     nowhere = pb.GenerateRequest(max_tokens=1).SerializeToString()
+    silent = pb.GenerateRequest(chat=pb.ChatMessages()).SerializeToString()
     rule = pb.GenerateRequest(text="a", rule=17).SerializeToString()  # type: ignore[arg-type]
     async with open_channel(stack.client.address) as channel:
         call = channel.unary_stream("/outrider.v1.Coordinator/Generate")
-        for data, field in ((b"\xff\xff\xff", "message"), (nowhere, "prompt"), (rule, "rule")):
+        cases = {
+            b"\xff\xff\xff": "message",
+            nowhere: "prompt",
+            silent: "chat.messages",
+            rule: "rule",
+        }
+        for data, field in cases.items():
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 async for _ in call(data):
                     pass

@@ -11,6 +11,7 @@ import asyncio
 import math
 import random
 from collections import Counter
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ from outrider.clock import run_virtually
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.interface import SequenceStep
 from outrider.errors import InvariantError, OutriderError, StoreUnavailable, check
-from outrider.generation import Finished, GenerateRequest, Started, Tokens
+from outrider.generation import Event, Finished, GenerateRequest, Started, Tokens
 from outrider.sessions.store import FinishReason, SessionState
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import EMPTY_PROPOSAL
@@ -134,8 +135,8 @@ async def _run_session(world: World, plan: Plan, ranks: RankCount) -> int:
         try:
             async with asyncio.timeout(SESSION_S_MAX):
                 return await _generate(world, plan, ranks)
-        except StoreUnavailable:
-            await asyncio.sleep(0.1)  # The store did not open the session; ask again.
+        except _NotOpened:
+            await asyncio.sleep(0.1)
         except TimeoutError:
             raise InvariantError(f"stuck for {SESSION_S_MAX} s: {plan}") from None
 
@@ -146,7 +147,7 @@ async def _generate(world: World, plan: Plan, ranks: RankCount) -> int:
     shown: list[int] = []
     session_id, finished, num_events = "", None, 0
     async with aclosing(world.coordinator.generate(request)) as events:
-        async for event in events:
+        async for event in _or_not_opened(events):
             num_events += 1
             if isinstance(event, Started):
                 session_id = event.session_id
@@ -168,6 +169,24 @@ async def _generate(world: World, plan: Plan, ranks: RankCount) -> int:
         check(record.token_ids == (*prompt, *shown), "the store holds something else")
     _check_tokens(request, shown, ranks)
     return len(shown)
+
+
+class _NotOpened(Exception):
+    """The store did not open the session: the client is to ask again."""
+
+
+async def _or_not_opened(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
+    """The same events; a store that fails before the first of them is `_NotOpened`. Later it must
+    not fail the stream."""
+    started = False
+    try:
+        async for event in events:
+            started = True
+            yield event
+    except StoreUnavailable as error:
+        if started:
+            raise
+        raise _NotOpened from error
 
 
 async def _stored(world: World, session_id: str) -> tuple[int, ...]:

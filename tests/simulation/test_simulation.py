@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
 import pytest
 
 from coordinator.commits import Committer
+from coordinator.journal import Journal
 from coordinator.mailbox import Mailbox
 from outrider.engine.sequences import SequenceTable
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, StoreUnavailable
 
 from .adversary import CALM
 from .scenario import RankCount, run_seed
@@ -69,6 +71,19 @@ def test_planted_cache_that_keeps_refused_tokens_is_found(
 
     monkeypatch.setattr(SequenceTable, "_cut", not_at_all)
     assert found(20)
+
+
+def test_planted_failure_of_a_running_stream_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client must not take a stream that dies half-way for one that was never opened."""
+    read, reads = Journal.read, itertools.count()
+
+    async def sometimes(self: Journal) -> Any:
+        if next(reads) % 10 == 9:
+            raise StoreUnavailable("planted")
+        return await read(self)
+
+    monkeypatch.setattr(Journal, "read", sometimes)
+    assert found(5)
 
 
 def test_planted_belief_in_late_answers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import random
 from typing import Any
 
+from coordinator.request import RequestDefaults
 from coordinator.service import CoordinatorOptions, CoordinatorService
 from coordinator.sides import Patience
 from draft_service.service import DraftService
@@ -68,9 +69,8 @@ class World:
             CoordinatorOptions(
                 name="simulated",
                 served_model_name="toy",
-                num_draft_tokens=4,
+                defaults=RequestDefaults(num_draft_tokens=4, deadline_ms=600_000),
                 run_ahead_rounds=4,
-                deadline_ms=600_000,
                 max_sessions=16,
                 patience=PATIENCE,
             ),

@@ -4,7 +4,13 @@ from typing import Any
 
 import pytest
 
-from coordinator.request import GenerationParameters, ServedModel, check_request
+from coordinator.request import (
+    GenerationParameters,
+    RequestDefaults,
+    ServedModel,
+    check_fields,
+    resolve,
+)
 from outrider import limits
 from outrider.errors import BadRequest
 from outrider.generation import GenerateRequest
@@ -14,17 +20,15 @@ MODEL = ServedModel("toy", vocab_size=100, max_model_len=50, eos_token_ids=())
 PROMPT = tuple(range(10))
 
 
-def checked(prompt: tuple[int, ...] = PROMPT, **fields: Any) -> GenerationParameters:
+DEFAULTS = RequestDefaults(num_draft_tokens=5, deadline_ms=60_000)
+
+
+def checked(
+    prompt: tuple[int, ...] = PROMPT, model: ServedModel = MODEL, **fields: Any
+) -> GenerationParameters:
     request = GenerateRequest(prompt=prompt, **fields)
-    return check_request(
-        request,
-        prompt,
-        "token_ids",
-        MODEL,
-        default_num_draft_tokens=5,
-        default_deadline_ms=60_000,
-        random_seed=7,
-    )
+    check_fields(request, model)
+    return resolve(request, "token_ids", prompt, model, DEFAULTS, random_seed=7)
 
 
 def sampled(**fields: Any) -> GenerationParameters:
@@ -103,14 +107,8 @@ def test_top_k_from_both_sides() -> None:
 def test_logit_bias() -> None:
     vast = replace(MODEL, vocab_size=5000)
     entries = tuple((i, 1.0) for i in range(limits.LOGIT_BIAS_ENTRIES_MAX + 1))
-    for bias, good in ((entries[:-1], True), (entries, False)):
-        request = GenerateRequest(prompt=PROMPT, sampling=SamplingParams(logit_bias=bias))
-        arguments = {"default_num_draft_tokens": 0, "default_deadline_ms": 1, "random_seed": 0}
-        if good:
-            check_request(request, PROMPT, "token_ids", vast, **arguments)
-            continue
-        with pytest.raises(BadRequest, match="sampling"):
-            check_request(request, PROMPT, "token_ids", vast, **arguments)
+    checked(model=vast, sampling=SamplingParams(logit_bias=entries[:-1]))
+    refused("sampling.logit_bias", model=vast, sampling=SamplingParams(logit_bias=entries))
     sampled(logit_bias=((0, -100.0), (99, 100.0)))
     for bad in ((100, 0.0), (-1, 0.0)):
         refused("sampling.logit_bias", sampling=SamplingParams(logit_bias=(bad,)))

@@ -8,7 +8,15 @@ from coordinator.mailbox import PostOffice
 from coordinator.sides import DraftSide, HeadWriter, Patience, TargetSide
 from outrider.clock import run_virtually
 from outrider.drafting.drafter import DraftRequest
-from outrider.errors import BadRequest, LinkLost, NotFound, Unavailable
+from outrider.errors import (
+    BadRequest,
+    InvariantError,
+    LinkLost,
+    NotFound,
+    OutriderError,
+    StaleEpoch,
+    Unavailable,
+)
 from outrider.messages import (
     ProposalReply,
     Refused,
@@ -179,13 +187,38 @@ def test_a_target_that_comes_back_is_used_again() -> None:
     with_target(link, test)
 
 
-def test_a_refusal_is_the_requests_error() -> None:
+@pytest.mark.parametrize(
+    ("refusal", "becomes"),
+    [
+        (StaleEpoch("over"), StaleEpoch),
+        (InvariantError("NaN"), OutriderError),
+        # The user's fields were checked long before; a bad message is our own doing.
+        (BadRequest("append[0]", "too large"), InvariantError),
+    ],
+)
+def test_a_refusal_ends_the_request(refusal: Any, becomes: type[OutriderError]) -> None:
     async def test(target: TargetSide, one: Session) -> None:
-        with pytest.raises(BadRequest) as caught:
+        with pytest.raises(becomes) as caught:
             await target.verify(0, EMPTY_PROPOSAL, 0, None)
-        assert caught.value.field == "append[0]"
+        assert caught.value.grpc_code == becomes.grpc_code
 
-    with_target(ScriptedLink(refuse(BadRequest("append[0]", "too large"))), test)
+    with_target(ScriptedLink(refuse(refusal)), test)
+
+
+def test_a_stream_that_breaks_between_two_rounds_is_asked_anew_at_once() -> None:
+    """The target was decoding ahead; what it would have sent is lost with the stream."""
+    link = ScriptedLink(verdict, verdict)
+
+    async def test(target: TargetSide, one: Session) -> float:
+        reply = await target.verify(0, EMPTY_PROPOSAL, 8, None)
+        target.settle(reply, one.length)
+        one.decide((9,), Counters())
+        link.on_lost(LinkLost("keepalive"))
+        await target.verify(1, EMPTY_PROPOSAL, 8, None)
+        return asyncio.get_running_loop().time()
+
+    assert with_target(link, test) < 0.01
+    assert len(link.sent) == 2
 
 
 def test_a_target_that_decodes_ahead_is_asked_again_at_half_its_allowance() -> None:
@@ -297,6 +330,20 @@ def test_a_draft_that_sends_more_than_was_asked_for_is_not_believed() -> None:
         return ProposalReply(item.head.key, Proposal((1, 2, 3, 4)), 4, 8)
 
     with_draft(ScriptedLink(too_long), test)
+
+
+def test_a_proposal_without_its_q_is_not_passed_on() -> None:
+    """Under the token rule the target would refuse it, and the user would be blamed."""
+    link = ScriptedLink(proposal)
+
+    async def main() -> None:
+        new = NewSession("0" * 32, "", "me", 3, Rule.TOKEN, "{}", PROMPT)
+        writer = HeadWriter(Session.opened(new), SamplingParams(), deadline=1000.0)
+        draft = DraftSide(PostOffice(link, "d"), writer, PATIENCE, StandIn())
+        drafted = await draft.propose(1, 3, RoundNoise(3, Rule.TOKEN, len(PROMPT)))
+        assert not drafted.by_replica
+
+    run_virtually(main())
 
 
 def test_closing_a_side_lets_the_replica_forget() -> None:

@@ -1,0 +1,288 @@
+"""The coordinator with everything else in one process: what ends a session, and how."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from toy_engine import ToyEngine
+
+from coordinator.request import RequestDefaults
+from coordinator.service import CoordinatorOptions, CoordinatorService
+from coordinator.sides import Patience
+from draft_service.service import DraftService
+from outrider.clock import run_virtually
+from outrider.drafting.ngram import NgramDrafter
+from outrider.engine.executor import InlineExecutor
+from outrider.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    InvariantError,
+    LinkLost,
+    NotFound,
+    Overloaded,
+    StoreUnavailable,
+    Unavailable,
+)
+from outrider.generation import ChatMessage, Event, Finished, GenerateRequest, Started, Tokens
+from outrider.sessions.memory_store import MemoryStore
+from outrider.sessions.store import FinishReason
+from outrider.wire.memory_link import MemoryLink
+from target_service.service import TargetService
+
+PATIENCE = Patience(
+    target_answer_s=30.0,
+    target_gone_s=2.0,
+    target_retry_s=0.05,
+    draft_answer_s=1.0,
+    draft_retry_s=1.0,
+)
+STEP_S = 0.01
+REQUEST = GenerateRequest((1, 2, 3), max_tokens=20, num_draft_tokens=2, seed=1)
+
+
+class SlowText:
+    """A tokenizer that takes its time, on whatever thread it is called."""
+
+    token_bytes_max = 4
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._seconds = seconds
+        self.num_calls = 0
+
+    def encode(self, text: str) -> list[int]:
+        self.num_calls += 1
+        time.sleep(self._seconds)
+        return [1] * (len(text) // 4 or 1)
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return self.encode("".join(message["content"] for message in messages))
+
+    def stream(self) -> Any:
+        return self
+
+    def push(self, token_id: int) -> str:
+        return "x"
+
+    def finish(self) -> str:
+        return ""
+
+
+class Bench:
+    """A coordinator and what it talks to."""
+
+    def __init__(self, text: Any = None, max_sessions: int = 10) -> None:
+        loop = asyncio.get_running_loop()
+        executor = InlineExecutor(lambda: STEP_S)
+        self.target = TargetService(ToyEngine(), executor, max_num_seqs=8)
+        self.draft = DraftService.with_model(ToyEngine(salt=2), executor, max_num_seqs=8)
+        self.target_link = MemoryLink(self.target)
+        self.store = MemoryStore(lambda: loop.time() * 1e3)
+        self.service = CoordinatorService(
+            CoordinatorOptions(
+                name="c",
+                served_model_name="toy",
+                defaults=RequestDefaults(num_draft_tokens=2, deadline_ms=60_000),
+                run_ahead_rounds=8,
+                max_sessions=max_sessions,
+                patience=PATIENCE,
+            ),
+            store=self.store,
+            target=self.target_link,
+            draft=MemoryLink(self.draft),
+            stand_in=NgramDrafter(),
+            text=text,
+        )
+
+    async def events(self, request: GenerateRequest = REQUEST) -> list[Event]:
+        return [event async for event in self.service.generate(request)]
+
+
+@asynccontextmanager
+async def bench(**fields: Any) -> AsyncIterator[Bench]:
+    made = Bench(**fields)
+    await made.service.start()
+    yield made
+    await made.service.close()
+    made.service.check_integrity()
+    for replica in (made.target, made.draft):
+        await replica.close()
+        replica.check_integrity()
+
+
+def failing(call: Any, until: float) -> Any:
+    """The same call of a store, which does not answer until a time."""
+
+    async def wrapped(*arguments: Any) -> Any:
+        if asyncio.get_running_loop().time() < until:
+            raise StoreUnavailable("away")
+        return await call(*arguments)
+
+    return wrapped
+
+
+def test_a_store_that_is_away_when_a_session_ends_is_a_pause() -> None:
+    async def main() -> None:
+        async with bench() as b:
+            b.store.finish = failing(b.store.finish, until=5.0)  # type: ignore[method-assign]
+            last = (await b.events())[-1]
+            assert isinstance(last, Finished)
+            assert asyncio.get_running_loop().time() >= 5.0
+
+    run_virtually(main())
+
+
+def test_a_store_that_stays_away_ends_the_request_after_its_deadline() -> None:
+    async def main() -> float:
+        async with bench() as b:
+            b.store.finish = failing(b.store.finish, until=1e9)  # type: ignore[method-assign]
+            with pytest.raises(StoreUnavailable):
+                await b.events(GenerateRequest((1,), max_tokens=2, deadline_ms=3_000))
+            return asyncio.get_running_loop().time()
+
+    assert 3.0 <= run_virtually(main()) <= 10.0
+
+
+def test_cancelling_again_and_again_is_one_cancel() -> None:
+    async def main() -> None:
+        async with bench() as b:
+            reasons = []
+            async for event in b.service.generate(REQUEST):
+                if isinstance(event, Started):
+                    session_id = event.session_id
+                if isinstance(event, Tokens):
+                    for _ in range(3):
+                        await b.service.cancel(session_id)
+                        await asyncio.sleep(0)
+                if isinstance(event, Finished):
+                    reasons.append(event.finish_reason)
+            assert reasons == [FinishReason.CANCELLED]
+            await b.service.cancel(session_id)
+
+    run_virtually(main())
+
+
+def test_a_running_session_can_be_cancelled_while_the_store_is_away() -> None:
+    async def main() -> None:
+        async with bench() as b:
+            async for event in b.service.generate(REQUEST):
+                if isinstance(event, Started):
+                    load = b.store.load
+                    b.store.load = failing(load, until=1e9)  # type: ignore[method-assign]
+                    await b.service.cancel(event.session_id)
+                    b.store.load = load  # type: ignore[method-assign]
+                    with pytest.raises(NotFound):
+                        await b.service.cancel(event.session_id, tenant="another")
+
+    run_virtually(main())
+
+
+def test_a_stream_that_breaks_while_the_target_runs_ahead_costs_no_timeout() -> None:
+    """Plain decoding, a break in the middle, at once reachable again: nothing waits for the answer
+    that was lost with the stream."""
+
+    async def main() -> float:
+        async with bench() as b:
+            loop = asyncio.get_running_loop()
+            num_tokens, longest, last = 0, 0.0, loop.time()
+            request = GenerateRequest((1, 2), max_tokens=40, num_draft_tokens=0)
+            async for event in b.service.generate(request):
+                longest, last = max(longest, loop.time() - last), loop.time()
+                if isinstance(event, Tokens):
+                    num_tokens += len(event.token_ids)
+                    if num_tokens % 10 == 0:
+                        b.target_link.sever(LinkLost("keepalive"))
+            assert num_tokens == 40
+            return longest
+
+    assert run_virtually(main()) < 1.0
+
+
+def test_tokenizing_counts_for_the_deadline_and_for_admission() -> None:
+    async def main() -> None:
+        text = SlowText(0.5)
+        async with bench(text=text, max_sessions=1) as b:
+            first = asyncio.create_task(b.events(GenerateRequest("abcd", max_tokens=1)))
+            await asyncio.sleep(0.1)
+            with pytest.raises(Overloaded):
+                await b.events(GenerateRequest("abcd", max_tokens=1))
+            assert isinstance((await first)[-1], Finished)
+            with pytest.raises(DeadlineExceeded, match="deadline_ms"):
+                await b.events(GenerateRequest("abcd", max_tokens=1, deadline_ms=100))
+
+    asyncio.run(main())
+
+
+def test_a_text_that_no_prompt_can_hold_is_not_tokenized() -> None:
+    async def main() -> None:
+        text = SlowText()
+        async with bench(text=text) as b:
+            limit = 64 * text.token_bytes_max
+            await b.events(GenerateRequest("x" * 100, max_tokens=1))
+            num_calls = text.num_calls
+            for prompt in ("x" * (limit + 1), (ChatMessage("user", "é" * limit),)):
+                with pytest.raises(BadRequest, match=str(limit)):
+                    await b.events(GenerateRequest(prompt, max_tokens=1))
+            assert text.num_calls == num_calls
+
+    asyncio.run(main())
+
+
+def test_health_follows_the_store_and_the_target() -> None:
+    async def main() -> None:
+        async with bench() as b:
+            assert await b.service.healthy()
+            load = b.store.load
+            b.store.load = failing(load, until=1e9)  # type: ignore[method-assign]
+            assert not await b.service.healthy()
+            b.store.load = load  # type: ignore[method-assign]
+            b.target_link.sever(LinkLost("gone"), reachable=False)
+            assert not await b.service.healthy()
+            b.target_link.restore()
+            assert await b.service.healthy()
+
+    run_virtually(main())
+
+
+def test_a_failed_renewal_of_leases_ends_nothing() -> None:
+    async def main() -> None:
+        async with bench() as b:
+
+            async def broken(*arguments: Any) -> Any:
+                raise InvariantError("one session's key is damaged")
+
+            b.store.renew = broken  # type: ignore[method-assign]
+            request = GenerateRequest((1, 2), max_tokens=60, num_draft_tokens=0)
+            assert isinstance((await b.events(request))[-1], Finished)
+            await asyncio.sleep(2.0)
+            assert not b.service.failed
+            assert isinstance((await b.events(request))[-1], Finished)
+
+    run_virtually(main())
+
+
+def test_a_bug_in_the_commits_is_seen_from_outside_and_leaves_no_orphans() -> None:
+    async def main() -> None:
+        b = Bench()
+        await b.service.start()
+
+        async def broken(*arguments: Any) -> Any:
+            raise RuntimeError("a bug")
+
+        b.store.append = broken  # type: ignore[method-assign]
+        with pytest.raises(Unavailable):
+            await b.events()
+        assert b.service.failed
+        assert not await b.service.healthy()
+        stored = len(b.store.snapshot())
+        with pytest.raises(Unavailable, match="shutting down"):
+            await b.events()
+        assert len(b.store.snapshot()) == stored
+        await b.target.close()
+        await b.draft.close()
+
+    run_virtually(main())
