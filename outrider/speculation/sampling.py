@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from outrider.limits import GREEDY_TEMPERATURE
+from outrider.errors import BadRequest
+from outrider.limits import (
+    GREEDY_TEMPERATURE,
+    LOGIT_BIAS_ENTRIES_MAX,
+    LOGIT_BIAS_MAX,
+    PENALTY_MAX,
+    REPETITION_PENALTY_MAX,
+    TEMPERATURE_MAX,
+)
 
 
 class Rule(StrEnum):
@@ -68,3 +77,52 @@ def resolve_rule(params: SamplingParams, rule: Rule | None, seeded: bool) -> Rul
     if rule is not None and rule is not Rule.GREEDY:
         return rule
     return Rule.COUPLED if seeded else Rule.TOKEN
+
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("temperature", 0.0, TEMPERATURE_MAX),
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -PENALTY_MAX, PENALTY_MAX),
+    ("frequency_penalty", -PENALTY_MAX, PENALTY_MAX),
+)
+_POSITIVE: tuple[tuple[str, float], ...] = (
+    ("top_p", 1.0),
+    ("repetition_penalty", REPETITION_PENALTY_MAX),
+)
+
+
+def check_sampling(
+    params: SamplingParams, field: str = "sampling", vocab_size: int | None = None
+) -> None:
+    """Raises `BadRequest` for a parameter outside its limits, NaN included. Without `vocab_size`,
+    whether `top_k` and biased tokens fit the vocabulary is left to who knows it."""
+    for name, low, high in _RANGES:
+        value = getattr(params, name)
+        if not (math.isfinite(value) and low <= value <= high):
+            raise BadRequest(f"{field}.{name}", f"got {value}; allowed: {low:g}..{high:g}")
+    for name, high in _POSITIVE:
+        value = getattr(params, name)
+        if not (math.isfinite(value) and 0 < value <= high):
+            raise BadRequest(f"{field}.{name}", f"got {value}; allowed: above 0, at most {high:g}")
+    if params.top_k < -1 or (vocab_size is not None and params.top_k > vocab_size):
+        most = "the vocabulary's size" if vocab_size is None else str(vocab_size)
+        raise BadRequest(
+            f"{field}.top_k", f"got {params.top_k}; allowed: -1 or 0 (off), or 1..{most}"
+        )
+    _check_logit_bias(params.logit_bias, f"{field}.logit_bias", vocab_size)
+
+
+def _check_logit_bias(
+    entries: tuple[tuple[int, float], ...], field: str, vocab_size: int | None
+) -> None:
+    if len(entries) > LOGIT_BIAS_ENTRIES_MAX:
+        raise BadRequest(field, f"got {len(entries)} entries; at most {LOGIT_BIAS_ENTRIES_MAX}")
+    for token_id, bias in entries:
+        if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
+            most = "" if vocab_size is None else str(vocab_size - 1)
+            raise BadRequest(field, f"{token_id} is not a token id; allowed: 0..{most}")
+        if not (math.isfinite(bias) and abs(bias) <= LOGIT_BIAS_MAX):
+            raise BadRequest(
+                f"{field}[{token_id}]",
+                f"got {bias}; allowed: {-LOGIT_BIAS_MAX:g}..{LOGIT_BIAS_MAX:g}",
+            )

@@ -10,19 +10,16 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Final
 
 from outrider.errors import BadRequest
 from outrider.limits import (
     DEADLINE_MS_MAX,
     ERROR_MESSAGE_CHARS_MAX,
     LOGIT_BIAS_ENTRIES_MAX,
-    LOGIT_BIAS_MAX,
     LOGPROBS_MAX,
     NUM_DRAFT_TOKENS_MAX,
-    PENALTY_MAX,
-    REPETITION_PENALTY_MAX,
     RUN_AHEAD_ROUNDS_MAX,
-    TEMPERATURE_MAX,
     TENANT_CHARS_MAX,
     TOKEN_ID_MAX,
     TRACEPARENT_CHARS_MAX,
@@ -40,7 +37,7 @@ from outrider.messages import (
     VerifyItem,
 )
 from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal, decode_q, encode_q
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.sampling import Rule, SamplingParams, check_sampling
 from outrider.speculation.verdict import Verdict
 from outrider.v1 import draft_pb2, target_pb2, types_pb2
 
@@ -75,6 +72,17 @@ def token_ids_from_wire(ids: Iterable[int], field: str) -> tuple[int, ...]:
 
 
 # Sampling parameters
+
+_OPTIONAL: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+"""Fields of the message whose absence means the default."""
 
 
 def canonical_sampling(params: SamplingParams) -> SamplingParams:
@@ -112,55 +120,15 @@ def sampling_from_proto(
 ) -> SamplingParams:
     """Fields that are not set take their defaults; each is checked against `outrider.limits`.
     Whether `top_k` and biased tokens fit a vocabulary, its owner checks."""
-
-    def between(
-        name: str, default: float, low: float, high: float, *, above: bool = False
-    ) -> float:
-        if not message.HasField(name):
-            return default
-        value: float = getattr(message, name)
-        # Written so that NaN fails as well.
-        if not (low < value if above else low <= value) or not value <= high:
-            allowed = f"{'(' if above else '['}{low:g}, {high:g}]"
-            raise BadRequest(f"{field}.{name}", f"{value!r} is not in {allowed}")
-        return value
-
-    top_k = message.top_k if message.HasField("top_k") else 0
-    if top_k < -1:
-        raise BadRequest(f"{field}.top_k", f"{top_k} is neither -1 nor 0 (off) nor positive")
-    return SamplingParams(
-        temperature=between("temperature", 1.0, 0.0, TEMPERATURE_MAX),
-        top_p=between("top_p", 1.0, 0.0, 1.0, above=True),
-        top_k=top_k,
-        min_p=between("min_p", 0.0, 0.0, 1.0),
-        presence_penalty=between("presence_penalty", 0.0, -PENALTY_MAX, PENALTY_MAX),
-        frequency_penalty=between("frequency_penalty", 0.0, -PENALTY_MAX, PENALTY_MAX),
-        repetition_penalty=between(
-            "repetition_penalty", 1.0, 0.0, REPETITION_PENALTY_MAX, above=True
-        ),
-        logit_bias=_logit_bias_from_proto(message, f"{field}.logit_bias"),
-    )
-
-
-def _logit_bias_from_proto(
-    message: types_pb2.SamplingParams, field: str
-) -> tuple[tuple[int, float], ...]:
-    if not message.logit_bias:
-        return ()
-    if len(message.logit_bias) > LOGIT_BIAS_ENTRIES_MAX:
+    if len(message.logit_bias) > LOGIT_BIAS_ENTRIES_MAX:  # before they are sorted
         raise BadRequest(
-            field, f"{len(message.logit_bias)} entries are more than {LOGIT_BIAS_ENTRIES_MAX}"
+            f"{field}.logit_bias",
+            f"got {len(message.logit_bias)} entries; at most {LOGIT_BIAS_ENTRIES_MAX}",
         )
-    entries = tuple(sorted(message.logit_bias.items()))
-    for token_id, bias in entries:
-        if token_id < 0:
-            raise BadRequest(field, f"token id {token_id} is negative")
-        if not -LOGIT_BIAS_MAX <= bias <= LOGIT_BIAS_MAX:
-            raise BadRequest(
-                field,
-                f"{bias!r} for token {token_id} is not in [-{LOGIT_BIAS_MAX}, {LOGIT_BIAS_MAX}]",
-            )
-    return entries
+    given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
+    params = SamplingParams(**given, logit_bias=tuple(sorted(message.logit_bias.items())))
+    check_sampling(params, field)
+    return params
 
 
 # The head of both requests
