@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
 
 from outrider.drafting.drafter import DraftRequest
 from outrider.engine.interface import Engine, SequenceStep
-from outrider.errors import check
+from outrider.errors import OutriderError, check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
-from outrider.speculation.drafting import draft_tokens
+from outrider.speculation.drafting import DraftedToken, draft_tokens_from_logits
 from outrider.speculation.proposal import EMPTY_PROPOSAL, DraftDistribution, Proposal
 from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import TokenHistory, target_probabilities
+from outrider.speculation.transforms import NO_HISTORY, TokenHistory
+
+logger = logging.getLogger(__name__)
 
 
 class _Branch:
     """One session's proposal as it grows."""
 
-    __slots__ = ("num_wanted", "q", "request", "token_ids", "unseen")
+    __slots__ = ("error", "num_wanted", "q", "request", "token_ids", "unseen")
 
     def __init__(self, request: DraftRequest, unseen: tuple[int, ...], num_wanted: int) -> None:
         self.request = request
@@ -28,19 +31,25 @@ class _Branch:
         self.num_wanted = num_wanted
         self.token_ids: list[int] = []
         self.q: list[DraftDistribution | None] = []
+        self.error: OutriderError | None = None
+        """Why nothing could be drawn."""
 
-    def proposal(self) -> Proposal:
-        """What has been drafted; q where the rule looks at it."""
+    def result(self) -> Proposal | OutriderError:
+        """What has been drafted, with q where the rule looks at it; or why nothing could be."""
+        if self.error is not None:
+            return self.error
         q = tuple(self.q) if self.request.rule.needs_q else ()
         return Proposal(tuple(self.token_ids), q)
 
 
 class ModelDrafter:
-    """The `Drafter` that asks a model. After `propose` the engine holds the committed tokens and
+    """The drafter that asks a model. After `propose` the engine holds the committed tokens and
     all drafted ones but the last, which was drawn and never run.
 
     It proposes less than was asked for, or nothing, where the model cannot go on: when the prefix
-    holds a token outside its vocabulary, or comes near its `max_model_len`.
+    holds a token outside its vocabulary, or comes near its `max_model_len`. Where a pass fails
+    after a first token was drawn, what was drawn is proposed: the failure may be due to that token,
+    and a token that is dropped for what it is biases the output.
     """
 
     def __init__(self, engine: Engine, entries_max: int = DRAFT_SUPPORT_ENTRIES) -> None:
@@ -48,13 +57,14 @@ class ModelDrafter:
         self._engine = engine
         self._entries_max = entries_max
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """See `Drafter.propose`. The engine must hold a proper prefix of each request's tokens. A
-        request for no tokens runs the prefix all the same, so that it is held when one comes."""
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal | OutriderError]:
+        """See `FallibleDrafter.propose`. The engine must hold a proper prefix of each request's
+        tokens. A request for no tokens runs the prefix all the same, so that it is held when one
+        comes. Raises what the engine's first pass raises."""
         branches = [self._begin(request) for request in requests]
         with torch.inference_mode():
             self._grow([branch for branch in branches if branch is not None])
-        return [EMPTY_PROPOSAL if branch is None else branch.proposal() for branch in branches]
+        return [EMPTY_PROPOSAL if branch is None else branch.result() for branch in branches]
 
     def release(self, session_id: str) -> None:
         """See `Drafter.release`."""
@@ -64,9 +74,18 @@ class ModelDrafter:
         """Each branch to its length: one pass over all that lack a token, then their draws."""
         depth = 0
         while active:
-            logits = self._engine.forward([_step(branch) for branch in active])
+            try:
+                logits = self._engine.forward([_step(branch) for branch in active])
+            except Exception:
+                if depth == 0:
+                    raise
+                # If the engine is beyond help, the first pass of the next step says so.
+                logger.exception("%d drafts end after %d tokens", len(active), depth)
+                for branch in active:
+                    self._undo_last_pass(branch)
+                return
             active, rows = _that_want_more(active, logits)
-            self._draw(active, rows, depth)
+            active = self._draw(active, rows, depth)
             depth += 1
             active = [branch for branch in active if len(branch.token_ids) < branch.num_wanted]
 
@@ -82,24 +101,54 @@ class ModelDrafter:
             return None
         return _Branch(request, unseen, num_wanted)
 
-    def _draw(self, branches: Sequence[_Branch], rows: list[torch.Tensor], depth: int) -> None:
-        """Draws token `depth` of each branch from its row of logits [V]."""
-        by_rule: dict[Rule, list[int]] = {}
-        for index, branch in enumerate(branches):
-            by_rule.setdefault(branch.request.rule, []).append(index)
-        probabilities = _probabilities(branches, rows)
-        for indices in by_rule.values():
-            drawn = draft_tokens(
-                torch.stack([probabilities[index] for index in indices]),
+    def _draw(self, branches: list[_Branch], rows: list[torch.Tensor], depth: int) -> list[_Branch]:
+        """Draws token `depth` of each branch from its row of logits [V]; those that got one. An
+        error is some branch's own: each then draws alone, which gives the same tokens."""
+        try:
+            drawn = self._drawn(branches, rows, depth)
+        except OutriderError as error:
+            if len(branches) > 1:
+                alone = zip(branches, rows, strict=True)
+                return [got for branch, row in alone for got in self._draw([branch], [row], depth)]
+            self._end(branches[0], error)
+            return []
+        for branch, (token_id, q) in zip(branches, drawn, strict=True):
+            branch.token_ids.append(token_id)
+            branch.q.append(q)
+            branch.unseen = (token_id,)
+        return branches
+
+    def _drawn(
+        self, branches: Sequence[_Branch], rows: Sequence[torch.Tensor], depth: int
+    ) -> list[DraftedToken]:
+        drawn: dict[int, DraftedToken] = {}
+        for indices in _drawn_together(branches):
+            sampling = branches[indices[0]].request.sampling
+            tokens = draft_tokens_from_logits(
+                torch.stack([rows[index] for index in indices]),
+                sampling,
                 [branches[index].request.noise for index in indices],
                 [depth] * len(indices),
                 self._entries_max,
+                _history(branches[indices[0]]) if sampling.penalised else NO_HISTORY,
             )
-            for index, (token_id, q) in zip(indices, drawn, strict=True):
-                branch = branches[index]
-                branch.token_ids.append(token_id)
-                branch.q.append(q)
-                branch.unseen = (token_id,)
+            drawn.update(zip(indices, tokens, strict=True))
+        return [drawn[index] for index in range(len(branches))]
+
+    def _end(self, branch: _Branch, error: OutriderError) -> None:
+        """The branch draws no more."""
+        if branch.token_ids:
+            logger.info("a draft ends after %d tokens: %s", len(branch.token_ids), error)
+            self._undo_last_pass(branch)
+        else:
+            branch.error = error
+
+    def _undo_last_pass(self, branch: _Branch) -> None:
+        """Gives up the slot of the last drawn token, whose pass failed."""
+        session_id = branch.request.session_id
+        length = len(branch.request.token_ids) + len(branch.token_ids) - 1
+        if self._engine.length(session_id) > length:
+            self._engine.keep(session_id, length)
 
 
 def _step(branch: _Branch) -> SequenceStep:
@@ -115,25 +164,15 @@ def _that_want_more(
     return [branches[i] for i in wanting], [logits[i][0] for i in wanting]
 
 
-def _probabilities(
-    branches: Sequence[_Branch], rows: Sequence[torch.Tensor]
-) -> dict[int, torch.Tensor]:
-    """The sampled distribution [V] of each branch, by its index. Branches with the same parameters
-    and without penalties go through the transforms together."""
-    probabilities: dict[int, torch.Tensor] = {}
-    together: dict[SamplingParams, list[int]] = {}
+def _drawn_together(branches: Sequence[_Branch]) -> list[list[int]]:
+    """The branches, by index, in groups of one rule and the same parameters; where these look at
+    the tokens so far, each branch is a group of its own."""
+    groups: dict[tuple[Rule, SamplingParams, int], list[int]] = {}
     for index, branch in enumerate(branches):
-        sampling = branch.request.sampling
-        if sampling.penalised:
-            history = _history(branch)
-            row = rows[index][None]
-            probabilities[index] = target_probabilities(row, sampling, history)[0]
-        else:
-            together.setdefault(sampling, []).append(index)
-    for sampling, indices in together.items():
-        stacked = target_probabilities(torch.stack([rows[i] for i in indices]), sampling)
-        probabilities.update(zip(indices, stacked, strict=True))
-    return probabilities
+        rule, sampling = branch.request.rule, branch.request.sampling
+        alone = index if sampling.penalised else -1
+        groups.setdefault((rule, sampling, alone), []).append(index)
+    return list(groups.values())
 
 
 def _history(branch: _Branch) -> TokenHistory:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from outrider.drafting.drafter import Drafter, DraftRequest
+from outrider.drafting.drafter import DraftRequest
 from outrider.engine.interface import Engine
 from outrider.engine.sequences import SequenceTable
 from outrider.errors import BadRequest, OutriderError
@@ -18,10 +19,22 @@ _Prepared = tuple[DraftItem, DraftRequest, tuple[int, ...]]
 """An item, the request to the drafter, and the committed tokens that were not held."""
 
 
+class FallibleDrafter(Protocol):
+    """A `Drafter`, or one that may fail for one request and serve the others of the same call."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Proposal | OutriderError]:
+        """See `Drafter.propose`; or why nothing could be proposed to one session."""
+        ...
+
+    def release(self, session_id: str) -> None:
+        """See `Drafter.release`."""
+        ...
+
+
 class Proposer:
     """The draft's `StepWorker`: owns the drafter and what tokens it holds of which session."""
 
-    def __init__(self, drafter: Drafter, engine: Engine | None) -> None:
+    def __init__(self, drafter: FallibleDrafter, engine: Engine | None) -> None:
         """`engine` is the one behind the drafter; None for a drafter that keeps no slots."""
         self._drafter = drafter
         self._engine = engine
@@ -70,12 +83,13 @@ class Proposer:
             sampling=head.sampling,
             rule=head.rule,
             noise=RoundNoise(head.seed, head.rule, head.committed_length),
+            digests=aligned.sequence,
         )
         return item, request, aligned.new_tokens
 
     def _run(self, prepared: Sequence[_Prepared]) -> list[DraftAnswer]:
-        """One call of the drafter for all; where it names an error, each session alone, so that
-        the one with the error hurts nobody else."""
+        """One call of the drafter for all; where it raises an error with a name, each session
+        alone, so that the one with the error hurts nobody else."""
         if not prepared:
             return []
         try:
@@ -83,9 +97,7 @@ class Proposer:
         except OutriderError as error:
             if len(prepared) > 1:
                 return [self._run_alone(entry) for entry in prepared]
-            item = prepared[0][0]
-            self._forget(item.head.session_id)
-            return [refusal(item.head.key, error)]
+            return [self._fail(prepared[0][0], error)]
         return [
             self._answer(item, new_tokens, proposal)
             for (item, _, new_tokens), proposal in zip(prepared, proposals, strict=True)
@@ -102,8 +114,10 @@ class Proposer:
         return self._run([(item, request, new_tokens)])[0]
 
     def _answer(
-        self, item: DraftItem, new_tokens: tuple[int, ...], proposal: Proposal
+        self, item: DraftItem, new_tokens: tuple[int, ...], proposal: Proposal | OutriderError
     ) -> DraftAnswer:
+        if isinstance(proposal, OutriderError):
+            return self._fail(item, proposal)
         head = item.head
         # Without an engine nothing is cached of the guesses, and nothing needs to be.
         drafted = () if self._engine is None else proposal.token_ids
@@ -114,6 +128,11 @@ class Proposer:
             base_length=head.committed_length,
             cached_length=held,
         )
+
+    def _fail(self, item: DraftItem, error: OutriderError) -> Refused:
+        """What a failed pass has left of the session cannot be trusted, so it is forgotten."""
+        self._forget(item.head.session_id)
+        return refusal(item.head.key, error)
 
     def _forget(self, session_id: str) -> None:
         self._drafter.release(session_id)

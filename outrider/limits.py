@@ -24,12 +24,17 @@ CHAT_MESSAGES_MAX: Final = 4096
 
 GRPC_MESSAGE_BYTES_MAX: Final = 8 * 2**20
 GRPC_METADATA_BYTES_MAX: Final = 16 * 2**10
+GRPC_PENDING_CALLS_MAX: Final = 8192
+"""Calls that a server has received and not yet begun: a burst of all the sessions of a coordinator,
+and as many other calls. gRPC's own bounds are lower, and drop calls as CANCELLED."""
+GRPC_PENDING_S_MAX: Final = 60
+"""How long such a call may wait for its turn before gRPC drops it."""
 BULK_ITEM_BYTES: Final = 32 * 2**10
 """An item larger than this travels on the bulk stream, so that it does not delay small ones."""
-STREAM_QUEUE_ITEMS_MAX: Final = 1024
-"""Items that may wait in one direction of one stream."""
 
 SESSIONS_PER_COORDINATOR_MAX: Final = 4096
+STREAM_QUEUE_ITEMS_MAX: Final = SESSIONS_PER_COORDINATOR_MAX
+"""Items that may wait in one direction of one stream, or for a step: one of each session."""
 SEQUENCES_PER_REPLICA_MAX: Final = 4096
 """Sessions whose tokens and epoch a replica remembers; the longest unused makes room."""
 ENGINE_SEQUENCES_MAX: Final = 64
@@ -74,14 +79,17 @@ APPEND_TOKENS_MAX: Final = 65_536
 """Tokens in one append; a session that lacks more is sent in several."""
 APPENDS_PER_CALL_MAX: Final = 512
 """Sessions in one call of the store's `append`; the others are in the next."""
+CALLS_PER_PIPELINE_MAX: Final = 64
+"""Sessions that are opened, ended or read in one round trip; prompts may be long."""
 LEASES_PER_SCRIPT_MAX: Final = 256
 """Leases that one run of the renewal script renews: Redis does nothing else meanwhile."""
 COMMIT_RETRY_MS_MIN: Final = 20
 COMMIT_RETRY_MS_MAX: Final = 500
 """First and longest wait between two tries to reach a store that does not answer."""
-REDIS_CONNECT_TIMEOUT_MS: Final = 300
-REDIS_TIMEOUT_MS: Final = 600
-"""How long Redis may take to accept a connection, and to answer: together under a second."""
+REDIS_TIMEOUT_MS: Final = 900
+"""How long Redis may take to accept a connection and to answer ..."""
+REDIS_TIMEOUT_SLICES: Final = 9
+"""... in so many parts: a pause of this process lasts for one part at most, however long it is."""
 REDIS_CONNECTIONS_MAX: Final = 16
 REDIS_LOADING_MS_MAX: Final = 20_000
 """How long a starting coordinator waits for a Redis that still reads its file."""

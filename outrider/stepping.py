@@ -27,12 +27,15 @@ from outrider.errors import (
 )
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX, STEP_CRASHES_UNHEALTHY
 from outrider.messages import ProposalReply, Refused, ReplyKey, RoundHead, VerdictReply
+from outrider.telemetry.logs import about
 
 logger = logging.getLogger(__name__)
 
 CANCELLED_CODE = 1
 """google.rpc.Code of work that nobody needs any more."""
 _INTERNAL_CODE = 13
+_RELEASED = 2**64
+"""In place of the newest round of a session that was released: no round has this number."""
 
 
 class SteppedItem(Protocol):
@@ -103,6 +106,28 @@ class Work(Generic[Item, Answer]):
         return not self.cancelled and any(not outlet.closed for outlet in self.outlets)
 
 
+class StepObserver(Protocol):
+    """Hears what a replica does, on the loop's thread."""
+
+    def watch_queue(self, queued: Callable[[], int]) -> None:
+        """Names who knows, on any thread, how many items wait for a step."""
+        ...
+
+    def stale(self) -> None:
+        """An item came for a round that is over."""
+        ...
+
+    def crashed(self) -> None:
+        """A step crashed."""
+        ...
+
+    def stepped(
+        self, works: Sequence[Work[Any, Any]], answers: Sequence[Any], start: float, end: float
+    ) -> None:
+        """A step has run, from `start` to `end` (loop time); its answers are sent."""
+        ...
+
+
 class StepScheduler(Generic[Item, Answer]):
     """Queues work, forms batches of distinct sessions in order of arrival, runs them, and sends
     each connection its answers of a step in one call. Starts with the first `submit`."""
@@ -114,15 +139,20 @@ class StepScheduler(Generic[Item, Answer]):
         *,
         max_batch: int,
         queue_max: int,
+        observer: StepObserver | None = None,
     ) -> None:
         check(max_batch > 0 and queue_max > 0, "max_batch and queue_max must be positive")
         self._executor = executor
         self._worker = worker
+        self._observer = observer
+        if observer is not None:
+            observer.watch_queue(lambda: self.queued)
         self._max_batch = max_batch
         self._queue_max = queue_max
         self._queue: deque[Work[Item, Answer]] = deque()
         self._newest: dict[ReplyKey, Work[Item, Answer]] = {}
-        self._releases: deque[tuple[str, int]] = deque()
+        self._releases: dict[str, int] = {}
+        """session -> the newest epoch of it that is to be forgotten before the next step."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
@@ -170,11 +200,15 @@ class StepScheduler(Generic[Item, Answer]):
         self._start()
 
     def release(self, session_id: str, epoch: int) -> None:
-        """Drops the session's queued work and forgets it before the next step."""
+        """Drops the session's queued work and forgets it before the next step. At most
+        `SEQUENCES_PER_REPLICA_MAX` sessions wait to be forgotten; the oldest of more is left to be
+        evicted."""
         for work in self._queue:
             if work.item.head.session_id == session_id and work.item.head.epoch <= epoch:
                 work.cancelled = True
-        self._releases.append((session_id, epoch))
+        self._releases[session_id] = max(epoch, self._releases.get(session_id, 0))
+        if len(self._releases) > SEQUENCES_PER_REPLICA_MAX:
+            del self._releases[next(iter(self._releases))]
         self._start()
 
     async def drain(self) -> None:
@@ -238,8 +272,7 @@ class StepScheduler(Generic[Item, Answer]):
             del self._newest[key]
 
     async def _step(self, batch: list[Work[Item, Answer]]) -> None:
-        releases = list(self._releases)
-        self._releases.clear()
+        releases, self._releases = self._releases, {}
         if not batch and not releases:
             return
         loop = asyncio.get_running_loop()
@@ -249,7 +282,12 @@ class StepScheduler(Generic[Item, Answer]):
             answers = await self._executor.run(lambda: self._on_executor(releases, items))
         except Exception:
             self._crashes += 1
-            logger.exception("a step of %d items crashed", len(batch))
+            sessions = [item.head.session_id for item in items]
+            logger.exception(
+                "a step of %d items crashed", len(batch), extra=about(session_ids=sessions)
+            )
+            if self._observer is not None:
+                self._observer.crashed()
             self._report()
             for work in batch:
                 message = "the step crashed; the replica's log has the traceback"
@@ -261,9 +299,9 @@ class StepScheduler(Generic[Item, Answer]):
         self._answer(batch, answers, start, loop.time())
 
     def _on_executor(
-        self, releases: list[tuple[str, int]], items: list[Item]
+        self, releases: dict[str, int], items: list[Item]
     ) -> Sequence[Answer | Refused]:
-        for session_id, epoch in releases:
+        for session_id, epoch in releases.items():
             self._worker.release(session_id, epoch)
         if not items:
             return []
@@ -298,6 +336,8 @@ class StepScheduler(Generic[Item, Answer]):
             outlet.send(frame)
         for work, answer in zip(batch, stamped, strict=True):
             self._done(work, answer)
+        if self._observer is not None and batch:
+            self._observer.stepped(batch, stamped, start, end)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
@@ -341,7 +381,8 @@ def expiry(head: RoundHead, now: float) -> float:
 
 class RoundFence:
     """Knows the newest round that was asked of each session, and holds back older ones: they come
-    late or twice, and would only throw away what newer rounds have cached.
+    late or twice, and would only throw away what newer rounds have cached, or bring back a session
+    that was released.
 
     Remembers `SEQUENCES_PER_REPLICA_MAX` sessions; one that it has forgotten may pass again.
     """
@@ -359,18 +400,22 @@ class RoundFence:
                 over = StaleEpoch(f"epoch {head.epoch} is over, {epoch} was seen")
                 return refusal(head.key, over)
             if head.epoch == epoch and head.round < latest:
-                message = f"round {head.round} is over, {latest} was asked for"
-                return Refused(head.key, CANCELLED_CODE, message)
-        self._asked[head.session_id] = (head.epoch, head.round)
-        self._asked.move_to_end(head.session_id)
-        if len(self._asked) > SEQUENCES_PER_REPLICA_MAX:
-            self._asked.popitem(last=False)
+                over_by = "it was released" if latest == _RELEASED else f"{latest} was asked for"
+                return Refused(head.key, CANCELLED_CODE, f"round {head.round} is over, {over_by}")
+        self._note(head.session_id, head.epoch, head.round)
         return None
 
     def release(self, session_id: str, epoch: int) -> bool:
-        """Forgets the session; False, and nothing forgotten, if a newer epoch was seen."""
+        """Ends all rounds of the epoch, also those that are still to come; False, and nothing
+        ended, if a newer epoch was seen."""
         asked = self._asked.get(session_id)
         if asked is not None and asked[0] > epoch:
             return False
-        self._asked.pop(session_id, None)
+        self._note(session_id, epoch, _RELEASED)
         return True
+
+    def _note(self, session_id: str, epoch: int, latest: int) -> None:
+        self._asked[session_id] = (epoch, latest)
+        self._asked.move_to_end(session_id)
+        if len(self._asked) > SEQUENCES_PER_REPLICA_MAX:
+            self._asked.popitem(last=False)

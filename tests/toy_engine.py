@@ -4,7 +4,7 @@ recompute. It keeps the promises of `Engine`, eviction included, and can be told
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -37,6 +37,8 @@ class ToyEngine:
         """Raised by the next forward pass, after it has changed its sequences."""
         self.poisoned: set[str] = set()
         """Sessions whose logits are NaN."""
+        self.breaks_after: Callable[[Sequence[int]], bool] = lambda tokens: False
+        """Prefixes after which logits are NaN, whatever the session."""
 
     @property
     def info(self) -> ModelInfo:
@@ -71,7 +73,8 @@ class ToyEngine:
             for end in range(first, len(tokens) + 1)
         ]
         logits = torch.stack(rows) if rows else torch.empty(0, vocab_size)
-        return logits * float("nan") if step.sequence_id in self.poisoned else logits
+        broken = step.sequence_id in self.poisoned or self.breaks_after(tokens)
+        return logits * float("nan") if broken else logits
 
     def length(self, sequence_id: str) -> int:
         return len(self.held.get(sequence_id, ()))

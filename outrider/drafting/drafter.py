@@ -9,6 +9,7 @@ from typing import Protocol
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.tokens import TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,9 @@ class DraftRequest:
     rule: Rule
     noise: RoundNoise
     """The round's numbers; drafters without a distribution of their own draw none."""
+    digests: TokenSequence | None = None
+    """The first of `token_ids`, or all, where their digests are known: whoever kept a prefix then
+    need not compare it token by token. Read only, and only during the call."""
 
 
 class Drafter(Protocol):

@@ -14,6 +14,7 @@ from outrider.drafting.drafter import DraftRequest
 from outrider.errors import ConfigError, check
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
+from outrider.tokens import EMPTY_DIGEST, TokenSequence, extend_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class NgramIndex:
     def __init__(self, config: NgramConfig) -> None:
         self._config = config
         self._ids: list[int] = []
+        self._digest = EMPTY_DIGEST
         self._last: dict[tuple[int, ...], int] = {}
         """n-gram of `ngram_min` tokens -> the end (exclusive) of its last occurrence."""
         self._previous: list[int] = []
@@ -62,8 +64,11 @@ class NgramIndex:
     def __len__(self) -> int:
         return len(self._ids)
 
-    def begins(self, token_ids: Sequence[int]) -> bool:
-        """Whether `token_ids` starts with the whole text of this index."""
+    def begins(self, token_ids: Sequence[int], digests: TokenSequence | None = None) -> bool:
+        """Whether `token_ids` starts with the whole text of this index. Costs O(1) where that
+        much of `token_ids` is in `digests`."""
+        if digests is not None and len(self._ids) <= len(digests):
+            return digests.holds(len(self._ids), self._digest)
         return list(token_ids[: len(self._ids)]) == self._ids
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -72,6 +77,7 @@ class NgramIndex:
         ids, last, previous = self._ids, self._last, self._previous
         for token_id in token_ids:
             ids.append(token_id)
+            self._digest = extend_digest(self._digest, token_id)
             end = len(ids)
             if end >= n:
                 gram = tuple(ids[end - n :])
@@ -144,17 +150,17 @@ class NgramDrafter:
     def _propose(self, request: DraftRequest) -> Proposal:
         if request.num_draft_tokens == 0:
             return EMPTY_PROPOSAL
-        index = self._index(request.session_id, request.token_ids)
+        index = self._index(request)
         token_ids = index.continuation(request.num_draft_tokens)
         return Proposal(token_ids, (None,) * len(token_ids) if request.rule.needs_q else ())
 
-    def _index(self, session_id: str, token_ids: Sequence[int]) -> NgramIndex:
-        """The session's index, brought to exactly `token_ids`."""
-        index = self._indices.pop(session_id, None)
-        if index is None or not index.begins(token_ids):
+    def _index(self, request: DraftRequest) -> NgramIndex:
+        """The session's index, brought to exactly the request's tokens."""
+        index = self._indices.pop(request.session_id, None)
+        if index is None or not index.begins(request.token_ids, request.digests):
             index = NgramIndex(self._config)
-        index.extend(token_ids[len(index) :])
-        self._indices[session_id] = index
+        index.extend(request.token_ids[len(index) :])
+        self._indices[request.session_id] = index
         if len(self._indices) > self._sequences_max:
             self._indices.popitem(last=False)
         return index

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import redis.asyncio
@@ -28,12 +28,18 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from outrider.errors import ConfigError, InvariantError, OutriderError, StoreUnavailable
+from outrider.errors import (
+    ConfigError,
+    DataLoss,
+    InvariantError,
+    OutriderError,
+    StoreUnavailable,
+)
 from outrider.limits import (
-    REDIS_CONNECT_TIMEOUT_MS,
     REDIS_CONNECTIONS_MAX,
     REDIS_LOADING_MS_MAX,
     REDIS_TIMEOUT_MS,
+    REDIS_TIMEOUT_SLICES,
 )
 
 MINIMUM_VERSION = (6, 2)
@@ -45,12 +51,39 @@ _PASSING_ANSWERS = re.compile(
 """Answers of a server that is alive but cannot serve us now: busy, failing over, disk or memory
 full, rights being changed. The client has classes for some; inside a script they
 come wrapped into other text."""
+_DAMAGED = "WRONGTYPE"
 
 
 def masked_url(url: str) -> str:
     """The URL with `***` for every password, even of a URL that cannot be parsed."""
     url = re.sub(r"(://[^:@/]*):.*@", r"\1:***@", url)
     return re.sub(r"([?&][^=&]*password=)[^&]*", r"\1***", url)
+
+
+@asynccontextmanager
+async def answering() -> AsyncIterator[None]:
+    """Raises `TimeoutError` inside once Redis has had `REDIS_TIMEOUT_MS`: a dead server is noticed
+    within a second, and who calls decides what to do.
+
+    The time is counted in slices. A pause of this process (a burst of work, a garbage collection)
+    would else look as if Redis were slow: the answer has come, and so has the time-out."""
+    loop = asyncio.get_running_loop()
+    slice_s = REDIS_TIMEOUT_MS / REDIS_TIMEOUT_SLICES / 1000
+    timer: asyncio.TimerHandle
+    async with asyncio.timeout(None) as scope:
+
+        def tick(left: int) -> None:
+            nonlocal timer
+            if left == 0:
+                scope.reschedule(loop.time())
+            else:
+                timer = loop.call_later(slice_s, tick, left - 1)
+
+        timer = loop.call_later(slice_s, tick, REDIS_TIMEOUT_SLICES - 1)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 @contextmanager
@@ -63,11 +96,14 @@ def redis_errors() -> Iterator[None]:
 
 
 def to_our_error(error: Exception) -> OutriderError:
-    """`StoreUnavailable` for what may pass, `InvariantError` for a command that was wrong."""
+    """`StoreUnavailable` for what may pass, `DataLoss` where a key holds what we never wrote,
+    `InvariantError` for a command that was wrong."""
     if isinstance(error, RedisConnectionError | RedisTimeoutError | OSError | TimeoutError):
         return StoreUnavailable(f"Redis does not answer ({_first_line(error)}); try again")
     if isinstance(error, _PASSING_ERRORS) or _PASSING_ANSWERS.search(str(error)):
         return StoreUnavailable(f"Redis cannot serve now ({_first_line(error)}); try again")
+    if _DAMAGED in str(error):
+        return DataLoss(f"what Redis keeps of the session is damaged ({_first_line(error)})")
     return InvariantError(f"Redis refused a command: {_first_line(error)}")
 
 
@@ -78,8 +114,8 @@ def _first_line(error: Exception) -> str:
 def new_client(
     url: str, username: str | None, password: str | None, ca_file: str | None
 ) -> redis.asyncio.Redis:
-    """A client that connects when it is first used. Its timeouts are short and it never tries
-    again by itself: a dead server is noticed within a second, and who calls decides what to do."""
+    """A client that connects when it is first used. It never tries again by itself, and has no
+    time-outs of its own: calls are made inside of `answering`."""
     options: dict[str, Any] = {}
     if username is not None:
         options["username"] = username
@@ -93,9 +129,10 @@ def new_client(
         pool = redis.asyncio.BlockingConnectionPool.from_url(
             url,
             max_connections=REDIS_CONNECTIONS_MAX,
-            timeout=REDIS_TIMEOUT_MS / 1000,
-            socket_connect_timeout=REDIS_CONNECT_TIMEOUT_MS / 1000,
-            socket_timeout=REDIS_TIMEOUT_MS / 1000,
+            # All three are bounded by `answering`, together.
+            timeout=None,
+            socket_connect_timeout=None,
+            socket_timeout=None,
             retry=Retry(NoBackoff(), 0),
             protocol=2,
             **options,
@@ -117,7 +154,8 @@ async def check_server(client: redis.asyncio.Redis, url: str) -> None:
     give_up_at = loop.time() + REDIS_LOADING_MS_MAX / 1000
     while True:
         try:
-            info = await client.info()
+            async with answering():
+                info = await client.info()
             break
         except BusyLoadingError:
             if loop.time() >= give_up_at:

@@ -12,23 +12,15 @@ that it need not be written again with each append.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from importlib import resources
 from typing import Any, Self
 
 import redis.asyncio
-from redis.exceptions import NoScriptError
 
-from outrider.errors import ConfigError, InvariantError, OutriderError, check
+from outrider.errors import ConfigError, InvariantError, OutriderError
 from outrider.limits import LEASES_PER_SCRIPT_MAX
 from outrider.sessions.lifetimes import DEFAULT_LIFETIMES, Lifetimes
-from outrider.sessions.redis_connection import (
-    check_server,
-    new_client,
-    redis_errors,
-    to_our_error,
-)
+from outrider.sessions.redis_connection import check_server, new_client
 from outrider.sessions.redis_fields import (
     append_fields,
     decode_record,
@@ -36,18 +28,11 @@ from outrider.sessions.redis_fields import (
     finish_fields,
     new_session_fields,
 )
+from outrider.sessions.redis_scripts import Call, Script, ScriptRunner
 from outrider.sessions.refusals import leased, missing, not_found, stale, taken, verified
 from outrider.sessions.store import Append, Counters, FinishReason, NewSession, SessionRecord
 
 DEFAULT_KEY_PREFIX = "outrider:"
-
-
-class Script:
-    """A Lua script and the name under which Redis remembers it."""
-
-    def __init__(self, name: str) -> None:
-        self.source = (resources.files("outrider.sessions") / "lua" / f"{name}.lua").read_text()
-        self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
 
 _OPEN = Script("open")
@@ -57,15 +42,13 @@ _TAKE_OVER = Script("take_over")
 _FINISH = Script("finish")
 _LOAD = Script("load")
 
-Call = tuple[Sequence[str], Sequence[str | int | bytes]]
-"""Keys and arguments of one run of a script."""
-
 
 class RedisStore:
     """A `SessionStore` in one Redis server. Made by `connect`."""
 
     def __init__(self, client: redis.asyncio.Redis, key_prefix: str, lifetimes: Lifetimes) -> None:
         self._client = client
+        self._scripts = ScriptRunner(client)
         self._key_prefix = key_prefix
         self._lifetimes = lifetimes
 
@@ -103,7 +86,7 @@ class RedisStore:
             encode_tokens(session.prompt_ids),
             *new_session_fields(session),
         ]
-        [answer] = await self._run(_OPEN, [(self._keys(session.session_id), arguments)])
+        answer = await self._scripts.run(_OPEN, (self._keys(session.session_id), arguments))
         if answer == 0:
             raise taken(session.session_id)
 
@@ -125,9 +108,11 @@ class RedisStore:
             )
             for append in appends
         ]
-        answers = await self._run(_APPEND, calls)
+        answers = await self._scripts.run_all(_APPEND, calls)
         return [
-            answer if isinstance(answer, int) else _refusal(append.session_id, append.epoch, answer)
+            answer
+            if isinstance(answer, int | OutriderError)
+            else _refusal(append.session_id, append.epoch, answer)
             for append, answer in zip(appends, answers, strict=True)
         ]
 
@@ -145,10 +130,12 @@ class RedisStore:
             )
             for chunk in chunks
         ]
-        answers = await self._run(_RENEW, calls)
-        return [
-            chunk[index][0] for chunk, lost in zip(chunks, answers, strict=True) for index in lost
-        ]
+        lost: list[str] = []
+        for chunk, answer in zip(chunks, await self._scripts.run_all(_RENEW, calls), strict=True):
+            if isinstance(answer, OutriderError):
+                raise answer
+            lost.extend(chunk[index][0] for index in answer)
+        return lost
 
     async def take_over(self, session_id: str, owner: str) -> SessionRecord:
         """See `SessionStore.take_over`."""
@@ -157,7 +144,7 @@ class RedisStore:
             self._lifetimes.lease_ms,
             self._lifetimes.session_ttl_ms,
         ]
-        [answer] = await self._run(_TAKE_OVER, [(self._keys(session_id), arguments)])
+        answer = await self._scripts.run(_TAKE_OVER, (self._keys(session_id), arguments))
         return _record(session_id, answer)
 
     async def finish(
@@ -165,51 +152,24 @@ class RedisStore:
     ) -> int:
         """See `SessionStore.finish`."""
         arguments = [epoch, self._lifetimes.finished_ttl_ms, *finish_fields(reason, counters)]
-        [answer] = await self._run(_FINISH, [(self._keys(session_id), arguments)])
+        answer = await self._scripts.run(_FINISH, (self._keys(session_id), arguments))
         if not isinstance(answer, int):
             raise _refusal(session_id, epoch, answer)
         return answer
 
     async def load(self, session_id: str) -> SessionRecord:
         """See `SessionStore.load`."""
-        [answer] = await self._run(_LOAD, [(self._keys(session_id), [])])
+        answer = await self._scripts.run(_LOAD, (self._keys(session_id), []))
         return _record(session_id, answer)
 
     async def close(self) -> None:
         """See `SessionStore.close`."""
+        await self._scripts.close()
         await self._client.aclose()
 
     def _keys(self, session_id: str) -> tuple[str, str, str]:
         key = f"{self._key_prefix}session:{{{session_id}}}"
         return key, f"{key}:tokens", f"{key}:logprobs"
-
-    async def _run(self, script: Script, calls: Sequence[Call]) -> list[Any]:
-        """Runs a script once per call, all in one round trip, and returns the answers in order.
-        The first run on a server that does not know the script costs a second round trip."""
-        if not calls:
-            return []
-        with redis_errors():
-            answers = await self._send(script, calls)
-            unknown = [i for i, a in enumerate(answers) if isinstance(a, NoScriptError)]
-            if unknown:
-                again = await self._send(script, [calls[i] for i in unknown], load=True)
-                for index, answer in zip(unknown, again, strict=True):
-                    answers[index] = answer
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise to_our_error(answer) from answer
-        return answers
-
-    async def _send(self, script: Script, calls: Sequence[Call], load: bool = False) -> list[Any]:
-        async with self._client.pipeline(transaction=False) as pipeline:
-            if load:
-                pipeline.execute_command("SCRIPT LOAD", script.source)
-            for keys, arguments in calls:
-                pipeline.execute_command("EVALSHA", script.sha, len(keys), *keys, *arguments)
-            answers = await pipeline.execute(raise_on_error=False)
-        answers = answers[1:] if load else answers
-        check(len(answers) == len(calls), "Redis gave another number of answers than of calls")
-        return answers
 
 
 def _refusal(session_id: str, epoch: int, answer: Sequence[Any]) -> OutriderError:

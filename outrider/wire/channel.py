@@ -8,6 +8,8 @@ from outrider.limits import (
     CONNECT_TIMEOUT_MS,
     GRPC_MESSAGE_BYTES_MAX,
     GRPC_METADATA_BYTES_MAX,
+    GRPC_PENDING_CALLS_MAX,
+    GRPC_PENDING_S_MAX,
     KEEPALIVE_MS,
     KEEPALIVE_TIMEOUT_MS,
     LINK_BACKOFF_MS_MAX,
@@ -35,6 +37,10 @@ def server_options() -> list[tuple[str, int]]:
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         # Two servers on one port would share its connections between them.
         ("grpc.so_reuseport", 0),
+        # Both bounds equal, as above.
+        ("grpc.server.max_pending_requests", GRPC_PENDING_CALLS_MAX),
+        ("grpc.server.max_pending_requests_hard_limit", GRPC_PENDING_CALLS_MAX),
+        ("grpc.server_max_unrequested_time_in_server", GRPC_PENDING_S_MAX),
     ]
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
-import ssl
 import subprocess
 import sys
 import time
@@ -21,8 +19,21 @@ from hypothesis import settings
 from hypothesis.stateful import invariant, rule
 from session_model import IDS, OWNERS, StoreMachine, new_session
 
-from outrider.errors import ConfigError, DataLoss, NotFound, StoreUnavailable, Unavailable
-from outrider.limits import FINISHED_TTL_S, LEASES_PER_SCRIPT_MAX, SOCKET_PATH_BYTES_MAX
+from outrider.errors import (
+    ConfigError,
+    DataLoss,
+    InvariantError,
+    NotFound,
+    StoreUnavailable,
+    Unavailable,
+)
+from outrider.limits import (
+    CALLS_PER_PIPELINE_MAX,
+    FINISHED_TTL_S,
+    LEASES_PER_SCRIPT_MAX,
+    REDIS_CONNECTIONS_MAX,
+    SOCKET_PATH_BYTES_MAX,
+)
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.lifetimes import Lifetimes
 from outrider.sessions.redis_fields import encode_tokens
@@ -157,6 +168,50 @@ async def test_many_leases_are_renewed_at_once(store: RedisStore) -> None:
     assert await store.renew(OWNERS[0], [(s, 1) for s in ids]) == [ids[0], ids[-1]]
     assert await store.renew(OWNERS[0], []) == []
     assert await store.append([]) == []
+
+
+@pytest.mark.parametrize("kind", ["session", "tokens"])
+async def test_a_damaged_session_is_lost_alone(
+    store: RedisStore, admin: redis.Redis, kind: str
+) -> None:
+    """Its key holds something else: it is data loss, and the sessions beside it are appended to
+    and renewed in the same calls. Its own lease is lost where nobody can tell whose it is."""
+    sessions = [Session.opened(new_session(f"{k:032x}")) for k in range(3)]
+    keys = [f"{store._key_prefix}session:{{{session.session_id}}}" for session in sessions]
+    for session in sessions:
+        await store.open(new_session(session.session_id))
+        session.decide([7], NO_COUNTS)
+    broken = keys[1] if kind == "session" else f"{keys[1]}:tokens"
+    admin.delete(broken)
+    admin.lpush(broken, "something else")
+    first, damaged, last = await store.append([s.next_append() or s.probe() for s in sessions])
+    assert (first, last) == (4, 4)
+    assert isinstance(damaged, DataLoss)
+    for key in (keys[0], keys[2]):
+        admin.hset(key, "lease_until_ms", 0)
+    lost = await store.renew(OWNERS[0], [(session.session_id, 1) for session in sessions])
+    assert lost == ([sessions[1].session_id] if kind == "session" else [])
+    for key in (keys[0], keys[2]):
+        assert int(admin.hget(key, "lease_until_ms")) > 0
+    with pytest.raises(DataLoss):
+        await store.finish(sessions[1].session_id, 1, FinishReason.STOP, NO_COUNTS)
+
+
+async def test_many_sessions_are_opened_at_once(store: RedisStore, admin: redis.Redis) -> None:
+    """They share round trips; one that is refused, and callers that gave up, do not matter."""
+    before = admin.info("stats")["total_connections_received"]
+    ids = [f"{k:032x}" for k in range(20 * CALLS_PER_PIPELINE_MAX)]
+    await store.open(new_session(ids[5], owner=OWNERS[1]))
+    opening = [asyncio.ensure_future(store.open(new_session(session_id))) for session_id in ids]
+    await asyncio.sleep(0)
+    opening[0].cancel()
+    answers = await asyncio.gather(*opening, return_exceptions=True)
+    assert isinstance(answers[0], asyncio.CancelledError)
+    assert isinstance(answers[5], InvariantError)
+    assert all(answer is None for i, answer in enumerate(answers) if i not in (0, 5))
+    for session_id in (ids[1], ids[-1]):
+        assert (await store.load(session_id)).owner == OWNERS[0]
+    assert admin.info("stats")["total_connections_received"] - before <= REDIS_CONNECTIONS_MAX
 
 
 async def test_scripts_that_redis_forgot_are_sent_again(
@@ -412,58 +467,3 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
     while not condition():
         assert time.monotonic() < give_up_at
         time.sleep(0.02)
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A key and a self-signed certificate for localhost, in one file."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("openssl is not installed: there is no certificate to test TLS with")
-    path = tmp_path_factory.mktemp("tls") / "localhost.pem"
-    subprocess.run(
-        [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost",
-         "-keyout", str(path), "-out", str(path.with_suffix(".crt"))],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    with path.open("a") as both:
-        both.write(path.with_suffix(".crt").read_text())
-    return path
-
-
-async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    try:
-        while data := await reader.read(65536):
-            writer.write(data)
-            await writer.drain()
-    except OSError:
-        pass
-    finally:
-        writer.close()
-
-
-async def test_tls_is_checked_against_the_given_authority(
-    server: EmbeddedRedis, certificate: Path
-) -> None:
-    """A TLS end before the real server: with its authority it works, without it is refused."""
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(certificate)
-    path = server.url.removeprefix("unix://")
-
-    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        back_reader, back_writer = await asyncio.open_unix_connection(path)
-        await asyncio.gather(pump(reader, back_writer), pump(back_reader, writer))
-
-    async with await asyncio.start_server(forward, "127.0.0.1", 0, ssl=context) as proxy:
-        url = f"rediss://localhost:{proxy.sockets[0].getsockname()[1]}/0"
-        store = await RedisStore.connect(url, ca_file=str(certificate.with_suffix(".crt")))
-        await store.open(new_session("e" * 32))
-        await store.close()
-        with pytest.raises(ConfigError, match="cannot be reached"):
-            await RedisStore.connect(url)
-        with pytest.raises(ConfigError, match="cannot be reached"):
-            await RedisStore.connect(
-                url.replace("localhost", "127.0.0.1"),
-                ca_file=str(certificate.with_suffix(".crt")),
-            )

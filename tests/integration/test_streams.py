@@ -301,7 +301,10 @@ async def test_describe_and_release(pair: Pair) -> None:
             VerdictReply,
         ):
             round_index += 1
-    assert isinstance(heard.answers[-1], Resync)
+    assert isinstance(heard.answers[-1], Refused)
+    assert isinstance(
+        await ask(link, heard, VerifyItem(make_head((*PROMPT, 4), 3, epoch=2))), Resync
+    )
     assert heard.answers[-1].cached_length == 0
     await link.close()
     with pytest.raises(LinkLost):

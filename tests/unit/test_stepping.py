@@ -10,6 +10,7 @@ import pytest
 from rounds import make_head, session_name
 
 from outrider.errors import Overloaded, Unavailable
+from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.messages import DraftItem, ProposalReply, Refused
 from outrider.speculation.proposal import EMPTY_PROPOSAL
 from outrider.stepping import Outlet, RoundFence, StepScheduler, Work, expiry
@@ -220,8 +221,24 @@ async def test_close_waits_for_the_step_and_takes_no_more() -> None:
         desk.submit(2)
 
 
+async def test_releases_that_wait_for_a_step_are_bounded() -> None:
+    """One a session, of its newest epoch; of too many the oldest is left to be evicted."""
+    desk = Desk()
+    desk.submit(1)
+    await desk.executor.entered.wait()
+    for session in range(2, SEQUENCES_PER_REPLICA_MAX + 3):
+        for epoch in (1, 3, 2):
+            desk.scheduler.release(session_name(session), epoch)
+    await desk.finish()
+    assert desk.worker.released == [
+        (session_name(session), 3) for session in range(3, SEQUENCES_PER_REPLICA_MAX + 3)
+    ]
+    await desk.scheduler.close()
+
+
 def test_the_fence_lets_rounds_and_epochs_only_grow() -> None:
-    """Equal ones are repetitions and pass; a release by an older epoch does not lift the fence."""
+    """Equal ones are repetitions and pass; a release by an older epoch does not lift the fence, and
+    after one nothing of the epoch passes, known or not."""
     fence = RoundFence()
     assert fence.admit(make_head((1,), epoch=1, round_index=5)) is None
     assert fence.admit(make_head((1,), epoch=1, round_index=5)) is None
@@ -235,4 +252,13 @@ def test_the_fence_lets_rounds_and_epochs_only_grow() -> None:
     assert not fence.release(session_name(1), 1)
     assert fence.admit(make_head((1,), epoch=1, round_index=9)) is not None
     assert fence.release(session_name(1), 2)
-    assert fence.admit(make_head((1,), epoch=1, round_index=0)) is None
+    late = fence.admit(make_head((1,), epoch=2, round_index=2**40))
+    assert late is not None
+    assert late.code == 1
+    assert fence.admit(make_head((1,), epoch=1)) is not None
+    assert fence.admit(make_head((1,), epoch=3)) is None
+    assert fence.release(session_name(2), 1)
+    assert fence.admit(make_head((1,), session=2)) is not None
+    for session in range(3, SEQUENCES_PER_REPLICA_MAX + 3):
+        fence.release(session_name(session), 1)
+    assert fence.admit(make_head((1,), session=2)) is None

@@ -1,6 +1,7 @@
 -- Renews the leases of many sessions of one owner.
 -- KEYS: session, tokens, logprobs of each; ARGV: owner, lease_ms, ttl_ms, then one epoch each
--- Returns the indices, from 0, of the sessions that are not this owner's any more.
+-- Returns the indices, from 0, of the sessions that are not this owner's any more, or whose keys
+-- hold something else than a session: the others are renewed all the same.
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 local lease_until_ms = string.format('%.0f', now_ms + ARGV[2])
@@ -10,8 +11,12 @@ local lost = {}
 for i = 0, #KEYS / 3 - 1 do
   local key = KEYS[3 * i + 1]
   local epoch = tonumber(ARGV[4 + i])
-  local stored = redis.call('HMGET', key, 'epoch', 'owner', 'state')
-  local stored_epoch = tonumber(stored[1] or -1)
+  local stored = redis.pcall('HMGET', key, 'epoch', 'owner', 'state')
+  if stored.err then
+    if not string.find(stored.err, 'WRONGTYPE', 1, true) then return stored end
+    stored = {}
+  end
+  local stored_epoch = tonumber(stored[1] or -1) or -1
   if stored_epoch >= 0 and epoch > stored_epoch then
     -- The store lost a take-over: see append.lua.
     redis.call('HSET', key, 'epoch', ARGV[4 + i], 'owner', ARGV[1], 'state', 'running',

@@ -8,19 +8,22 @@ Each cell: Pearson's chi-square, false alarm 1e-6; enough samples that a law at 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from exactness.law import FALSE_ALARM, completion_law, fit, product
+from exactness.law import FALSE_ALARM, Fit, completion_law, fit, product
 from models import tiny_config, tiny_module
 from stack import Stack, running_stack
 
 from outrider.engine.interface import ModelInfo
 from outrider.engine.transformers_engine import TransformersEngine
 from outrider.generation import GenerateRequest
+from outrider.speculation.noise import NoiseBatch, Place, RoundNoise
+from outrider.speculation.philox import WordArray
 from outrider.speculation.sampling import Rule, SamplingParams
 
 DETECTS = 0.05
@@ -49,6 +52,7 @@ class Cell:
     vocab_size: int = 3
     draft_vocab_size: int | None = 3
     """None = n-gram drafting."""
+    draft_seed: int = 4
     num_tokens: int = 3
     """Tokens whose joint law is tested: the first ones of ..."""
     max_tokens: int = 4
@@ -67,9 +71,14 @@ class Cell:
         )
 
 
+MANY_ROUNDS = Cell(
+    Rule.BLOCK, 2, TOP_K, draft_seed=12, num_tokens=5, max_tokens=6, num_samples=10_500
+)
+"""The law of so many tokens sees drafted rounds follow each other, and what one lends the next. The
+draft is one of those under which such a fault shows most."""
 CELLS = [
     Cell(Rule.TOKEN, 2, TOP_P),
-    Cell(Rule.BLOCK, 4, PLAIN, max_tokens=6),
+    MANY_ROUNDS,
     Cell(Rule.COUPLED, 2, PENALISED),
     # A draft that knows two tokens more than the target, which are never accepted.
     Cell(Rule.TOKEN, 2, TOP_K, vocab_size=4, draft_vocab_size=6, num_samples=7_600),
@@ -144,16 +153,22 @@ async def sample(stack: Stack, cell: Cell) -> tuple[list[tuple[int, ...]], int]:
     return list(samples), num_accepted
 
 
-async def check_cell(cell: Cell, directory: Path) -> None:
+async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
+    """How well completions fit the law, and how many draft tokens were accepted in all."""
     module, target = tiny_engine(cell.vocab_size, seed=3)
     draft = None
     if cell.draft_vocab_size is not None:
-        _, draft = tiny_engine(cell.draft_vocab_size, seed=4)
+        _, draft = tiny_engine(cell.draft_vocab_size, cell.draft_seed)
     law = completion_law(module, prompt_of(cell), cell.num_tokens, cell.params)
     async with running_stack(target, draft, directory) as stack:
         samples, num_accepted = await sample(stack, cell)
     result = fit(samples, law, DETECTS)
     print(f"{cell}: {result}, {num_accepted} draft tokens accepted")
+    return result, num_accepted
+
+
+async def check_cell(cell: Cell, directory: Path) -> None:
+    result, num_accepted = await measure(cell, directory)
     assert result.power >= POWER
     assert result.p_value >= FALSE_ALARM
     if cell.num_draft_tokens and cell.max_tokens > 2:
@@ -164,6 +179,27 @@ async def check_cell(cell: Cell, directory: Path) -> None:
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 async def test_completions_follow_the_targets_law(cell: Cell, tmp_path: Path) -> None:
     await check_cell(cell, tmp_path)
+
+
+@pytest.mark.timeout(900)
+async def test_noise_that_rounds_share_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault put in on purpose: under block every number is keyed by its absolute position, so
+    that a slot that was thrown away lends its noise to the next round."""
+
+    def absolute(self: RoundNoise, index: int, sibling: int = 0) -> Place:
+        return Place(self.committed_length + index, 0)
+
+    def absolute_many(
+        self: NoiseBatch, lengths: WordArray, indices: WordArray, sibling: int
+    ) -> tuple[WordArray, WordArray]:
+        return lengths + indices, np.zeros_like(indices)
+
+    monkeypatch.setattr(RoundNoise, "place", absolute)
+    monkeypatch.setattr(NoiseBatch, "_places", absolute_many)
+    result, _ = await measure(replace(MANY_ROUNDS, num_samples=4_500), tmp_path)
+    assert result.p_value < FALSE_ALARM
 
 
 @pytest.mark.full

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +15,7 @@ from outrider.errors import ConfigError
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
 from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.tokens import TokenSequence
 
 
 def request(
@@ -88,7 +92,30 @@ def test_a_proposal_depends_on_the_committed_tokens_alone(
             committed = committed[:cut]
         drafter.propose([request([0, 1, 0, 1], session_id=str(number % 3))])
         fresh = NgramDrafter(config).propose([request(committed)])
-        assert drafter.propose([request(committed)]) == fresh
+        known = TokenSequence(committed[: len(committed) - len(part)]) if number % 2 else None
+        asked = replace(request(committed), digests=known)
+        assert drafter.propose([asked]) == fresh
+
+
+class Watched(list[int]):
+    """Counts the tokens that are read."""
+
+    num_read = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        self.num_read += len(found) if isinstance(key, slice) else 1
+        return found
+
+
+def test_a_round_reads_the_new_tokens_only() -> None:
+    drafter = NgramDrafter()
+    known = TokenSequence([k % 50 for k in range(5000)])
+    drafter.propose([request(list(known.ids))])
+    tokens = Watched([*known.ids, 1, 2, 3])
+    proposals = drafter.propose([replace(request(tokens), digests=known)])
+    assert tokens.num_read == 3
+    assert proposals == NgramDrafter().propose([request(tokens)])
 
 
 def test_the_longest_match_wins_over_the_most_recent() -> None:

@@ -12,6 +12,7 @@ from toy_engine import ToyEngine, toy_logits
 from draft_service.service import DraftService
 from outrider.drafting.ngram import NgramDrafter
 from outrider.engine.executor import InlineExecutor
+from outrider.errors import BadRequest
 from outrider.messages import (
     DraftAnswer,
     DraftItem,
@@ -167,12 +168,13 @@ async def test_rules_and_parameters_must_fit(setting: Setting) -> None:
 
 async def test_poisoned_logits_hurt_their_own_session_only(setting: Setting) -> None:
     """The drafter fails for one session inside a batch; the others are drafted for, with what
-    they would have got alone."""
+    they would have got alone, and nothing is run again."""
     setting.engine.poisoned.add(session_name(2))
     for session in (1, 2, 3):
         setting.link.send(DraftItem(make_head(PROMPT, session=session), 2))
     answers = {answer.key.session_id: answer for answer in await setting.listener.wait(3)}
     assert isinstance(answers[session_name(2)], Refused)
+    assert [len(batch) for batch in setting.engine.batches] == [3, 2]
     tokens, _ = expected_proposal(PROMPT, 2, Rule.GREEDY, GREEDY, 1)
     for session in (1, 3):
         answer = answers[session_name(session)]
@@ -181,12 +183,52 @@ async def test_poisoned_logits_hurt_their_own_session_only(setting: Setting) -> 
         assert answer.cached_length == 4
 
 
+@pytest.mark.parametrize("rule", [Rule.GREEDY, Rule.TOKEN])
+async def test_a_pass_that_fails_behind_drawn_tokens_leaves_them_proposed(
+    setting: Setting, rule: Rule
+) -> None:
+    """Logits that are no numbers after the second of four tokens: two are proposed, a session
+    beside it gets all of its own, and the next round goes on from what is held."""
+    sampling = GREEDY if rule is Rule.GREEDY else SamplingParams()
+    tokens, q = expected_proposal(PROMPT, 4, rule, sampling, 1)
+    setting.engine.breaks_after = lambda held: list(held) == [*PROMPT, *tokens[:2]]
+    other = (*PROMPT, 4)
+    setting.link.send(DraftItem(make_head(PROMPT, rule=rule), 4))
+    setting.link.send(DraftItem(make_head(other, session=2, rule=rule), 4))
+    short, whole = await setting.listener.wait(2)
+    assert list(short.proposal.token_ids) == tokens[:2]
+    assert list(short.proposal.q) == (q[:2] if rule.needs_q else [])
+    assert short.cached_length == len(PROMPT) + 1
+    assert list(whole.proposal.token_ids) == expected_proposal(other, 4, rule, sampling, 1)[0]
+    assert [len(batch) for batch in setting.engine.batches] == [2, 2, 2, 1]
+    setting.service.check_integrity()
+    following = (*PROMPT, tokens[0], (tokens[1] + 1) % 8)
+    more = await setting.proposed(DraftItem(make_head(following, 4, rule=rule, round_index=1), 2))
+    expected, _ = expected_proposal(following, 2, rule, sampling, 1)
+    assert list(more.proposal.token_ids) == expected
+
+
 async def test_a_crashed_step_is_refused_and_the_next_one_serves(setting: Setting) -> None:
     setting.engine.crash = RuntimeError("device lost")
     crashed = await setting.ask(DraftItem(make_head(PROMPT), 2))
     assert isinstance(crashed, Refused)
     assert crashed.code == 13
     assert len((await setting.proposed(DraftItem(make_head(PROMPT), 2))).proposal) == 2
+
+
+@pytest.mark.parametrize("crash", [RuntimeError("out of memory"), BadRequest("token_ids", "no")])
+async def test_a_crash_behind_drawn_tokens_leaves_them_proposed(
+    setting: Setting, crash: Exception
+) -> None:
+    def crash_next(held: Sequence[int]) -> bool:
+        setting.engine.crash = crash if len(held) == len(PROMPT) + 1 else None
+        return False
+
+    setting.engine.breaks_after = crash_next
+    reply = await setting.proposed(DraftItem(make_head(PROMPT), 3))
+    assert list(reply.proposal.token_ids) == expected_proposal(PROMPT, 1, Rule.GREEDY, GREEDY, 1)[0]
+    assert reply.cached_length == len(PROMPT)
+    assert setting.service.healthy
 
 
 async def test_prompt_lookup_needs_no_engine() -> None:
@@ -206,7 +248,9 @@ async def test_prompt_lookup_needs_no_engine() -> None:
     assert second.proposal.token_ids == (6, 7, 8)
     assert setting.service.describe().tokenizer_fingerprint == ""
     setting.service.release(session_name(1), 1)
-    gone = await setting.ask(DraftItem(make_head((*tokens, 8), 8, rule=rule, round_index=2), 2))
+    late = await setting.ask(DraftItem(make_head((*tokens, 8), 8, rule=rule, round_index=2), 2))
+    assert isinstance(late, Refused)
+    gone = await setting.ask(DraftItem(make_head((*tokens, 8), 8, rule=rule, epoch=2), 2))
     assert isinstance(gone, Resync)
     await setting.service.close()
 

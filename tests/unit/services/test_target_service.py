@@ -69,7 +69,7 @@ async def test_a_verdict_is_the_pure_function_of_its_item(
     setting: Setting, rule: Rule, proposal: Proposal
 ) -> None:
     """What the service answers is `score` over the transforms of the model's logits, penalties
-    of committed and drafted tokens included."""
+    of committed and drafted tokens included: the same tokens, and acceptance but for rounding."""
     sampling = SamplingParams(temperature=0.0 if rule is Rule.GREEDY else 0.9, presence_penalty=0.7)
     head = make_head(PROMPT, rule=rule, sampling=sampling, prompt_length=2)
     reply = await setting.ask(VerifyItem(head, proposal))
@@ -77,7 +77,11 @@ async def test_a_verdict_is_the_pure_function_of_its_item(
     history = TokenHistory(PROMPT[:2], PROMPT[2:], proposal.token_ids)
     p = target_probabilities(rows, sampling, history)
     assert isinstance(reply, VerdictReply)
-    assert reply.verdict == score(p, proposal, RoundNoise(7, rule, len(PROMPT)))
+    expected = score(p, proposal, RoundNoise(7, rule, len(PROMPT)))
+    assert reply.verdict.correction == expected.correction
+    assert reply.verdict.accept_probability == pytest.approx(
+        expected.accept_probability, rel=1e-12, abs=0.0
+    )
     assert reply.cached_length == len(PROMPT) + len(proposal)
     assert setting.engine.length(session_name(1)) == reply.cached_length
 

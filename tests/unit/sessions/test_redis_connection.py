@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import asyncio
+import socket
+import time
 from typing import Any
 
 import pytest
@@ -8,7 +11,14 @@ from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from outrider.errors import ConfigError, DataLoss, InvariantError, StoreUnavailable
-from outrider.sessions.redis_connection import check_info, masked_url, new_client, to_our_error
+from outrider.limits import REDIS_TIMEOUT_MS
+from outrider.sessions.redis_connection import (
+    answering,
+    check_info,
+    masked_url,
+    new_client,
+    to_our_error,
+)
 from outrider.sessions.redis_fields import decode_record, decode_tokens, encode_tokens
 
 GOOD = {"redis_version": "6.2.0", "maxmemory_policy": "noeviction", "role": "master"}
@@ -78,7 +88,30 @@ def test_trouble_that_may_pass(error: Exception) -> None:
 
 
 def test_a_wrong_command_is_our_bug() -> None:
-    assert isinstance(to_our_error(ResponseError("WRONGTYPE Operation")), InvariantError)
+    assert isinstance(to_our_error(ResponseError("wrong number of arguments")), InvariantError)
+
+
+def test_a_key_that_holds_something_else_is_data_loss() -> None:
+    assert isinstance(to_our_error(ResponseError("WRONGTYPE Operation against a key")), DataLoss)
+
+
+async def test_a_pause_of_this_process_is_not_a_slow_server() -> None:
+    """What came while nothing ran here is looked at; what never comes is given up in time."""
+    loop = asyncio.get_running_loop()
+    answer = loop.create_future()
+    reading, writing = socket.socketpair()
+    loop.add_reader(reading, lambda: answer.done() or answer.set_result(None))
+    with reading, writing:
+        async with answering():
+            loop.call_soon(writing.send, b"x")
+            loop.call_soon(time.sleep, 1.5 * REDIS_TIMEOUT_MS / 1000)
+            await answer
+        loop.remove_reader(reading)
+    start = loop.time()
+    with pytest.raises(TimeoutError):
+        async with answering():
+            await loop.create_future()
+    assert loop.time() - start > 0.9 * REDIS_TIMEOUT_MS / 1000
 
 
 def test_tokens_are_four_bytes_each_lowest_first() -> None:

@@ -1,0 +1,112 @@
+"""Lua scripts in Redis: many runs in one round trip, also for callers that know nothing of each
+other."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import deque
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+import redis.asyncio
+from redis.exceptions import NoScriptError
+
+from outrider.errors import OutriderError, StoreUnavailable, check
+from outrider.limits import CALLS_PER_PIPELINE_MAX
+from outrider.sessions.redis_connection import answering, redis_errors, to_our_error
+
+
+class Script:
+    """A Lua script of `lua/` and the name under which Redis remembers it."""
+
+    def __init__(self, name: str) -> None:
+        self.source = (resources.files("outrider.sessions") / "lua" / f"{name}.lua").read_text()
+        self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
+
+
+Call = tuple[Sequence[str], Sequence[str | int | bytes]]
+"""Keys and arguments of one run of a script."""
+
+
+class ScriptRunner:
+    """Runs scripts on one server."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._client = client
+        self._waiting: dict[Script, deque[tuple[Call, asyncio.Future[Any]]]] = {}
+        """Single runs that no round trip has taken along yet, of scripts that are being run."""
+        self._senders: set[asyncio.Task[None]] = set()
+
+    async def run(self, script: Script, call: Call) -> Any:
+        """The answer to one run. What many callers want at once goes together: while one round
+        trip is under way the others gather for the next. Raises what went wrong."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting.get(script)
+        if waiting is not None:
+            waiting.append((call, future))
+        else:
+            self._waiting[script] = deque([(call, future)])
+            sender = asyncio.create_task(self._send_waiting(script))
+            self._senders.add(sender)
+            sender.add_done_callback(self._senders.discard)
+        answer = await future
+        if isinstance(answer, OutriderError):
+            raise answer
+        return answer
+
+    async def run_all(self, script: Script, calls: Sequence[Call]) -> list[Any]:
+        """Runs a script once per call, all in one round trip. In order, each run's answer or the
+        `OutriderError` that it came to. Raises `StoreUnavailable` if any of them could not be
+        served. The first run on a server that does not know the script costs a second round
+        trip."""
+        if not calls:
+            return []
+        with redis_errors():
+            answers = await self._send(script, calls)
+            unknown = [i for i, a in enumerate(answers) if isinstance(a, NoScriptError)]
+            if unknown:
+                again = await self._send(script, [calls[i] for i in unknown], load=True)
+                for index, answer in zip(unknown, again, strict=True):
+                    answers[index] = answer
+        answers = [to_our_error(a) if isinstance(a, Exception) else a for a in answers]
+        for answer in answers:
+            if isinstance(answer, StoreUnavailable):
+                raise answer
+        return answers
+
+    async def close(self) -> None:
+        """Waits for what is under way."""
+        await asyncio.gather(*self._senders, return_exceptions=True)
+
+    async def _send_waiting(self, script: Script) -> None:
+        """Round trips until nothing waits. A server that does not answer fails all that waits, so
+        that nobody waits for longer than one time-out."""
+        waiting = self._waiting[script]
+        try:
+            while waiting:
+                size = min(len(waiting), CALLS_PER_PIPELINE_MAX)
+                batch = [waiting.popleft() for _ in range(size)]
+                try:
+                    answers = await self.run_all(script, [call for call, _ in batch])
+                except OutriderError as error:
+                    batch.extend(waiting)
+                    waiting.clear()
+                    answers = [error] * len(batch)
+                for (_, future), answer in zip(batch, answers, strict=True):
+                    if not future.done():
+                        future.set_result(answer)
+        finally:
+            del self._waiting[script]
+
+    async def _send(self, script: Script, calls: Sequence[Call], load: bool = False) -> list[Any]:
+        async with answering(), self._client.pipeline(transaction=False) as pipeline:
+            if load:
+                pipeline.execute_command("SCRIPT LOAD", script.source)
+            for keys, arguments in calls:
+                pipeline.execute_command("EVALSHA", script.sha, len(keys), *keys, *arguments)
+            answers = await pipeline.execute(raise_on_error=False)
+        answers = answers[1:] if load else answers
+        check(len(answers) == len(calls), "Redis gave another number of answers than of calls")
+        return answers

@@ -1,0 +1,35 @@
+"""Many requests at once: more than gRPC and a pool of connections take without being told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from stack import running_stack
+
+from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.errors import OutriderError
+from outrider.generation import GenerateRequest
+
+pytestmark = pytest.mark.xdist_group("redis")
+
+NUM_REQUESTS = 1_400
+SPEC = EmulatedSpec(vocab_size=16, support=8, verify_ms=1.0, draft_ms=0.1)
+
+
+async def test_a_burst_of_requests_is_served_whole(tmp_path: Path) -> None:
+    """Slower, but nobody is turned away."""
+
+    async def outcome(number: int) -> str:
+        request = GenerateRequest((1, 2, 3), max_tokens=2, seed=number, num_draft_tokens=0)
+        try:
+            return f"{len((await stack.client.complete(request)).token_ids)} tokens"
+        except OutriderError as error:
+            return f"{type(error).__name__}: {error}"
+
+    engines = EmulatedEngine(SPEC, "target"), EmulatedEngine(SPEC, "draft")
+    async with running_stack(*engines, tmp_path, max_sessions=NUM_REQUESTS) as stack:
+        outcomes = await asyncio.gather(*(outcome(number) for number in range(NUM_REQUESTS)))
+    assert Counter(outcomes) == {"2 tokens": NUM_REQUESTS}
