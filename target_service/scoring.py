@@ -25,9 +25,9 @@ from outrider.messages import (
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import require_q
 from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.scoring import score
-from outrider.speculation.transforms import TokenHistory, raw_logprobs, target_probabilities
+from outrider.speculation.transforms import TokenHistory, raw_logprobs
 from outrider.speculation.verdict import Verdict
+from outrider.speculation.verdicts import verdict_from_logits
 from outrider.stepping import refusal
 
 _STAND_IN = 0
@@ -150,9 +150,10 @@ class Scorer:
         item = entry.item
         head = item.head
         try:
-            probabilities = target_probabilities(logits, entry.sampling, entry.history)
             noise = RoundNoise(head.seed, head.rule, head.committed_length)
-            verdict = score(probabilities, item.proposal, noise)
+            verdict = verdict_from_logits(
+                logits, entry.sampling, entry.history, item.proposal, noise
+            )
             logprobs = _logprobs(logits, item, verdict)
         except OutriderError as error:
             return self._fail(entry, error)

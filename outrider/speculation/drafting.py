@@ -14,8 +14,14 @@ from outrider.speculation.noise import NoiseBatch, RoundNoise
 from outrider.speculation.philox import RowKeys
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution
 from outrider.speculation.race import race, race_at
-from outrider.speculation.sampling import Rule
-from outrider.speculation.transforms import largest_ids
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.supports import IdArray, Support, draw, likeliest, supports
+from outrider.speculation.transforms import (
+    NO_HISTORY,
+    TokenHistory,
+    largest_ids,
+    target_probabilities,
+)
 
 DraftedToken = tuple[int, DraftDistribution | None]
 """A token and what it was drawn from; None where the rule does not look or the draw is one-hot."""
@@ -56,16 +62,56 @@ def draft_tokens(
     ]
 
 
+def draft_tokens_from_logits(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    noises: Sequence[RoundNoise],
+    indices: Sequence[int],
+    entries_max: int = DRAFT_SUPPORT_ENTRIES,
+    history: TokenHistory = NO_HISTORY,
+) -> list[DraftedToken]:
+    """`draft_tokens` of `target_probabilities(logits, params, history)` for B sessions that share
+    rule and parameters (and the history, where it counts): `logits` [B, V], unchanged."""
+    check(len(noises) == len(indices) == len(logits), "one noise and index for each row")
+    _check_entries(entries_max)
+    if not noises:
+        return []
+    batch = NoiseBatch.of(noises)
+    if params.greedy:
+        return [(token_id, None) for token_id in likeliest(logits, params, history)]
+    if logits.device.type != "cpu" or batch.rule is Rule.GREEDY:
+        probabilities = target_probabilities(logits, params, history)
+        return draft_tokens(probabilities, noises, indices, entries_max)
+    rows, keys = supports(logits, params, history), batch.draft_keys(indices)
+    if batch.rule is Rule.COUPLED:
+        drawn = draw([(row.ids, row.mass) for row in rows], keys)
+        return [(token_id, None) for token_id in drawn]
+    quantised = [_quantise(row.largest(entries_max)) for row in rows]
+    drawn = draw([(ids, counts.astype(np.float64)) for ids, counts in quantised], keys)
+    return [
+        (token_id, _distribution(ids, counts) if len(ids) > 1 else None)
+        for token_id, (ids, counts) in zip(drawn, quantised, strict=True)
+    ]
+
+
 def quantise(probabilities: torch.Tensor, entries_max: int) -> DraftDistribution:
     """The `entries_max` likeliest of `probabilities` [V] (ties: lowest ids) as counts that sum to
     `COUNT_TOTAL`, by largest remainders; tokens left without a count are dropped. Ids ascend.
 
     The support may have one entry; whoever puts it on the wire turns that into None."""
-    check(1 <= entries_max <= COUNT_TOTAL, f"entries_max {entries_max} is not in 1..{COUNT_TOTAL}")
+    _check_entries(entries_max)
     largest = largest_ids(probabilities, entries_max)
-    ids = largest.cpu().numpy()
-    shares = probabilities[largest].cpu().numpy().astype(np.float64)
-    shares /= shares.sum()
+    mass = probabilities[largest].cpu().numpy().astype(np.float64)
+    return _distribution(*_quantise(Support(largest.cpu().numpy(), mass)))
+
+
+def _check_entries(entries_max: int) -> None:
+    check(1 <= entries_max <= COUNT_TOTAL, f"entries_max {entries_max} is not in 1..{COUNT_TOTAL}")
+
+
+def _quantise(support: Support) -> tuple[IdArray, IdArray]:
+    """The ids that get a count, and their counts."""
+    shares = support.mass / support.mass.sum()
     shares *= COUNT_TOTAL
     counts = np.floor(shares).astype(np.int64)
     missing = COUNT_TOTAL - int(counts.sum())
@@ -73,7 +119,11 @@ def quantise(probabilities: torch.Tensor, entries_max: int) -> DraftDistribution
     by_remainder = np.argsort(counts - shares, kind="stable")
     counts[by_remainder[:missing]] += 1
     kept = counts > 0
-    return DraftDistribution(tuple(ids[kept].tolist()), tuple(counts[kept].tolist()))
+    return support.ids[kept], counts[kept]
+
+
+def _distribution(ids: IdArray, counts: IdArray) -> DraftDistribution:
+    return DraftDistribution(tuple(ids.tolist()), tuple(counts.tolist()))
 
 
 def draw_quantised(supports: Sequence[DraftDistribution], keys: RowKeys) -> torch.Tensor:

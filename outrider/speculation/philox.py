@@ -8,6 +8,7 @@ generator: a number is a pure function of a key and a counter, so a retry gives 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -24,6 +25,8 @@ _KEY_STEP_HIGH: Final = 0xBB67AE85
 _ROUNDS: Final = 10
 _WORD_MASK: Final = 0xFFFFFFFF
 _WORD_SCALE: Final = 2.0**-32
+COUNTER_TOKENS: Final = 4
+"""Tokens that take their number from one counter."""
 _BLOCK: Final = 16_384
 """Counters worked on at a time on a CPU: the ten or so arrays of a block then stay in its cache."""
 
@@ -44,6 +47,16 @@ class RowKeys:
 
     def __len__(self) -> int:
         return len(self.a)
+
+    def of(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> RowKeys:
+        """Those of the listed rows."""
+        return RowKeys(
+            seed_low=self.seed_low[rows],
+            seed_high=self.seed_high[rows],
+            a=self.a[rows],
+            b=self.b[rows],
+            stream=self.stream[rows],
+        )
 
     def columns(self) -> tuple[WordArray, ...]:
         """(seed_low, seed_high, a, b, stream), each as a column [R, 1]."""
@@ -90,6 +103,29 @@ def row_uniforms_at(keys: RowKeys, token_ids: torch.Tensor) -> torch.Tensor:
     four = _rounds_of_rows(ids >> 2, keys.columns())
     chosen = np.choose((ids & 3).astype(np.intp), four)
     return _as_uniforms(chosen.astype(np.uint32))
+
+
+def flat_uniforms(
+    keys: RowKeys, sizes: Sequence[int], token_ids: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """Numbers of the tokens listed in each of R rows, row after row: `sizes` [R] says how many each
+    lists, `token_ids` [N] (>= 0) which. [N], equal to picking them out of `row_uniforms`, on the
+    CPU. A token costs as much as `COUNTER_TOKENS` of a full row.
+
+    Words that all rows share stay one number: with a session's seed for all, nothing but the words
+    of the counter is of full length after two rounds."""
+
+    def spread(words: WordArray) -> WordArray:
+        return words[:1] if (words == words[0]).all() else words.repeat(sizes)
+
+    words = (keys.seed_low, keys.seed_high, keys.a, keys.b, keys.stream)
+    columns: tuple[WordArray, ...] = tuple(spread(word) for word in words)
+    ids = token_ids.astype(np.uint64)
+    four = _rounds_of_rows(ids >> 2, columns)
+    chosen = np.choose((ids & 3).astype(np.intp), four)
+    numbers: npt.NDArray[np.float64] = np.add(chosen, 0.5, dtype=np.float64)
+    numbers *= _WORD_SCALE
+    return numbers
 
 
 def _as_uniforms(words: npt.NDArray[np.uint32]) -> torch.Tensor:

@@ -38,14 +38,7 @@ def race_at(token_ids: torch.Tensor, weights: torch.Tensor, keys: RowKeys) -> to
 
 def _race_at_nonzero(weights: torch.Tensor, keys: RowKeys) -> torch.Tensor:
     rows, ids = weights.nonzero(as_tuple=True)
-    row_numbers = rows.cpu().numpy()
-    each = RowKeys(
-        seed_low=keys.seed_low[row_numbers],
-        seed_high=keys.seed_high[row_numbers],
-        a=keys.a[row_numbers],
-        b=keys.b[row_numbers],
-        stream=keys.stream[row_numbers],
-    )
+    each = keys.of(rows.cpu().numpy())
     waits = row_uniforms_at(each, ids[:, None])[:, 0].log_().neg_()
     scores = torch.zeros_like(weights)
     scores[rows, ids] = weights[rows, ids] / waits

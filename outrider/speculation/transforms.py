@@ -6,6 +6,7 @@ what the one before it left, so top-p is a share of the mass that min-p and top-
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,11 +36,11 @@ class TokenHistory:
     drafted_ids: Sequence[int] = ()
 
 
-_NO_HISTORY: Final = TokenHistory()
+NO_HISTORY: Final = TokenHistory()
 
 
 def target_probabilities(
-    logits: torch.Tensor, params: SamplingParams, history: TokenHistory = _NO_HISTORY
+    logits: torch.Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
 ) -> torch.Tensor:
     """The sampled distribution of every row: [R, V], float64, rows sum to 1. `logits` [R, V] of any
     float type, unchanged. Greedy parameters give a one-hot row at the largest logit (ties: lowest
@@ -48,10 +49,7 @@ def target_probabilities(
     """
     check(logits.dim() == 2 and logits.shape[1] > 0, "logits are [rows, vocabulary]")
     _check_rows(logits)
-    if params.logit_bias or params.penalised:
-        logits = logits.double().clone()
-        _add_bias(logits, params)
-        _penalise(logits, params, history)
+    logits = adjusted_logits(logits, params, history)
     if params.greedy:
         likeliest = logits.argmax(dim=1, keepdim=True)
         zeros = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
@@ -69,6 +67,18 @@ def target_probabilities(
         _keep_top_p(weights, params.top_p)
     weights /= weights.sum(dim=1, keepdim=True)
     return weights
+
+
+def adjusted_logits(
+    logits: torch.Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
+) -> torch.Tensor:
+    """`logits` [R, V] after bias and penalties: a float64 copy, or themselves without either."""
+    if not (params.logit_bias or params.penalised):
+        return logits
+    adjusted = logits.to(torch.float64, copy=True)
+    _add_bias(adjusted, params)
+    _penalise(adjusted, params, history)
+    return adjusted
 
 
 def raw_logprobs(
@@ -115,15 +125,18 @@ def largest_ids(values: torch.Tensor, count: int) -> torch.Tensor:
     return ids[above | ((~above).cumsum(0) <= ties_wanted)]
 
 
-def _check_rows(logits: torch.Tensor) -> None:
-    """One pass finds all three: a maximum is NaN where any logit is."""
-    fine = logits.amax(dim=1).isfinite()
-    if not bool(fine.all()):
-        row = int((~fine).nonzero()[0, 0])
-        largest = float(logits[row].amax())
+def check_maxima(maxima: Sequence[float]) -> None:
+    """Raises `InvariantError` unless each row's largest logit is finite. That one number shows all
+    that can be wrong: it is NaN where any logit is."""
+    for row, largest in enumerate(maxima):
         check(
-            False, f"logits of row {row} are no numbers to sample from: their maximum is {largest}"
+            math.isfinite(largest),
+            f"logits of row {row} are no numbers to sample from: their maximum is {largest}",
         )
+
+
+def _check_rows(logits: torch.Tensor) -> None:
+    check_maxima(logits.amax(dim=1).tolist())
 
 
 def _add_bias(logits: torch.Tensor, params: SamplingParams) -> None:

@@ -57,12 +57,12 @@ def test_known_answers(counter, key, words):
 
 
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS[::2])
-def test_known_answers_as_uniforms(counter, key, words):
+def test_known_answers_as_uniforms(counter, key, words, device):
     """Token v takes word v % 4 of counter (v // 4, a, b, stream)."""
     first, a, b, stream = counter
     seed = key[1] << 32 | key[0]
     ids = [first * 4 + i for i in range(4)]
-    drawn = row_uniforms_at(keys_of((seed, a, b, stream)), torch.tensor([ids]))
+    drawn = row_uniforms_at(keys_of((seed, a, b, stream)), torch.tensor([ids], device=device))
     assert drawn[0].tolist() == [(int(word, 16) + 0.5) / 2**32 for word in words.split()]
 
 
@@ -71,7 +71,7 @@ def test_known_answers_as_uniforms(counter, key, words):
     rows=st.lists(st.tuples(SEEDS, WORDS, WORDS, st.integers(0, 4)), min_size=1, max_size=4),
     num_tokens=st.integers(1, 41),
 )
-def test_vectorised_equals_scalar(rows, num_tokens):
+def test_vectorised_equals_scalar(rows, num_tokens, device):
     """Rows of numbers are what the scalar generator gives, whatever the shape."""
     expected = [
         [
@@ -81,18 +81,22 @@ def test_vectorised_equals_scalar(rows, num_tokens):
         for seed, a, b, stream in rows
     ]
     keys = keys_of(*rows)
-    assert row_uniforms(keys, num_tokens, "cpu").tolist() == expected
-    every = torch.arange(num_tokens).repeat(len(rows), 1)
+    assert row_uniforms(keys, num_tokens, device).tolist() == expected
+    every = torch.arange(num_tokens, device=device).repeat(len(rows), 1)
     assert row_uniforms_at(keys, every).tolist() == expected
+    # What other devices run, on the CPU: torch int64, which wraps and extends signs.
+    assert philox._uniforms_by_torch(keys, num_tokens, device).tolist() == expected
+    assert philox._uniforms_at_by_torch(keys, every).tolist() == expected
 
 
-def test_int64_arithmetic_of_other_devices_gives_the_same_numbers():
+def test_int64_arithmetic_of_other_devices_gives_the_same_numbers(device):
     """What runs on CUDA (torch int64, wrapping and sign-extending) agrees with uint64."""
     keys = keys_of((2**64 - 1, FULL, FULL, 4), (7, 5, 0x80000003, 2))
     expected = row_uniforms(keys, 1199, "cpu")
-    assert torch.equal(philox._uniforms_by_torch(keys, 1199, "cpu"), expected)
+    assert torch.equal(philox._uniforms_by_torch(keys, 1199, device).cpu(), expected)
     listed = torch.tensor([[1198, 5, 6, 0], [3, 3, 700, 1]])
-    assert torch.equal(philox._uniforms_at_by_torch(keys, listed), expected.gather(1, listed))
+    drawn = philox._uniforms_at_by_torch(keys, listed.to(device))
+    assert torch.equal(drawn.cpu(), expected.gather(1, listed))
 
 
 def test_blocks_do_not_show(monkeypatch):

@@ -56,10 +56,11 @@ def naive_row(logits: list[float], params: SamplingParams) -> list[float]:
     top_k=st.sampled_from([-1, 0, 1, 2, 5, 100]),
     min_p=st.sampled_from([0.0, 0.013, 0.37, 1.0]),
 )
-def test_filters_against_the_naive_form(rows, temperature, top_p, top_k, min_p):
+def test_filters_against_the_naive_form(rows, temperature, top_p, top_k, min_p, device):
     """Every combination of filters, with ties and forbidden tokens, equals the sorted-list form."""
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-    result = target_probabilities(torch.tensor(rows, dtype=torch.float64), params)
+    logits = torch.tensor(rows, dtype=torch.float64, device=device)
+    result = target_probabilities(logits, params).cpu()
     expected = torch.tensor([naive_row(row, params) for row in rows], dtype=torch.float64)
     torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-15)
     assert torch.equal(result > 0, expected > 0)
@@ -67,12 +68,12 @@ def test_filters_against_the_naive_form(rows, temperature, top_p, top_k, min_p):
 
 @pytest.mark.parametrize("spread", [0.0, 0.5, 2.0, 6.0])
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.95, 0.9999])
-def test_top_p_of_wide_rows(spread, top_p):
+def test_top_p_of_wide_rows(spread, top_p, device):
     """The bucket search behind the first 64 tokens finds the same head as a full sort."""
     torch.manual_seed(1)
     logits = torch.randn(3, 5000) * spread
     logits[2] = (logits[2] * 4).round() / 4
-    result = target_probabilities(logits, SamplingParams(top_p=top_p))
+    result = target_probabilities(logits.to(device), SamplingParams(top_p=top_p)).cpu()
     full = logits.double().softmax(dim=1)
     ranked = full.sort(descending=True, stable=True)
     num_kept = (ranked.values.cumsum(dim=1) < top_p * (1 - 1e-13)).sum(dim=1) + 1
@@ -83,9 +84,9 @@ def test_top_p_of_wide_rows(spread, top_p):
         torch.testing.assert_close(result[row, kept], expected, rtol=1e-12, atol=0)
 
 
-def test_exact_ties_keep_the_lowest_ids():
+def test_exact_ties_keep_the_lowest_ids(device):
     """Exactly k tokens survive top-k and the smallest head survives top-p, whatever is tied."""
-    flat = torch.zeros(2, 1000)
+    flat = torch.zeros(2, 1000, device=device)
     assert target_probabilities(flat, SamplingParams(top_k=3)).nonzero().tolist() == [
         [row, v] for row in range(2) for v in range(3)
     ]
@@ -104,9 +105,9 @@ def test_filters_apply_in_the_stated_order():
     assert (warm > 0).tolist() == [[True, True, False, False]]
 
 
-def test_greedy_is_one_hot_at_the_lowest_of_the_likeliest():
+def test_greedy_is_one_hot_at_the_lowest_of_the_likeliest(device):
     """Under T = 1e-5 the likeliest token after bias and penalties has everything."""
-    logits = torch.tensor([[1.0, 3.0, 3.0], [-INF, -5.0, -6.0]])
+    logits = torch.tensor([[1.0, 3.0, 3.0], [-INF, -5.0, -6.0]], device=device)
     params = SamplingParams(temperature=0.0, top_p=0.1)
     assert target_probabilities(logits, params).tolist() == [[0, 1, 0], [0, 1, 0]]
     biased = SamplingParams(temperature=0.0, logit_bias=((2, 1.5), (9, 100.0)))
@@ -114,7 +115,7 @@ def test_greedy_is_one_hot_at_the_lowest_of_the_likeliest():
     assert target_probabilities(logits.bfloat16(), params).dtype == torch.float64
 
 
-def test_penalties_count_what_each_row_has_seen():
+def test_penalties_count_what_each_row_has_seen(device):
     """Repetition looks at prompt and output; presence and frequency at the output only; row i
     counts x_1..x_{i-1}; bias comes before all of them."""
     history = TokenHistory(prompt_ids=[0, 7], output_ids=[1, 1], drafted_ids=[2, 1])
@@ -124,7 +125,7 @@ def test_penalties_count_what_each_row_has_seen():
         frequency_penalty=0.25,
         logit_bias=((0, -3.0), (3, 1.0)),
     )
-    logits = torch.tensor([[1.0, 4.0, -2.0, 0.5]] * 3, dtype=torch.float64)
+    logits = torch.tensor([[1.0, 4.0, -2.0, 0.5]] * 3, dtype=torch.float64, device=device)
     before = logits.clone()
     expected = torch.tensor(
         [
@@ -135,13 +136,13 @@ def test_penalties_count_what_each_row_has_seen():
         dtype=torch.float64,
     )
     result = target_probabilities(logits, params, history)
-    torch.testing.assert_close(result, expected.softmax(dim=1), rtol=1e-12, atol=0)
+    torch.testing.assert_close(result.cpu(), expected.softmax(dim=1), rtol=1e-12, atol=0)
     assert torch.equal(logits, before)
 
 
-def test_the_hardest_parameters_stay_numbers():
+def test_the_hardest_parameters_stay_numbers(device):
     """At every limit at once rows are still distributions."""
-    logits = torch.tensor([[3e4, -3e4, 0.0, -INF]])
+    logits = torch.tensor([[3e4, -3e4, 0.0, -INF]], device=device)
     for penalty in (1e-308, 5e-324, 10.0):
         params = SamplingParams(
             temperature=1.1e-5,
@@ -157,9 +158,9 @@ def test_the_hardest_parameters_stay_numbers():
 
 @pytest.mark.parametrize("bad", [float("nan"), INF])
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0)])
-def test_logits_that_are_no_numbers_name_their_row(bad, params):
+def test_logits_that_are_no_numbers_name_their_row(bad, params, device):
     """A model that breaks down is found at once, before a token is made of it."""
-    logits = torch.zeros(3, 4)
+    logits = torch.zeros(3, 4, device=device)
     logits[2, 1] = bad
     with pytest.raises(InvariantError, match="row 2"):
         target_probabilities(logits, params)

@@ -23,10 +23,10 @@ def winner(weights: torch.Tensor, noise: RoundNoise, index: int, stream: Stream)
     return int((weights / -u.log()).argmax())
 
 
-def test_token_rule_by_hand():
+def test_token_rule_by_hand(device):
     """min(1, p/q), residuals by RESIDUAL noise at their index, bonus by TARGET noise at K."""
     noise = RoundNoise(3, Rule.TOKEN, 20)
-    verdict = score(P, Proposal((0, 1), (Q1, Q2)), noise)
+    verdict = score(P.to(device), Proposal((0, 1), (Q1, Q2)), noise)
     assert verdict.accept_probability == (0.2 / 0.5, 0.4 / 0.75)
     first = torch.tensor([0.0, 0.3, 0.0], dtype=torch.float64)
     second = torch.tensor([0.6 - 0.25, 0.0, 0.0], dtype=torch.float64)
@@ -37,49 +37,49 @@ def test_token_rule_by_hand():
     )
 
 
-def test_block_rule_by_hand():
+def test_block_rule_by_hand(device):
     """h_1 = Z_1 / (Z_1 + 1 - pi_1), h_2 = pi_2, and the residual scaled by pi."""
     noise = RoundNoise(3, Rule.BLOCK, 20)
-    verdict = score(P, Proposal((0, 1), (Q1, Q2)), noise)
+    verdict = score(P.to(device), Proposal((0, 1), (Q1, Q2)), noise)
     pi_1 = 0.4
     z_1 = max(pi_1 * 0.6 - 0.25, 0) + max(pi_1 * 0.4 - 0.75, 0)
     assert z_1 == 0
     assert verdict.accept_probability == pytest.approx((0.0, pi_1 * 0.4 / 0.75))
-    verdict = score(P, Proposal((2, 1), (Q1, Q2)), noise)
+    verdict = score(P.to(device), Proposal((2, 1), (Q1, Q2)), noise)
     assert verdict.accept_probability == pytest.approx((1.0, 0.4 / 0.75))
     sparse = DraftDistribution((1, 2), (HALF, HALF))
-    verdict = score(P, Proposal((0, 1), (Q1, sparse)), noise)
+    verdict = score(P.to(device), Proposal((0, 1), (Q1, sparse)), noise)
     z_1 = 0.4 * 0.6
     assert verdict.accept_probability == pytest.approx((z_1 / (z_1 + 0.6), 0.4 * 0.4 / 0.5))
     assert verdict.correction[1] == 0
 
 
-def test_coupled_and_greedy_by_hand():
+def test_coupled_and_greedy_by_hand(device):
     """A draft token is accepted iff it is what the target takes itself."""
     noise = RoundNoise(9, Rule.COUPLED, 2**20)
     own = tuple(winner(P[i], noise, i, Stream.TARGET) for i in range(3))
-    assert score(P, Proposal(own[:2]), noise) == Verdict((1.0, 1.0), own)
+    assert score(P.to(device), Proposal(own[:2]), noise) == Verdict((1.0, 1.0), own)
     other = (own[0], (own[1] + 1) % 3)
-    assert score(P, Proposal(other), noise) == Verdict((1.0, 0.0), own)
+    assert score(P.to(device), Proposal(other), noise) == Verdict((1.0, 0.0), own)
     greedy = RoundNoise(9, Rule.GREEDY, 4)
-    assert score(P, Proposal((2, 1)), greedy) == Verdict((1.0, 0.0), (2, 0, 2))
+    assert score(P.to(device), Proposal((2, 1)), greedy) == Verdict((1.0, 0.0), (2, 0, 2))
 
 
 @pytest.mark.parametrize("rule", Rule)
-def test_without_draft_tokens_a_verdict_is_one_draw(rule):
+def test_without_draft_tokens_a_verdict_is_one_draw(rule, device):
     """K = 0 is the target decoding alone: by TARGET noise at index 0."""
     noise = RoundNoise(5, rule, 8)
     expected = 2 if rule is Rule.GREEDY else winner(P[0], noise, 0, Stream.TARGET)
-    assert score(P[:1], Proposal(), noise) == Verdict((), (expected,))
+    assert score(P[:1].to(device), Proposal(), noise) == Verdict((), (expected,))
 
 
 @pytest.mark.parametrize("rule", Rule)
-def test_vocabularies_padded_differently(rule):
+def test_vocabularies_padded_differently(rule, device):
     """Draft ids beyond the target's width have p = 0; the target's tokens beyond the draft's
     width have q = 0 and stay in the residual."""
     wide = DraftDistribution((1, 9), (HALF, HALF))
     noise = RoundNoise(5, rule, 8)
-    verdict = score(P, Proposal((9, 9), (wide, None)), noise)
+    verdict = score(P.to(device), Proposal((9, 9), (wide, None)), noise)
     assert verdict.accept_probability == (0.0, 0.0)
     assert all(token_id < 3 for token_id in verdict.correction)
     if rule.needs_q:
@@ -98,10 +98,10 @@ def rows_of(token_ids: tuple[int, ...], support: tuple[int, ...], mass: tuple[fl
     )
 
 
-def test_a_one_hot_draft_is_accepted_by_p_and_its_token_leaves_the_residual():
+def test_a_one_hot_draft_is_accepted_by_p_and_its_token_leaves_the_residual(device):
     """n-gram and argmax drafts: accept with p(x), else another token."""
     noise = RoundNoise(6, Rule.TOKEN, 8)
-    verdict = score(P, Proposal((2, 0), (None, None)), noise)
+    verdict = score(P.to(device), Proposal((2, 0), (None, None)), noise)
     assert verdict.accept_probability == (0.5, 0.6)
     assert verdict.correction[0] != 2
     assert verdict.correction[1] == 1
@@ -141,15 +141,16 @@ def test_long_paths_of_small_ratios_keep_their_precision():
 
 
 @pytest.mark.parametrize("rule", Rule)
-def test_rows_of_many_sessions_score_as_each_alone(rule):
+def test_rows_of_many_sessions_score_as_each_alone(rule, device):
     """Batching proposals changes nothing, and inputs are left as they were."""
     torch.manual_seed(2)
     p = torch.rand(4, 4, 600, dtype=torch.float64) ** 20
-    p /= p.sum(dim=2, keepdim=True)
+    p = (p / p.sum(dim=2, keepdim=True)).to(device)
     before = p.clone()
     ids = torch.stack([torch.randperm(600)[:5].sort().values for _ in range(12)]).view(4, 3, 5)
     counts = torch.tensor([1000, 20000, 30000, 14000, 536], dtype=torch.float64)
-    drafts = DraftRows(ids[..., 2], ids, (counts / COUNT_TOTAL).expand(4, 3, 5))
+    mass = (counts / COUNT_TOTAL).expand(4, 3, 5)
+    drafts = DraftRows(ids[..., 2].to(device), ids.to(device), mass.to(device))
     noises = [RoundNoise(b, rule, 50 + b) for b in range(4)]
     accept, correction = score_rows(p, drafts, NoiseBatch.of(noises))
     for b in range(4):

@@ -1,0 +1,14 @@
+"""The core on every device that there is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+_NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
+
+
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=_NO_CUDA)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where tensors are put; what comes out must not depend on it."""
+    return str(request.param)
