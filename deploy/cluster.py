@@ -61,11 +61,14 @@ class Actor:
         return self._place
 
     async def find_place(self, timeout_s: float) -> bool:
-        """Whether it runs within the time."""
+        """Whether it runs within the time. Raises `Unavailable` for an actor that had a place and
+        died there."""
         try:
             self._place = await self.call("ping", timeout_s=timeout_s)
-        except Unavailable:
-            return False
+        except Unavailable as error:
+            if isinstance(error.__cause__, TimeoutError):
+                return False
+            raise
         return True
 
     @property
@@ -153,9 +156,12 @@ class Cluster:
 
     async def place(self, actors: Sequence[tuple[Demand, type]], timeout_s: float) -> list[Actor]:
         """One named actor per demand, once every one of them runs. Raises `ConfigError` naming
-        those that found no place within `timeout_s`; then none is left running."""
+        those that found no place within `timeout_s`, or can never find one on a cluster of our
+        own, and `Unavailable` for one that died; then none is left running."""
         import ray
 
+        if self.local and (too_much := beyond([d for d, _ in actors], self.resources())):
+            raise ConfigError(self._no_place(too_much, "there is no place"))
         placed = [
             Actor(
                 demand,
@@ -170,24 +176,26 @@ class Cluster:
             )
             for demand, kind in actors
         ]
-        found = await asyncio.gather(*(actor.find_place(timeout_s) for actor in placed))
-        homeless = [actor for actor, runs in zip(placed, found, strict=True) if not runs]
-        if homeless:
-            message = self._no_place(homeless, timeout_s)
+        try:
+            found = await asyncio.gather(*(actor.find_place(timeout_s) for actor in placed))
+            homeless = [actor.demand for actor, runs in zip(placed, found, strict=True) if not runs]
+            if homeless:
+                raise ConfigError(self._no_place(homeless, f"no place within {timeout_s:g} s"))
+        except BaseException:
             await asyncio.gather(*(actor.kill() for actor in placed))
-            raise ConfigError(message)
+            raise
         return placed
 
-    def _no_place(self, homeless: Sequence[Actor], timeout_s: float) -> str:
+    def _no_place(self, homeless: Sequence[Demand], what: str) -> str:
         import ray
 
         free = ray.available_resources()
         has = _amounts(self.resources())
-        asked = "; ".join(f"the {actor.role} actor asks for {actor.demand}" for actor in homeless)
-        flags = ", ".join(f"--{actor.role}-num-cpus" for actor in homeless)
+        asked = "; ".join(f"the {demand.role} actor asks for {demand}" for demand in homeless)
+        flags = ", ".join(f"--{demand.role}-num-cpus" for demand in homeless)
         return (
-            f"no place within {timeout_s:g} s for {len(homeless)} of the actors: {asked}; the "
-            f"cluster has {has}, of which {_amounts(free)} are free (see {flags}, and -num-gpus)"
+            f"{what} for {len(homeless)} of the actors: {asked}; the cluster has {has}, of which "
+            f"{_amounts(free)} are free (see {flags} and the like for GPUs)"
         )
 
     async def disconnect(self) -> None:
@@ -200,6 +208,19 @@ class Cluster:
         if self._temporary is not None:
             await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
             self._temporary = None
+
+
+def beyond(demands: Sequence[Demand], resources: Mapping[str, float]) -> list[Demand]:
+    """The demands that a cluster of these resources cannot meet beside those before them. Pure."""
+    left_cpus, left_gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
+    found = []
+    for demand in demands:
+        if demand.num_cpus > left_cpus or demand.num_gpus > left_gpus:
+            found.append(demand)
+        else:
+            left_cpus -= demand.num_cpus
+            left_gpus -= demand.num_gpus
+    return found
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

@@ -32,6 +32,7 @@ from target_service.actor import TargetActor
 from .cluster import Actor, Cluster
 from .models import resolve_models
 from .placement import Placement, plan_placement
+from .preflight import check_before_start
 
 _log = logging.getLogger(__name__)
 
@@ -130,6 +131,8 @@ class Deployment:
 
     async def _prepare(self) -> DeploymentConfig:
         """Ray, Redis and the models' files; the configuration with their places."""
+        if self._cluster.local:
+            check_before_start(self.config)
         if self.config.coordinator.redis_url:
             # The coordinator will connect again: a wrong URL should not cost a model's loading.
             await (await connect_store(self.config.coordinator)).close()

@@ -14,7 +14,6 @@ import os
 from importlib import metadata
 from pathlib import Path
 
-from outrider.engine.gguf_conversion import converted
 from outrider.errors import ConfigError
 
 DEMO_MODEL = "demo"
@@ -39,21 +38,36 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> Path:
 
     Raises `ConfigError` where there is no such model, or where its weights are not safetensors.
     """
-    if not name:
-        raise ConfigError("the model's name is empty; give a directory, a .gguf file or a hub id")
+    check_name(name)
+    # Imports the tensor library, which `check_name` does without.
+    from outrider.engine.gguf_conversion import converted
+
     if name == DEMO_MODEL:
         return converted(_demo_gguf(), cache_dir())
     path = Path(name).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
+    if path.is_file():
         return converted(path, cache_dir())
     if not path.is_dir():
-        if path.exists():
-            raise ConfigError(f"model {name}: a file, but not a .gguf; give a directory or a .gguf")
-        if _looks_like_path(name):
-            raise ConfigError(f"model {name}: no such file or directory")
         path = _snapshot(name, trust_remote_code)
-    check_weights(path, name)
+        check_weights(path, name)
     return path
+
+
+def check_name(name: str) -> None:
+    """What can be told of a model's name without fetching or reading much. Raises `ConfigError`
+    where `resolve_model` certainly would."""
+    if not name:
+        raise ConfigError("the model's name is empty; give a directory, a .gguf file or a hub id")
+    if name == DEMO_MODEL:
+        _demo_gguf()
+        return
+    path = Path(name).expanduser()
+    if path.is_dir():
+        check_weights(path, name)
+    elif path.exists() and path.suffix != ".gguf":
+        raise ConfigError(f"model {name}: a file, but not a .gguf; give a directory or a .gguf")
+    elif not path.exists() and _looks_like_path(name):
+        raise ConfigError(f"model {name}: no such file or directory")
 
 
 def check_weights(directory: Path, name: str) -> None:
@@ -102,6 +116,8 @@ def _snapshot(name: str, trust_remote_code: bool) -> Path:
     # The hub client raises errors of many libraries; all of them mean that the model is not to
     # be had under this name now.
     except Exception as error:
+        reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
-            f"model {name}: neither a local directory nor to be had from the hub ({error})"
+            f"model {name}: not a local directory, and the hub does not give it (it cannot be "
+            f"reached, or knows no such model): {reason}"
         ) from error

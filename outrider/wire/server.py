@@ -97,7 +97,8 @@ class RpcServer:
                 self._port = self._server.add_secure_port(address, self._options.credentials)
         except RuntimeError as error:
             raise ConfigError(
-                f"cannot listen on {address}: is the port taken? (0 = any free port)"
+                f"cannot listen on {address}: the port is taken (0 = any free one), or the host "
+                "is no address of this machine"
             ) from error
         await self._server.start()
         return self._port

@@ -37,11 +37,11 @@ def _children(pid: int) -> set[int]:
 
 
 async def test_an_actor_without_a_place_is_named(tmp_path: Path) -> None:
-    """Start-up fails within the time it was given, says which actor asked for what and what there
-    is, and leaves nothing running."""
+    """Start-up fails at once where no waiting can help, says which actor asked for what and what
+    there is, and leaves nothing running."""
     before = _children(os.getpid())
     start = time.monotonic()
-    config = _config(target_num_cpus=512, startup_timeout_s=2)
+    config = _config(target_num_cpus=512, startup_timeout_s=60)
     with pytest.raises(ConfigError) as caught:
         await Deployment(config, tmp_path).start()
     assert time.monotonic() - start < 30
@@ -71,9 +71,16 @@ async def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert _children(os.getpid()) <= before
 
 
-async def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
-    """What an actor refuses with reaches the caller as it was raised."""
+async def test_a_port_that_is_taken_is_named_before_anything_starts(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+        start = time.monotonic()
+        with pytest.raises(ConfigError, match=f"grpc_port: cannot listen on 127.0.0.1:{port}"):
             await Deployment(_config(grpc_port=port), tmp_path).start()
+        assert time.monotonic() - start < 5
+
+
+async def test_a_host_that_is_none_is_named(tmp_path: Path) -> None:
+    config = _config(host="nohost.invalid", insecure=True)
+    with pytest.raises(ConfigError, match="host: 'nohost"):
+        await Deployment(config, tmp_path).start()

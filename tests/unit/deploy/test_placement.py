@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from deploy.cluster import Demand, beyond
 from deploy.placement import plan_placement
 from outrider.config import load_config
 from outrider.errors import ConfigError
@@ -56,3 +57,10 @@ def test_cpus_are_asked_for_as_stated() -> None:
     demands = (placement.target, placement.draft, placement.coordinator)
     assert [demand.num_cpus for demand in demands] == [1.5, 0.25, 0]
     assert str(placement.target) == "1.5 CPUs and 0 GPUs"
+
+
+def test_demands_beyond_a_cluster_are_those_that_do_not_fit_beside_the_others() -> None:
+    small, large, gpu = Demand("a", 0.5, 0.0), Demand("b", 8.0, 0.0), Demand("c", 0.5, 1.0)
+    assert beyond([small, large, gpu], {"CPU": 2.0}) == [large, gpu]
+    assert beyond([small, small, small], {"CPU": 1.0}) == [small]
+    assert not beyond([small, gpu], {"CPU": 1.0, "GPU": 1.0})

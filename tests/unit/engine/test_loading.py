@@ -83,7 +83,7 @@ def test_a_hub_that_cannot_be_reached_is_one_clear_error(monkeypatch: pytest.Mon
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match="model nobody/nothing: neither a local directory nor"):
+    with pytest.raises(ConfigError, match="model nobody/nothing: not a local directory"):
         resolve_model("nobody/nothing")
 
 
