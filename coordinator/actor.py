@@ -19,6 +19,8 @@ from outrider.limits import SEED_BITS
 
 if TYPE_CHECKING:
     from outrider.sessions.redis_store import RedisStore
+    from outrider.telemetry.exporting import Exports
+    from outrider.telemetry.observer import Observation
     from outrider.wire.server import RpcServer
 
     from .prompts import Text
@@ -39,6 +41,7 @@ class CoordinatorActor:
         self._service: CoordinatorService | None = None
         self._server: RpcServer | None = None
         self._health: asyncio.Task[None] | None = None
+        self._exports: Exports | None = None
 
     async def ping(self) -> Place:
         """Where the actor runs."""
@@ -54,7 +57,7 @@ class CoordinatorActor:
 
         from .servicer import CoordinatorServicer
 
-        self._service = await _build(config)
+        self._service = await _build(config, self._observe(config))
         await self._service.start()
         descriptor = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
         self._server = RpcServer(
@@ -65,6 +68,21 @@ class CoordinatorActor:
         await self._server.set_serving(True)
         self._health = asyncio.create_task(_report_health(self._service, self._server))
         return advertised(config.host, self._server.address)
+
+    def _observe(self, config: CoordinatorConfig) -> Observation:
+        """Starts the telemetry that a configuration asks for. Raises `ConfigError`."""
+        from outrider.telemetry.observer import UNOBSERVED
+
+        if not config.telemetry:
+            return UNOBSERVED
+        from outrider.telemetry.exporting import start_exports
+        from outrider.telemetry.requests import Detail, ObservedRequests
+
+        self._exports = start_exports(config.telemetry, "coordinator", config.host)
+        if self._exports is None:
+            return UNOBSERVED
+        detail = Detail(config.trace_first_rounds, config.trace_every_rounds, config.trace_prompts)
+        return ObservedRequests(self._exports.tracer, self._exports.meter, detail)
 
     async def wait(self) -> None:
         """Returns when the server has stopped."""
@@ -80,6 +98,8 @@ class CoordinatorActor:
             await self._server.stop(grace_s)
         if self._service is not None:
             await self._service.close()
+        if self._exports is not None:
+            await self._exports.close()
 
 
 async def _report_health(service: CoordinatorService, server: RpcServer) -> None:
@@ -96,7 +116,7 @@ async def _report_health(service: CoordinatorService, server: RpcServer) -> None
     await server.stop()
 
 
-async def _build(config: CoordinatorConfig) -> CoordinatorService:
+async def _build(config: CoordinatorConfig, observation: Observation) -> CoordinatorService:
     from outrider.drafting.ngram import NgramConfig, NgramDrafter
     from outrider.wire.grpc_link import draft_link, target_link
 
@@ -119,6 +139,7 @@ async def _build(config: CoordinatorConfig) -> CoordinatorService:
         stand_in=NgramDrafter(NgramConfig(config.ngram_min, config.ngram_max)),
         text=text,
         random_seed=_random_seeds(config.seed),
+        observation=observation,
     )
 
 

@@ -15,6 +15,8 @@ from outrider.sessions.store import Counters, FinishReason
 from outrider.speculation.decision import Outcome, decide
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import EMPTY_PROPOSAL
+from outrider.telemetry.logs import identify
+from outrider.telemetry.observer import SILENT, RequestObserver
 
 from .commits import Committer
 from .completion import Completion, Piece
@@ -47,6 +49,7 @@ class Decoding:
         committer: Committer,
         journal: Journal,
         run_ahead_rounds: int,
+        observer: RequestObserver = SILENT,
     ) -> None:
         self._session = session
         self._parameters = parameters
@@ -56,6 +59,7 @@ class Decoding:
         self._committer = committer
         self._journal = journal
         self._run_ahead_rounds = run_ahead_rounds
+        self._observer = observer
         self._deadline: asyncio.Timeout | None = None
         self._cancelled = False
 
@@ -63,6 +67,7 @@ class Decoding:
         """Decodes until the completion ends, is cancelled, or `deadline` (loop time) passes.
         Raises `DeadlineExceeded` when it passes before the first token, what the target refuses
         with, and what made the session lose its store."""
+        identify(self._session.session_id, self._observer.trace_id)
         try:
             async with asyncio.timeout_at(deadline) as self._deadline:
                 if self._cancelled:
@@ -100,6 +105,7 @@ class Decoding:
 
     async def _round(self, index: int) -> FinishReason | None:
         """One round; returns why the completion ends with it, if it does."""
+        self._observer.round_began(index)
         identity, start_length = self._session.identity, self._session.length
         noise = RoundNoise(identity.seed, identity.rule, start_length)
         drafted = await self._propose(index, noise)
@@ -122,18 +128,30 @@ class Decoding:
         num_draft_tokens = min(self._parameters.num_draft_tokens, self._completion.remaining - 1)
         if self._draft is None or index == 0 or num_draft_tokens <= 0:
             return _NOT_DRAFTED
-        return await self._draft.propose(index, num_draft_tokens, noise)
+        self._observer.asked("draft")
+        drafted = await self._draft.propose(index, num_draft_tokens, noise)
+        self._observer.drafted(
+            len(drafted.proposal),
+            drafted.by_replica,
+            drafted.seconds,
+            drafted.queue_ms,
+            drafted.compute_ms,
+        )
+        return drafted
 
     async def _verify(self, index: int, drafted: Drafted) -> Verified:
         run_ahead = 0
         if self._parameters.num_draft_tokens == 0:
             run_ahead = min(self._run_ahead_rounds, self._completion.remaining - 1)
+        self._observer.asked("target")
         loop = asyncio.get_running_loop()
         start = loop.time()
         reply = await self._target.verify(
             index, drafted.proposal, run_ahead, self._parameters.logprobs
         )
-        return Verified(reply, loop.time() - start)
+        seconds = loop.time() - start
+        self._observer.verified(seconds, reply.queue_ms, reply.compute_ms)
+        return Verified(reply, seconds)
 
     def _commit(
         self, index: int, drafted: Drafted, verified: Verified, outcome: Outcome
@@ -154,11 +172,12 @@ class Decoding:
             target=self._target.cache_state,
             logprobs=[_logprob_line(logprobs) for logprobs in tokens.logprobs],
         )
+        self._observer.decided(len(drafted.proposal), num_accepted, piece.num_tokens)
         self._committer.notify(self._session)
         report = None
         if self._parameters.include_rounds:
             report = _report(index, drafted, verified, num_accepted)
-        self._write(tokens, report)
+        self._write(tokens, report, index)
         return piece.finish_reason
 
     def _interrupted(self, reason: FinishReason) -> FinishReason:
@@ -168,9 +187,11 @@ class Decoding:
             self._write(Tokens(self._completion.num_tokens, (), text, (), ()), None)
         return reason
 
-    def _write(self, tokens: Tokens, report: RoundReport | None) -> None:
+    def _write(
+        self, tokens: Tokens, report: RoundReport | None, round_index: int | None = None
+    ) -> None:
         now = asyncio.get_running_loop().time()
-        self._journal.write(Entry(self._session.length, tokens, report, now))
+        self._journal.write(Entry(self._session.length, tokens, report, now, round_index))
 
     def _tokens_event(
         self, first_index: int, piece: Piece, reply: VerdictReply, outcome: Outcome

@@ -9,6 +9,7 @@ from typing import Final
 
 from outrider.generation import RoundReport, Tokens
 from outrider.sessions.state import Session
+from outrider.telemetry.observer import SILENT, RequestObserver
 
 from .commits import Committer
 
@@ -24,12 +25,17 @@ class Entry:
     tokens: Tokens
     report: RoundReport | None
     decided_at: float
+    round_index: int | None = None
+    """None for what no round has added."""
 
 
 class Journal:
     """Written by the decode loop, read by whoever serves the client."""
 
-    def __init__(self, session: Session, committer: Committer) -> None:
+    def __init__(
+        self, session: Session, committer: Committer, observer: RequestObserver = SILENT
+    ) -> None:
+        self._observer = observer
         self._session = session
         self._committer = committer
         self._entries: deque[Entry] = deque()
@@ -64,7 +70,9 @@ class Journal:
         await self._committer.shown(self._session, entry.end_length)
         self._entries.popleft()
         self._changed.set()
+        seconds = asyncio.get_running_loop().time() - entry.decided_at
+        if entry.round_index is not None:
+            self._observer.shown(entry.round_index, len(entry.tokens.token_ids), seconds)
         if entry.report is None:
             return entry.tokens, None
-        commit_ms = (asyncio.get_running_loop().time() - entry.decided_at) * 1e3
-        return entry.tokens, replace(entry.report, commit_ms=commit_ms)
+        return entry.tokens, replace(entry.report, commit_ms=seconds * 1e3)

@@ -11,6 +11,8 @@ from outrider.errors import DeadlineExceeded, OutriderError, StoreUnavailable
 from outrider.generation import Event, Finished, Metrics, Usage
 from outrider.sessions.state import Session
 from outrider.sessions.store import FinishReason
+from outrider.telemetry.logs import about, identify
+from outrider.telemetry.observer import SILENT, RequestObserver
 
 from .commits import Committer
 from .completion import Completion
@@ -40,6 +42,7 @@ class SessionRun:
         run_ahead_rounds: int,
         arrived: float,
         deadline: float,
+        observer: RequestObserver = SILENT,
     ) -> None:
         """Starts decoding a session that the committer knows. `arrived` and `deadline` are times
         of the event loop's clock."""
@@ -52,7 +55,8 @@ class SessionRun:
         self._deadline = deadline
         self._first_token_at: float | None = None
         self._ended = False
-        self._journal = Journal(session, committer)
+        self._observer = observer
+        self._journal = Journal(session, committer, observer)
         self._decoding = Decoding(
             session=session,
             parameters=parameters,
@@ -62,6 +66,7 @@ class SessionRun:
             committer=committer,
             journal=self._journal,
             run_ahead_rounds=run_ahead_rounds,
+            observer=observer,
         )
         self._task = asyncio.create_task(self._decoding.run(deadline))
 
@@ -98,11 +103,14 @@ class SessionRun:
             yield tokens
         reason = await self._task
         await self._finish(reason, max(self._deadline, loop.time()) + COMMIT_GRACE_S)
-        yield self._finished(reason, loop.time())
+        finished = self._finished(reason, loop.time())
+        self._observer.finished(finished)
+        yield finished
 
     async def close(self) -> None:
         """Stops decoding and frees what the session holds everywhere. A session that has not
         ended is recorded as cancelled."""
+        identify(self.session_id, self._observer.trace_id)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._target.close()
@@ -116,6 +124,16 @@ class SessionRun:
             _log.info("session %s was not closed: %r", self.session_id, error)
         finally:
             self._committer.remove(self._session)
+            counters = self._session.counters
+            fields = about(
+                finish_reason=self._session.finish_reason,
+                prompt_tokens=self._session.prompt_length,
+                completion_tokens=self._session.length - self._session.prompt_length,
+                num_rounds=counters.num_rounds,
+                num_draft_tokens=counters.num_draft_tokens,
+                num_accepted_draft_tokens=counters.num_accepted_draft_tokens,
+            )
+            _log.info("the session ended", extra=fields)
 
     def _late(self) -> OutriderError:
         if self._first_token_at is None:

@@ -29,6 +29,7 @@ from outrider.messages import (
 )
 from outrider.sessions.state import Session
 from outrider.sessions.store import NewSession, SessionRecord, SessionStore
+from outrider.telemetry.observer import UNOBSERVED, Observation, RequestObserver
 from outrider.wire.link import Link
 
 from .commits import Committer
@@ -58,6 +59,7 @@ class CoordinatorOptions:
     name: str
     """The owner's name in the session store; unique among coordinators."""
     served_model_name: str
+    """Empty = the target's own name."""
     defaults: RequestDefaults
     run_ahead_rounds: int
     max_sessions: int
@@ -78,6 +80,7 @@ class CoordinatorService:
         text: Text | None,
         random_bits: Callable[[int], int] = secrets.randbits,
         random_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
+        observation: Observation = UNOBSERVED,
     ) -> None:
         """`stand_in` drafts while no draft replica answers. `random_bits(n)` gives n fresh random
         bits, for session ids; `random_seed()` the seed of a request that names none."""
@@ -96,6 +99,11 @@ class CoordinatorService:
         self._num_admitted = 0
         self._background: set[asyncio.Task[None]] = set()
         self._model: ServedModel | None = None
+        self._observation = observation
+        observation.watch_load(
+            running=lambda: self.num_running,
+            waiting=lambda: self._num_admitted - self.num_running,
+        )
 
     async def start(self) -> None:
         """Learns what the replicas run, and starts committing. Raises `Unavailable` where one
@@ -104,7 +112,7 @@ class CoordinatorService:
         if self._draft is not None:
             check_compatible(target, await self._draft.link.describe(DESCRIBE_TIMEOUT_S))
         self._model = ServedModel(
-            name=self._options.served_model_name,
+            name=self._options.served_model_name or target.model,
             vocab_size=target.vocab_size,
             max_model_len=target.max_model_len,
             eos_token_ids=target.eos_token_ids,
@@ -123,13 +131,21 @@ class CoordinatorService:
         """Sessions that run now."""
         return len(self._running)
 
-    async def generate(self, request: GenerateRequest, tenant: str = "") -> AsyncGenerator[Event]:
+    async def generate(
+        self, request: GenerateRequest, tenant: str = "", traceparent: str = ""
+    ) -> AsyncGenerator[Event]:
         """Runs a request from its check to its last event. Closing the iterator early cancels
         the session. Raises `BadRequest`, `NotFound` (another model), `Overloaded`,
         `DeadlineExceeded` (before the first token), `Unavailable`, and what the session's store
-        ended it with (`StaleEpoch`, `DataLoss`)."""
+        ended it with (`StaleEpoch`, `DataLoss`). `traceparent` is the caller's, if it has one."""
         arrived = asyncio.get_running_loop().time()
-        self._check(request)
+        served = "" if self._model is None else self._model.name
+        observer = self._observation.begin(request, served, traceparent)
+        try:
+            self._check(request)
+        except OutriderError as error:
+            observer.failed(error)
+            raise
         deadline_ms = request.deadline_ms or self._options.defaults.deadline_ms
         deadline = arrived + deadline_ms / 1e3
         self._num_admitted += 1
@@ -142,13 +158,17 @@ class CoordinatorService:
                 raise DeadlineExceeded(
                     f"deadline_ms: {deadline_ms} ms passed before the session was open"
                 ) from None
-            run = self._begin(session, parameters, arrived, deadline)
+            observer.opened(session.session_id, session.prompt_length, parameters.seed)
+            run = self._begin(session, parameters, arrived, deadline, observer)
             try:
                 yield Started(session.session_id, self.model.name, parameters.seed, parameters.rule)
                 async for event in run.events():
                     yield event
             finally:
                 self._end(run)
+        except BaseException as error:
+            observer.failed(error)
+            raise
         finally:
             self._num_admitted -= 1
 
@@ -251,10 +271,11 @@ class CoordinatorService:
         parameters: GenerationParameters,
         arrived: float,
         deadline: float,
+        observer: RequestObserver,
     ) -> SessionRun:
         options = self._options
         self._committer.add(session)
-        heads = HeadWriter(session, parameters.sampling, deadline)
+        heads = HeadWriter(session, parameters.sampling, deadline, observer)
         draft: DraftSide | None = None
         if self._draft is not None and parameters.num_draft_tokens > 0:
             draft = DraftSide(self._draft, heads, options.patience, self._stand_in)
@@ -274,6 +295,7 @@ class CoordinatorService:
             run_ahead_rounds=options.run_ahead_rounds,
             arrived=arrived,
             deadline=deadline,
+            observer=observer,
         )
         self._running[session.session_id] = run
         return run

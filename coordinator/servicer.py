@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from outrider.limits import TRACEPARENT_CHARS_MAX
 from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import types_pb2
 from outrider.wire.convert import session_id_from_wire
 from outrider.wire.generation import event_to_proto, request_from_proto, session_to_proto
 from outrider.wire.server import Context
@@ -23,7 +25,10 @@ class CoordinatorServicer:
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateEvent]:
         """Streams a generation; a client that goes away cancels it."""
-        async with aclosing(self._service.generate(request_from_proto(request))) as events:
+        running = self._service.generate(
+            request_from_proto(request), traceparent=_traceparent(context)
+        )
+        async with aclosing(running) as events:
             async for event in events:
                 yield event_to_proto(event)
 
@@ -36,3 +41,23 @@ class CoordinatorServicer:
         """Reads a session from the store."""
         session_id = session_id_from_wire(request.session_id)
         return session_to_proto(await self._service.session(session_id))
+
+    async def describe(
+        self, request: types_pb2.DescribeRequest, context: Context
+    ) -> pb.CoordinatorDescription:
+        """What is served, and how busy the coordinator is."""
+        model = self._service.model
+        return pb.CoordinatorDescription(
+            model=model.name,
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
+            num_running=self._service.num_running,
+        )
+
+
+def _traceparent(context: Context) -> str:
+    """The trace that the caller is part of, as W3C Trace Context has it; empty if it names none."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "traceparent" and isinstance(value, str) and len(value) <= TRACEPARENT_CHARS_MAX:
+            return value
+    return ""

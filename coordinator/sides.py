@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 from dataclasses import dataclass
+from typing import Final
 
 from outrider.drafting.drafter import Drafter, DraftRequest
 from outrider.errors import (
@@ -40,10 +41,17 @@ from outrider.sessions.store import CacheState
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import Proposal, require_q
 from outrider.speculation.sampling import SamplingParams
+from outrider.telemetry.observer import SILENT, RequestObserver, Side
 
 from .mailbox import PostOffice
 
 _log = logging.getLogger(__name__)
+
+
+ANSWER_WAIT_GROWTH_MAX: Final = 8
+"""How much longer than the first wait for a verdict the later ones get."""
+RETRY_S_MAX: Final = 1.0
+"""Longest rest between two tries to reach a target: one that comes back is soon found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +73,21 @@ class Patience:
 class HeadWriter:
     """Writes the head of each message of one session."""
 
-    def __init__(self, session: Session, sampling: SamplingParams, deadline: float) -> None:
+    def __init__(
+        self,
+        session: Session,
+        sampling: SamplingParams,
+        deadline: float,
+        observer: RequestObserver = SILENT,
+    ) -> None:
         self.session = session
+        self.observer = observer
         self.sampling = sampling
         self._sampling_hash = sampling.hash()
         self._deadline = deadline
 
-    def write(self, round_index: int, base_length: int) -> RoundHead:
-        """The head of a message that states the first `base_length` committed tokens."""
+    def write(self, side: Side, round_index: int, base_length: int) -> RoundHead:
+        """The head of a message to a side that states the first `base_length` committed tokens."""
         session = self.session
         left = self._deadline - asyncio.get_running_loop().time()
         return RoundHead(
@@ -89,6 +104,7 @@ class HeadWriter:
             sampling=self.sampling,
             sampling_hash=self._sampling_hash,
             deadline_ms=max(1, math.ceil(left * 1e3)),
+            traceparent=self.observer.context(side),
         )
 
     def held(self, resync: Resync) -> int:
@@ -138,14 +154,15 @@ class TargetSide:
                 async with asyncio.timeout(wait_s):
                     answer = await self._mailbox.take(round_index)
             except TimeoutError:
-                wait_s *= 2
+                unreachable_since = None  # The stream has stood all the while.
+                wait_s = min(2 * wait_s, ANSWER_WAIT_GROWTH_MAX * self._patience.target_answer_s)
             except (LinkLost, Overloaded) as error:
                 now = loop.time()
                 unreachable_since = now if unreachable_since is None else unreachable_since
                 if now - unreachable_since >= self._patience.target_gone_s:
                     raise Unavailable(f"no target can be reached: {error.message}") from error
                 await asyncio.sleep(retry_s)
-                retry_s = min(2 * retry_s, self._patience.target_gone_s / 4)
+                retry_s = min(2 * retry_s, RETRY_S_MAX)
             else:
                 unreachable_since = None
                 if isinstance(answer, VerdictReply):
@@ -171,7 +188,7 @@ class TargetSide:
         self, round_index: int, proposal: Proposal, run_ahead: int, num_logprobs: int | None
     ) -> None:
         base_length = min(self.cached_length, len(self._heads.session.tokens) - 1)
-        head = self._heads.write(round_index, base_length)
+        head = self._heads.write("target", round_index, base_length)
         self._office.link.send(VerifyItem(head, proposal, run_ahead, num_logprobs))
         self._asked_until = round_index + run_ahead
 
@@ -188,6 +205,7 @@ class TargetSide:
     async def _put_right(self, answer: Resync | Refused, retry_s: float) -> None:
         if isinstance(answer, Resync):
             self.cached_length = self._heads.held(answer)
+            self._heads.observer.resynced("target")
             return
         error = error_from_code(answer.code, answer.message)
         if isinstance(error, BadRequest):
@@ -206,6 +224,9 @@ class Drafted:
     proposal: Proposal
     by_replica: bool
     seconds: float
+    queue_ms: float = 0.0
+    compute_ms: float = 0.0
+    """The replica's own times."""
 
 
 class DraftSide:
@@ -263,7 +284,8 @@ class DraftSide:
             self._probe(round_index, num_draft_tokens)
         self._held = reply
         if reply is not None:
-            return Drafted(reply.proposal, True, loop.time() - start)
+            seconds = loop.time() - start
+            return Drafted(reply.proposal, True, seconds, reply.queue_ms, reply.compute_ms)
         session = self._heads.session
         request = DraftRequest(
             session_id=self._session_id,
@@ -294,6 +316,7 @@ class DraftSide:
             answer = await self._mailbox.take(round_index)
             if isinstance(answer, Resync):
                 self.cached_length = self._heads.held(answer)
+                self._heads.observer.resynced("draft")
             elif isinstance(answer, Refused):
                 raise error_from_code(answer.code, answer.message)
             else:
@@ -309,7 +332,7 @@ class DraftSide:
 
     def _send(self, round_index: int, num_draft_tokens: int) -> None:
         base_length = min(self.cached_length, len(self._heads.session.tokens) - 1)
-        head = self._heads.write(round_index, base_length)
+        head = self._heads.write("draft", round_index, base_length)
         self._office.link.send(DraftItem(head, num_draft_tokens))
 
     def _lose(self, error: Exception) -> None:

@@ -11,6 +11,8 @@ from outrider.messages import DraftAnswer, DraftItem
 from outrider.replica_host import ReplicaHost
 
 if TYPE_CHECKING:
+    from outrider.stepping import StepObserver
+
     from .service import DraftService
 
 
@@ -23,7 +25,8 @@ class DraftActor(ReplicaHost[DraftItem, DraftAnswer]):
         num_threads = config.num_threads or _default_threads(config)
         use_threads(num_threads)
         log_to(log_directory, "draft")
-        service = await asyncio.to_thread(_build, config, num_threads)
+        observer = self.observe(config, "draft")
+        service = await asyncio.to_thread(_build, config, num_threads, observer)
         from .servicer import draft_grpc_service
 
         return await self.serve(service, draft_grpc_service, config.host, config.port)
@@ -34,7 +37,7 @@ def _default_threads(config: DraftConfig) -> int:
     return 1 if config.is_ngram else max(1, available_cores() // 2)
 
 
-def _build(config: DraftConfig, num_threads: int) -> DraftService:
+def _build(config: DraftConfig, num_threads: int, observer: StepObserver | None) -> DraftService:
     from outrider.engine.executor import ThreadExecutor
 
     from .service import DraftService
@@ -45,7 +48,7 @@ def _build(config: DraftConfig, num_threads: int) -> DraftService:
         drafter = NgramDrafter(NgramConfig(config.ngram_min, config.ngram_max))
         lookup = ThreadExecutor("draft-step", lambda: 0.0)
         return DraftService.without_model(
-            config.model, drafter, lookup, max_num_seqs=config.max_num_seqs
+            config.model, drafter, lookup, max_num_seqs=config.max_num_seqs, observer=observer
         )
     engine = build_engine(config, "draft", num_threads)
     executor = ThreadExecutor("draft-step", engine.take_step_seconds)
@@ -54,4 +57,5 @@ def _build(config: DraftConfig, num_threads: int) -> DraftService:
         executor,
         max_num_seqs=config.max_num_seqs,
         entries_max=config.support_entries,
+        observer=observer,
     )

@@ -13,7 +13,15 @@ from outrider.engine.interface import Engine
 from outrider.errors import OutriderError
 from outrider.limits import DRAFT_SUPPORT_ENTRIES, STREAM_QUEUE_ITEMS_MAX
 from outrider.messages import DraftAnswer, DraftItem, ReplicaDescription
-from outrider.stepping import Outlet, RoundFence, StepScheduler, Work, expiry, refusal
+from outrider.stepping import (
+    Outlet,
+    RoundFence,
+    StepObserver,
+    StepScheduler,
+    Work,
+    expiry,
+    refusal,
+)
 
 
 class DraftService:
@@ -27,13 +35,19 @@ class DraftService:
         description: ReplicaDescription,
         *,
         queue_max: int = STREAM_QUEUE_ITEMS_MAX,
+        observer: StepObserver | None = None,
     ) -> None:
         """`description.max_num_seqs` sessions share a step at most."""
         self._description = description
         self._proposer = proposer
         self._scheduler: StepScheduler[DraftItem, DraftAnswer] = StepScheduler(
-            executor, proposer, max_batch=description.max_num_seqs, queue_max=queue_max
+            executor,
+            proposer,
+            max_batch=description.max_num_seqs,
+            queue_max=queue_max,
+            observer=observer,
         )
+        self._observer = observer
         self._fence = RoundFence()
 
     @classmethod
@@ -44,6 +58,7 @@ class DraftService:
         *,
         max_num_seqs: int,
         entries_max: int = DRAFT_SUPPORT_ENTRIES,
+        observer: StepObserver | None = None,
     ) -> DraftService:
         """Drafts with a model; the engine must hold `max_num_seqs` sequences. A distribution
         keeps `entries_max` tokens at most."""
@@ -58,11 +73,18 @@ class DraftService:
             eos_token_ids=info.eos_token_ids,
             max_num_seqs=max_num_seqs,
         )
-        return cls(Proposer(ModelDrafter(engine, entries_max), engine), executor, description)
+        proposer = Proposer(ModelDrafter(engine, entries_max), engine)
+        return cls(proposer, executor, description, observer=observer)
 
     @classmethod
     def without_model(
-        cls, name: str, drafter: Drafter, executor: StepExecutor, *, max_num_seqs: int
+        cls,
+        name: str,
+        drafter: Drafter,
+        executor: StepExecutor,
+        *,
+        max_num_seqs: int,
+        observer: StepObserver | None = None,
     ) -> DraftService:
         """Drafts with something that needs no model, such as prompt lookup (`ngram`). It fits any
         tokenizer, and proposes nothing that was not in the session."""
@@ -76,7 +98,7 @@ class DraftService:
             eos_token_ids=(),
             max_num_seqs=max_num_seqs,
         )
-        return cls(Proposer(drafter, None), executor, description)
+        return cls(Proposer(drafter, None), executor, description, observer=observer)
 
     @property
     def healthy(self) -> bool:
@@ -121,6 +143,8 @@ class DraftService:
         """Queues an item of a stream; never waits."""
         stale = self._fence.admit(item.head)
         if stale is not None:
+            if self._observer is not None:
+                self._observer.stale()
             outlet.send([stale])
             return
         now = asyncio.get_running_loop().time()

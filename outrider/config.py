@@ -23,6 +23,7 @@ from outrider.limits import (
     SESSIONS_PER_COORDINATOR_MAX,
 )
 from outrider.settings import Setting, build, merge, setting, settings_by_key, verify_settings
+from outrider.telemetry.destination import Destination
 
 NGRAM: Final = "ngram"
 """The draft model that is none: prompt lookup."""
@@ -35,6 +36,7 @@ NUM_SEQS_MAX: Final = 4096
 MODEL_LEN_MAX: Final = 2**24
 THREADS_MAX: Final = 1024
 NGRAM_MAX: Final = 64
+TRACE_ROUNDS_MAX: Final = 2**20
 WAIT_MS_MAX: Final = 600_000
 WAIT_S_MAX: Final = 86_400
 
@@ -47,6 +49,10 @@ class ServerConfig:
     insecure: bool = setting(
         False, "Allow an address other than loopback, without keys and without TLS."
     )
+    telemetry: str = setting(
+        "", "Where traces and metrics go: `otlp=http://HOST:PORT`, `prometheus=PORT`, or both with "
+        "a comma; the target takes the port after PORT, the draft the next. Empty = nowhere."
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         verify_settings(self)
@@ -55,6 +61,7 @@ class ServerConfig:
                 f"host: {self.host!r} is reachable from other machines, and nothing asks callers "
                 "for a key; bind 127.0.0.1, or give --insecure if the network is trusted"
             )
+        Destination.parse(self.telemetry)
 
 
 def _is_loopback(host: str) -> bool:
@@ -270,6 +277,15 @@ class CoordinatorConfig(ServerConfig):
         0.25, "CPUs that Ray reserves for the coordinator.", key="coordinator_num_cpus",
         minimum=0, maximum=THREADS_MAX,
     )  # fmt: skip
+    trace_first_rounds: int = setting(
+        2, "Rounds at a request's beginning that have spans of their own.", minimum=0,
+        maximum=TRACE_ROUNDS_MAX,
+    )  # fmt: skip
+    trace_every_rounds: int = setting(
+        64, "After those, each so manieth round has; 0 = none. All count in the request's totals.",
+        minimum=0, maximum=TRACE_ROUNDS_MAX,
+    )  # fmt: skip
+    trace_prompts: bool = setting(False, "Record the text of prompts in traces.")
     reflection: bool = setting(True, "Serve gRPC reflection on the coordinator.")
     tokenizer_directory: str = ""
     """Where the tokenizer's files are; empty = requests give token ids and get no text."""
@@ -295,7 +311,7 @@ class DeploymentConfig:
     coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
     address: str = setting("", "Ray cluster to start the actors on; empty = a local one.")
     startup_timeout_s: float = setting(
-        30.0, "Wait for Ray to find a place for every actor, s.", minimum=0.1, maximum=WAIT_S_MAX
+        20.0, "Wait for Ray to find a place for every actor, s.", minimum=0.1, maximum=WAIT_S_MAX
     )
     model_timeout_s: float = setting(
         900.0, "Wait for the models to load, s.", minimum=0.1, maximum=WAIT_S_MAX

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from outrider.config import DraftConfig, TargetConfig
+from outrider.telemetry.logs import JsonLines
 
 if TYPE_CHECKING:
     from outrider.engine.interface import Engine
 
-LOG_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 SPIN_COUNT: Final = 3_000
 """Turns, of some 50 ns each, that a thread of a numeric library spins before it sleeps. They must
 outlast the gap between two operators; the library's own choice is milliseconds, and a thread that
@@ -58,11 +58,12 @@ def use_threads(num_threads: int) -> None:
 
 
 def log_to(directory: str, role: str) -> None:
-    """Sends this process's log to `<directory>/<role>.log`; nowhere else if there is none."""
+    """Sends this process's log, as JSON lines, to `<directory>/<role>.log`; nowhere else if there
+    is none."""
     handler: logging.Handler = logging.NullHandler()
     if directory:
         handler = logging.FileHandler(Path(directory) / f"{role}.log", encoding="utf-8")
-    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    handler.setFormatter(JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 

@@ -11,13 +11,16 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
+from outrider.config import ModelServerConfig
 from outrider.hosting import Place, advertised
 from outrider.messages import ReplicaDescription
 from outrider.wire.link import Connection, ReplicaService
 
 if TYPE_CHECKING:
+    from outrider.stepping import StepObserver
+    from outrider.telemetry.exporting import Exports
     from outrider.wire.server import RpcServer, Service
 
 Item = TypeVar("Item")
@@ -61,6 +64,22 @@ class ReplicaHost(Generic[Item, Answer]):
         self._healthy: bool | None = None
         self._health_changed = asyncio.Event()
         self._health_task: asyncio.Task[None] | None = None
+        self._exports: Exports | None = None
+
+    def observe(
+        self, config: ModelServerConfig, role: Literal["draft", "target"]
+    ) -> StepObserver | None:
+        """Starts the telemetry that a configuration asks for; None where it is off. Raises
+        `ConfigError`."""
+        if not config.telemetry:
+            return None
+        from outrider.telemetry.exporting import start_exports
+        from outrider.telemetry.steps import ObservedSteps
+
+        self._exports = start_exports(config.telemetry, role, config.host)
+        if self._exports is None:
+            return None
+        return ObservedSteps(self._exports.tracer, self._exports.meter, role)
 
     async def ping(self) -> Place:
         """Where the actor runs."""
@@ -83,6 +102,8 @@ class ReplicaHost(Generic[Item, Answer]):
             await self._server.stop(grace_s)
         if self._service is not None:
             await self._service.close()
+        if self._exports is not None:
+            await self._exports.close()
 
     async def serve(
         self,

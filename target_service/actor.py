@@ -11,6 +11,8 @@ from outrider.messages import VerifyAnswer, VerifyItem
 from outrider.replica_host import ReplicaHost
 
 if TYPE_CHECKING:
+    from outrider.stepping import StepObserver
+
     from .service import TargetService
 
 
@@ -22,17 +24,18 @@ class TargetActor(ReplicaHost[VerifyItem, VerifyAnswer]):
         num_threads = config.num_threads or available_cores()
         use_threads(num_threads)
         log_to(log_directory, "target")
-        service = await asyncio.to_thread(_build, config, num_threads)
+        observer = self.observe(config, "target")
+        service = await asyncio.to_thread(_build, config, num_threads, observer)
         from .servicer import target_grpc_service
 
         return await self.serve(service, target_grpc_service, config.host, config.port)
 
 
-def _build(config: TargetConfig, num_threads: int) -> TargetService:
+def _build(config: TargetConfig, num_threads: int, observer: StepObserver | None) -> TargetService:
     from outrider.engine.executor import ThreadExecutor
 
     from .service import TargetService
 
     engine = build_engine(config, "target", num_threads)
     executor = ThreadExecutor("target-step", engine.take_step_seconds)
-    return TargetService(engine, executor, max_num_seqs=config.max_num_seqs)
+    return TargetService(engine, executor, max_num_seqs=config.max_num_seqs, observer=observer)

@@ -96,5 +96,6 @@ class RunAhead:
             base_length=held,
             prefix_digest=self._digests[held - head.base_length],
             append=(self._tokens[-1],),
+            traceparent="",  # It names the round that was asked for, and this is another one.
         )
         return replace(self._item, head=own)

@@ -11,7 +11,15 @@ from outrider.engine.interface import Engine
 from outrider.errors import OutriderError
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX, STREAM_QUEUE_ITEMS_MAX
 from outrider.messages import ReplicaDescription, VerdictReply, VerifyAnswer, VerifyItem
-from outrider.stepping import Outlet, RoundFence, StepScheduler, Work, expiry, refusal
+from outrider.stepping import (
+    Outlet,
+    RoundFence,
+    StepObserver,
+    StepScheduler,
+    Work,
+    expiry,
+    refusal,
+)
 from target_service.run_ahead import RunAhead
 from target_service.scoring import Scorer
 
@@ -29,14 +37,20 @@ class TargetService:
         *,
         max_num_seqs: int,
         queue_max: int = STREAM_QUEUE_ITEMS_MAX,
+        observer: StepObserver | None = None,
     ) -> None:
         """`max_num_seqs` sessions share a step at most; the engine must hold that many."""
         self._info = engine.info
         self._max_num_seqs = max_num_seqs
         self._scorer = Scorer(engine)
         self._scheduler: StepScheduler[VerifyItem, VerifyAnswer] = StepScheduler(
-            executor, self._scorer, max_batch=max_num_seqs, queue_max=queue_max
+            executor,
+            self._scorer,
+            max_batch=max_num_seqs,
+            queue_max=queue_max,
+            observer=observer,
         )
+        self._observer = observer
         self._fence = RoundFence()
         self._ahead: OrderedDict[str, RunAhead] = OrderedDict()
 
@@ -94,6 +108,8 @@ class TargetService:
         """Queues an item of a stream; never waits."""
         stale = self._fence.admit(item.head)
         if stale is not None:
+            if self._observer is not None:
+                self._observer.stale()
             outlet.send([stale])
             return
         session_id = item.head.session_id

@@ -21,6 +21,8 @@ from outrider.engine.executor import ThreadExecutor
 from outrider.engine.interface import Engine
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_store import RedisStore
+from outrider.stepping import StepObserver
+from outrider.telemetry.observer import UNOBSERVED, Observation
 from outrider.v1 import coordinator_pb2
 from outrider.wire.grpc_link import draft_link, target_link
 from outrider.wire.server import RpcServer, ServerOptions, Service
@@ -50,14 +52,14 @@ class Stack:
     redis: EmbeddedRedis
 
 
-def _draft_service(engine: Engine | None) -> DraftService:
+def _draft_service(engine: Engine | None, observer: StepObserver | None) -> DraftService:
     if engine is None:
         executor = ThreadExecutor("draft", lambda: 0.0)
         return DraftService.without_model(
-            "ngram", NgramDrafter(), executor, max_num_seqs=NUM_SEQUENCES
+            "ngram", NgramDrafter(), executor, max_num_seqs=NUM_SEQUENCES, observer=observer
         )
     executor = ThreadExecutor("draft", engine.take_step_seconds)
-    return DraftService.with_model(engine, executor, max_num_seqs=NUM_SEQUENCES)
+    return DraftService.with_model(engine, executor, max_num_seqs=NUM_SEQUENCES, observer=observer)
 
 
 async def _serve(stack: AsyncExitStack, service: Service) -> RpcServer:
@@ -77,6 +79,9 @@ async def running_stack(
     text: Text | None = None,
     patience: Patience = PATIENCE,
     max_sessions: int = 1000,
+    observation: Observation = UNOBSERVED,
+    target_observer: StepObserver | None = None,
+    draft_observer: StepObserver | None = None,
 ) -> AsyncIterator[Stack]:
     """Target and draft (None = n-gram) on the given engines; everything is checked and closed at
     the end. `directory` is for Redis."""
@@ -88,8 +93,9 @@ async def running_stack(
             target_engine,
             ThreadExecutor("target", target_engine.take_step_seconds),
             max_num_seqs=NUM_SEQUENCES,
+            observer=target_observer,
         )
-        draft = _draft_service(draft_engine)
+        draft = _draft_service(draft_engine, draft_observer)
         target_server = await _serve(stack, target_grpc_service(target))
         draft_server = await _serve(stack, draft_grpc_service(draft))
         coordinator = CoordinatorService(
@@ -106,6 +112,7 @@ async def running_stack(
             draft=draft_link(draft_server.address),
             stand_in=NgramDrafter(),
             text=text,
+            observation=observation,
         )
         await coordinator.start()
         descriptor: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]

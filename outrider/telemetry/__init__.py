@@ -1,0 +1,1 @@
+"""Traces, metrics and logs: all off, and no OpenTelemetry imported, unless asked for."""

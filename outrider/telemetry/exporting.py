@@ -1,0 +1,128 @@
+"""Starts and ends a process's OpenTelemetry SDK. Nothing global: Ray has one of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from importlib.metadata import version
+from typing import Final
+
+from opentelemetry.metrics import Meter
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import NoOpTracer, Tracer
+
+from outrider.errors import ConfigError
+from outrider.telemetry.destination import Destination
+
+EXPORT_TIMEOUT_S: Final = 3.0
+"""What one export may take; also what a process waits for its last one when it stops."""
+SCOPE: Final = "outrider"
+
+_log = logging.getLogger(__name__)
+
+
+class Scrape:
+    """Serves a process's metrics to Prometheus, by HTTP at any path."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """Listens from now on; port 0 = any. Raises `ConfigError`."""
+        from opentelemetry.exporter.prometheus import PrometheusMetricReader
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        registry = CollectorRegistry()
+        self.reader: MetricReader = PrometheusMetricReader(
+            scope_info_enabled=False, registry=registry
+        )
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise ConfigError(
+                f"telemetry: cannot serve Prometheus on {host}:{port}: {error.strerror}"
+            ) from error
+        self.address = f"{host}:{self._server.server_port}"
+        _log.info("metrics are served on %s", self.address)
+
+    def stop(self) -> None:
+        """Ends serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class Exports:
+    """A process's tracer and meter, and what sends away what they record."""
+
+    def __init__(
+        self,
+        role: str,
+        span_processor: SpanProcessor | None,
+        readers: list[MetricReader],
+        scrape: Scrape | None = None,
+    ) -> None:
+        """Without a processor there are no spans."""
+        self.scrape = scrape
+        resource = Resource.create(
+            {
+                "service.name": f"outrider-{role}",
+                "service.namespace": "outrider",
+                "service.version": version("outrider"),
+                "host.name": socket.gethostname(),
+            }
+        )
+        self._tracers: TracerProvider | None = None
+        self.tracer: Tracer = NoOpTracer()
+        if span_processor is not None:
+            self._tracers = TracerProvider(resource=resource, shutdown_on_exit=False)
+            self._tracers.add_span_processor(span_processor)
+            self.tracer = self._tracers.get_tracer(SCOPE, version("outrider"))
+        self._meters = MeterProvider(readers, resource, shutdown_on_exit=False)
+        self.meter: Meter = self._meters.get_meter(SCOPE, version("outrider"))
+
+    async def close(self) -> None:
+        """Sends what is left, as far as that takes no longer than an export may."""
+        try:
+            await asyncio.wait_for(asyncio.to_thread(self.shut_down), EXPORT_TIMEOUT_S)
+        except TimeoutError:
+            _log.warning("the last traces and metrics were not taken in time")
+
+    def shut_down(self) -> None:
+        """Sends what is left. Blocks."""
+        if self._tracers is not None:
+            self._tracers.shutdown()
+        self._meters.shutdown()
+        if self.scrape is not None:
+            self.scrape.stop()
+
+
+def start_exports(telemetry: str, role: str, host: str) -> Exports | None:
+    """What the `telemetry` setting asks of the process of a role; None where it is off. Prometheus
+    is served on `host`. Raises `ConfigError` where its port is taken."""
+    destination = Destination.parse(telemetry)
+    if destination.nowhere:
+        return None
+    span_processor: SpanProcessor | None = None
+    readers: list[MetricReader] = []
+    if destination.otlp_endpoint:
+        span_processor, reader = _otlp(destination.otlp_endpoint)
+        readers.append(reader)
+    scrape: Scrape | None = None
+    port = destination.port(role)
+    if port is not None:
+        scrape = Scrape(host, port)
+        readers.append(scrape.reader)
+    return Exports(role, span_processor, readers, scrape)
+
+
+def _otlp(endpoint: str) -> tuple[SpanProcessor, MetricReader]:
+    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+    insecure = endpoint.startswith("http://")
+    spans = OTLPSpanExporter(endpoint, insecure=insecure, timeout=EXPORT_TIMEOUT_S)
+    metrics = OTLPMetricExporter(endpoint, insecure=insecure, timeout=EXPORT_TIMEOUT_S)
+    return BatchSpanProcessor(spans), PeriodicExportingMetricReader(metrics)

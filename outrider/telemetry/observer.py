@@ -1,0 +1,81 @@
+"""What a coordinator tells of its requests, and the observer that does not listen.
+
+The calls are made in every case; whoever listens overrides them. One that does not listen costs a
+call and allocates nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Literal
+
+from outrider.generation import Finished, GenerateRequest
+
+Side = Literal["draft", "target"]
+
+
+class RequestObserver:
+    """Hears of one request, from its arrival to its end."""
+
+    __slots__ = ()
+
+    @property
+    def trace_id(self) -> str:
+        """32 hexadecimal digits; empty without a trace."""
+        return ""
+
+    def context(self, side: Side) -> str:
+        """The `traceparent` of a message to a side."""
+        return ""
+
+    def opened(self, session_id: str, num_prompt_tokens: int, seed: int) -> None:
+        """The request was admitted, and its session is open."""
+
+    def round_began(self, index: int) -> None:
+        """A round begins."""
+
+    def asked(self, side: Side) -> None:
+        """A side is about to be asked; its answer ends what begins here."""
+
+    def resynced(self, side: Side) -> None:
+        """A side lacked the prefix and said so."""
+
+    def drafted(
+        self, num_tokens: int, by_replica: bool, seconds: float, queue_ms: float, compute_ms: float
+    ) -> None:
+        """There is a proposal, so many seconds after it was asked for; the last two numbers are
+        the replica's."""
+
+    def verified(self, seconds: float, queue_ms: float, compute_ms: float) -> None:
+        """There is a verdict."""
+
+    def decided(self, num_draft_tokens: int, num_accepted: int, num_tokens: int) -> None:
+        """The round has an outcome: so many of its draft tokens were accepted, and so many tokens
+        added."""
+
+    def shown(self, round_index: int, num_tokens: int, commit_seconds: float) -> None:
+        """A round's tokens are committed, so long after they were decided, and go to the client."""
+
+    def finished(self, event: Finished) -> None:
+        """The last event goes to the client."""
+
+    def failed(self, error: BaseException) -> None:
+        """The request ends without a last event. Does nothing after `finished`."""
+
+
+SILENT: Final = RequestObserver()
+
+
+class Observation:
+    """Gives every request its observer; this one gives none that listens."""
+
+    def begin(self, request: GenerateRequest, model: str, traceparent: str) -> RequestObserver:
+        """A request has come, for a model, perhaps as part of its caller's trace."""
+        return SILENT
+
+    def watch_load(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
+        """Names who knows how many requests run, and how many are being opened. They may be asked
+        from any thread."""
+
+
+UNOBSERVED: Final = Observation()

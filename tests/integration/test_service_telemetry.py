@@ -1,0 +1,419 @@
+"""Traces and metrics of the three services: recorded in memory, sent by OTLP, and scraped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from models import byte_level_tokenizer
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as metrics_pb
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc as metrics_grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace_pb
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as trace_grpc
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+from stack import Stack, running_stack
+from toy_engine import ToyEngine
+
+from outrider.errors import BadRequest
+from outrider.generation import GenerateRequest
+from outrider.speculation.sampling import SamplingParams
+from outrider.telemetry.exporting import Exports, start_exports
+from outrider.telemetry.logs import JsonLines
+from outrider.telemetry.requests import Detail, ObservedRequests
+from outrider.telemetry.steps import ObservedSteps
+from outrider.text import TokenizerText
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.wire.channel import open_channel
+
+VOCAB = 320
+DETAIL = Detail(first_rounds=2, every_rounds=4)
+PROMPT = "a secret that nobody may record"
+REQUEST = GenerateRequest(
+    PROMPT, sampling=SamplingParams(temperature=0.0), max_tokens=24, num_draft_tokens=3
+)
+ROLES = ("coordinator", "target", "draft")
+SPECIFIED_METRICS = (
+    "num_requests_running",
+    "num_requests_waiting",
+    "prompt_tokens",
+    "generation_tokens",
+    "request_success",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "spec_decode_num_drafts",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
+    "spec_decode_num_accepted_tokens_per_pos",
+    "round_draft_seconds",
+    "round_wire_seconds",
+    "round_queue_seconds",
+    "round_verify_seconds",
+    "round_commit_seconds",
+)
+
+
+@asynccontextmanager
+async def observed_stack(
+    exports: dict[str, Exports], directory: Path, detail: Detail = DETAIL
+) -> AsyncIterator[Stack]:
+    """The three services, each with exports of its own as if it had a process of its own."""
+    steps = {
+        role: ObservedSteps(exports[role].tracer, exports[role].meter, role) for role in ROLES[1:]
+    }
+    coordinator = exports["coordinator"]
+    async with running_stack(
+        ToyEngine(VOCAB, salt=1, max_model_len=256),
+        ToyEngine(VOCAB, salt=1, max_model_len=256),
+        directory,
+        text=TokenizerText(byte_level_tokenizer(VOCAB), "toy"),
+        observation=ObservedRequests(coordinator.tracer, coordinator.meter, detail),
+        target_observer=steps["target"],
+        draft_observer=steps["draft"],
+    ) as running:
+        yield running
+
+
+class Memory:
+    """What three services record, in memory."""
+
+    def __init__(self) -> None:
+        self.exporter = InMemorySpanExporter()
+        self.readers = {role: InMemoryMetricReader() for role in ROLES}
+        self.exports = {
+            role: Exports(role, SimpleSpanProcessor(self.exporter), [self.readers[role]])
+            for role in ROLES
+        }
+
+    @property
+    def spans(self) -> list[ReadableSpan]:
+        return list(self.exporter.get_finished_spans())
+
+    def named(self, name: str) -> list[ReadableSpan]:
+        return [span for span in self.spans if span.name == name]
+
+    def metrics(self, role: str) -> dict[str, Any]:
+        """The points of every metric of a role by the metric's name."""
+        data = self.readers[role].get_metrics_data()
+        assert data is not None
+        (resource,) = data.resource_metrics
+        (scope,) = resource.scope_metrics
+        return {metric.name: list(metric.data.data_points) for metric in scope.metrics}
+
+    def value(self, role: str, name: str) -> float:
+        (point,) = self.metrics(role)[name]
+        return float(point.value)
+
+
+def service(span: ReadableSpan) -> str:
+    return str(span.resource.attributes["service.name"])
+
+
+@pytest.fixture
+def memory() -> Memory:
+    return Memory()
+
+
+async def test_a_request_is_one_trace_over_three_services(memory: Memory, tmp_path: Path) -> None:
+    async with observed_stack(memory.exports, tmp_path) as stack:
+        answer = await stack.client.complete(REQUEST)
+    assert len({span.context.trace_id for span in memory.spans}) == 1
+    assert {service(span) for span in memory.spans} == {f"outrider-{role}" for role in ROLES}
+
+    (root,) = memory.named("text_completion model")
+    by_id = {span.context.span_id: span for span in memory.spans}
+    rounds = memory.named("outrider.round")
+    # The first two, and then every fourth.
+    indices = [span.attributes["outrider.round.index"] for span in rounds]
+    assert indices == [i for i in range(answer.metrics.num_rounds) if i < 2 or (i - 2) % 4 == 0]
+    assert all(span.parent.span_id == root.context.span_id for span in rounds)
+    for name, parent, services in (
+        ("outrider.open", root.name, {"outrider-coordinator"}),
+        ("outrider.wire", "outrider.round", {"outrider-coordinator"}),
+        ("outrider.commit", "outrider.round", {"outrider-coordinator"}),
+        ("outrider.verify", "outrider.wire", {"outrider-target"}),
+    ):
+        found = memory.named(name)
+        assert {service(span) for span in found} == services
+        assert {by_id[span.parent.span_id].name for span in found} == {parent}
+        assert all(span.start_time >= by_id[span.parent.span_id].start_time for span in found)
+    assert {service(s) for s in memory.named("outrider.queue")} == {
+        "outrider-draft",
+        "outrider-target",
+    }
+    # The draft's prefill belongs to no round.
+    drafts = memory.named("outrider.draft")
+    assert {service(span) for span in drafts} == {"outrider-draft"}
+    parents = [by_id[span.parent.span_id].name for span in drafts]
+    assert sorted(parents) == sorted([root.name] + ["outrider.wire"] * (len(rounds) - 1))
+    assert len(memory.named("outrider.commit")) == len(rounds)
+
+
+async def test_the_request_span_says_what_the_conventions_and_we_promise(
+    memory: Memory, tmp_path: Path
+) -> None:
+    async with observed_stack(memory.exports, tmp_path) as stack:
+        answer = await stack.client.complete(REQUEST)
+    (root,) = memory.named("text_completion model")
+    found = root.attributes
+    assert root.kind is SpanKind.SERVER
+    metrics = answer.metrics
+    for name, value in {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "outrider",
+        "gen_ai.request.model": "model",
+        "gen_ai.request.max_tokens": 24,
+        "gen_ai.request.temperature": 0.0,
+        "gen_ai.response.id": answer.session_id,
+        "gen_ai.response.finish_reasons": ("length",),
+        "gen_ai.usage.input_tokens": answer.usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": 24,
+        "outrider.num_rounds": metrics.num_rounds,
+        "outrider.num_draft_tokens": metrics.num_draft_tokens,
+        "outrider.num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
+        "outrider.num_resyncs": 0,
+        "outrider.num_fallback_rounds": 0,
+    }.items():
+        assert found[name] == value, name
+    # All rounds count here, those without spans too.
+    verify_ms = sum(s.attributes["outrider.compute_ms"] for s in _target_wires(memory))
+    assert found["outrider.verify_ms"] > verify_ms > 0
+    for phase in ("draft", "wire", "queue", "verify", "commit"):
+        assert found[f"outrider.{phase}_ms"] > 0
+
+
+def _target_wires(memory: Memory) -> list[ReadableSpan]:
+    return [s for s in memory.named("outrider.wire") if s.attributes["outrider.peer"] == "target"]
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+async def test_prompts_are_recorded_only_when_asked_for(
+    memory: Memory, tmp_path: Path, recorded: bool
+) -> None:
+    async with observed_stack(memory.exports, tmp_path, Detail(1, 0, prompts=recorded)) as stack:
+        await stack.client.complete(REQUEST)
+    assert any(PROMPT in span.to_json() for span in memory.spans) == recorded
+    assert len(memory.named("outrider.round")) == 1
+
+
+async def test_a_round_that_was_run_ahead_is_not_traced_as_the_one_asked_for(
+    memory: Memory, tmp_path: Path
+) -> None:
+    async with observed_stack(memory.exports, tmp_path, Detail(1, 0)) as stack:
+        answer = await stack.client.complete(replace(REQUEST, num_draft_tokens=0))
+    assert answer.metrics.num_rounds == 24
+    (verify,) = memory.named("outrider.verify")
+    assert verify.attributes["outrider.round.index"] == 0
+    assert memory.value("target", "outrider.steps") >= 24
+
+
+async def _raw_generate(stack: Stack, traceparent: str) -> None:
+    address = stack.client.address
+    async with open_channel(address) as channel:
+        call = channel.unary_stream(
+            "/outrider.v1.Coordinator/Generate",
+            request_serializer=pb.GenerateRequest.SerializeToString,
+            response_deserializer=pb.GenerateEvent.FromString,
+        )
+        request = pb.GenerateRequest(text=PROMPT, max_tokens=4)
+        async for _ in call(request, metadata=(("traceparent", traceparent),)):
+            pass
+
+
+async def test_a_caller_s_trace_goes_on_here(memory: Memory, tmp_path: Path) -> None:
+    """The caller also decides whether it is recorded at all; log lines have its id in any case."""
+    trace_id, span_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(JsonLines().format(record))
+
+    logger, handler = logging.getLogger("coordinator.run"), Lines()
+    logger.addHandler(handler)
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        async with observed_stack(memory.exports, tmp_path) as stack:
+            await _raw_generate(stack, f"00-{trace_id}-{span_id}-01")
+            recorded = memory.spans
+            await _raw_generate(stack, f"00-{trace_id}-{span_id}-00")
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+    (root,) = memory.named("text_completion model")
+    assert f"{root.context.trace_id:032x}" == trace_id
+    assert f"{root.parent.span_id:016x}" == span_id
+    assert {f"{span.context.trace_id:032x}" for span in recorded} == {trace_id}
+    assert len(memory.spans) == len(recorded) > 5
+    ended = [json.loads(line) for line in lines if "the session ended" in line]
+    assert [line["trace_id"] for line in ended] == [trace_id, trace_id]
+    assert len({line["session_id"] for line in ended}) == 2
+    assert {line["completion_tokens"] for line in ended} == {4}
+
+
+async def test_a_refused_request_is_an_error(memory: Memory, tmp_path: Path) -> None:
+    async with observed_stack(memory.exports, tmp_path) as stack:
+        with pytest.raises(BadRequest):
+            await stack.client.complete(GenerateRequest(PROMPT, max_tokens=10_000))
+    (root,) = memory.spans
+    assert root.attributes["error.type"] == "BadRequest"
+    assert root.status.status_code is StatusCode.ERROR
+    (point,) = memory.metrics("coordinator")["outrider.request_failure"]
+    assert (point.value, dict(point.attributes)) == (1, {"error_type": "BadRequest"})
+
+
+async def test_a_client_that_goes_is_a_cancel(memory: Memory, tmp_path: Path) -> None:
+    async with observed_stack(memory.exports, tmp_path) as stack:
+        events = stack.coordinator.generate(REQUEST)
+        async for _ in events:
+            break
+        await events.aclose()
+        (root,) = memory.named("text_completion model")
+    assert root.attributes["gen_ai.response.finish_reasons"] == ("cancelled",)
+    assert "error.type" not in root.attributes
+    (point,) = memory.metrics("coordinator")["outrider.request_success"]
+    assert dict(point.attributes) == {"finished_reason": "cancelled"}
+
+
+async def test_metrics_count_what_the_answer_says(memory: Memory, tmp_path: Path) -> None:
+    async with observed_stack(memory.exports, tmp_path) as stack:
+        answer = await stack.client.complete(REQUEST)
+        assert memory.value("coordinator", "outrider.num_requests_waiting") == 0
+    metrics = memory.metrics("coordinator")
+    assert {f"outrider.{name}" for name in SPECIFIED_METRICS} <= metrics.keys()
+    counted = {
+        "generation_tokens": 24,
+        "prompt_tokens": answer.usage.prompt_tokens,
+        "num_rounds": answer.metrics.num_rounds,
+        "spec_decode_num_drafts": answer.metrics.num_rounds - 1,
+        "spec_decode_num_draft_tokens": answer.metrics.num_draft_tokens,
+        "spec_decode_num_accepted_tokens": answer.metrics.num_accepted_draft_tokens,
+    }
+    for name, value in counted.items():
+        assert memory.value("coordinator", f"outrider.{name}") == value, name
+    positions = metrics["outrider.spec_decode_num_accepted_tokens_per_pos"]
+    assert sum(point.value for point in positions) == answer.metrics.num_accepted_draft_tokens
+    assert {dict(point.attributes)["position"] for point in positions} == {"0", "1", "2"}
+    for phase in ("wire", "queue", "verify", "commit"):
+        (point,) = metrics[f"outrider.round_{phase}_seconds"]
+        assert point.count == answer.metrics.num_rounds
+    (first,) = metrics["outrider.time_to_first_token_seconds"]
+    assert first.sum * 1e3 == pytest.approx(answer.metrics.time_to_first_token_ms, abs=5)
+    (step,) = memory.metrics("target")["outrider.step_time_seconds"]
+    assert step.count == memory.value("target", "outrider.steps") == answer.metrics.num_rounds
+    assert memory.value("draft", "outrider.num_items_waiting") == 0
+
+
+class Collector(trace_grpc.TraceServiceServicer, metrics_grpc.MetricsServiceServicer):
+    """Takes OTLP over gRPC and keeps it."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, Any]] = []
+        self.metrics: set[tuple[str, str]] = set()
+
+    def Export(self, request: Any, context: Any) -> Any:
+        if isinstance(request, metrics_pb.ExportMetricsServiceRequest):
+            for resource in request.resource_metrics:
+                for scope in resource.scope_metrics:
+                    role = _service_of(resource.resource)
+                    self.metrics |= {(role, metric.name) for metric in scope.metrics}
+            return metrics_pb.ExportMetricsServiceResponse()
+        for resource in request.resource_spans:
+            for scope in resource.scope_spans:
+                role = _service_of(resource.resource)
+                self.spans += [(role, span) for span in scope.spans]
+        return trace_pb.ExportTraceServiceResponse()
+
+
+def _service_of(resource: Any) -> str:
+    return next(a.value.string_value for a in resource.attributes if a.key == "service.name")
+
+
+@asynccontextmanager
+async def collecting() -> AsyncIterator[tuple[Collector, int]]:
+    collector = Collector()
+    server = grpc.aio.server()
+    trace_grpc.add_TraceServiceServicer_to_server(collector, server)
+    metrics_grpc.add_MetricsServiceServicer_to_server(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield collector, port
+    finally:
+        await server.stop(None)
+
+
+async def test_one_trace_over_real_otlp(tmp_path: Path) -> None:
+    async with collecting() as (collector, port):
+        started = {
+            role: start_exports(f"otlp=http://127.0.0.1:{port}", role, "127.0.0.1")
+            for role in ROLES
+        }
+        exports = {role: made for role, made in started.items() if made is not None}
+        async with observed_stack(exports, tmp_path) as stack:
+            await stack.client.complete(REQUEST)
+        for made in exports.values():
+            await made.close()
+    assert len({span.trace_id for _, span in collector.spans}) == 1
+    assert {role for role, _ in collector.spans} == {f"outrider-{role}" for role in ROLES}
+    names = {span.name for _, span in collector.spans}
+    assert names >= {f"outrider.{n}" for n in ("queue", "draft", "wire", "verify", "commit")}
+    assert ("outrider-coordinator", "outrider.generation_tokens") in collector.metrics
+    assert ("outrider-target", "outrider.step_time_seconds") in collector.metrics
+    assert ("outrider-draft", "outrider.step_time_seconds") in collector.metrics
+
+
+async def test_prometheus_scrapes_the_names_that_operators_know(tmp_path: Path) -> None:
+    started = {role: start_exports("prometheus=0", role, "127.0.0.1") for role in ROLES}
+    exports = {role: made for role, made in started.items() if made is not None}
+    async with observed_stack(exports, tmp_path) as stack:
+        await stack.client.complete(REQUEST)
+        scrape = exports["coordinator"].scrape
+        assert scrape is not None
+
+        def read() -> str:
+            with urllib.request.urlopen(f"http://{scrape.address}/metrics", timeout=5) as page:
+                return page.read().decode()
+
+        page = await asyncio.to_thread(read)
+    for made in exports.values():
+        await made.close()
+    families = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")}
+    for name in SPECIFIED_METRICS:
+        assert f"outrider_{name}" in families or f"outrider_{name}_total" in families, name
+    assert "outrider_generation_tokens_total 24.0" in page
+    assert 'outrider_request_success_total{finished_reason="length"} 1.0' in page
+
+
+async def test_without_telemetry_nothing_travels(tmp_path: Path) -> None:
+    """Items carry no context, and a replica that would record it has nothing to record."""
+    exporter = InMemorySpanExporter()
+    exports = Exports("target", SimpleSpanProcessor(exporter), [])
+    contexts: list[str] = []
+
+    class Spy(ObservedSteps):
+        def stepped(self, works: Any, answers: Any, start: float, end: float) -> None:
+            contexts.extend(work.item.head.traceparent for work in works)
+            super().stepped(works, answers, start, end)
+
+    engine = ToyEngine(VOCAB, salt=1, max_model_len=256)
+    spy = Spy(exports.tracer, exports.meter, "target")
+    async with running_stack(engine, None, tmp_path, target_observer=spy) as stack:
+        await stack.client.complete(GenerateRequest((1, 2, 3), max_tokens=8))
+    assert contexts == [""] * len(contexts) != []
+    assert exporter.get_finished_spans() == ()

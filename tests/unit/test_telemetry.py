@@ -1,0 +1,290 @@
+"""Telemetry without services: settings, trace context, log lines, and what one request records."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import get_current_span
+
+from outrider.config import CoordinatorConfig, load_config
+from outrider.errors import ConfigError, Unavailable
+from outrider.generation import ChatMessage, GenerateRequest
+from outrider.telemetry.context import read_sampled, read_traceparent, write_traceparent
+from outrider.telemetry.destination import Destination
+from outrider.telemetry.exporting import Exports, start_exports
+from outrider.telemetry.logs import JsonLines, about, identify
+from outrider.telemetry.observer import SILENT, UNOBSERVED, RequestObserver
+from outrider.telemetry.requests import OPEN_ROUNDS_MAX, Detail, ObservedRequests
+
+TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+SAMPLED = f"00-{TRACE_ID}-{SPAN_ID}-01"
+REQUEST = GenerateRequest((1, 2, 3))
+
+
+def test_one_setting_says_where_telemetry_goes() -> None:
+    assert Destination.parse("").nowhere
+    both = Destination.parse("otlp=http://collector:4317, prometheus=9464")
+    assert both == Destination("http://collector:4317", 9464)
+    assert [both.port(role) for role in ("coordinator", "target", "draft")] == [9464, 9465, 9466]
+    anywhere = Destination.parse("prometheus=0")
+    assert not anywhere.nowhere
+    assert anywhere.port("draft") == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "on",
+        "otlp",
+        "otlp=",
+        "otlp=collector:4317",
+        "otlp=http://collector",
+        "otlp=http://:4317",
+        "otlp=http://collector:port",
+        "otlp=http://[::1:4317",
+        "prometheus=",
+        "prometheus=-1",
+        "prometheus=65534",
+        "prometheus=²",
+        "prometheus=1,prometheus=2",
+        "zipkin=http://host:9411",
+    ],
+)
+def test_a_wrong_destination_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^telemetry: .* it must be otlp=http"):
+        CoordinatorConfig(telemetry=text)
+
+
+def test_every_service_gets_the_same_destination() -> None:
+    config = load_config({"telemetry": "prometheus=9464"}, {"OUTRIDER_TRACE_EVERY_ROUNDS": "5"})
+    found = {part.telemetry for part in (config.target, config.draft, config.coordinator)}
+    assert found == {"prometheus=9464"}
+    assert config.coordinator.trace_every_rounds == 5
+    assert not config.coordinator.trace_prompts
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "x",
+        SAMPLED[:-1],
+        SAMPLED + "0",
+        SAMPLED.upper(),
+        "ff" + SAMPLED[2:],
+        SAMPLED.replace(TRACE_ID, "0" * 32),
+        SAMPLED.replace(SPAN_ID, "0" * 16),
+        SAMPLED.replace("-", "_"),
+        "\ud800-1",
+    ],
+)
+def test_what_is_no_trace_context_is_ignored(text: str) -> None:
+    assert read_traceparent(text) is None
+    assert read_sampled(text) is None
+
+
+def test_trace_context_survives_the_wire() -> None:
+    context = read_traceparent(SAMPLED)
+    assert context is not None
+    span = get_current_span(context)
+    assert span.get_span_context().is_remote
+    assert write_traceparent(span) == SAMPLED
+    quiet = write_traceparent(span, sampled=False)
+    assert quiet == SAMPLED[:-1] + "0"
+    assert read_sampled(quiet) is None
+    assert read_sampled(SAMPLED) is not None
+    assert read_sampled(SAMPLED[:-1] + "3") is not None
+    assert read_traceparent(f"01{SAMPLED[2:]}-what-a-later-version-adds") is not None
+
+
+def test_rounds_are_sampled_at_the_beginning_and_then_now_and_then() -> None:
+    detail = Detail(first_rounds=2, every_rounds=3)
+    assert [i for i in range(12) if detail.samples(i)] == [0, 1, 2, 5, 8, 11]
+    assert [i for i in range(12) if Detail(2, 0).samples(i)] == [0, 1]
+    assert not any(Detail(0, 0).samples(i) for i in range(12))
+
+
+def _log_line(log: Callable[[logging.Logger], None]) -> dict[str, Any]:
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(JsonLines().format(record))
+
+    logger = logging.Logger("there")
+    logger.addHandler(Lines())
+    log(logger)
+    (line,) = lines
+    assert "\n" not in line
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+async def test_log_lines_carry_session_and_trace() -> None:
+    def crash(logger: logging.Logger) -> None:
+        try:
+            raise ValueError("first\nsecond")
+        except ValueError:
+            logger.exception("lost %d", 3, extra=about(round=7))
+
+    plain = _log_line(lambda logger: logger.warning("a \"word\"\nand 'more'"))
+    assert plain["message"] == "a \"word\"\nand 'more'"
+    assert (plain["level"], plain["logger"]) == ("WARNING", "there")
+    assert "session_id" not in plain
+    identify("s1", TRACE_ID)
+    line = _log_line(crash)
+    assert (line["session_id"], line["trace_id"]) == ("s1", TRACE_ID)
+    assert (line["message"], line["round"]) == ("lost 3", 7)
+    assert line["exception"].endswith("ValueError: first\nsecond")
+
+
+class Recorded:
+    """One observed request, and what came of it."""
+
+    def __init__(
+        self,
+        request: GenerateRequest = REQUEST,
+        detail: Detail = Detail(1, 0),  # noqa: B008
+    ) -> None:
+        self.exporter = InMemorySpanExporter()
+        self.reader = InMemoryMetricReader()
+        self.exports = Exports("coordinator", SimpleSpanProcessor(self.exporter), [self.reader])
+        requests = ObservedRequests(self.exports.tracer, self.exports.meter, detail)
+        self.observer = requests.begin(request, "m", SAMPLED)
+
+    def named(self, name: str) -> list[ReadableSpan]:
+        return [span for span in self.exporter.get_finished_spans() if span.name == name]
+
+    def total(self, name: str) -> float:
+        data = self.reader.get_metrics_data()
+        assert data is not None
+        metrics = data.resource_metrics[0].scope_metrics[0].metrics
+        (found,) = (metric for metric in metrics if metric.name == f"outrider.{name}")
+        return float(sum(point.value for point in found.data.data_points))
+
+
+def _round(observer: RequestObserver, index: int, *, by_replica: bool = True) -> None:
+    observer.round_began(index)
+    observer.asked("draft")
+    observer.drafted(2, by_replica, 0.004, 1.0, 2.0)
+    observer.asked("target")
+    observer.verified(0.010, 1.0, 6.0)
+    observer.decided(2, 1, 2)
+
+
+def test_unsampled_rounds_count_and_have_no_spans() -> None:
+    recorded = Recorded()
+    observer = recorded.observer
+    opened = observer.context("draft")
+    assert opened.startswith(f"00-{TRACE_ID}-")
+    assert read_sampled(opened)
+    for index in range(3):
+        _round(observer, index, by_replica=index < 2)
+        observer.shown(index, 2, 0.001)
+        assert bool(read_sampled(observer.context("target"))) == (index == 0)
+        assert observer.context("target")[3:35] == TRACE_ID
+    observer.failed(Unavailable("x"))
+    assert len(recorded.named("outrider.round")) == 1
+    assert len(recorded.named("outrider.wire")) == 2
+    (root,) = recorded.named("text_completion m")
+    found = root.attributes or {}
+    for phase, ms in (("draft", 12), ("wire", 9), ("queue", 3), ("verify", 18), ("commit", 3)):
+        assert found[f"outrider.{phase}_ms"] == pytest.approx(ms), phase
+    assert found["outrider.num_fallback_rounds"] == 1
+    assert found["outrider.num_sampled_rounds"] == 1
+    assert recorded.total("fallback_rounds") == 1
+    assert recorded.total("spec_decode_num_accepted_tokens") == 3
+    assert recorded.total("generation_tokens") == 6
+
+
+def test_resyncs_are_counted_by_side() -> None:
+    recorded = Recorded()
+    recorded.observer.round_began(0)
+    recorded.observer.asked("target")
+    recorded.observer.resynced("target")
+    recorded.observer.verified(0.01, 0.0, 1.0)
+    recorded.observer.round_began(1)
+    recorded.observer.resynced("draft")
+    assert recorded.total("resyncs") == 2
+    (wire,) = recorded.named("outrider.wire")
+    assert [event.name for event in wire.events] == ["outrider.resync"]
+
+
+def test_a_request_that_breaks_off_ends_all_its_spans_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And what its decode loop still does then is no error."""
+    recorded = Recorded(detail=Detail(10, 0))
+    _round(recorded.observer, 0)
+    recorded.observer.round_began(1)
+    recorded.observer.asked("target")
+    recorded.observer.failed(Unavailable("gone"))
+    recorded.observer.verified(0.01, 0.0, 1.0)
+    recorded.observer.decided(0, 0, 1)
+    recorded.observer.shown(1, 1, 0.0)
+    _round(recorded.observer, 2)
+    recorded.observer.failed(Unavailable("again"))
+    assert len(recorded.named("outrider.round")) == 2
+    assert len(recorded.named("outrider.wire")) == 3
+    assert len(recorded.named("text_completion m")) == 1
+    assert recorded.total("request_failure") == 1
+    assert caplog.records == []
+
+
+def test_rounds_that_wait_for_the_store_are_bounded() -> None:
+    recorded = Recorded(detail=Detail(OPEN_ROUNDS_MAX + 10, 0))
+    for index in range(OPEN_ROUNDS_MAX + 10):
+        _round(recorded.observer, index)
+    assert len(recorded.named("outrider.round")) == 10
+    for index in range(OPEN_ROUNDS_MAX + 10):
+        recorded.observer.shown(index, 1, 0.5)
+    assert len(recorded.named("outrider.round")) == OPEN_ROUNDS_MAX + 10
+    assert len(recorded.named("outrider.commit")) == OPEN_ROUNDS_MAX
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+def test_a_conversation_is_recorded_only_when_asked_for(prompts: bool) -> None:
+    request = GenerateRequest((ChatMessage("system", "hush"), ChatMessage("user", "hä?")))
+    recorded = Recorded(request, Detail(1, 1, prompts=prompts))
+    recorded.observer.failed(Unavailable("x"))
+    (root,) = recorded.named("chat m")
+    messages = (root.attributes or {}).get("gen_ai.input.messages")
+    assert (messages is not None) == prompts
+    if prompts:
+        assert [turn["role"] for turn in json.loads(str(messages))] == ["system", "user"]
+
+
+def test_a_port_that_is_taken_is_a_configuration_error() -> None:
+    first = start_exports("prometheus=0", "draft", "127.0.0.1")
+    assert first is not None
+    assert first.scrape is not None
+    port = int(first.scrape.address.rpartition(":")[2])
+    try:
+        with pytest.raises(ConfigError, match="cannot serve Prometheus"):
+            start_exports(f"prometheus={port}", "coordinator", "127.0.0.1")
+    finally:
+        first.shut_down()
+
+
+def test_off_is_off() -> None:
+    """One shared observer that hears nothing, and no OpenTelemetry in the process."""
+    assert start_exports("", "target", "127.0.0.1") is None
+    assert UNOBSERVED.begin(REQUEST, "m", SAMPLED) is SILENT
+    assert (SILENT.context("draft"), SILENT.context("target"), SILENT.trace_id) == ("", "", "")
+    code = (
+        "import sys, coordinator.actor, target_service.actor, draft_service.actor\n"
+        "import coordinator.run, outrider.stepping\n"
+        "sys.exit([name for name in sys.modules if name.startswith('opentelemetry')] or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
