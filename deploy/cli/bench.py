@@ -6,29 +6,57 @@ import argparse
 import asyncio
 import json
 import sys
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
-from benchmarks import speedup
-from outrider.config import CoordinatorConfig
-from outrider.hosting import available_cores
+from benchmarks import acceptance, overhead, speedup
+from deploy.models import resolve_models
+from outrider.config import (
+    CoordinatorConfig,
+    DeploymentConfig,
+    DraftConfig,
+    TargetConfig,
+    deployment_settings,
+)
+from outrider.errors import ConfigError
+from outrider.hosting import available_cores, build_engine, use_threads
 
 from .connection import Connection, add_connection_flags, connected
+from .settings import add_setting_flags, deployment_config
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from benchmarks.references import ReferenceModel
     from benchmarks.report import SpeedupReport
+    from outrider.engine.interface import Engine
 
 OWN_FLAGS: Final = ("seed", "num_draft_tokens", "deadline_ms")
 """Settings that are flags of the requests here."""
 
 
+TARGET_FLAGS: Final = ("device", "dtype", "model", "trust_remote_code", "target_num_threads")
+"""Settings of a measurement without a deployment."""
+DRAFT_FLAGS: Final = (
+    "draft_model", "draft_dtype", "draft_support_entries", "ngram_min", "ngram_max",
+)  # fmt: skip
+Measure = Callable[[argparse.Namespace], int]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One subcommand per measurement."""
     measurements = parser.add_subparsers(dest="measurement", required=True, metavar="WHAT")
-    purpose = "speculative against plain decoding, prompt by prompt"
-    parser = measurements.add_parser(
-        "speedup", help=purpose, description=purpose.capitalize() + "."
+
+    def measurement(name: str, purpose: str, run_it: Measure) -> argparse.ArgumentParser:
+        found = measurements.add_parser(
+            name, help=purpose, description=purpose[0].upper() + purpose[1:] + "."
+        )
+        found.set_defaults(measure=run_it)
+        return found
+
+    parser = measurement(
+        "speedup", "speculative against plain decoding, prompt by prompt", _run_speedup
     )
     speedup.add_arguments(parser)
     parser.add_argument(
@@ -36,10 +64,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draft tokens a round [the deployment's own]",
     )  # fmt: skip
     add_connection_flags(parser, without=OWN_FLAGS)
+    parser = measurement("core", "what verdicts and draft draws cost, on one thread", _run_core)
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on standard output"
+    )
+    _add_model_flags(parser, TARGET_FLAGS)
+    parser = measurement("overhead", "what a round costs beside the models", _run_overhead)
+    overhead.add_arguments(parser)
+    _add_model_flags(parser, (*TARGET_FLAGS, "engine"))
+    parser = measurement(
+        "acceptance", "how much of the target's text a draft would have proposed", _run_acceptance
+    )
+    acceptance.add_arguments(parser)
+    _add_model_flags(parser, (*TARGET_FLAGS, *DRAFT_FLAGS))
+
+
+def _add_model_flags(parser: argparse.ArgumentParser, wanted: Collection[str]) -> None:
+    others = [key for key in deployment_settings() if key not in wanted]
+    add_setting_flags(parser, "models", without=others)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, and prints a table or one JSON object."""
+    measure: Measure = arguments.measure
+    return measure(arguments)
+
+
+def _run_speedup(arguments: argparse.Namespace) -> int:
     options = speedup.SpeedupOptions.from_arguments(
         arguments, num_draft_tokens=arguments.num_draft_tokens
     )
@@ -48,11 +99,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(report.to_json())
         return 0
-    from rich.console import Console
-
     from benchmarks.report import render
 
-    Console().print(render(report))
+    _show(render(report))
     found = report.overall
     print(
         f"speculative decoding runs at {found.speedup:.2f}x the speed of plain decoding "
@@ -60,6 +109,93 @@ def run(arguments: argparse.Namespace) -> int:
         f"{found.plain_tokens_per_second:.1f} tokens/s over all)"
     )
     return 0
+
+
+def _run_core(arguments: argparse.Namespace) -> int:
+    config = _model_config(arguments)
+    engine = _engine(config.target, "target")
+    from benchmarks import core
+    from benchmarks.prompts import built_in_prompts
+    from outrider.text import TokenizerText
+
+    text = TokenizerText.load(Path(config.target.directory), config.target.model)
+    texts = [text.encode(prompt.text) for prompt in built_in_prompts()]
+    report = core.measure(engine, texts, _progress)
+    if arguments.json:
+        print(report.to_json())
+    else:
+        _show(core.render(report))
+    return 0
+
+
+def _run_overhead(arguments: argparse.Namespace) -> int:
+    options = overhead.OverheadOptions.from_arguments(arguments)
+    config = deployment_config(arguments)
+    if options.probes:
+        config = resolve_models(config)
+    report = asyncio.run(overhead.run(options, config.target, _progress))
+    if arguments.json:
+        print(report.to_json())
+    else:
+        _show(overhead.render(report))
+    return 0
+
+
+def _run_acceptance(arguments: argparse.Namespace) -> int:
+    options = acceptance.AcceptanceOptions.from_arguments(arguments)
+    options.load_prompts()
+    config = _model_config(arguments)
+    target = _engine(config.target, "target")
+    from benchmarks.acceptance_reading import LookupReader, ModelReader, Reader, measure
+    from outrider.drafting.ngram import NgramConfig, NgramDrafter
+    from outrider.text import TokenizerText
+
+    text = TokenizerText.load(Path(config.target.directory), config.target.model)
+    max_model_len = target.info.max_model_len
+    reader: Reader = LookupReader(
+        NgramDrafter(NgramConfig(config.draft.ngram_min, config.draft.ngram_max))
+    )
+    if not config.draft.is_ngram:
+        draft = _engine(config.draft, "draft")
+        reader = ModelReader(draft, config.draft.support_entries)
+        max_model_len = min(max_model_len, draft.info.max_model_len)
+
+    def encode(prompt: str) -> list[int]:
+        if options.raw:
+            return text.encode(prompt)
+        return text.encode_chat([{"role": "user", "content": prompt}])
+
+    report = measure(
+        options, target, reader, encode,
+        draft_model=config.draft.model, max_model_len=max_model_len, progress=_progress,
+    )  # fmt: skip
+    if arguments.json:
+        print(report.to_json())
+    else:
+        _show(acceptance.render(report))
+    return 0
+
+
+def _show(table: RenderableType) -> None:
+    from rich.console import Console
+
+    Console().print(table)
+
+
+def _model_config(arguments: argparse.Namespace) -> DeploymentConfig:
+    """The models of a measurement in this process, with their files. Raises `ConfigError`."""
+    config = deployment_config(arguments)
+    if config.target.emulated is not None:
+        raise ConfigError("engine: an emulated one is no model; this measures models")
+    use_threads(config.target.num_threads or available_cores())  # Before torch is imported.
+    _progress("finding the models")
+    return resolve_models(config)
+
+
+def _engine(config: TargetConfig | DraftConfig, role: Literal["target", "draft"]) -> Engine:
+    """Loads a model. Raises `ConfigError`."""
+    _progress(f"loading the {role}")
+    return build_engine(config, role, config.num_threads or available_cores())
 
 
 async def _speedup(options: speedup.SpeedupOptions, arguments: argparse.Namespace) -> SpeedupReport:

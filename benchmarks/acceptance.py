@@ -1,0 +1,199 @@
+"""`outrider bench acceptance`: how much of what a target writes a draft would have proposed.
+
+The target writes every prompt's completion twice, at temperature 0 and at temperature 1, and the
+draft then reads each of them once. No round is played, so the numbers belong to the pair of models
+alone: not to K, not to the rule, not to the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from outrider.errors import ConfigError, check
+from outrider.limits import MAX_TOKENS_DEFAULT, SEED_MAX
+
+from .figures import to_json
+from .prompts import PROMPTS_MAX, BenchPrompt, built_in_prompts, read_prompts, select_prompts
+
+NUM_DEPTHS: Final = 8
+"""Depths that `by_position` covers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptanceOptions:
+    """What `bench acceptance` is asked for. Wrong values raise `ConfigError` naming the option."""
+
+    prompts: Path | None = None
+    """JSONL file of `prompt` and, if wanted, `category`; None = the built-in prompts."""
+    num_prompts: int | None = None
+    """Of all categories together; None = all."""
+    max_tokens: int = 128
+    """Of a completion; an EOS ends it sooner."""
+    seed: int = 0
+    """Of the first prompt; each one after it has the next."""
+    raw: bool = False
+    """Whether prompts go in as they are, without the model's chat template."""
+
+    def __post_init__(self) -> None:
+        for name, value, low, high in (
+            ("num_prompts", self.num_prompts, 1, PROMPTS_MAX),
+            ("max_tokens", self.max_tokens, 1, MAX_TOKENS_DEFAULT),
+            ("seed", self.seed, 0, SEED_MAX),
+        ):
+            if value is not None and not low <= value <= high:
+                raise ConfigError(f"{name}: {value} is wrong; it must be from {low} to {high}")
+
+    @classmethod
+    def from_arguments(cls, arguments: argparse.Namespace) -> AcceptanceOptions:
+        """From what a parser with `add_arguments` returned."""
+        return cls(
+            prompts=arguments.prompts,
+            num_prompts=arguments.num_prompts,
+            max_tokens=arguments.max_tokens,
+            raw=arguments.raw,
+        )
+
+    def load_prompts(self) -> tuple[BenchPrompt, ...]:
+        """The prompts to measure with. Raises `ConfigError` for a file that is wrong."""
+        prompts = built_in_prompts() if self.prompts is None else read_prompts(self.prompts)
+        return prompts if self.num_prompts is None else select_prompts(prompts, self.num_prompts)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `bench acceptance`, but for those that describe the models."""
+    defaults = AcceptanceOptions()
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE",
+        help="JSONL of `prompt` and, if wanted, `category` [48 built-in prompts]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--num-prompts", type=int, metavar="N",
+        help="take the first N/categories of each category [all]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-tokens", type=int, default=defaults.max_tokens, metavar="N",
+        help="tokens of a completion [%(default)s]",
+    )  # fmt: skip
+    parser.add_argument("--raw", action="store_true", help="do not apply the model's chat template")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on standard output"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptAcceptance:
+    """What one prompt showed."""
+
+    category: str
+    hits: tuple[bool, ...]
+    """Of each token written at temperature 0: whether the draft's likeliest is the same."""
+    overlaps: tuple[float, ...]
+    """Of each place of the text at temperature 1: sum over v of min(p(v), q(v))."""
+    ratios: tuple[float, ...]
+    """There, of the token x that the target wrote: min(1, q(x) / p(x))."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Acceptance over some of the prompts."""
+
+    greedy: float
+    sampled: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptanceReport:
+    """The result of one `bench acceptance`."""
+
+    model: str
+    draft_model: str
+    num_prompts: int
+    max_tokens: int
+    greedy: float
+    """Share of the tokens at temperature 0 that are the draft's likeliest too."""
+    sampled: float
+    """Mean over the places at temperature 1 of sum min(p, q): a drawn draft token's chance."""
+    by_position: tuple[float | None, ...]
+    """At temperature 1, the chance that draft token i is accepted given that those before it were;
+    None where no window came so far."""
+    num_positions: int
+    """Places at temperature 1."""
+    num_positions_greedy: int
+    by_category: Mapping[str, Rates]
+
+    def to_json(self) -> str:
+        """One JSON object on one line."""
+        return to_json(asdict(self))
+
+
+def summarise(
+    options: AcceptanceOptions, found: Sequence[PromptAcceptance], *, model: str, draft_model: str
+) -> AcceptanceReport:
+    """The report on all prompts; places count alike, whichever prompt they are of."""
+    check(bool(found), "nothing was measured")
+    by_category: dict[str, list[PromptAcceptance]] = {}
+    for entry in found:
+        by_category.setdefault(entry.category, []).append(entry)
+    overall = _rates(found)
+    return AcceptanceReport(
+        model=model,
+        draft_model=draft_model,
+        num_prompts=len(found),
+        max_tokens=options.max_tokens,
+        greedy=overall.greedy,
+        sampled=overall.sampled,
+        by_position=conditional_acceptance([entry.ratios for entry in found]),
+        num_positions=sum(len(entry.overlaps) for entry in found),
+        num_positions_greedy=sum(len(entry.hits) for entry in found),
+        by_category={name: _rates(entries) for name, entries in by_category.items()},
+    )
+
+
+def conditional_acceptance(texts: Sequence[Sequence[float]]) -> tuple[float | None, ...]:
+    """The chance, for draft token 1..`NUM_DEPTHS`, that it is accepted given that those before it
+    were, from min(1, q(x) / p(x)) along texts that the target drew.
+
+    For such a text the mean of prod_{i<=k} min(1, q_i / p_i) over windows of k tokens is the chance
+    that the first k of a chain are accepted. Chances at depth k and k - 1 are taken over the same
+    windows, those of at least k tokens, so that a text's end favours neither."""
+    found: list[float | None] = []
+    for depth in range(1, NUM_DEPTHS + 1):
+        reached = accepted = 0.0
+        for ratios in texts:
+            values = np.asarray(ratios, dtype=np.float64)
+            if len(values) >= depth:
+                windows = np.lib.stride_tricks.sliding_window_view(values, depth)
+                reached += float(windows[:, :-1].prod(axis=1).sum())
+                accepted += float(windows.prod(axis=1).sum())
+        found.append(accepted / reached if reached > 0 else None)
+    return tuple(found)
+
+
+def _rates(found: Sequence[PromptAcceptance]) -> Rates:
+    hits = [hit for entry in found for hit in entry.hits]
+    overlaps = [overlap for entry in found for overlap in entry.overlaps]
+    return Rates(sum(hits) / len(hits), sum(overlaps) / len(overlaps))
+
+
+def render(report: AcceptanceReport) -> Group:
+    """The report for people."""
+    title = f"{report.draft_model} reads {report.model}: {report.num_positions} places"
+    table = Table(title=title)
+    table.add_column("prompts")
+    table.add_column("greedy", justify="right")
+    table.add_column("sampled", justify="right")
+    for name, rates in report.by_category.items():
+        table.add_row(name, f"{rates.greedy:.3f}", f"{rates.sampled:.3f}")
+    table.add_section()
+    table.add_row("all", f"{report.greedy:.3f}", f"{report.sampled:.3f}")
+    chances = ["-" if chance is None else f"{chance:.3f}" for chance in report.by_position]
+    return Group(table, Text("sampled, by place in the proposal: " + " ".join(chances)))

@@ -1,0 +1,206 @@
+"""What runs in the processes of `bench overhead` (see `overhead_process.RoleProcess`)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final, TextIO
+
+from outrider.config import CoordinatorConfig, TargetConfig
+from outrider.errors import OutriderError
+from outrider.hosting import available_cores, build_engine, use_threads
+
+if TYPE_CHECKING:
+    from outrider.messages import ReplyKey
+    from outrider.wire.server import Service
+
+    from .overhead_clocks import RoundClock
+
+LINE_BYTES_MAX: Final = 2**20
+"""Of one question."""
+_GRACE_S: Final = 1.0
+
+Answers = Callable[[], dict[str, Any]]
+"""What a role says when asked."""
+
+
+class Role:
+    """A gRPC server, and what it has seen."""
+
+    def __init__(self, address: str, answer: Answers) -> None:
+        self.address = address
+        self.answer = answer
+
+
+def main() -> None:
+    """Answers lines until the input ends."""
+    answers = _claim_standard_output()
+    asyncio.run(_serve(answers))
+
+
+async def _serve(answers: TextIO) -> None:
+    reader = asyncio.StreamReader(limit=LINE_BYTES_MAX)
+    protocol = asyncio.StreamReaderProtocol(reader)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+    first = await reader.readline()
+    if not first:
+        return  # whoever started this ended first
+    setup = json.loads(first)
+    try:
+        async with ROLES[setup["role"]](setup) as role:
+            _answer(answers, {"address": role.address})
+            while await reader.readline():
+                _answer(answers, role.answer())
+    except OutriderError as error:
+        _answer(answers, {"error": error.message})
+
+
+@asynccontextmanager
+async def _canned(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
+    """A draft or a target that answers at once."""
+    use_threads(1)
+    from draft_service.servicer import draft_grpc_service
+    from target_service.servicer import target_grpc_service
+
+    from .overhead_canned import canned_draft, canned_target
+
+    is_draft = setup["role"] == "draft"
+    service = (
+        draft_grpc_service(canned_draft()) if is_draft else target_grpc_service(canned_target())
+    )
+    async with _server(service) as address:
+        yield Role(address, dict)
+
+
+@asynccontextmanager
+async def _coordinator(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
+    """A coordinator between `setup`'s `draft`, `target` and `redis_url`, with its defaults."""
+    use_threads(1)
+    from coordinator.request import RequestDefaults
+    from coordinator.service import CoordinatorOptions, CoordinatorService
+    from coordinator.servicer import CoordinatorServicer
+    from coordinator.sides import Patience
+    from outrider.drafting.ngram import NgramDrafter
+    from outrider.sessions.redis_store import RedisStore
+    from outrider.v1 import coordinator_pb2
+    from outrider.wire import codecs
+    from outrider.wire.channel import open_channel
+    from outrider.wire.grpc_link import GrpcLink
+    from outrider.wire.server import Service
+
+    from .overhead_clocks import ClockedLink, ClockedStore, RoundClock, counted
+
+    config = CoordinatorConfig()
+    clock = RoundClock()
+    target, draft = setup["target"], setup["draft"]
+    service = CoordinatorService(
+        CoordinatorOptions(
+            name="coordinator-overhead",
+            served_model_name="canned",
+            defaults=RequestDefaults(config.num_draft_tokens, config.deadline_ms),
+            run_ahead_rounds=config.run_ahead_rounds,
+            max_sessions=config.max_sessions,
+            patience=Patience(
+                target_answer_s=config.target_timeout_ms / 1e3,
+                target_gone_s=config.target_gone_ms / 1e3,
+                target_retry_s=config.target_retry_ms / 1e3,
+                # A draft that stalls is to be measured, not done without.
+                draft_answer_s=config.target_timeout_ms / 1e3,
+                draft_retry_s=config.draft_retry_ms / 1e3,
+            ),
+        ),
+        store=ClockedStore(await RedisStore.connect(setup["redis_url"]), clock),
+        target=ClockedLink(
+            GrpcLink(open_channel(target), counted(codecs.VERIFY, clock), target),
+            clock.verify_sent,
+            clock.verdict_heard,
+        ),
+        draft=ClockedLink(
+            GrpcLink(open_channel(draft), counted(codecs.DRAFT, clock), draft),
+            clock.draft_sent,
+            clock.draft_heard,
+        ),
+        stand_in=NgramDrafter(),
+        text=None,
+    )
+    descriptor = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
+    try:
+        await service.start()
+        async with _server(Service(descriptor, CoordinatorServicer(service))) as address:
+            yield Role(address, lambda: _rounds(clock))
+    finally:
+        await service.close()
+
+
+def _rounds(clock: RoundClock) -> dict[str, Any]:
+    return {"rounds": [asdict(stamps) for stamps in clock.rounds]}
+
+
+@asynccontextmanager
+async def _model(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
+    """A target with a model, hosted as its actor hosts it."""
+    config = TargetConfig(**setup["config"])
+    num_threads = config.num_threads or available_cores()
+    use_threads(num_threads)
+    from outrider.replica_host import ReplicaHost
+    from target_service.service import TargetService
+    from target_service.servicer import target_grpc_service
+
+    from .overhead_clocks import ClockedExecutor, ClockedService
+
+    engine = await asyncio.to_thread(build_engine, config, "target", num_threads)
+    executor = ClockedExecutor("target-step", engine.take_step_seconds)
+    service = ClockedService(TargetService(engine, executor, max_num_seqs=config.max_num_seqs))
+    host: ReplicaHost[Any, Any] = ReplicaHost()
+    address = await host.serve(service, target_grpc_service, config.host, 0)
+    try:
+        yield Role(
+            address,
+            lambda: {
+                "queued_ns": _by_round(service.queued),
+                "judged_ns": _by_round(executor.judged),
+            },
+        )
+    finally:
+        await host.stop(_GRACE_S)
+
+
+def _by_round(stamps: Mapping[ReplyKey, int]) -> list[tuple[str, int, int]]:
+    return [(key.session_id, key.round, stamp) for key, stamp in stamps.items()]
+
+
+@asynccontextmanager
+async def _server(service: Service) -> AsyncIterator[str]:
+    from outrider.wire.server import RpcServer, ServerOptions
+
+    async with AsyncExitStack() as stack:
+        server = RpcServer([service], ServerOptions())
+        await server.start()
+        stack.push_async_callback(server.stop)
+        await server.set_serving(True)
+        yield server.address
+
+
+def _claim_standard_output() -> TextIO:
+    """Standard output for answers alone: what libraries print goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return answers
+
+
+def _answer(answers: TextIO, value: Mapping[str, object]) -> None:
+    answers.write(json.dumps(value) + "\n")
+    answers.flush()
+
+
+ROLES: Final = {"draft": _canned, "target": _canned, "coordinator": _coordinator, "model": _model}
+"""What a process can be."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""`bench acceptance`: against sums over the whole vocabulary, and on results worked out by hand."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from models import byte_level_tokenizer, save_tiny_model
+from toy_engine import ToyEngine, toy_logits
+
+from benchmarks.acceptance import (
+    AcceptanceOptions,
+    PromptAcceptance,
+    conditional_acceptance,
+    render,
+    summarise,
+)
+from benchmarks.acceptance_reading import (
+    GREEDY,
+    SAMPLED,
+    LookupReader,
+    ModelReader,
+    Reader,
+    measure,
+    write,
+)
+from deploy.cli.main import main
+from outrider.drafting.ngram import NgramDrafter
+from outrider.errors import ConfigError
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.proposal import COUNT_TOTAL
+from outrider.speculation.sampling import Rule
+
+VOCAB_SIZE = 16
+SALT = 11
+"""Of a draft that is right now and then."""
+ROUNDING = VOCAB_SIZE / COUNT_TOTAL
+"""What quantised counts may add to or take from a sum over the vocabulary."""
+
+
+def engine(salt: int) -> ToyEngine:
+    return ToyEngine(vocab_size=VOCAB_SIZE, salt=salt, max_model_len=64)
+
+
+def measured(tmp_path: Path, reader: Reader, num_prompts: int = 4, max_tokens: int = 20) -> dict:  # type: ignore[type-arg]
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": f"{i}", "category": "ab"[i % 2]} for i in range(num_prompts)]
+    prompts.write_text("\n".join(json.dumps(line) for line in lines))
+    report = measure(
+        AcceptanceOptions(prompts=prompts, max_tokens=max_tokens),
+        engine(1),
+        reader,
+        lambda text: (1, 2, int(text) % VOCAB_SIZE),
+        draft_model="toy",
+        max_model_len=64,
+        progress=lambda line: None,
+    )
+    found: dict[str, object] = json.loads(report.to_json())
+    return found
+
+
+def law(salt: int, prefix: tuple[int, ...]) -> np.ndarray:  # type: ignore[type-arg]
+    return torch.softmax(toy_logits(salt, prefix, VOCAB_SIZE).double(), 0).numpy()
+
+
+def test_the_target_as_its_own_draft_is_always_accepted(tmp_path: Path) -> None:
+    found = measured(tmp_path, ModelReader(engine(1)))
+    assert found["greedy"] == 1.0
+    assert found["sampled"] == pytest.approx(1.0, abs=1e-3)
+    assert found["by_position"] == pytest.approx([1.0] * 8, abs=2e-3)
+    assert found["num_positions"] == found["num_positions_greedy"] == 80
+
+
+def test_one_prefill_gives_what_sums_over_the_vocabulary_give(tmp_path: Path) -> None:
+    """The same texts, and p and q of every prefix on their own."""
+    found = measured(tmp_path, ModelReader(engine(SALT)), num_prompts=1)
+    ids = (1, 2, 0)
+    greedy_text, _ = write(engine(1), ids, GREEDY, RoundNoise(0, Rule.GREEDY, 0), 20)
+    text, _ = write(engine(1), ids, SAMPLED, RoundNoise(0, Rule.TOKEN, 0), 20)
+    hits, overlaps = [], []
+    for i in range(20):
+        prefix = (*ids, *greedy_text[:i])
+        hits.append(int(law(SALT, prefix).argmax()) == greedy_text[i])
+        prefix = (*ids, *text[:i])
+        overlaps.append(np.minimum(law(1, prefix), law(SALT, prefix)).sum())
+    assert found["greedy"] == pytest.approx(np.mean(hits), abs=1e-4)
+    assert 0 < found["greedy"] < 1
+    assert found["sampled"] == pytest.approx(np.mean(overlaps), abs=ROUNDING)
+
+
+def test_the_written_text_alone_tells_the_same_acceptance(tmp_path: Path) -> None:
+    """E over x ~ p of min(1, q(x) / p(x)) is sum min(p, q)."""
+    found = measured(tmp_path, ModelReader(engine(2)), num_prompts=8, max_tokens=40)
+    assert found["by_position"][0] == pytest.approx(found["sampled"], abs=0.06)
+
+
+def test_a_truncated_q_is_measured_as_it_goes_on_the_wire(tmp_path: Path) -> None:
+    whole = measured(tmp_path, ModelReader(engine(1)))
+    cut = measured(tmp_path, ModelReader(engine(1), entries_max=2))
+    assert cut["greedy"] == 1.0
+    assert cut["sampled"] < whole["sampled"] - 0.05
+
+
+def test_lookup_proposes_what_followed_before_or_nothing() -> None:
+    reader = LookupReader(NgramDrafter())
+    text = (5, 6, 7, 5, 6, 7, 5, 9)
+    assert reader.likeliest(text, 2) == [None, None, 6, 7, 5, 6]
+    q = reader.distributions(text, 2)
+    assert [entry and (entry.token_ids, entry.counts) for entry in q] == [
+        None, None, ((6,), (COUNT_TOTAL,)), ((7,), (COUNT_TOTAL,)), ((5,), (COUNT_TOTAL,)),
+        ((6,), (COUNT_TOTAL,)),
+    ]  # fmt: skip
+
+
+def test_lookup_is_accepted_with_the_targets_own_probability(tmp_path: Path) -> None:
+    """A one-hot q: sum min(p, q) = p(x) of the proposed x, and nothing where nothing is."""
+    found = measured(tmp_path, LookupReader(NgramDrafter()), num_prompts=1)
+    ids = (1, 2, 0)
+    text, _ = write(engine(1), ids, SAMPLED, RoundNoise(0, Rule.TOKEN, 0), 20)
+    proposed = LookupReader(NgramDrafter()).likeliest((*ids, *text), 3)
+    chances = [
+        0.0 if token_id is None else law(1, (*ids, *text[:i]))[token_id]
+        for i, token_id in enumerate(proposed)
+    ]
+    assert any(chances)
+    assert found["sampled"] == pytest.approx(np.mean(chances), abs=1e-4)
+
+
+def test_conditional_acceptance_is_the_ratio_of_prefix_products() -> None:
+    found = conditional_acceptance([(1.0, 0.5, 0.4), (0.2,)])
+    assert found[0] == pytest.approx((1.0 + 0.5 + 0.4 + 0.2) / 4)
+    assert found[1] == pytest.approx((1.0 * 0.5 + 0.5 * 0.4) / (1.0 + 0.5))
+    assert found[2] == pytest.approx(0.4)
+    assert found[3:] == (None,) * 5
+
+
+def test_nothing_is_known_behind_a_token_that_is_never_accepted() -> None:
+    assert conditional_acceptance([(0.0,) * 10]) == (0.0, *(None,) * 7)
+
+
+def test_places_count_alike_whichever_prompt_they_are_of() -> None:
+    found = [
+        PromptAcceptance("a", (True,), (1.0,), (1.0,)),
+        PromptAcceptance("a", (False, False, True), (0.0, 0.5, 0.0), (0.0, 0.5, 0.0)),
+        PromptAcceptance("b", (False,), (0.25,), (0.25,)),
+    ]
+    report = summarise(AcceptanceOptions(), found, model="m", draft_model="d")
+    assert report.greedy == pytest.approx(2 / 5)
+    assert report.sampled == pytest.approx(1.75 / 5)
+    assert report.by_category["a"].greedy == pytest.approx(2 / 4)
+    assert report.by_category["b"].sampled == pytest.approx(0.25)
+    assert report.num_positions == 5
+    assert render(report).renderables
+
+
+def test_a_prompt_that_leaves_no_room_is_refused() -> None:
+    with pytest.raises(ConfigError, match="number 1 has 64 tokens; 1 to 63"):
+        measure(
+            AcceptanceOptions(),
+            engine(1),
+            ModelReader(engine(1)),
+            lambda text: (1,) * 64,
+            draft_model="toy",
+            max_model_len=64,
+            progress=lambda line: None,
+        )
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--max-tokens", "0"), "max_tokens"),
+        (("--num-prompts", "0"), "num_prompts"),
+        (("--prompts", "/nowhere/at.all"), "prompts"),
+        (("--engine", "emulated:seed=1"), "--engine"),
+    ],
+)
+def test_wrong_flags_end_the_command(
+    flags: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["bench", "acceptance", *flags])
+    except SystemExit as error:
+        code = int(str(error.code))
+    assert code == 2
+    shown = capsys.readouterr()
+    assert named in shown.err
+    assert shown.out == ""
+
+
+def test_the_command_loads_both_models_and_prints_one_json_object(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = byte_level_tokenizer()
+    for seed in (1, 2):
+        place = tmp_path / str(seed)
+        save_tiny_model(place, vocab_size=320, seed=seed, tokenizer=tokenizer)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "The quick brown fox", "category": "chat"}))
+    flags = (
+        "--model", str(tmp_path / "1"), "--draft-model", str(tmp_path / "2"), "--raw",
+        "--prompts", str(prompts), "--max-tokens", "5", "--target-num-threads", "1",
+        "--device", "cpu", "--json",
+    )  # fmt: skip
+    assert main(["bench", "acceptance", *flags]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.count("\n") == 1
+    value = json.loads(shown.out)
+    assert (value["num_positions"], value["num_positions_greedy"]) == (5, 5)
+    assert 0 <= value["greedy"] < 1
+    assert 0 < value["sampled"] < 0.9
+    assert len(value["by_position"]) == 8
+    assert value["by_category"] == {"chat": {k: value[k] for k in ("greedy", "sampled")}}
+    assert "chat" in shown.err
