@@ -99,12 +99,6 @@ class TokenizerText:
             )
         )
 
-    def token_text(self, token_id: int) -> str:
-        """One token alone, special ones spelled out: for logprobs."""
-        if self._backend is not None:
-            return str(self._backend.decode([token_id], skip_special_tokens=False))
-        return str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
-
     def stream(self) -> TextStream:
         """A stream that begins with the next token. Linear in what is pushed."""
         if self._bytes_of is not None:

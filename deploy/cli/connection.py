@@ -57,7 +57,7 @@ async def connected(arguments: argparse.Namespace) -> AsyncIterator[Connection]:
         given = given_flags(arguments)
         if given:
             raise ConfigError(f"{sorted(given)[0]}: cannot be set for a server that runs already")
-        yield Connection(_checked(arguments.server))
+        yield Connection(checked_address(arguments.server))
         return
     record = running_deployment(state_directory(os.environ))
     if record is not None:
@@ -73,7 +73,8 @@ async def connected(arguments: argparse.Namespace) -> AsyncIterator[Connection]:
         yield connection
 
 
-def _checked(server: str) -> str:
+def checked_address(server: str) -> str:
+    """The address itself. Raises `ConfigError` unless it is HOST:PORT."""
     host, _, port = server.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(f"--server: {server!r} is wrong; it must be HOST:PORT")

@@ -5,20 +5,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
-from outrider import limits
 from outrider.errors import BadRequest
-from outrider.speculation.sampling import Rule, SamplingParams
 
 from .connection import Connection, add_connection_flags, connected
-
-OWN_FLAGS: Final = ("seed", "num_draft_tokens", "deadline_ms")
-"""Settings that are flags of the request here."""
+from .request import OWN_FLAGS, add_request_flags, request_fields
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,29 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object, when it is done"
     )
-    request = parser.add_argument_group("request")
-    request.add_argument("--max-tokens", type=int, default=128, help="at most so many [128]")
-    request.add_argument("--temperature", type=float, default=0.0, help="0..2; 0 is greedy [0]")
-    request.add_argument("--top-p", type=float, default=1.0, help="(0, 1] [1]")
-    request.add_argument("--top-k", type=int, default=0, help="0 or -1 = off [0]")
-    request.add_argument("--min-p", type=float, default=0.0, help="0..1 [0]")
-    request.add_argument("--presence-penalty", type=float, default=0.0, help="-2..2 [0]")
-    request.add_argument("--frequency-penalty", type=float, default=0.0, help="-2..2 [0]")
-    request.add_argument("--repetition-penalty", type=float, default=1.0, help="(0, 10] [1]")
-    request.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT",
-        help=f"end before this text; up to {limits.STOP_STRINGS_MAX} times",
-    )  # fmt: skip
-    request.add_argument("--ignore-eos", action="store_true", help="go on past the model's own end")
-    request.add_argument("--seed", type=int, help="repeat this request's randomness")
-    request.add_argument(
-        "--rule", choices=[rule.value for rule in Rule],
-        help="acceptance rule [greedy at temperature 0, coupled with a seed, else token]",
-    )  # fmt: skip
-    request.add_argument(
-        "--num-draft-tokens", type=int, metavar="K", help="draft tokens a round; 0 = plain decoding"
-    )
-    request.add_argument("--deadline-ms", type=int, help="end after so long, ms")
+    request = add_request_flags(parser, max_tokens=128)
     request.add_argument(
         "--logprobs",
         type=int,
@@ -95,9 +68,7 @@ async def _run(arguments: argparse.Namespace) -> None:
 def _request(arguments: argparse.Namespace) -> Any:
     from outrider.generation import ChatMessage, GenerateRequest
 
-    for name in ("temperature", "top_p", "min_p"):
-        if not math.isfinite(getattr(arguments, name)):
-            raise BadRequest(name, "must be a finite number")
+    fields = request_fields(arguments)
     if arguments.system is not None and not arguments.chat:
         raise BadRequest("system", "needs --chat")
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
@@ -105,26 +76,7 @@ def _request(arguments: argparse.Namespace) -> Any:
     if arguments.chat:
         turns = [] if arguments.system is None else [ChatMessage("system", arguments.system)]
         prompt = (*turns, ChatMessage("user", text))
-    return GenerateRequest(
-        prompt=prompt,
-        sampling=SamplingParams(
-            temperature=arguments.temperature,
-            top_p=arguments.top_p,
-            top_k=arguments.top_k,
-            min_p=arguments.min_p,
-            presence_penalty=arguments.presence_penalty,
-            frequency_penalty=arguments.frequency_penalty,
-            repetition_penalty=arguments.repetition_penalty,
-        ),
-        max_tokens=arguments.max_tokens,
-        stop=tuple(arguments.stop),
-        ignore_eos=arguments.ignore_eos,
-        seed=arguments.seed,
-        rule=None if arguments.rule is None else Rule(arguments.rule),
-        num_draft_tokens=arguments.num_draft_tokens,
-        deadline_ms=arguments.deadline_ms,
-        logprobs=arguments.logprobs,
-    )
+    return GenerateRequest(prompt=prompt, logprobs=arguments.logprobs, **fields)
 
 
 def _printer(connection: Connection) -> Callable[[Any], None]:

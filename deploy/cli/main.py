@@ -21,8 +21,11 @@ from outrider.errors import BadRequest, ConfigError, OutriderError
 COMMANDS: Final = {
     "serve": "start a coordinator, a target and a draft",
     "stop": "stop the deployment that runs detached",
+    "status": "say what runs",
     "generate": "generate text",
+    "chat": "talk with the model",
     "bench": "measure",
+    "collect-env": "describe this machine and what is installed, for a report",
 }
 EXIT_BAD_ARGUMENTS: Final = 2
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
@@ -70,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(name: str) -> Command:
-    module: object = importlib.import_module(f"deploy.cli.{name}")
+    module: object = importlib.import_module(f"deploy.cli.{name.replace('-', '_')}")
     return module  # type: ignore[return-value]
 
 

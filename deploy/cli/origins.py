@@ -28,15 +28,21 @@ class TokenLengths:
         path = Path(directory) / "tokenizer.json"
         if directory and path.is_file():
             from tokenizers import Tokenizer
-            from tokenizers.decoders import DecodeStream
 
             self._tokenizer = Tokenizer.from_file(str(path))
-            self._stream: Any = DecodeStream(skip_special_tokens=True)
+            self.begin()
 
     @property
     def known(self) -> bool:
         """Whether there is a tokenizer."""
         return self._tokenizer is not None
+
+    def begin(self) -> None:
+        """Another text follows."""
+        if self.known:
+            from tokenizers.decoders import DecodeStream
+
+            self._stream: Any = DecodeStream(skip_special_tokens=True)
 
     def length(self, token_id: int) -> int:
         """Characters that became certain with the token; 0 while they are incomplete."""

@@ -211,3 +211,15 @@ class Session(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     finish_reason: FinishReason
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., prompt_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ...) -> None: ...
+
+class CoordinatorDescription(_message.Message):
+    __slots__ = ("model", "vocab_size", "max_model_len", "num_running")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    vocab_size: int
+    max_model_len: int
+    num_running: int
+    def __init__(self, model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., num_running: _Optional[int] = ...) -> None: ...

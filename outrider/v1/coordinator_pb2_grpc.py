@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from outrider.v1 import coordinator_pb2 as outrider_dot_v1_dot_coordinator__pb2
+from outrider.v1 import types_pb2 as outrider_dot_v1_dot_types__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -49,6 +50,11 @@ class CoordinatorStub:
                 request_serializer=outrider_dot_v1_dot_coordinator__pb2.GetSessionRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_coordinator__pb2.Session.FromString,
                 _registered_method=True)
+        self.Describe = channel.unary_unary(
+                '/outrider.v1.Coordinator/Describe',
+                request_serializer=outrider_dot_v1_dot_types__pb2.DescribeRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_coordinator__pb2.CoordinatorDescription.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServicer:
@@ -72,6 +78,12 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Describe(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -89,6 +101,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.GetSession,
                     request_deserializer=outrider_dot_v1_dot_coordinator__pb2.GetSessionRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_coordinator__pb2.Session.SerializeToString,
+            ),
+            'Describe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Describe,
+                    request_deserializer=outrider_dot_v1_dot_types__pb2.DescribeRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_coordinator__pb2.CoordinatorDescription.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -172,6 +189,33 @@ class Coordinator:
             '/outrider.v1.Coordinator/GetSession',
             outrider_dot_v1_dot_coordinator__pb2.GetSessionRequest.SerializeToString,
             outrider_dot_v1_dot_coordinator__pb2.Session.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Describe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.Coordinator/Describe',
+            outrider_dot_v1_dot_types__pb2.DescribeRequest.SerializeToString,
+            outrider_dot_v1_dot_coordinator__pb2.CoordinatorDescription.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,7 +27,7 @@ def test_the_grpcurl_line_is_a_request() -> None:
     """Its JSON is a `GenerateRequest`, and its method exists."""
     text = README.read_text("utf-8")
     found = re.search(
-        r"grpcurl -plaintext -d '(.*?)' .*?outrider\.v1\.Coordinator/(\w+)", text, re.S
+        r"grpcurl -plaintext.*?-d '(.*?)'.*?outrider\.v1\.Coordinator/(\w+)", text, re.S
     )
     assert found is not None
     request = coordinator_pb2.GenerateRequest()

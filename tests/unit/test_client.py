@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
@@ -9,14 +10,17 @@ import pytest
 import pytest_asyncio
 
 from outrider.client import (
+    ChatMessage,
     Client,
     CompletionBuilder,
+    CoordinatorDescription,
     Event,
     Finished,
     GenerateRequest,
     Metrics,
     RoundReport,
     Started,
+    SyncClient,
     Tokens,
     Usage,
 )
@@ -31,6 +35,7 @@ from outrider.sessions.store import (
 from outrider.speculation.decision import Origin
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import types_pb2
 from outrider.wire.generation import event_to_proto, request_from_proto, session_to_proto
 from outrider.wire.server import RpcServer, Service
 
@@ -43,10 +48,14 @@ FINISHED = Finished(FinishReason.LENGTH, Usage(4, 3), Metrics(2, 3, 1, 1.5, 10.0
 
 
 class _Coordinator:
-    """Answers with what a test puts into it."""
+    """Answers with what a test puts into it: an event to send, an error to raise, or something
+    that it waits for."""
 
     def __init__(self) -> None:
-        self.events: Sequence[Event | Exception] = ()
+        self.events: Sequence[Event | Exception | asyncio.Event] = ()
+        self.waits = asyncio.Event()
+        self.left = asyncio.Event()
+        """Set when a call has ended, however it ended."""
         self.requests: list[pb.GenerateRequest] = []
         self.cancelled: list[str] = []
 
@@ -54,14 +63,28 @@ class _Coordinator:
         self, request: pb.GenerateRequest, context: Any
     ) -> AsyncGenerator[pb.GenerateEvent]:
         self.requests.append(request)
-        for event in self.events:
-            if isinstance(event, Exception):
-                raise event
-            yield event_to_proto(event)
+        try:
+            for event in self.events:
+                if isinstance(event, Exception):
+                    raise event
+                if isinstance(event, asyncio.Event):
+                    self.waits.set()
+                    await event.wait()
+                else:
+                    yield event_to_proto(event)
+        finally:
+            self.left.set()
 
     async def cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelReply:
         self.cancelled.append(request.session_id)
         return pb.CancelReply()
+
+    async def describe(
+        self, request: types_pb2.DescribeRequest, context: Any
+    ) -> pb.CoordinatorDescription:
+        return pb.CoordinatorDescription(
+            model="demo", vocab_size=320, max_model_len=256, num_running=2
+        )
 
     async def get_session(self, request: pb.GetSessionRequest, context: Any) -> pb.Session:
         if request.session_id != ID:
@@ -173,12 +196,133 @@ async def test_health_is_what_the_server_says(client: Client, server: RpcServer)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("max_tokens", 2**31), ("num_draft_tokens", -(2**31) - 1), ("deadline_ms", 2**31),
-     ("logprobs", 2**31), ("seed", -1), ("seed", 2**64)],
-)  # fmt: skip
-async def test_a_number_that_cannot_be_sent_is_named(client: Client, name: str, value: int) -> None:
-    """By the field's name, like one that the coordinator refuses."""
+    ("field", "fields"),
+    [
+        ("max_tokens", {"max_tokens": 2**31}),
+        ("num_draft_tokens", {"num_draft_tokens": -(2**31) - 1}),
+        ("deadline_ms", {"deadline_ms": 2**31}),
+        ("logprobs", {"logprobs": 2**31}),
+        ("seed", {"seed": -1}),
+        ("seed", {"seed": 2**64}),
+        ("token_ids.ids[1]", {"prompt": (1, 2**31)}),
+        ("sampling.logit_bias", {"sampling": SamplingParams(logit_bias=((2**31, 1.0),))}),
+        ("text", {"prompt": "half a pair: \ud800"}),
+        ("chat.messages[0].content", {"prompt": (ChatMessage("user", "\udfff"),)}),
+        ("stop[0]", {"stop": ("\ud800",)}),
+        ("prompt", {"prompt": (1, ChatMessage("user", "hi"))}),
+    ],
+)
+async def test_what_cannot_be_sent_is_named(
+    client: Client, field: str, fields: dict[str, Any]
+) -> None:
+    """By the field's name, like what the coordinator refuses."""
     with pytest.raises(BadRequest) as caught:
-        await client.complete(GenerateRequest("hi", **{name: value}))  # type: ignore[arg-type]
-    assert caught.value.field == name
+        await client.complete(GenerateRequest(**({"prompt": "hi"} | fields)))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf"), float("nan")])
+async def test_no_call_is_without_a_deadline(client: Client, timeout_s: float) -> None:
+    with pytest.raises(BadRequest, match="timeout_s"):
+        await client.cancel(ID, timeout_s)
+
+
+async def test_a_coordinator_says_what_it_serves(client: Client) -> None:
+    assert await client.describe() == CoordinatorDescription("demo", 320, 256, 2)
+
+
+async def test_a_closed_client_says_so(server: RpcServer, coordinator: _Coordinator) -> None:
+    """A stream that runs, whose task nobody cancels, and every later call."""
+    coordinator.events = (STARTED, asyncio.Event())
+    client = Client(server.address)
+    events = client.generate(GenerateRequest("hi"))
+    assert await anext(events) == STARTED
+    reading = asyncio.ensure_future(anext(events))
+    await asyncio.wait((reading,), timeout=0.01)
+    await client.close()
+    with pytest.raises(Unavailable, match="closed"):
+        await reading
+    with pytest.raises(Unavailable, match="closed"):
+        await client.complete(GenerateRequest("hi"))
+    with pytest.raises(Unavailable, match="closed"):
+        await client.get_session(ID)
+
+
+async def test_a_cancelled_reader_is_cancelled(client: Client, coordinator: _Coordinator) -> None:
+    """Not told of a lost server; and the server's side of the stream ends."""
+    coordinator.events = (STARTED, asyncio.Event())
+    reading = asyncio.create_task(client.complete(GenerateRequest("hi")))
+    await coordinator.waits.wait()
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    await asyncio.wait_for(coordinator.left.wait(), 10)
+
+
+async def test_a_reader_cancelled_at_the_close_is_cancelled(
+    server: RpcServer, coordinator: _Coordinator
+) -> None:
+    """Whoever cancels a task waits for it to say so, also where the client closes as well."""
+    coordinator.events = (STARTED, asyncio.Event())
+    client = Client(server.address)
+    reading = asyncio.create_task(client.complete(GenerateRequest("hi")))
+    await coordinator.waits.wait()
+    reading.cancel()
+    await client.close()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+
+
+async def test_the_blocking_client_tells_the_same(
+    server: RpcServer, coordinator: _Coordinator
+) -> None:
+    """Events, errors, sessions, health, and what it refuses to send."""
+    coordinator.events = (STARTED, FIRST, ROUND, SECOND, FINISHED)
+    await server.set_serving(True)
+
+    def use() -> None:
+        with SyncClient(server.address) as client:
+            assert list(client.generate(GenerateRequest("hi"))) == list(coordinator.events)
+            assert client.complete(GenerateRequest("hi")).text == "hello"
+            assert client.get_session(ID).token_ids == (1, 2)
+            client.cancel(ID)
+            assert client.describe().num_running == 2
+            assert client.healthy()
+            with pytest.raises(NotFound):
+                client.get_session("cd" * 16)
+            with pytest.raises(BadRequest, match="seed"):
+                client.complete(GenerateRequest("hi", seed=-1))
+            coordinator.events = (STARTED, Overloaded("full", 250))
+            with pytest.raises(Overloaded) as caught:
+                client.complete(GenerateRequest("hi"))
+            assert caught.value.retry_after_ms == 250
+            coordinator.events = (STARTED, FIRST)
+            with pytest.raises(Unavailable):
+                client.complete(GenerateRequest("hi"))
+        with pytest.raises(Unavailable, match="closed"):
+            client.describe()
+        with SyncClient("127.0.0.1:1") as nobody:
+            assert not nobody.healthy()
+
+    await asyncio.to_thread(use)
+    assert coordinator.cancelled == [ID]
+
+
+async def test_leaving_the_blocking_stream_cancels(
+    server: RpcServer, coordinator: _Coordinator
+) -> None:
+    """The server's side ends while the client stays open; and closing the client ends a stream
+    that another thread reads."""
+    coordinator.events = (STARTED, asyncio.Event())
+    with SyncClient(server.address) as client:
+        events = client.generate(GenerateRequest("hi"))
+        assert await asyncio.to_thread(next, events) == STARTED
+        events.close()
+        await asyncio.wait_for(coordinator.left.wait(), 10)
+
+        coordinator.waits.clear()
+        reading = asyncio.create_task(asyncio.to_thread(client.complete, GenerateRequest("hi")))
+        await coordinator.waits.wait()
+        client.close()
+        with pytest.raises(Unavailable, match="closed"):
+            await reading

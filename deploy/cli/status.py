@@ -1,0 +1,206 @@
+"""`outrider status`: what runs, where it answers, and whether it serves.
+
+Exit code 0 where everything that a request needs serves, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from deploy.state import (
+    LOCK_NAME,
+    LOG_NAME,
+    DeploymentRecord,
+    running_deployment,
+    state_directory,
+)
+from outrider.errors import ConfigError, OutriderError
+
+from .connection import checked_address
+from .masking import masked_settings
+
+TIMEOUT_S: Final = 5.0
+_LOCKS: Final = Path("/proc/locks")
+
+Facts = dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Whom to ask, and how to tell."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--server", metavar="HOST:PORT", help="a coordinator to ask [the deployment that runs]"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=TIMEOUT_S, metavar="S",
+        help=f"wait so long for each answer, s [{TIMEOUT_S:g}]",
+    )  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Asks and tells."""
+    if not 0 < arguments.timeout <= 3600:
+        raise ConfigError(f"--timeout: {arguments.timeout} is wrong; it must be above 0, s")
+    found = asyncio.run(_status(arguments))
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        _show(found)
+    return 0 if found["serving"] else 1
+
+
+async def _status(arguments: argparse.Namespace) -> Facts:
+    timeout_s: float = arguments.timeout
+    if arguments.server:
+        coordinator = await ask_coordinator(checked_address(arguments.server), timeout_s)
+        running = coordinator["error"] is None
+        return {
+            "running": running, "serving": coordinator["serving"], "deployment": None,
+            "coordinator": coordinator, "target": None, "draft": None,
+        }  # fmt: skip
+    state = state_directory(os.environ)
+    record = running_deployment(state)
+    if record is None:
+        return {
+            "running": False, "serving": False, "deployment": None,
+            "coordinator": None, "target": None, "draft": None,
+            "lease": lease(state),
+        }  # fmt: skip
+    coordinator, target, draft = await asyncio.gather(
+        ask_coordinator(record.grpc_address, timeout_s),
+        ask_replica("target", record.target_address, timeout_s),
+        ask_replica("draft", record.draft_address, timeout_s),
+    )
+    return {
+        "running": True,
+        # Without a draft requests are slower, and served all the same.
+        "serving": coordinator["serving"] and target["serving"],
+        "deployment": _deployment(record, state),
+        "coordinator": coordinator,
+        "target": target,
+        "draft": draft,
+        "lease": lease(state),
+    }
+
+
+def _deployment(record: DeploymentRecord, state: Path) -> Facts:
+    """What its record says."""
+    started = datetime.fromisoformat(record.started_at)
+    return {
+        "pid": record.pid,
+        "started_at": record.started_at,
+        "uptime_s": round((datetime.now(UTC) - started).total_seconds()),
+        "state_directory": str(state),
+        "log": str(state / LOG_NAME),
+        "model": record.model,
+        "draft_model": record.draft_model,
+        "served_model_name": record.served_model_name,
+        "settings": masked_settings(record.settings),
+    }
+
+
+def lease(state: Path) -> Facts:
+    """Who holds the lock that lets only one deployment have a state directory. `holder` is None
+    where nobody does, and where the kernel does not say (`known`): asking by taking the lock would
+    keep a deployment from starting at that moment."""
+    path = state / LOCK_NAME
+    try:
+        found = path.stat()
+        lines = _LOCKS.read_text(encoding="ascii").splitlines()
+    except FileNotFoundError:
+        return {"file": str(path), "known": _LOCKS.exists(), "holder": None}
+    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    holders = [
+        int(fields[4])
+        for fields in (line.split() for line in lines)
+        if fields[1] == "FLOCK" and fields[5] == place
+    ]
+    return {"file": str(path), "known": True, "holder": holders[0] if holders else None}
+
+
+async def ask_coordinator(address: str, timeout_s: float) -> Facts:
+    """What it serves, how many sessions run, and its health."""
+    from outrider.client import Client
+
+    async with Client(address) as client:
+        serving = await client.healthy(timeout_s)
+        return await _answer(address, serving, lambda: client.describe(timeout_s))
+
+
+async def ask_replica(role: str, address: str, timeout_s: float) -> Facts:
+    """What it runs, with its fingerprints, and its health."""
+    from outrider.client import Client
+    from outrider.wire.grpc_link import draft_link, target_link
+
+    link: Any = (target_link if role == "target" else draft_link)(address)
+    try:
+        async with Client(address) as client:
+            serving = await client.healthy(timeout_s)
+        return await _answer(address, serving, lambda: link.describe(timeout_s))
+    finally:
+        await link.close()
+
+
+async def _answer(address: str, serving: bool, describe: Callable[[], Awaitable[Any]]) -> Facts:
+    try:
+        facts, error = asdict(await describe()), None
+    except OutriderError as failure:
+        facts, error = {}, failure.message
+    return {"address": address, "serving": serving, "error": error, **facts}
+
+
+def _show(found: Facts) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    deployment = found["deployment"]
+    if found["coordinator"] is None:
+        holder = found["lease"]["holder"]
+        console.print("nothing runs" if holder is None else f"starting (pid {holder})")
+        return
+    if deployment is not None:
+        console.print(
+            f"{deployment['served_model_name']}, drafted by {deployment['draft_model']}: "
+            f"pid {deployment['pid']}, since {deployment['started_at']}",
+            markup=False,
+        )
+    table = Table(box=None, pad_edge=False)
+    for title in ("role", "address", "health", "runs"):
+        table.add_column(title, overflow="fold")
+    for role in ("coordinator", "target", "draft"):
+        if found[role] is not None:
+            facts = found[role]
+            health = "[green]serving[/]" if facts["serving"] else "[red]not serving[/]"
+            table.add_row(role, facts["address"], health, _what(facts))
+    console.print(table)
+    if deployment is not None:
+        console.print(f"log {deployment['log']}", markup=False, soft_wrap=True)
+
+
+def _what(facts: Facts) -> str:
+    """A replica's or a coordinator's description in one line."""
+    from rich.markup import escape
+
+    if facts["error"] is not None:
+        return escape(str(facts["error"]))
+    if "num_running" in facts:
+        return escape(
+            f"{facts['model']}, {facts['num_running']} sessions running, "
+            f"{facts['max_model_len']} tokens at most"
+        )
+    parts = [facts["model"], facts["dtype"]]
+    parts += [
+        f"{name} {facts[f'{name}_fingerprint'][:12]}"
+        for name in ("weights", "tokenizer")
+        if facts[f"{name}_fingerprint"]
+    ]
+    return escape(", ".join(part for part in parts if part))

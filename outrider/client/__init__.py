@@ -1,0 +1,70 @@
+"""Calls a coordinator from Python.
+
+    async with Client("127.0.0.1:50051") as client:
+        async for event in client.generate(GenerateRequest("The capital of France is")):
+            if isinstance(event, Tokens):
+                print(event.text_delta, end="")
+
+    with SyncClient("127.0.0.1:50051") as client:
+        print(client.complete(GenerateRequest("The capital of France is")).text)
+
+| class | calls | from |
+| --- | --- | --- |
+| `Client` | a server by gRPC | one event loop |
+| `Client(InProcessTransport(c))` | a coordinator in this process, without gRPC | its event loop |
+| `SyncClient` | a server by gRPC | any thread |
+
+Every call has a deadline; every error is one of `outrider.errors`. Leaving a stream early cancels
+its session.
+"""
+
+from __future__ import annotations
+
+from outrider.client.asynchronous import AsyncClient, Client
+from outrider.client.grpc_transport import GrpcTransport
+from outrider.client.in_process import CoordinatorApi, InProcessTransport
+from outrider.client.results import (
+    Completion,
+    CompletionBuilder,
+    CoordinatorDescription,
+    SessionView,
+)
+from outrider.client.synchronous import SyncClient
+from outrider.client.transport import Transport
+from outrider.generation import (
+    ChatMessage,
+    Event,
+    Finished,
+    GenerateRequest,
+    Metrics,
+    RoundReport,
+    Started,
+    Tokens,
+    Usage,
+)
+from outrider.speculation.sampling import Rule, SamplingParams
+
+__all__ = [
+    "AsyncClient",
+    "ChatMessage",
+    "Client",
+    "Completion",
+    "CompletionBuilder",
+    "CoordinatorApi",
+    "CoordinatorDescription",
+    "Event",
+    "Finished",
+    "GenerateRequest",
+    "GrpcTransport",
+    "InProcessTransport",
+    "Metrics",
+    "RoundReport",
+    "Rule",
+    "SamplingParams",
+    "SessionView",
+    "Started",
+    "SyncClient",
+    "Tokens",
+    "Transport",
+    "Usage",
+]

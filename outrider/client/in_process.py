@@ -1,0 +1,179 @@
+"""A coordinator in this process and on this event loop, called without gRPC.
+
+For programs that embed Outrider, and for tests: the same requests are refused with the same errors,
+because a request passes through its message all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from typing import Final, Protocol
+
+from outrider.client.results import CoordinatorDescription, SessionView
+from outrider.client.transport import CLOSED
+from outrider.errors import DeadlineExceeded, Unavailable
+from outrider.generation import Event, GenerateRequest
+from outrider.sessions.store import SessionRecord
+from outrider.wire.convert import session_id_from_wire
+from outrider.wire.generation import request_from_proto, request_to_proto
+
+ADDRESS: Final = "in-process"
+
+
+class ModelLimits(Protocol):
+    """What is known of a served model."""
+
+    @property
+    def name(self) -> str:
+        """What requests call it by."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and completion."""
+        ...
+
+
+class CoordinatorApi(Protocol):
+    """What a client needs of a coordinator: `coordinator.service.CoordinatorService` has it."""
+
+    @property
+    def model(self) -> ModelLimits:
+        """What is served. Raises `Unavailable` before it has started."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Sessions that run now."""
+        ...
+
+    def generate(self, request: GenerateRequest, tenant: str = "") -> AsyncGenerator[Event]:
+        """Runs a request; closing the iterator early cancels the session."""
+        ...
+
+    async def cancel(self, session_id: str, tenant: str = "") -> None:
+        """Ends a session as cancelled."""
+        ...
+
+    async def session(self, session_id: str, tenant: str = "") -> SessionRecord:
+        """What is stored of a session."""
+        ...
+
+    async def healthy(self) -> bool:
+        """Whether a request that comes now can make progress."""
+        ...
+
+
+class InProcessTransport:
+    """Calls a coordinator's methods. See `Transport`."""
+
+    def __init__(self, service: CoordinatorApi, tenant: str = "") -> None:
+        """The service stays its owner's: closing the transport leaves it running. `tenant` is
+        whose sessions these are."""
+        self._service = service
+        self._tenant = tenant
+        self._waiting: set[asyncio.Timeout] = set()
+        """Of every call that waits for the service now."""
+        self._idle: set[AsyncGenerator[Event]] = set()
+        """Streams that wait for whoever reads them."""
+        self._closed = False
+
+    @property
+    def address(self) -> str:
+        """No address: a name."""
+        return ADDRESS
+
+    async def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
+        """See `Transport.generate`."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        decoded = request_from_proto(request_to_proto(request))
+        async with aclosing(self._service.generate(decoded, self._tenant)) as events:
+            while True:
+                # Entered anew for every event: a timeout that is held open over a yield would
+                # cancel whatever the caller does meanwhile.
+                async with self._until(deadline):
+                    try:
+                        event = await anext(events)
+                    except StopAsyncIteration:
+                        return
+                self._idle.add(events)
+                try:
+                    yield event
+                finally:
+                    self._idle.discard(events)
+
+    async def cancel(self, session_id: str, timeout_s: float) -> None:
+        """See `Transport.cancel`."""
+        async with self._within(timeout_s):
+            await self._service.cancel(session_id_from_wire(session_id), self._tenant)
+
+    async def get_session(self, session_id: str, timeout_s: float) -> SessionView:
+        """See `Transport.get_session`."""
+        async with self._within(timeout_s):
+            found = await self._service.session(session_id_from_wire(session_id), self._tenant)
+        return SessionView(
+            session_id=found.session_id,
+            epoch=found.epoch,
+            state=str(found.state),
+            seed=found.seed,
+            rule=found.rule,
+            prompt_length=found.prompt_length,
+            token_ids=tuple(found.token_ids),
+            finish_reason=found.finish_reason,
+        )
+
+    async def describe(self, timeout_s: float) -> CoordinatorDescription:
+        """See `Transport.describe`."""
+        async with self._within(timeout_s):
+            model = self._service.model
+            return CoordinatorDescription(
+                model.name, model.vocab_size, model.max_model_len, self._service.num_running
+            )
+
+    async def healthy(self, timeout_s: float) -> bool:
+        """See `Transport.healthy`."""
+        try:
+            async with self._within(timeout_s):
+                return await self._service.healthy()
+        except (Unavailable, DeadlineExceeded):
+            return False
+
+    async def close(self) -> None:
+        """Cancels what runs on this transport; the service goes on."""
+        self._closed = True
+        now = asyncio.get_running_loop().time()
+        for timeout in self._waiting:
+            if not timeout.expired():
+                timeout.reschedule(now)
+        for events in tuple(self._idle):
+            await events.aclose()
+
+    def _within(self, timeout_s: float) -> AbstractAsyncContextManager[None]:
+        return self._until(asyncio.get_running_loop().time() + timeout_s)
+
+    @asynccontextmanager
+    async def _until(self, deadline: float) -> AsyncIterator[None]:
+        """Ends what is awaited inside at a time of the loop, and when the transport is closed.
+        Raises `DeadlineExceeded`, `Unavailable`."""
+        if self._closed:
+            raise Unavailable(CLOSED)
+        timeout = asyncio.timeout_at(deadline)
+        self._waiting.add(timeout)
+        try:
+            async with timeout:
+                yield
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            if self._closed:
+                raise Unavailable(CLOSED) from None
+            raise DeadlineExceeded("the coordinator did not answer in time") from None
+        finally:
+            self._waiting.discard(timeout)

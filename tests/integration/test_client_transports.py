@@ -1,0 +1,257 @@
+"""The ways to a coordinator give the same: by gRPC, in this process, and blocking."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import byte_level_tokenizer
+from stack import Stack, running_stack
+from toy_engine import ToyEngine
+
+from outrider.client import (
+    ChatMessage,
+    Client,
+    Completion,
+    GenerateRequest,
+    InProcessTransport,
+    Started,
+    SyncClient,
+    Tokens,
+)
+from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.errors import DeadlineExceeded, NotFound, OutriderError, Unavailable
+from outrider.sessions.store import FinishReason
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.text import TokenizerText
+
+VOCAB = 320
+PROMPT = (1, 2, 3)
+
+
+@pytest.fixture
+async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
+    target = ToyEngine(VOCAB, salt=1, max_model_len=256)
+    draft = ToyEngine(VOCAB, salt=1, max_model_len=256)
+    text = TokenizerText(byte_level_tokenizer(VOCAB), "toy")
+    async with running_stack(target, draft, tmp_path, text=text) as running:
+        yield running
+
+
+@pytest.fixture
+async def slow_stack(tmp_path: Path) -> AsyncIterator[Stack]:
+    """Whose target takes 20 ms a step, so that a request lasts as long as a test wants."""
+    spec = EmulatedSpec(vocab_size=64, max_model_len=4096, verify_ms=20.0)
+    async with running_stack(EmulatedEngine(spec, "target"), None, tmp_path) as running:
+        yield running
+
+
+def in_process(stack: Stack) -> Client:
+    return Client(InProcessTransport(stack.coordinator))
+
+
+def without_times(completion: Completion) -> Completion:
+    """What has to be the same each time."""
+    metrics = dataclasses.replace(
+        completion.metrics, time_to_first_token_ms=0.0, tokens_per_second=0.0
+    )
+    return dataclasses.replace(completion, session_id="", metrics=metrics)
+
+
+ANSWERED: list[dict[str, Any]] = [
+    {"sampling": SamplingParams(temperature=0.0)},
+    {"sampling": SamplingParams(temperature=0.8, top_p=0.9, min_p=0.01)},
+    {"rule": Rule.BLOCK, "logprobs": 2},
+    {"prompt": "the quick brown", "stop": ("e",)},
+    {"prompt": (ChatMessage("user", "hello"),), "num_draft_tokens": 0},
+]
+
+
+async def test_every_way_gives_the_same_answer(stack: Stack) -> None:
+    """Tokens, text, origins, log-probabilities and counts of seeded requests. The draft is the
+    target's twin, so rounds go the same way each time."""
+    for fields in ANSWERED:
+        request = GenerateRequest(**({"prompt": PROMPT, "max_tokens": 12, "seed": 7} | fields))
+        by_grpc = await stack.client.complete(request)
+        here = await in_process(stack).complete(request)
+        with SyncClient(stack.client.address) as blocking:
+            waited_for = await asyncio.to_thread(blocking.complete, request)
+        assert len({by_grpc.session_id, here.session_id, waited_for.session_id}) == 3
+        assert without_times(here) == without_times(by_grpc)
+        assert without_times(waited_for) == without_times(by_grpc)
+
+
+REFUSED: list[dict[str, Any]] = [
+    {"prompt": ()},
+    {"prompt": ""},
+    {"prompt": (VOCAB,)},
+    {"prompt": (-1,)},
+    {"prompt": (ChatMessage("user", "x"),) * 4097},
+    {"model": "another"},
+    {"max_tokens": 0},
+    {"max_tokens": 1000},
+    {"num_draft_tokens": 17},
+    {"deadline_ms": 0},
+    {"seed": 2**64},
+    {"stop": ("",)},
+    {"rule": Rule.GREEDY, "sampling": SamplingParams(temperature=1.0)},
+    {"sampling": SamplingParams(top_p=float("nan"))},
+    {"sampling": SamplingParams(top_k=VOCAB + 1)},
+    {"sampling": SamplingParams(logit_bias=((VOCAB, 1.0),))},
+]
+
+
+async def test_every_way_refuses_the_same(stack: Stack) -> None:
+    """With the same kind of error, the same words and the same field."""
+    for fields in REFUSED:
+        request = GenerateRequest(**({"prompt": PROMPT, "max_tokens": 4} | fields))
+        found = []
+        for client in (stack.client, in_process(stack)):
+            with pytest.raises(OutriderError) as caught:
+                await client.complete(request)
+            found.append((type(caught.value), caught.value.message, vars(caught.value)))
+        assert found[0] == found[1]
+        assert found[0][0].http_status < 500
+
+
+async def test_sessions_are_seen_alike(stack: Stack) -> None:
+    client = in_process(stack)
+    answer = await client.complete(GenerateRequest(PROMPT, max_tokens=5))
+    view = await client.get_session(answer.session_id)
+    assert view == await stack.client.get_session(answer.session_id)
+    assert view.token_ids == (*PROMPT, *answer.token_ids)
+    assert (view.state, view.finish_reason) == ("finished", FinishReason.LENGTH)
+    assert await client.describe() == await stack.client.describe()
+    assert await client.healthy()
+    for missing in ("0" * 31 + "1", "no id"):
+        errors = []
+        for way in (client, stack.client):
+            with pytest.raises(OutriderError) as caught:
+                await way.get_session(missing)
+            errors.append((type(caught.value), caught.value.message))
+        assert errors[0] == errors[1]
+    with pytest.raises(NotFound):
+        await Client(InProcessTransport(stack.coordinator, "a tenant")).get_session(
+            answer.session_id
+        )
+
+
+async def until_idle(stack: Stack) -> None:
+    """Until the coordinator runs no session."""
+    async with asyncio.timeout(10):
+        while stack.coordinator.num_running:
+            await asyncio.sleep(0.005)
+
+
+async def test_leaving_early_ends_the_session(slow_stack: Stack) -> None:
+    """It is stored as cancelled, and counted as running until then."""
+    client = in_process(slow_stack)
+    async with aclosing(client.generate(GenerateRequest(PROMPT, max_tokens=2000))) as events:
+        started = await anext(events)
+        assert isinstance(started, Started)
+        assert isinstance(await anext(events), Tokens)
+        assert (await client.describe()).num_running == 1
+    await until_idle(slow_stack)
+    async with asyncio.timeout(10):
+        while (view := await client.get_session(started.session_id)).state == "running":
+            await asyncio.sleep(0.005)
+    assert view.finish_reason is FinishReason.CANCELLED
+
+
+async def test_cancel_gives_the_stream_its_last_event(slow_stack: Stack) -> None:
+    client = in_process(slow_stack)
+    kinds = []
+    async for event in client.generate(GenerateRequest(PROMPT, max_tokens=2000)):
+        kinds.append(type(event).__name__)
+        if isinstance(event, Started):
+            session_id = event.session_id
+        elif isinstance(event, Tokens) and event.first_index == 0:
+            await client.cancel(session_id)
+    assert (kinds[0], kinds[-1]) == ("Started", "Finished")
+    view = await client.get_session(session_id)
+    assert (view.state, view.finish_reason) == ("finished", FinishReason.CANCELLED)
+
+
+async def test_closing_the_client_ends_its_sessions_alone(slow_stack: Stack) -> None:
+    """Those that wait for an event and those that nobody reads at present; another client's goes
+    on, and so does the coordinator."""
+    closed, other = in_process(slow_stack), in_process(slow_stack)
+    long = GenerateRequest(PROMPT, max_tokens=2000)
+    idle = closed.generate(long)
+    kept = other.generate(long)
+    started = await anext(idle)
+    assert isinstance(started, Started)
+    await anext(kept)
+    reading = asyncio.create_task(closed.complete(long))
+    async with asyncio.timeout(10):
+        while slow_stack.coordinator.num_running < 3:
+            await asyncio.sleep(0.005)
+    await closed.close()
+    with pytest.raises(Unavailable, match="closed"):
+        await reading
+    async with asyncio.timeout(10):
+        while (view := await other.get_session(started.session_id)).state == "running":
+            await asyncio.sleep(0.005)
+    assert view.finish_reason is FinishReason.CANCELLED
+    with pytest.raises(Unavailable, match="closed"):
+        async for _ in idle:
+            pass
+    with pytest.raises(Unavailable, match="closed"):
+        await closed.complete(long)
+    assert isinstance(await anext(kept), Tokens)
+    assert slow_stack.coordinator.num_running == 1
+    await kept.aclose()
+    await until_idle(slow_stack)
+
+
+class StuckCoordinator:
+    """Answers nothing."""
+
+    model: Any = None
+    num_running = 0
+
+    async def generate(self, request: GenerateRequest, tenant: str = "") -> Any:
+        await asyncio.Event().wait()
+        yield None
+
+    async def cancel(self, session_id: str, tenant: str = "") -> None:
+        await asyncio.Event().wait()
+
+    async def session(self, session_id: str, tenant: str = "") -> Any:
+        await asyncio.Event().wait()
+
+    async def healthy(self) -> bool:
+        await asyncio.Event().wait()
+        return True
+
+
+async def test_a_stuck_coordinator_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call has a deadline, also where there is no gRPC to keep it."""
+    monkeypatch.setattr("outrider.client.requests.GENERATE_SLACK_S", 0.01)
+    client = Client(InProcessTransport(StuckCoordinator()))
+    with pytest.raises(DeadlineExceeded):
+        await client.complete(GenerateRequest(PROMPT, deadline_ms=10))
+    with pytest.raises(DeadlineExceeded):
+        await client.cancel("ab" * 16, 0.01)
+    with pytest.raises(DeadlineExceeded):
+        await client.get_session("ab" * 16, 0.01)
+    assert not await client.healthy(0.01)
+
+
+async def test_closing_ends_calls_that_nothing_answers() -> None:
+    """A request that has no session yet, and a call that never has one."""
+    client = Client(InProcessTransport(StuckCoordinator()))
+    calls = [
+        asyncio.create_task(client.complete(GenerateRequest(PROMPT))),
+        asyncio.create_task(client.get_session("ab" * 16)),
+    ]
+    await asyncio.wait(calls, timeout=0.01)
+    await client.close()
+    for call in calls:
+        with pytest.raises(Unavailable, match="closed"):
+            await asyncio.wait_for(call, 5)

@@ -1,0 +1,108 @@
+"""What `outrider collect-env` shows, and above all what it does not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from deploy.cli.collect_env import CPU_FLAGS
+from deploy.cli.main import main
+from deploy.cli.masking import MASK, masked_environment, masked_settings, masked_url
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://swordfish@h:6379/0",
+        "redis://u:swordfish@h:6379/0",
+        "rediss://:swordfish@[::1]:6379/0",
+        "redis://h:6379/0?password=swordfish",
+        "redis://h:6379/0#swordfish",
+        "redis://:swordfish/x@h:6379/0",
+        "redis://:x/swordfish@h:6379/0",
+        "redis://:12#swordfish@h",
+        "redis://:1,swordfish@h",
+        "redis://:1 swordfish@h",
+        "redis://:swordfish@h:port",
+        "redis://[swordfish@h",
+        "redis://:a@swordfish@h",
+        "redis://swordfish:1#x@h",
+    ],
+)
+def test_no_part_of_a_password_is_shown(url: str) -> None:
+    """Neither of a well-formed URL nor of one whose password should have been quoted."""
+    for name in ("OUTRIDER_REDIS_URL", "OUTRIDER_TELEMETRY", "OUTRIDER_REDIS_ULR", "RAY_ADDRESS"):
+        shown = masked_environment({name: url})[name]
+        if name != "OUTRIDER_REDIS_URL" and " " in url:
+            continue  # Two words, of which the second is no URL.
+        assert "swordfish" not in shown
+        assert "***" in shown
+
+
+def test_the_place_stays_readable() -> None:
+    """That is what a report is read for."""
+    assert masked_url("redis://u:p@h.example:6379/0") == "redis://***@h.example:6379/0"
+    assert masked_url("rediss://:p@[::1]:1/0?a=b") == "rediss://***@[::1]:1/0?***"
+    same = "otlp=http://h:4317,prometheus=9100"
+    assert masked_environment({"OUTRIDER_TELEMETRY": same}) == {"OUTRIDER_TELEMETRY": same}
+
+
+def test_secrets_are_masked_and_settings_are_not() -> None:
+    """By the settings' own list; what has no such list, by its name."""
+    shown = masked_environment(
+        {
+            "OUTRIDER_REDIS_PASSWORD": "swordfish",
+            "OUTRIDER_REDIS_PASWORD": "swordfish",
+            "OUTRIDER_NUM_DRAFT_TOKENS": "3",
+            "OUTRIDER_REDIS_KEY_PREFIX": "a:",
+            "OUTRIDER_STATE_DIR": "/state",
+            "HF_TOKEN": "swordfish",
+            "RAY_AUTH_MODE": "swordfish",
+            "CUDA_VISIBLE_DEVICES": "0",
+            "AWS_SESSION": "swordfish",
+            "HOME": "/swordfish",
+        }
+    )
+    assert "swordfish" not in str(shown)
+    assert "AWS_SESSION" not in shown
+    assert shown["OUTRIDER_REDIS_PASSWORD"] == MASK
+    assert shown["HF_TOKEN"] == MASK
+    assert shown["OUTRIDER_NUM_DRAFT_TOKENS"] == "3"
+    assert shown["OUTRIDER_REDIS_KEY_PREFIX"] == "a:"
+    assert shown["OUTRIDER_STATE_DIR"] == "/state"
+    assert shown["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_settings_lose_their_secrets_alone() -> None:
+    settings = {
+        "redis_url": "swordfish", "redis_password": "swordfish", "max_num_seqs": 3,
+        "telemetry": "otlp=http://me:swordfish@h:4317",
+    }  # fmt: skip
+    masked = {"max_num_seqs": 3, "telemetry": "otlp=http://***@h:4317"}
+    assert masked_settings(settings) == masked
+
+
+def test_one_json_object(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what a report needs: versions, processor, memory, threads, the Redis server."""
+    monkeypatch.setenv("OUTRIDER_REDIS_URL", "redis://:swordfish@127.0.0.1:1")
+    assert main(["collect-env", "--json"]) == 0
+    out, _ = capsys.readouterr()
+    assert out.count("\n") == 1
+    assert "swordfish" not in out
+    found = json.loads(out)
+    assert {"torch", "ray", "transformers", "grpcio"} <= set(found["packages"])
+    assert found["cpu"]["available_cores"] >= 1
+    assert set(found["cpu"]["flags"]) <= set(CPU_FLAGS)
+    assert found["memory"]["total_gib"] > 0
+    assert found["torch"]["threads"] >= 1
+    assert found["torch"]["gpus"] is not None
+    assert found["redis"]["server_version"][0].isdigit()
+    assert found["redis"]["named_server_version"] == "does not answer (ConnectionError)"
+    assert found["deployment"] == {"running": False}
+    assert main(["collect-env"]) == 0
+    text = capsys.readouterr().out
+    assert f"  torch: {found['packages']['torch']}\n" in text
+    assert "swordfish" not in text
