@@ -22,8 +22,8 @@ from outrider.errors import OutriderError
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import EMPTY_PROPOSAL
 from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.scoring import score
-from outrider.speculation.transforms import target_probabilities
+from outrider.speculation.transforms import NO_HISTORY
+from outrider.speculation.verdicts import verdict_from_logits
 from outrider.text import TokenizerText
 
 from .measurement import Side
@@ -57,7 +57,7 @@ class EngineDecoder:
             while True:
                 [logits] = self._engine.forward([step])
                 noise = RoundNoise(seed, rule, len(prompt_ids) + len(completion))
-                verdict = score(target_probabilities(logits, params), EMPTY_PROPOSAL, noise)
+                verdict = verdict_from_logits(logits, params, NO_HISTORY, EMPTY_PROPOSAL, noise)
                 token_id = verdict.correction[0]
                 completion.append(token_id)
                 if token_id in self._eos or len(completion) == request["max_tokens"]:

@@ -168,6 +168,8 @@ class TargetSide:
                 if isinstance(answer, VerdictReply):
                     return self._checked(answer, proposal)
                 await self._put_right(answer, retry_s)
+                if isinstance(answer, Refused):
+                    retry_s = min(2 * retry_s, RETRY_S_MAX)
             ask = True
 
     def settle(self, reply: VerdictReply, common_length: int) -> None:
@@ -290,6 +292,7 @@ class DraftSide:
         request = DraftRequest(
             session_id=self._session_id,
             token_ids=session.tokens.ids,
+            digests=session.tokens,
             prompt_length=session.prompt_length,
             num_draft_tokens=num_draft_tokens,
             sampling=self._heads.sampling,
