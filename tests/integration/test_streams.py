@@ -4,6 +4,7 @@ links, bulky items, and callers who send nonsense."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -293,15 +294,16 @@ async def test_describe_and_release(pair: Pair) -> None:
     assert await link.describe(PATIENCE_S) == pair.target.describe()
     await ask(link, heard, VerifyItem(make_head(PROMPT)))
     link.release(session_name(1), 1)
-    # The release travels on a call of its own; some rounds may still find the session.
+    # The release travels on a call of its own: some rounds may still find the session, and one
+    # that waits for its step when the release comes is dropped without an answer.
     async with asyncio.timeout(PATIENCE_S):
         round_index = 1
-        while isinstance(
-            await ask(link, heard, VerifyItem(make_head((*PROMPT, 4), 3, round_index=round_index))),
-            VerdictReply,
-        ):
+        while not isinstance(heard.answers[-1], Refused):
+            item = VerifyItem(make_head((*PROMPT, 4), 3, round_index=round_index))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await ask(link, heard, item)
             round_index += 1
-    assert isinstance(heard.answers[-1], Refused)
     assert isinstance(
         await ask(link, heard, VerifyItem(make_head((*PROMPT, 4), 3, epoch=2))), Resync
     )
