@@ -17,7 +17,12 @@ from outrider.messages import (
     VerifyAnswer,
     VerifyItem,
 )
-from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
+from outrider.speculation.proposal import (
+    COUNT_TOTAL,
+    DraftDistribution,
+    Proposal,
+    SealedProposal,
+)
 from outrider.speculation.verdict import Verdict
 
 VOCAB_SIZE: Final = 151_936
@@ -30,7 +35,7 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 
-def canned_proposal(num_draft_tokens: int, vocab_size: int = VOCAB_SIZE) -> Proposal:
+def canned_proposal(num_draft_tokens: int, vocab_size: int = VOCAB_SIZE) -> SealedProposal:
     """`num_draft_tokens` tokens, each from a distribution of `Q_ENTRIES` entries whose counts fall
     off as those of a language model do; always the same."""
     numbers = random.Random(num_draft_tokens)  # noqa: S311 (data, not secrecy)
@@ -42,7 +47,7 @@ def canned_proposal(num_draft_tokens: int, vocab_size: int = VOCAB_SIZE) -> Prop
         numbers.shuffle(counts)
         q.append(DraftDistribution(tuple(ids), tuple(counts)))
     likeliest = (entry.token_ids[entry.counts.index(max(entry.counts))] for entry in q)
-    return Proposal(tuple(likeliest), tuple(q))
+    return SealedProposal.of(Proposal(tuple(likeliest), tuple(q)))
 
 
 def canned_verdict(num_draft_tokens: int) -> Verdict:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from outrider.errors import Unavailable
 from outrider.messages import RoundHead, VerdictReply, VerifyAnswer, VerifyItem
-from outrider.speculation.proposal import Proposal
+from outrider.speculation.proposal import SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.tokens import EMPTY_DIGEST, TokenSequence
 from outrider.wire.grpc_link import target_link
@@ -57,7 +57,7 @@ class Asker:
     """One session that asks the same target for verdicts, one at a time."""
 
     def __init__(
-        self, index: int, link: Link[VerifyItem, VerifyAnswer], proposal: Proposal
+        self, index: int, link: Link[VerifyItem, VerifyAnswer], proposal: SealedProposal
     ) -> None:
         self.session_id = f"{index:032x}"
         self._link = link

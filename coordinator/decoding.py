@@ -14,7 +14,7 @@ from outrider.sessions.state import Session
 from outrider.sessions.store import Counters, FinishReason
 from outrider.speculation.decision import Outcome, decide
 from outrider.speculation.noise import RoundNoise
-from outrider.speculation.proposal import EMPTY_PROPOSAL
+from outrider.speculation.proposal import NOTHING_SEALED
 from outrider.telemetry.logs import identify
 from outrider.telemetry.observer import SILENT, RequestObserver
 
@@ -22,9 +22,9 @@ from .commits import Committer
 from .completion import Completion, Piece
 from .journal import Entry, Journal
 from .request import GenerationParameters
-from .sides import Drafted, DraftSide, TargetSide
+from .sides import Drafted, DraftSide, TargetSide, UnreadableProposal
 
-_NOT_DRAFTED = Drafted(EMPTY_PROPOSAL, by_replica=False, seconds=0.0)
+_NOT_DRAFTED = Drafted(NOTHING_SEALED, by_replica=False, seconds=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,14 @@ class Decoding:
         identity, start_length = self._session.identity, self._session.length
         noise = RoundNoise(identity.seed, identity.rule, start_length)
         drafted = await self._propose(index, noise)
-        verified = await self._verify(index, drafted)
+        try:
+            verified = await self._verify(index, drafted)
+        except UnreadableProposal as error:
+            if self._draft is None or not drafted.by_replica:
+                raise
+            self._draft.disown(error)
+            drafted = _NOT_DRAFTED
+            verified = await self._verify(index, drafted)
         outcome = decide(
             verified.reply.verdict,
             drafted.proposal.token_ids,

@@ -39,7 +39,7 @@ from outrider.messages import (
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState
 from outrider.speculation.noise import RoundNoise
-from outrider.speculation.proposal import Proposal, require_q
+from outrider.speculation.proposal import SealedProposal, require_q
 from outrider.speculation.sampling import SamplingParams
 from outrider.telemetry.observer import SILENT, RequestObserver, Side
 
@@ -68,6 +68,10 @@ class Patience:
     """A draft that takes longer is not waited for until it has answered something."""
     draft_retry_s: float
     """Rest between two questions to an absent draft."""
+
+
+class UnreadableProposal(InvariantError):
+    """The target cannot open the q of a proposal. A draft's fault, which its session outlives."""
 
 
 class HeadWriter:
@@ -137,10 +141,11 @@ class TargetSide:
         return CacheState(self._office.replica, self.cached_length)
 
     async def verify(
-        self, round_index: int, proposal: Proposal, run_ahead: int, num_logprobs: int | None
+        self, round_index: int, proposal: SealedProposal, run_ahead: int, num_logprobs: int | None
     ) -> VerdictReply:
         """The verdict of a round. Asks again until there is one; raises what the target refuses
-        with, and `Unavailable` once it cannot be reached for `target_gone_s`."""
+        with, `UnreadableProposal` where that is the draft's q, and `Unavailable` once it cannot be
+        reached for `target_gone_s`."""
         loop = asyncio.get_running_loop()
         if self._mailbox.begin(round_index):
             self._asked_until = -1
@@ -187,14 +192,14 @@ class TargetSide:
         return left < 0 or left < run_ahead // 2
 
     def _send(
-        self, round_index: int, proposal: Proposal, run_ahead: int, num_logprobs: int | None
+        self, round_index: int, proposal: SealedProposal, run_ahead: int, num_logprobs: int | None
     ) -> None:
         base_length = min(self.cached_length, len(self._heads.session.tokens) - 1)
         head = self._heads.write("target", round_index, base_length)
         self._office.link.send(VerifyItem(head, proposal, run_ahead, num_logprobs))
         self._asked_until = round_index + run_ahead
 
-    def _checked(self, reply: VerdictReply, proposal: Proposal) -> VerdictReply:
+    def _checked(self, reply: VerdictReply, proposal: SealedProposal) -> VerdictReply:
         num_draft_tokens = len(proposal)
         check(
             len(reply.verdict.accept_probability) == num_draft_tokens
@@ -211,6 +216,9 @@ class TargetSide:
             return
         error = error_from_code(answer.code, answer.message)
         if isinstance(error, BadRequest):
+            if error.field == "proposal.q":
+                self._asked_until = -1
+                raise UnreadableProposal(error.message)
             # The user's fields were checked before: what is wrong with a message is our doing.
             raise InvariantError(f"the target refuses a message: {error.message}")
         # A deadline that has passed over there is about to pass here.
@@ -223,7 +231,7 @@ class TargetSide:
 class Drafted:
     """A proposal and where it came from."""
 
-    proposal: Proposal
+    proposal: SealedProposal
     by_replica: bool
     seconds: float
     queue_ms: float = 0.0
@@ -299,13 +307,18 @@ class DraftSide:
             rule=session.identity.rule,
             noise=noise,
         )
-        return Drafted(self._stand_in.propose([request])[0], False, loop.time() - start)
+        proposal = SealedProposal.of(self._stand_in.propose([request])[0])
+        return Drafted(proposal, False, loop.time() - start)
 
     def settle(self, common_length: int) -> None:
         """Notes an outcome: the first `common_length` tokens of what was drafted are committed."""
         if self._held is not None:
             self.cached_length = min(self._held.cached_length, common_length)
             self._held = None
+
+    def disown(self, error: UnreadableProposal) -> None:
+        """The last proposal could not be opened: goes on as if the draft had not answered."""
+        self._lose(error)
 
     def close(self) -> None:
         """Ends the session on this side."""

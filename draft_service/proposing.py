@@ -11,7 +11,7 @@ from outrider.engine.sequences import SequenceTable
 from outrider.errors import BadRequest, OutriderError
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, Resync
 from outrider.speculation.noise import RoundNoise
-from outrider.speculation.proposal import Proposal
+from outrider.speculation.proposal import Proposal, SealedProposal
 from outrider.speculation.sampling import Rule
 from outrider.stepping import refusal
 
@@ -124,7 +124,7 @@ class Proposer:
         held = self._table.record(head.session_id, (*new_tokens, *drafted))
         return ProposalReply(
             key=head.key,
-            proposal=proposal,
+            proposal=SealedProposal.of(proposal),
             base_length=head.committed_length,
             cached_length=held,
         )

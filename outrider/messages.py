@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
+from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
 
@@ -62,7 +62,7 @@ class VerifyItem:
     """Asks a target to score a proposal (an empty one = to decode one token)."""
 
     head: RoundHead
-    proposal: Proposal = EMPTY_PROPOSAL
+    proposal: SealedProposal = NOTHING_SEALED
     run_ahead: int = 0
     """Rounds after this one that the target may run unasked, each answered on its own."""
     num_logprobs: int | None = None
@@ -104,7 +104,7 @@ class ProposalReply:
     """A draft's answer."""
 
     key: ReplyKey
-    proposal: Proposal
+    proposal: SealedProposal
     base_length: int
     """Length of the prefix that the proposal extends."""
     cached_length: int

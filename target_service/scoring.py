@@ -23,7 +23,7 @@ from outrider.messages import (
     VerifyItem,
 )
 from outrider.speculation.noise import RoundNoise
-from outrider.speculation.proposal import require_q
+from outrider.speculation.proposal import Proposal, require_q
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.transforms import TokenHistory, raw_logprobs
 from outrider.speculation.verdict import Verdict
@@ -40,6 +40,7 @@ class _Pass:
     """One item's share of a forward pass."""
 
     item: VerifyItem
+    proposal: Proposal
     sampling: SamplingParams
     step: SequenceStep
     history: TokenHistory
@@ -78,17 +79,18 @@ class Scorer:
         head = item.head
         try:
             sampling = self._validate(item)
+            proposal = item.proposal.open()
             aligned = self._table.align(head)
         except OutriderError as error:
             return refusal(head.key, error)
         if isinstance(aligned, Resync):
             return aligned
         vocab_size = self._engine.info.vocab_size
-        drafted = tuple(v if v < vocab_size else _STAND_IN for v in item.proposal.token_ids)
+        drafted = tuple(v if v < vocab_size else _STAND_IN for v in proposal.token_ids)
         step = SequenceStep(
             head.session_id, (*aligned.new_tokens, *drafted), num_logits=len(drafted) + 1
         )
-        return _Pass(item, sampling, step, _history(item, sampling, aligned))
+        return _Pass(item, proposal, sampling, step, _history(item, sampling, aligned))
 
     def _validate(self, item: VerifyItem) -> SamplingParams:
         """Raises `BadRequest` for what this model cannot do; nothing has changed then."""
@@ -152,7 +154,7 @@ class Scorer:
         try:
             noise = RoundNoise(head.seed, head.rule, head.committed_length)
             verdict = verdict_from_logits(
-                logits, entry.sampling, entry.history, item.proposal, noise
+                logits, entry.sampling, entry.history, entry.proposal, noise
             )
             logprobs = _logprobs(logits, item, verdict)
         except OutriderError as error:

@@ -16,7 +16,7 @@ from outrider.messages import (
 )
 from outrider.speculation.decision import decide
 from outrider.speculation.noise import RoundNoise
-from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
+from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.tokens import TokenSequence
 from outrider.wire.link import Link
@@ -137,7 +137,7 @@ class Player:
 
     async def play(self, num_draft_tokens: int) -> None:
         """One round."""
-        proposal: Proposal = EMPTY_PROPOSAL
+        proposal: SealedProposal = NOTHING_SEALED
         if self.draft is not None and num_draft_tokens > 0:
             item = DraftItem(self._head("draft"), num_draft_tokens)
             drafted = await ask(*self.draft, item)

@@ -100,13 +100,10 @@ class RoundNoise:
         acceptance probability."""
         if self.rule.absolute_noise:
             return (_NO_ACCEPT_NOISE,) * num_draft_tokens
-        return tuple(self.accept_uniform(index) for index in range(num_draft_tokens))
-
-    def accept_uniform(self, index: int, sibling: int = 0) -> float:
-        """u in (0, 1) for one node; a scalar is token 0 of its place."""
-        place = self.place(index, sibling)
-        counter = (0, place.a, place.b, int(Stream.ACCEPT))
-        return uniform(philox4x32(counter, _key(self.seed))[0])
+        check(num_draft_tokens <= INDEX_MAX, f"{num_draft_tokens} draft tokens")
+        place, key = self.place(0), _key(self.seed)
+        counters = ((0, place.a, place.b + i, int(Stream.ACCEPT)) for i in range(num_draft_tokens))
+        return tuple(uniform(philox4x32(counter, key)[0]) for counter in counters)
 
 
 class NoiseBatch:

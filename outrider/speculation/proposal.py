@@ -43,19 +43,45 @@ class Proposal:
 EMPTY_PROPOSAL = Proposal()
 
 
-def require_q(proposal: Proposal, rule: Rule) -> None:
+@dataclass(frozen=True, slots=True)
+class SealedProposal:
+    """A proposal on its way: `q` is as `encode_q` wrote it, and only the target opens it.
+
+    The draft seals and the target opens where their steps run; whoever carries it between them
+    reads the token ids alone."""
+
+    token_ids: tuple[int, ...] = ()
+    q: bytes = b""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @classmethod
+    def of(cls, proposal: Proposal) -> SealedProposal:
+        """Seals a proposal."""
+        return cls(proposal.token_ids, encode_q(proposal.q))
+
+    def open(self) -> Proposal:
+        """The proposal. Raises `BadRequest` for a q that `decode_q` refuses."""
+        return Proposal(self.token_ids, decode_q(self.q, self.token_ids))
+
+
+NOTHING_SEALED: Final = SealedProposal()
+
+
+def require_q(proposal: SealedProposal, rule: Rule) -> None:
     """Raises `BadRequest` if `rule` looks at q and the proposal has none: taking the tokens for
     one-hot draws instead would be exact, but would silently cost acceptance."""
-    if rule.needs_q and len(proposal.q) != len(proposal):
+    if rule.needs_q and proposal.token_ids and not proposal.q:
         raise BadRequest(
             "proposal.q",
-            f"holds {len(proposal.q)} distributions; rule {rule.value} needs one for each of the "
-            f"{len(proposal)} tokens (one without entries for a one-hot draw)",
+            f"is empty; rule {rule.value} needs a distribution for each of the {len(proposal)} "
+            f"tokens (one without entries for a one-hot draw)",
         )
 
 
 def encode_q(q: Sequence[DraftDistribution | None]) -> bytes:
-    """One field for all positions. Each: number of entries n (uint16), n ids (uint32), n counts
+    """One field of bytes. Each position: number of entries n (uint16), n ids (uint32), n counts
     (uint16), little endian; n = 0 is one-hot. `decode_q` is its inverse."""
     parts = []
     for distribution in q:

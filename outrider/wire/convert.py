@@ -36,7 +36,7 @@ from outrider.messages import (
     VerdictReply,
     VerifyItem,
 )
-from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal, decode_q, encode_q
+from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams, check_sampling
 from outrider.speculation.verdict import Verdict
 from outrider.v1 import draft_pb2, target_pb2, types_pb2
@@ -207,24 +207,22 @@ def head_from_proto(message: types_pb2.RoundHead) -> RoundHead:
 # Proposals
 
 
-def proposal_to_proto(proposal: Proposal) -> types_pb2.Proposal:
+def proposal_to_proto(proposal: SealedProposal) -> types_pb2.Proposal:
     """`q` stays empty under rules that do not look at it."""
-    return types_pb2.Proposal(
-        token_ids=proposal.token_ids, q=encode_q(proposal.q) if proposal.q else b""
-    )
+    return types_pb2.Proposal(token_ids=proposal.token_ids, q=proposal.q)
 
 
-def proposal_from_proto(message: types_pb2.Proposal) -> Proposal:
-    """Checks K, the token ids and, where there is one, q."""
+def proposal_from_proto(message: types_pb2.Proposal) -> SealedProposal:
+    """Checks K and the token ids; q is for the target to open."""
     if not message.token_ids and not message.q:
-        return EMPTY_PROPOSAL
+        return NOTHING_SEALED
     if len(message.token_ids) > NUM_DRAFT_TOKENS_MAX:
         raise BadRequest(
             "proposal.token_ids",
             f"{len(message.token_ids)} tokens are more than {NUM_DRAFT_TOKENS_MAX}",
         )
     token_ids = token_ids_from_wire(message.token_ids, "proposal.token_ids")
-    return Proposal(token_ids, decode_q(message.q, token_ids) if message.q else ())
+    return SealedProposal(token_ids, message.q)
 
 
 # Items

@@ -27,7 +27,7 @@ from outrider.speculation.decision import decide
 from outrider.speculation.drafting import draft_token, draft_tokens
 from outrider.speculation.noise import NoiseBatch, RoundNoise, Stream, uniforms
 from outrider.speculation.philox import row_uniforms, uniform
-from outrider.speculation.proposal import COUNT_TOTAL, Proposal, require_q
+from outrider.speculation.proposal import COUNT_TOTAL, Proposal, SealedProposal, require_q
 from outrider.speculation.race import race, race_at
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.scoring import score, verdict_law
@@ -93,7 +93,7 @@ def test_trap_04_a_missing_q_is_no_one_hot_q(rule):
     """Tokens without q are refused; they never silently become one-hot draws."""
     rows = torch.full((2, 3), 1 / 3, dtype=torch.float64)
     with pytest.raises(BadRequest, match=r"proposal\.q"):
-        require_q(Proposal((1,)), rule)
+        require_q(SealedProposal((1,)), rule)
     with pytest.raises(InvariantError, match="needs q"):
         score(rows, Proposal((1,)), RoundNoise(0, rule, 3))
 

@@ -14,7 +14,7 @@ from outrider.engine.executor import InlineExecutor
 from outrider.messages import DraftItem, ProposalReply, VerdictReply, VerifyItem
 from outrider.speculation.decision import decide
 from outrider.speculation.noise import RoundNoise
-from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
+from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.transforms import target_probabilities
 from outrider.wire.memory_link import MemoryLink
@@ -44,7 +44,7 @@ class Side:
         return [by_key[item.head.key] for item in items]
 
 
-async def first_tokens(target: Side, seeds: range, proposals: list[Proposal]) -> list[Any]:
+async def first_tokens(target: Side, seeds: range, proposals: list[SealedProposal]) -> list[Any]:
     """The first token that one round under each seed commits."""
     heads = [make_head(PROMPT, session=s, seed=s, rule=Rule.TOKEN, round_index=1) for s in seeds]
     items = [VerifyItem(head, p) for head, p in zip(heads, proposals, strict=True)]
@@ -81,7 +81,7 @@ async def test_trap_08_a_failure_of_the_draft_is_no_reason_to_drop_what_it_drew(
             assert len(reply.proposal) == (1 if failed else 2)
             assert reply.cached_length == len(PROMPT) + len(reply.proposal) - 1
         kept += await first_tokens(target, seeds, proposals)
-        whole = [proposal if len(proposal) == 2 else EMPTY_PROPOSAL for proposal in proposals]
+        whole = [proposal if len(proposal) == 2 else NOTHING_SEALED for proposal in proposals]
         dropped += await first_tokens(target, seeds, whole)
         for session in seeds:
             draft_service.release(session_name(session), 1)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from outrider.errors import (
 from outrider.generation import ChatMessage, Event, Finished, GenerateRequest, Started, Tokens
 from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.store import FinishReason
+from outrider.speculation.sampling import Rule
 from outrider.wire.memory_link import MemoryLink
 from target_service.service import TargetService
 
@@ -200,6 +202,30 @@ def test_a_stream_that_breaks_while_the_target_runs_ahead_costs_no_timeout() -> 
             return longest
 
     assert run_virtually(main()) < 1.0
+
+
+def test_a_q_that_the_target_cannot_open_costs_the_draft_and_not_the_request() -> None:
+    async def main() -> None:
+        async with bench() as b:
+            connect, spoiled = b.draft.connect, []
+
+            def spoiling(send: Any) -> Any:
+                def spoil(answers: Sequence[Any]) -> None:
+                    spoiled.extend(
+                        replace(a, proposal=replace(a.proposal, q=b"?")) for a in answers
+                    )
+                    send(spoiled[-len(answers) :])
+
+                return connect(spoil)
+
+            b.draft.connect = spoiling  # type: ignore[method-assign]
+            events = await b.events(replace(REQUEST, rule=Rule.TOKEN))
+            last = events[-1]
+            assert isinstance(last, Finished)
+            assert last.usage.completion_tokens == REQUEST.max_tokens
+            assert any(answer.proposal.token_ids for answer in spoiled)
+
+    run_virtually(main())
 
 
 def test_tokenizing_counts_for_the_deadline_and_for_admission() -> None:

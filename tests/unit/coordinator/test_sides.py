@@ -27,7 +27,7 @@ from outrider.messages import (
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState, Counters, NewSession
 from outrider.speculation.noise import RoundNoise
-from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
+from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
 
@@ -92,7 +92,7 @@ def verdict(item: Any, correction: int = 9) -> VerdictReply:
 def proposal(item: Any) -> ProposalReply:
     tokens = tuple(range(item.num_draft_tokens))
     length = item.head.committed_length
-    return ProposalReply(item.head.key, Proposal(tokens), length, length + len(tokens))
+    return ProposalReply(item.head.key, SealedProposal(tokens), length, length + len(tokens))
 
 
 def refuse(error: Any) -> Callable[[Any], Refused]:
@@ -130,10 +130,10 @@ def test_what_the_target_lacks_is_sent_and_what_it_holds_is_not() -> None:
     link = ScriptedLink(verdict, verdict)
 
     async def test(target: TargetSide, one: Session) -> None:
-        reply = await target.verify(0, EMPTY_PROPOSAL, 0, None)
+        reply = await target.verify(0, NOTHING_SEALED, 0, None)
         target.settle(reply, one.length)
         one.decide((9,), Counters())
-        await target.verify(1, Proposal((1, 2)), 0, None)
+        await target.verify(1, SealedProposal((1, 2)), 0, None)
         assert target.cache_state == CacheState("t", 4)
 
     with_target(link, test)
@@ -146,7 +146,7 @@ def test_an_answer_that_does_not_come_is_asked_for_again() -> None:
     link = ScriptedLink(None, None, verdict)
 
     async def test(target: TargetSide, one: Session) -> float:
-        await target.verify(0, EMPTY_PROPOSAL, 0, None)
+        await target.verify(0, NOTHING_SEALED, 0, None)
         return asyncio.get_running_loop().time()
 
     assert with_target(link, test) == pytest.approx(3.0)  # 1 s, then 2 s.
@@ -161,7 +161,7 @@ def test_a_resync_is_answered_with_what_the_replica_lacks() -> None:
     link = ScriptedLink(resync(2, PROMPT[:2]), resync(3, (4, 4, 4)), verdict)
 
     async def test(target: TargetSide, one: Session) -> None:
-        await target.verify(0, EMPTY_PROPOSAL, 0, None)
+        await target.verify(0, NOTHING_SEALED, 0, None)
 
     with_target(link, test)
     assert [item.head.base_length for item in link.sent] == [0, 2, 0]
@@ -172,7 +172,7 @@ def test_a_target_that_cannot_be_reached_is_given_up_in_time() -> None:
 
     async def test(target: TargetSide, one: Session) -> float:
         with pytest.raises(Unavailable, match="no target can be reached"):
-            await target.verify(0, EMPTY_PROPOSAL, 0, None)
+            await target.verify(0, NOTHING_SEALED, 0, None)
         return asyncio.get_running_loop().time()
 
     assert 4.0 <= with_target(link, test) <= 6.0
@@ -182,7 +182,7 @@ def test_a_target_that_comes_back_is_used_again() -> None:
     link = ScriptedLink(LinkLost("down"), LinkLost("down"), verdict)
 
     async def test(target: TargetSide, one: Session) -> None:
-        await target.verify(0, EMPTY_PROPOSAL, 0, None)
+        await target.verify(0, NOTHING_SEALED, 0, None)
 
     with_target(link, test)
 
@@ -199,7 +199,7 @@ def test_a_target_that_comes_back_is_used_again() -> None:
 def test_a_refusal_ends_the_request(refusal: Any, becomes: type[OutriderError]) -> None:
     async def test(target: TargetSide, one: Session) -> None:
         with pytest.raises(becomes) as caught:
-            await target.verify(0, EMPTY_PROPOSAL, 0, None)
+            await target.verify(0, NOTHING_SEALED, 0, None)
         assert caught.value.grpc_code == becomes.grpc_code
 
     with_target(ScriptedLink(refuse(refusal)), test)
@@ -210,11 +210,11 @@ def test_a_stream_that_breaks_between_two_rounds_is_asked_anew_at_once() -> None
     link = ScriptedLink(verdict, verdict)
 
     async def test(target: TargetSide, one: Session) -> float:
-        reply = await target.verify(0, EMPTY_PROPOSAL, 8, None)
+        reply = await target.verify(0, NOTHING_SEALED, 8, None)
         target.settle(reply, one.length)
         one.decide((9,), Counters())
         link.on_lost(LinkLost("keepalive"))
-        await target.verify(1, EMPTY_PROPOSAL, 8, None)
+        await target.verify(1, NOTHING_SEALED, 8, None)
         return asyncio.get_running_loop().time()
 
     assert with_target(link, test) < 0.01
@@ -229,7 +229,7 @@ def test_a_target_that_decodes_ahead_is_asked_again_at_half_its_allowance() -> N
         for index in range(10):
             sent = len(link.sent)
             link.script = [None]
-            task = asyncio.create_task(target.verify(index, EMPTY_PROPOSAL, 8, None))
+            task = asyncio.create_task(target.verify(index, NOTHING_SEALED, 8, None))
             await asyncio.sleep(0.01)
             if len(link.sent) > sent:
                 asked.append(index)
@@ -247,11 +247,11 @@ def test_the_first_verdict_of_a_round_wins_and_stale_ones_are_dropped() -> None:
     link = ScriptedLink(verdict)
 
     async def test(target: TargetSide, one: Session) -> None:
-        reply = await target.verify(0, EMPTY_PROPOSAL, 0, None)
+        reply = await target.verify(0, NOTHING_SEALED, 0, None)
         target.settle(reply, one.length)
         one.decide((9,), Counters())
         link.script = [None]
-        task = asyncio.create_task(target.verify(1, EMPTY_PROPOSAL, 0, None))
+        task = asyncio.create_task(target.verify(1, NOTHING_SEALED, 0, None))
         await asyncio.sleep(0.01)
         stale, item = link.sent
         link.on_answer(verdict(stale, correction=1))
@@ -327,7 +327,7 @@ def test_a_draft_that_sends_more_than_was_asked_for_is_not_believed() -> None:
         assert not (await draft.propose(1, 3, NOISE)).by_replica
 
     def too_long(item: Any) -> ProposalReply:
-        return ProposalReply(item.head.key, Proposal((1, 2, 3, 4)), 4, 8)
+        return ProposalReply(item.head.key, SealedProposal((1, 2, 3, 4)), 4, 8)
 
     with_draft(ScriptedLink(too_long), test)
 

@@ -11,7 +11,7 @@ from toy_engine import ToyEngine
 
 from outrider.engine.executor import InlineExecutor
 from outrider.messages import Refused, Resync, VerdictReply, VerifyAnswer, VerifyItem
-from outrider.speculation.proposal import Proposal
+from outrider.speculation.proposal import Proposal, SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.wire.memory_link import MemoryLink
 from target_service.service import TargetService
@@ -125,7 +125,7 @@ async def test_a_proposal_takes_over(setting: Setting) -> None:
     and gets the verdict it would have got alone."""
     wanted = await plain_tokens(2)
     head = make_head(wanted[:4], 3, rule=RULE, round_index=1)
-    item = VerifyItem(head, Proposal((4, 5), (None, None)))
+    item = VerifyItem(head, SealedProposal.of(Proposal((4, 5), (None, None))))
     setting.link.send(ask_round(PROMPT, 0, 0, 8))
     await setting.listener.wait(3)
     setting.link.send(item)

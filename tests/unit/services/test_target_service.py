@@ -13,7 +13,7 @@ from toy_engine import ToyEngine, toy_logits
 from outrider.engine.executor import InlineExecutor
 from outrider.messages import Refused, Resync, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.speculation.noise import RoundNoise
-from outrider.speculation.proposal import DraftDistribution, Proposal
+from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.scoring import score
 from outrider.speculation.transforms import TokenHistory, raw_logprobs, target_probabilities
@@ -72,7 +72,7 @@ async def test_a_verdict_is_the_pure_function_of_its_item(
     of committed and drafted tokens included: the same tokens, and acceptance but for rounding."""
     sampling = SamplingParams(temperature=0.0 if rule is Rule.GREEDY else 0.9, presence_penalty=0.7)
     head = make_head(PROMPT, rule=rule, sampling=sampling, prompt_length=2)
-    reply = await setting.ask(VerifyItem(head, proposal))
+    reply = await setting.ask(VerifyItem(head, SealedProposal.of(proposal)))
     rows = expected_rows(PROMPT, proposal.token_ids)
     history = TokenHistory(PROMPT[:2], PROMPT[2:], proposal.token_ids)
     p = target_probabilities(rows, sampling, history)
@@ -88,7 +88,7 @@ async def test_a_verdict_is_the_pure_function_of_its_item(
 
 async def test_logprobs_are_of_the_raw_logits(setting: Setting) -> None:
     """2K+1 entries: of the draft tokens, then of the corrections, each from its own row."""
-    proposal = Proposal((4, 5))
+    proposal = SealedProposal((4, 5))
     reply = await setting.ask(VerifyItem(make_head(PROMPT), proposal, num_logprobs=3))
     assert isinstance(reply, VerdictReply)
     rows = expected_rows(PROMPT, proposal.token_ids)
@@ -112,7 +112,7 @@ async def test_a_prefix_that_is_not_held_is_asked_for(setting: Setting) -> None:
 async def test_repeated_and_late_items_change_nothing(setting: Setting) -> None:
     """A repetition gets the same verdict; an item of an older round is refused and does not cut
     back what newer rounds have cached."""
-    first = VerifyItem(make_head(PROMPT), Proposal((4, 5)))
+    first = VerifyItem(make_head(PROMPT), SealedProposal((4, 5)))
     reply = await setting.ask(first)
     again = await setting.ask(first)
     assert isinstance(reply, VerdictReply)
@@ -140,26 +140,34 @@ async def test_an_epoch_that_is_over_is_refused(setting: Setting) -> None:
     )
 
 
-BAD_ITEMS = {
-    "head.append": VerifyItem(make_head((1, 8))),
-    "proposal": VerifyItem(make_head(range(8)), Proposal((1,))),
-    "head.rule": VerifyItem(make_head(PROMPT, rule=Rule.TOKEN, sampling=GREEDY)),
-    "proposal.q": VerifyItem(make_head(PROMPT, rule=Rule.BLOCK), Proposal((1,))),
-    "head.sampling": VerifyItem(replace(make_head(PROMPT), sampling=None)),
-    "sampling.top_k": VerifyItem(
-        make_head(PROMPT, rule=Rule.TOKEN, sampling=SamplingParams(top_k=9))
+BAD_ITEMS = [
+    ("head.append", VerifyItem(make_head((1, 8)))),
+    ("proposal", VerifyItem(make_head(range(8)), SealedProposal((1,)))),
+    ("head.rule", VerifyItem(make_head(PROMPT, rule=Rule.TOKEN, sampling=GREEDY))),
+    ("proposal.q", VerifyItem(make_head(PROMPT, rule=Rule.BLOCK), SealedProposal((1,)))),
+    ("proposal.q", VerifyItem(make_head(PROMPT, rule=Rule.BLOCK), SealedProposal((1,), b"\1"))),
+    ("head.sampling", VerifyItem(replace(make_head(PROMPT), sampling=None))),
+    (
+        "sampling.top_k",
+        VerifyItem(make_head(PROMPT, rule=Rule.TOKEN, sampling=SamplingParams(top_k=9))),
     ),
-    "sampling.logit_bias": VerifyItem(
-        make_head(PROMPT, rule=Rule.TOKEN, sampling=SamplingParams(logit_bias=((2, 1.0), (8, 1.0))))
+    (
+        "sampling.logit_bias",
+        VerifyItem(
+            make_head(
+                PROMPT, rule=Rule.TOKEN, sampling=SamplingParams(logit_bias=((2, 1.0), (8, 1.0)))
+            )
+        ),
     ),
-}
+]
 
 
-@pytest.mark.parametrize("field", BAD_ITEMS)
-async def test_a_bad_item_is_refused_and_its_neighbours_are_answered(field: str) -> None:
+@pytest.mark.parametrize(("field", "bad"), BAD_ITEMS)
+async def test_a_bad_item_is_refused_and_its_neighbours_are_answered(
+    field: str, bad: VerifyItem
+) -> None:
     """The refusal names the field; the other items of the same step get their verdicts."""
     setting = Setting(ToyEngine(max_model_len=8))
-    bad = BAD_ITEMS[field]
     setting.link.send(VerifyItem(make_head(PROMPT, session=2)))
     setting.link.send(bad)
     setting.link.send(VerifyItem(make_head(PROMPT, session=3)))
@@ -178,7 +186,7 @@ async def test_a_bad_item_is_refused_and_its_neighbours_are_answered(field: str)
 
 async def test_the_longest_prefix_is_served_and_one_more_is_refused() -> None:
     setting = Setting(ToyEngine(max_model_len=8))
-    longest = await setting.ask(VerifyItem(make_head(range(7)), Proposal((1,))))
+    longest = await setting.ask(VerifyItem(make_head(range(7)), SealedProposal((1,))))
     assert isinstance(longest, VerdictReply)
     over = await setting.ask(VerifyItem(make_head([1] * 9, session=2)))
     assert isinstance(over, Refused)
@@ -190,7 +198,10 @@ async def test_draft_tokens_outside_the_vocabulary_are_never_accepted(setting: S
     """A draft's vocabulary may be padded wider: such tokens have p = 0, whatever follows them."""
     for session, rule in enumerate(Rule, start=1):
         q = (None, None, None) if rule.needs_q else ()
-        item = VerifyItem(make_head(PROMPT, session=session, rule=rule), Proposal((4, 99, 5), q))
+        item = VerifyItem(
+            make_head(PROMPT, session=session, rule=rule),
+            SealedProposal.of(Proposal((4, 99, 5), q)),
+        )
         reply = await setting.ask(item)
         assert isinstance(reply, VerdictReply)
         assert reply.verdict.accept_probability[1] == 0.0

@@ -15,6 +15,7 @@ from outrider.speculation.proposal import (
     COUNT_TOTAL,
     DraftDistribution,
     Proposal,
+    SealedProposal,
     decode_q,
     encode_q,
     require_q,
@@ -107,11 +108,11 @@ def test_number_of_entries_from_both_sides():
 @pytest.mark.parametrize("rule", Rule)
 def test_require_q(rule):
     """A proposal without q is refused exactly where the rule looks at q."""
-    bare = Proposal((1, 2))
-    require_q(Proposal(), rule)
-    require_q(Proposal((1, 2), (None, None)), rule)
+    bare = SealedProposal((1, 2))
+    require_q(SealedProposal(), rule)
+    require_q(SealedProposal.of(Proposal((1, 2), (None, None))), rule)
     if rule.needs_q:
-        with pytest.raises(BadRequest, match="needs one for each of the 2 tokens"):
+        with pytest.raises(BadRequest, match="a distribution for each of the 2 tokens"):
             require_q(bare, rule)
     else:
         require_q(bare, rule)

@@ -35,7 +35,7 @@ from outrider.messages import (
     VerdictReply,
     VerifyItem,
 )
-from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
+from outrider.speculation.proposal import SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
 from outrider.v1 import draft_pb2, target_pb2, types_pb2
@@ -91,16 +91,9 @@ def heads(draw: st.DrawFn) -> RoundHead:
 
 
 @st.composite
-def proposals(draw: st.DrawFn) -> Proposal:
+def proposals(draw: st.DrawFn) -> SealedProposal:
     token_ids = tuple(draw(st.lists(IDS, max_size=NUM_DRAFT_TOKENS_MAX)))
-    if not token_ids or draw(st.booleans()):
-        return Proposal(token_ids)
-    halves = (COUNT_TOTAL // 2, COUNT_TOTAL // 2)
-    q = [
-        draw(st.sampled_from([None, DraftDistribution((v, (v + 1) % TOKEN_ID_MAX), halves)]))
-        for v in token_ids
-    ]
-    return Proposal(token_ids, tuple(q))
+    return SealedProposal(token_ids, draw(st.binary(max_size=40)) if token_ids else b"")
 
 
 VERIFY_ITEMS = st.builds(
@@ -223,7 +216,7 @@ def test_logit_bias_limits_from_both_sides() -> None:
 
 
 def good_item() -> target_pb2.VerifyItem:
-    item = VerifyItem(make_head((1, 2), rule=Rule.TOKEN), Proposal((3,), (None,)))
+    item = VerifyItem(make_head((1, 2), rule=Rule.TOKEN), SealedProposal((3,), b"\0\0"))
     return convert.verify_item_to_proto(item, None)
 
 
@@ -276,8 +269,6 @@ ITEM_CHANGES: list[tuple[str, Callable[[Any], Any], Callable[[Any], Any] | None]
             m.proposal.ClearField("q"),
         ),
     ),
-    ("proposal.q", lambda m: setattr(m.proposal, "q", b"\x01"), None),
-    ("proposal.q", lambda m: m.proposal.token_ids.append(5), None),
     (
         "run_ahead",
         lambda m: setattr(m, "run_ahead", RUN_AHEAD_ROUNDS_MAX + 1),
