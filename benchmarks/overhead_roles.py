@@ -149,7 +149,7 @@ async def _model(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     use_threads(num_threads)
     from outrider.replica_host import ReplicaHost
     from target_service.service import TargetService
-    from target_service.servicer import target_grpc_service
+    from target_service.servicer import TargetServicer
 
     from .overhead_clocks import ClockedExecutor, ClockedService
 
@@ -157,7 +157,7 @@ async def _model(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     executor = ClockedExecutor("target-step", engine.take_step_seconds)
     service = ClockedService(TargetService(engine, executor, max_num_seqs=config.max_num_seqs))
     host: ReplicaHost[Any, Any] = ReplicaHost()
-    address = await host.serve(service, target_grpc_service, config.host, 0)
+    address = await host.serve(service, TargetServicer, config.host, 0)
     try:
         yield Role(
             address,
