@@ -48,7 +48,7 @@ class ReplicaServicer(Generic[Item, Answer]):
     def finish(self, drain: Callable[[], Awaitable[None]]) -> None:
         """Takes no more items. When `drain` returns, every stream sends the answers it has and
         ends as `Unavailable`. They end together, because a coordinator that loses one of its
-        streams gives up the other, and what it asked there."""
+        streams gives up the other; an answer that is then still on its way is asked for again."""
         self._drain = drain
         for reader in self._readers:
             reader.cancel()
