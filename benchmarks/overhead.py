@@ -162,7 +162,7 @@ async def measure_rounds(num_rounds: int, progress: Progress) -> list[RoundStamp
             # The last rounds of a session draft less than K: their number is bounded by K.
             num_done += max(0, found.metrics.num_rounds - 1 - NUM_DRAFT_TOKENS)
             seed += 1
-        answer = await coordinator.ask("rounds")
+        answer = await coordinator.seen()
     stamps = [RoundStamps(**values) for values in answer["rounds"]]
     return full_rounds(stamps)[WARM_UP_ROUNDS:wanted]
 

@@ -126,7 +126,7 @@ async def generate_load(process: RoleProcess, num_probes: int, progress: Progres
         link.listen(lambda answer: by_id[answer.key.session_id].hear(answer), on_lost)
         background, probes = askers[:NUM_BACKGROUND], askers[NUM_BACKGROUND:]
         await _run(background, probes, num_probes, lost, progress)
-        stamps = await process.ask("stamps")
+        stamps = await process.seen()
     finally:
         await link.close()
     return _join(probes, stamps)

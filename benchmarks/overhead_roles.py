@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final
 
 from outrider.config import CoordinatorConfig, TargetConfig
 from outrider.errors import OutriderError
 from outrider.hosting import available_cores, build_engine, use_threads
+
+from .answering import LINE_BYTES_MAX, AnswerWriter
 
 if TYPE_CHECKING:
     from outrider.messages import ReplyKey
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
     from .overhead_clocks import RoundClock
 
-LINE_BYTES_MAX: Final = 2**20
-"""Of one question."""
 _GRACE_S: Final = 1.0
 
 Answers = Callable[[], dict[str, Any]]
@@ -39,11 +38,10 @@ class Role:
 
 def main() -> None:
     """Answers lines until the input ends."""
-    answers = _claim_standard_output()
-    asyncio.run(_serve(answers))
+    asyncio.run(_serve(AnswerWriter()))
 
 
-async def _serve(answers: TextIO) -> None:
+async def _serve(answers: AnswerWriter) -> None:
     reader = asyncio.StreamReader(limit=LINE_BYTES_MAX)
     protocol = asyncio.StreamReaderProtocol(reader)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
@@ -53,11 +51,11 @@ async def _serve(answers: TextIO) -> None:
     setup = json.loads(first)
     try:
         async with ROLES[setup["role"]](setup) as role:
-            _answer(answers, {"address": role.address})
+            answers.write({"address": role.address})
             while await reader.readline():
-                _answer(answers, role.answer())
+                answers.write(role.answer())
     except OutriderError as error:
-        _answer(answers, {"error": error.message})
+        answers.write({"error": error.message})
 
 
 @asynccontextmanager
@@ -149,7 +147,7 @@ async def _model(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     use_threads(num_threads)
     from outrider.replica_host import ReplicaHost
     from target_service.service import TargetService
-    from target_service.servicer import target_grpc_service
+    from target_service.servicer import TargetServicer
 
     from .overhead_clocks import ClockedExecutor, ClockedService
 
@@ -157,7 +155,7 @@ async def _model(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     executor = ClockedExecutor("target-step", engine.take_step_seconds)
     service = ClockedService(TargetService(engine, executor, max_num_seqs=config.max_num_seqs))
     host: ReplicaHost[Any, Any] = ReplicaHost()
-    address = await host.serve(service, target_grpc_service, config.host, 0)
+    address = await host.serve(service, TargetServicer, config.host, 0)
     try:
         yield Role(
             address,
@@ -184,18 +182,6 @@ async def _server(service: Service) -> AsyncIterator[str]:
         stack.push_async_callback(server.stop)
         await server.set_serving(True)
         yield server.address
-
-
-def _claim_standard_output() -> TextIO:
-    """Standard output for answers alone: what libraries print goes to standard error."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return answers
-
-
-def _answer(answers: TextIO, value: Mapping[str, object]) -> None:
-    answers.write(json.dumps(value) + "\n")
-    answers.flush()
 
 
 ROLES: Final = {"draft": _canned, "target": _canned, "coordinator": _coordinator, "model": _model}

@@ -7,11 +7,10 @@ after the other, until its input ends. An answer is `{}`, `{"token_ids", "second
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, Final, Protocol, TextIO
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -26,8 +25,8 @@ from outrider.speculation.transforms import NO_HISTORY
 from outrider.speculation.verdicts import verdict_from_logits
 from outrider.text import TokenizerText
 
+from .answering import LINE_BYTES_MAX, AnswerWriter
 from .measurement import Side
-from .references import LINE_BYTES_MAX
 
 _SEQUENCE: Final = "bench"
 
@@ -97,7 +96,7 @@ class LibraryDecoder:
 
 def main() -> None:
     """Answers lines until the input ends."""
-    answers = _claim_standard_output()
+    answers = AnswerWriter()
     requests = sys.stdin.buffer
     setup = requests.readline(LINE_BYTES_MAX)
     if not setup:
@@ -105,18 +104,11 @@ def main() -> None:
     try:
         text, decoder, raw = _load(json.loads(setup))
     except OutriderError as error:
-        _answer(answers, {"error": error.message})
+        answers.write({"error": error.message})
         return
-    _answer(answers, {})
+    answers.write({})
     while line := requests.readline(LINE_BYTES_MAX):
-        _answer(answers, _decode(text, decoder, raw, json.loads(line)))
-
-
-def _claim_standard_output() -> TextIO:
-    """Standard output for answers alone: what libraries print goes to standard error."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return answers
+        answers.write(_decode(text, decoder, raw, json.loads(line)))
 
 
 def _load(setup: dict[str, Any]) -> tuple[TokenizerText, _Decoder, bool]:
@@ -148,11 +140,6 @@ def _decode(
     except OutriderError as error:
         return {"error": error.message}
     return {"token_ids": token_ids, "seconds": time.perf_counter() - started_s}
-
-
-def _answer(answers: TextIO, value: dict[str, object]) -> None:
-    answers.write(json.dumps(value) + "\n")
-    answers.flush()
 
 
 if __name__ == "__main__":

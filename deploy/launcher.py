@@ -217,7 +217,7 @@ class Deployment:
             self._redis = None
 
     async def _stop_actor(self, actor: Actor) -> None:
-        grace_s = self.config.stop_timeout_s if actor.role == "coordinator" else 0.0
+        grace_s = self.config.stop_timeout_s
         try:
             await actor.call("stop", grace_s, timeout_s=grace_s + STOP_CALL_TIMEOUT_S)
         except OutriderError as error:

@@ -27,9 +27,9 @@ class DraftActor(ReplicaHost[DraftItem, DraftAnswer]):
         log_to(log_directory, "draft")
         observer = self.observe(config, "draft")
         service = await asyncio.to_thread(_build, config, num_threads, observer)
-        from .servicer import draft_grpc_service
+        from .servicer import DraftServicer
 
-        return await self.serve(service, draft_grpc_service, config.host, config.port)
+        return await self.serve(service, DraftServicer, config.host, config.port)
 
 
 def _default_threads(config: DraftConfig) -> int:

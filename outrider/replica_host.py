@@ -19,12 +19,14 @@ from outrider.messages import ReplicaDescription
 from outrider.wire.link import Connection, ReplicaService
 
 if TYPE_CHECKING:
+    from outrider.replica_servicer import ReplicaServicer
     from outrider.stepping import StepObserver
     from outrider.telemetry.exporting import Exports
-    from outrider.wire.server import RpcServer, Service
+    from outrider.wire.codecs import Keyed
+    from outrider.wire.server import RpcServer
 
 Item = TypeVar("Item")
-Answer = TypeVar("Answer")
+Answer = TypeVar("Answer", bound="Keyed")
 Item_contra = TypeVar("Item_contra", contravariant=True)
 Answer_co = TypeVar("Answer_co", covariant=True)
 
@@ -60,6 +62,7 @@ class ReplicaHost(Generic[Item, Answer]):
     def __init__(self) -> None:
         self._service: HostedService[Item, Answer] | None = None
         self._metered: MeteredService[Item, Answer] | None = None
+        self._servicer: ReplicaServicer[Item, Answer] | None = None
         self._server: RpcServer | None = None
         self._healthy: bool | None = None
         self._health_changed = asyncio.Event()
@@ -95,9 +98,12 @@ class ReplicaHost(Generic[Item, Answer]):
             await self._server.wait()
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no new calls, lets queued steps end within `grace_s` seconds, and closes."""
+        """Takes no more calls and no more items; lets queued steps end and their answers be sent
+        within `grace_s` seconds; and closes. Streams end as soon as nothing waits for a step."""
         if self._health_task is not None:
             self._health_task.cancel()
+        if self._servicer is not None and self._service is not None:
+            self._servicer.finish(self._service.drain)
         if self._server is not None:
             await self._server.stop(grace_s)
         if self._service is not None:
@@ -108,7 +114,7 @@ class ReplicaHost(Generic[Item, Answer]):
     async def serve(
         self,
         service: HostedService[Item, Answer],
-        face: Callable[[ReplicaService[Item, Answer]], Service],
+        face: Callable[[ReplicaService[Item, Answer]], ReplicaServicer[Item, Answer]],
         host: str,
         port: int,
     ) -> str:
@@ -118,7 +124,8 @@ class ReplicaHost(Generic[Item, Answer]):
 
         self._service = service
         self._metered = MeteredService(service)
-        self._server = RpcServer([face(self._metered)], ServerOptions(host, port))
+        self._servicer = face(self._metered)
+        self._server = RpcServer([self._servicer.grpc_service], ServerOptions(host, port))
         await self._server.start()
         await self._server.set_serving(True)
         service.watch(self._on_health)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -21,7 +21,6 @@ from outrider.errors import (
     DeadlineExceeded,
     OutriderError,
     Overloaded,
-    StaleEpoch,
     Unavailable,
     check,
 )
@@ -31,11 +30,7 @@ from outrider.telemetry.logs import about
 
 logger = logging.getLogger(__name__)
 
-CANCELLED_CODE = 1
-"""google.rpc.Code of work that nobody needs any more."""
 _INTERNAL_CODE = 13
-_RELEASED = 2**64
-"""In place of the newest round of a session that was released: no round has this number."""
 
 
 class SteppedItem(Protocol):
@@ -69,15 +64,19 @@ class StepWorker(Protocol[Item_contra, Answer_co]):
         """After `step` raised: brings the items' sessions into a sane state by forgetting them."""
         ...
 
+    def check_integrity(self) -> None:
+        """For tests, while no step runs: raises `InvariantError` if tokens and slots disagree."""
+        ...
+
 
 class Outlet(Generic[Answer]):
     """Where the answers of one connection go."""
 
     def __init__(self, send: Callable[[Sequence[Answer]], None]) -> None:
-        self._send = send
+        self._send: Callable[[Sequence[Any]], None] = send  # Every kind of answer may be a refusal.
         self.closed = False
 
-    def send(self, answers: Sequence[Answer]) -> None:
+    def send(self, answers: Sequence[Answer | Refused]) -> None:
         """Sends answers, unless the connection has been closed."""
         if answers and not self.closed:
             self._send(answers)
@@ -96,7 +95,7 @@ class Work(Generic[Item, Answer]):
         self.arrived_at = arrived_at
         self.expires_at = expires_at
         """Loop time after which the answer is of no use; infinity = none."""
-        self.on_done: Callable[[Work[Item, Answer], Answer | None], None] | None = None
+        self.on_done: Callable[[Work[Item, Answer], Answer | Refused | None], None] | None = None
         """Hears the answer after it was sent, or None where the work was dropped."""
         self.cancelled = False
 
@@ -161,11 +160,6 @@ class StepScheduler(Generic[Item, Answer]):
         self._on_health: Callable[[bool], None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing waits and nothing runs."""
-        return self._idle.is_set()
 
     @property
     def queued(self) -> int:
@@ -350,12 +344,12 @@ class StepScheduler(Generic[Item, Answer]):
             if self._on_health is not None:
                 self._on_health(self._reported)
 
-    def _refuse(self, work: Work[Item, Answer], answer: Any) -> None:
+    def _refuse(self, work: Work[Item, Answer], answer: Refused) -> None:
         for outlet in work.outlets:
             outlet.send([answer])
         self._done(work, answer)
 
-    def _done(self, work: Work[Item, Answer], answer: Answer | None) -> None:
+    def _done(self, work: Work[Item, Answer], answer: Answer | Refused | None) -> None:
         if work.on_done is not None:
             work.on_done(work, answer)
 
@@ -377,45 +371,3 @@ def refusal(key: ReplyKey, error: OutriderError) -> Refused:
 def expiry(head: RoundHead, now: float) -> float:
     """Loop time at which an item that arrives now expires."""
     return now + head.deadline_ms / 1000 if head.deadline_ms else float("inf")
-
-
-class RoundFence:
-    """Knows the newest round that was asked of each session, and holds back older ones: they come
-    late or twice, and would only throw away what newer rounds have cached, or bring back a session
-    that was released.
-
-    Remembers `SEQUENCES_PER_REPLICA_MAX` sessions; one that it has forgotten may pass again.
-    """
-
-    def __init__(self) -> None:
-        self._asked: OrderedDict[str, tuple[int, int]] = OrderedDict()
-
-    def admit(self, head: RoundHead) -> Refused | None:
-        """Notes the round; or returns why it is refused: ABORTED for an epoch that is over,
-        CANCELLED for a round behind one of the same epoch."""
-        asked = self._asked.get(head.session_id)
-        if asked is not None:
-            epoch, latest = asked
-            if head.epoch < epoch:
-                over = StaleEpoch(f"epoch {head.epoch} is over, {epoch} was seen")
-                return refusal(head.key, over)
-            if head.epoch == epoch and head.round < latest:
-                over_by = "it was released" if latest == _RELEASED else f"{latest} was asked for"
-                return Refused(head.key, CANCELLED_CODE, f"round {head.round} is over, {over_by}")
-        self._note(head.session_id, head.epoch, head.round)
-        return None
-
-    def release(self, session_id: str, epoch: int) -> bool:
-        """Ends all rounds of the epoch, also those that are still to come; False, and nothing
-        ended, if a newer epoch was seen."""
-        asked = self._asked.get(session_id)
-        if asked is not None and asked[0] > epoch:
-            return False
-        self._note(session_id, epoch, _RELEASED)
-        return True
-
-    def _note(self, session_id: str, epoch: int, latest: int) -> None:
-        self._asked[session_id] = (epoch, latest)
-        self._asked.move_to_end(session_id)
-        if len(self._asked) > SEQUENCES_PER_REPLICA_MAX:
-            self._asked.popitem(last=False)

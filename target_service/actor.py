@@ -26,9 +26,9 @@ class TargetActor(ReplicaHost[VerifyItem, VerifyAnswer]):
         log_to(log_directory, "target")
         observer = self.observe(config, "target")
         service = await asyncio.to_thread(_build, config, num_threads, observer)
-        from .servicer import target_grpc_service
+        from .servicer import TargetServicer
 
-        return await self.serve(service, target_grpc_service, config.host, config.port)
+        return await self.serve(service, TargetServicer, config.host, config.port)
 
 
 def _build(config: TargetConfig, num_threads: int, observer: StepObserver | None) -> TargetService:

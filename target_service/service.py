@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
 
 from outrider.engine.executor import StepExecutor
 from outrider.engine.interface import Engine
-from outrider.errors import OutriderError
-from outrider.limits import SEQUENCES_PER_REPLICA_MAX, STREAM_QUEUE_ITEMS_MAX
-from outrider.messages import ReplicaDescription, VerdictReply, VerifyAnswer, VerifyItem
-from outrider.stepping import (
-    Outlet,
-    RoundFence,
-    StepObserver,
-    StepScheduler,
-    Work,
-    expiry,
-    refusal,
-)
+from outrider.limits import SEQUENCES_PER_REPLICA_MAX
+from outrider.messages import VerdictReply, VerifyAnswer, VerifyItem
+from outrider.stepped_service import SteppedService, describe_model
+from outrider.stepping import Outlet, StepObserver, Work
 from target_service.run_ahead import RunAhead
 from target_service.scoring import Scorer
 
-TargetWork = Work[VerifyItem, VerifyAnswer]
 
-
-class TargetService:
-    """Serves any number of streams with one engine. Every method is for the event loop's thread;
-    the engine is touched on the executor alone."""
+class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
+    """Serves any number of streams with one engine."""
 
     def __init__(
         self,
@@ -36,82 +23,15 @@ class TargetService:
         executor: StepExecutor,
         *,
         max_num_seqs: int,
-        queue_max: int = STREAM_QUEUE_ITEMS_MAX,
         observer: StepObserver | None = None,
     ) -> None:
         """`max_num_seqs` sessions share a step at most; the engine must hold that many."""
-        self._info = engine.info
-        self._max_num_seqs = max_num_seqs
-        self._scorer = Scorer(engine)
-        self._scheduler: StepScheduler[VerifyItem, VerifyAnswer] = StepScheduler(
-            executor,
-            self._scorer,
-            max_batch=max_num_seqs,
-            queue_max=queue_max,
-            observer=observer,
-        )
-        self._observer = observer
-        self._fence = RoundFence()
+        description = describe_model(engine.info, max_num_seqs)
+        super().__init__(Scorer(engine), executor, description, observer)
         self._ahead: OrderedDict[str, RunAhead] = OrderedDict()
 
-    @property
-    def healthy(self) -> bool:
-        """False once steps only crash, or no more follow."""
-        return self._scheduler.healthy
-
-    def watch(self, on_health: Callable[[bool], None]) -> None:
-        """Names who hears, on the loop's thread, whenever `healthy` changes."""
-        self._scheduler.watch(on_health)
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing waits and nothing runs."""
-        return self._scheduler.idle
-
-    def connect(self, send: Callable[[Sequence[VerifyAnswer]], None]) -> TargetConnection:
-        """See `ReplicaService.connect`."""
-        return TargetConnection(self, Outlet(send))
-
-    def describe(self) -> ReplicaDescription:
-        """See `ReplicaService.describe`."""
-        info = self._info
-        return ReplicaDescription(
-            model=info.name,
-            weights_fingerprint=info.weights_fingerprint,
-            tokenizer_fingerprint=info.tokenizer_fingerprint,
-            vocab_size=info.vocab_size,
-            dtype=info.dtype,
-            max_model_len=info.max_model_len,
-            eos_token_ids=info.eos_token_ids,
-            max_num_seqs=self._max_num_seqs,
-        )
-
-    def release(self, session_id: str, epoch: int) -> None:
-        """See `ReplicaService.release`."""
-        if self._fence.release(session_id, epoch):
-            self._stop_running_ahead(session_id)
-            self._scheduler.release(session_id, epoch)
-
-    async def drain(self) -> None:
-        """Returns when nothing waits and nothing runs: before a stop that loses nobody's answer."""
-        await self._scheduler.drain()
-
-    async def close(self) -> None:
-        """Waits for the running step; whatever waits is dropped. The executor is closed."""
-        await self._scheduler.close()
-
-    def check_integrity(self) -> None:
-        """For tests, while no step runs: raises `InvariantError` if tokens and slots disagree."""
-        self._scorer.check_integrity()
-
-    def take(self, item: VerifyItem, outlet: Outlet[VerifyAnswer]) -> None:
-        """Queues an item of a stream; never waits."""
-        stale = self._fence.admit(item.head)
-        if stale is not None:
-            if self._observer is not None:
-                self._observer.stale()
-            outlet.send([stale])
-            return
+    def _accept(self, item: VerifyItem, outlet: Outlet[VerifyAnswer]) -> None:
+        """Extends the rounds that run ahead of `item`, begins such rounds, or queues it."""
         session_id = item.head.session_id
         ahead = self._ahead.get(session_id)
         if ahead is not None and ahead.continues(item):
@@ -126,22 +46,29 @@ class TargetService:
                 self._stop_running_ahead(next(iter(self._ahead)))
             self._run_next(session_id, ahead)
         else:
-            self._submit(TargetWork(item, [outlet], *_times(item)))
+            super()._accept(item, outlet)
+
+    def _on_release(self, session_id: str) -> None:
+        self._stop_running_ahead(session_id)
 
     def _run_next(self, session_id: str, ahead: RunAhead) -> None:
         """Queues the next round of a session that runs ahead, if it may have one. It joins the
         queue at its end like any other work."""
-        item = ahead.next_item(self._info.max_model_len)
+        item = ahead.next_item(self._description.max_model_len)
         if item is None:
             return
-        work = TargetWork(item, [ahead.outlet], *_times(item))
+        work = self._work(item, ahead.outlet)
         work.on_done = lambda work, answer: self._on_round_done(session_id, ahead, work, answer)
         ahead.running = work
         if not self._submit(work):
             self._forget(session_id, ahead)
 
     def _on_round_done(
-        self, session_id: str, ahead: RunAhead, work: TargetWork, answer: VerifyAnswer | None
+        self,
+        session_id: str,
+        ahead: RunAhead,
+        work: Work[VerifyItem, VerifyAnswer],
+        answer: VerifyAnswer | None,
     ) -> None:
         if self._ahead.get(session_id) is not ahead or ahead.running is not work:
             return
@@ -152,16 +79,6 @@ class TargetService:
         else:
             self._forget(session_id, ahead)
 
-    def _submit(self, work: TargetWork) -> bool:
-        """Queues work, or refuses it to those who wait for it."""
-        try:
-            self._scheduler.submit(work)
-        except OutriderError as error:
-            for outlet in work.outlets:
-                outlet.send([refusal(work.item.head.key, error)])
-            return False
-        return True
-
     def _stop_running_ahead(self, session_id: str) -> None:
         ahead = self._ahead.pop(session_id, None)
         if ahead is not None and ahead.running is not None:
@@ -170,26 +87,3 @@ class TargetService:
     def _forget(self, session_id: str, ahead: RunAhead) -> None:
         if self._ahead.get(session_id) is ahead:
             del self._ahead[session_id]
-
-
-class TargetConnection:
-    """The replica's end of one stream."""
-
-    def __init__(self, service: TargetService, outlet: Outlet[VerifyAnswer]) -> None:
-        self._service = service
-        self._outlet = outlet
-
-    def receive(self, items: Sequence[VerifyItem]) -> None:
-        """See `Connection.receive`."""
-        for item in items:
-            self._service.take(item, self._outlet)
-
-    def close(self) -> None:
-        """See `Connection.close`: what waits for this stream alone is dropped before its step."""
-        self._outlet.closed = True
-
-
-def _times(item: VerifyItem) -> tuple[float, float]:
-    """When an item that comes now arrived, and when it expires."""
-    now = asyncio.get_running_loop().time()
-    return now, expiry(item.head, now)

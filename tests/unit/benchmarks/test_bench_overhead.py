@@ -224,7 +224,7 @@ async def test_a_process_that_cannot_start_says_why() -> None:
 
 async def test_a_process_that_is_not_there_is_not_asked() -> None:
     with pytest.raises(Unavailable, match="has not been started"):
-        await RoleProcess("draft", {}).ask("anything")
+        await RoleProcess("draft", {}).seen()
 
 
 @pytest.mark.parametrize("flag", ["rounds", "probes"])

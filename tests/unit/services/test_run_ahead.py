@@ -30,11 +30,10 @@ class Setting:
 
     async def settle(self) -> list[VerifyAnswer]:
         """All answers, once nothing waits, runs or is on its way."""
-        quiet_turns = 0
         async with asyncio.timeout(PATIENCE_S):
-            while quiet_turns < 5:
-                await asyncio.sleep(0)
-                quiet_turns = quiet_turns + 1 if self.service.idle else 0
+            await asyncio.sleep(0)  # What was sent arrives with the next turn of the loop, ...
+            await self.service.drain()
+            await asyncio.sleep(0)  # ... and so do answers.
         return list(self.listener.answers)
 
 

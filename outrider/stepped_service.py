@@ -1,0 +1,154 @@
+"""A replica service whose work is done in steps: what draft and target share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Generic
+
+from outrider.engine.executor import StepExecutor
+from outrider.engine.interface import ModelInfo
+from outrider.errors import OutriderError
+from outrider.limits import STREAM_QUEUE_ITEMS_MAX
+from outrider.messages import ReplicaDescription
+from outrider.round_fence import RoundFence
+from outrider.stepping import (
+    Answer,
+    Item,
+    Outlet,
+    StepObserver,
+    StepScheduler,
+    StepWorker,
+    Work,
+    expiry,
+    refusal,
+)
+
+
+class SteppedService(Generic[Item, Answer]):
+    """Serves any number of streams with one worker. Every method is for the event loop's thread;
+    the worker is touched on the executor alone.
+
+    A role that does more than queue its items overrides `_accept` and `_on_release`.
+    """
+
+    def __init__(
+        self,
+        worker: StepWorker[Item, Answer],
+        executor: StepExecutor,
+        description: ReplicaDescription,
+        observer: StepObserver | None = None,
+    ) -> None:
+        """`description.max_num_seqs` sessions share a step at most."""
+        self._worker = worker
+        self._description = description
+        self._scheduler = StepScheduler(
+            executor,
+            worker,
+            max_batch=description.max_num_seqs,
+            queue_max=STREAM_QUEUE_ITEMS_MAX,
+            observer=observer,
+        )
+        self._observer = observer
+        self._fence = RoundFence()
+
+    @property
+    def healthy(self) -> bool:
+        """False once steps only crash, or no more follow."""
+        return self._scheduler.healthy
+
+    def watch(self, on_health: Callable[[bool], None]) -> None:
+        """Names who hears, on the loop's thread, whenever `healthy` changes."""
+        self._scheduler.watch(on_health)
+
+    def connect(self, send: Callable[[Sequence[Answer]], None]) -> StepConnection[Item, Answer]:
+        """See `ReplicaService.connect`."""
+        return StepConnection(self._take, Outlet(send))
+
+    def describe(self) -> ReplicaDescription:
+        """See `ReplicaService.describe`."""
+        return self._description
+
+    def release(self, session_id: str, epoch: int) -> None:
+        """See `ReplicaService.release`."""
+        if self._fence.release(session_id, epoch):
+            self._on_release(session_id)
+            self._scheduler.release(session_id, epoch)
+
+    async def drain(self) -> None:
+        """Returns when nothing waits and nothing runs: before a stop that loses nobody's answer."""
+        await self._scheduler.drain()
+
+    async def close(self) -> None:
+        """Waits for the running step; whatever waits is dropped. The executor is closed."""
+        await self._scheduler.close()
+
+    def check_integrity(self) -> None:
+        """See `StepWorker.check_integrity`."""
+        self._worker.check_integrity()
+
+    def _take(self, item: Item, outlet: Outlet[Answer]) -> None:
+        """Takes an item of a stream, or refuses it where its round is over; never waits."""
+        stale = self._fence.admit(item.head)
+        if stale is None:
+            self._accept(item, outlet)
+            return
+        if self._observer is not None:
+            self._observer.stale()
+        outlet.send([stale])
+
+    def _accept(self, item: Item, outlet: Outlet[Answer]) -> None:
+        """Works on an item whose round is not over: queues it."""
+        self._submit(self._work(item, outlet))
+
+    def _on_release(self, session_id: str) -> None:
+        """A session ends: drops what a role keeps of it on this side of the worker; here nothing
+        is kept."""
+
+    def _work(self, item: Item, outlet: Outlet[Answer]) -> Work[Item, Answer]:
+        """An item that arrives now, to be answered through `outlet`."""
+        now = asyncio.get_running_loop().time()
+        return Work(item, [outlet], now, expiry(item.head, now))
+
+    def _submit(self, work: Work[Item, Answer]) -> bool:
+        """Queues work; or refuses it to those who wait for it, and returns False."""
+        try:
+            self._scheduler.submit(work)
+        except OutriderError as error:
+            for outlet in work.outlets:
+                outlet.send([refusal(work.item.head.key, error)])
+            return False
+        return True
+
+
+class StepConnection(Generic[Item, Answer]):
+    """The replica's end of one stream."""
+
+    def __init__(
+        self, take: Callable[[Item, Outlet[Answer]], None], outlet: Outlet[Answer]
+    ) -> None:
+        self._take = take
+        self._outlet = outlet
+
+    def receive(self, items: Sequence[Item]) -> None:
+        """See `Connection.receive`."""
+        for item in items:
+            self._take(item, self._outlet)
+
+    def close(self) -> None:
+        """See `Connection.close`: what waits for this stream alone is dropped before its step."""
+        self._outlet.closed = True
+
+
+def describe_model(info: ModelInfo, max_num_seqs: int) -> ReplicaDescription:
+    """The description of a replica that runs a model, `max_num_seqs` sessions a step at most."""
+    return ReplicaDescription(
+        model=info.name,
+        weights_fingerprint=info.weights_fingerprint,
+        tokenizer_fingerprint=info.tokenizer_fingerprint,
+        vocab_size=info.vocab_size,
+        dtype=info.dtype,
+        max_model_len=info.max_model_len,
+        eos_token_ids=info.eos_token_ids,
+        max_num_seqs=max_num_seqs,
+    )

@@ -1,0 +1,102 @@
+"""How a replica stops: what was asked is answered, within a grace, and no longer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from rounds import PATIENCE_S, Listener, make_head, session_name
+from toy_engine import ToyEngine
+
+from outrider.errors import LinkLost
+from outrider.messages import VerdictReply, VerifyAnswer, VerifyItem
+from outrider.replica_host import ReplicaHost
+from outrider.wire.grpc_link import target_link
+from target_service.service import TargetService
+from target_service.servicer import TargetServicer
+
+T = TypeVar("T")
+
+
+class GatedExecutor:
+    """Each step waits until the test opens the gate for it."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Semaphore(0)
+
+    async def run(self, step: Callable[[], T]) -> T:
+        await self.gate.acquire()
+        return step()
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+class Hosted:
+    """A target behind a real server, one item a step, and a coordinator's link to it."""
+
+    def __init__(self) -> None:
+        self.engine = ToyEngine()
+        self.executor = GatedExecutor()
+        self.host: ReplicaHost[VerifyItem, VerifyAnswer] = ReplicaHost()
+
+    async def start(self) -> None:
+        service = TargetService(self.engine, self.executor, max_num_seqs=1)
+        address = await self.host.serve(service, TargetServicer, "127.0.0.1", 0)
+        self.link = target_link(address)
+        self.heard = Listener(self.link)
+
+    def send(self, session: int) -> None:
+        self.link.send(VerifyItem(make_head((1, 2, 3), session=session)))
+
+    async def received(self, num_items: int) -> None:
+        """Returns when so many items have come to the replica."""
+        async with asyncio.timeout(PATIENCE_S):
+            while (await self.host.traffic()).num_items < num_items:
+                await asyncio.sleep(0.001)
+
+
+async def test_what_waits_is_answered_and_then_the_stream_ends() -> None:
+    """Three steps wait. All are answered before the stream ends; an item that comes after the stop
+    is not worked on; and the stop takes as long as the steps, far less than its grace, though the
+    coordinator would keep its stream."""
+    hosted = Hosted()
+    await hosted.start()
+    for session in (1, 2, 3):
+        hosted.send(session)
+    await hosted.received(3)
+    stopping = asyncio.create_task(hosted.host.stop(10 * PATIENCE_S))
+    await asyncio.sleep(0)
+    hosted.send(4)
+    for num_answers in (1, 2, 3):
+        hosted.executor.gate.release()
+        await hosted.heard.wait(num_answers)
+    async with asyncio.timeout(PATIENCE_S):
+        await stopping
+    await hosted.heard.wait(num_lost=1)
+    answers = hosted.heard.answers
+    assert [answer.key.session_id for answer in answers] == [session_name(n) for n in (1, 2, 3)]
+    assert all(isinstance(answer, VerdictReply) for answer in answers)
+    assert [type(error) for error in hosted.heard.lost] == [LinkLost]
+    assert "this replica is stopping" in str(hosted.heard.lost[0])
+    assert hosted.engine.batches == [[session_name(n)] for n in (1, 2, 3)]
+    await hosted.link.close()
+
+
+async def test_steps_that_take_longer_than_the_grace_are_not_waited_for() -> None:
+    """The streams are cut; the step that runs ends, and what waits behind it is dropped."""
+    hosted = Hosted()
+    await hosted.start()
+    hosted.send(1)
+    hosted.send(2)
+    await hosted.received(2)
+    stopping = asyncio.create_task(hosted.host.stop(0.05))
+    await hosted.heard.wait(num_lost=1)
+    assert not stopping.done()
+    hosted.executor.gate.release()
+    async with asyncio.timeout(PATIENCE_S):
+        await stopping
+    assert hosted.heard.answers == []
+    assert hosted.engine.batches == [[session_name(1)]]
+    await hosted.link.close()
