@@ -62,16 +62,14 @@ async def _serve(answers: AnswerWriter) -> None:
 async def _canned(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     """A draft or a target that answers at once."""
     use_threads(1)
-    from draft_service.servicer import draft_grpc_service
-    from target_service.servicer import target_grpc_service
+    from draft_service.servicer import DraftServicer
+    from target_service.servicer import TargetServicer
 
     from .overhead_canned import canned_draft, canned_target
 
     is_draft = setup["role"] == "draft"
-    service = (
-        draft_grpc_service(canned_draft()) if is_draft else target_grpc_service(canned_target())
-    )
-    async with _server(service) as address:
+    servicer = DraftServicer(canned_draft()) if is_draft else TargetServicer(canned_target())
+    async with _server(servicer.grpc_service) as address:
         yield Role(address, dict)
 
 

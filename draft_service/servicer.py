@@ -6,11 +6,10 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from outrider.messages import DraftAnswer, DraftItem
-from outrider.replica_servicer import ReplicaServicer
 from outrider.v1 import draft_pb2
 from outrider.wire import codecs
 from outrider.wire.link import ReplicaService
-from outrider.wire.server import Service
+from outrider.wire.replica_servicer import ReplicaServicer
 
 
 class DraftServicer(ReplicaServicer[DraftItem, DraftAnswer]):
@@ -24,8 +23,3 @@ class DraftServicer(ReplicaServicer[DraftItem, DraftAnswer]):
     ) -> AsyncGenerator[draft_pb2.DraftReply]:
         """One stream of a coordinator."""
         return self.stream(requests)
-
-
-def draft_grpc_service(service: ReplicaService[DraftItem, DraftAnswer]) -> Service:
-    """The service for `outrider.wire.server.RpcServer`."""
-    return DraftServicer(service).grpc_service

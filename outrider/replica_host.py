@@ -19,10 +19,10 @@ from outrider.messages import ReplicaDescription
 from outrider.wire.link import Connection, ReplicaService
 
 if TYPE_CHECKING:
-    from outrider.replica_servicer import ReplicaServicer
     from outrider.stepping import StepObserver
     from outrider.telemetry.exporting import Exports
     from outrider.wire.codecs import Keyed
+    from outrider.wire.replica_servicer import ReplicaServicer
     from outrider.wire.server import RpcServer
 
 Item = TypeVar("Item")
@@ -103,7 +103,7 @@ class ReplicaHost(Generic[Item, Answer]):
         if self._health_task is not None:
             self._health_task.cancel()
         if self._servicer is not None and self._service is not None:
-            self._servicer.finish(self._service.drain)
+            self._servicer.finish(self._service.drain())
         if self._server is not None:
             await self._server.stop(grace_s)
         if self._service is not None:

@@ -7,10 +7,8 @@ from collections import OrderedDict
 from outrider.errors import StaleEpoch
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.messages import Refused, RoundHead
-from outrider.stepping import refusal
+from outrider.stepping import CANCELLED_CODE, refusal
 
-_CANCELLED_CODE = 1
-"""google.rpc.Code of work that nobody needs any more."""
 _RELEASED = 2**64
 """In place of the newest round of a session that was released: no round has this number."""
 
@@ -37,7 +35,7 @@ class RoundFence:
                 return refusal(head.key, over)
             if head.epoch == epoch and head.round < latest:
                 over_by = "it was released" if latest == _RELEASED else f"{latest} was asked for"
-                return Refused(head.key, _CANCELLED_CODE, f"round {head.round} is over, {over_by}")
+                return Refused(head.key, CANCELLED_CODE, f"round {head.round} is over, {over_by}")
         self._note(head.session_id, head.epoch, head.round)
         return None
 

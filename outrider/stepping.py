@@ -30,6 +30,8 @@ from outrider.telemetry.logs import about
 
 logger = logging.getLogger(__name__)
 
+CANCELLED_CODE = 1
+"""google.rpc.Code of work that nobody needs any more."""
 _INTERNAL_CODE = 13
 
 
@@ -200,6 +202,9 @@ class StepScheduler(Generic[Item, Answer]):
         for work in self._queue:
             if work.item.head.session_id == session_id and work.item.head.epoch <= epoch:
                 work.cancelled = True
+                over = Refused(work.item.head.key, CANCELLED_CODE, "the session was released")
+                for outlet in work.outlets:
+                    outlet.send([over])
         self._releases[session_id] = max(epoch, self._releases.get(session_id, 0))
         if len(self._releases) > SEQUENCES_PER_REPLICA_MAX:
             del self._releases[next(iter(self._releases))]

@@ -6,11 +6,10 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from outrider.messages import VerifyAnswer, VerifyItem
-from outrider.replica_servicer import ReplicaServicer
 from outrider.v1 import target_pb2
 from outrider.wire import codecs
 from outrider.wire.link import ReplicaService
-from outrider.wire.server import Service
+from outrider.wire.replica_servicer import ReplicaServicer
 
 
 class TargetServicer(ReplicaServicer[VerifyItem, VerifyAnswer]):
@@ -24,8 +23,3 @@ class TargetServicer(ReplicaServicer[VerifyItem, VerifyAnswer]):
     ) -> AsyncGenerator[target_pb2.VerifyReply]:
         """One stream of a coordinator."""
         return self.stream(requests)
-
-
-def target_grpc_service(service: ReplicaService[VerifyItem, VerifyAnswer]) -> Service:
-    """The service for `outrider.wire.server.RpcServer`."""
-    return TargetServicer(service).grpc_service

@@ -14,7 +14,7 @@ from coordinator.service import CoordinatorOptions, CoordinatorService
 from coordinator.servicer import CoordinatorServicer
 from coordinator.sides import Patience
 from draft_service.service import DraftService
-from draft_service.servicer import draft_grpc_service
+from draft_service.servicer import DraftServicer
 from outrider.client import Client
 from outrider.drafting.ngram import NgramDrafter
 from outrider.engine.executor import ThreadExecutor
@@ -27,7 +27,7 @@ from outrider.v1 import coordinator_pb2
 from outrider.wire.grpc_link import draft_link, target_link
 from outrider.wire.server import RpcServer, ServerOptions, Service
 from target_service.service import TargetService
-from target_service.servicer import target_grpc_service
+from target_service.servicer import TargetServicer
 
 PATIENCE = Patience(
     target_answer_s=30.0,
@@ -96,8 +96,8 @@ async def running_stack(
             observer=target_observer,
         )
         draft = _draft_service(draft_engine, draft_observer)
-        target_server = await _serve(stack, target_grpc_service(target))
-        draft_server = await _serve(stack, draft_grpc_service(draft))
+        target_server = await _serve(stack, TargetServicer(target).grpc_service)
+        draft_server = await _serve(stack, DraftServicer(draft).grpc_service)
         coordinator = CoordinatorService(
             CoordinatorOptions(
                 name="coordinator-under-test",

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Generic
 
-from outrider.errors import BadRequest, OutriderError, Overloaded
+from outrider.errors import BadRequest, OutriderError, Overloaded, Unavailable
 from outrider.limits import SESSIONS_PER_COORDINATOR_MAX, STREAM_QUEUE_ITEMS_MAX
 from outrider.messages import Refused, ReplyKey, Resync
 from outrider.speculation.sampling import SamplingParams
@@ -32,6 +32,9 @@ class StreamServer(Generic[Item, Answer]):
     def __init__(self, service: ReplicaService[Item, Answer], codec: Codec[Item, Answer]) -> None:
         self._service = service
         self._codec = codec
+        self._readers: dict[asyncio.Task[None], Outbox] = {}
+        """Of each open stream, who takes its items, and where its answers wait."""
+        self._ending: asyncio.Task[None] | None = None
 
     async def serve(self, frames: AsyncIterator[Any]) -> AsyncGenerator[Any]:
         """Frames of items in, frames of answers out, until the caller ends the stream. Raises
@@ -41,6 +44,9 @@ class StreamServer(Generic[Item, Answer]):
         stream.connection = self._service.connect(stream.answer)
         reader = asyncio.create_task(stream.read(frames), name="stream reader")
         reader.add_done_callback(lambda _: stream.outbox.wake())
+        self._readers[reader] = stream.outbox
+        if self._ending is not None:
+            reader.cancel()
         try:
             while True:
                 await stream.outbox.wait()
@@ -50,13 +56,29 @@ class StreamServer(Generic[Item, Answer]):
                     stream.writing = False
                 if stream.failure is not None:
                     raise stream.failure
-                if reader.done():
+                if self._ending is not None and self._ending.done():
+                    raise Unavailable("this replica is stopping")
+                if reader.done() and not reader.cancelled():
                     reader.result()
                     if not stream.unanswered:
                         return
         finally:
+            del self._readers[reader]
             reader.cancel()
             stream.connection.close()
+
+    def finish(self, drained: Coroutine[Any, Any, None]) -> None:
+        """Takes no more items. When `drained` returns, every stream sends the answers it has and
+        ends as `Unavailable`. They end together, because a coordinator that loses one of its
+        streams gives up the other; an answer that is then still on its way is asked for again."""
+        self._ending = asyncio.create_task(drained)
+        self._ending.add_done_callback(self._wake_all)
+        for reader in self._readers:
+            reader.cancel()
+
+    def _wake_all(self, _: asyncio.Task[None]) -> None:
+        for outbox in self._readers.values():
+            outbox.wake()
 
     def describe(self) -> types_pb2.ReplicaDescription:
         """What the replica runs."""

@@ -19,7 +19,7 @@ from outrider.wire import codecs, convert
 from outrider.wire.channel import open_channel
 from outrider.wire.grpc_link import target_link
 from outrider.wire.server import RpcServer, Service
-from target_service.servicer import target_grpc_service
+from target_service.servicer import TargetServicer
 
 KEY = make_head((1,)).key
 GOOD = VerdictReply(KEY, Verdict((), (1,)), 1)
@@ -97,7 +97,7 @@ async def test_a_full_outbox_refuses_and_loses_nothing_it_took() -> None:
     """Items queued in one turn of the loop, one more than may wait: the last is refused, all
     others arrive."""
     service = Silent()
-    server = RpcServer([target_grpc_service(service)])
+    server = RpcServer([TargetServicer(service).grpc_service])
     await server.start()
     link = target_link(server.address)
     Listener(link)
@@ -146,7 +146,7 @@ async def test_more_answers_than_may_wait_end_the_stream() -> None:
     """RESOURCE_EXHAUSTED after what had been queued; the service learns that the connection is
     gone."""
     service = Silent()
-    server = RpcServer([target_grpc_service(service)])
+    server = RpcServer([TargetServicer(service).grpc_service])
     await server.start()
     channel: Any = open_channel(server.address)
     call = await ask_raw(channel)
@@ -169,7 +169,7 @@ async def test_a_caller_that_never_reads_is_cut_off() -> None:
     """Its window full of unread frames, a write hangs; when the outbox is full as well, the call is
     cancelled rather than kept for ever."""
     service = Silent()
-    server = RpcServer([target_grpc_service(service)])
+    server = RpcServer([TargetServicer(service).grpc_service])
     await server.start()
     channel: Any = open_channel(server.address)
     call = await ask_raw(channel)
@@ -195,7 +195,7 @@ async def ask_raw(channel: Any) -> Any:
 
 async def test_a_cancelled_stream_closes_its_connection() -> None:
     service = Silent()
-    server = RpcServer([target_grpc_service(service)])
+    server = RpcServer([TargetServicer(service).grpc_service])
     await server.start()
     link = target_link(server.address)
     Listener(link)

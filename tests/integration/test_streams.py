@@ -17,7 +17,7 @@ from rounds import PATIENCE_S, Listener, Player, ask, make_head, session_name
 from toy_engine import ToyEngine
 
 from draft_service.service import DraftService
-from draft_service.servicer import draft_grpc_service
+from draft_service.servicer import DraftServicer
 from outrider.engine.executor import InlineExecutor, ThreadExecutor
 from outrider.errors import ConfigError, LinkLost, Unavailable
 from outrider.limits import BULK_ITEM_BYTES, GRPC_MESSAGE_BYTES_MAX
@@ -30,7 +30,7 @@ from outrider.wire.grpc_link import draft_link, target_link
 from outrider.wire.memory_link import MemoryLink
 from outrider.wire.server import RpcServer, ServerOptions
 from target_service.service import TargetService
-from target_service.servicer import target_grpc_service
+from target_service.servicer import TargetServicer
 
 PROMPT = (1, 2, 3)
 VERIFY = "/outrider.v1.Target/Verify"
@@ -54,7 +54,7 @@ class Pair:
 async def start_target(engine: ToyEngine, port: int = 0) -> tuple[TargetService, RpcServer]:
     executor = ThreadExecutor("target", engine.take_step_seconds)
     service = TargetService(engine, executor, max_num_seqs=256)
-    server = RpcServer([target_grpc_service(service)], ServerOptions(port=port))
+    server = RpcServer([TargetServicer(service).grpc_service], ServerOptions(port=port))
     await server.start()
     await server.set_serving(True)
     return service, server
@@ -66,7 +66,7 @@ async def pair() -> AsyncIterator[Pair]:
     target, target_server = await start_target(engine)
     executor = ThreadExecutor("draft", draft_engine.take_step_seconds)
     draft = DraftService.with_model(draft_engine, executor, max_num_seqs=256)
-    draft_server = RpcServer([draft_grpc_service(draft)])
+    draft_server = RpcServer([DraftServicer(draft).grpc_service])
     await draft_server.start()
     made = Pair(target, draft, target_server, draft_server, engine)
     yield made
@@ -358,7 +358,7 @@ async def listed_services(address: str) -> list[str]:
 async def test_reflection_where_it_is_on(pair: Pair) -> None:
     names = await listed_services(pair.target_server.address)
     assert {"outrider.v1.Target", "grpc.health.v1.Health"} <= set(names)
-    silent = RpcServer([target_grpc_service(pair.target)], ServerOptions(reflection=False))
+    silent = RpcServer([TargetServicer(pair.target).grpc_service], ServerOptions(reflection=False))
     await silent.start()
     try:
         # As a unary call: a stream that is refused while it is written reports either.
@@ -374,7 +374,9 @@ async def test_reflection_where_it_is_on(pair: Pair) -> None:
 
 
 async def test_a_taken_port_is_a_clear_error(pair: Pair) -> None:
-    second = RpcServer([target_grpc_service(pair.target)], ServerOptions(port=pair.target_port))
+    second = RpcServer(
+        [TargetServicer(pair.target).grpc_service], ServerOptions(port=pair.target_port)
+    )
     with pytest.raises(ConfigError, match=f"127.0.0.1:{pair.target_port}"):
         await second.start()
     await second.stop()

@@ -13,7 +13,7 @@ from outrider.errors import Overloaded, Unavailable
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.messages import DraftItem, ProposalReply, Refused
 from outrider.speculation.proposal import EMPTY_PROPOSAL
-from outrider.stepping import Outlet, StepScheduler, Work, expiry
+from outrider.stepping import CANCELLED_CODE, Outlet, StepScheduler, Work, expiry
 
 
 class GatedExecutor:
@@ -183,6 +183,8 @@ async def test_a_release_drops_queued_work_and_reaches_the_worker_before_the_nex
     desk.submit(2)
     desk.submit(2, 1, epoch=2)
     desk.scheduler.release(session_name(2), 1)
+    [[dropped]] = desk.frames
+    assert (dropped.key.epoch, dropped.code) == (1, CANCELLED_CODE)
     await desk.finish()
     assert desk.worker.released == [(session_name(2), 1)]
     assert desk.worker.steps[1:] == [[(session_name(2), 1)]]
