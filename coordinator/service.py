@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from outrider.drafting.drafter import Drafter
 from outrider.errors import (
@@ -27,8 +28,14 @@ from outrider.messages import (
     VerifyAnswer,
     VerifyItem,
 )
-from outrider.sessions.state import Session
-from outrider.sessions.store import NewSession, SessionRecord, SessionStore
+from outrider.sessions.state import FIRST_EPOCH, Session
+from outrider.sessions.store import (
+    Counters,
+    FinishReason,
+    NewSession,
+    SessionRecord,
+    SessionStore,
+)
 from outrider.telemetry.observer import UNOBSERVED, Observation, RequestObserver
 from outrider.wire.link import Link
 
@@ -45,6 +52,8 @@ from .request import (
 )
 from .run import COMMIT_GRACE_S, SessionRun
 from .sides import DraftSide, HeadWriter, Patience, TargetSide
+
+_log = logging.getLogger(__name__)
 
 DESCRIBE_TIMEOUT_S: Final = 10.0
 HEALTH_TIMEOUT_S: Final = 2.0
@@ -262,8 +271,26 @@ class CoordinatorService:
             parameters=parameters.to_json(),
             prompt_ids=parameters.prompt_ids,
         )
-        await self._store.open(new)
+        opening = asyncio.create_task(self._store.open(new))
+        try:
+            await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            self._in_background(self._abandon(opening, new.session_id))
+            raise
         return Session.opened(new)
+
+    async def _abandon(self, opening: asyncio.Task[None], session_id: str) -> None:
+        """Records a session as cancelled that nobody wants any more while it is being opened."""
+        try:
+            await opening
+            await self._store.finish(session_id, FIRST_EPOCH, FinishReason.CANCELLED, Counters())
+        except OutriderError as error:
+            _log.info("session %s was not closed: %r", session_id, error)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def _begin(
         self,
@@ -303,9 +330,7 @@ class CoordinatorService:
     def _end(self, run: SessionRun) -> None:
         """The client has its last event, or has gone: frees what the session holds."""
         del self._running[run.session_id]
-        task = asyncio.create_task(run.close())
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        self._in_background(run.close())
 
 
 def check_compatible(target: ReplicaDescription, draft: ReplicaDescription) -> None:

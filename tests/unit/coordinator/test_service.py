@@ -31,7 +31,7 @@ from outrider.errors import (
 )
 from outrider.generation import ChatMessage, Event, Finished, GenerateRequest, Started, Tokens
 from outrider.sessions.memory_store import MemoryStore
-from outrider.sessions.store import FinishReason
+from outrider.sessions.store import FinishReason, NewSession
 from outrider.speculation.sampling import Rule
 from outrider.wire.memory_link import MemoryLink
 from target_service.service import TargetService
@@ -147,6 +147,34 @@ def test_a_store_that_stays_away_ends_the_request_after_its_deadline() -> None:
             return asyncio.get_running_loop().time()
 
     assert 3.0 <= run_virtually(main()) <= 10.0
+
+
+def test_a_client_that_goes_while_its_session_is_opened_leaves_no_running_record() -> None:
+    """The store has the record before its answer comes back; nobody waits for it then."""
+
+    async def main() -> None:
+        async with bench() as b:
+            opened: list[str] = []
+            open_at_once = b.store.open
+
+            async def open_slowly(session: NewSession) -> None:
+                await open_at_once(session)
+                opened.append(session.session_id)
+                await asyncio.sleep(0.5)
+
+            b.store.open = open_slowly  # type: ignore[method-assign]
+            with pytest.raises(DeadlineExceeded):
+                await b.events(replace(REQUEST, deadline_ms=100))
+            waiting = asyncio.create_task(b.events())
+            await asyncio.sleep(0.1)
+            waiting.cancel()
+            await asyncio.sleep(1.0)
+            assert len(opened) == 2
+            for session_id in opened:
+                record = await b.service.session(session_id)
+                assert record.finish_reason is FinishReason.CANCELLED
+
+    run_virtually(main())
 
 
 def test_cancelling_again_and_again_is_one_cancel() -> None:
