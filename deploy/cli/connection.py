@@ -15,7 +15,7 @@ from pathlib import Path
 
 from deploy.state import running_deployment, state_directory
 from outrider.config import DeploymentConfig
-from outrider.errors import ConfigError, check
+from outrider.errors import ConfigError, SettingError, check
 from outrider.settings import Value
 
 from .settings import (
@@ -56,7 +56,7 @@ async def connected(arguments: argparse.Namespace) -> AsyncIterator[Connection]:
     if arguments.server:
         given = given_flags(arguments)
         if given:
-            raise ConfigError(f"{sorted(given)[0]}: cannot be set for a server that runs already")
+            raise SettingError(sorted(given)[0], "cannot be set for a server that runs already")
         yield Connection(checked_address(arguments.server))
         return
     record = running_deployment(state_directory(os.environ))

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from deploy.models import tokenizer_warning
 from deploy.state import (
     LOG_NAME,
     DeploymentRecord,
@@ -181,6 +182,9 @@ def _serve_detached(state: Path, arguments: argparse.Namespace) -> int:
     record = running_deployment(state)
     if record is None:
         raise Unavailable(f"the deployment was ready and then stopped; its log is {log_path}")
+    warning = tokenizer_warning(record.tokenizer_directory)
+    if warning is not None:
+        _progress(warning)  # The process itself has said it to its log.
     _tell(record, as_json=arguments.json, ready_fd=None)
     return 0
 

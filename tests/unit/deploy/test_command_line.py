@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,21 +23,39 @@ from outrider.config import DeploymentConfig, load_config
         (("serve", "--max-num-seqs", "none"), "--max-num-seqs"),
         (("serve", "--dtype", "int3"), "--dtype"),
         (("serve", "demo", "--model", "other"), "--model"),
-        (("serve", "--host", "192.0.2.1"), "--insecure"),
+        (("serve", "--host", "192.0.2.1"), "error: --host: "),
+        (("serve", "--ngram-min", "5", "--ngram-max", "4"), "error: --ngram-min: "),
+        (("serve", "--telemetry", "nowhere"), "error: --telemetry: "),
+        (("serve", "--device", "tpu"), "error: --device: "),
+        (("serve", "--nope"), "(see outrider serve --help)"),
+        (("bench", "speedup", "--nope"), "(see outrider bench speedup --help)"),
+        (("--nope", "stop"), "(see outrider stop --help)"),
         (("serve", "--config", "/nowhere.yaml"), "/nowhere.yaml"),
         (("generate",), "PROMPT"),
         (("generate", "x", "--rule", "magic"), "--rule"),
         (("generate", "x", "--top-k", "some"), "--top-k"),
-        (("generate", "x", "--temperature", "nan"), "temperature"),
-        (("generate", "x", "--system", "y"), "--chat"),
+        (("generate", "x", "--temperature", "nan"), "error: --temperature: "),
+        (("generate", "x", "--system", "y"), "error: --system: needs --chat"),
         (("generate", "x", "--server", "nowhere"), "--server"),
         (("generate", "x", "--server", "127.0.0.1:0"), "--server"),
-        (("generate", "x", "--server", "127.0.0.1:1", "--dtype", "auto"), "dtype"),
-        (("generate", "x", "--server", "127.0.0.1:1", "--seed", "-1"), "seed"),
-        (("generate", "x", "--server", "127.0.0.1:1", "--max-tokens", str(2**40)), "max_tokens"),
+        (("generate", "x", "--server", "127.0.0.1:1", "--dtype", "auto"), "error: --dtype: "),
+        (("generate", "x", "--server", "127.0.0.1:1", "--seed", "-1"), "error: --seed: "),
+        (
+            ("generate", "x", "--server", "127.0.0.1:1", "--max-tokens", str(2**40)),
+            "--max-tokens: ",
+        ),
+        (
+            ("generate", "x", "--server", "127.0.0.1:1", "--stop", "a", "--stop", "\ud800"),
+            "error: --stop (number 2): ",
+        ),
+        (("generate", "\ud800", "--server", "127.0.0.1:1"), "error: PROMPT: "),
         (("bench",), "WHAT"),
-        (("bench", "speedup", "--num-prompts", "0"), "num_prompts"),
-        (("bench", "speedup", "--num-draft-tokens", "17"), "num_draft_tokens"),
+        (("bench", "speedup", "--num-prompts", "0"), "error: --num-prompts: "),
+        (
+            ("bench", "speedup", "--num-prompts", "2"),
+            "--num-prompts: 2 is wrong; it must be at least 6",
+        ),
+        (("bench", "speedup", "--num-draft-tokens", "17"), "error: --num-draft-tokens: "),
     ],
 )
 def test_a_bad_argument_is_named(
@@ -60,7 +79,43 @@ def test_a_bad_variable_is_named(
     """The environment is checked like flags."""
     monkeypatch.setenv("OUTRIDER_MAX_NUM_SEQ", "3")
     assert main(["serve"]) == 2
-    assert "OUTRIDER_MAX_NUM_SEQ" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("outrider: error: OUTRIDER_MAX_NUM_SEQ: there is no such setting")
+    assert "did you mean OUTRIDER_MAX_NUM_SEQS?" in said
+
+
+def test_a_wrong_setting_is_called_what_it_was_set_by(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where only the whole shows that it is wrong: flag, else variable, else file and key."""
+    file = tmp_path / "settings.yaml"
+    file.write_text("device: tpu\n", "utf-8")
+    words = ["serve", "--config", str(file)]
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(f"outrider: error: {file}: device: 'tpu' is wrong")
+    monkeypatch.setenv("OUTRIDER_DEVICE", "npu")
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith("outrider: error: OUTRIDER_DEVICE: 'npu' is wrong")
+    monkeypatch.setenv("OUTRIDER_ENGINE", "emulated:seed=1")
+    assert main([*words, "--device", "gpu"]) == 2
+    assert capsys.readouterr().err.startswith("outrider: error: --device: 'gpu' is wrong")
+    assert main(["bench", "core", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.startswith("outrider: error: OUTRIDER_ENGINE: an emulated one")
+
+
+def test_what_is_wrong_before_a_start_is_called_what_it_was_set_by(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A port that is taken, and a model that is not there."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--target-port", str(port)]) == 2
+        assert "error: --target-port: cannot listen on" in capsys.readouterr().err
+        monkeypatch.setenv("OUTRIDER_GRPC_PORT", str(port))
+        assert main(["serve"]) == 2
+        assert "error: OUTRIDER_GRPC_PORT: cannot listen on" in capsys.readouterr().err
+    assert main(["serve", "--grpc-port", "0", "--draft-model", "./nowhere"]) == 2
+    assert "error: --draft-model: model ./nowhere: no such file" in capsys.readouterr().err
 
 
 def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
