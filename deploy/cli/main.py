@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Final, NoReturn, Protocol
 
+from deploy.state import ERROR_PREFIX
 from outrider.errors import BadRequest, ConfigError, OutriderError
 
 from .naming import spoken
@@ -105,7 +106,7 @@ def _run(command: Command, parsed: argparse.Namespace) -> int:
 
 
 def _complain(message: str) -> None:
-    print(f"outrider: error: {message}", file=sys.stderr)
+    print(f"{ERROR_PREFIX}{message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from deploy.state import (
     LOG_NAME,
     DeploymentRecord,
     exclusive,
+    logged_error,
     process_start,
     publish,
     running_deployment,
@@ -178,7 +179,7 @@ def _serve_detached(state: Path, arguments: argparse.Namespace) -> int:
             process.wait()
             raise
     if answer != _READY:
-        return _explain(process.wait(), log_path)
+        return _explain(process.wait(), state)
     record = running_deployment(state)
     if record is None:
         raise Unavailable(f"the deployment was ready and then stopped; its log is {log_path}")
@@ -189,12 +190,11 @@ def _serve_detached(state: Path, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _explain(code: int, log_path: Path) -> int:
+def _explain(code: int, state: Path) -> int:
     """Says why the detached process ended, in its own words where it had any."""
+    log_path, error = state / LOG_NAME, logged_error(state)
+    if code == 2 and error is not None:
+        raise ConfigError(error)
     lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
-    prefix = "outrider: error: "
-    reasons = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
-    if code == 2 and reasons:
-        raise ConfigError(reasons[-1])
-    last = reasons[-1] if reasons else (lines[-1] if lines else "it wrote nothing")
+    last = error or (lines[-1] if lines else "it wrote nothing")
     raise OutriderError(f"the deployment did not start (exit code {code}): {last} ({log_path})")

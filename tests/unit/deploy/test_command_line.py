@@ -127,12 +127,6 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert err.count("\n") == 1
 
 
-def test_nothing_to_stop_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
-    """`stop` says so."""
-    assert main(["stop"]) == 0
-    assert capsys.readouterr().err == "nothing runs\n"
-
-
 def test_what_is_recorded_keeps_secrets_out() -> None:
     """A record holds every setting but those that may hold a password."""
     config = load_config({"redis_url": "redis://:swordfish@h", "redis_password": "swordfish"}, {})
