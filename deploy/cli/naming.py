@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from typing import Final
 
-from outrider.config import deployment_settings
 from outrider.errors import BadRequest, OutriderError, SettingError
-from outrider.settings import sources
 
-from .settings import given_flags
+from .settings import set_by
 
 _PROMPT_FIELDS: Final = ("prompt", "text", "chat")
 _PART: Final = re.compile(r"(\w+)(?:\[(\d+)\])?")
@@ -29,23 +26,19 @@ def spoken(error: OutriderError, arguments: argparse.Namespace) -> str:
 
 
 def _setting_name(key: str, arguments: argparse.Namespace) -> str:
-    given = given_flags(arguments)
-    own = getattr(arguments, key, None) is not None
-    if not own and key not in given:
-        file = getattr(arguments, "config", None)
-        set_by = sources(deployment_settings(), file, os.environ, given)
-        if key in set_by:
-            return set_by[key]
-    return _flag(key)
+    if getattr(arguments, key, None) is not None:
+        return _flag(key)  # An option of the command's own.
+    return set_by(arguments).get(key) or _flag(key)
 
 
 def _field_name(field: str, arguments: argparse.Namespace) -> str:
     parts = _PART.findall(field)
     if parts and parts[0][0] in _PROMPT_FIELDS:
         return "PROMPT" if "prompt" in arguments else field
-    for name, index in parts:
+    for place, (name, _) in enumerate(parts):
         if name in arguments:
-            return f"{_flag(name)} (number {int(index) + 1})" if index else _flag(name)
+            index = next((index for _, index in parts[place:] if index), None)
+            return _flag(name) if index is None else f"{_flag(name)} (number {int(index) + 1})"
     return field
 
 

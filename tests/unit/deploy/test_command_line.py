@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from models import byte_level_tokenizer
 
+from deploy.cli.connection import add_connection_flags, own_config
+from deploy.cli.logprobs import logprob_table, token_names
 from deploy.cli.main import main
 from deploy.cli.settings import given_flags, public_settings
+from outrider.client import Completion, Metrics, Usage
 from outrider.config import DeploymentConfig, load_config
+from outrider.messages import PositionLogprobs
+from outrider.sessions.store import FinishReason
+from outrider.speculation.sampling import Rule
 
 
 @pytest.mark.parametrize(
@@ -32,6 +42,15 @@ from outrider.config import DeploymentConfig, load_config
         (("--nope", "stop"), "(see outrider stop --help)"),
         (("serve", "--config", "/nowhere.yaml"), "/nowhere.yaml"),
         (("generate",), "PROMPT"),
+        (
+            ("generate", "x", "--token-ids", "1"),
+            "argument --token-ids: not allowed with argument PROMPT",
+        ),
+        (("generate", "--token-ids", "1,x"), "argument --token-ids: '1,x' is wrong"),
+        (("generate", "--token-ids", ""), "argument --token-ids: '' is wrong"),
+        (("generate", "--token-ids", "1,-2"), "argument --token-ids: '1,-2' is wrong"),
+        (("generate", "--token-ids", f"1,{2**40}"), "error: --token-ids (number 2): "),
+        (("generate", "--token-ids", "1", "--chat"), "--chat: cannot go with --token-ids"),
         (("generate", "x", "--rule", "magic"), "--rule"),
         (("generate", "x", "--top-k", "some"), "--top-k"),
         (("generate", "x", "--temperature", "nan"), "error: --temperature: "),
@@ -123,8 +142,64 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "x", "--server", "127.0.0.1:1"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("outrider: error: ")
-    assert err.count("\n") == 1
+    assert err == "outrider: error: nothing answers at 127.0.0.1:1 (Connection refused)\n"
+
+
+def test_an_interrupt_ends_the_reading_of_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read where no event loop runs, which would take the first Ctrl-C for itself and then
+    wait for the end of the input."""
+
+    class Terminal:
+        def read(self) -> bytes:
+            with pytest.raises(RuntimeError, match="no running event loop"):
+                asyncio.get_running_loop()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=Terminal()))
+    assert main(["generate", "-", "--server", "127.0.0.1:1"]) == 130
+
+
+def test_a_deployment_of_ones_own_is_as_serve_would_start_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the same flags, variables and file; on any free port only where none is set."""
+    parser = argparse.ArgumentParser()
+    add_connection_flags(parser, without=())
+    file = tmp_path / "settings.yaml"
+    file.write_text("grpc_port: 1234\n", "utf-8")
+    assert own_config(parser.parse_args([])).coordinator.grpc_port == 0
+    assert own_config(parser.parse_args(["--config", str(file)])).coordinator.grpc_port == 1234
+    monkeypatch.setenv("OUTRIDER_GRPC_PORT", "2345")
+    monkeypatch.setenv("OUTRIDER_TARGET_PORT", "3456")
+    config = own_config(parser.parse_args(["--config", str(file)]))
+    assert (config.coordinator.grpc_port, config.target.port) == (2345, 3456)
+    # Also where it is the default's own value.
+    config = own_config(parser.parse_args(["--grpc-port", "50051"]))
+    assert config.coordinator.grpc_port == 50051
+
+
+def test_log_probabilities_are_a_line_per_token(tmp_path: Path) -> None:
+    """With the tokens' texts where the tokenizer is here, by their ids alone elsewhere."""
+    tokenizer = byte_level_tokenizer(320)
+    tokenizer.save_pretrained(tmp_path)
+    a, b = tokenizer.encode("a")[0], tokenizer.encode(" ")[0]
+    completion = Completion(
+        session_id="", model="", seed=0, rule=Rule.GREEDY, text="a ", token_ids=(a, b),
+        origins=(), rounds=(), finish_reason=FinishReason.LENGTH, usage=Usage(1, 2),
+        metrics=Metrics(2, 0, 0, 1.0, 1.0, 1.0),
+        logprobs=(
+            PositionLogprobs(-0.25, ((a, -0.25), (b, -12.5))),
+            PositionLogprobs(-10.0, ()),
+        ),
+    )  # fmt: skip
+    named = logprob_table(completion, token_names(str(tmp_path))).splitlines()
+    assert named[0].split() == ["token", "logprob", "likeliest", "at", "its", "place"]
+    assert named[1].split() == [
+        str(a), '"a"', "-0.2500", str(a), '"a"', "-0.2500,", str(b), '"', '"', "-12.5000",
+    ]  # fmt: skip
+    assert named[2].split() == [str(b), '"', '"', "-10.0000"]
+    bare = logprob_table(completion, token_names("")).splitlines()
+    assert bare[1].split() == [str(a), "-0.2500", str(a), "-0.2500,", str(b), "-12.5000"]
 
 
 def test_what_is_recorded_keeps_secrets_out() -> None:
@@ -138,8 +213,6 @@ def test_what_is_recorded_keeps_secrets_out() -> None:
 
 def test_flags_that_were_not_given_set_nothing(tmp_path: Path) -> None:
     """So that the environment and the file can."""
-    import argparse
-
     from deploy.cli.settings import add_setting_flags
 
     parser = argparse.ArgumentParser()
