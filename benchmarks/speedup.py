@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--num-prompts", type=int, metavar="N",
-        help="take the first N/categories of each category [all]",
+        help="take the first N/categories of each category, one at least [all]",
     )  # fmt: skip
     parser.add_argument(
         "--max-tokens", type=int, default=defaults.max_tokens, metavar="N",

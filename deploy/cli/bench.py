@@ -96,11 +96,13 @@ def _run_speedup(arguments: argparse.Namespace) -> int:
     )
     options.load_prompts()  # What is wrong with them shows before anything is started.
     report = asyncio.run(_speedup(options, arguments))
+    from benchmarks.report import render, warnings
+
+    for warning in warnings(report):
+        _progress(warning)
     if arguments.json:
         print(report.to_json())
         return 0
-    from benchmarks.report import render
-
     _show(render(report))
     found = report.overall
     print(
