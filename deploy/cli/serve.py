@@ -134,18 +134,22 @@ def _tell(record: DeploymentRecord, *, as_json: bool, ready_fd: int | None) -> N
     elif as_json:
         print(json.dumps(asdict(record)), flush=True)
     else:
-        print(_endpoints_text(record), flush=True)
+        print(endpoints_text(record), flush=True)
 
 
-def _endpoints_text(record: DeploymentRecord) -> str:
+def endpoints_text(record: DeploymentRecord) -> str:
+    """Where a deployment answers, and what to try that it does not refuse."""
     address = record.grpc_address
-    body = '\'{"text": "The capital of France is", "max_tokens": 16}\''
+    words, field = '"The capital of France is"', '"text": "The capital of France is"'
+    if not record.tokenizer_directory:
+        words, field = "--token-ids 1,2,3", '"token_ids": {"ids": [1, 2, 3]}'
     return "\n".join(
         (
             f"serving {record.served_model_name}, drafted by {record.draft_model}",
             f"  gRPC    {address}",
-            '  try     outrider generate "The capital of France is"',
-            f"          grpcurl -plaintext -d {body} {address} outrider.v1.Coordinator/Generate",
+            f"  try     outrider generate {words}",
+            f"          grpcurl -plaintext -d '{{{field}, \"max_tokens\": 16}}' {address} "
+            "outrider.v1.Coordinator/Generate",
             "  stop    outrider stop",
         )
     )

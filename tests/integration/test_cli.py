@@ -152,7 +152,7 @@ def test_generate_takes_a_named_server(served: Shell) -> None:
 
 def test_a_bad_request_is_named(served: Shell) -> None:
     """Exit code 2 and one line, also where the coordinator is who refuses."""
-    assert "top_p" in _one_line(served.run("generate", PROMPT, "--top-p", "0"), 2)
+    assert "error: --top-p: " in _one_line(served.run("generate", PROMPT, "--top-p", "0"), 2)
 
 
 def test_a_second_deployment_is_refused(served: Shell) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import shlex
 import socket
 import subprocess
 import sys
@@ -11,17 +13,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from google.protobuf import json_format
 from models import byte_level_tokenizer
 
 from deploy.cli.connection import add_connection_flags, own_config
 from deploy.cli.logprobs import logprob_table, token_names
 from deploy.cli.main import main
+from deploy.cli.serve import endpoints_text
 from deploy.cli.settings import given_flags, public_settings
+from deploy.state import DeploymentRecord
 from outrider.client import Completion, Metrics, Usage
 from outrider.config import DeploymentConfig, load_config
 from outrider.messages import PositionLogprobs
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling import Rule
+from outrider.v1.coordinator_pb2 import GenerateRequest
 
 
 @pytest.mark.parametrize(
@@ -176,6 +182,21 @@ def test_a_deployment_of_ones_own_is_as_serve_would_start_it(
     # Also where it is the default's own value.
     config = own_config(parser.parse_args(["--grpc-port", "50051"]))
     assert config.coordinator.grpc_port == 50051
+
+
+@pytest.mark.parametrize("tokenizer_directory", ["/somewhere", ""])
+def test_what_serve_says_to_try_is_not_refused(tokenizer_directory: str) -> None:
+    """A prompt of a kind that the target takes, in a request that the protocol has."""
+    record = DeploymentRecord(
+        pid=1, process_start=1, started_at="", model="m", draft_model="d", served_model_name="m",
+        grpc_address="127.0.0.1:1", target_address="", draft_address="", target_directory="",
+        tokenizer_directory=tokenizer_directory,
+    )  # fmt: skip
+    words = shlex.split(endpoints_text(record).replace("\n", " "))
+    assert ("--token-ids" in words) == (not tokenizer_directory)
+    request = GenerateRequest()
+    json_format.ParseDict(json.loads(words[words.index("-d") + 1]), request)
+    assert request.WhichOneof("prompt") == ("text" if tokenizer_directory else "token_ids")
 
 
 def test_log_probabilities_are_a_line_per_token(tmp_path: Path) -> None:
