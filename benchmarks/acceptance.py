@@ -18,7 +18,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from outrider.errors import ConfigError, check
+from outrider.errors import SettingError, check
 from outrider.limits import MAX_TOKENS_DEFAULT, SEED_MAX
 
 from .figures import to_json
@@ -30,7 +30,7 @@ NUM_DEPTHS: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceOptions:
-    """What `bench acceptance` is asked for. Wrong values raise `ConfigError` naming the option."""
+    """What `bench acceptance` is asked for. Wrong values raise `SettingError`."""
 
     prompts: Path | None = None
     """JSONL file of `prompt` and, if wanted, `category`; None = the built-in prompts."""
@@ -50,7 +50,7 @@ class AcceptanceOptions:
             ("seed", self.seed, 0, SEED_MAX),
         ):
             if value is not None and not low <= value <= high:
-                raise ConfigError(f"{name}: {value} is wrong; it must be from {low} to {high}")
+                raise SettingError(name, f"{value} is wrong; it must be from {low} to {high}")
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> AcceptanceOptions:
@@ -63,7 +63,7 @@ class AcceptanceOptions:
         )
 
     def load_prompts(self) -> tuple[BenchPrompt, ...]:
-        """The prompts to measure with. Raises `ConfigError` for a file that is wrong."""
+        """The prompts to measure with. Raises `SettingError` for a file that is wrong."""
         prompts = built_in_prompts() if self.prompts is None else read_prompts(self.prompts)
         return prompts if self.num_prompts is None else select_prompts(prompts, self.num_prompts)
 

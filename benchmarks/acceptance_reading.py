@@ -10,7 +10,7 @@ import torch
 
 from outrider.drafting.drafter import Drafter, DraftRequest
 from outrider.engine.interface import Engine, SequenceStep
-from outrider.errors import ConfigError
+from outrider.errors import SettingError
 from outrider.limits import DRAFT_SUPPORT_ENTRIES, SEED_MAX
 from outrider.speculation.drafting import quantise
 from outrider.speculation.noise import RoundNoise
@@ -117,7 +117,7 @@ def measure(
     progress: Progress,
 ) -> AcceptanceReport:
     """Lets `target` write and `reader` read. `max_model_len` is what both take. Raises
-    `ConfigError` for prompts that are wrong or too long."""
+    `SettingError` for prompts that are wrong or too long."""
     prompts = options.load_prompts()
     found = []
     for index, prompt in enumerate(prompts):
@@ -125,9 +125,10 @@ def measure(
         ids = tuple(encode(prompt.text))
         room = max_model_len - len(ids)
         if not ids or room < 1:
-            raise ConfigError(
-                f"prompts: number {index + 1} has {len(ids)} tokens; 1 to {max_model_len - 1} "
-                "leave room for a completion"
+            raise SettingError(
+                "prompts",
+                f"number {index + 1} has {len(ids)} tokens; 1 to {max_model_len - 1} leave room "
+                "for a completion",
             )
         seed = (options.seed + index) & SEED_MAX
         max_tokens = min(options.max_tokens, room)

@@ -18,7 +18,7 @@ import torch
 from rich.table import Table
 
 from outrider.engine.interface import Engine, SequenceStep
-from outrider.errors import ConfigError
+from outrider.errors import SettingError
 from outrider.speculation.drafting import draft_tokens_from_logits
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import Proposal
@@ -77,7 +77,7 @@ class CoreReport:
 
 def record_rows(engine: Engine, texts: Sequence[Sequence[int]], num_rows: int) -> torch.Tensor:
     """Logits [num_rows, V], float32, of the model reading `texts` (token ids): every second row has
-    more than `HIGH_NATS` nats. Raises `ConfigError` where the texts do not have so many."""
+    more than `HIGH_NATS` nats. Raises `SettingError` where the texts do not have so many."""
     high: list[torch.Tensor] = []
     low: list[torch.Tensor] = []
     wanted = -(-num_rows // 2)
@@ -94,9 +94,10 @@ def record_rows(engine: Engine, texts: Sequence[Sequence[int]], num_rows: int) -
         low += logits[certain].unbind()
         high += logits[~certain].unbind()
     if min(len(high), len(low)) < wanted:
-        raise ConfigError(
-            f"model: {engine.info.name} gave {len(high)} rows over {HIGH_NATS:g} nats and "
-            f"{len(low)} others; {wanted} of each are needed"
+        raise SettingError(
+            "model",
+            f"{engine.info.name} gave {len(high)} rows over {HIGH_NATS:g} nats and {len(low)} "
+            f"others; {wanted} of each are needed",
         )
     pairs = zip(high[:wanted], low[:wanted], strict=True)
     return torch.stack([row for pair in pairs for row in pair])[:num_rows].contiguous()

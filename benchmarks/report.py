@@ -19,6 +19,9 @@ from .prompts import BenchPrompt
 
 JSON_DIGITS: Final = 4
 """Decimals of a number in the JSON report."""
+PLAIN_SHARE_MIN: Final = 0.9
+"""What plain decoding through the services must reach of each reference's tokens/s: a slow baseline
+is not a speed-up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +152,17 @@ def render(report: SpeedupReport) -> Group:
     return Group(table, *_reference_lines(report))
 
 
+def warnings(report: SpeedupReport) -> list[str]:
+    """What forbids to take the speed-up as it stands, a line each."""
+    plain = report.overall.plain_tokens_per_second
+    return [
+        f"warning: plain decoding runs at {plain / rate:.2f}x the speed of {name}; under "
+        f"{PLAIN_SHARE_MIN:.2f}x the speed-up is over a slow baseline"
+        for name, rate in _references(report).items()
+        if plain / rate < PLAIN_SHARE_MIN
+    ]
+
+
 def _part(result: SideResult, chosen: Sequence[int]) -> SideResult:
     completions = tuple(result.completions[index] for index in chosen)
     return SideResult(completions, sum(completion.seconds for completion in completions))
@@ -193,12 +207,19 @@ def _row(name: str, found: Comparison) -> tuple[str, ...]:
 
 def _reference_lines(report: SpeedupReport) -> list[Text]:
     plain = report.overall.plain_tokens_per_second
-    references = (
-        ("the engine alone", report.engine_tokens_per_second),
-        ("transformers generate", report.transformers_generate_tokens_per_second),
-    )
     return [
-        Text(f"plain is {plain / rate:.2f} of {name} ({rate:.1f} tokens/s)")
-        for name, rate in references
-        if rate is not None
+        Text(
+            f"plain decoding through the services runs at {plain / rate:.2f}x the speed of {name} "
+            f"({plain:.1f} against {rate:.1f} tokens/s over all)"
+        )
+        for name, rate in _references(report).items()
     ]
+
+
+def _references(report: SpeedupReport) -> dict[str, float]:
+    """Tokens/s by reference, of those that were measured."""
+    found = {
+        "the engine alone": report.engine_tokens_per_second,
+        "transformers generate": report.transformers_generate_tokens_per_second,
+    }
+    return {name: rate for name, rate in found.items() if rate is not None}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from outrider.client import Client
-from outrider.errors import ConfigError, Unavailable
+from outrider.errors import SettingError, Unavailable
 from outrider.generation import ChatMessage, GenerateRequest, Prompt
 from outrider.limits import (
     DEADLINE_MS_MAX,
@@ -37,7 +37,7 @@ RULES: Final = (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedupOptions:
-    """What `bench speedup` is asked for. Wrong values raise `ConfigError` naming the option."""
+    """What `bench speedup` is asked for. Wrong values raise `SettingError`."""
 
     prompts: Path | None = None
     """JSONL file of `prompt` and, if wanted, `category`; None = the built-in prompts."""
@@ -68,7 +68,7 @@ class SpeedupOptions:
         _check_range("seed", self.seed, 0, SEED_MAX)
         if self.rule not in RULES:
             allowed = ", ".join(rule.value for rule in RULES)
-            raise ConfigError(f"rule: {self.rule.value!r} is wrong; it must be one of {allowed}")
+            raise SettingError("rule", f"{self.rule.value!r} is wrong; it must be one of {allowed}")
 
     @classmethod
     def from_arguments(
@@ -89,7 +89,7 @@ class SpeedupOptions:
         )
 
     def load_prompts(self) -> tuple[BenchPrompt, ...]:
-        """The prompts to measure with. Raises `ConfigError` for a file that is wrong."""
+        """The prompts to measure with. Raises `SettingError` for a file that is wrong."""
         prompts = built_in_prompts() if self.prompts is None else read_prompts(self.prompts)
         return prompts if self.num_prompts is None else select_prompts(prompts, self.num_prompts)
 
@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--num-prompts", type=int, metavar="N",
-        help="take the first N/categories of each category [all]",
+        help="take the first N/categories of each category, one at least [all]",
     )  # fmt: skip
     parser.add_argument(
         "--max-tokens", type=int, default=defaults.max_tokens, metavar="N",
@@ -187,13 +187,13 @@ async def run(
     options: SpeedupOptions, subject: Subject, progress: Progress | None = None
 ) -> SpeedupReport:
     """Measures `subject`. `progress` is told what happens; by default standard error is.
-    Raises `ConfigError` for prompts that are wrong, and what a side refuses a request with."""
+    Raises `SettingError` for prompts that are wrong, and what a side refuses a request with."""
     progress = progress or _to_standard_error
     prompts = options.load_prompts()
     rule = resolve_rule(SamplingParams(temperature=options.temperature), options.rule, seeded=True)
     bound = options.num_draft_tokens or subject.num_draft_tokens
     if bound == 0:
-        raise ConfigError("num_draft_tokens: 0 is plain decoding; there is nothing to compare")
+        raise SettingError("num_draft_tokens", "0 is plain decoding; there is nothing to compare")
 
     def contestant(side: Side, client: BenchClient, num_draft_tokens: int) -> Contestant:
         decoding = Decoding(
@@ -253,4 +253,4 @@ def _check_range(name: str, value: float | None, lowest: float, highest: float) 
     if value is None:
         return
     if not math.isfinite(value) or not lowest <= value <= highest:
-        raise ConfigError(f"{name}: {value} is wrong; it must be from {lowest} to {highest}")
+        raise SettingError(name, f"{value} is wrong; it must be from {lowest} to {highest}")

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from outrider.errors import ConfigError, OutriderError, Unavailable
+from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
 from outrider.hosting import Place
 
 CALLS_PER_ACTOR_MAX: Final = 64
@@ -144,7 +144,7 @@ class Cluster:
             )
         except (ConnectionError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())
-            raise ConfigError(f"address: cannot start or reach Ray: {reason}") from error
+            raise SettingError("address", f"cannot start or reach Ray: {reason}") from error
         self._connected = True
 
     def resources(self) -> Mapping[str, float]:

@@ -24,13 +24,14 @@ from coordinator.actor import CoordinatorActor, connect_store
 from draft_service.actor import DraftActor
 from outrider.client import Client
 from outrider.config import DeploymentConfig
-from outrider.errors import ConfigError, OutriderError, Unavailable
+from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
 from outrider.replica_host import Traffic
 from outrider.sessions.embedded import EmbeddedRedis
+from outrider.settings import blaming
 from target_service.actor import TargetActor
 
 from .cluster import Actor, Cluster
-from .models import resolve_models
+from .models import resolve_models, tokenizer_warning
 from .placement import Placement, plan_placement
 from .preflight import check_before_start
 
@@ -110,6 +111,9 @@ class Deployment:
     async def _start(self) -> Endpoints:
         self._report("starting Ray and Redis, finding the models")
         config = await self._prepare()
+        warning = tokenizer_warning(config.coordinator.tokenizer_directory)
+        if warning is not None:
+            self._report(warning)
         placement = plan_placement(config, self._cluster.resources())
         await self._place(placement)
         config = placement.config
@@ -135,7 +139,8 @@ class Deployment:
             check_before_start(self.config)
         if self.config.coordinator.redis_url:
             # The coordinator will connect again: a wrong URL should not cost a model's loading.
-            await (await connect_store(self.config.coordinator)).close()
+            with blaming("redis_url"):
+                await (await connect_store(self.config.coordinator)).close()
         _, redis_url, config = await _all(
             self._cluster.connect(),
             asyncio.to_thread(self._start_redis),
@@ -149,9 +154,9 @@ class Deployment:
         if self.config.coordinator.redis_url:
             return self.config.coordinator.redis_url
         if not self._cluster.local:
-            raise ConfigError(
-                "redis_url: actors on another cluster do not reach an embedded Redis; give a "
-                "server's URL"
+            raise SettingError(
+                "redis_url",
+                "actors on another cluster do not reach an embedded Redis; give a server's URL",
             )
         self._redis = EmbeddedRedis(self._state / "redis")
         self._redis.start()
@@ -168,9 +173,10 @@ class Deployment:
         self._actors = {actor.role: actor for actor in actors}
         nodes = {actor.place.node for actor in actors}
         if len(nodes) > 1 and not self.config.target.insecure:
-            raise ConfigError(
-                f"host: the actors were placed on {len(nodes)} machines, but their servers bind "
-                f"{self.config.target.host}; give --host 0.0.0.0 --insecure on a trusted network"
+            raise SettingError(
+                "host",
+                f"the actors were placed on {len(nodes)} machines, but their servers bind "
+                f"{self.config.target.host}; give --host 0.0.0.0 --insecure on a trusted network",
             )
 
     async def _begin(self, role: str, config: object) -> str:

@@ -8,30 +8,33 @@ from pathlib import Path
 from typing import Final
 
 from outrider.config import DeploymentConfig
+from outrider.errors import SettingError
+from outrider.settings import blaming
 
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
     """The configuration with the directories of models and tokenizer. Takes minutes where a model
-    must be converted or fetched first. Raises `ConfigError` for a model that is not to be had, and
-    for a draft whose tokenizer differs from the target's."""
+    must be converted or fetched first. Raises `SettingError` for a model that is not to be had,
+    for a length that one does not take, and for a draft whose tokenizer differs from the
+    target's."""
     if config.target.emulated is not None:
         from outrider.engine.emulated import EmulatedSpec
 
-        EmulatedSpec.parse(config.target.emulated)
+        with blaming("engine"):
+            EmulatedSpec.parse(config.target.emulated)
         return config
-    # These import the model library, which takes seconds: only where they are needed.
+    # Imports the model library, which takes seconds: only where it is needed.
     from outrider.engine.sources import resolve_model
 
     trust = config.target.trust_remote_code
-    directory = resolve_model(config.target.model, trust_remote_code=trust)
+    with blaming("model"):
+        directory = resolve_model(config.target.model, trust_remote_code=trust)
+    _check_length("max_model_len", config.target.max_model_len, directory, trust)
     draft_directory = ""
     if not config.draft.is_ngram:
-        draft_directory = str(resolve_model(config.draft.model, trust_remote_code=trust))
-        from outrider.engine.loading import check_same_tokenizer
-
-        check_same_tokenizer(config.target.model, config.draft.model, trust_remote_code=trust)
+        draft_directory = str(_resolve_draft(config, trust))
     return replace(
         config,
         target=replace(config.target, directory=str(directory)),
@@ -44,5 +47,36 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
     )
 
 
+def _resolve_draft(config: DeploymentConfig, trust: bool) -> Path:
+    from outrider.engine.loading import check_same_tokenizer
+    from outrider.engine.sources import resolve_model
+
+    with blaming("draft_model"):
+        directory = resolve_model(config.draft.model, trust_remote_code=trust)
+        check_same_tokenizer(config.target.model, config.draft.model, trust_remote_code=trust)
+    _check_length("draft_max_model_len", config.draft.max_model_len, directory, trust)
+    return directory
+
+
+def _check_length(key: str, asked: int, directory: Path, trust: bool) -> None:
+    if asked == 0:
+        return
+    from outrider.engine.loading import stated_length
+
+    stated = stated_length(directory, trust_remote_code=trust)
+    if stated is not None and asked > stated:
+        raise SettingError(key, f"{asked} is wrong; the model takes at most {stated} tokens")
+
+
 def _has_tokenizer(directory: Path) -> bool:
     return any((directory / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def tokenizer_warning(tokenizer_directory: str) -> str | None:
+    """What whoever starts a target must know if it has no tokenizer; None if it has one."""
+    if tokenizer_directory:
+        return None
+    return (
+        "warning: the target has no tokenizer: text, chat and stop strings will be refused; token "
+        "ids work (outrider generate --token-ids)"
+    )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from outrider.config import DeploymentConfig
-from outrider.errors import ConfigError
+from outrider.errors import SettingError
 
 from .cluster import Demand
 
@@ -26,7 +26,7 @@ class Placement:
 def plan_placement(config: DeploymentConfig, resources: Mapping[str, float]) -> Placement:
     """Shares GPUs out where there are any and the configuration leaves it open: one each, or half
     of the only one; none for what runs no model. An actor with a GPU runs its model there.
-    Raises `ConfigError` where a device was asked for that no actor gets."""
+    Raises `SettingError` where a device was asked for that no actor gets."""
     draft_runs_model = not config.draft.is_ngram
     default_gpus = 0.0
     if resources.get("GPU", 0) > 0 and config.target.emulated is None:
@@ -59,12 +59,13 @@ def _device(
     wants_gpu = device.startswith("cuda")
     if device == "cpu":
         if num_gpus:
-            raise ConfigError(f"{role}_num_gpus: {num_gpus:g} is of no use with device cpu")
+            raise SettingError(f"{role}_num_gpus", f"{num_gpus:g} is of no use with device cpu")
         return 0.0, "cpu"
     asked = default_gpus if num_gpus is None else num_gpus
     if wants_gpu and asked == 0:
-        raise ConfigError(
-            f"device: {device} needs a GPU, but the {role} gets none: the cluster has none, or "
-            f"{role}_num_gpus is 0"
+        raise SettingError(
+            "device",
+            f"{device} needs a GPU, but the {role} gets none: the cluster has none, or "
+            f"--{role}-num-gpus is 0",
         )
     return asked, (device if wants_gpu else "cuda" if asked > 0 else "cpu")

@@ -6,42 +6,45 @@ import socket
 from typing import Final
 
 from outrider.config import DeploymentConfig
-from outrider.errors import ConfigError
+from outrider.errors import SettingError
+from outrider.settings import blaming
 
 _ANY_FREE: Final = 0
 
 
 def check_before_start(config: DeploymentConfig) -> None:
-    """For a deployment on this machine. Raises `ConfigError`, naming the setting, for a host or a
-    port that cannot be listened on, and for a model that is certainly not there."""
+    """For a deployment on this machine. Raises `SettingError` for a host or a port that cannot be
+    listened on, and for a model that is certainly not there."""
     listeners = (
         ("grpc_port", config.coordinator.host, config.coordinator.grpc_port),
         ("target_port", config.target.host, config.target.port),
         ("draft_port", config.draft.host, config.draft.port),
     )
-    for setting, host, port in listeners:
-        _check_listening(setting, host, port)
+    for key, host, port in listeners:
+        _check_listening(key, host, port)
     if config.target.emulated is not None:
         return
     from outrider.engine.sources import check_name
 
-    check_name(config.target.model)
+    with blaming("model"):
+        check_name(config.target.model)
     if not config.draft.is_ngram:
-        check_name(config.draft.model)
+        with blaming("draft_model"):
+            check_name(config.draft.model)
 
 
-def _check_listening(setting: str, host: str, port: int) -> None:
+def _check_listening(key: str, host: str, port: int) -> None:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise ConfigError(f"host: {host!r} is no address: {error.strerror or error}") from error
+        raise SettingError("host", f"{host!r} is no address: {error.strerror or error}") from error
     with socket.socket(family, kind) as probe:
         # As the server will: an address that is only waiting to be forgotten is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
         except OSError as error:
-            what = "host" if port == _ANY_FREE else setting
-            raise ConfigError(
-                f"{what}: cannot listen on {host}:{port}: {error.strerror or error}"
+            raise SettingError(
+                "host" if port == _ANY_FREE else key,
+                f"cannot listen on {host}:{port}: {error.strerror or error}",
             ) from error

@@ -22,6 +22,9 @@ from outrider.settings import Value
 FILE_NAME: Final = "deployment.json"
 LOCK_NAME: Final = "deployment.lock"
 LOG_NAME: Final = "serve.log"
+ERROR_PREFIX: Final = "outrider: error: "
+"""Begins the line in which a command says why it ends."""
+_LOCKS: Final = Path("/proc/locks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,22 +94,39 @@ def alive(record: DeploymentRecord) -> bool:
     return process_start(record.pid) == record.process_start
 
 
-def running_deployment(directory: Path) -> DeploymentRecord | None:
-    """The deployment that runs; a record whose process is gone is removed."""
+def recorded_deployment(directory: Path) -> DeploymentRecord | None:
+    """The deployment that was recorded last and has not withdrawn its record, whether or not its
+    process still runs. Raises `ConfigError` for a file that is no record."""
     path = directory / FILE_NAME
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        record = DeploymentRecord(**values)
+        return DeploymentRecord(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"{path}: is not a deployment's record ({error}); stop what runs, then remove the file"
         ) from error
-    if alive(record):
+
+
+def running_deployment(directory: Path) -> DeploymentRecord | None:
+    """The deployment that runs; a record whose process is gone is removed. Raises `ConfigError`
+    for a file that is no record."""
+    record = recorded_deployment(directory)
+    if record is None or alive(record):
         return record
-    path.unlink(missing_ok=True)
+    withdraw(directory)
     return None
+
+
+def logged_error(directory: Path) -> str | None:
+    """Why the detached deployment that was started last ended by itself; None where its log has
+    no error, or there is no log."""
+    try:
+        lines = (directory / LOG_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return None
+    errors = [line for line in lines if line.startswith(ERROR_PREFIX)]
+    return errors[-1].removeprefix(ERROR_PREFIX) if errors else None
 
 
 def publish(directory: Path, record: DeploymentRecord) -> None:
@@ -127,6 +147,29 @@ def publish(directory: Path, record: DeploymentRecord) -> None:
 def withdraw(directory: Path) -> None:
     """Removes the record. Only the holder of the lock may."""
     (directory / FILE_NAME).unlink(missing_ok=True)
+
+
+def lock_holder(directory: Path) -> int | None:
+    """The process that holds the lock of the one deployment. None where nobody does, and where the
+    kernel does not say (`locks_known`): asking by taking the lock would keep a deployment from
+    starting at that moment."""
+    try:
+        found = (directory / LOCK_NAME).stat()
+        lines = _LOCKS.read_text(encoding="ascii").splitlines()
+    except FileNotFoundError:
+        return None
+    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    holders = [
+        int(fields[4])
+        for fields in (line.split() for line in lines)
+        if fields[1] == "FLOCK" and fields[5] == place
+    ]
+    return holders[0] if holders else None
+
+
+def locks_known() -> bool:
+    """Whether the kernel says who holds a lock."""
+    return _LOCKS.exists()
 
 
 @contextmanager

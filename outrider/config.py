@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.errors import ConfigError
+from outrider.errors import SettingError
 from outrider.limits import (
     DEADLINE_MS_DEFAULT,
     DEADLINE_MS_MAX,
@@ -57,9 +57,10 @@ class ServerConfig:
     def __post_init__(self) -> None:
         verify_settings(self)
         if not self.insecure and not _is_loopback(self.host):
-            raise ConfigError(
-                f"host: {self.host!r} is reachable from other machines, and nothing asks callers "
-                "for a key; bind 127.0.0.1, or give --insecure if the network is trusted"
+            raise SettingError(
+                "host",
+                f"{self.host!r} is reachable from other machines, and nothing asks callers for a "
+                "key; bind 127.0.0.1, or give --insecure if the network is trusted",
             )
         Destination.parse(self.telemetry)
 
@@ -90,13 +91,13 @@ class ModelServerConfig(ServerConfig):
         # super() without arguments does not work in a class that slots=True builds anew.
         ServerConfig.__post_init__(self)
         if self.engine != TRANSFORMERS and not self.engine.startswith(EMULATED):
-            raise ConfigError(
-                f"engine: {self.engine!r} is wrong; it must be `transformers` or `emulated:SPEC`"
+            raise SettingError(
+                "engine", f"{self.engine!r} is wrong; it must be `transformers` or `emulated:SPEC`"
             )
         name, _, index = self.device.partition(":")
         if not (self.device in ("auto", "cpu", "cuda") or (name == "cuda" and index.isdecimal())):
-            raise ConfigError(
-                f"device: {self.device!r} is wrong; it must be auto, cpu, cuda or cuda:N"
+            raise SettingError(
+                "device", f"{self.device!r} is wrong; it must be auto, cpu, cuda or cuda:N"
             )
 
     @property
@@ -151,7 +152,7 @@ def _ngram_max() -> Any:
 
 def _check_ngrams(ngram_min: int, ngram_max: int) -> None:
     if ngram_min > ngram_max:
-        raise ConfigError(f"ngram_min: {ngram_min} is more than ngram_max, {ngram_max}")
+        raise SettingError("ngram_min", f"{ngram_min} is more than --ngram-max, {ngram_max}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +299,7 @@ class CoordinatorConfig(ServerConfig):
     def __post_init__(self) -> None:
         ServerConfig.__post_init__(self)
         if set(self.redis_key_prefix) & set("{}"):
-            raise ConfigError("redis_key_prefix: braces are not allowed in it")
+            raise SettingError("redis_key_prefix", "braces are not allowed in it")
         _check_ngrams(self.ngram_min, self.ngram_max)
 
 
@@ -340,7 +341,8 @@ def load_config(
     file: Path | None = None,
 ) -> DeploymentConfig:
     """The deployment that defaults < `file` (YAML) < `environment` (`OUTRIDER_*`) < `flags` (by
-    key; text or values) describe. Raises `ConfigError` naming the key."""
+    key; text or values) describe. Raises `ConfigError` naming what set the bad value, and
+    `SettingError` for values that do not go together."""
     values = merge(deployment_settings(), file, environment, flags)
     return build(
         DeploymentConfig,

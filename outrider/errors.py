@@ -14,6 +14,7 @@
     │   └── StoreUnavailable                              Redis does not answer
     ├── DeadlineExceeded      DEADLINE_EXCEEDED     504
     ├── ConfigError           (start-up only: one line and exit code 2)
+    │   └── SettingError                                  names the setting
     └── InvariantError        INTERNAL              500   our bug, nothing else
 
 An error says what was wrong, what was expected, and what to do.
@@ -39,9 +40,10 @@ class BadRequest(OutriderError):
     grpc_code = 3
     http_status = 400
 
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
         self.field = field
+        self.reason = reason
 
 
 class Unauthenticated(OutriderError):
@@ -127,6 +129,20 @@ class ConfigError(OutriderError):
     """A setting is wrong or does not fit this machine; the process stops with exit code 2."""
 
     grpc_code = 9
+
+
+class SettingError(ConfigError):
+    """One setting, or one option of a command, is wrong. `key` is its name in a configuration;
+    whoever knows where its value came from may name that instead."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(f"{key}: {reason}")
+        self.key = key
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[SettingError], tuple[str, str]]:
+        # It travels between processes: an actor's start-up raises it.
+        return type(self), (self.key, self.reason)
 
 
 class InvariantError(OutriderError):

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from outrider.errors import ConfigError, InvariantError, check
+from outrider.errors import ConfigError, InvariantError, SettingError, check
 
 Value = str | int | float | bool | None
 Config = TypeVar("Config")
@@ -187,6 +188,17 @@ def verify_settings(config: object) -> None:
         found.verify(getattr(config, name), found.key)
 
 
+@contextmanager
+def blaming(key: str) -> Iterator[None]:
+    """Turns a `ConfigError` that names no setting into a `SettingError` of this one."""
+    try:
+        yield
+    except SettingError:
+        raise
+    except ConfigError as error:
+        raise SettingError(key, error.message) from error
+
+
 def build(config: type[Config], values: Mapping[str, Value], **internal: Any) -> Config:
     """A configuration from values by key; those that `values` lacks keep their default."""
     named = {
@@ -206,18 +218,38 @@ def merge(
     """Values by key of all settings that a YAML file, the environment or a flag sets, the last one
     winning. Raises `ConfigError` for an unknown key and for a bad value, also where another layer
     overrides it."""
-    values: dict[str, Value] = {}
+    given = _given(settings, file, environment, flags)
+    return {found.key: found.parse(raw, source) for found, raw, source in given}
+
+
+def sources(
+    settings: Mapping[str, Setting],
+    file: Path | None,
+    environment: Mapping[str, str],
+    flags: Mapping[str, object],
+) -> dict[str, str]:
+    """By key, what errors call each setting that is set: its flag, its variable, or file and key,
+    whichever wins. Raises `ConfigError` for an unknown key."""
+    return {found.key: source for found, _, source in _given(settings, file, environment, flags)}
+
+
+def _given(
+    settings: Mapping[str, Setting],
+    file: Path | None,
+    environment: Mapping[str, str],
+    flags: Mapping[str, object],
+) -> Iterator[tuple[Setting, object, str]]:
+    """What each layer sets: the setting, what was written, and what set it. The last one wins."""
     if file is not None:
         for key, raw in _read_yaml(file).items():
-            values[key] = _known(settings, key, f"{file}: {key}").parse(raw, f"{file}: {key}")
+            yield _known(settings, key, f"{file}: {key}"), raw, f"{file}: {key}"
     for variable, text in environment.items():
         if variable.startswith(ENVIRONMENT_PREFIX) and variable not in NOT_SETTINGS:
             key = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-            values[key] = _known(settings, key, variable).parse(text, variable)
+            yield _known(settings, key, variable), text, variable
     for key, raw in flags.items():
         found = _known(settings, key, key)
-        values[key] = found.parse(raw, found.flag)
-    return values
+        yield found, raw, found.flag
 
 
 def _known(settings: Mapping[str, Setting], key: str, source: str) -> Setting:
@@ -225,7 +257,11 @@ def _known(settings: Mapping[str, Setting], key: str, source: str) -> Setting:
         import difflib
 
         near = difflib.get_close_matches(key, settings, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = ""
+        if near:
+            asked_by_variable = source == ENVIRONMENT_PREFIX + key.upper()
+            name = settings[near[0]].variable if asked_by_variable else near[0]
+            hint = f"; did you mean {name}?"
         raise ConfigError(f"{source}: there is no such setting{hint}")
     return settings[key]
 

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Final
 
-from outrider.errors import ConfigError
+from outrider.errors import SettingError
 
 CATEGORIES: Final = ("chat", "code", "math", "rewrite", "summary", "extract")
 """The built-in ones. A prompt of the last three holds the text that it is about."""
@@ -52,25 +52,25 @@ def built_in_prompts() -> tuple[BenchPrompt, ...]:
 
 
 def read_prompts(path: Path) -> tuple[BenchPrompt, ...]:
-    """The prompts of a JSONL file. Raises `ConfigError` naming the file, and the line if one is
+    """The prompts of a JSONL file. Raises `SettingError` naming the file, and the line if one is
     wrong."""
     try:
         size = path.stat().st_size
         if size > PROMPT_FILE_BYTES_MAX:
-            raise ConfigError(
-                f"prompts: {path} has {size} bytes; at most {PROMPT_FILE_BYTES_MAX} are allowed"
+            raise SettingError(
+                "prompts", f"{path} has {size} bytes; at most {PROMPT_FILE_BYTES_MAX} are allowed"
             )
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"prompts: cannot read {path}: {error.strerror}") from error
+        raise SettingError("prompts", f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"prompts: {path} is not UTF-8: {error.reason}") from error
+        raise SettingError("prompts", f"{path} is not UTF-8: {error.reason}") from error
     return parse_prompts(text, str(path))
 
 
 def parse_prompts(text: str, source: str) -> tuple[BenchPrompt, ...]:
     """The prompts of JSONL text; empty lines are skipped, and keys other than `prompt` and
-    `category` belong to whoever made the data. `source` names it in the `ConfigError` that a wrong
+    `category` belong to whoever made the data. `source` names it in the `SettingError` that a wrong
     line raises."""
     prompts: list[BenchPrompt] = []
     # Not splitlines: a JSON text may hold other line separators than the line feed as they are.
@@ -78,22 +78,23 @@ def parse_prompts(text: str, source: str) -> tuple[BenchPrompt, ...]:
         if not line.strip():
             continue
         if len(prompts) == PROMPTS_MAX:
-            raise ConfigError(f"prompts: {source} has more than {PROMPTS_MAX} prompts")
+            raise SettingError("prompts", f"{source} has more than {PROMPTS_MAX} prompts")
         prompts.append(_parse_line(line, f"{source}:{number}"))
     if not prompts:
-        raise ConfigError(f"prompts: {source} has no prompts; {_ALLOWED}")
+        raise SettingError("prompts", f"{source} has no prompts; {_ALLOWED}")
     return tuple(prompts)
 
 
 def select_prompts(prompts: Sequence[BenchPrompt], num_prompts: int) -> tuple[BenchPrompt, ...]:
     """The first `num_prompts` / categories prompts of each category, in the order given; what
     cannot be divided goes to the categories that come first, and what a category lacks to nobody.
-    Raises `ConfigError` where fewer are wanted than there are categories: some would be missing."""
+    Raises `SettingError` where fewer are wanted than there are categories: some would be
+    missing."""
     categories = list(dict.fromkeys(prompt.category for prompt in prompts))
     if num_prompts < len(categories):
-        raise ConfigError(
-            f"num_prompts: {num_prompts} is wrong; the prompts have {len(categories)} categories, "
-            "and each needs one"
+        raise SettingError(
+            "num_prompts",
+            f"{num_prompts} is wrong; it must be at least {len(categories)}, one of each category",
         )
     share, rest = divmod(num_prompts, len(categories))
     left = {name: share + (place < rest) for place, name in enumerate(categories)}
@@ -109,16 +110,16 @@ def _parse_line(line: str, where: str) -> BenchPrompt:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"prompts: {where}: is not JSON ({error}); {_ALLOWED}") from error
+        raise SettingError("prompts", f"{where}: is not JSON ({error}); {_ALLOWED}") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"prompts: {where}: is no object; {_ALLOWED}")
+        raise SettingError("prompts", f"{where}: is no object; {_ALLOWED}")
     text = value.get("prompt")
     category = value.get("category", UNCATEGORISED)
     for key, field in (("prompt", text), ("category", category)):
         if not isinstance(field, str) or not field.strip():
-            raise ConfigError(f'prompts: {where}: "{key}" is missing or no text; {_ALLOWED}')
+            raise SettingError("prompts", f'{where}: "{key}" is missing or no text; {_ALLOWED}')
         if not field.isprintable() and _has_surrogate(field):
-            raise ConfigError(f'prompts: {where}: "{key}" holds half a character; {_ALLOWED}')
+            raise SettingError("prompts", f'{where}: "{key}" holds half a character; {_ALLOWED}')
     return BenchPrompt(text=str(text), category=category)
 
 

@@ -19,7 +19,7 @@ from outrider.config import (
     TargetConfig,
     deployment_settings,
 )
-from outrider.errors import ConfigError
+from outrider.errors import SettingError
 from outrider.hosting import available_cores, build_engine, use_threads
 
 from .connection import Connection, add_connection_flags, connected
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         found = measurements.add_parser(
             name, help=purpose, description=purpose[0].upper() + purpose[1:] + "."
         )
-        found.set_defaults(measure=run_it)
+        found.set_defaults(measure=run_it, parser=found)
         return found
 
     parser = measurement(
@@ -96,11 +96,13 @@ def _run_speedup(arguments: argparse.Namespace) -> int:
     )
     options.load_prompts()  # What is wrong with them shows before anything is started.
     report = asyncio.run(_speedup(options, arguments))
+    from benchmarks.report import render, warnings
+
+    for warning in warnings(report):
+        _progress(warning)
     if arguments.json:
         print(report.to_json())
         return 0
-    from benchmarks.report import render
-
     _show(render(report))
     found = report.overall
     print(
@@ -186,7 +188,7 @@ def _model_config(arguments: argparse.Namespace) -> DeploymentConfig:
     """The models of a measurement in this process, with their files. Raises `ConfigError`."""
     config = deployment_config(arguments)
     if config.target.emulated is not None:
-        raise ConfigError("engine: an emulated one is no model; this measures models")
+        raise SettingError("engine", "an emulated one is no model; this measures models")
     use_threads(config.target.num_threads or available_cores())  # Before torch is imported.
     _progress("finding the models")
     return resolve_models(config)

@@ -20,6 +20,7 @@ from outrider.errors import OutriderError
 from .connection import Connection, add_connection_flags, connected
 from .conversation import Conversation, Figures
 from .lines import LineReader
+from .naming import spoken
 from .request import OWN_FLAGS, add_request_flags, request_fields
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ async def _run(arguments: argparse.Namespace, fields: dict[str, Any]) -> int:
                 Conversation(arguments.system, raw=arguments.raw),
                 fields,
                 begin_answer=_shower(connection),
+                explain=lambda error: spoken(error, arguments),
                 forgiving=lines.interactive,
             )
             interrupts = _Interrupts(chat, one_answer=lines.interactive)
@@ -89,14 +91,17 @@ class Chat:
         fields: dict[str, Any],
         *,
         begin_answer: Callable[[], Callable[[Tokens], None]],
+        explain: Callable[[OutriderError], str],
         forgiving: bool,
     ) -> None:
         """`fields` are those of every request. `begin_answer` gives what shows the tokens of one
-        answer. `forgiving`: an error is told and the chat goes on, instead of being raised."""
+        answer, `explain` an error's line. `forgiving`: an error is told and the chat goes on,
+        instead of being raised."""
         self._client = client
         self._conversation = conversation
         self._fields = fields
         self._begin_answer = begin_answer
+        self._explain = explain
         self._forgiving = forgiving
         self._figures = Figures()
         self._answering: asyncio.Task[None] | None = None
@@ -126,7 +131,7 @@ class Chat:
             if not self._forgiving:
                 raise
             print(flush=True)
-            _say(f"error: {error.message} (the message is not part of the conversation)")
+            _say(f"error: {self._explain(error)} (the message is not part of the conversation)")
         finally:
             # Still running where this task was cancelled itself.
             self._answering.cancel()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from deploy.state import running_deployment, state_directory
 from outrider.config import DeploymentConfig
-from outrider.errors import ConfigError, check
+from outrider.errors import ConfigError, SettingError, check
 from outrider.settings import Value
 
 from .settings import (
@@ -24,6 +24,7 @@ from .settings import (
     given_flags,
     public_settings,
     refuse_other_settings,
+    set_by,
 )
 
 
@@ -46,7 +47,12 @@ def add_connection_flags(parser: argparse.ArgumentParser, without: Collection[st
         "--server", metavar="HOST:PORT",
         help="the coordinator to call [the deployment that runs, else one of its own]",
     )  # fmt: skip
-    add_setting_flags(parser, "settings of the deployment, where this command starts one", without)
+    add_setting_flags(
+        parser,
+        "settings of the deployment, where this command starts one (on any free port, unless "
+        "--grpc-port is set)",
+        without,
+    )
 
 
 @asynccontextmanager
@@ -56,7 +62,7 @@ async def connected(arguments: argparse.Namespace) -> AsyncIterator[Connection]:
     if arguments.server:
         given = given_flags(arguments)
         if given:
-            raise ConfigError(f"{sorted(given)[0]}: cannot be set for a server that runs already")
+            raise SettingError(sorted(given)[0], "cannot be set for a server that runs already")
         yield Connection(checked_address(arguments.server))
         return
     record = running_deployment(state_directory(os.environ))
@@ -69,8 +75,17 @@ async def connected(arguments: argparse.Namespace) -> AsyncIterator[Connection]:
             record.settings,
         )
         return
-    async with _own_deployment(deployment_config(arguments)) as connection:
+    async with _own_deployment(own_config(arguments)) as connection:
         yield connection
+
+
+def own_config(arguments: argparse.Namespace) -> DeploymentConfig:
+    """The deployment that a command starts for itself: as `serve` would, but on any free port
+    where none is set, since only this command looks for it, and the usual one may be taken."""
+    config = deployment_config(arguments)
+    if "grpc_port" in set_by(arguments):
+        return config
+    return replace(config, coordinator=replace(config.coordinator, grpc_port=0))
 
 
 def checked_address(server: str) -> str:
@@ -110,10 +125,9 @@ def _ends_on_sigterm() -> Iterator[None]:
 
 @asynccontextmanager
 async def _own_deployment(config: DeploymentConfig) -> AsyncIterator[Connection]:
-    """A deployment on any free port, with a state of its own, that ends with the context."""
+    """A deployment with a state of its own, that ends with the context."""
     from deploy.launcher import Deployment
 
-    config = replace(config, coordinator=replace(config.coordinator, grpc_port=0))
     with tempfile.TemporaryDirectory(prefix="outrider-") as state, _ends_on_sigterm():
         async with Deployment(config, Path(state), report=_progress) as deployment:
             found = deployment.config

@@ -8,17 +8,29 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from outrider.errors import BadRequest
+from outrider.errors import BadRequest, ConfigError
 
 from .connection import Connection, add_connection_flags, connected
+from .logprobs import logprob_table, token_names
 from .request import OWN_FLAGS, add_request_flags, request_fields
+
+if TYPE_CHECKING:
+    from outrider.client import Completion, GenerateRequest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The prompt, the request's fields, and the deployment to ask."""
-    parser.add_argument("prompt", metavar="PROMPT", help="the text to go on with; - = from input")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument(
+        "prompt", nargs="?", metavar="PROMPT",
+        help="the text to go on with; - = standard input, to its end and as it is",
+    )  # fmt: skip
+    prompt.add_argument(
+        "--token-ids", type=_token_ids, metavar="ID,ID,...",
+        help="token ids to go on with, instead of PROMPT",
+    )  # fmt: skip
     parser.add_argument(
         "--chat", action="store_true", help="PROMPT is a user's message: apply the chat template"
     )
@@ -28,24 +40,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     request = add_request_flags(parser, max_tokens=128)
     request.add_argument(
-        "--logprobs",
-        type=int,
-        metavar="N",
-        help="with --json: log-probabilities of the N likeliest",
-    )
+        "--logprobs", type=int, metavar="N",
+        help="add a table of the tokens' log-probabilities and of those of the N likeliest",
+    )  # fmt: skip
     add_connection_flags(parser, without=OWN_FLAGS)
+
+
+def _token_ids(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is wrong; it must be whole numbers with commas between them"
+        )
+    return tuple(int(part) for part in parts)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Generates, and prints the text or one JSON object."""
-    asyncio.run(_run(arguments))
+    from outrider.client.requests import check_sendable
+
+    # Here, so that what is wrong shows before anything is started, and Ctrl-C ends the reading of
+    # standard input, which an event loop would not let it.
+    request = _request(arguments)
+    check_sendable(request)
+    asyncio.run(_run(arguments, request))
     return 0
 
 
-async def _run(arguments: argparse.Namespace) -> None:
-    from outrider.client import Client, Completion, CompletionBuilder, Event
+async def _run(arguments: argparse.Namespace, request: GenerateRequest) -> None:
+    from outrider.client import Client, CompletionBuilder, Event
 
-    request = _request(arguments)
     builder = CompletionBuilder()
 
     async def receive(client: Client, show: Callable[[Event], None]) -> tuple[Completion, float]:
@@ -60,23 +84,47 @@ async def _run(arguments: argparse.Namespace) -> None:
             completion, seconds = await receive(client, lambda event: None)
             print(json.dumps(_report(completion, seconds), ensure_ascii=False))
             return
-        completion, seconds = await receive(client, _printer(connection))
-        print(flush=True)
+        try:
+            completion, seconds = await receive(client, _printer(connection))
+        except BaseException:
+            if builder.text:
+                print(flush=True)  # An error, or the shell's prompt, gets a line of its own.
+            raise
+        print("" if completion.text else _silent(completion, arguments), flush=True)
+        if completion.logprobs:
+            names = token_names(connection.tokenizer_directory)
+            print(logprob_table(completion, names), flush=True)
         print(_closing_line(completion, seconds), file=sys.stderr)
 
 
-def _request(arguments: argparse.Namespace) -> Any:
-    from outrider.generation import ChatMessage, GenerateRequest
+def _silent(completion: Completion, arguments: argparse.Namespace) -> str:
+    """What is printed for an answer without text: its token ids for whoever asked by token ids,
+    who may have no tokenizer."""
+    return "" if arguments.token_ids is None else ",".join(map(str, completion.token_ids))
+
+
+def _request(arguments: argparse.Namespace) -> GenerateRequest:
+    from outrider.generation import ChatMessage, GenerateRequest, Prompt
 
     fields = request_fields(arguments)
     if arguments.system is not None and not arguments.chat:
         raise BadRequest("system", "needs --chat")
-    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    prompt: str | tuple[ChatMessage, ...] = text
+    if arguments.chat and arguments.token_ids is not None:
+        raise ConfigError("--chat: cannot go with --token-ids, which no template is applied to")
+    prompt: Prompt = arguments.token_ids or _text(arguments.prompt)
     if arguments.chat:
         turns = [] if arguments.system is None else [ChatMessage("system", arguments.system)]
-        prompt = (*turns, ChatMessage("user", text))
+        prompt = (*turns, ChatMessage("user", str(prompt)))
     return GenerateRequest(prompt=prompt, logprobs=arguments.logprobs, **fields)
+
+
+def _text(prompt: str) -> str:
+    if prompt != "-":
+        return prompt
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise BadRequest("prompt", f"standard input is not UTF-8: {error.reason}") from None
 
 
 def _printer(connection: Connection) -> Callable[[Any], None]:
@@ -104,12 +152,12 @@ def _printer(connection: Connection) -> Callable[[Any], None]:
     return show_coloured
 
 
-def _tokens_per_second(completion: Any, seconds: float) -> float:
+def _tokens_per_second(completion: Completion, seconds: float) -> float:
     """Committed completion tokens over the time from request to last event, prefill included."""
     return float(completion.usage.completion_tokens / seconds)
 
 
-def _report(completion: Any, seconds: float) -> dict[str, Any]:
+def _report(completion: Completion, seconds: float) -> dict[str, Any]:
     metrics = completion.metrics
     report: dict[str, Any] = {
         "text": completion.text,
@@ -139,7 +187,7 @@ def _report(completion: Any, seconds: float) -> dict[str, Any]:
     return report
 
 
-def _closing_line(completion: Any, seconds: float) -> str:
+def _closing_line(completion: Completion, seconds: float) -> str:
     metrics, tokens = completion.metrics, completion.usage.completion_tokens
     proposed, accepted = metrics.num_draft_tokens, metrics.num_accepted_draft_tokens
     acceptance = f"{accepted / proposed:.0%} of {proposed}" if proposed else "nothing proposed"

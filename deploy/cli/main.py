@@ -16,7 +16,10 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Final, NoReturn, Protocol
 
+from deploy.state import ERROR_PREFIX
 from outrider.errors import BadRequest, ConfigError, OutriderError
+
+from .naming import spoken
 
 COMMANDS: Final = {
     "serve": "start a coordinator, a target and a draft",
@@ -60,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     modules: dict[str, Command] = {}
     for name, purpose in COMMANDS.items():
         subparser = commands.add_parser(name, help=purpose, description=f"{purpose.capitalize()}.")
+        subparser.set_defaults(parser=subparser)
         if name in words:
             # Only the command that runs pays for its imports.
             modules[name] = _command(name)
@@ -67,7 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             subparser.add_argument(
                 "-v", "--verbose", action="store_true", help="log what happens to standard error"
             )
-    parsed = parser.parse_args(words)
+    parsed, unknown = parser.parse_known_args(words)
+    if unknown:
+        # By the parser of the command itself, so that the error points to that one's help.
+        parsed.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     parsed.words = words
     return _run(modules[parsed.command], parsed)
 
@@ -87,12 +94,9 @@ def _run(command: Command, parsed: argparse.Namespace) -> int:
         code = command.run(parsed)
         sys.stdout.flush()
         return code
-    except (ConfigError, BadRequest) as error:
-        _complain(error.message)
-        return EXIT_BAD_ARGUMENTS
     except OutriderError as error:
-        _complain(error.message)
-        return 1
+        _complain(spoken(error, parsed))
+        return EXIT_BAD_ARGUMENTS if isinstance(error, (ConfigError, BadRequest)) else 1
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -102,7 +106,7 @@ def _run(command: Command, parsed: argparse.Namespace) -> int:
 
 
 def _complain(message: str) -> None:
-    print(f"outrider: error: {message}", file=sys.stderr)
+    print(f"{ERROR_PREFIX}{message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from deploy.models import tokenizer_warning
 from deploy.state import (
     LOG_NAME,
     DeploymentRecord,
     exclusive,
+    logged_error,
     process_start,
     publish,
     running_deployment,
@@ -132,18 +134,22 @@ def _tell(record: DeploymentRecord, *, as_json: bool, ready_fd: int | None) -> N
     elif as_json:
         print(json.dumps(asdict(record)), flush=True)
     else:
-        print(_endpoints_text(record), flush=True)
+        print(endpoints_text(record), flush=True)
 
 
-def _endpoints_text(record: DeploymentRecord) -> str:
+def endpoints_text(record: DeploymentRecord) -> str:
+    """Where a deployment answers, and what to try that it does not refuse."""
     address = record.grpc_address
-    body = '\'{"text": "The capital of France is", "max_tokens": 16}\''
+    words, field = '"The capital of France is"', '"text": "The capital of France is"'
+    if not record.tokenizer_directory:
+        words, field = "--token-ids 1,2,3", '"token_ids": {"ids": [1, 2, 3]}'
     return "\n".join(
         (
             f"serving {record.served_model_name}, drafted by {record.draft_model}",
             f"  gRPC    {address}",
-            '  try     outrider generate "The capital of France is"',
-            f"          grpcurl -plaintext -d {body} {address} outrider.v1.Coordinator/Generate",
+            f"  try     outrider generate {words}",
+            f"          grpcurl -plaintext -d '{{{field}, \"max_tokens\": 16}}' {address} "
+            "outrider.v1.Coordinator/Generate",
             "  stop    outrider stop",
         )
     )
@@ -177,20 +183,22 @@ def _serve_detached(state: Path, arguments: argparse.Namespace) -> int:
             process.wait()
             raise
     if answer != _READY:
-        return _explain(process.wait(), log_path)
+        return _explain(process.wait(), state)
     record = running_deployment(state)
     if record is None:
         raise Unavailable(f"the deployment was ready and then stopped; its log is {log_path}")
+    warning = tokenizer_warning(record.tokenizer_directory)
+    if warning is not None:
+        _progress(warning)  # The process itself has said it to its log.
     _tell(record, as_json=arguments.json, ready_fd=None)
     return 0
 
 
-def _explain(code: int, log_path: Path) -> int:
+def _explain(code: int, state: Path) -> int:
     """Says why the detached process ended, in its own words where it had any."""
+    log_path, error = state / LOG_NAME, logged_error(state)
+    if code == 2 and error is not None:
+        raise ConfigError(error)
     lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
-    prefix = "outrider: error: "
-    reasons = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
-    if code == 2 and reasons:
-        raise ConfigError(reasons[-1])
-    last = reasons[-1] if reasons else (lines[-1] if lines else "it wrote nothing")
+    last = error or (lines[-1] if lines else "it wrote nothing")
     raise OutriderError(f"the deployment did not start (exit code {code}): {last} ({log_path})")

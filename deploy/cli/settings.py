@@ -11,7 +11,7 @@ from typing import Final
 from deploy.state import DeploymentRecord
 from outrider.config import DeploymentConfig, deployment_settings, load_config
 from outrider.errors import ConfigError
-from outrider.settings import Value, settings_of
+from outrider.settings import Value, settings_of, sources
 
 _PREFIX: Final = "setting_"
 SECRETS: Final = ("redis_url", "redis_password")
@@ -55,6 +55,13 @@ def given_flags(arguments: argparse.Namespace) -> dict[str, object]:
         for name, value in vars(arguments).items()
         if name.startswith(_PREFIX)
     }
+
+
+def set_by(arguments: argparse.Namespace) -> dict[str, str]:
+    """By key, what sets each setting that is set: file, environment or flag. Raises
+    `ConfigError` for an unknown name."""
+    file = getattr(arguments, "config", None)
+    return sources(deployment_settings(), file, os.environ, given_flags(arguments))
 
 
 def deployment_config(arguments: argparse.Namespace) -> DeploymentConfig:

@@ -19,6 +19,8 @@ from deploy.state import (
     LOCK_NAME,
     LOG_NAME,
     DeploymentRecord,
+    lock_holder,
+    locks_known,
     running_deployment,
     state_directory,
 )
@@ -28,7 +30,6 @@ from .connection import checked_address
 from .masking import masked_settings
 
 TIMEOUT_S: Final = 5.0
-_LOCKS: Final = Path("/proc/locks")
 
 Facts = dict[str, Any]
 
@@ -109,21 +110,10 @@ def _deployment(record: DeploymentRecord, state: Path) -> Facts:
 
 def lease(state: Path) -> Facts:
     """Who holds the lock that lets only one deployment have a state directory. `holder` is None
-    where nobody does, and where the kernel does not say (`known`): asking by taking the lock would
-    keep a deployment from starting at that moment."""
-    path = state / LOCK_NAME
-    try:
-        found = path.stat()
-        lines = _LOCKS.read_text(encoding="ascii").splitlines()
-    except FileNotFoundError:
-        return {"file": str(path), "known": _LOCKS.exists(), "holder": None}
-    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
-    holders = [
-        int(fields[4])
-        for fields in (line.split() for line in lines)
-        if fields[1] == "FLOCK" and fields[5] == place
-    ]
-    return {"file": str(path), "known": True, "holder": holders[0] if holders else None}
+    where nobody does, and where the kernel does not say (`known`)."""
+    return {
+        "file": str(state / LOCK_NAME), "known": locks_known(), "holder": lock_holder(state),
+    }  # fmt: skip
 
 
 async def ask_coordinator(address: str, timeout_s: float) -> Facts:

@@ -7,9 +7,21 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
-from deploy.state import alive, running_deployment, state_directory
+from deploy.state import (
+    FILE_NAME,
+    LOG_NAME,
+    DeploymentRecord,
+    alive,
+    lock_holder,
+    logged_error,
+    recorded_deployment,
+    state_directory,
+    withdraw,
+)
 from outrider.errors import Unavailable
 
 STOP_TIMEOUT_S: Final = 60.0
@@ -27,28 +39,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Asks the deployment's process to stop, and waits until it is gone. Nothing to stop is no
-    error."""
+    error; what is left of a deployment that ended by itself is told, and its record removed."""
     directory = state_directory(os.environ)
-    record = running_deployment(directory)
-    if record is None:
-        _say("nothing runs", arguments)
-        return 0
-    try:
-        os.kill(record.pid, signal.SIGTERM)
-    except ProcessLookupError:
-        return 0
-    give_up_at = time.monotonic() + arguments.timeout
-    # The process is no child of this one, so the kernel does not tell when it ends.
-    while alive(record):
-        if time.monotonic() >= give_up_at:
-            raise Unavailable(
-                f"the deployment (pid {record.pid}) still runs after {arguments.timeout:g} s"
-            )
-        time.sleep(_POLL_S)
-    _say(f"stopped the deployment at {record.grpc_address}", arguments)
+    record = recorded_deployment(directory)
+    holder = lock_holder(directory)
+    if record is not None and alive(record):
+        _end(record.pid, lambda: alive(record), arguments.timeout)
+        found = f"stopped the deployment at {record.grpc_address}"
+    elif holder is not None:
+        _end(holder, lambda: lock_holder(directory) == holder, arguments.timeout)
+        found = f"stopped a deployment that was not ready (pid {holder})"
+    else:
+        found = _left(directory, record)
+    if not arguments.quiet:
+        print(found, file=sys.stderr)
     return 0
 
 
-def _say(line: str, arguments: argparse.Namespace) -> None:
-    if not arguments.quiet:
-        print(line, file=sys.stderr)
+def _end(pid: int, runs: Callable[[], bool], timeout_s: float) -> None:
+    """Raises `Unavailable` where the process still runs after the time."""
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except ProcessLookupError:
+        return
+    give_up_at = time.monotonic() + timeout_s
+    # The process is no child of this one, so the kernel does not tell when it ends.
+    while runs():
+        if time.monotonic() >= give_up_at:
+            raise Unavailable(f"the deployment (pid {pid}) still runs after {timeout_s:g} s")
+        time.sleep(_POLL_S)
+
+
+def _left(directory: Path, record: DeploymentRecord | None) -> str:
+    """What is left where nothing runs; removes the record of a process that is gone."""
+    error = logged_error(directory)
+    if record is not None:
+        withdraw(directory)
+        return (
+            f"nothing runs: the deployment at {record.grpc_address} (pid {record.pid}) is gone "
+            f"without having been stopped; removed its record {directory / FILE_NAME}"
+        )
+    if error is not None:
+        log = directory / LOG_NAME
+        return f"nothing runs: the last one that was detached ended by itself: {error} (log {log})"
+    return "nothing runs"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.client.results import CoordinatorDescription, SessionView
 from outrider.client.transport import CLOSED
-from outrider.errors import DeadlineExceeded, Unavailable
+from outrider.errors import DeadlineExceeded, OutriderError, Unavailable
 from outrider.generation import Event, GenerateRequest
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc, types_pb2
@@ -23,6 +24,10 @@ from outrider.wire.generation import (
     rule_from_number,
 )
 from outrider.wire.status import status_to_error
+
+STATUS_DETAILS: Final = "grpc-status-details-bin"
+"""Metadata that every `Unavailable` of a coordinator has, and none of gRPC's own."""
+_ERROR_NUMBER: Final = re.compile(r" \(\d+\)$")
 
 
 class GrpcTransport:
@@ -51,7 +56,7 @@ class GrpcTransport:
                 if event is not None:
                     yield event
         except grpc.aio.AioRpcError as error:
-            raise status_to_error(error) from error
+            raise call_error(error, self._address) from error
         except asyncio.CancelledError:
             self._explain_cancellation()
             raise
@@ -91,7 +96,7 @@ class GrpcTransport:
         try:
             return await method(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise status_to_error(error) from error
+            raise call_error(error, self._address) from error
         except asyncio.CancelledError:
             self._explain_cancellation()
             raise
@@ -106,6 +111,18 @@ class GrpcTransport:
         task = asyncio.current_task()
         if self._closed and task is not None and not task.cancelling():
             raise Unavailable(CLOSED) from None
+
+
+def call_error(error: grpc.aio.AioRpcError, address: str) -> OutriderError:
+    """What a call to `address` failed with: the coordinator's error, or `Unavailable` in words of
+    our own where no coordinator answered. Those of gRPC stay in its cause."""
+    meant = status_to_error(error)
+    metadata: Any = error.trailing_metadata()
+    answered = any(key == STATUS_DETAILS for key, _ in metadata or ())
+    if answered or not isinstance(meant, Unavailable):
+        return meant
+    reason = _ERROR_NUMBER.sub("", meant.message.rpartition(": ")[2])
+    return Unavailable(f"nothing answers at {address} ({reason})")
 
 
 def session_view(found: pb.Session) -> SessionView:

@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.client.grpc_transport import description, session_view
+from outrider.client.grpc_transport import call_error, description, session_view
 from outrider.client.requests import (
     CALL_TIMEOUT_S,
     check_sendable,
@@ -29,7 +29,6 @@ from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc, types_pb2
 from outrider.wire.channel import channel_options
 from outrider.wire.generation import event_from_proto, request_to_proto
-from outrider.wire.status import status_to_error
 
 
 class SyncClient:
@@ -129,4 +128,5 @@ class SyncClient:
         """What an error of gRPC means; closing the channel ends its calls as cancelled."""
         if self._closed:
             return Unavailable(CLOSED)
-        return status_to_error(cast(Any, error))  # It is the call too, and so has a status.
+        # It is the call too, and so has a status.
+        return call_error(cast(Any, error), self._address)

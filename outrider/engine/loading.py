@@ -17,7 +17,7 @@ from outrider.engine.fingerprints import (
 )
 from outrider.engine.interface import ModelInfo
 from outrider.engine.sources import check_weights, resolve_model
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, SettingError
 
 DTYPES: Final = {
     "bfloat16": torch.bfloat16,
@@ -114,6 +114,20 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None
         raise ConfigError(f"model {path}: its tokenizer cannot be loaded: {error}") from error
 
 
+def stated_length(path: Path, *, trust_remote_code: bool = False) -> int | None:
+    """Tokens that a model takes by its configuration, read without its weights; None where that
+    does not say. Raises `ConfigError` for a configuration that cannot be read."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except _LOADING_ERRORS as error:
+        raise ConfigError(f"model {path}: its config.json cannot be loaded: {error}") from error
+    return _stated_length(config)
+
+
 def check_same_tokenizer(target: str, draft: str, *, trust_remote_code: bool = False) -> None:
     """Raises `ConfigError` unless a draft and a target, given by name, share their tokenizer."""
     tables: list[TokenizerTable | None] = []
@@ -131,9 +145,11 @@ def resolve_device(device: str) -> torch.device:
     try:
         where = torch.device(device)
     except RuntimeError as error:
-        raise ConfigError(f"device: {device!r} given; auto, cpu or cuda[:N] is allowed") from error
+        raise SettingError(
+            "device", f"{device!r} given; auto, cpu or cuda[:N] is allowed"
+        ) from error
     if where.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device: {device!r} given, but no CUDA device can be used here")
+        raise SettingError("device", f"{device!r} given, but no CUDA device can be used here")
     return where
 
 
@@ -156,15 +172,20 @@ def _logits_width(module: Any) -> int:
 
 
 def _max_model_len(config: Any, override: int | None, name: str) -> int:
-    text_config = config.get_text_config()
-    stated = next((v for k in _LENGTH_KEYS if (v := getattr(text_config, k, None))), None)
+    stated = _stated_length(config)
     if override is None:
-        return int(stated or MAX_MODEL_LEN_DEFAULT)
+        return stated or MAX_MODEL_LEN_DEFAULT
     if override < 1 or (stated is not None and override > stated):
         raise ConfigError(
             f"max_model_len: {override} given; model {name} allows 1..{stated or 'any'}"
         )
     return override
+
+
+def _stated_length(config: Any) -> int | None:
+    text_config = config.get_text_config()
+    stated = next((v for k in _LENGTH_KEYS if (v := getattr(text_config, k, None))), None)
+    return None if stated is None else int(stated)
 
 
 def _eos_token_ids(module: Any, tokenizer: Any | None) -> tuple[int, ...]:

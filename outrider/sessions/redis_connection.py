@@ -33,6 +33,7 @@ from outrider.errors import (
     DataLoss,
     InvariantError,
     OutriderError,
+    SettingError,
     StoreUnavailable,
 )
 from outrider.limits import (
@@ -123,7 +124,7 @@ def new_client(
         options["password"] = password
     if ca_file is not None:
         if not url.startswith("rediss://"):
-            raise ConfigError("a CA file for Redis needs a URL that begins with rediss://")
+            raise SettingError("redis_ca_file", "needs a Redis URL that begins with rediss://")
         options["ssl_ca_certs"] = ca_file
     try:
         pool = redis.asyncio.BlockingConnectionPool.from_url(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
-from outrider.errors import ConfigError
+from outrider.errors import SettingError
 
 PROMETHEUS_PORT_MAX: Final = 65_535
 ROLES: Final = ("coordinator", "target", "draft")
@@ -26,7 +26,7 @@ class Destination:
 
     @classmethod
     def parse(cls, text: str) -> Destination:
-        """From `otlp=URL,prometheus=PORT`; "" is nowhere. Raises `ConfigError`."""
+        """From `otlp=URL,prometheus=PORT`; "" is nowhere. Raises `SettingError`."""
         values: dict[str, str] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
             key, _, value = part.partition("=")
@@ -50,8 +50,8 @@ class Destination:
         return self.prometheus_port + ROLES.index(role)
 
 
-def _wrong(text: str) -> ConfigError:
-    return ConfigError(f"telemetry: {text!r} is wrong; it must be {_ALLOWED}")
+def _wrong(text: str) -> SettingError:
+    return SettingError("telemetry", f"{text!r} is wrong; it must be {_ALLOWED}")
 
 
 def _endpoint(value: str, text: str) -> str:

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import NoOpTracer, Tracer
 
-from outrider.errors import ConfigError
+from outrider.errors import SettingError
 from outrider.telemetry.destination import Destination
 
 EXPORT_TIMEOUT_S: Final = 3.0
@@ -30,7 +30,7 @@ class Scrape:
     """Serves a process's metrics to Prometheus, by HTTP at any path."""
 
     def __init__(self, host: str, port: int) -> None:
-        """Listens from now on; port 0 = any. Raises `ConfigError`."""
+        """Listens from now on; port 0 = any. Raises `SettingError`."""
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
         from prometheus_client import CollectorRegistry, start_http_server
 
@@ -41,8 +41,8 @@ class Scrape:
         try:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
-            raise ConfigError(
-                f"telemetry: cannot serve Prometheus on {host}:{port}: {error.strerror}"
+            raise SettingError(
+                "telemetry", f"cannot serve Prometheus on {host}:{port}: {error.strerror}"
             ) from error
         self.address = f"{host}:{self._server.server_port}"
         _log.info("metrics are served on %s", self.address)
@@ -101,7 +101,7 @@ class Exports:
 
 def start_exports(telemetry: str, role: str, host: str) -> Exports | None:
     """What the `telemetry` setting asks of the process of a role; None where it is off. Prometheus
-    is served on `host`. Raises `ConfigError` where its port is taken."""
+    is served on `host`. Raises `SettingError` where its port is taken."""
     destination = Destination.parse(telemetry)
     if destination.nowhere:
         return None

@@ -152,7 +152,7 @@ def test_generate_takes_a_named_server(served: Shell) -> None:
 
 def test_a_bad_request_is_named(served: Shell) -> None:
     """Exit code 2 and one line, also where the coordinator is who refuses."""
-    assert "top_p" in _one_line(served.run("generate", PROMPT, "--top-p", "0"), 2)
+    assert "error: --top-p: " in _one_line(served.run("generate", PROMPT, "--top-p", "0"), 2)
 
 
 def test_a_second_deployment_is_refused(served: Shell) -> None:
@@ -192,6 +192,7 @@ def test_serve_in_the_foreground_ends_with_its_terminal(tmp_path: Path) -> None:
     assert process.returncode == 0, err
     assert out == ""
     assert "Traceback" not in err
+    assert err.count("the target has no tokenizer: text, chat and stop strings") == 1
     assert _sessions_of(shell.state) == set()
 
 

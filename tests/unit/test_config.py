@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from outrider.config import (
     load_config,
 )
 from outrider.drafting.ngram import NgramConfig
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, SettingError
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104 (a setting, not bound)
 
@@ -173,6 +174,12 @@ def test_prompt_lookup_has_one_default() -> None:
     """The settings and the drafter agree."""
     config, drafter = DraftConfig(), NgramConfig()
     assert (config.ngram_min, config.ngram_max) == (drafter.ngram_min, drafter.ngram_max)
+
+
+def test_an_error_about_a_setting_keeps_its_key_between_processes() -> None:
+    """An actor raises it, and whoever started the actor says what set it."""
+    error = copy.copy(SettingError("device", "is wrong"))
+    assert (error.key, error.reason, str(error)) == ("device", "is wrong", "device: is wrong")
 
 
 def test_secrets_are_not_shown() -> None:

@@ -170,9 +170,9 @@ def test_a_prompt_that_leaves_no_room_is_refused() -> None:
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (("--max-tokens", "0"), "max_tokens"),
-        (("--num-prompts", "0"), "num_prompts"),
-        (("--prompts", "/nowhere/at.all"), "prompts"),
+        (("--max-tokens", "0"), "error: --max-tokens: "),
+        (("--num-prompts", "0"), "error: --num-prompts: "),
+        (("--prompts", "/nowhere/at.all"), "error: --prompts: "),
         (("--engine", "emulated:seed=1"), "--engine"),
     ],
 )

@@ -143,5 +143,5 @@ def test_selection_of_more_than_there_are_takes_all() -> None:
 
 def test_selection_refuses_to_leave_a_category_out() -> None:
     assert len(select_prompts(prompts_of("abc"), 3)) == 3
-    with pytest.raises(ConfigError, match="num_prompts: 2 is wrong; the prompts have 3 categories"):
+    with pytest.raises(ConfigError, match="num_prompts: 2 is wrong; it must be at least 3"):
         select_prompts(prompts_of("abc"), 2)

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from benchmarks.measurement import Completion, Side, SideResult
 from benchmarks.prompts import BenchPrompt
-from benchmarks.report import Setup, compare, render, summarise
+from benchmarks.report import Setup, compare, render, summarise, warnings
 from outrider.errors import InvariantError
 
 PROMPTS = tuple(BenchPrompt(f"p{i}", category) for i, category in enumerate("aabbb"))
@@ -167,5 +167,21 @@ def test_the_table_shows_categories_totals_and_references() -> None:
     assert [cell.strip() for cell in row.strip("│").split("│")] == [
         "all", "5", "10.0", "21.4", "38%", "2.00", "3.00x",
     ]  # fmt: skip
-    assert "plain is 0.80 of the engine alone (12.5 tokens/s)" in shown
+    line = (
+        "plain decoding through the services runs at 0.80x the speed of the engine alone "
+        "(10.0 against 12.5 tokens/s over all)"
+    )
+    assert line in shown
     assert "transformers generate" not in shown
+
+
+@pytest.mark.parametrize(("seconds", "warned"), [(1.81, 0), (1.79, 1)])
+def test_a_slow_baseline_is_warned_of(seconds: float, warned: int) -> None:
+    """Under 0.9 of a reference; plain takes 2 s a prompt here."""
+    sides = both_sides()
+    assert warnings(summarise(setup(), PROMPTS, sides)) == []
+    sides[Side.ENGINE] = result(*[completion(20, 2.0) for _ in PROMPTS])
+    sides[Side.TRANSFORMERS] = result(*[completion(20, seconds) for _ in PROMPTS])
+    found = warnings(summarise(setup(), PROMPTS, sides))
+    assert len(found) == warned
+    assert all("transformers generate" in line and "slow baseline" in line for line in found)

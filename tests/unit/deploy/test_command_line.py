@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import json
+import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from google.protobuf import json_format
+from models import byte_level_tokenizer
 
+from deploy.cli.connection import add_connection_flags, own_config
+from deploy.cli.logprobs import logprob_table, token_names
 from deploy.cli.main import main
+from deploy.cli.serve import endpoints_text
 from deploy.cli.settings import given_flags, public_settings
+from deploy.state import DeploymentRecord
+from outrider.client import Completion, Metrics, Usage
 from outrider.config import DeploymentConfig, load_config
+from outrider.messages import PositionLogprobs
+from outrider.sessions.store import FinishReason
+from outrider.speculation.sampling import Rule
+from outrider.v1.coordinator_pb2 import GenerateRequest
 
 
 @pytest.mark.parametrize(
@@ -22,21 +39,48 @@ from outrider.config import DeploymentConfig, load_config
         (("serve", "--max-num-seqs", "none"), "--max-num-seqs"),
         (("serve", "--dtype", "int3"), "--dtype"),
         (("serve", "demo", "--model", "other"), "--model"),
-        (("serve", "--host", "192.0.2.1"), "--insecure"),
+        (("serve", "--host", "192.0.2.1"), "error: --host: "),
+        (("serve", "--ngram-min", "5", "--ngram-max", "4"), "error: --ngram-min: "),
+        (("serve", "--telemetry", "nowhere"), "error: --telemetry: "),
+        (("serve", "--device", "tpu"), "error: --device: "),
+        (("serve", "--nope"), "(see outrider serve --help)"),
+        (("bench", "speedup", "--nope"), "(see outrider bench speedup --help)"),
+        (("--nope", "stop"), "(see outrider stop --help)"),
         (("serve", "--config", "/nowhere.yaml"), "/nowhere.yaml"),
         (("generate",), "PROMPT"),
+        (
+            ("generate", "x", "--token-ids", "1"),
+            "argument --token-ids: not allowed with argument PROMPT",
+        ),
+        (("generate", "--token-ids", "1,x"), "argument --token-ids: '1,x' is wrong"),
+        (("generate", "--token-ids", ""), "argument --token-ids: '' is wrong"),
+        (("generate", "--token-ids", "1,-2"), "argument --token-ids: '1,-2' is wrong"),
+        (("generate", "--token-ids", f"1,{2**40}"), "error: --token-ids (number 2): "),
+        (("generate", "--token-ids", "1", "--chat"), "--chat: cannot go with --token-ids"),
         (("generate", "x", "--rule", "magic"), "--rule"),
         (("generate", "x", "--top-k", "some"), "--top-k"),
-        (("generate", "x", "--temperature", "nan"), "temperature"),
-        (("generate", "x", "--system", "y"), "--chat"),
+        (("generate", "x", "--temperature", "nan"), "error: --temperature: "),
+        (("generate", "x", "--system", "y"), "error: --system: needs --chat"),
         (("generate", "x", "--server", "nowhere"), "--server"),
         (("generate", "x", "--server", "127.0.0.1:0"), "--server"),
-        (("generate", "x", "--server", "127.0.0.1:1", "--dtype", "auto"), "dtype"),
-        (("generate", "x", "--server", "127.0.0.1:1", "--seed", "-1"), "seed"),
-        (("generate", "x", "--server", "127.0.0.1:1", "--max-tokens", str(2**40)), "max_tokens"),
+        (("generate", "x", "--server", "127.0.0.1:1", "--dtype", "auto"), "error: --dtype: "),
+        (("generate", "x", "--server", "127.0.0.1:1", "--seed", "-1"), "error: --seed: "),
+        (
+            ("generate", "x", "--server", "127.0.0.1:1", "--max-tokens", str(2**40)),
+            "--max-tokens: ",
+        ),
+        (
+            ("generate", "x", "--server", "127.0.0.1:1", "--stop", "a", "--stop", "\ud800"),
+            "error: --stop (number 2): ",
+        ),
+        (("generate", "\ud800", "--server", "127.0.0.1:1"), "error: PROMPT: "),
         (("bench",), "WHAT"),
-        (("bench", "speedup", "--num-prompts", "0"), "num_prompts"),
-        (("bench", "speedup", "--num-draft-tokens", "17"), "num_draft_tokens"),
+        (("bench", "speedup", "--num-prompts", "0"), "error: --num-prompts: "),
+        (
+            ("bench", "speedup", "--num-prompts", "2"),
+            "--num-prompts: 2 is wrong; it must be at least 6",
+        ),
+        (("bench", "speedup", "--num-draft-tokens", "17"), "error: --num-draft-tokens: "),
     ],
 )
 def test_a_bad_argument_is_named(
@@ -60,7 +104,43 @@ def test_a_bad_variable_is_named(
     """The environment is checked like flags."""
     monkeypatch.setenv("OUTRIDER_MAX_NUM_SEQ", "3")
     assert main(["serve"]) == 2
-    assert "OUTRIDER_MAX_NUM_SEQ" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("outrider: error: OUTRIDER_MAX_NUM_SEQ: there is no such setting")
+    assert "did you mean OUTRIDER_MAX_NUM_SEQS?" in said
+
+
+def test_a_wrong_setting_is_called_what_it_was_set_by(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where only the whole shows that it is wrong: flag, else variable, else file and key."""
+    file = tmp_path / "settings.yaml"
+    file.write_text("device: tpu\n", "utf-8")
+    words = ["serve", "--config", str(file)]
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(f"outrider: error: {file}: device: 'tpu' is wrong")
+    monkeypatch.setenv("OUTRIDER_DEVICE", "npu")
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith("outrider: error: OUTRIDER_DEVICE: 'npu' is wrong")
+    monkeypatch.setenv("OUTRIDER_ENGINE", "emulated:seed=1")
+    assert main([*words, "--device", "gpu"]) == 2
+    assert capsys.readouterr().err.startswith("outrider: error: --device: 'gpu' is wrong")
+    assert main(["bench", "core", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.startswith("outrider: error: OUTRIDER_ENGINE: an emulated one")
+
+
+def test_what_is_wrong_before_a_start_is_called_what_it_was_set_by(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A port that is taken, and a model that is not there."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--target-port", str(port)]) == 2
+        assert "error: --target-port: cannot listen on" in capsys.readouterr().err
+        monkeypatch.setenv("OUTRIDER_GRPC_PORT", str(port))
+        assert main(["serve"]) == 2
+        assert "error: OUTRIDER_GRPC_PORT: cannot listen on" in capsys.readouterr().err
+    assert main(["serve", "--grpc-port", "0", "--draft-model", "./nowhere"]) == 2
+    assert "error: --draft-model: model ./nowhere: no such file" in capsys.readouterr().err
 
 
 def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,14 +148,79 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "x", "--server", "127.0.0.1:1"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("outrider: error: ")
-    assert err.count("\n") == 1
+    assert err == "outrider: error: nothing answers at 127.0.0.1:1 (Connection refused)\n"
 
 
-def test_nothing_to_stop_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
-    """`stop` says so."""
-    assert main(["stop"]) == 0
-    assert capsys.readouterr().err == "nothing runs\n"
+def test_an_interrupt_ends_the_reading_of_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read where no event loop runs, which would take the first Ctrl-C for itself and then
+    wait for the end of the input."""
+
+    class Terminal:
+        def read(self) -> bytes:
+            with pytest.raises(RuntimeError, match="no running event loop"):
+                asyncio.get_running_loop()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=Terminal()))
+    assert main(["generate", "-", "--server", "127.0.0.1:1"]) == 130
+
+
+def test_a_deployment_of_ones_own_is_as_serve_would_start_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the same flags, variables and file; on any free port only where none is set."""
+    parser = argparse.ArgumentParser()
+    add_connection_flags(parser, without=())
+    file = tmp_path / "settings.yaml"
+    file.write_text("grpc_port: 1234\n", "utf-8")
+    assert own_config(parser.parse_args([])).coordinator.grpc_port == 0
+    assert own_config(parser.parse_args(["--config", str(file)])).coordinator.grpc_port == 1234
+    monkeypatch.setenv("OUTRIDER_GRPC_PORT", "2345")
+    monkeypatch.setenv("OUTRIDER_TARGET_PORT", "3456")
+    config = own_config(parser.parse_args(["--config", str(file)]))
+    assert (config.coordinator.grpc_port, config.target.port) == (2345, 3456)
+    # Also where it is the default's own value.
+    config = own_config(parser.parse_args(["--grpc-port", "50051"]))
+    assert config.coordinator.grpc_port == 50051
+
+
+@pytest.mark.parametrize("tokenizer_directory", ["/somewhere", ""])
+def test_what_serve_says_to_try_is_not_refused(tokenizer_directory: str) -> None:
+    """A prompt of a kind that the target takes, in a request that the protocol has."""
+    record = DeploymentRecord(
+        pid=1, process_start=1, started_at="", model="m", draft_model="d", served_model_name="m",
+        grpc_address="127.0.0.1:1", target_address="", draft_address="", target_directory="",
+        tokenizer_directory=tokenizer_directory,
+    )  # fmt: skip
+    words = shlex.split(endpoints_text(record).replace("\n", " "))
+    assert ("--token-ids" in words) == (not tokenizer_directory)
+    request = GenerateRequest()
+    json_format.ParseDict(json.loads(words[words.index("-d") + 1]), request)
+    assert request.WhichOneof("prompt") == ("text" if tokenizer_directory else "token_ids")
+
+
+def test_log_probabilities_are_a_line_per_token(tmp_path: Path) -> None:
+    """With the tokens' texts where the tokenizer is here, by their ids alone elsewhere."""
+    tokenizer = byte_level_tokenizer(320)
+    tokenizer.save_pretrained(tmp_path)
+    a, b = tokenizer.encode("a")[0], tokenizer.encode(" ")[0]
+    completion = Completion(
+        session_id="", model="", seed=0, rule=Rule.GREEDY, text="a ", token_ids=(a, b),
+        origins=(), rounds=(), finish_reason=FinishReason.LENGTH, usage=Usage(1, 2),
+        metrics=Metrics(2, 0, 0, 1.0, 1.0, 1.0),
+        logprobs=(
+            PositionLogprobs(-0.25, ((a, -0.25), (b, -12.5))),
+            PositionLogprobs(-10.0, ()),
+        ),
+    )  # fmt: skip
+    named = logprob_table(completion, token_names(str(tmp_path))).splitlines()
+    assert named[0].split() == ["token", "logprob", "likeliest", "at", "its", "place"]
+    assert named[1].split() == [
+        str(a), '"a"', "-0.2500", str(a), '"a"', "-0.2500,", str(b), '"', '"', "-12.5000",
+    ]  # fmt: skip
+    assert named[2].split() == [str(b), '"', '"', "-10.0000"]
+    bare = logprob_table(completion, token_names("")).splitlines()
+    assert bare[1].split() == [str(a), "-0.2500", str(a), "-0.2500,", str(b), "-12.5000"]
 
 
 def test_what_is_recorded_keeps_secrets_out() -> None:
@@ -89,8 +234,6 @@ def test_what_is_recorded_keeps_secrets_out() -> None:
 
 def test_flags_that_were_not_given_set_nothing(tmp_path: Path) -> None:
     """So that the environment and the file can."""
-    import argparse
-
     from deploy.cli.settings import add_setting_flags
 
     parser = argparse.ArgumentParser()

@@ -1,0 +1,51 @@
+"""What is refused of models before any of them is loaded, and what is warned of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from models import MAX_MODEL_LEN, byte_level_tokenizer, save_tiny_model
+
+from deploy.models import resolve_models, tokenizer_warning
+from outrider.config import load_config
+from outrider.errors import SettingError
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without a tokenizer."""
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize("key", ["max_model_len", "draft_max_model_len"])
+def test_a_length_above_the_models_own_is_refused_without_its_weights(tiny: Path, key: str) -> None:
+    """The model's own is allowed, and so is not to say; one more is refused, with the bound."""
+    models = {"model": str(tiny), "draft_model": str(tiny)}
+    for length in (0, 1, MAX_MODEL_LEN):
+        resolve_models(load_config({**models, key: length}, {}))
+    with pytest.raises(SettingError, match=f"{MAX_MODEL_LEN + 1} .* {MAX_MODEL_LEN} tokens") as bad:
+        resolve_models(load_config({**models, key: MAX_MODEL_LEN + 1}, {}))
+    assert bad.value.key == key
+
+
+def test_the_setting_of_a_bad_model_is_named(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"config\.json") as bad:
+        resolve_models(load_config({"model": str(tiny), "draft_model": str(tmp_path)}, {}))
+    assert bad.value.key == "draft_model"
+    with pytest.raises(SettingError, match="emulated") as bad:
+        resolve_models(load_config({"engine": "emulated:size=3"}, {}))
+    assert bad.value.key == "engine"
+
+
+def test_a_target_without_a_tokenizer_is_warned_of(tiny: Path, tmp_path: Path) -> None:
+    """And one that has one is not."""
+    config = resolve_models(load_config({"model": str(tiny)}, {}))
+    warning = tokenizer_warning(config.coordinator.tokenizer_directory)
+    assert warning is not None
+    assert "\n" not in warning
+    assert "--token-ids" in warning
+    speaking = save_tiny_model(tmp_path / "speaking")
+    byte_level_tokenizer(32).save_pretrained(speaking)
+    config = resolve_models(load_config({"model": str(speaking)}, {}))
+    assert tokenizer_warning(config.coordinator.tokenizer_directory) is None
