@@ -27,7 +27,7 @@ from rich.table import Table
 
 from outrider.client import Client
 from outrider.config import TargetConfig
-from outrider.errors import ConfigError, Unavailable
+from outrider.errors import SettingError, Unavailable
 from outrider.generation import GenerateRequest
 from outrider.limits import DEADLINE_MS_MAX
 from outrider.sessions.embedded import EmbeddedRedis
@@ -52,7 +52,7 @@ NS_PER_MS: Final = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverheadOptions:
-    """What `bench overhead` is asked for. Wrong values raise `ConfigError` naming the option."""
+    """What `bench overhead` is asked for. Wrong values raise `SettingError`."""
 
     rounds: int = 2_000
     """Measured, after `WARM_UP_ROUNDS`."""
@@ -65,7 +65,7 @@ class OverheadOptions:
             ("probes", self.probes, 0, PROBES_MAX),
         ):
             if not low <= value <= high:
-                raise ConfigError(f"{name}: {value} is wrong; it must be from {low} to {high}")
+                raise SettingError(name, f"{value} is wrong; it must be from {low} to {high}")
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> OverheadOptions:
