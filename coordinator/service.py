@@ -17,10 +17,11 @@ from outrider.errors import (
     NotFound,
     OutriderError,
     Overloaded,
+    StoreUnavailable,
     Unavailable,
 )
 from outrider.generation import Event, GenerateRequest, Started
-from outrider.limits import SEED_BITS
+from outrider.limits import COMMIT_RETRY_MS_MIN, OPEN_TRIES_MAX, SEED_BITS
 from outrider.messages import (
     DraftAnswer,
     DraftItem,
@@ -262,6 +263,17 @@ class CoordinatorService:
         return resolve(request, field, prompt_ids, self.model, self._options.defaults, seed)
 
     async def _open(self, tenant: str, parameters: GenerationParameters) -> Session:
+        """A session that the store has. Each try opens another one: whether a store that did not
+        answer has opened the one before is not known."""
+        for tries_left in range(OPEN_TRIES_MAX - 1, 0, -1):
+            try:
+                return await self._open_one(tenant, parameters)
+            except StoreUnavailable as error:
+                _log.info("a session could not be opened, %d tries left: %r", tries_left, error)
+            await asyncio.sleep(COMMIT_RETRY_MS_MIN / 1e3)
+        return await self._open_one(tenant, parameters)
+
+    async def _open_one(self, tenant: str, parameters: GenerationParameters) -> Session:
         new = NewSession(
             session_id=f"{self._random_bits(128):032x}",
             tenant=tenant,
@@ -274,15 +286,15 @@ class CoordinatorService:
         opening = asyncio.create_task(self._store.open(new))
         try:
             await asyncio.shield(opening)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, StoreUnavailable):
             self._in_background(self._abandon(opening, new.session_id))
             raise
         return Session.opened(new)
 
     async def _abandon(self, opening: asyncio.Task[None], session_id: str) -> None:
-        """Records a session as cancelled that nobody wants any more while it is being opened."""
+        """Records a session as cancelled that nobody wants, once its opening has ended."""
+        await asyncio.wait([opening])
         try:
-            await opening
             await self._store.finish(session_id, FIRST_EPOCH, FinishReason.CANCELLED, Counters())
         except OutriderError as error:
             _log.info("session %s was not closed: %r", session_id, error)

@@ -177,6 +177,41 @@ def test_a_client_that_goes_while_its_session_is_opened_leaves_no_running_record
     run_virtually(main())
 
 
+def test_a_store_that_does_not_answer_once_opens_the_session_at_the_next_try() -> None:
+    """The first try has opened one all the same, which is recorded as cancelled."""
+
+    async def main() -> None:
+        async with bench() as b:
+            opened: list[str] = []
+            open_at_once = b.store.open
+
+            async def open_in_silence(session: NewSession) -> None:
+                await open_at_once(session)
+                opened.append(session.session_id)
+                if len(opened) == 1:
+                    raise StoreUnavailable("no answer")
+
+            b.store.open = open_in_silence  # type: ignore[method-assign]
+            started, *_, last = await b.events()
+            assert isinstance(started, Started)
+            assert isinstance(last, Finished)
+            assert started.session_id == opened[1]
+            abandoned = await b.service.session(opened[0])
+            assert abandoned.finish_reason is FinishReason.CANCELLED
+
+    run_virtually(main())
+
+
+def test_a_store_that_does_not_answer_again_and_again_is_told_to_the_client() -> None:
+    async def main() -> None:
+        async with bench() as b:
+            b.store.open = failing(b.store.open, until=1e9)  # type: ignore[method-assign]
+            with pytest.raises(StoreUnavailable):
+                await b.events()
+
+    run_virtually(main())
+
+
 def test_cancelling_again_and_again_is_one_cancel() -> None:
     async def main() -> None:
         async with bench() as b:
