@@ -286,8 +286,13 @@ class ClockedExecutor(ThreadExecutor):
     """A thread for steps that notes when the answers of each were there: on that thread, before
     the event loop knows of them."""
 
-    def __init__(self, name: str, step_seconds: Callable[[], float]) -> None:
-        super().__init__(name, step_seconds)
+    def __init__(
+        self,
+        name: str,
+        step_seconds: Callable[[], float],
+        prepare: Callable[[], object] | None = None,
+    ) -> None:
+        super().__init__(name, step_seconds, prepare)
         self.judged: dict[ReplyKey, int] = {}
         """Answer -> ns."""
 

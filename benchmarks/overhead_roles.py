@@ -143,6 +143,7 @@ async def _model(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     config = TargetConfig(**setup["config"])
     num_threads = config.num_threads or available_cores()
     use_threads(num_threads)
+    from outrider.engine.workers import start_workers
     from outrider.replica_host import ReplicaHost
     from target_service.service import TargetService
     from target_service.servicer import TargetServicer
@@ -150,7 +151,7 @@ async def _model(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     from .overhead_clocks import ClockedExecutor, ClockedService
 
     engine = await asyncio.to_thread(build_engine, config, "target", num_threads)
-    executor = ClockedExecutor("target-step", engine.take_step_seconds)
+    executor = ClockedExecutor("target-step", engine.take_step_seconds, start_workers)
     service = ClockedService(TargetService(engine, executor, max_num_seqs=config.max_num_seqs))
     host: ReplicaHost[Any, Any] = ReplicaHost()
     address = await host.serve(service, TargetServicer, config.host, 0)

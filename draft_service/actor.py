@@ -39,6 +39,7 @@ def _default_threads(config: DraftConfig) -> int:
 
 def _build(config: DraftConfig, num_threads: int, observer: StepObserver | None) -> DraftService:
     from outrider.engine.executor import ThreadExecutor
+    from outrider.engine.workers import start_workers
 
     from .service import DraftService
 
@@ -51,7 +52,7 @@ def _build(config: DraftConfig, num_threads: int, observer: StepObserver | None)
             config.model, drafter, lookup, max_num_seqs=config.max_num_seqs, observer=observer
         )
     engine = build_engine(config, "draft", num_threads)
-    executor = ThreadExecutor("draft-step", engine.take_step_seconds)
+    executor = ThreadExecutor("draft-step", engine.take_step_seconds, start_workers)
     return DraftService.with_model(
         engine,
         executor,

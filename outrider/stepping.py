@@ -236,6 +236,8 @@ class StepScheduler(Generic[Item, Answer]):
                 self._wake.clear()
                 while not self._closing and (self._queue or self._releases):
                     await self._step(self._take())
+                    # Lets the answers leave before the next step wants the interpreter.
+                    await asyncio.sleep(0)
                 self._idle.set()
         finally:
             self._idle.set()

@@ -33,9 +33,10 @@ class TargetActor(ReplicaHost[VerifyItem, VerifyAnswer]):
 
 def _build(config: TargetConfig, num_threads: int, observer: StepObserver | None) -> TargetService:
     from outrider.engine.executor import ThreadExecutor
+    from outrider.engine.workers import start_workers
 
     from .service import TargetService
 
     engine = build_engine(config, "target", num_threads)
-    executor = ThreadExecutor("target-step", engine.take_step_seconds)
+    executor = ThreadExecutor("target-step", engine.take_step_seconds, start_workers)
     return TargetService(engine, executor, max_num_seqs=config.max_num_seqs, observer=observer)

@@ -26,9 +26,17 @@ class StepExecutor(Protocol):
 class ThreadExecutor:
     """One thread. A step lasts at least as long as `step_seconds` says afterwards."""
 
-    def __init__(self, name: str, step_seconds: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        name: str,
+        step_seconds: Callable[[], float],
+        prepare: Callable[[], object] | None = None,
+    ) -> None:
+        """`prepare` is run on the thread before anything else, and waited for."""
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._step_seconds = step_seconds
+        if prepare is not None:
+            self._pool.submit(prepare).result()
 
     async def run(self, step: Callable[[], T]) -> T:
         """Runs `step` on the thread."""
