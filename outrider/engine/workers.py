@@ -9,9 +9,10 @@ from typing import Final
 
 NICENESS: Final = 5
 """Of the threads that help a step. Where a step has a thread on every core, a message must wait
-until the kernel takes one of them off: measured on two cores, from sending to queue 2.2 ms in 99 of
-100 cases instead of 5.0, and steps as quick as before. The step's own thread keeps its priority:
-what it has found out is to be told at once."""
+until the kernel takes one of them off. Measured on two cores, medians of runs: from sending to
+queue 3.7 ms in 99 of 100 cases instead of 4.7, from verdict to receiver 2.6 instead of 4.4, and
+steps as quick as before. The step's own thread keeps its priority: what it has found out is to be
+told at once."""
 _THREADS: Final = Path("/proc/self/task")
 _ELEMENTS: Final = 2**20
 """Of an operator that is worth sharing."""
