@@ -105,8 +105,11 @@ class AnsweringProcess:
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await process.wait()
         except TimeoutError:
-            process.kill()
-            await process.wait()
+            pass  # It is killed below.
+        finally:
+            if process.returncode is None:
+                process.kill()
+        await process.wait()
 
 
 class AnswerWriter:

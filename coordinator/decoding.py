@@ -22,7 +22,7 @@ from .commits import Committer
 from .completion import Completion, Piece
 from .journal import Entry, Journal
 from .request import GenerationParameters
-from .sides import Drafted, DraftSide, TargetSide, UnreadableProposal
+from .sides import Drafted, DraftSide, TargetSide
 
 _NOT_DRAFTED = Drafted(NOTHING_SEALED, by_replica=False, seconds=0.0)
 
@@ -109,14 +109,7 @@ class Decoding:
         identity, start_length = self._session.identity, self._session.length
         noise = RoundNoise(identity.seed, identity.rule, start_length)
         drafted = await self._propose(index, noise)
-        try:
-            verified = await self._verify(index, drafted)
-        except UnreadableProposal as error:
-            if self._draft is None or not drafted.by_replica:
-                raise
-            self._draft.disown(error)
-            drafted = _NOT_DRAFTED
-            verified = await self._verify(index, drafted)
+        verified = await self._verify(index, drafted)
         outcome = decide(
             verified.reply.verdict,
             drafted.proposal.token_ids,

@@ -21,7 +21,13 @@ from outrider.errors import (
     Unavailable,
 )
 from outrider.generation import Event, GenerateRequest, Started
-from outrider.limits import COMMIT_RETRY_MS_MIN, OPEN_TRIES_MAX, SEED_BITS
+from outrider.limits import (
+    ABANDON_TRIES_MAX,
+    COMMIT_RETRY_MS_MAX,
+    COMMIT_RETRY_MS_MIN,
+    OPEN_TRIES_MAX,
+    SEED_BITS,
+)
 from outrider.messages import (
     DraftAnswer,
     DraftItem,
@@ -294,10 +300,20 @@ class CoordinatorService:
     async def _abandon(self, opening: asyncio.Task[None], session_id: str) -> None:
         """Records a session as cancelled that nobody wants, once its opening has ended."""
         await asyncio.wait([opening])
-        try:
-            await self._store.finish(session_id, FIRST_EPOCH, FinishReason.CANCELLED, Counters())
-        except OutriderError as error:
-            _log.info("session %s was not closed: %r", session_id, error)
+        for attempt in range(ABANDON_TRIES_MAX):
+            try:
+                await self._store.finish(
+                    session_id, FIRST_EPOCH, FinishReason.CANCELLED, Counters()
+                )
+            except StoreUnavailable as error:
+                _log.info("session %s is not closed yet: %r", session_id, error)
+            except OutriderError as error:
+                _log.info("session %s was never opened: %r", session_id, error)
+                return
+            else:
+                return
+            wait_ms = min(COMMIT_RETRY_MS_MIN * 2**attempt, COMMIT_RETRY_MS_MAX)
+            await asyncio.sleep(wait_ms / 1e3)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -70,10 +70,6 @@ class Patience:
     """Rest between two questions to an absent draft."""
 
 
-class UnreadableProposal(InvariantError):
-    """The target cannot open the q of a proposal. A draft's fault, which its session outlives."""
-
-
 class HeadWriter:
     """Writes the head of each message of one session."""
 
@@ -144,8 +140,10 @@ class TargetSide:
         self, round_index: int, proposal: SealedProposal, run_ahead: int, num_logprobs: int | None
     ) -> VerdictReply:
         """The verdict of a round. Asks again until there is one; raises what the target refuses
-        with, `UnreadableProposal` where that is the draft's q, and `Unavailable` once it cannot be
-        reached for `target_gone_s`."""
+        with, and `Unavailable` once it cannot be reached for `target_gone_s`.
+
+        Where the target cannot read the draft's q, the same tokens are verified as one-hot draws,
+        which is exact for whatever tokens: none is dropped for what a draft says of it."""
         loop = asyncio.get_running_loop()
         if self._mailbox.begin(round_index):
             self._asked_until = -1
@@ -172,6 +170,13 @@ class TargetSide:
                 unreachable_since = None
                 if isinstance(answer, VerdictReply):
                     return self._checked(answer, proposal)
+                if isinstance(answer, Refused) and _is_about_q(answer):
+                    bare = proposal.without_q(self._heads.session.identity.rule)
+                    ask = proposal != bare  # Else this is once more about what was sent before.
+                    if ask:
+                        _log.warning("a draft's q cannot be read: %s", answer.message)
+                    proposal = bare
+                    continue
                 await self._put_right(answer, retry_s)
                 if isinstance(answer, Refused):
                     retry_s = min(2 * retry_s, RETRY_S_MAX)
@@ -216,15 +221,17 @@ class TargetSide:
             return
         error = error_from_code(answer.code, answer.message)
         if isinstance(error, BadRequest):
-            if error.field == "proposal.q":
-                self._asked_until = -1
-                raise UnreadableProposal(error.message)
             # The user's fields were checked before: what is wrong with a message is our doing.
             raise InvariantError(f"the target refuses a message: {error.message}")
         # A deadline that has passed over there is about to pass here.
         if not isinstance(error, Overloaded | Unavailable | DeadlineExceeded):
             raise error
         await asyncio.sleep(retry_s)
+
+
+def _is_about_q(answer: Refused) -> bool:
+    error = error_from_code(answer.code, answer.message)
+    return isinstance(error, BadRequest) and error.field == "proposal.q"
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,10 +322,6 @@ class DraftSide:
         if self._held is not None:
             self.cached_length = min(self._held.cached_length, common_length)
             self._held = None
-
-    def disown(self, error: UnreadableProposal) -> None:
-        """The last proposal could not be opened: goes on as if the draft had not answered."""
-        self._lose(error)
 
     def close(self) -> None:
         """Ends the session on this side."""

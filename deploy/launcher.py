@@ -208,13 +208,12 @@ class Deployment:
                 task.cancel()
 
     async def stop(self) -> None:
-        """Lets running requests end within `stop_timeout_s`, then stops everything that was
-        started. Repeating it does nothing."""
+        """Lets running requests end within `stop_timeout_s`, and what is left of their steps within
+        as long again; then stops everything that was started. Repeating it does nothing."""
         self._endpoints = None
-        for role in ("coordinator", "target", "draft"):
-            actor = self._actors.get(role)
-            if actor is not None:
-                await self._stop_actor(actor)
+        for roles in (("coordinator",), ("target", "draft")):
+            actors = [self._actors[role] for role in roles if role in self._actors]
+            await asyncio.gather(*(self._stop_actor(actor) for actor in actors))
         self._actors = {}
         # Ray's processes end with it, and with them whoever still talks to Redis.
         await self._cluster.disconnect()

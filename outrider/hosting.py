@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
@@ -22,9 +21,6 @@ outlast the gap between two operators; the library's own choice is milliseconds,
 spins so long on a core that another process needs makes a step take seconds. Measured on a step of
 the demo target on two cores: 20 ms with either (21.5 at 2,000 turns) when they are free; beside two
 busy processes 70 ms against 1,500."""
-SWITCH_INTERVAL_S: Final = 0.001
-"""How long a thread that runs Python keeps the interpreter when another wants it: a step's own code
-between two operators must not hold up messages for Python's 5 ms."""
 _CGROUP_CPU: Final = Path("/sys/fs/cgroup/cpu.max")
 _WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104 (recognised, not bound)
 
@@ -53,9 +49,7 @@ def available_cores() -> int:
 
 
 def use_threads(num_threads: int) -> None:
-    """Makes numeric libraries that are imported later use so many threads, and threads that run
-    Python take turns quickly; call it first."""
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    """Makes numeric libraries that are imported later use so many threads; call it first."""
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(num_threads)
     if "OMP_WAIT_POLICY" not in os.environ:

@@ -85,6 +85,8 @@ LEASES_PER_SCRIPT_MAX: Final = 256
 """Leases that one run of the renewal script renews: Redis does nothing else meanwhile."""
 OPEN_TRIES_MAX: Final = 3
 """How often a store that does not answer is asked to open a session before the client hears."""
+ABANDON_TRIES_MAX: Final = 20
+"""How often it is asked to record a session as cancelled that nobody wants any more."""
 COMMIT_RETRY_MS_MIN: Final = 20
 COMMIT_RETRY_MS_MAX: Final = 500
 """First and longest wait between two tries to reach a store that does not answer."""

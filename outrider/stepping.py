@@ -199,13 +199,15 @@ class StepScheduler(Generic[Item, Answer]):
         """Drops the session's queued work and forgets it before the next step. At most
         `SEQUENCES_PER_REPLICA_MAX` sessions wait to be forgotten; the oldest of more is left to be
         evicted."""
+        if epoch <= self._releases.get(session_id, 0):
+            return  # It was told before, and so were those who waited.
         for work in self._queue:
             if work.item.head.session_id == session_id and work.item.head.epoch <= epoch:
                 work.cancelled = True
                 over = Refused(work.item.head.key, CANCELLED_CODE, "the session was released")
                 for outlet in work.outlets:
                     outlet.send([over])
-        self._releases[session_id] = max(epoch, self._releases.get(session_id, 0))
+        self._releases[session_id] = epoch
         if len(self._releases) > SEQUENCES_PER_REPLICA_MAX:
             del self._releases[next(iter(self._releases))]
         self._start()
@@ -236,8 +238,6 @@ class StepScheduler(Generic[Item, Answer]):
                 self._wake.clear()
                 while not self._closing and (self._queue or self._releases):
                     await self._step(self._take())
-                    # Lets the answers leave before the next step wants the interpreter.
-                    await asyncio.sleep(0)
                 self._idle.set()
         finally:
             self._idle.set()

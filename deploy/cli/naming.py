@@ -6,7 +6,7 @@ import argparse
 import re
 from typing import Final
 
-from outrider.errors import BadRequest, OutriderError, SettingError
+from outrider.errors import BadRequest, ConfigError, OutriderError, SettingError
 
 from .settings import set_by
 
@@ -28,7 +28,10 @@ def spoken(error: OutriderError, arguments: argparse.Namespace) -> str:
 def _setting_name(key: str, arguments: argparse.Namespace) -> str:
     if getattr(arguments, key, None) is not None:
         return _flag(key)  # An option of the command's own.
-    return set_by(arguments).get(key) or _flag(key)
+    try:
+        return set_by(arguments).get(key) or _flag(key)
+    except ConfigError:  # Another setting is wrong, too; this error is told first.
+        return _flag(key)
 
 
 def _field_name(field: str, arguments: argparse.Namespace) -> str:

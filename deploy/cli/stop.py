@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         found = f"stopped the deployment at {record.grpc_address}"
     elif holder is not None:
         _end(holder, lambda: lock_holder(directory) == holder, arguments.timeout)
-        found = f"stopped a deployment that was not ready (pid {holder})"
+        found = f"stopped a deployment that was starting or stopping (pid {holder})"
     else:
         found = _left(directory, record)
     if not arguments.quiet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ until the kernel takes one of them off. Measured on two cores, medians of runs: 
 queue 3.7 ms in 99 of 100 cases instead of 4.7, from verdict to receiver 2.6 instead of 4.4, and
 steps as quick as before. The step's own thread keeps its priority: what it has found out is to be
 told at once."""
+_log = logging.getLogger(__name__)
 _THREADS: Final = Path("/proc/self/task")
 _ELEMENTS: Final = 2**20
 """Of an operator that is worth sharing."""
@@ -28,8 +30,11 @@ def start_workers() -> list[int]:
     before = _thread_ids()
     torch.zeros(_ELEMENTS).add_(1.0)
     workers = sorted(_thread_ids() - before)
-    for worker in workers:
-        os.setpriority(os.PRIO_PROCESS, worker, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+    try:
+        for worker in workers:
+            os.setpriority(os.PRIO_PROCESS, worker, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+    except OSError as error:
+        _log.info("the helpers of a step keep their priority: %r", error)
     return workers
 
 

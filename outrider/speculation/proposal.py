@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from outrider.errors import BadRequest, check
-from outrider.limits import DRAFT_SUPPORT_ENTRIES_MAX
+from outrider.limits import DRAFT_SUPPORT_ENTRIES_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.sampling import Rule
 
 COUNT_TOTAL = 2**16
 """Counts of one draft distribution sum to this: q(v) = count / COUNT_TOTAL, exact in a float."""
 _SIZE_BYTES: Final = 2
 _ENTRY_BYTES: Final = 4 + 2
+Q_BYTES_MAX: Final = NUM_DRAFT_TOKENS_MAX * (_SIZE_BYTES + DRAFT_SUPPORT_ENTRIES_MAX * _ENTRY_BYTES)
+"""Of the field that `encode_q` writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,11 @@ class SealedProposal:
     def of(cls, proposal: Proposal) -> SealedProposal:
         """Seals a proposal."""
         return cls(proposal.token_ids, encode_q(proposal.q))
+
+    def without_q(self, rule: Rule) -> SealedProposal:
+        """The same tokens, each as a one-hot draw where `rule` looks at q."""
+        q = (None,) * len(self) if rule.needs_q else ()
+        return SealedProposal(self.token_ids, encode_q(q))
 
     def open(self) -> Proposal:
         """The proposal. Raises `BadRequest` for a q that `decode_q` refuses."""

@@ -36,7 +36,7 @@ from outrider.messages import (
     VerdictReply,
     VerifyItem,
 )
-from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
+from outrider.speculation.proposal import NOTHING_SEALED, Q_BYTES_MAX, SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams, check_sampling
 from outrider.speculation.verdict import Verdict
 from outrider.v1 import draft_pb2, target_pb2, types_pb2
@@ -213,7 +213,7 @@ def proposal_to_proto(proposal: SealedProposal) -> types_pb2.Proposal:
 
 
 def proposal_from_proto(message: types_pb2.Proposal) -> SealedProposal:
-    """Checks K and the token ids; q is for the target to open."""
+    """Checks K, the token ids and the size of q, which is for the target to open."""
     if not message.token_ids and not message.q:
         return NOTHING_SEALED
     if len(message.token_ids) > NUM_DRAFT_TOKENS_MAX:
@@ -222,6 +222,8 @@ def proposal_from_proto(message: types_pb2.Proposal) -> SealedProposal:
             f"{len(message.token_ids)} tokens are more than {NUM_DRAFT_TOKENS_MAX}",
         )
     token_ids = token_ids_from_wire(message.token_ids, "proposal.token_ids")
+    if len(message.q) > Q_BYTES_MAX:
+        raise BadRequest("proposal.q", f"{len(message.q)} bytes are more than {Q_BYTES_MAX}")
     return SealedProposal(token_ids, message.q)
 
 

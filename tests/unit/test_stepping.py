@@ -183,6 +183,7 @@ async def test_a_release_drops_queued_work_and_reaches_the_worker_before_the_nex
     desk.submit(2)
     desk.submit(2, 1, epoch=2)
     desk.scheduler.release(session_name(2), 1)
+    desk.scheduler.release(session_name(2), 1)
     [[dropped]] = desk.frames
     assert (dropped.key.epoch, dropped.code) == (1, CANCELLED_CODE)
     await desk.finish()

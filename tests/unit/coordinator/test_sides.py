@@ -354,3 +354,22 @@ def test_closing_a_side_lets_the_replica_forget() -> None:
 
     with_target(link, test)
     assert link.released == ["0" * 32]
+
+
+def test_a_second_refusal_of_the_same_q_is_not_the_answer_to_the_one_hot_question() -> None:
+    """The first sending is asked again before its refusal comes, so two refusals come."""
+
+    def unreadable(item: Any) -> Refused:
+        return Refused(item.head.key, BadRequest.grpc_code, "proposal.q: position 0 is missing")
+
+    link = ScriptedLink(None, unreadable)
+
+    async def test(target: TargetSide, one: Session) -> None:
+        first = asyncio.get_running_loop()
+        first.call_later(1.5, lambda: link.on_answer(unreadable(link.sent[0])))
+        first.call_later(1.6, lambda: link.on_answer(verdict(link.sent[-1])))
+        reply = await target.verify(1, SealedProposal((1, 2), b"?"), 0, None)
+        assert len(reply.verdict.accept_probability) == 2
+
+    with_target(link, test)
+    assert [item.proposal.q for item in link.sent][:3] == [b"?", b"?", b""]

@@ -143,6 +143,16 @@ def test_what_is_wrong_before_a_start_is_called_what_it_was_set_by(
     assert "error: --draft-model: model ./nowhere: no such file" in capsys.readouterr().err
 
 
+def test_of_two_wrong_settings_one_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OUTRIDER_BOGUS", "1")
+    arguments = ["generate", "hi", "--server", "127.0.0.1:1", "--draft-model", "x"]
+    assert main(arguments) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("outrider: error: --")
+
+
 def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 1 and one line for a server that is not there."""
     assert main(["generate", "x", "--server", "127.0.0.1:1"]) == 1

@@ -96,4 +96,4 @@ def test_a_deployment_that_is_starting_is_stopped(
         assert main(["stop"]) == 0
         assert child.wait(10) == -signal.SIGTERM
     said = capsys.readouterr().err
-    assert said == f"stopped a deployment that was not ready (pid {child.pid})\n"
+    assert said == f"stopped a deployment that was starting or stopping (pid {child.pid})\n"
