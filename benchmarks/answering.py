@@ -89,7 +89,11 @@ class AnsweringProcess:
         except (ConnectionError, ValueError) as error:
             raise Unavailable(f"{self._name} broke off: {error}") from error
         if not line.endswith(b"\n"):
-            raise Unavailable(f"{self._name} ended; its standard error says why{self._advice}")
+            status = await process.wait()
+            raise Unavailable(
+                f"{self._name} ended with exit status {status}; what it said is on standard "
+                f"error{self._advice}"
+            )
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise ConfigError(f"{self._name}: {answer['error']}")

@@ -58,11 +58,13 @@ def _token_ids(text: str) -> tuple[int, ...]:
 def run(arguments: argparse.Namespace) -> int:
     """Generates, and prints the text or one JSON object."""
     from outrider.client.requests import check_sendable
+    from outrider.speculation.sampling import check_sampling
 
     # Here, so that what is wrong shows before anything is started, and Ctrl-C ends the reading of
     # standard input, which an event loop would not let it.
     request = _request(arguments)
     check_sendable(request)
+    check_sampling(request.sampling)
     asyncio.run(_run(arguments, request))
     return 0
 

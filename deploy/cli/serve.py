@@ -7,6 +7,8 @@ import asyncio
 import json
 import logging
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -137,6 +139,13 @@ def _tell(record: DeploymentRecord, *, as_json: bool, ready_fd: int | None) -> N
         print(endpoints_text(record), flush=True)
 
 
+def _program() -> str:
+    """What to type for this program: its path where a shell does not find it by name."""
+    if shutil.which("outrider") or Path(sys.argv[0]).name != "outrider":
+        return "outrider"
+    return shlex.quote(sys.argv[0])
+
+
 def endpoints_text(record: DeploymentRecord) -> str:
     """Where a deployment answers, and what to try that it does not refuse."""
     address = record.grpc_address
@@ -147,10 +156,10 @@ def endpoints_text(record: DeploymentRecord) -> str:
         (
             f"serving {record.served_model_name}, drafted by {record.draft_model}",
             f"  gRPC    {address}",
-            f"  try     outrider generate {words}",
+            f"  try     {_program()} generate {words}",
             f"          grpcurl -plaintext -d '{{{field}, \"max_tokens\": 16}}' {address} "
             "outrider.v1.Coordinator/Generate",
-            "  stop    outrider stop",
+            f"  stop    {_program()} stop",
         )
     )
 

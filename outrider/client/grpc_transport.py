@@ -121,7 +121,7 @@ def call_error(error: grpc.aio.AioRpcError, address: str) -> OutriderError:
     answered = any(key == STATUS_DETAILS for key, _ in metadata or ())
     if answered or not isinstance(meant, Unavailable):
         return meant
-    reason = _ERROR_NUMBER.sub("", meant.message.rpartition(": ")[2])
+    reason = _ERROR_NUMBER.sub("", meant.message.rpartition(": ")[2]).rstrip("])")
     return Unavailable(f"nothing answers at {address} ({reason})")
 
 

@@ -153,6 +153,14 @@ def test_of_two_wrong_settings_one_is_told(
     assert line.startswith("outrider: error: --")
 
 
+def test_a_value_that_no_server_takes_is_refused_before_one_is_started(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["generate", "hi", "--temperature", "9"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("outrider: error: --temperature: got 9.0")
+
+
 def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 1 and one line for a server that is not there."""
     assert main(["generate", "x", "--server", "127.0.0.1:1"]) == 1
