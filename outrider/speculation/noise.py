@@ -100,9 +100,9 @@ class RoundNoise:
         acceptance probability."""
         if self.rule.absolute_noise:
             return (_NO_ACCEPT_NOISE,) * num_draft_tokens
-        check(num_draft_tokens <= INDEX_MAX, f"{num_draft_tokens} draft tokens")
-        place, key = self.place(0), _key(self.seed)
-        counters = ((0, place.a, place.b + i, int(Stream.ACCEPT)) for i in range(num_draft_tokens))
+        key = _key(self.seed)
+        places = map(self.place, range(num_draft_tokens))
+        counters = ((0, place.a, place.b, int(Stream.ACCEPT)) for place in places)
         return tuple(uniform(philox4x32(counter, key)[0]) for counter in counters)
 
 
