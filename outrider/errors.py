@@ -9,6 +9,7 @@
     ├── StaleEpoch            ABORTED               409   another coordinator owns the session
     ├── DataLoss              DATA_LOSS             500   stored tokens are gone
     ├── Overloaded            RESOURCE_EXHAUSTED    429   with a time to retry after
+    │   └── OutOfPages                                    an engine's memory is full of sequences
     ├── Unavailable           UNAVAILABLE           503   with a time to retry after
     │   ├── LinkLost                                      a stream to a replica broke
     │   └── StoreUnavailable                              Redis does not answer
@@ -101,6 +102,10 @@ class Overloaded(_Retryable):
 
     grpc_code = 8
     http_status = 429
+
+
+class OutOfPages(Overloaded):
+    """The keys and values of the sequences in use fill the memory that an engine has for them."""
 
 
 class Unavailable(_Retryable):

@@ -33,13 +33,32 @@ class SequenceStep:
     """Run after the slots the sequence holds; at least one."""
     num_logits: int
     """Logits are wanted for the last so many of `token_ids`; 0..len(token_ids)."""
+    parents: tuple[int, ...] = ()
+    """Of a tree: for each of `token_ids` the index of the one that it follows, smaller than its
+    own; -1 is the last slot held. Empty for a chain."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageCounts:
+    """How an engine's pages are used."""
+
+    num_pages: int
+    num_free: int
+    num_evictable: int
+    """Held by idle sequences or remembered for their prefix alone."""
+    prefix_queries: int
+    """Tokens that were looked up in the prefix cache ..."""
+    prefix_hits: int
+    """... and found."""
 
 
 class Engine(Protocol):
     """Runs one causal language model over many sequences, and keeps their keys and values.
 
-    A sequence comes into being with its first step. One slot holds one token. Calls are made from
-    one thread at a time; none of them waits on anything but the model.
+    One slot holds one token; slots are taken in pages, of which there is a fixed number. A sequence
+    comes into being with `attach`, or with its first step. What is done depends on the calls alone,
+    so that two engines that hear the same calls hold the same pages. Calls are made from one thread
+    at a time; none of them waits on anything but the model.
     """
 
     @property
@@ -50,9 +69,35 @@ class Engine(Protocol):
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         """Appends each step's tokens to its sequence, and returns per step its logits
         [num_logits, V], float32, on the model's device: row j follows the j-th of the last
-        `num_logits` tokens. At most one step a sequence. Raises `BadRequest` for a token id
-        outside the vocabulary or a sequence longer than `max_model_len`; then no sequence of the
-        call has changed."""
+        `num_logits` tokens. At most one step a sequence. Where pages are missing, idle sequences
+        and remembered prefixes are evicted. Raises `BadRequest` for a token id outside the
+        vocabulary or a sequence longer than `max_model_len`, `OutOfPages` where even eviction does
+        not make room; then no sequence of the call has changed."""
+        ...
+
+    def can_hold(self, steps: Sequence[SequenceStep]) -> bool:
+        """Whether `forward` would find pages for them, eviction included; changes nothing."""
+        ...
+
+    def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
+        """Begins a sequence that is not held on the pages that others have left or hold of the same
+        tokens under the same `salt`: as many whole pages as agree, but never all of `token_ids`,
+        so that one is left to run. Returns the slots held now. Evicts nothing."""
+        ...
+
+    def fork(self, sequence_id: str, branch_id: str) -> None:
+        """Begins the unknown `branch_id` with the slots of `sequence_id`. Pages are shared, only
+        the last partial one is copied. Of idle sequences branches are the first to be evicted.
+        Raises `OutOfPages`; it evicts nothing."""
+        ...
+
+    def mark_idle(self, sequence_id: str) -> None:
+        """Nobody waits for the sequence: it may be evicted, after those that are idle for longer,
+        and then has length 0. Its next step makes it busy again. Unknown ones are ignored."""
+        ...
+
+    def page_counts(self) -> PageCounts:
+        """How the pages are used now."""
         ...
 
     def length(self, sequence_id: str) -> int:
