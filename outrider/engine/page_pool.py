@@ -109,6 +109,7 @@ class PagePool:
             if prefix is None:
                 break
             sequence.prefixes.append(prefix)
+            sequence.pages.append(prefix.page)
             self._hold(sequence, prefix.page)
         sequence.length = len(sequence.pages) * size
         self._prefix_queries += len(ids)
@@ -255,13 +256,18 @@ class PagePool:
         return () if sequence is None or sequence.busy else sequence.pages
 
     def _num_needed(self, steps: Sequence[SequenceStep], num_holders: Callable[[int], int]) -> int:
-        """Pages that the steps take, where so many sequences hold a page."""
-        num = 0
+        """Pages that the steps take, where so many of those that hold a page are left to hold it,
+        the steps' own among them."""
+        size, num = self._page_size, 0
         written = Counter[int]()
         for step in steps:
-            pages, length = self.pages(step.sequence_id), self.length(step.sequence_id)
-            num += -(-(length + len(step.token_ids)) // self._page_size) - len(pages)
-            if length % self._page_size:
+            sequence = self._sequences.get(step.sequence_id)
+            if sequence is None:
+                num += -(-len(step.token_ids) // size)
+                continue
+            length, pages = sequence.length, sequence.pages
+            num += -(-(length + len(step.token_ids)) // size) - len(pages)
+            if length % size and self._holders[pages[-1]] > 1:
                 written[pages[-1]] += 1
         # Of those that share a page and write to it the last one need not copy it.
         return num + sum(
@@ -269,12 +275,16 @@ class PagePool:
         )
 
     def _make_room(self, steps: Sequence[SequenceStep]) -> None:
+        """Frees as many pages as the steps take, or raises `OutOfPages`."""
+        needed = self._num_needed(steps, self._holders.__getitem__)
+        if needed <= len(self._free):
+            return
         _require(self._num_missing(steps))
         for step in steps:
             sequence = self._sequences.get(step.sequence_id)
             if sequence is not None and not sequence.busy:
                 self._wake(step.sequence_id, sequence)
-        self._evict_until(self._num_needed(steps, self._holders.__getitem__))
+        self._evict_until(needed)
 
     def _evict_until(self, num_free: int) -> None:
         """Evicts until so many pages are free or nothing is left to evict."""
@@ -356,6 +366,9 @@ class PagePool:
             pages += new_pages
             for page in new_pages:
                 self._hold(sequence, page)
+        if len(token_ids) == 1:
+            self._ids[pages[-1] * size + start % size] = token_ids[0]
+            return
         ids = array(_ID_TYPE, token_ids)
         done = 0
         while done < len(ids):
