@@ -139,7 +139,7 @@ class PagePool:
         """Takes slots for the tokens of each step, at most one a sequence, and makes it busy; what
         stood before them is vouched for, and may be shared. An unknown sequence begins without
         salt. Returns the page copies to make before any slot is written. A step that fails after
-        them is undone by `keep` of the length before.
+        them is undone by `keep` of the length before, so that nothing unwritten is vouched for.
 
         Evicts what is idle as needed; raises `OutOfPages` where even that does not do, changing
         nothing."""
