@@ -124,8 +124,8 @@ class PagePool:
             raise InvariantError(f"{sequence_id} is unknown and cannot be forked")
         check(branch_id not in self._sequences, f"{branch_id} is held already")
         is_partial = sequence.length % self._page_size > 0
-        if is_partial and not self._free:
-            raise OutOfPages("no page is free for a branch")
+        if is_partial:
+            self._make_room_beside(sequence_id, sequence, 1)
         branch = self._sequences[branch_id] = sequence.branch()
         for page in branch.pages:
             self._hold(branch, page)
@@ -286,6 +286,17 @@ class PagePool:
                 self._wake(step.sequence_id, sequence)
         self._evict_until(needed)
 
+    def _make_room_beside(self, sequence_id: str, sequence: PagedSequence, num_free: int) -> None:
+        """Frees so many pages, but none of the sequence; or raises `OutOfPages`."""
+        pinned = sum(not self._busy_holders[page] for page in sequence.pages)
+        _require(num_free + pinned + self._num_busy_pages - self._num_pages)
+        was_idle = not sequence.busy
+        if was_idle:
+            self._wake(sequence_id, sequence)
+        self._evict_until(num_free)
+        if was_idle:
+            self.mark_idle(sequence_id)
+
     def _evict_until(self, num_free: int) -> None:
         """Evicts until so many pages are free or nothing is left to evict."""
         while len(self._free) < num_free and (self._idle_branches or self._unused):
@@ -385,16 +396,9 @@ class PagePool:
         size, before = self._page_size, sequence.pages.copy()
         indices = range(length // size, -(-(length + len(path)) // size))
         num_shared = sum(self._holders[before[index]] > 1 for index in indices)
-        pinned = sum(not self._busy_holders[page] for page in before)
-        _require(num_shared + pinned + self._num_busy_pages - self._num_pages)
-        was_idle = not sequence.busy
-        if was_idle:
-            self._wake(sequence_id, sequence)
-        self._evict_until(num_shared)
+        self._make_room_beside(sequence_id, sequence, num_shared)
         for index in indices:
             self._own(sequence, index)
-        if was_idle:
-            self.mark_idle(sequence_id)
         moves: list[Copy] = []
         first = indices[0] * size if before[indices[0]] != sequence.pages[indices[0]] else length
         for place, slot in enumerate([*range(first, length), *path], start=first):

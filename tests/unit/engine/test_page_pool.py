@@ -277,16 +277,20 @@ def test_out_of_pages_changes_nothing(pool: PagePool) -> None:
     pool.check_integrity()
 
 
-def test_a_fork_evicts_nothing() -> None:
-    """It raises where no page is free, even if one is remembered, and changes nothing."""
+def test_a_fork_evicts_others_but_never_what_it_branches_from() -> None:
+    """Where every page is in use it raises and changes nothing."""
     pool = PagePool(2, SIZE)
     run(pool, "gone", 1, 2, 3, 4)
     pool.release("gone")
     run(pool, "a", 5)
-    with pytest.raises(OutOfPages):
-        pool.fork("a", "b")
-    assert pool.length("b") == 0
+    pool.mark_idle("a")
+    assert len(pool.fork("a", "b")) == 1
+    assert (pool.token_ids("a"), pool.token_ids("b")) == ((5,), (5,))
     assert pool.counts().num_evictable == 1
+    run(pool, "a", 6)
+    with pytest.raises(OutOfPages):
+        pool.fork("b", "c")
+    assert [pool.length(name) for name in "abc"] == [2, 1, 0]
     pool.check_integrity()
 
 

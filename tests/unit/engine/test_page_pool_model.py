@@ -173,6 +173,14 @@ class PoolAndModel(RuleBasedStateMachine):
         sequence.ids = ids[:num]
         sequence.values = [sequence.chained(i) for i in range(num)]
 
+    def follow_use(self, name: str) -> None:
+        """Making room for a sequence's own slots counts as a use of it."""
+        if name in self.idle and self.pool.length(name):
+            order = [n for n in (*self.pool._idle_branches, *self.pool._unused)
+                     if isinstance(n, str)]  # fmt: skip
+            if order[-1] == name:
+                self.idle.move_to_end(name)
+
     @precondition(lambda self: self.model)
     @rule(at=st.integers(0, 9), cut=st.integers(0, 8), path=st.integers(0, 255))
     def keep(self, at: int, cut: int, path: int) -> None:
@@ -189,12 +197,7 @@ class PoolAndModel(RuleBasedStateMachine):
             return
         self.slots.move(moves)
         self.forget_evicted({name})
-        if name in self.idle and self.pool.length(name):
-            # Making room for its own slots counts as a use.
-            order = [n for n in (*self.pool._idle_branches, *self.pool._unused)
-                     if isinstance(n, str)]  # fmt: skip
-            if order[-1] == name:
-                self.idle.move_to_end(name)
+        self.follow_use(name)
         sequence.ids[length:] = [sequence.ids[s] for s in kept]
         sequence.values[length:] = [sequence.values[s] for s in kept]
 
@@ -218,9 +221,11 @@ class PoolAndModel(RuleBasedStateMachine):
             assert self.pool.counts().num_free == 0
             assert self.state() == before
             return
+        self.forget_evicted({name})
+        self.follow_use(name)
         partial = len(self.model[name].ids) % PAGE_SIZE > 0
         assert len(copies) == partial
-        assert self.pool.counts().num_free == before[1].num_free - partial
+        assert partial or self.pool.counts() == before[1]
         self.slots.copy_pages(copies)
         copy = self.model[branch] = Sequence(self.model[name].salt, is_branch=True)
         copy.ids = self.model[name].ids.copy()
