@@ -176,9 +176,9 @@ class PoolAndModel(RuleBasedStateMachine):
     def follow_use(self, name: str) -> None:
         """Making room for a sequence's own slots counts as a use of it."""
         if name in self.idle and self.pool.length(name):
-            order = [n for n in (*self.pool._idle_branches, *self.pool._unused)
-                     if isinstance(n, str)]  # fmt: skip
-            if order[-1] == name:
+            is_branch = self.model[name].is_branch
+            order = self.pool._idle_branches if is_branch else self.pool._unused
+            if [entry for entry in order if isinstance(entry, str)][-1] == name:
                 self.idle.move_to_end(name)
 
     @precondition(lambda self: self.model)
@@ -225,7 +225,7 @@ class PoolAndModel(RuleBasedStateMachine):
         self.follow_use(name)
         partial = len(self.model[name].ids) % PAGE_SIZE > 0
         assert len(copies) == partial
-        assert partial or self.pool.counts() == before[1]
+        assert partial or self.pool.counts().num_free == before[1].num_free
         self.slots.copy_pages(copies)
         copy = self.model[branch] = Sequence(self.model[name].salt, is_branch=True)
         copy.ids = self.model[name].ids.copy()
