@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from outrider.config import CoordinatorConfig, TargetConfig
-from outrider.errors import OutriderError
 from outrider.hosting import available_cores, build_engine, use_threads
 
-from .answering import LINE_BYTES_MAX, AnswerWriter
+from .roles import Role, play
 
 if TYPE_CHECKING:
     from outrider.messages import ReplyKey
@@ -23,39 +20,6 @@ if TYPE_CHECKING:
     from .overhead_clocks import RoundClock
 
 _GRACE_S: Final = 1.0
-
-Answers = Callable[[], dict[str, Any]]
-"""What a role says when asked."""
-
-
-class Role:
-    """A gRPC server, and what it has seen."""
-
-    def __init__(self, address: str, answer: Answers) -> None:
-        self.address = address
-        self.answer = answer
-
-
-def main() -> None:
-    """Answers lines until the input ends."""
-    asyncio.run(_serve(AnswerWriter()))
-
-
-async def _serve(answers: AnswerWriter) -> None:
-    reader = asyncio.StreamReader(limit=LINE_BYTES_MAX)
-    protocol = asyncio.StreamReaderProtocol(reader)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
-    first = await reader.readline()
-    if not first:
-        return  # whoever started this ended first
-    setup = json.loads(first)
-    try:
-        async with ROLES[setup["role"]](setup) as role:
-            answers.write({"address": role.address})
-            while await reader.readline():
-                answers.write(role.answer())
-    except OutriderError as error:
-        answers.write({"error": error.message})
 
 
 @asynccontextmanager
@@ -70,7 +34,7 @@ async def _canned(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     is_draft = setup["role"] == "draft"
     servicer = DraftServicer(canned_draft()) if is_draft else TargetServicer(canned_target())
     async with _server(servicer.grpc_service) as address:
-        yield Role(address, dict)
+        yield Role({"address": address}, lambda _: {})
 
 
 @asynccontextmanager
@@ -128,7 +92,7 @@ async def _coordinator(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     try:
         await service.start()
         async with _server(Service(descriptor, CoordinatorServicer(service))) as address:
-            yield Role(address, lambda: _rounds(clock))
+            yield Role({"address": address}, lambda _: _rounds(clock))
     finally:
         await service.close()
 
@@ -157,8 +121,8 @@ async def _model(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     address = await host.serve(service, TargetServicer, config.host, 0)
     try:
         yield Role(
-            address,
-            lambda: {
+            {"address": address},
+            lambda _: {
                 "queued_ns": _by_round(service.queued),
                 "judged_ns": _by_round(executor.judged),
             },
@@ -188,4 +152,4 @@ ROLES: Final = {"draft": _canned, "target": _canned, "coordinator": _coordinator
 
 
 if __name__ == "__main__":
-    main()
+    play(ROLES)

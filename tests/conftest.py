@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,11 @@ settings.load_profile("outrider")
 
 # Before torch is imported: tests share few cores with the processes that they start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell starts what it runs in the background with SIGINT ignored, and every process that a test
+# starts and interrupts would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _KEPT = ("OUTRIDER_CACHE", "OUTRIDER_TEST_DATA")
 

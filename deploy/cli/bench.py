@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
-from benchmarks import acceptance, overhead, speedup
+from benchmarks import acceptance, engine, overhead, speedup
 from deploy.models import resolve_models
 from outrider.config import (
     CoordinatorConfig,
@@ -72,6 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser = measurement("overhead", "what a round costs beside the models", _run_overhead)
     overhead.add_arguments(parser)
     _add_model_flags(parser, (*TARGET_FLAGS, "engine"))
+    parser = measurement("engine", "many sessions at once on one target", _run_engine)
+    engine.add_arguments(parser)
+    _add_model_flags(parser, TARGET_FLAGS)
     parser = measurement(
         "acceptance", "how much of the target's text a draft would have proposed", _run_acceptance
     )
@@ -140,6 +143,22 @@ def _run_overhead(arguments: argparse.Namespace) -> int:
         print(report.to_json())
     else:
         _show(overhead.render(report))
+    return 0
+
+
+def _run_engine(arguments: argparse.Namespace) -> int:
+    options = engine.EngineOptions.from_arguments(arguments)
+    config = _model_config(arguments)
+    from benchmarks.prompts import built_in_prompts
+    from outrider.text import TokenizerText
+
+    text = TokenizerText.load(Path(config.target.directory), config.target.model)
+    token_ids = [token_id for prompt in built_in_prompts() for token_id in text.encode(prompt.text)]
+    report = asyncio.run(engine.run(options, config.target, token_ids, _progress))
+    if arguments.json:
+        print(report.to_json())
+    else:
+        _show(engine.render(report))
     return 0
 
 

@@ -1,0 +1,135 @@
+"""`bench engine`: its load generator against a target in one process, and one small run of all."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from models import byte_level_tokenizer, save_tiny_model
+from toy_engine import ToyEngine, toy_logits
+
+from benchmarks.engine import EngineOptions, _Prompts
+from benchmarks.engine_load import Load
+from benchmarks.engine_roles import _alternately, _decode
+from deploy.cli.main import main
+from outrider.clock import run_virtually
+from outrider.engine.executor import InlineExecutor
+from outrider.errors import SettingError, Unavailable
+from outrider.limits import RUN_AHEAD_ROUNDS_MAX
+from outrider.messages import VerifyAnswer, VerifyItem
+from outrider.wire.memory_link import MemoryLink
+from target_service.service import TargetService
+
+SALT = 1
+VOCAB_SIZE = 8
+
+
+def greedy(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(int(toy_logits(SALT, tokens, VOCAB_SIZE).argmax()))
+    return tokens
+
+
+class _Target:
+    """A target on a toy engine, and what it was asked."""
+
+    def __init__(self, max_num_seqs: int = 8) -> None:
+        self.engine = ToyEngine(VOCAB_SIZE, SALT, max_model_len=128, max_num_seqs=max_num_seqs)
+        self.texts: dict[str, list[int]] = {}
+        service = TargetService(
+            self.engine, InlineExecutor(lambda: 0.01), max_num_seqs=max_num_seqs
+        )
+        self.link: MemoryLink[VerifyItem, VerifyAnswer] = MemoryLink(service)
+        self.released: list[tuple[str, list[int]]] = []
+        forget = self.engine.release
+
+        def release(session_id: str) -> None:
+            if session_id in self.engine.held:
+                self.released.append((session_id, list(self.engine.held[session_id])))
+            forget(session_id)
+
+        self.engine.release = release  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("num_tokens", [1, RUN_AHEAD_ROUNDS_MAX, 3 * RUN_AHEAD_ROUNDS_MAX + 1])
+def test_every_session_decodes_all_its_tokens_and_is_released(num_tokens: int) -> None:
+    """What the engine held at the release is the target's own greedy text, but for the last
+    token, which was never run."""
+    prompts = [(1, 2, 3), (4,), (5, 6)]
+
+    async def decode() -> _Target:
+        target = _Target()
+        await Load(target.link).decode(prompts, num_tokens)
+        while len(target.released) < len(prompts):  # a release is a message like any other
+            await asyncio.sleep(0.01)
+        return target
+
+    target = run_virtually(decode())
+    texts = [tokens for _, tokens in target.released]
+    assert texts == [greedy(prompt, num_tokens)[:-1] for prompt in prompts]
+
+
+def test_a_session_that_was_evicted_goes_on() -> None:
+    """An engine with one place for two sessions makes each ask again from where it is held."""
+
+    async def decode() -> float:
+        return await Load(_Target(max_num_seqs=1).link).decode([(1, 2), (3, 4)], 20)
+
+    assert run_virtually(decode()) > 0
+
+
+def test_a_target_that_refuses_ends_the_measurement() -> None:
+    async def decode() -> None:
+        await Load(_Target().link).decode([(VOCAB_SIZE + 1,)], 4)
+
+    with pytest.raises(Unavailable, match="outside the vocabulary"):
+        run_virtually(decode())
+
+
+def test_the_engine_alone_decodes_in_step_and_keeps_nothing() -> None:
+    engine = ToyEngine(VOCAB_SIZE, SALT)
+    assert _decode(engine, [[1, 2], [3]], 5) > 0
+    assert not engine.held
+    assert len(engine.batches) == 2 + 4
+
+
+def test_no_two_prompts_begin_alike() -> None:
+    prompts = _Prompts(range(1000), 20)
+    taken = [prompt for number in (1, 16, 16, 4) for prompt in prompts.take(number)]
+    assert {len(prompt) for prompt in taken} == {20}
+    assert len({prompt[0] for prompt in taken}) == len(taken)
+
+
+def test_what_is_compared_takes_turns() -> None:
+    order: list[str] = []
+    works = [lambda: order.append("a"), lambda: order.append("b")]
+    times = _alternately(works, lambda: order.append("undone"))
+    assert len(times) == 2
+    assert order[:4] == ["a", "undone", "b", "undone"]
+
+
+@pytest.mark.parametrize("name", ["repetitions", "prompt_tokens", "new_tokens"])
+def test_options_are_bounded(name: str) -> None:
+    assert getattr(EngineOptions(**{name: 1}), name) == 1
+    for value in (0, 10**6):
+        with pytest.raises(SettingError, match=f"{name}: {value} is wrong"):
+            EngineOptions(**{name: value})
+
+
+def test_one_run_prints_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = save_tiny_model(
+        tmp_path, vocab_size=320, tokenizer=byte_level_tokenizer(), max_model_len=512
+    )
+    words = ["--prompt-tokens", "8", "--new-tokens", "2", "--repetitions", "1", "--json"]
+    assert main(["bench", "engine", "--model", str(directory), *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for sessions in (found["sessions"], found["engine_sessions"]):
+        assert list(sessions) == ["1", "4", "16", "32"]
+        assert all(rate["tokens_per_second"] > 0 for rate in sessions.values())
+    for name in (
+        "transformers_continuous_batching_tokens_per_second", "rows_80_over_16",
+        "transformers_generate_tokens_per_second", "verify_step_ms", "transformers_forward_ms",
+    ):  # fmt: skip
+        assert found[name] > 0
