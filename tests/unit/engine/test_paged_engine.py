@@ -9,7 +9,7 @@ import torch
 from models import MAX_MODEL_LEN, tiny_config, tiny_module
 
 from outrider.engine.interface import ModelInfo, SequenceStep
-from outrider.engine.transformers_engine import TransformersEngine
+from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import BadRequest, ConfigError, InvariantError
 
 FAMILIES = ("llama", "qwen3", "mistral", "gemma", "gemma3", "gpt_neox", "gpt2")
@@ -21,9 +21,9 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def make_engine(module: Any, max_num_seqs: int = 8) -> TransformersEngine:
+def make_engine(module: Any, max_num_seqs: int = 8) -> PagedEngine:
     info = ModelInfo("tiny", VOCAB, MAX_MODEL_LEN, "float32", (), "", "")
-    return TransformersEngine(module, info, max_num_seqs)
+    return PagedEngine(module, info, max_num_seqs)
 
 
 def ids(num: int, seed: int = 1) -> tuple[int, ...]:
@@ -31,7 +31,7 @@ def ids(num: int, seed: int = 1) -> tuple[int, ...]:
     return tuple(torch.randint(0, VOCAB, (num,), generator=generator).tolist())
 
 
-def run(engine: TransformersEngine, name: str, tokens: tuple[int, ...], rows: int) -> torch.Tensor:
+def run(engine: PagedEngine, name: str, tokens: tuple[int, ...], rows: int) -> torch.Tensor:
     return engine.forward([SequenceStep(name, tokens, rows)])[0]
 
 
@@ -81,7 +81,7 @@ def test_rollback_into_the_prompt_and_regrowth() -> None:
     config = tiny_config("llama", VOCAB, 600)
     module = tiny_module(config, dtype=torch.float64)
     info = ModelInfo("tiny", VOCAB, 600, "float64", (), "", "")
-    engine = TransformersEngine(module, info, 2)
+    engine = PagedEngine(module, info, 2)
     tokens = ids(560)
     run(engine, "a", tokens[:250], 0)
     engine.keep("a", 100)
