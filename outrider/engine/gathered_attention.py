@@ -1,10 +1,10 @@
 """Attention over a paged cache in plain matrix products, on any device.
 
-Scores are in the model's own dtype, as in the library's `eager` attention, whose rounding it shares.
-For what an engine runs this is quicker on CPU than the fused `scaled_dot_product_attention` over the
-same gathered slots: with bfloat16, 3 key heads of width 64 for 9 query heads, on one thread, a layer
-takes for 16 sequences of 300 slots 0.5 of its time (one new token each, or five), for 128 tokens of
-a prompt over 1,000 slots 0.4, for one sequence 0.8 (five tokens) to 1.1 (one).
+Scores are in the model's own dtype, as in the library's `eager` attention, whose rounding it
+shares. For what an engine runs this is quicker on CPU than the fused `scaled_dot_product_attention`
+over the same gathered slots: with bfloat16, 3 key heads of width 64 for 9 query heads, on one
+thread, a layer takes for 16 sequences of 300 slots 0.5 of its time (one new token each, or five),
+for 128 tokens of a prompt over 1,000 slots 0.4, for one sequence 0.8 (five tokens) to 1.1 (one).
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 
 A token attends to slots of its own sequence alone. For that new tokens are cut into *segments*,
 consecutive ones of one sequence, and segments of equal size and similar context form a *group*,
-whose attention is one batch of matrix products. Everything here is index arithmetic on arrays; it is
-done once a step, and every layer with the same window reads the result.
+whose attention is one batch of matrix products. Everything here is index arithmetic on arrays; it
+is done once a step, and every layer with the same window reads the result.
 """
 
 from __future__ import annotations
