@@ -86,6 +86,7 @@ def build_engine(
 
         return EmulatedEngine(EmulatedSpec.parse(config.emulated), role, config.max_num_seqs)
     from outrider.engine.loading import load_model
+    from outrider.engine.modules.swaps import speed_up
     from outrider.engine.transformers_engine import TransformersEngine
 
     module, info = load_model(
@@ -97,4 +98,5 @@ def build_engine(
         max_model_len=config.max_model_len or None,
         trust_remote_code=config.trust_remote_code,
     )
+    speed_up(module)
     return TransformersEngine(module, info, config.max_num_seqs)
