@@ -85,11 +85,12 @@ class FusedAttention(nn.Module):
         super().__init__()
         vars(self).update((k, v) for k, v in vars(block).items() if k not in _OF_EVERY_MODULE)
         projections = (block.q_proj, block.k_proj, block.v_proj)
-        num_queries, num_keys, _ = (p.out_features // block.head_dim for p in projections)
+        num_queries, num_keys, num_values = (p.out_features // block.head_dim for p in projections)
         self.qkv_proj = _joined(*projections)
         self.o_proj = block.o_proj
         self.q_norm, self.k_norm = getattr(block, "q_norm", None), getattr(block, "k_norm", None)
-        self._splits = (num_queries, num_queries + num_keys)
+        self._queries_and_keys = (num_queries, num_keys)
+        self._rotating_and_rest = (num_queries + num_keys, num_values)
         self._eager = eager
         self._interface_options = interface_options
         self._half = block.head_dim // 2
@@ -107,13 +108,12 @@ class FusedAttention(nn.Module):
         """Of `hidden_states` [B, T, D] and the positions' cosines and sines, each [B or 1, T, head
         width], the block's output [B, T, D] and what the attention function says of weights."""
         shape = hidden_states.shape[:-1]
-        # [B, T, all heads, head width]; views of it stay views until the keys are written away.
+        # [B, T, all heads, head width]; parts of it stay views until the cache takes them.
         heads = self.qkv_proj(hidden_states).view(*shape, -1, 2 * self._half)
-        after_queries, after_keys = self._splits
-        rotated = self._rotated(self._normed(heads[:, :, :after_keys]), *position_embeddings)
-        rotated = rotated.transpose(1, 2)
-        query, key = rotated[:, :after_queries], rotated[:, after_queries:]
-        value = heads[:, :, after_keys:].transpose(1, 2)
+        rotating, value = heads.split_with_sizes(self._rotating_and_rest, 2)
+        rotated = self._rotated(self._normed(rotating), *position_embeddings)
+        query, key = rotated.transpose(1, 2).split_with_sizes(self._queries_and_keys, 1)
+        value = value.transpose(1, 2)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -127,7 +127,7 @@ class FusedAttention(nn.Module):
     def _normed(self, heads: torch.Tensor) -> torch.Tensor:
         if self.q_norm is None or self.k_norm is None:
             return heads
-        query, key = heads.tensor_split((self._splits[0],), dim=2)
+        query, key = heads.split_with_sizes(self._queries_and_keys, 2)
         return torch.cat((self.q_norm(query), self.k_norm(key)), dim=2)
 
     def _rotated(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

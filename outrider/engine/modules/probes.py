@@ -89,18 +89,17 @@ def call_attention(block: Any, width: int, like: torch.Tensor) -> AttentionCall 
         states, got_mask, options = calls.pop()
     except PROBE_ERRORS:
         return None
-    missing = any(options.pop(name, None) is not value for name, value in given.items())
+    missing = any(options.get(name) is not value for name, value in given.items())
     if missing or calls or got_mask is not mask:
         return None
-    return AttentionCall((*states, output), cache.calls, options)
+    own = {name: value for name, value in options.items() if name not in given}
+    return AttentionCall((*states, output), cache.calls, own)
 
 
 def same_call(one: AttentionCall, other: AttentionCall) -> bool:
-    """Whether two blocks did the same, up to rounding."""
-    return (
-        one.cache_calls == other.cache_calls
-        and one.options == other.options
-        and all(agree(*pair) for pair in zip(one.tensors, other.tensors, strict=True))
+    """Whether two blocks did the same, up to rounding; their options are not compared."""
+    return one.cache_calls == other.cache_calls and all(
+        agree(*pair) for pair in zip(one.tensors, other.tensors, strict=True)
     )
 
 

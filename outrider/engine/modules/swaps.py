@@ -121,7 +121,7 @@ def _fused_attention(block: Any) -> nn.Module | None:
     called = call_attention(block, width, weight)
     if called is None or not all(isinstance(v, _PLAIN_OPTION) for v in called.options.values()):
         return None
-    fused = FusedAttention(block, eager, called.options).eval()
+    fused = FusedAttention(block, eager, called.options)
     again = call_attention(fused, width, weight)
     return fused if again is not None and same_call(called, again) else None
 

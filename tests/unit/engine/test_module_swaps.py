@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,12 @@ import torch
 from models import tiny_config, tiny_module
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, DynamicCache
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRMSNorm,
+    eager_attention_forward,  # noqa: F401 -- looked up beside a block's class
+)
 
 from outrider.engine.modules.llama_blocks import FusedAttention, FusedMLP, NativeRMSNorm
 from outrider.engine.modules.packed_linear import PackedLinear
@@ -140,6 +146,7 @@ def test_what_is_swapped_in_the_llama_family(
     found = classes(swapped)
     assert (found[FusedAttention], found[FusedMLP], found[NativeRMSNorm]) == (2, 2, num_norms)
     assert (found[PackedLinear], found[nn.Linear]) == (9, 0)
+    assert not any(child.training for child in swapped.modules())
     before = str(swapped)
     speed_up(swapped)
     assert str(swapped) == before
@@ -255,6 +262,67 @@ def test_look_alikes_stay(dtype: torch.dtype) -> None:
     assert type(swapped.model.layers[0].mlp) is ClampedMLP
     assert type(swapped.model.layers[1].mlp) is FusedMLP
     assert type(swapped.model.norm) is CentredNorm
+
+
+class OddAttention(LlamaAttention):  # type: ignore[misc]
+    oddity: str
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        match self.oddity:
+            case "sees no mask":
+                attention_mask = None
+            case "keeps an option to itself":
+                kwargs.pop("position_ids")
+            case "gives attention a tensor":
+                kwargs["sinks"] = torch.ones(4)
+            case "tells the cache more" if (cache := past_key_values) is not None:
+                past_key_values = SimpleNamespace(update=lambda *args: cache.update(*args, {}))
+            case "attends twice":
+                super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
+        return super().forward(
+            hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
+        )
+
+
+class PlacedAttention(LlamaAttention):  # type: ignore[misc]
+    """The probe's positions are as good as any, so parameters that it does not know count."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        position_ids: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        kwargs["position_ids"] = position_ids
+        scale = 1 + (position_ids[..., None] > 1_000_000)
+        return super().forward(
+            hidden_states * scale, position_embeddings, attention_mask, past_key_values, **kwargs
+        )
+
+
+@pytest.mark.parametrize(
+    "oddity",
+    ["", "sees no mask", "keeps an option to itself", "gives attention a tensor",
+     "tells the cache more", "attends twice", "has another parameter"],
+)  # fmt: skip
+def test_look_alikes_of_attention_stay(oddity: str) -> None:
+    module = tiny_module(tiny_config("llama", VOCAB))
+    block = module.model.layers[1].self_attn
+    block.oddity = oddity
+    block.__class__ = PlacedAttention if oddity == "has another parameter" else OddAttention
+    speed_up(module)
+    assert type(module.model.layers[0].self_attn) is FusedAttention
+    assert (type(module.model.layers[1].self_attn) is FusedAttention) == (not oddity)
 
 
 def test_modules_with_hooks_stay() -> None:
