@@ -3,7 +3,8 @@
 Names and shapes tell which stand-in could fit; only a call tells that there is no clamp, no offset,
 no other rotation between them. Probes are a few random rows of different sizes (so that a clamp and
 an epsilon both show), run through the original and the stand-in; a module that fails them keeps
-its library's code.
+its library's code. The last layer of a block, which the stand-in takes over as it is, does not run:
+it may be one that waits for other ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class AttentionCall:
     """What an attention block did when it was probed."""
 
     tensors: tuple[torch.Tensor, ...]
-    """Query, key and value as the attention function got them, and the block's output."""
+    """Query, key and value as the attention function got them, and what it gave `o_proj`."""
     cache_calls: list[tuple[Any, ...]]
     """Arguments of each call of the cache's `update`, after the tensors."""
     options: dict[str, Any]
@@ -62,23 +63,28 @@ def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(((one - other).abs() <= roundings * info.eps * largest).all())
 
 
-def same_rows(original: nn.Module, stand_in: nn.Module, width: int, like: torch.Tensor) -> bool:
-    """Whether two modules map rows [1, n, width] to the same ones."""
+def same_rows(
+    original: nn.Module, stand_in: nn.Module, width: int, like: torch.Tensor, last: str = ""
+) -> bool:
+    """Whether two modules map rows [1, 4, width] to the same ones, up to their layer `last`."""
     rows = probe_rows(width, like)
+    replaced = {last: nn.Identity()} if last else {}
     try:
-        return agree(original(rows), stand_in(rows))
+        with _replaced(original, **replaced), _replaced(stand_in, **replaced):
+            return agree(original(rows), stand_in(rows))
     except PROBE_ERRORS:
         return False
 
 
 def call_attention(block: Any, width: int, like: torch.Tensor) -> AttentionCall | None:
-    """What `block` makes of rows [1, 4, width]; None if it cannot be called as Llama's can."""
+    """What `block` makes of rows [1, 4, width], up to its layer `o_proj`; None if it cannot be
+    called as Llama's can. Of its model, it alone calls `_note` for attention meanwhile."""
     rows = probe_rows(width, like)
     angles = probe_rows(block.head_dim, like)
     mask, cache, calls = object(), _NotingCache(), _Calls()
     given = {"position_ids": angles[..., 0].long(), "use_cache": True, "calls": calls}
     try:
-        with _noting_attention(block):
+        with _replaced(block, config=_ProbedConfig(block.config), o_proj=nn.Identity()):
             output, _ = block(
                 hidden_states=rows,
                 position_embeddings=(angles.cos(), angles.sin()),
@@ -145,11 +151,13 @@ class _ProbedConfig:
 
 
 @contextmanager
-def _noting_attention(block: Any) -> Iterator[None]:
-    """Within it, `block` alone, and not its model, calls `_note` for attention."""
-    config = block.config
-    block.config = _ProbedConfig(config)
+def _replaced(block: Any, **attributes: Any) -> Iterator[None]:
+    """Within it, these attributes of `block` are others."""
+    before = {name: getattr(block, name) for name in attributes}
     try:
+        for name, value in attributes.items():
+            setattr(block, name, value)
         yield
     finally:
-        block.config = config
+        for name, value in before.items():
+            setattr(block, name, value)

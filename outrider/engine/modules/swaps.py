@@ -99,7 +99,8 @@ def _fused_mlp(block: Any) -> nn.Module | None:
     if list(_tensors(block)) or not _joinable(gate, up) or gate.weight.shape != up.weight.shape:
         return None
     fused = FusedMLP(block)
-    return fused if same_rows(block, fused, gate.in_features, gate.weight) else None
+    same = same_rows(block, fused, gate.in_features, gate.weight, last="down_proj")
+    return fused if same else None
 
 
 def _fused_attention(block: Any) -> nn.Module | None:

@@ -241,6 +241,34 @@ def test_a_part_of_the_heads() -> None:
     assert relative_error(logits_in_steps(modules[1]), logits_in_steps(modules[0])) <= 1e-12
 
 
+class CountedLinear(nn.Module):
+    """A layer around another, as one that sums over ranks."""
+
+    def __init__(self, local: nn.Linear, calls: list[nn.Module]) -> None:
+        super().__init__()
+        self.local, self.calls = local, calls
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.calls.append(self)
+        return self.local(rows)
+
+
+def test_the_last_layer_of_a_block_may_wait_for_others() -> None:
+    """It is taken over whatever it is, does not run before the model does, and the linear layer in
+    it is packed."""
+    original, swapped = (tiny_module(tiny_config("llama", VOCAB)) for _ in range(2))
+    calls: list[nn.Module] = []
+    for layer in swapped.model.layers:
+        layer.self_attn.o_proj = CountedLinear(layer.self_attn.o_proj, calls)
+        layer.mlp.down_proj = CountedLinear(layer.mlp.down_proj, calls)
+    speed_up(swapped)
+    assert calls == []
+    found = classes(swapped)
+    assert (found[FusedAttention], found[FusedMLP], found[PackedLinear]) == (2, 2, 9)
+    assert relative_error(logits_in_steps(swapped), logits_in_steps(original)) <= 2e-5
+    assert len(calls) == 4 * 4
+
+
 class ClampedMLP(LlamaMLP):  # type: ignore[misc]
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).clamp(max=7))
