@@ -87,6 +87,7 @@ def build_engine(
         return EmulatedEngine(EmulatedSpec.parse(config.emulated), role, config.max_num_seqs)
     from outrider.engine.kv_cache import memory_budget
     from outrider.engine.loading import load_model
+    from outrider.engine.modules.swaps import speed_up
     from outrider.engine.paged_engine import PagedEngine
 
     module, info = load_model(
@@ -98,6 +99,7 @@ def build_engine(
         max_model_len=config.max_model_len or None,
         trust_remote_code=config.trust_remote_code,
     )
+    speed_up(module)
     num_bytes = config.kv_cache_memory_bytes or memory_budget(
         next(module.parameters()).device, config.gpu_memory_utilization, config.num_gpus
     )

@@ -1,0 +1,1 @@
+"""Faster stand-ins for the modules of a loaded model."""

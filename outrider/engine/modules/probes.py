@@ -1,0 +1,163 @@
+"""Whether a module computes what its stand-in does, asked of the modules themselves.
+
+Names and shapes tell which stand-in could fit; only a call tells that there is no clamp, no offset,
+no other rotation between them. Probes are a few random rows of different sizes (so that a clamp and
+an epsilon both show), run through the original and the stand-in; a module that fails them keeps
+its library's code. The last layer of a block, which the stand-in takes over as it is, does not run:
+it may be one that waits for other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from transformers.modeling_utils import AttentionInterface
+
+PROBE_ERRORS: Final = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
+"""What a module raises for a probe that it was not made for."""
+_SIZES: Final = (1e-3, 1.0, 1.0, 1e2)
+"""Magnitudes of the rows of a probe."""
+_ROUNDINGS: Final = 64
+"""How many machine epsilons of a row's largest value two results may differ by, where sums are
+rounded to it; ..."""
+_ROUNDINGS_SHORT: Final = 8
+"""... and in dtypes under 32 bits, where sums are wider and results alone are rounded."""
+_PROBE: Final = "outrider_probe"
+
+
+_Calls = list[tuple[tuple[torch.Tensor, ...], Any, dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What an attention block did when it was probed."""
+
+    tensors: tuple[torch.Tensor, ...]
+    """Query, key and value as the attention function got them, and what it gave `o_proj`."""
+    cache_calls: list[tuple[Any, ...]]
+    """Arguments of each call of the cache's `update`, after the tensors."""
+    options: dict[str, Any]
+    """What else the attention function got, but for what the block itself was given."""
+
+
+def probe_rows(width: int, like: torch.Tensor) -> torch.Tensor:
+    """Rows [1, 4, width] of `_SIZES`, of the dtype and device of `like`; always the same ones."""
+    generator = torch.Generator().manual_seed(width)
+    rows = torch.randn(1, len(_SIZES), width, generator=generator, dtype=torch.float64)
+    return (rows * torch.tensor(_SIZES, dtype=torch.float64)[:, None]).to(like)
+
+
+def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two results [..., D] of one probe are equal up to rounding."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    info = torch.finfo(one.dtype)
+    roundings = _ROUNDINGS_SHORT if info.bits < 32 else _ROUNDINGS
+    one, other = one.double(), other.double()
+    largest = one.abs().amax(-1, keepdim=True)
+    return bool(((one - other).abs() <= roundings * info.eps * largest).all())
+
+
+def same_rows(
+    original: nn.Module, stand_in: nn.Module, width: int, like: torch.Tensor, last: str = ""
+) -> bool:
+    """Whether two modules map rows [1, 4, width] to the same ones, up to their layer `last`."""
+    rows = probe_rows(width, like)
+    replaced = {last: nn.Identity()} if last else {}
+    try:
+        with _replaced(original, **replaced), _replaced(stand_in, **replaced):
+            return agree(original(rows), stand_in(rows))
+    except PROBE_ERRORS:
+        return False
+
+
+def call_attention(block: Any, width: int, like: torch.Tensor) -> AttentionCall | None:
+    """What `block` makes of rows [1, 4, width], up to its layer `o_proj`; None if it cannot be
+    called as Llama's can. Of its model, it alone calls `_note` for attention meanwhile."""
+    rows = probe_rows(width, like)
+    angles = probe_rows(block.head_dim, like)
+    mask, cache, calls = object(), _NotingCache(), _Calls()
+    given = {"position_ids": angles[..., 0].long(), "use_cache": True, "calls": calls}
+    try:
+        with _replaced(block, config=_ProbedConfig(block.config), o_proj=nn.Identity()):
+            output, _ = block(
+                hidden_states=rows,
+                position_embeddings=(angles.cos(), angles.sin()),
+                attention_mask=mask,
+                past_key_values=cache,
+                **given,
+            )
+        states, got_mask, options = calls.pop()
+    except PROBE_ERRORS:
+        return None
+    missing = any(options.get(name) is not value for name, value in given.items())
+    if missing or calls or got_mask is not mask:
+        return None
+    own = {name: value for name, value in options.items() if name not in given}
+    return AttentionCall((*states, output), cache.calls, own)
+
+
+def same_call(one: AttentionCall, other: AttentionCall) -> bool:
+    """Whether two blocks did the same, up to rounding; their options are not compared."""
+    return one.cache_calls == other.cache_calls and all(
+        agree(*pair) for pair in zip(one.tensors, other.tensors, strict=True)
+    )
+
+
+def _note(
+    block: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function that attends to nothing: its output is the query."""
+    options["calls"].append(((query, key, value), attention_mask, options))
+    return query.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_PROBE, _note)
+
+
+class _NotingCache:
+    """A cache that holds nothing and says of each update that it came through it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls.append((*args, *sorted(kwargs.items())))
+        return 2 * keys, 4 * values
+
+
+class _ProbedConfig:
+    """A model's configuration, but for the attention function that it names."""
+
+    _attn_implementation = _PROBE
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+@contextmanager
+def _replaced(block: Any, **attributes: Any) -> Iterator[None]:
+    """Within it, these attributes of `block` are others."""
+    before = {name: getattr(block, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(block, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(block, name, value)
