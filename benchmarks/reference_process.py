@@ -14,10 +14,11 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from outrider.config import TargetConfig
 from outrider.engine.interface import Engine, SequenceStep
 from outrider.engine.loading import load_model
-from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import OutriderError
+from outrider.hosting import available_cores, build_engine
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import EMPTY_PROPOSAL
 from outrider.speculation.sampling import Rule, SamplingParams
@@ -114,17 +115,29 @@ def main() -> None:
 def _load(setup: dict[str, Any]) -> tuple[TokenizerText, _Decoder, bool]:
     side = Side(setup["side"])
     path = Path(setup["directory"])
+    text = TokenizerText.load(path, trust_remote_code=setup["trust_remote_code"])
+    if side is Side.ENGINE:
+        return text, EngineDecoder(_engine(setup)), setup["raw"]
     module, info = load_model(
         path,
         dtype=setup["dtype"],
         device=setup["device"],
-        num_threads=setup["num_threads"] or None if side is Side.ENGINE else None,
+        num_threads=None,
         trust_remote_code=setup["trust_remote_code"],
     )
-    text = TokenizerText.load(path, trust_remote_code=setup["trust_remote_code"])
-    if side is Side.ENGINE:
-        return text, EngineDecoder(PagedEngine(module, info, max_num_seqs=1)), setup["raw"]
     return text, LibraryDecoder(module, info.eos_token_ids), setup["raw"]
+
+
+def _engine(setup: dict[str, Any]) -> Engine:
+    """The engine as a replica builds it."""
+    config = TargetConfig(
+        model=setup["directory"],
+        directory=setup["directory"],
+        dtype=setup["dtype"],
+        device=setup["device"],
+        trust_remote_code=setup["trust_remote_code"],
+    )
+    return build_engine(config, "target", setup["num_threads"] or available_cores())
 
 
 def _decode(
