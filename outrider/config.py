@@ -14,6 +14,8 @@ from typing import Any, Final
 
 from outrider.errors import SettingError
 from outrider.limits import (
+    BATCHED_TOKENS_DEFAULT,
+    BATCHED_TOKENS_MIN,
     DEADLINE_MS_DEFAULT,
     DEADLINE_MS_MAX,
     DRAFT_SUPPORT_ENTRIES,
@@ -33,6 +35,7 @@ EMULATED: Final = "emulated:"
 DTYPES: Final = ("auto", "bfloat16", "float16", "float32", "float64")
 PORT_MAX: Final = 65_535
 NUM_SEQS_MAX: Final = 4096
+BATCHED_TOKENS_MAX: Final = 2**20
 MODEL_LEN_MAX: Final = 2**24
 THREADS_MAX: Final = 1024
 NGRAM_MAX: Final = 64
@@ -83,8 +86,12 @@ class ModelServerConfig(ServerConfig):
     )
     device: str = setting("auto", "`auto`, `cpu`, `cuda` or `cuda:N`.")
     max_num_seqs: int = setting(
-        64, "Sequences whose keys and values a replica keeps.", minimum=1, maximum=NUM_SEQS_MAX
+        64, "Sessions that share a step of a replica.", minimum=1, maximum=NUM_SEQS_MAX
     )
+    max_num_batched_tokens: int = setting(
+        BATCHED_TOKENS_DEFAULT, "Tokens of a step; a longer prompt is run in parts beside others.",
+        minimum=BATCHED_TOKENS_MIN, maximum=BATCHED_TOKENS_MAX,
+    )  # fmt: skip
     trust_remote_code: bool = setting(False, "Run Python code that comes with a model's files.")
 
     def __post_init__(self) -> None:

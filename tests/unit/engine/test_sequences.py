@@ -49,8 +49,11 @@ def head(
 class Replica:
     """A service's use of table and engine."""
 
-    def __init__(self, with_engine: bool = True, sequences_max: int = 8) -> None:
-        self.engine = EmulatedEngine(SPEC, "target", max_num_seqs=4) if with_engine else None
+    def __init__(
+        self, with_engine: bool = True, sequences_max: int = 8, num_pages: int = 256
+    ) -> None:
+        spec = replace(SPEC, num_pages=num_pages)
+        self.engine = EmulatedEngine(spec, "target") if with_engine else None
         self.table = SequenceTable(self.engine, sequences_max)
 
     def answer(self, at: RoundHead, guesses: tuple[int, ...] = ()) -> int | Resync:
@@ -144,10 +147,13 @@ def test_an_older_epoch_is_refused_and_changes_nothing(replica: Replica) -> None
 
 
 def test_eviction_by_the_engine_is_noticed() -> None:
-    """The engine holds 4 sequences, the table 8: the fifth drops the first one's slots."""
-    replica = Replica()
-    for name in "abcde":
+    """The engine has pages for 4 sequences, the table places for 8: the fifth takes the pages of
+    one that is parked."""
+    replica = Replica(num_pages=4)
+    for name in "abcd":
         assert replica.answer(head([1, 2, 3], 0, session_id=name)) == 3
+    replica.table.park("a")
+    assert replica.answer(head([1, 2, 3], 0, session_id="e")) == 3
     assert replica.table.length("a") == 0
     assert replica.table.length("b") == 3
     answer = replica.answer(head([1, 2, 3, 4], 3, session_id="a"))
