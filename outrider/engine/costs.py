@@ -39,19 +39,16 @@ class StepCosts:
     def step_seconds(self, rows: int, sessions: int = 1, context: int = 0) -> float:
         """The time of a step of `rows` >= 1 tokens of so many sessions, whose contexts have
         `context` slots together."""
-        slot_s = self.slot_s + self.row_slot_s * max(0.0, rows / sessions - 1)
-        return self._base(rows) + self.session_s * (sessions - 1) + slot_s * context
+        attention_s = self.attention_seconds(max(1.0, rows / sessions), context)
+        return self.mixed_seconds(rows, sessions, attention_s)
 
-    def most_rows(self, seconds: float, rows_max: int, context: int = 0) -> int:
-        """How many rows, up to `rows_max`, one session can run in so much time; 0 if none."""
-        low, high = 0, rows_max
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.step_seconds(middle, 1, context) <= seconds:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+    def mixed_seconds(self, rows: int, sessions: int, attention_s: float) -> float:
+        """The same for sessions of unlike rows and contexts; `attention_s` is the sum of theirs."""
+        return self._base(rows) + self.session_s * (sessions - 1) + attention_s
+
+    def attention_seconds(self, rows: float, context: int) -> float:
+        """What a session of `rows` >= 1 tokens adds to a step for its context of so many slots."""
+        return context * (self.slot_s + self.row_slot_s * (rows - 1))
 
     def _base(self, rows: int) -> float:
         if len(self.rows) == 1:

@@ -41,12 +41,13 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class _Played:
-    """The rounds of a step."""
+class _Load:
+    """What a step runs."""
 
-    rows: int
-    sessions: int
-    context: int
+    rows: int = 0
+    sessions: int = 0
+    attention_s: float = 0.0
+    """The time that its contexts cost; 0 where costs are not known."""
 
 
 class TokenBudget:
@@ -61,7 +62,7 @@ class TokenBudget:
         self._max_tokens = max_tokens
         self._max_steps = max_steps
         self._costs = costs
-        self._played: _Played | None = None
+        self._played: _Load | None = None
         """The last rounds, as long as somebody seems to play."""
         self._rest_steps = 0
 
@@ -70,58 +71,59 @@ class TokenBudget:
         of a prefix a part that leaves `num_last` or more. Not none of all."""
         grants = [0] * len(wishes)
         prefixes = [i for i, wish in enumerate(wishes) if wish.num_tokens > ROUND_TOKENS_MAX]
-        kept = (PREFIX_TOKENS_MIN, 1) if prefixes else (0, 0)
-        tokens, seats = self._max_tokens - kept[0], self._max_steps - kept[1]
-        granted: list[Wish] = []
+        spared = _Load(PREFIX_TOKENS_MIN, 1) if prefixes else _Load()
+        load = _Load()
         for index, wish in enumerate(wishes):
-            if wish.num_tokens <= min(ROUND_TOKENS_MAX, tokens) and seats > 0:
+            fits = load.rows + wish.num_tokens <= self._max_tokens - spared.rows
+            has_seat = load.sessions < self._max_steps - spared.sessions
+            if wish.num_tokens <= ROUND_TOKENS_MAX and fits and has_seat:
                 grants[index] = wish.num_tokens
-                granted.append(wish)
-                tokens -= wish.num_tokens
-                seats -= 1
-        self._note(granted)
-        tokens, seats = tokens + kept[0], seats + kept[1]
-        seconds = self._seconds_left(granted)
+                load = self._with(load, wish, wish.num_tokens)
+        self._note(load)
         for index in prefixes:
-            if seats <= 0 or tokens <= 0:
-                break
             wish = wishes[index]
-            grant = self._part(wish, tokens, seconds, at_least=not any(grants[i] for i in prefixes))
-            if grant <= 0:
+            least = PREFIX_TOKENS_MIN if index == prefixes[0] else 0
+            grants[index] = self._part(wish, load, least)
+            if grants[index] == 0:
                 break
-            grants[index] = grant
-            tokens -= grant
-            seats -= 1
-            if seconds is not None and self._costs is not None:
-                seconds -= self._costs.step_seconds(grant, 1, wish.context)
+            load = self._with(load, wish, grants[index])
         return grants
 
-    def _part(self, wish: Wish, tokens: int, seconds: float | None, at_least: bool) -> int:
-        """How many tokens of a prefix are run, of so many, in so much time."""
-        num = min(wish.num_tokens, tokens)
-        if seconds is not None and self._costs is not None:
-            affordable = self._costs.most_rows(seconds, num, wish.context)
-            least = min(num, PREFIX_TOKENS_MIN) if at_least else 0
-            num = max(affordable, least)
-        return num if num == wish.num_tokens else min(num, wish.num_tokens - wish.num_last)
+    def _part(self, wish: Wish, load: _Load, least: int) -> int:
+        """How many tokens of a prefix are run beside a load, `least` even if it takes long."""
+        if load.sessions == self._max_steps:
+            return 0
+        most = min(wish.num_tokens, self._max_tokens - load.rows)
+        low, high = min(least, most), most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._is_quick(self._with(load, wish, middle)):
+                low = middle
+            else:
+                high = middle - 1
+        return low if low == wish.num_tokens else min(low, wish.num_tokens - wish.num_last)
 
-    def _note(self, rounds: Sequence[Wish]) -> None:
-        self._rest_steps = 0 if rounds else self._rest_steps + 1
-        if rounds:
-            self._played = _Played(
-                sum(wish.num_tokens for wish in rounds),
-                len(rounds),
-                sum(wish.context for wish in rounds),
-            )
+    def _is_quick(self, load: _Load) -> bool:
+        """Whether those who play hardly feel a step with this load."""
+        if self._costs is None or self._played is None:
+            return True
+        return self._seconds(self._costs, load) <= STEP_GROWTH_MAX * self._seconds(
+            self._costs, self._played
+        )
+
+    def _with(self, load: _Load, wish: Wish, num_tokens: int) -> _Load:
+        attention_s = 0.0
+        if self._costs is not None:
+            attention_s = self._costs.attention_seconds(num_tokens, wish.context)
+        return _Load(load.rows + num_tokens, load.sessions + 1, load.attention_s + attention_s)
+
+    def _note(self, rounds: _Load) -> None:
+        self._rest_steps = 0 if rounds.rows else self._rest_steps + 1
+        if rounds.rows:
+            self._played = rounds
         elif self._rest_steps >= ROUND_REST_STEPS:
             self._played = None
 
-    def _seconds_left(self, rounds: Sequence[Wish]) -> float | None:
-        """The time that prefixes may take beside these rounds; None = as long as they like."""
-        if self._costs is None or self._played is None:
-            return None
-        played = self._played
-        usual = self._costs.step_seconds(played.rows, played.sessions, played.context)
-        # A prefix shares the step's fixed cost with the rounds, and is reckoned with its own.
-        fixed = self._costs.step_seconds(1)
-        return STEP_GROWTH_MAX * usual - (usual - fixed if rounds else 0.0)
+    @staticmethod
+    def _seconds(costs: StepCosts, load: _Load) -> float:
+        return costs.mixed_seconds(load.rows, load.sessions, load.attention_s)
