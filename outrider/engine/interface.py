@@ -89,7 +89,7 @@ class Engine(Protocol):
     def fork(self, sequence_id: str, branch_id: str) -> None:
         """Begins the unknown `branch_id` with the slots of `sequence_id`. Pages are shared, only
         the last partial one is copied. Of idle sequences branches are the first to be evicted.
-        Raises `OutOfPages`; it evicts nothing."""
+        Evicts as `forward` does, and raises `OutOfPages` where that does not do."""
         ...
 
     def mark_idle(self, sequence_id: str) -> None:

@@ -109,6 +109,7 @@ class PagePool:
             if prefix is None:
                 break
             sequence.prefixes.append(prefix)
+            sequence.pages.append(prefix.page)
             self._hold(sequence, prefix.page)
         sequence.length = len(sequence.pages) * size
         self._prefix_queries += len(ids)
@@ -123,8 +124,8 @@ class PagePool:
             raise InvariantError(f"{sequence_id} is unknown and cannot be forked")
         check(branch_id not in self._sequences, f"{branch_id} is held already")
         is_partial = sequence.length % self._page_size > 0
-        if is_partial and not self._free:
-            raise OutOfPages("no page is free for a branch")
+        if is_partial:
+            self._make_room_beside(sequence_id, sequence, 1)
         branch = self._sequences[branch_id] = sequence.branch()
         for page in branch.pages:
             self._hold(branch, page)
@@ -139,7 +140,7 @@ class PagePool:
         """Takes slots for the tokens of each step, at most one a sequence, and makes it busy; what
         stood before them is vouched for, and may be shared. An unknown sequence begins without
         salt. Returns the page copies to make before any slot is written. A step that fails after
-        them is undone by `keep` of the length before.
+        them is undone by `keep` of the length before, so that nothing unwritten is vouched for.
 
         Evicts what is idle as needed; raises `OutOfPages` where even that does not do, changing
         nothing."""
@@ -260,13 +261,18 @@ class PagePool:
         return sequence.pages if sequence is not None and sequence.busy == busy else ()
 
     def _num_needed(self, steps: Sequence[SequenceStep], num_holders: Callable[[int], int]) -> int:
-        """Pages that the steps take, where so many sequences hold a page."""
-        num = 0
+        """Pages that the steps take, where so many of those that hold a page are left to hold it,
+        the steps' own among them."""
+        size, num = self._page_size, 0
         written = Counter[int]()
         for step in steps:
-            pages, length = self.pages(step.sequence_id), self.length(step.sequence_id)
-            num += -(-(length + len(step.token_ids)) // self._page_size) - len(pages)
-            if length % self._page_size:
+            sequence = self._sequences.get(step.sequence_id)
+            if sequence is None:
+                num += -(-len(step.token_ids) // size)
+                continue
+            length, pages = sequence.length, sequence.pages
+            num += -(-(length + len(step.token_ids)) // size) - len(pages)
+            if length % size and self._holders[pages[-1]] > 1:
                 written[pages[-1]] += 1
         # Of those that share a page and write to it the last one need not copy it.
         return num + sum(
@@ -274,12 +280,27 @@ class PagePool:
         )
 
     def _make_room(self, steps: Sequence[SequenceStep]) -> None:
+        """Frees as many pages as the steps take, or raises `OutOfPages`."""
+        needed = self._num_needed(steps, self._holders.__getitem__)
+        if needed <= len(self._free):
+            return
         _require(self._num_missing(steps))
         for step in steps:
             sequence = self._sequences.get(step.sequence_id)
             if sequence is not None and not sequence.busy:
                 self._wake(step.sequence_id, sequence)
-        self._evict_until(self._num_needed(steps, self._holders.__getitem__))
+        self._evict_until(needed)
+
+    def _make_room_beside(self, sequence_id: str, sequence: PagedSequence, num_free: int) -> None:
+        """Frees so many pages, but none of the sequence; or raises `OutOfPages`."""
+        pinned = sum(not self._busy_holders[page] for page in sequence.pages)
+        _require(num_free + pinned + self._num_busy_pages - self._num_pages)
+        was_idle = not sequence.busy
+        if was_idle:
+            self._wake(sequence_id, sequence)
+        self._evict_until(num_free)
+        if was_idle:
+            self.mark_idle(sequence_id)
 
     def _evict_until(self, num_free: int) -> None:
         """Evicts until so many pages are free or nothing is left to evict."""
@@ -361,6 +382,9 @@ class PagePool:
             pages += new_pages
             for page in new_pages:
                 self._hold(sequence, page)
+        if len(token_ids) == 1:
+            self._ids[pages[-1] * size + start % size] = token_ids[0]
+            return
         ids = array(_ID_TYPE, token_ids)
         done = 0
         while done < len(ids):
@@ -377,16 +401,9 @@ class PagePool:
         size, before = self._page_size, sequence.pages.copy()
         indices = range(length // size, -(-(length + len(path)) // size))
         num_shared = sum(self._holders[before[index]] > 1 for index in indices)
-        pinned = sum(not self._busy_holders[page] for page in before)
-        _require(num_shared + pinned + self._num_busy_pages - self._num_pages)
-        was_idle = not sequence.busy
-        if was_idle:
-            self._wake(sequence_id, sequence)
-        self._evict_until(num_shared)
+        self._make_room_beside(sequence_id, sequence, num_shared)
         for index in indices:
             self._own(sequence, index)
-        if was_idle:
-            self.mark_idle(sequence_id)
         moves: list[Copy] = []
         first = indices[0] * size if before[indices[0]] != sequence.pages[indices[0]] else length
         for place, slot in enumerate([*range(first, length), *path], start=first):
