@@ -7,7 +7,6 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from rounds import GREEDY, PATIENCE_S, Listener, ask, make_head, session_name
 from toy_engine import ToyEngine
 
@@ -107,16 +106,14 @@ def written_alone(prompt: Sequence[int], num_tokens: int) -> list[int]:
     return run_virtually(main())
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_random_loads_on_a_tiny_pool_end_with_every_session_done(seed: int) -> None:
-    """A pool that holds the longest session, and little more; each text is what the session would
-    have got alone; at the end every page is back."""
+def run_load(seed: int) -> int:
+    """4 to 14 sessions on a pool that holds the longest of them and little more. Each text is what
+    the session would have got alone, and at the end every page is back. How many were preempted."""
     draw = random.Random(seed)
     loads = [
         (tuple(draw.randrange(8) for _ in range(draw.choice((2, 5, 20, 45)))), draw.randint(1, 15))
         for _ in range(draw.randint(4, 14))
     ]
-    waits: list[int] = []
 
     async def main() -> tuple[list[list[int]], int]:
         at = Setting("target", ToyEngine(num_pages=draw.randint(16, 20)), 64)
@@ -137,13 +134,17 @@ def test_random_loads_on_a_tiny_pool_end_with_every_session_done(seed: int) -> N
         counts = at.engine.page_counts()
         assert counts.num_free + counts.num_evictable == counts.num_pages
         await at.close()
-        waits.append(sum(writer.num_resyncs for writer in writers))
         return texts, at.service._worker.figures.num_preemptions
 
     texts, num_preemptions = run_virtually(main())
     assert texts == [written_alone(prompt, num_tokens) for prompt, num_tokens in loads]
-    if len(loads) > 8:
-        assert num_preemptions > 0
+    return num_preemptions
+
+
+def test_random_loads_on_a_tiny_pool_end_with_every_session_done() -> None:
+    """Seeds 0..29: no deadlock and no livelock, though sessions are preempted again and again."""
+    preemptions = {seed: run_load(seed) for seed in range(30)}
+    assert sum(preemptions.values()) > 100, preemptions
 
 
 async def test_a_long_prompt_is_run_beside_rounds_and_answered_once() -> None:
