@@ -71,9 +71,23 @@ def test_between_rounds_a_part_stays_short_until_nobody_seems_to_play() -> None:
     """The rounds of the last steps may come back any time."""
     budget = TokenBudget(512, 64, COSTS)
     budget.share([ROUND] * 4)
-    parts = [budget.share([prefix(4000)])[0] for _ in range(ROUND_REST_STEPS)]
-    assert max(parts[:-1]) < 120
-    assert parts[-1] == 512
+    first, *others = [budget.share([prefix(4000)])[0] for _ in range(ROUND_REST_STEPS + 1)]
+    assert 50 < first < 120
+    assert others == [PREFIX_TOKENS_MIN] * (ROUND_REST_STEPS - 1) + [512]
+
+
+def test_a_step_between_two_rounds_counts_like_the_step_of_the_rounds() -> None:
+    """Where every other step is one without rounds, both together last as long as one may. Each has
+    a cost of its own, so parts are short."""
+    budget = TokenBudget(512, 64, COSTS)
+    usual = COSTS.step_seconds(32, 4, 1200)
+    rounds = [Wish(num_tokens=8, num_last=8, context=300)] * 4
+    for turn in range(3):
+        *_, beside = budget.share([*rounds, prefix(4000)])
+        (between,) = budget.share([prefix(4000)])
+        gap = COSTS.step_seconds(32 + beside, 5, 1200) + COSTS.step_seconds(between)
+        assert beside >= PREFIX_TOKENS_MIN <= between
+        assert turn == 0 or gap <= STEP_GROWTH_MAX * usual * 1.01
 
 
 def test_a_part_that_nothing_is_left_for_still_goes_on() -> None:
