@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from outrider.engine.free_pages import FreePages
 from outrider.engine.interface import PageCounts, SequenceStep
@@ -124,22 +124,23 @@ class PagePool:
             raise InvariantError(f"{sequence_id} is unknown and cannot be forked")
         check(branch_id not in self._sequences, f"{branch_id} is held already")
         is_partial = sequence.length % self._page_size > 0
-        if is_partial and not self._free:
-            raise OutOfPages("no page is free for a branch")
+        if is_partial:
+            self._make_room_beside(sequence_id, sequence, 1)
         branch = self._sequences[branch_id] = sequence.branch()
         for page in branch.pages:
             self._hold(branch, page)
         return self._own(branch, len(branch.pages) - 1) if is_partial else []
 
-    def can_hold(self, steps: Sequence[SequenceStep]) -> bool:
-        """Whether `append` would find pages for these steps; changes nothing."""
-        return self._is_roomy(steps) or self._num_missing(steps) <= 0
+    def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
+        """Whether `append` would find pages for these steps once the sequences of `without`, none
+        of them in a step, were released; changes nothing."""
+        return self._is_roomy(steps) or self._num_missing(steps, without) <= 0
 
     def append(self, steps: Sequence[SequenceStep]) -> list[Copy]:
         """Takes slots for the tokens of each step, at most one a sequence, and makes it busy; what
         stood before them is vouched for, and may be shared. An unknown sequence begins without
         salt. Returns the page copies to make before any slot is written. A step that fails after
-        them is undone by `keep` of the length before.
+        them is undone by `keep` of the length before, so that nothing unwritten is vouched for.
 
         Evicts what is idle as needed; raises `OutOfPages` where even that does not do, changing
         nothing."""
@@ -243,17 +244,21 @@ class PagePool:
         size = self._page_size
         return len(self._free) >= sum([len(step.token_ids) // size + 2 for step in steps])
 
-    def _num_missing(self, steps: Sequence[SequenceStep]) -> int:
-        """Pages that the steps lack even when all that is idle beside them is evicted; negative if
-        some would be left."""
-        waking = Counter(page for step in steps for page in self._idle_pages(step.sequence_id))
-        pinned = sum(not self._busy_holders[page] for page in waking)
-        needed = self._num_needed(steps, lambda page: self._busy_holders[page] + waking[page])
-        return needed + pinned + self._num_busy_pages - self._num_pages
+    def _num_missing(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> int:
+        """Pages that the steps lack even when all that is idle beside them is evicted, and the
+        sequences of `without` are gone; negative if some would be left."""
+        busy = self._busy_holders
+        waking = Counter(p for step in steps for p in self._pages_of(step.sequence_id, busy=False))
+        leaving = Counter(page for name in without for page in self._pages_of(name, busy=True))
+        pinned = sum(busy[page] == leaving[page] for page in waking)
+        freed = sum(busy[page] == num for page, num in leaving.items())
+        needed = self._num_needed(steps, lambda page: busy[page] - leaving[page] + waking[page])
+        return needed + pinned + self._num_busy_pages - freed - self._num_pages
 
-    def _idle_pages(self, sequence_id: str) -> Sequence[int]:
+    def _pages_of(self, sequence_id: str, busy: bool) -> Sequence[int]:
+        """The sequence's pages, if it is as busy as that."""
         sequence = self._sequences.get(sequence_id)
-        return () if sequence is None or sequence.busy else sequence.pages
+        return sequence.pages if sequence is not None and sequence.busy == busy else ()
 
     def _num_needed(self, steps: Sequence[SequenceStep], num_holders: Callable[[int], int]) -> int:
         """Pages that the steps take, where so many of those that hold a page are left to hold it,
@@ -285,6 +290,17 @@ class PagePool:
             if sequence is not None and not sequence.busy:
                 self._wake(step.sequence_id, sequence)
         self._evict_until(needed)
+
+    def _make_room_beside(self, sequence_id: str, sequence: PagedSequence, num_free: int) -> None:
+        """Frees so many pages, but none of the sequence; or raises `OutOfPages`."""
+        pinned = sum(not self._busy_holders[page] for page in sequence.pages)
+        _require(num_free + pinned + self._num_busy_pages - self._num_pages)
+        was_idle = not sequence.busy
+        if was_idle:
+            self._wake(sequence_id, sequence)
+        self._evict_until(num_free)
+        if was_idle:
+            self.mark_idle(sequence_id)
 
     def _evict_until(self, num_free: int) -> None:
         """Evicts until so many pages are free or nothing is left to evict."""
@@ -385,16 +401,9 @@ class PagePool:
         size, before = self._page_size, sequence.pages.copy()
         indices = range(length // size, -(-(length + len(path)) // size))
         num_shared = sum(self._holders[before[index]] > 1 for index in indices)
-        pinned = sum(not self._busy_holders[page] for page in before)
-        _require(num_shared + pinned + self._num_busy_pages - self._num_pages)
-        was_idle = not sequence.busy
-        if was_idle:
-            self._wake(sequence_id, sequence)
-        self._evict_until(num_shared)
+        self._make_room_beside(sequence_id, sequence, num_shared)
         for index in indices:
             self._own(sequence, index)
-        if was_idle:
-            self.mark_idle(sequence_id)
         moves: list[Copy] = []
         first = indices[0] * size if before[indices[0]] != sequence.pages[indices[0]] else length
         for place, slot in enumerate([*range(first, length), *path], start=first):

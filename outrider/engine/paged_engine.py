@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -127,9 +127,9 @@ class PagedEngine:
                 self._pool.keep(step.sequence_id, length)
             raise
 
-    def can_hold(self, steps: Sequence[SequenceStep]) -> bool:
+    def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
         """See `Engine.can_hold`."""
-        return self._pool.can_hold(steps)
+        return self._pool.can_hold(steps, without)
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         """See `Engine.attach`."""
