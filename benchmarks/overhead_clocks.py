@@ -32,9 +32,9 @@ from outrider.sessions.store import (
     SessionRecord,
     SessionStore,
 )
-from outrider.stepping import SteppedItem
 from outrider.wire.codecs import Answer, Codec, Item
 from outrider.wire.link import Connection, Link
+from outrider.work import SteppedItem
 
 now_ns: Final = time.monotonic_ns
 T = TypeVar("T")

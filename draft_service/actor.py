@@ -6,12 +6,12 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from outrider.config import DraftConfig
-from outrider.hosting import available_cores, build_engine, log_to, use_threads
+from outrider.hosting import available_cores, build_engine, log_to, step_costs, use_threads
 from outrider.messages import DraftAnswer, DraftItem
 from outrider.replica_host import ReplicaHost
 
 if TYPE_CHECKING:
-    from outrider.stepping import StepObserver
+    from outrider.work import StepObserver
 
     from .service import DraftService
 
@@ -57,6 +57,8 @@ def _build(config: DraftConfig, num_threads: int, observer: StepObserver | None)
         engine,
         executor,
         max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         entries_max=config.support_entries,
+        costs=executor.call(lambda: step_costs(engine, config, "draft")),
         observer=observer,
     )

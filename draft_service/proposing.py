@@ -3,20 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.drafting.drafter import DraftRequest
+from outrider.engine.admission import Admission, Admissions, Admitted, Ask
 from outrider.engine.interface import Engine
 from outrider.engine.sequences import SequenceTable
-from outrider.errors import BadRequest, OutriderError
-from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, Resync
+from outrider.engine.token_budget import TokenBudget
+from outrider.errors import BadRequest, OutriderError, check
+from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, Resync, RoundHead
 from outrider.speculation.noise import RoundNoise
-from outrider.speculation.proposal import Proposal, SealedProposal
-from outrider.speculation.sampling import Rule
-from outrider.stepping import refusal
+from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.work import StepFigures, Unfinished, refusal
 
-_Prepared = tuple[DraftItem, DraftRequest, tuple[int, ...]]
-"""An item, the request to the drafter, and the committed tokens that were not held."""
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """An item that can be answered."""
+
+    item: DraftItem
+    sampling: SamplingParams
+
+    @property
+    def ask(self) -> Ask:
+        """What it needs; the last token of a proposal is drawn and never run."""
+        return Ask(self.item.head, max(0, self.item.num_draft_tokens - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """An item, and what the drafter is asked for its sake."""
+
+    item: DraftItem
+    request: DraftRequest
+    new_tokens: tuple[int, ...]
+    """Of the request's tokens those that are not held."""
+    is_whole: bool = True
+    """Whether a proposal follows; else a part of the prefix is run."""
 
 
 class FallibleDrafter(Protocol):
@@ -32,19 +57,49 @@ class FallibleDrafter(Protocol):
 
 
 class Proposer:
-    """The draft's `StepWorker`: owns the drafter and what tokens it holds of which session."""
+    """The draft's `StepWorker`: owns the drafter and what tokens it holds of which session.
 
-    def __init__(self, drafter: FallibleDrafter, engine: Engine | None) -> None:
-        """`engine` is the one behind the drafter; None for a drafter that keeps no slots."""
+    A session that finds no pages is answered an empty proposal: its round goes on without a draft,
+    and lasts no longer. That is as exact as any, since it depends on no token's value.
+    """
+
+    def __init__(
+        self,
+        drafter: FallibleDrafter,
+        engine: Engine | None = None,
+        budget: TokenBudget | None = None,
+    ) -> None:
+        """`engine` is the one behind the drafter, and `budget` bounds each of its steps; None for a
+        drafter that keeps no slots."""
+        check((engine is None) == (budget is None), "an engine has a budget, and nothing else has")
         self._drafter = drafter
         self._engine = engine
         self._table = SequenceTable(engine)
+        self._admissions: Admissions | None = None
+        if engine is not None and budget is not None:
+            self._admissions = Admissions(engine, self._table, budget)
+        self._figures = self._now()
 
-    def step(self, items: Sequence[DraftItem]) -> list[DraftAnswer]:
+    @property
+    def figures(self) -> StepFigures:
+        """See `StepWorker.figures`."""
+        return self._figures
+
+    def step(self, items: Sequence[DraftItem]) -> list[DraftAnswer | Unfinished]:
         """See `StepWorker.step`."""
-        prepared = [self._prepare(item) for item in items]
-        answers = iter(self._run([entry for entry in prepared if isinstance(entry, tuple)]))
-        return [next(answers) if isinstance(entry, tuple) else entry for entry in prepared]
+        read = [_read(item) for item in items]
+        questions = [entry for entry in read if isinstance(entry, _Question)]
+        prepared = map(self._prepare, questions, self._admit(questions))
+        entries = [next(prepared) if isinstance(entry, _Question) else entry for entry in read]
+        answers = iter(self._run([entry for entry in entries if isinstance(entry, _Prepared)]))
+        self._figures = self._now()
+        return [next(answers) if isinstance(entry, _Prepared) else entry for entry in entries]
+
+    def park(self, session_ids: Sequence[str]) -> None:
+        """See `StepWorker.park`."""
+        for session_id in session_ids:
+            self._table.park(session_id)
+        self._figures = self._now()
 
     def release(self, session_id: str, epoch: int) -> None:
         """See `StepWorker.release`."""
@@ -60,68 +115,90 @@ class Proposer:
         """Raises `InvariantError` unless tokens and slots agree for every session."""
         self._table.check_integrity()
 
-    def _prepare(self, item: DraftItem) -> _Prepared | Resync | Refused:
-        head = item.head
+    def _now(self) -> StepFigures:
+        return StepFigures() if self._admissions is None else self._admissions.figures
+
+    def _admit(self, questions: Sequence[_Question]) -> Sequence[Admission]:
+        if self._admissions is None:
+            return [self._align(question.item.head) for question in questions]
+        return self._admissions.admit([question.ask for question in questions])
+
+    def _align(self, head: RoundHead) -> Admission:
+        """Where there are no pages, nobody waits for any."""
         try:
-            if head.sampling is None:
-                raise BadRequest("head.sampling", "the parameters behind the hash are not known")
-            if head.sampling.greedy != (head.rule is Rule.GREEDY):
-                raise BadRequest(
-                    "head.rule",
-                    f"{head.rule.value} does not go with temperature {head.sampling.temperature}",
-                )
             aligned = self._table.align(head)
         except OutriderError as error:
-            return refusal(head.key, error)
-        if isinstance(aligned, Resync):
-            return aligned
+            return error
+        return (
+            aligned if isinstance(aligned, Resync) else Admitted(aligned, len(aligned.new_tokens))
+        )
+
+    def _prepare(
+        self, question: _Question, admission: Admission
+    ) -> _Prepared | ProposalReply | Resync | Refused | Unfinished:
+        item = question.item
+        head = item.head
+        if isinstance(admission, OutriderError):
+            return refusal(head.key, admission)
+        if admission is Unfinished.WAITS:
+            held = self._table.length(head.session_id)
+            return ProposalReply(head.key, NOTHING_SEALED, head.committed_length, held)
+        if not isinstance(admission, Admitted):
+            return admission
+        aligned = admission.aligned
+        num_missing = len(aligned.new_tokens) - admission.num_granted
+        committed = aligned.committed
         request = DraftRequest(
             session_id=head.session_id,
-            token_ids=aligned.committed,
+            token_ids=committed[: len(committed) - num_missing],
             prompt_length=head.prompt_length,
-            num_draft_tokens=item.num_draft_tokens,
-            sampling=head.sampling,
+            num_draft_tokens=item.num_draft_tokens if admission.is_whole else 0,
+            sampling=question.sampling,
             rule=head.rule,
             noise=RoundNoise(head.seed, head.rule, head.committed_length),
             digests=aligned.sequence,
         )
-        return item, request, aligned.new_tokens
+        new_tokens = aligned.new_tokens[: admission.num_granted]
+        return _Prepared(item, request, new_tokens, admission.is_whole)
 
-    def _run(self, prepared: Sequence[_Prepared]) -> list[DraftAnswer]:
+    def _run(self, prepared: Sequence[_Prepared]) -> list[DraftAnswer | Unfinished]:
         """One call of the drafter for all; where it raises an error with a name, each session
         alone, so that the one with the error hurts nobody else."""
         if not prepared:
             return []
         try:
-            proposals = self._drafter.propose([request for _, request, _ in prepared])
+            proposals = self._drafter.propose([entry.request for entry in prepared])
         except OutriderError as error:
             if len(prepared) > 1:
                 return [self._run_alone(entry) for entry in prepared]
-            return [self._fail(prepared[0][0], error)]
+            return [self._fail(prepared[0].item, error)]
         return [
-            self._answer(item, new_tokens, proposal)
-            for (item, _, new_tokens), proposal in zip(prepared, proposals, strict=True)
+            self._answer(entry, proposal)
+            for entry, proposal in zip(prepared, proposals, strict=True)
         ]
 
-    def _run_alone(self, entry: _Prepared) -> DraftAnswer:
+    def _run_alone(self, entry: _Prepared) -> DraftAnswer | Unfinished:
         """Again for one session. The failed call may have run some of its steps: back to where
         the session stood."""
-        item, request, new_tokens = entry
+        request = entry.request
         if self._engine is not None:
-            before = len(request.token_ids) - len(new_tokens)
+            before = len(request.token_ids) - len(entry.new_tokens)
             if self._engine.length(request.session_id) > before:
                 self._engine.keep(request.session_id, before)
-        return self._run([(item, request, new_tokens)])[0]
+        return self._run([entry])[0]
 
     def _answer(
-        self, item: DraftItem, new_tokens: tuple[int, ...], proposal: Proposal | OutriderError
-    ) -> DraftAnswer:
+        self, entry: _Prepared, proposal: Proposal | OutriderError
+    ) -> DraftAnswer | Unfinished:
         if isinstance(proposal, OutriderError):
-            return self._fail(item, proposal)
-        head = item.head
+            return self._fail(entry.item, proposal)
+        head = entry.item.head
         # Without an engine nothing is cached of the guesses, and nothing needs to be.
         drafted = () if self._engine is None else proposal.token_ids
-        held = self._table.record(head.session_id, (*new_tokens, *drafted))
+        held = self._table.record(head.session_id, (*entry.new_tokens, *drafted))
+        if not entry.is_whole and held == len(entry.request.token_ids):
+            return Unfinished.CONTINUES
+        # A part that was not run holds what the model cannot read: no more of it will be.
         return ProposalReply(
             key=head.key,
             proposal=SealedProposal.of(proposal),
@@ -137,3 +214,15 @@ class Proposer:
     def _forget(self, session_id: str) -> None:
         self._drafter.release(session_id)
         self._table.release(session_id)
+
+
+def _read(item: DraftItem) -> _Question | Refused:
+    """Checks an item; nothing has changed then."""
+    head = item.head
+    if head.sampling is None:
+        unknown = BadRequest("head.sampling", "the parameters behind the hash are not known")
+        return refusal(head.key, unknown)
+    if head.sampling.greedy != (head.rule is Rule.GREEDY):
+        mismatch = f"{head.rule.value} does not go with temperature {head.sampling.temperature}"
+        return refusal(head.key, BadRequest("head.rule", mismatch))
+    return _Question(item, head.sampling)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from draft_service.model_drafter import ModelDrafter
 from draft_service.proposing import Proposer
 from outrider.drafting.drafter import Drafter
+from outrider.engine.costs import StepCosts
 from outrider.engine.executor import StepExecutor
 from outrider.engine.interface import Engine
-from outrider.limits import DRAFT_SUPPORT_ENTRIES
+from outrider.engine.token_budget import TokenBudget
+from outrider.limits import BATCHED_TOKENS_DEFAULT, DRAFT_SUPPORT_ENTRIES
 from outrider.messages import DraftAnswer, DraftItem, ReplicaDescription
 from outrider.stepped_service import SteppedService, describe_model
-from outrider.stepping import StepObserver
+from outrider.work import StepObserver
 
 
 class DraftService(SteppedService[DraftItem, DraftAnswer]):
@@ -23,13 +25,16 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         executor: StepExecutor,
         *,
         max_num_seqs: int,
+        max_num_batched_tokens: int = BATCHED_TOKENS_DEFAULT,
         entries_max: int = DRAFT_SUPPORT_ENTRIES,
+        costs: StepCosts | None = None,
         observer: StepObserver | None = None,
     ) -> DraftService:
-        """Drafts with a model; the engine must hold `max_num_seqs` sequences. A distribution
-        keeps `entries_max` tokens at most."""
-        proposer = Proposer(ModelDrafter(engine, entries_max), engine)
-        return cls(proposer, executor, describe_model(engine.info, max_num_seqs), observer)
+        """Drafts with a model. A step runs as little as `TargetService` says; a distribution keeps
+        `entries_max` tokens at most."""
+        budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
+        proposer = Proposer(ModelDrafter(engine, entries_max), engine, budget)
+        return cls(proposer, executor, describe_model(engine.info, max_num_seqs, costs), observer)
 
     @classmethod
     def without_model(
@@ -53,4 +58,4 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
             eos_token_ids=(),
             max_num_seqs=max_num_seqs,
         )
-        return cls(Proposer(drafter, None), executor, description, observer)
+        return cls(Proposer(drafter), executor, description, observer)

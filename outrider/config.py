@@ -14,6 +14,8 @@ from typing import Any, Final
 
 from outrider.errors import SettingError
 from outrider.limits import (
+    BATCHED_TOKENS_DEFAULT,
+    BATCHED_TOKENS_MIN,
     DEADLINE_MS_DEFAULT,
     DEADLINE_MS_MAX,
     DRAFT_SUPPORT_ENTRIES,
@@ -33,6 +35,7 @@ EMULATED: Final = "emulated:"
 DTYPES: Final = ("auto", "bfloat16", "float16", "float32", "float64")
 PORT_MAX: Final = 65_535
 NUM_SEQS_MAX: Final = 4096
+BATCHED_TOKENS_MAX: Final = 2**20
 MODEL_LEN_MAX: Final = 2**24
 MEMORY_BYTES_MAX: Final = 2**50
 THREADS_MAX: Final = 1024
@@ -89,6 +92,10 @@ class ModelServerConfig(ServerConfig):
     gpu_memory_utilization: float = setting(
         0.9, "Part of a replica's share of its GPU's memory that it takes: its weights, and the "
         "rest for keys and values.", minimum=0.01, maximum=1,
+    )  # fmt: skip
+    max_num_batched_tokens: int = setting(
+        BATCHED_TOKENS_DEFAULT, "Tokens of a step; a longer prompt is run in parts beside others.",
+        minimum=BATCHED_TOKENS_MIN, maximum=BATCHED_TOKENS_MAX,
     )  # fmt: skip
     trust_remote_code: bool = setting(False, "Run Python code that comes with a model's files.")
 

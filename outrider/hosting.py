@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
@@ -13,6 +14,7 @@ from outrider.config import DraftConfig, TargetConfig
 from outrider.telemetry.logs import JsonLines
 
 if TYPE_CHECKING:
+    from outrider.engine.costs import StepCosts
     from outrider.engine.interface import Engine
 
 SPIN_COUNT: Final = 3_000
@@ -106,3 +108,15 @@ def build_engine(
     return PagedEngine(
         module, info, max_num_seqs=config.max_num_seqs, kv_cache_memory_bytes=num_bytes
     )
+
+
+def step_costs(
+    engine: Engine, config: TargetConfig | DraftConfig, role: Literal["target", "draft"]
+) -> StepCosts:
+    """How long the engine's steps take, measured on the thread that is to run them; for an engine
+    that nobody uses yet. Blocks for some seconds."""
+    from outrider.engine.cost_measurement import measure_step_costs
+
+    costs = measure_step_costs(engine, config.max_num_batched_tokens, time.perf_counter)
+    logging.getLogger(__name__).info("step costs of the %s: %s", role, costs)
+    return costs

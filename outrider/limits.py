@@ -43,6 +43,10 @@ PAGE_SIZE: Final = 16
 """Tokens of a page of keys and values: what sequences share is a multiple of it."""
 KV_CACHE_BYTES_DEFAULT: Final = 2**30
 """Bytes of keys and values on CPU, by default (`--kv-cache-memory-bytes`)."""
+BATCHED_TOKENS_DEFAULT: Final = 512
+"""Tokens of a step, by default (`--max-num-batched-tokens`)."""
+BATCHED_TOKENS_MIN: Final = 64
+"""Room for a round and for a part of a prefix."""
 DRAFT_SUPPORT_ENTRIES: Final = 64
 """Entries of a draft distribution on the wire, by default."""
 DRAFT_SUPPORT_ENTRIES_MAX: Final = 4096
@@ -76,6 +80,8 @@ LINK_BACKOFF_MS_MAX: Final = 2_000
 """Between attempts to open a broken stream anew: doubled from the first bound to the second."""
 RELEASES_IN_FLIGHT_MAX: Final = 1024
 """Releases beyond it are dropped: the replica evicts the session in time."""
+SILENT_SESSION_MS: Final = 2_000
+"""A session of which a replica has heard nothing for so long keeps its pages from nobody."""
 STEP_CRASHES_UNHEALTHY: Final = 3
 """Crashed steps in a row after which a replica reports that it does not serve."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.engine.costs import StepCosts
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
@@ -152,3 +153,5 @@ class ReplicaDescription:
     """0 = no bound of its own."""
     eos_token_ids: tuple[int, ...]
     max_num_seqs: int
+    step_costs: StepCosts | None = None
+    """How long its steps take; None where nobody knows."""

@@ -19,11 +19,11 @@ from outrider.messages import ReplicaDescription
 from outrider.wire.link import Connection, ReplicaService
 
 if TYPE_CHECKING:
-    from outrider.stepping import StepObserver
     from outrider.telemetry.exporting import Exports
     from outrider.wire.codecs import Keyed
     from outrider.wire.replica_servicer import ReplicaServicer
     from outrider.wire.server import RpcServer
+    from outrider.work import StepObserver
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer", bound="Keyed")

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from outrider.errors import StaleEpoch
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.messages import Refused, RoundHead
-from outrider.stepping import CANCELLED_CODE, refusal
+from outrider.work import CANCELLED_CODE, refusal
 
 _RELEASED = 2**64
 """In place of the newest round of a session that was released: no round has this number."""

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Generic
 
+from outrider.engine.costs import StepCosts
 from outrider.engine.executor import StepExecutor
 from outrider.engine.interface import ModelInfo
 from outrider.errors import OutriderError
-from outrider.limits import STREAM_QUEUE_ITEMS_MAX
+from outrider.limits import SILENT_SESSION_MS, STREAM_QUEUE_ITEMS_MAX
 from outrider.messages import ReplicaDescription
+from outrider.presence import Presence
 from outrider.round_fence import RoundFence
-from outrider.stepping import (
-    Answer,
-    Item,
-    Outlet,
-    StepObserver,
-    StepScheduler,
-    StepWorker,
-    Work,
-    expiry,
-    refusal,
-)
+from outrider.stepping import StepScheduler
+from outrider.work import Answer, Item, Outlet, StepObserver, StepWorker, Work, expiry, refusal
 
 
 class SteppedService(Generic[Item, Answer]):
@@ -49,8 +42,10 @@ class SteppedService(Generic[Item, Answer]):
             queue_max=STREAM_QUEUE_ITEMS_MAX,
             observer=observer,
         )
+        self._scheduler.watch_pages(self._park_the_silent)
         self._observer = observer
         self._fence = RoundFence()
+        self._presence = Presence()
 
     @property
     def healthy(self) -> bool:
@@ -63,7 +58,7 @@ class SteppedService(Generic[Item, Answer]):
 
     def connect(self, send: Callable[[Sequence[Answer]], None]) -> StepConnection[Item, Answer]:
         """See `ReplicaService.connect`."""
-        return StepConnection(self._take, Outlet(send))
+        return StepConnection(self._take, self._leave, Outlet(send))
 
     def describe(self) -> ReplicaDescription:
         """See `ReplicaService.describe`."""
@@ -73,6 +68,7 @@ class SteppedService(Generic[Item, Answer]):
         """See `ReplicaService.release`."""
         if self._fence.release(session_id, epoch):
             self._on_release(session_id)
+            self._presence.forget(session_id)
             self._scheduler.release(session_id, epoch)
 
     async def drain(self) -> None:
@@ -91,11 +87,23 @@ class SteppedService(Generic[Item, Answer]):
         """Takes an item of a stream, or refuses it where its round is over; never waits."""
         stale = self._fence.admit(item.head)
         if stale is None:
+            now = asyncio.get_running_loop().time()
+            self._presence.hear(item.head.session_id, outlet, now)
             self._accept(item, outlet)
             return
         if self._observer is not None:
             self._observer.stale()
         outlet.send([stale])
+
+    def _leave(self, outlet: Outlet[Answer]) -> None:
+        """A stream has closed: nobody waits for its sessions until they come back on another."""
+        self._scheduler.park(self._presence.leave(outlet))
+
+    def _park_the_silent(self, waiting: Collection[str]) -> None:
+        """Sessions that `waiting` ones need pages of, and whose coordinator has long said nothing:
+        it may have gone, and its release been lost."""
+        since = asyncio.get_running_loop().time() - SILENT_SESSION_MS / 1e3
+        self._scheduler.park(self._presence.fall_silent(since, waiting))
 
     def _accept(self, item: Item, outlet: Outlet[Answer]) -> None:
         """Works on an item whose round is not over: queues it."""
@@ -125,9 +133,13 @@ class StepConnection(Generic[Item, Answer]):
     """The replica's end of one stream."""
 
     def __init__(
-        self, take: Callable[[Item, Outlet[Answer]], None], outlet: Outlet[Answer]
+        self,
+        take: Callable[[Item, Outlet[Answer]], None],
+        leave: Callable[[Outlet[Answer]], None],
+        outlet: Outlet[Answer],
     ) -> None:
         self._take = take
+        self._leave = leave
         self._outlet = outlet
 
     def receive(self, items: Sequence[Item]) -> None:
@@ -136,11 +148,15 @@ class StepConnection(Generic[Item, Answer]):
             self._take(item, self._outlet)
 
     def close(self) -> None:
-        """See `Connection.close`: what waits for this stream alone is dropped before its step."""
+        """See `Connection.close`: what waits for this stream alone is dropped before its step, and
+        its sessions' pages are there for others."""
         self._outlet.closed = True
+        self._leave(self._outlet)
 
 
-def describe_model(info: ModelInfo, max_num_seqs: int) -> ReplicaDescription:
+def describe_model(
+    info: ModelInfo, max_num_seqs: int, costs: StepCosts | None
+) -> ReplicaDescription:
     """The description of a replica that runs a model, `max_num_seqs` sessions a step at most."""
     return ReplicaDescription(
         model=info.name,
@@ -151,4 +167,5 @@ def describe_model(info: ModelInfo, max_num_seqs: int) -> ReplicaDescription:
         max_model_len=info.max_model_len,
         eos_token_ids=info.eos_token_ids,
         max_num_seqs=max_num_seqs,
+        step_costs=costs,
     )

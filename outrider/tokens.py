@@ -57,9 +57,9 @@ class TokenSequence:
         """The digest of the first `length` tokens, by default of all of them."""
         return self._digests[len(self) if length is None else length]
 
-    def since(self, start: int) -> tuple[int, ...]:
-        """The ids from `start` on."""
-        return tuple(self._ids[start:])
+    def since(self, start: int, stop: int | None = None) -> tuple[int, ...]:
+        """The ids from `start` on, or up to `stop`."""
+        return tuple(self._ids[start:stop])
 
     def holds(self, length: int, digest: int) -> bool:
         """Whether the first `length` tokens exist and have this digest."""

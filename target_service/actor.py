@@ -6,12 +6,12 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from outrider.config import TargetConfig
-from outrider.hosting import available_cores, build_engine, log_to, use_threads
+from outrider.hosting import available_cores, build_engine, log_to, step_costs, use_threads
 from outrider.messages import VerifyAnswer, VerifyItem
 from outrider.replica_host import ReplicaHost
 
 if TYPE_CHECKING:
-    from outrider.stepping import StepObserver
+    from outrider.work import StepObserver
 
     from .service import TargetService
 
@@ -39,4 +39,11 @@ def _build(config: TargetConfig, num_threads: int, observer: StepObserver | None
 
     engine = build_engine(config, "target", num_threads)
     executor = ThreadExecutor("target-step", engine.take_step_seconds, start_workers)
-    return TargetService(engine, executor, max_num_seqs=config.max_num_seqs, observer=observer)
+    return TargetService(
+        engine,
+        executor,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        costs=executor.call(lambda: step_costs(engine, config, "target")),
+        observer=observer,
+    )

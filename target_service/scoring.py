@@ -1,7 +1,7 @@
 """One step of a target: one forward pass over every item, then a verdict for each.
 
-item ok?  -> prefix held?  -> forward (all items) -> transforms, rule -> verdict
-Refused      Resync           append + proposal      next to the logits
+item ok?  -> prefix held?  -> room?      -> forward (all items) -> transforms, rule -> verdict
+Refused      Resync           Unfinished    append + proposal      next to the logits
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.engine.admission import Admission, Admissions, Admitted, Ask
 from outrider.engine.interface import Engine, SequenceStep
 from outrider.engine.sequences import Aligned, SequenceTable
+from outrider.engine.token_budget import TokenBudget
 from outrider.errors import BadRequest, OutriderError
 from outrider.messages import (
     PositionLogprobs,
@@ -28,7 +30,7 @@ from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.transforms import TokenHistory, raw_logprobs
 from outrider.speculation.verdict import Verdict
 from outrider.speculation.verdicts import verdict_from_logits
-from outrider.stepping import refusal
+from outrider.work import StepFigures, Unfinished, refusal
 
 _STAND_IN = 0
 """Runs in place of a draft token outside the target's vocabulary. Such a token has p = 0 and is
@@ -36,29 +38,66 @@ never accepted, so nobody looks at what follows it."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
-    """One item's share of a forward pass."""
+class _Question:
+    """An item that this model can answer."""
 
     item: VerifyItem
     proposal: Proposal
     sampling: SamplingParams
+
+    @property
+    def ask(self) -> Ask:
+        """What it needs: a row of logits for each draft token and for the last committed one."""
+        num_drafted = len(self.proposal.token_ids)
+        return Ask(self.item.head, num_drafted, num_drafted + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One item's share of a forward pass."""
+
+    question: _Question
     step: SequenceStep
     history: TokenHistory
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a verdict follows; else it runs a part of the prefix."""
+        return self.step.num_logits > 0
 
 
 class Scorer:
     """The target's `StepWorker`: owns the engine's sequences and what tokens they hold."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, budget: TokenBudget) -> None:
+        """`budget` bounds each step."""
         self._engine = engine
         self._table = SequenceTable(engine)
+        self._admissions = Admissions(engine, self._table, budget)
+        self._figures = self._admissions.figures
 
-    def step(self, items: Sequence[VerifyItem]) -> list[VerifyAnswer]:
+    @property
+    def figures(self) -> StepFigures:
+        """See `StepWorker.figures`."""
+        return self._figures
+
+    def step(self, items: Sequence[VerifyItem]) -> list[VerifyAnswer | Unfinished]:
         """See `StepWorker.step`."""
-        prepared = [self._prepare(item) for item in items]
+        read = [self._read(item) for item in items]
+        questions = [entry for entry in read if isinstance(entry, _Question)]
+        admissions = self._admissions.admit([question.ask for question in questions])
+        prepared = map(self._prepare, questions, admissions)
+        entries = [next(prepared) if isinstance(entry, _Question) else entry for entry in read]
         with torch.inference_mode():
-            answers = iter(self._run([entry for entry in prepared if isinstance(entry, _Pass)]))
-        return [next(answers) if isinstance(entry, _Pass) else entry for entry in prepared]
+            answers = iter(self._run([entry for entry in entries if isinstance(entry, _Pass)]))
+        self._figures = self._admissions.figures
+        return [next(answers) if isinstance(entry, _Pass) else entry for entry in entries]
+
+    def park(self, session_ids: Sequence[str]) -> None:
+        """See `StepWorker.park`."""
+        for session_id in session_ids:
+            self._table.park(session_id)
+        self._figures = self._admissions.figures
 
     def release(self, session_id: str, epoch: int) -> None:
         """See `StepWorker.release`."""
@@ -74,26 +113,32 @@ class Scorer:
         """Raises `InvariantError` unless tokens and slots agree for every session."""
         self._table.check_integrity()
 
-    def _prepare(self, item: VerifyItem) -> _Pass | Resync | Refused:
-        """Checks an item and cuts its session back to the stated prefix."""
-        head = item.head
+    def _read(self, item: VerifyItem) -> _Question | Refused:
+        """Checks an item; nothing has changed then."""
         try:
-            sampling = self._validate(item)
-            proposal = item.proposal.open()
-            aligned = self._table.align(head)
+            return _Question(item, item.proposal.open(), self._validate(item))
         except OutriderError as error:
-            return refusal(head.key, error)
-        if isinstance(aligned, Resync):
-            return aligned
+            return refusal(item.head.key, error)
+
+    def _prepare(
+        self, question: _Question, admission: Admission
+    ) -> _Pass | Resync | Refused | Unfinished:
+        head = question.item.head
+        if isinstance(admission, OutriderError):
+            return refusal(head.key, admission)
+        if not isinstance(admission, Admitted):
+            return admission
+        new_tokens = admission.aligned.new_tokens
+        if not admission.is_whole:
+            part = SequenceStep(head.session_id, new_tokens[: admission.num_granted], num_logits=0)
+            return _Pass(question, part, TokenHistory())
         vocab_size = self._engine.info.vocab_size
-        drafted = tuple(v if v < vocab_size else _STAND_IN for v in proposal.token_ids)
-        step = SequenceStep(
-            head.session_id, (*aligned.new_tokens, *drafted), num_logits=len(drafted) + 1
-        )
-        return _Pass(item, proposal, sampling, step, _history(item, sampling, aligned))
+        drafted = tuple(v if v < vocab_size else _STAND_IN for v in question.proposal.token_ids)
+        step = SequenceStep(head.session_id, (*new_tokens, *drafted), num_logits=len(drafted) + 1)
+        return _Pass(question, step, _history(question, admission.aligned))
 
     def _validate(self, item: VerifyItem) -> SamplingParams:
-        """Raises `BadRequest` for what this model cannot do; nothing has changed then."""
+        """Raises `BadRequest` for what this model cannot do."""
         info, head = self._engine.info, item.head
         if head.sampling is None:
             raise BadRequest("head.sampling", "the parameters behind the hash are not known")
@@ -127,7 +172,7 @@ class Scorer:
         require_q(item.proposal, head.rule)
         return head.sampling
 
-    def _run(self, passes: Sequence[_Pass]) -> list[VerifyAnswer]:
+    def _run(self, passes: Sequence[_Pass]) -> list[VerifyAnswer | Unfinished]:
         """One forward pass for all. An error of the engine that has a name is some item's own: each
         then runs alone, so that it hurts nobody else."""
         if not passes:
@@ -143,20 +188,20 @@ class Scorer:
             self._table.record(entry.step.sequence_id, entry.step.token_ids) for entry in passes
         ]
         return [
-            self._judge(entry, rows, cached_length)
+            self._judge(entry, rows, cached_length) if entry.is_whole else Unfinished.CONTINUES
             for entry, rows, cached_length in zip(passes, logits, held, strict=True)
         ]
 
     def _judge(self, entry: _Pass, logits: torch.Tensor, cached_length: int) -> VerifyAnswer:
         """The verdict on one item from its logits [K+1, V]."""
-        item = entry.item
-        head = item.head
+        question = entry.question
+        head = question.item.head
         try:
             noise = RoundNoise(head.seed, head.rule, head.committed_length)
             verdict = verdict_from_logits(
-                logits, entry.sampling, entry.history, entry.proposal, noise
+                logits, question.sampling, entry.history, question.proposal, noise
             )
-            logprobs = _logprobs(logits, item, verdict)
+            logprobs = _logprobs(logits, question.item, verdict)
         except OutriderError as error:
             return self._fail(entry, error)
         return VerdictReply(head.key, verdict, cached_length, logprobs)
@@ -164,18 +209,18 @@ class Scorer:
     def _fail(self, entry: _Pass, error: OutriderError) -> Refused:
         """What a failed pass has left of the session cannot be trusted, so it is forgotten."""
         self._table.release(entry.step.sequence_id)
-        return refusal(entry.item.head.key, error)
+        return refusal(entry.question.item.head.key, error)
 
 
-def _history(item: VerifyItem, sampling: SamplingParams, aligned: Aligned) -> TokenHistory:
+def _history(question: _Question, aligned: Aligned) -> TokenHistory:
     """What penalties count; nothing where there are none, as the copy costs O(length)."""
-    if not sampling.penalised:
+    if not question.sampling.penalised:
         return TokenHistory()
-    committed, prompt_length = aligned.committed, item.head.prompt_length
+    committed, prompt_length = aligned.committed, question.item.head.prompt_length
     return TokenHistory(
         prompt_ids=committed[:prompt_length],
         output_ids=committed[prompt_length:],
-        drafted_ids=item.proposal.token_ids,
+        drafted_ids=question.item.proposal.token_ids,
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from outrider.engine.costs import StepCosts
 from outrider.engine.executor import StepExecutor
 from outrider.engine.interface import Engine
-from outrider.limits import SEQUENCES_PER_REPLICA_MAX
+from outrider.engine.token_budget import TokenBudget
+from outrider.limits import BATCHED_TOKENS_DEFAULT, SEQUENCES_PER_REPLICA_MAX
 from outrider.messages import VerdictReply, VerifyAnswer, VerifyItem
 from outrider.stepped_service import SteppedService, describe_model
-from outrider.stepping import Outlet, StepObserver, Work
+from outrider.work import Outlet, StepObserver, Work
 from target_service.run_ahead import RunAhead
 from target_service.scoring import Scorer
 
@@ -23,11 +25,15 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
         executor: StepExecutor,
         *,
         max_num_seqs: int,
+        max_num_batched_tokens: int = BATCHED_TOKENS_DEFAULT,
+        costs: StepCosts | None = None,
         observer: StepObserver | None = None,
     ) -> None:
-        """`max_num_seqs` sessions share a step at most; the engine must hold that many."""
-        description = describe_model(engine.info, max_num_seqs)
-        super().__init__(Scorer(engine), executor, description, observer)
+        """`max_num_seqs` sessions and `max_num_batched_tokens` tokens share a step at most, and
+        fewer where its `costs` are known and would be felt."""
+        description = describe_model(engine.info, max_num_seqs, costs)
+        budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
+        super().__init__(Scorer(engine, budget), executor, description, observer)
         self._ahead: OrderedDict[str, RunAhead] = OrderedDict()
 
     def _accept(self, item: VerifyItem, outlet: Outlet[VerifyAnswer]) -> None:

@@ -21,11 +21,11 @@ from outrider.engine.executor import ThreadExecutor
 from outrider.engine.interface import Engine
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_store import RedisStore
-from outrider.stepping import StepObserver
 from outrider.telemetry.observer import UNOBSERVED, Observation
 from outrider.v1 import coordinator_pb2
 from outrider.wire.grpc_link import draft_link, target_link
 from outrider.wire.server import RpcServer, ServerOptions, Service
+from outrider.work import StepObserver
 from target_service.service import TargetService
 from target_service.servicer import TargetServicer
 

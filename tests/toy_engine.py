@@ -3,14 +3,16 @@ recompute. It keeps the promises of `Engine`, eviction included, and can be told
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 
-from outrider.engine.interface import ModelInfo, SequenceStep
+from outrider.engine.interface import ModelInfo, PageCounts, SequenceStep
+from outrider.engine.page_pool import PagePool
 from outrider.errors import BadRequest, check
+
+PAGE_SIZE = 4
 
 
 def toy_logits(salt: int, prefix: Sequence[int], vocab_size: int) -> torch.Tensor:
@@ -23,16 +25,18 @@ class ToyEngine:
     """See `outrider.engine.interface.Engine`."""
 
     def __init__(
-        self, vocab_size: int = 8, salt: int = 1, max_model_len: int = 64, max_num_seqs: int = 64
+        self, vocab_size: int = 8, salt: int = 1, max_model_len: int = 64, num_pages: int = 1024
     ) -> None:
         self._info = ModelInfo(
             f"toy-{salt}", vocab_size, max_model_len, "float32", (), f"weights-{salt}", "toy"
         )
         self._salt = salt
-        self._max_num_seqs = max_num_seqs
-        self.held: OrderedDict[str, list[int]] = OrderedDict()
+        self._pool = PagePool(num_pages, PAGE_SIZE)
+        self._known: set[str] = set()
         self.batches: list[list[str]] = []
-        """Sessions of each forward pass."""
+        """Sessions of each forward pass ..."""
+        self.counts: list[list[int]] = []
+        """... and the tokens of each of them."""
         self.crash: Exception | None = None
         """Raised by the next forward pass, after it has changed its sequences."""
         self.poisoned: set[str] = set()
@@ -53,19 +57,18 @@ class ToyEngine:
                 raise BadRequest("token_ids", "outside the vocabulary")
             if self.length(step.sequence_id) + len(step.token_ids) > self._info.max_model_len:
                 raise BadRequest("token_ids", "too long")
+        self._pool.append(steps)
         self.batches.append(ids)
+        self.counts.append([len(step.token_ids) for step in steps])
+        self._known.update(ids)
         logits = [self._run(step) for step in steps]
-        while len(self.held) > self._max_num_seqs:
-            self.held.popitem(last=False)
         if self.crash is not None:
             crash, self.crash = self.crash, None
             raise crash
         return logits
 
     def _run(self, step: SequenceStep) -> torch.Tensor:
-        tokens = self.held.setdefault(step.sequence_id, [])
-        self.held.move_to_end(step.sequence_id)
-        tokens.extend(step.token_ids)
+        tokens = self._pool.token_ids(step.sequence_id)
         vocab_size = self._info.vocab_size
         first = len(tokens) - step.num_logits + 1
         rows = [
@@ -76,16 +79,39 @@ class ToyEngine:
         broken = step.sequence_id in self.poisoned or self.breaks_after(tokens)
         return logits * float("nan") if broken else logits
 
+    @property
+    def held(self) -> dict[str, list[int]]:
+        """The tokens of every sequence that holds some."""
+        ids = {name: list(self._pool.token_ids(name)) for name in self._known}
+        return {name: tokens for name, tokens in ids.items() if tokens}
+
+    def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
+        return self._pool.can_hold(steps, without)
+
+    def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
+        self._known.add(sequence_id)
+        return self._pool.attach(sequence_id, token_ids, salt)
+
+    def fork(self, sequence_id: str, branch_id: str) -> None:
+        self._pool.fork(sequence_id, branch_id)
+
+    def mark_idle(self, sequence_id: str) -> None:
+        self._pool.mark_idle(sequence_id)
+
+    def page_counts(self) -> PageCounts:
+        return self._pool.counts()
+
     def length(self, sequence_id: str) -> int:
-        return len(self.held.get(sequence_id, ()))
+        return self._pool.length(sequence_id)
 
     def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
-        tokens = self.held[sequence_id]
-        check(length <= len(tokens), "cannot keep more than is held")
-        tokens[length:] = [tokens[index] for index in path]
+        self._pool.keep(sequence_id, length, path)
 
     def release(self, sequence_id: str) -> None:
-        self.held.pop(sequence_id, None)
+        self._pool.release(sequence_id)
+
+    def check_integrity(self) -> None:
+        self._pool.check_integrity()
 
     def take_step_seconds(self) -> float:
         return 0.0

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal
 
@@ -19,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from outrider.engine.interface import ModelInfo, SequenceStep
-from outrider.engine.slots import check_kept, check_steps, make_room
+from outrider.engine.interface import ModelInfo, PageCounts, SequenceStep
+from outrider.engine.page_pool import PagePool
+from outrider.engine.slots import check_steps
 from outrider.errors import ConfigError, check
-from outrider.limits import ENGINE_SEQUENCES_MAX
+from outrider.limits import ENGINE_SEQUENCES_MAX, PAGE_SIZE
 
 SCHEME: Final = "emulated"
 """A model's name begins with it and a colon; what follows is the specification."""
@@ -61,6 +61,8 @@ class EmulatedSpec:
     max_model_len: int = 8192
     eos: int = -1
     """The id that ends a text; -1 = none."""
+    num_pages: int = 4096
+    """Of the engine, with `PAGE_SIZE` slots each."""
 
     def __post_init__(self) -> None:
         _require("vocab_size", 2 <= self.vocab_size <= VOCAB_SIZE_MAX, f"2..{VOCAB_SIZE_MAX}")
@@ -74,6 +76,7 @@ class EmulatedSpec:
         _require("draft_branches", self.draft_branches >= 1, "at least 1")
         _require("seed", 0 <= self.seed < 2**64, "0..2^64-1")
         _require("max_model_len", 1 <= self.max_model_len <= 2**20, "1..2^20")
+        _require("num_pages", 1 <= self.num_pages <= 2**16, "1..65536")
         _require("eos", -1 <= self.eos < self.vocab_size, "-1 or an id of the vocabulary")
 
     @classmethod
@@ -111,7 +114,7 @@ class EmulatedEngine:
     """Implements `Engine` for one side of a toy pair.
 
     Logits of the target are log p, of the draft unnormalised log q; -inf outside of the support.
-    Holds at most `max_num_seqs` sequences, like an engine that runs a model.
+    Takes at most `max_num_seqs` sequences in a step, and has pages, like an engine of a model.
     """
 
     def __init__(
@@ -124,12 +127,12 @@ class EmulatedEngine:
         self._spec = spec
         self._role = role
         self._max_num_seqs = max_num_seqs
-        self._sequences: OrderedDict[str, list[int]] = OrderedDict()
+        self._pool = PagePool(spec.num_pages, PAGE_SIZE)
         self._step_seconds = 0.0
         self._info = ModelInfo(
             name=SCHEME,
             vocab_size=spec.vocab_size,
-            max_model_len=spec.max_model_len,
+            max_model_len=min(spec.max_model_len, spec.num_pages * PAGE_SIZE),
             dtype="float32",
             eos_token_ids=() if spec.eos < 0 else (spec.eos,),
             weights_fingerprint=f"{spec.fingerprint}-{role}",
@@ -144,41 +147,61 @@ class EmulatedEngine:
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         """See `Engine.forward`."""
         check_steps(steps, self._info, self._max_num_seqs, self.length)
-        make_room(self._sequences, steps, self._max_num_seqs)
+        self._pool.append(steps)
         contexts: list[list[int]] = []
         for step in steps:
-            sequence = self._sequences.setdefault(step.sequence_id, [])
-            sequence.extend(step.token_ids)
+            sequence = self._pool.token_ids(step.sequence_id)
             ends = range(len(sequence) - step.num_logits + 1, len(sequence) + 1)
             contexts.extend(self._context(sequence, end) for end in ends)
         self._step_seconds += self._step_time(steps)
         rows = self._logits(np.array(contexts, dtype=np.uint64).reshape(-1, self._spec.order))
         return list(torch.split(rows, [step.num_logits for step in steps]))
 
+    def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
+        """See `Engine.can_hold`."""
+        return self._pool.can_hold(steps, without)
+
+    def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
+        """See `Engine.attach`."""
+        return self._pool.attach(sequence_id, token_ids, salt)
+
+    def fork(self, sequence_id: str, branch_id: str) -> None:
+        """See `Engine.fork`."""
+        self._pool.fork(sequence_id, branch_id)
+
+    def mark_idle(self, sequence_id: str) -> None:
+        """See `Engine.mark_idle`."""
+        self._pool.mark_idle(sequence_id)
+
+    def page_counts(self) -> PageCounts:
+        """See `Engine.page_counts`."""
+        return self._pool.counts()
+
     def length(self, sequence_id: str) -> int:
         """Slots the sequence holds; 0 for an unknown one."""
-        return len(self._sequences.get(sequence_id, ()))
+        return self._pool.length(sequence_id)
 
     def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
         """See `Engine.keep`."""
-        check_kept(self.length(sequence_id), length, path)
-        sequence = self._sequences.get(sequence_id)
-        if sequence is not None:
-            sequence[length:] = [sequence[slot] for slot in path]
+        self._pool.keep(sequence_id, length, path)
 
     def release(self, sequence_id: str) -> None:
         """Forgets the sequence; unknown ones are ignored."""
-        self._sequences.pop(sequence_id, None)
+        self._pool.release(sequence_id)
+
+    def check_integrity(self) -> None:
+        """Raises `InvariantError` unless every page is where it is said to be."""
+        self._pool.check_integrity()
 
     def take_step_seconds(self) -> float:
         """The stated time of the steps since the last call."""
         seconds, self._step_seconds = self._step_seconds, 0.0
         return seconds
 
-    def _context(self, sequence: list[int], end: int) -> list[int]:
+    def _context(self, sequence: Sequence[int], end: int) -> list[int]:
         """The last `order` tokens before `end`."""
         context = sequence[max(0, end - self._spec.order) : end]
-        return [_NO_TOKEN] * (self._spec.order - len(context)) + context
+        return [_NO_TOKEN] * (self._spec.order - len(context)) + list(context)
 
     def _step_time(self, steps: Sequence[SequenceStep]) -> float:
         """Seconds; a step that wants no logits counts as one that wants one row."""

@@ -36,7 +36,11 @@ class ThreadExecutor:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._step_seconds = step_seconds
         if prepare is not None:
-            self._pool.submit(prepare).result()
+            self.call(prepare)
+
+    def call(self, task: Callable[[], T]) -> T:
+        """Runs `task` on the thread and waits for it: for what comes before all steps."""
+        return self._pool.submit(task).result()
 
     async def run(self, step: Callable[[], T]) -> T:
         """Runs `step` on the thread."""

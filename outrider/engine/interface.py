@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -75,8 +75,9 @@ class Engine(Protocol):
         not make room; then no sequence of the call has changed."""
         ...
 
-    def can_hold(self, steps: Sequence[SequenceStep]) -> bool:
-        """Whether `forward` would find pages for them, eviction included; changes nothing."""
+    def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
+        """Whether `forward` would find pages for them, eviction included, once the sequences of
+        `without`, none of them in a step, were released; changes nothing."""
         ...
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from outrider.engine.free_pages import FreePages
 from outrider.engine.interface import PageCounts, SequenceStep
@@ -131,9 +131,10 @@ class PagePool:
             self._hold(branch, page)
         return self._own(branch, len(branch.pages) - 1) if is_partial else []
 
-    def can_hold(self, steps: Sequence[SequenceStep]) -> bool:
-        """Whether `append` would find pages for these steps; changes nothing."""
-        return self._is_roomy(steps) or self._num_missing(steps) <= 0
+    def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
+        """Whether `append` would find pages for these steps once the sequences of `without`, none
+        of them in a step, were released; changes nothing."""
+        return self._is_roomy(steps) or self._num_missing(steps, without) <= 0
 
     def append(self, steps: Sequence[SequenceStep]) -> list[Copy]:
         """Takes slots for the tokens of each step, at most one a sequence, and makes it busy; what
@@ -243,17 +244,21 @@ class PagePool:
         size = self._page_size
         return len(self._free) >= sum([len(step.token_ids) // size + 2 for step in steps])
 
-    def _num_missing(self, steps: Sequence[SequenceStep]) -> int:
-        """Pages that the steps lack even when all that is idle beside them is evicted; negative if
-        some would be left."""
-        waking = Counter(page for step in steps for page in self._idle_pages(step.sequence_id))
-        pinned = sum(not self._busy_holders[page] for page in waking)
-        needed = self._num_needed(steps, lambda page: self._busy_holders[page] + waking[page])
-        return needed + pinned + self._num_busy_pages - self._num_pages
+    def _num_missing(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> int:
+        """Pages that the steps lack even when all that is idle beside them is evicted, and the
+        sequences of `without` are gone; negative if some would be left."""
+        busy = self._busy_holders
+        waking = Counter(p for step in steps for p in self._pages_of(step.sequence_id, busy=False))
+        leaving = Counter(page for name in without for page in self._pages_of(name, busy=True))
+        pinned = sum(busy[page] == leaving[page] for page in waking)
+        freed = sum(busy[page] == num for page, num in leaving.items())
+        needed = self._num_needed(steps, lambda page: busy[page] - leaving[page] + waking[page])
+        return needed + pinned + self._num_busy_pages - freed - self._num_pages
 
-    def _idle_pages(self, sequence_id: str) -> Sequence[int]:
+    def _pages_of(self, sequence_id: str, busy: bool) -> Sequence[int]:
+        """The sequence's pages, if it is as busy as that."""
         sequence = self._sequences.get(sequence_id)
-        return () if sequence is None or sequence.busy else sequence.pages
+        return sequence.pages if sequence is not None and sequence.busy == busy else ()
 
     def _num_needed(self, steps: Sequence[SequenceStep], num_holders: Callable[[int], int]) -> int:
         """Pages that the steps take, where so many of those that hold a page are left to hold it,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -127,9 +127,9 @@ class PagedEngine:
                 self._pool.keep(step.sequence_id, length)
             raise
 
-    def can_hold(self, steps: Sequence[SequenceStep]) -> bool:
+    def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
         """See `Engine.can_hold`."""
-        return self._pool.can_hold(steps)
+        return self._pool.can_hold(steps, without)
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         """See `Engine.attach`."""
@@ -173,12 +173,9 @@ class PagedEngine:
             HeldSequence(step, length, self._pool.pages(step.sequence_id))
             for step, length in zip(steps, lengths, strict=True)
         ]
-        nums = [step.num_logits for step in steps]
         with torch.inference_mode():
             plan = plan_step(sequences, self._windows, self._page_size, self._device, self._dtype)
-            # A head is not asked for no rows at all.
-            rows = plan.logit_rows if sum(nums) else plan.slots.new_zeros(1)
-            selection = {"logits_to_keep": rows} if self._selects_logits else {}
+            selection = {"logits_to_keep": plan.logit_rows} if self._selects_logits else {}
             with running(self._layers, plan):
                 logits: torch.Tensor = self._module(
                     input_ids=plan.token_ids,
@@ -188,7 +185,7 @@ class PagedEngine:
                     **selection,
                 ).logits[0]
             if not self._selects_logits:
-                logits = logits.index_select(0, rows)
+                logits = logits.index_select(0, plan.logit_rows)
         # The copy is made outside of inference mode, so that callers may change it in place.
-        wanted = logits[: sum(nums)].to(self._logits_dtype, copy=True)
-        return list(torch.split(wanted, nums))
+        wanted = logits.to(self._logits_dtype, copy=True)
+        return list(torch.split(wanted, [step.num_logits for step in steps]))

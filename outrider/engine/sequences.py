@@ -4,12 +4,13 @@
     target    after `Engine.forward`              `Engine.length`
     draft     after `Drafter.propose`             `Engine.length`, or the table without an engine
 
-A round in a service: `align(head)`; run `Aligned.new_tokens` and what belongs to the service
-(the proposal, its own draws); `record` what was run.
+A round in a service: `align(head)`; run `Aligned.new_tokens`, at once or in parts, and what belongs
+to the service (the proposal, its own draws); `record` what was run.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,10 +40,12 @@ class Aligned:
 class _Entry:
     """One session: its tokens, who may write, and how many tokens a coordinator vouched for."""
 
-    __slots__ = ("confirmed_length", "epoch", "sequence")
+    __slots__ = ("age_rank", "confirmed_length", "epoch", "parked", "sequence")
 
-    def __init__(self, epoch: int) -> None:
+    def __init__(self, epoch: int, age_rank: int) -> None:
         self.epoch = epoch
+        self.age_rank = age_rank
+        self.parked = False
         self.sequence = TokenSequence()
         self.confirmed_length = 0
         """Committed tokens at the last `align`; behind them stand guesses."""
@@ -63,6 +66,7 @@ class SequenceTable:
         self._engine = engine
         self._sequences_max = sequences_max
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._num_seen = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -71,11 +75,13 @@ class SequenceTable:
         return session_id in self._entries
 
     def align(self, head: RoundHead) -> Aligned | Resync:
-        """Cuts the session back to the prefix that `head` states.
+        """Cuts the session back to what it holds of the committed tokens that `head` states: the
+        prefix, and as much of `head.append` as is held already, such as a prefix that was run in
+        part. A session that holds nothing begins on what others of its tenant have left of the
+        same tokens. The last token is never among those held: its logits are gone.
 
-        Returns `Resync` where that prefix is not held: with the longest prefix <= `base_length`
-        that this table knows to be committed. Nothing is cut then. Where `head.append` is empty
-        the last token of the prefix is given up and run again, because its logits are gone.
+        Returns `Resync` where the stated prefix is not held: with the longest prefix <=
+        `base_length` that this table knows to be committed. Nothing is cut then.
         Raises `StaleEpoch` for an epoch older than one seen, `BadRequest` for an empty prefix.
         """
         if head.base_length + len(head.append) == 0:
@@ -85,12 +91,16 @@ class SequenceTable:
         if not sequence.holds(head.base_length, head.prefix_digest):
             return self._resync(head, entry)
         entry.confirmed_length = head.committed_length
-        if head.append:
-            self._cut(head.session_id, sequence, head.base_length)
-            return Aligned(sequence, head.append)
-        again = sequence.since(head.base_length - 1)[:1]
-        self._cut(head.session_id, sequence, head.base_length - 1)
-        return Aligned(sequence, again)
+        if not head.append:
+            again = sequence.since(head.base_length - 1)[:1]
+            self._cut(head.session_id, sequence, head.base_length - 1)
+            return Aligned(sequence, again)
+        if self._engine is not None and len(sequence) == 0:
+            num_shared = self._engine.attach(head.session_id, head.append, head.tenant)
+            sequence.extend(head.append[:num_shared])
+        num_held = _common_length(head.append[:-1], sequence, head.base_length)
+        self._cut(head.session_id, sequence, head.base_length + num_held)
+        return Aligned(sequence, head.append[num_held:])
 
     def record(self, session_id: str, token_ids: Sequence[int]) -> int:
         """Notes that these tokens were run after those held: as many of them as the engine has
@@ -123,6 +133,39 @@ class SequenceTable:
         entry = self._entries.get(session_id)
         return 0 if entry is None else entry.epoch
 
+    def age_rank(self, session_id: str) -> float:
+        """Orders sessions by when they were first seen: the smaller, the older. Those that are
+        unknown come last."""
+        entry = self._entries.get(session_id)
+        return math.inf if entry is None else entry.age_rank
+
+    def holders(self) -> list[str]:
+        """The sessions that hold slots and are not parked, the oldest first."""
+        held = [
+            (entry.age_rank, name)
+            for name, entry in self._entries.items()
+            if len(entry.sequence) and not entry.parked
+        ]
+        return [name for _, name in sorted(held)]
+
+    def park(self, session_id: str) -> None:
+        """Nobody waits for the session, until it is aligned again: the engine may take its slots.
+        Unknown ones are ignored."""
+        entry = self._entries.get(session_id)
+        if entry is not None and self._engine is not None:
+            entry.parked = True
+            self._engine.mark_idle(session_id)
+
+    def free(self, session_id: str) -> None:
+        """Frees the slots of a session that is not forgotten; unknown ones are ignored."""
+        entry = self._entries.get(session_id)
+        if entry is None:
+            return
+        entry.sequence.truncate(0)
+        entry.confirmed_length = 0
+        if self._engine is not None:
+            self._engine.release(session_id)
+
     def release(self, session_id: str) -> None:
         """Forgets the session and frees its slots; unknown ones are ignored."""
         self._entries.pop(session_id, None)
@@ -141,7 +184,8 @@ class SequenceTable:
         entry = self._entries.get(head.session_id)
         if entry is None:
             self._make_room()
-            entry = self._entries[head.session_id] = _Entry(head.epoch)
+            self._num_seen += 1
+            entry = self._entries[head.session_id] = _Entry(head.epoch, self._num_seen)
             if self._engine is not None:
                 self._engine.release(head.session_id)
             return entry
@@ -150,6 +194,7 @@ class SequenceTable:
                 f"session {head.session_id}: epoch {head.epoch} is over, {entry.epoch} was seen"
             )
         entry.epoch = head.epoch
+        entry.parked = False
         self._entries.move_to_end(head.session_id)
         self._forget_evicted(head.session_id, entry)
         return entry
@@ -186,3 +231,12 @@ class SequenceTable:
         if self._engine is not None:
             self._engine.keep(session_id, length)
         sequence.truncate(length)
+
+
+def _common_length(token_ids: Sequence[int], sequence: TokenSequence, start: int) -> int:
+    """How many of `token_ids`, from the first on, stand in the sequence from `start` on."""
+    held = sequence.since(start, start + len(token_ids))
+    for index, (given, known) in enumerate(zip(token_ids, held, strict=False)):
+        if given != known:
+            return index
+    return len(held)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.errors import BadRequest, check
-
-_S = TypeVar("_S")
 
 
 def check_steps(
@@ -55,16 +51,3 @@ def check_kept(held: int, length: int, path: Sequence[int]) -> None:
     for slot in path:
         check(previous < slot < held, f"slot {slot} of a path is not in {previous + 1}..{held - 1}")
         previous = slot
-
-
-def make_room(
-    sequences: OrderedDict[str, _S], steps: Sequence[SequenceStep], max_num_seqs: int
-) -> None:
-    """Drops the sequences unused for longest until those of `steps` fit beside the rest, and
-    marks those of `steps` as used. `steps` has at most `max_num_seqs` sequences."""
-    for step in steps:
-        if step.sequence_id in sequences:
-            sequences.move_to_end(step.sequence_id)
-    num_new = sum(step.sequence_id not in sequences for step in steps)
-    while len(sequences) + num_new > max_num_seqs:
-        sequences.popitem(last=False)

@@ -45,10 +45,13 @@ def times(meter: Meter, name: str, about: str) -> Histogram:
     return meter.create_histogram(name, "s", about, explicit_bucket_boundaries_advisory=SECONDS)
 
 
-def watch(meter: Meter, name: str, about: str, read: Callable[[], float]) -> None:
-    """A gauge that `read` gives the value of, from any thread."""
+def watch(
+    meter: Meter, name: str, about: str, read: Callable[[], float], grows: bool = False
+) -> None:
+    """A number that `read` gives, from any thread: a counter if it only grows, else a gauge."""
 
     def observe(options: CallbackOptions) -> Iterable[Observation]:
         yield Observation(read())
 
-    meter.create_observable_gauge(PREFIX + name, [observe], "", about)
+    create = meter.create_observable_counter if grows else meter.create_observable_gauge
+    create(PREFIX + name, [observe], "", about)

@@ -5,21 +5,55 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import SpanKind, Tracer
 
+from outrider.errors import InvariantError
 from outrider.messages import Refused, Resync
-from outrider.stepping import Work
 from outrider.telemetry.context import read_sampled
 from outrider.telemetry.instruments import ITEMS, PREFIX, Counts, times, watch
+from outrider.work import StepFigures, Unfinished, Work
+
+if TYPE_CHECKING:
+    from outrider.engine.interface import PageCounts
 
 SPAN_OF = {"draft": "outrider.draft", "target": "outrider.verify"}
 
 
+_FIGURES: Final[dict[str, tuple[str, Callable[[StepFigures], float]]]] = {
+    "num_preemptions": (
+        "Sequences whose pages were taken for an older one.",
+        lambda figures: figures.num_preemptions,
+    ),
+    "num_prefill_chunks": (
+        "Parts of prefixes that were run on their own.",
+        lambda figures: figures.num_prefill_chunks,
+    ),
+}
+_PAGES: Final[dict[str, tuple[str, Callable[[PageCounts], float]]]] = {
+    "kv_cache_usage_perc": (
+        "Share of the pages that somebody waits for the contents of, 0..1.",
+        lambda pages: 1.0 - (pages.num_free + pages.num_evictable) / pages.num_pages,
+    ),
+    "kv_cache_pages": ("Pages of keys and values.", lambda pages: pages.num_pages),
+    "kv_cache_pages_free": ("Pages that hold nothing.", lambda pages: pages.num_free),
+    "kv_cache_pages_evictable": (
+        "Pages that hold what nobody waits for.",
+        lambda pages: pages.num_evictable,
+    ),
+    "prefix_cache_queries": (
+        "Tokens looked up in the prefix cache.",
+        lambda pages: pages.prefix_queries,
+    ),
+    "prefix_cache_hits": ("Tokens of them found.", lambda pages: pages.prefix_hits),
+}
+
+
 class ObservedSteps:
-    """See `outrider.stepping.StepObserver`."""
+    """See `outrider.work.StepObserver`."""
 
     def __init__(self, tracer: Tracer, meter: Meter, role: str) -> None:
         """`role` is `draft` or `target`."""
@@ -38,9 +72,16 @@ class ObservedSteps:
             PREFIX + "step_items", "", "Items of a step.", explicit_bucket_boundaries_advisory=ITEMS
         )
 
-    def watch_queue(self, queued: Callable[[], int]) -> None:
-        """Shows how many items wait for a step."""
+    def watch(self, queued: Callable[[], int], figures: Callable[[], StepFigures]) -> None:
+        """Shows how many items wait for a step, and what the steps have come to."""
         watch(self._meter, "num_items_waiting", "Items that wait for a step.", queued)
+        for name, (about, read) in _FIGURES.items():
+            watch(self._meter, name, about, partial(_read, read, figures), grows=True)
+        if figures().pages is None:
+            return
+        for name, (about, read_pages) in _PAGES.items():
+            grows = name.startswith("prefix_cache")
+            watch(self._meter, name, about, partial(_read_pages, read_pages, figures), grows)
 
     def stale(self) -> None:
         """An item came for a round that is over."""
@@ -59,9 +100,12 @@ class ObservedSteps:
         self._batch.record(len(works))
         for work, answer in zip(works, answers, strict=True):
             self._answers.add(1, _kind(answer))
-            self._queue.record(max(0.0, start - work.arrived_at))
+            if isinstance(answer, Unfinished):
+                continue
+            began = start if work.started_at is None else work.started_at
+            self._queue.record(max(0.0, began - work.arrived_at))
             if work.item.head.traceparent:
-                self._trace(work, answer, len(works), start, end)
+                self._trace(work, answer, len(works), began, end)
 
     def _trace(
         self, work: Work[Any, Any], answer: Any, num_items: int, start: float, end: float
@@ -95,4 +139,17 @@ class ObservedSteps:
 def _kind(answer: Any) -> str:
     if isinstance(answer, Resync):
         return "resync"
+    if isinstance(answer, Unfinished):
+        return answer.value
     return "refused" if isinstance(answer, Refused) else "answered"
+
+
+def _read(read: Callable[[StepFigures], float], figures: Callable[[], StepFigures]) -> float:
+    return read(figures())
+
+
+def _read_pages(read: Callable[[PageCounts], float], figures: Callable[[], StepFigures]) -> float:
+    pages = figures().pages
+    if pages is None:
+        raise InvariantError("an engine has lost its pages")
+    return read(pages)

@@ -124,7 +124,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ReplicaDescription(_message.Message):
-    __slots__ = ("model", "weights_fingerprint", "tokenizer_fingerprint", "vocab_size", "dtype", "max_model_len", "eos_token_ids", "max_num_seqs")
+    __slots__ = ("model", "weights_fingerprint", "tokenizer_fingerprint", "vocab_size", "dtype", "max_model_len", "eos_token_ids", "max_num_seqs", "step_costs")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +133,7 @@ class ReplicaDescription(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    STEP_COSTS_FIELD_NUMBER: _ClassVar[int]
     model: str
     weights_fingerprint: str
     tokenizer_fingerprint: str
@@ -141,7 +142,22 @@ class ReplicaDescription(_message.Message):
     max_model_len: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     max_num_seqs: int
-    def __init__(self, model: _Optional[str] = ..., weights_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_num_seqs: _Optional[int] = ...) -> None: ...
+    step_costs: StepCosts
+    def __init__(self, model: _Optional[str] = ..., weights_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_num_seqs: _Optional[int] = ..., step_costs: _Optional[_Union[StepCosts, _Mapping]] = ...) -> None: ...
+
+class StepCosts(_message.Message):
+    __slots__ = ("rows", "seconds", "session_s", "slot_s", "row_slot_s")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_S_FIELD_NUMBER: _ClassVar[int]
+    SLOT_S_FIELD_NUMBER: _ClassVar[int]
+    ROW_SLOT_S_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    seconds: _containers.RepeatedScalarFieldContainer[float]
+    session_s: float
+    slot_s: float
+    row_slot_s: float
+    def __init__(self, rows: _Optional[_Iterable[int]] = ..., seconds: _Optional[_Iterable[float]] = ..., session_s: _Optional[float] = ..., slot_s: _Optional[float] = ..., row_slot_s: _Optional[float] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("session_id", "epoch")

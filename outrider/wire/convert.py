@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Final
 
-from outrider.errors import BadRequest
+from outrider.engine.costs import StepCosts
+from outrider.errors import BadRequest, InvariantError
 from outrider.limits import (
     DEADLINE_MS_MAX,
     ERROR_MESSAGE_CHARS_MAX,
@@ -425,6 +426,7 @@ def logprobs_from_proto(message: types_pb2.PositionLogprobs) -> PositionLogprobs
 
 def description_to_proto(description: ReplicaDescription) -> types_pb2.ReplicaDescription:
     """Field for field."""
+    costs = description.step_costs
     return types_pb2.ReplicaDescription(
         model=description.model,
         weights_fingerprint=description.weights_fingerprint,
@@ -434,6 +436,7 @@ def description_to_proto(description: ReplicaDescription) -> types_pb2.ReplicaDe
         max_model_len=description.max_model_len,
         eos_token_ids=description.eos_token_ids,
         max_num_seqs=description.max_num_seqs,
+        step_costs=costs if costs is None else types_pb2.StepCosts(**asdict(costs)),
     )
 
 
@@ -448,4 +451,13 @@ def description_from_proto(message: types_pb2.ReplicaDescription) -> ReplicaDesc
         max_model_len=message.max_model_len,
         eos_token_ids=token_ids_from_wire(message.eos_token_ids, "eos_token_ids"),
         max_num_seqs=message.max_num_seqs,
+        step_costs=_costs(message.step_costs) if message.HasField("step_costs") else None,
     )
+
+
+def _costs(message: types_pb2.StepCosts) -> StepCosts:
+    rows, seconds = tuple(message.rows), tuple(message.seconds)
+    try:
+        return StepCosts(rows, seconds, message.session_s, message.slot_s, message.row_slot_s)
+    except InvariantError as error:
+        raise BadRequest("step_costs", error.message) from error

@@ -28,7 +28,8 @@ SPEC = EmulatedSpec(
     order=2,
     verify_ms=15.0,
     draft_ms=2.0,
-    max_model_len=256,
+    max_model_len=80,
+    num_pages=5,
 )
 PATIENCE = Patience(
     target_answer_s=0.2,
@@ -38,7 +39,8 @@ PATIENCE = Patience(
     draft_retry_s=0.2,
 )
 NUM_SEQUENCES = 3
-"""Fewer than sessions at times, so that caches are evicted."""
+"""In a step: fewer than sessions at times. Nor do the pages of `SPEC` suffice for all of them, so
+that some are preempted."""
 
 
 def target_service() -> TargetService:

@@ -13,7 +13,8 @@ from outrider.errors import Overloaded, Unavailable
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.messages import DraftItem, ProposalReply, Refused
 from outrider.speculation.proposal import EMPTY_PROPOSAL
-from outrider.stepping import CANCELLED_CODE, Outlet, StepScheduler, Work, expiry
+from outrider.stepping import StepScheduler
+from outrider.work import CANCELLED_CODE, Outlet, StepFigures, Work, expiry
 
 
 class GatedExecutor:
@@ -40,6 +41,7 @@ class EchoWorker:
         self.steps: list[list[tuple[str, int]]] = []
         self.released: list[tuple[str, int]] = []
         self.recovered: list[str] = []
+        self.parked: list[str] = []
         self.crash: Exception | None = None
 
     def step(self, items: Sequence[DraftItem]) -> list[ProposalReply]:
@@ -47,6 +49,13 @@ class EchoWorker:
         if self.crash is not None:
             raise self.crash
         return [ProposalReply(item.head.key, EMPTY_PROPOSAL, 0, 0) for item in items]
+
+    @property
+    def figures(self) -> StepFigures:
+        return StepFigures()
+
+    def park(self, session_ids: Sequence[str]) -> None:
+        self.parked.extend(session_ids)
 
     def release(self, session_id: str, epoch: int) -> None:
         self.released.append((session_id, epoch))

@@ -17,7 +17,7 @@ from outrider.messages import ReplyKey, Resync, RoundHead
 from outrider.speculation.sampling import Rule
 from outrider.tokens import EMPTY_DIGEST, TokenSequence
 
-SPEC = EmulatedSpec.parse("vocab_size=16,support=4,max_model_len=512")
+SPEC = EmulatedSpec.parse("vocab_size=16,support=4,max_model_len=512,num_pages=256")
 
 
 def head(
@@ -49,8 +49,11 @@ def head(
 class Replica:
     """A service's use of table and engine."""
 
-    def __init__(self, with_engine: bool = True, sequences_max: int = 8) -> None:
-        self.engine = EmulatedEngine(SPEC, "target", max_num_seqs=4) if with_engine else None
+    def __init__(
+        self, with_engine: bool = True, sequences_max: int = 8, num_pages: int = 256
+    ) -> None:
+        spec = replace(SPEC, num_pages=num_pages)
+        self.engine = EmulatedEngine(spec, "target") if with_engine else None
         self.table = SequenceTable(self.engine, sequences_max)
 
     def answer(self, at: RoundHead, guesses: tuple[int, ...] = ()) -> int | Resync:
@@ -144,10 +147,13 @@ def test_an_older_epoch_is_refused_and_changes_nothing(replica: Replica) -> None
 
 
 def test_eviction_by_the_engine_is_noticed() -> None:
-    """The engine holds 4 sequences, the table 8: the fifth drops the first one's slots."""
-    replica = Replica()
-    for name in "abcde":
+    """The engine has pages for 4 sequences, the table places for 8: the fifth takes the pages of
+    one that is parked."""
+    replica = Replica(num_pages=4)
+    for name in "abcd":
         assert replica.answer(head([1, 2, 3], 0, session_id=name)) == 3
+    replica.table.park("a")
+    assert replica.answer(head([1, 2, 3], 0, session_id="e")) == 3
     assert replica.table.length("a") == 0
     assert replica.table.length("b") == 3
     answer = replica.answer(head([1, 2, 3, 4], 3, session_id="a"))
@@ -203,6 +209,77 @@ def test_release_frees_the_slots(replica: Replica) -> None:
     assert replica.engine is None or replica.engine.length("s") == 0
 
 
+PROMPT = list(range(10)) * 4
+"""40 tokens, of which a page holds 16."""
+
+
+def test_a_new_session_begins_on_what_others_have_left_of_its_tokens() -> None:
+    """Two whole pages; of another tenant none; and never the last token, whose logits are gone."""
+    replica = Replica()
+    assert replica.engine is not None
+    replica.answer(head(PROMPT, 0, session_id="a"))
+    replica.table.release("a")
+    aligned = replica.table.align(head(PROMPT, 0, session_id="b"))
+    assert isinstance(aligned, Aligned)
+    assert list(aligned.sequence.ids) == PROMPT[:32]
+    assert aligned.new_tokens == tuple(PROMPT[32:])
+    other = replica.table.align(replace(head(PROMPT, 0, session_id="c"), tenant="other"))
+    assert isinstance(other, Aligned)
+    assert len(other.new_tokens) == 40
+    short = replica.table.align(head(PROMPT[:32], 0, session_id="d"))
+    assert isinstance(short, Aligned)
+    assert len(short.sequence) == 16
+    replica.table.check_integrity()
+
+
+def test_a_session_that_lost_its_slots_begins_on_what_is_left_of_them() -> None:
+    replica = Replica()
+    replica.answer(head(PROMPT, 0))
+    replica.table.free("s")
+    assert isinstance(replica.answer(head([*PROMPT, 1], 40)), Resync)
+    aligned = replica.table.align(head([*PROMPT, 1], 0))
+    assert isinstance(aligned, Aligned)
+    assert len(aligned.sequence) == 32
+
+
+def test_a_repeated_prefix_is_not_run_again(replica: Replica) -> None:
+    """A coordinator that forgot what is held sends it all: what agrees stays, the rest is cut."""
+    replica.answer(head([1, 2, 3, 4, 5], 0), (6, 7))
+    aligned = replica.table.align(head([1, 2, 3, 4, 9, 6, 7], 0))
+    assert isinstance(aligned, Aligned)
+    assert list(aligned.sequence.ids) == [1, 2, 3, 4]
+    assert aligned.new_tokens == (9, 6, 7)
+    replica.table.check_integrity()
+
+
+def test_a_prefix_may_be_run_in_parts(replica: Replica) -> None:
+    """The same message again after each part states what is left."""
+    at = head(list(range(9)), 0)
+    for done in (0, 4, 8):
+        aligned = replica.table.align(at)
+        assert isinstance(aligned, Aligned)
+        assert aligned.new_tokens == tuple(range(done, 9))
+        part = aligned.new_tokens[:4]
+        if replica.engine is not None:
+            replica.engine.forward([SequenceStep("s", part, 0)])
+        replica.table.record("s", part)
+    assert replica.table.length("s") == 9
+
+
+def test_holders_stand_by_age_and_the_parked_are_none() -> None:
+    """Age is when a session was first seen: it survives a loss of slots."""
+    replica = Replica()
+    for name in "abcd":
+        replica.answer(head([1, 2], 0, session_id=name))
+    replica.table.free("a")
+    replica.table.park("b")
+    assert replica.table.holders() == ["c", "d"]
+    replica.answer(head([1, 2, 3], 2, session_id="b"))
+    replica.answer(head([1, 2], 0, session_id="a"))
+    assert replica.table.holders() == ["a", "b", "c", "d"]
+    assert replica.table.age_rank("a") < replica.table.age_rank("d") < replica.table.age_rank("x")
+
+
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=4)
 
 
@@ -242,6 +319,13 @@ class CoordinatorAndReplica(RuleBasedStateMachine):
     @rule(name=st.sampled_from("abcde"))
     def release(self, name: str) -> None:
         self.replica.table.release(name)
+
+    @rule(name=st.sampled_from("abcde"), lost=st.booleans())
+    def give_way(self, name: str, lost: bool) -> None:
+        if lost:
+            self.replica.table.free(name)
+        else:
+            self.replica.table.park(name)
 
     @rule(name=st.sampled_from("abcde"))
     def evict(self, name: str) -> None:

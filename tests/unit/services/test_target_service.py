@@ -245,13 +245,16 @@ async def test_a_crashed_step_is_refused_and_the_next_one_serves(setting: Settin
     assert reports == [False, True]
 
 
-async def test_evicted_sessions_are_asked_for_again() -> None:
-    """With room for two sequences, the third evicts the oldest; that one is resynchronised and
-    gets the verdict it would have got."""
-    roomy, tight = Setting(), Setting(ToyEngine(max_num_seqs=2), max_num_seqs=2)
+async def test_sessions_of_a_closed_stream_give_way_and_are_asked_for_again() -> None:
+    """With room for two sequences, the third takes the pages of one whose stream has closed; when
+    that one comes back it is resynchronised, and gets the verdict it would have got."""
+    roomy, tight = Setting(), Setting(ToyEngine(num_pages=2))
     for setting in (roomy, tight):
-        for session in (1, 2, 3):
+        for session in (1, 2):
             await setting.ask(VerifyItem(make_head(PROMPT, session=session)))
+        setting.link.sever(ConnectionError("cut"))
+        await setting.listener.wait(num_lost=1)
+        await setting.ask(VerifyItem(make_head(PROMPT, session=3)))
     item = VerifyItem(make_head((*PROMPT, 4), 3, round_index=1))
     kept, lost = await roomy.ask(item), await tight.ask(item)
     assert isinstance(kept, VerdictReply)
@@ -262,6 +265,7 @@ async def test_evicted_sessions_are_asked_for_again() -> None:
     assert full.verdict == kept.verdict
     for setting in (roomy, tight):
         setting.service.check_integrity()
+        setting.engine.check_integrity()
         await setting.service.close()
 
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rounds import make_head
 
+from outrider.engine.costs import StepCosts
 from outrider.errors import BadRequest
 from outrider.limits import (
     DEADLINE_MS_MAX,
@@ -165,8 +166,16 @@ def test_draft_answers_survive(answer: ProposalReply | Resync | Refused) -> None
 
 def test_descriptions_survive() -> None:
     description = ReplicaDescription("m", "w", "t", 49_152, "bfloat16", 2048, (0, 2), 64)
-    message = convert.description_to_proto(description)
-    assert convert.description_from_proto(message) == description
+    costs = StepCosts((1, 8), (0.01, 0.02), 1e-3, 1e-6, 1e-7)
+    for described in (description, replace(description, step_costs=costs)):
+        message = convert.description_to_proto(described)
+        assert convert.description_from_proto(message) == described
+
+
+def test_costs_that_make_no_sense_are_refused() -> None:
+    message = types_pb2.ReplicaDescription(step_costs=types_pb2.StepCosts(rows=[1], seconds=[-1.0]))
+    with pytest.raises(BadRequest, match="step_costs"):
+        convert.description_from_proto(message)
 
 
 def test_whole_numbers_hash_like_what_comes_out_of_the_wire() -> None:

@@ -1,0 +1,99 @@
+"""Measures how long an engine's steps take, before anybody uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from outrider.engine.costs import StepCosts
+from outrider.engine.interface import Engine, SequenceStep
+from outrider.errors import check
+
+MEASURED_ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+MEASURED_SESSIONS: Final = 8
+MEASURED_CONTEXT: Final = 512
+CONTEXT_ROWS: Final = 32
+"""Rows that are measured over a context, beside one alone."""
+TRIES: Final = 3
+"""Of each measurement; the quickest counts, as whatever else runs only makes it slower."""
+_TOKEN_ID: Final = 0
+
+
+def measure_step_costs(
+    engine: Engine, max_rows: int, clock: Callable[[], float], limit_s: float = 3.0
+) -> StepCosts:
+    """Runs steps of up to `max_rows` tokens on an engine that nobody uses yet, on the thread that
+    its steps will run on, and leaves no sequence behind. `clock` gives seconds. What is not
+    measured after `limit_s` is left out. An engine that states its time is believed."""
+    bench = _Bench(engine, clock, limit_s)
+    bench.time([1], tries=1)  # The first step of all warms up, and does not count.
+    fitting = min(max_rows, engine.info.max_model_len)
+    rows: list[int] = []
+    seconds: list[float] = []
+    for num in sorted({*(n for n in MEASURED_ROWS if n < fitting), fitting}):
+        took = bench.time([num])
+        if took is None:
+            break
+        rows.append(num)
+        seconds.append(max(took, seconds[-1] if seconds else took))
+    check(bool(rows), "an engine cannot run one token")
+    base = StepCosts(tuple(rows), tuple(seconds))
+    session_s = bench.beyond(base, [1] * MEASURED_SESSIONS) / (MEASURED_SESSIONS - 1)
+    context = min(MEASURED_CONTEXT, engine.info.max_model_len - CONTEXT_ROWS)
+    slot_s = row_slot_s = 0.0
+    if context > 0:
+        slot_s = bench.beyond(base, [1], context) / context
+        many = bench.beyond(base, [CONTEXT_ROWS], context) / context
+        row_slot_s = max(0.0, (many - slot_s) / (CONTEXT_ROWS - 1))
+    return StepCosts(base.rows, base.seconds, session_s, slot_s, row_slot_s)
+
+
+class _Bench:
+    """Steps of sequences that nobody wants."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float], limit_s: float) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._until = clock() + limit_s
+
+    def time(self, counts: Sequence[int], context: int = 0, tries: int = TRIES) -> float | None:
+        """The least time, s, of a step of so many tokens of each sequence after `context` others;
+        None where time or pages are up, or the engine takes no more sequences in a step."""
+        names = [f"cost-{index}" for index in range(len(counts))]
+        steps = [_step(name, num, 1) for name, num in zip(names, counts, strict=True)]
+        wholes = [_step(name, context + num, 0) for name, num in zip(names, counts, strict=True)]
+        if self._clock() >= self._until or not self._engine.can_hold(wholes):
+            return None
+        best: float | None = None
+        try:
+            if context:
+                self._seconds([_step(name, context, 0) for name in names])
+            for _ in range(tries):
+                took = self._seconds(steps)
+                best = took if best is None else min(best, took)
+                for name in names:
+                    self._engine.keep(name, context)
+                if self._clock() >= self._until:
+                    break
+        finally:
+            for name in names:
+                self._engine.release(name)
+        return best
+
+    def beyond(self, base: StepCosts, counts: Sequence[int], context: int = 0) -> float:
+        """What such a step takes more than one of a single session without a context; 0 where it
+        cannot be measured."""
+        took = self.time(counts, context)
+        return 0.0 if took is None else max(0.0, took - base.step_seconds(sum(counts)))
+
+    def _seconds(self, steps: Sequence[SequenceStep]) -> float:
+        self._engine.take_step_seconds()
+        start = self._clock()
+        for logits in self._engine.forward(steps):
+            logits[-1:].sum().item()  # Waits for a device that computes behind our back.
+        elapsed = self._clock() - start
+        return self._engine.take_step_seconds() or elapsed
+
+
+def _step(name: str, num_tokens: int, num_logits: int) -> SequenceStep:
+    return SequenceStep(name, (_TOKEN_ID,) * num_tokens, num_logits)

@@ -1,0 +1,187 @@
+"""Who goes on where pages are short: the old before the young, and nobody loses pages in vain."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rounds import make_head, session_name
+from toy_engine import PAGE_SIZE, ToyEngine
+
+from outrider.engine.admission import Admissions, Admitted, Ask
+from outrider.engine.interface import SequenceStep
+from outrider.engine.page_pool import PagePool
+from outrider.engine.sequences import SequenceTable
+from outrider.engine.token_budget import TokenBudget
+from outrider.errors import BadRequest
+from outrider.messages import Resync
+from outrider.work import Unfinished
+
+WAITS = Unfinished.WAITS
+
+
+class Setting:
+    """Sessions of 4-token pages on an engine that has few of them."""
+
+    def __init__(self, num_pages: int, max_tokens: int = 512) -> None:
+        self.engine = ToyEngine(num_pages=num_pages)
+        self.table = SequenceTable(self.engine)
+        self.admissions = Admissions(self.engine, self.table, TokenBudget(max_tokens, 64))
+
+    def ask(self, session: int, length: int, base: int = 0, extra: int = 0) -> Ask:
+        """Of a session whose tokens differ from those of all others."""
+        tokens = [session % 8, session // 8] * length
+        return Ask(make_head(tokens[:length], base, session=session), extra)
+
+    def step(self, *asks: Ask) -> list[Any]:
+        """Runs what is admitted; per ask its tokens run, or its answer."""
+        admissions = self.admissions.admit(asks)
+        steps = {
+            index: SequenceStep(
+                asks[index].head.session_id, found.aligned.new_tokens[: found.num_granted], 0
+            )
+            for index, found in enumerate(admissions)
+            if isinstance(found, Admitted)
+        }
+        self.engine.forward(list(steps.values()))
+        for step in steps.values():
+            self.table.record(step.sequence_id, step.token_ids)
+        self.table.check_integrity()
+        self.engine.check_integrity()
+        return [
+            len(steps[index].token_ids) if index in steps else found
+            for index, found in enumerate(admissions)
+        ]
+
+    def held(self, *sessions: int) -> list[int]:
+        return [self.engine.length(session_name(session)) for session in sessions]
+
+
+def test_the_youngest_gives_way_and_no_more_than_needed() -> None:
+    """Three sessions fill four pages; the oldest grows by one page: the youngest alone loses its
+    own, and waits, since the others go on."""
+    at = Setting(num_pages=4)
+    assert at.step(at.ask(1, 8), at.ask(2, 4), at.ask(3, 4)) == [8, 4, 4]
+    assert at.step(at.ask(3, 5, base=4), at.ask(1, 9, base=8)) == [WAITS, 1]
+    assert at.held(1, 2, 3) == [9, 4, 0]
+    assert at.admissions.figures.num_preemptions == 1
+
+
+def test_nobody_gives_way_in_vain() -> None:
+    """The session in the middle needs more than the youngest has: it waits, and nobody loses
+    anything."""
+    at = Setting(num_pages=4)
+    at.step(at.ask(1, 8), at.ask(2, 4), at.ask(3, 4))
+    assert at.step(at.ask(2, 4 + 8, base=4)) == [WAITS]
+    assert at.held(1, 2, 3) == [8, 4, 4]
+
+
+def test_a_young_session_waits_for_the_old_and_goes_on_after_them() -> None:
+    at = Setting(num_pages=4)
+    at.step(at.ask(1, 8))
+    assert at.step(at.ask(2, 12), at.ask(1, 9, base=8)) == [WAITS, 1]
+    at.table.release(session_name(1))
+    assert at.step(at.ask(2, 12)) == [12]
+
+
+def test_who_waits_does_not_hold_up_who_fits() -> None:
+    at = Setting(num_pages=4)
+    at.step(at.ask(1, 8))
+    assert at.step(at.ask(2, 12), at.ask(3, 4), at.ask(4, 4)) == [WAITS, 4, 4]
+
+
+def test_a_lost_session_is_told_only_when_it_fits_again() -> None:
+    """And then whole, with what it will draft: session 2 of 4 + 4 tokens has lost its page to
+    session 1, which has three of the four pages; resynchronising it takes two."""
+    at = Setting(num_pages=4)
+    at.step(at.ask(1, 8), at.ask(2, 4), at.ask(3, 4))
+    at.step(at.ask(1, 13, base=8))
+    assert at.held(1, 2, 3) == [13, 0, 0]
+    again = at.ask(2, 5, base=4, extra=3)
+    assert at.step(again) == [WAITS]
+    at.table.release(session_name(1))
+    (told,) = at.step(again)
+    assert isinstance(told, Resync)
+    assert told.cached_length == 0
+    assert at.step(at.ask(2, 5, extra=3)) == [5]
+
+
+def test_what_a_waiting_session_was_lent_is_given_back() -> None:
+    """It finds two pages of its prefix remembered, and no third: the next one may have both."""
+    at = Setting(num_pages=4)
+    at.step(at.ask(1, 8))
+    at.step(at.ask(2, 9))
+    at.table.release(session_name(2))
+    shared = Ask(make_head(at.ask(2, 12).head.append, session=3), 0)
+    assert at.step(shared) == [WAITS]
+    assert at.held(3) == [0]
+    assert at.step(at.ask(4, 8)) == [8]
+
+
+def test_parked_sessions_give_way_before_young_ones() -> None:
+    at = Setting(num_pages=3)
+    at.step(at.ask(1, 4), at.ask(2, 4), at.ask(3, 4))
+    at.table.park(session_name(1))
+    assert at.step(at.ask(2, 5, base=4)) == [1]
+    assert at.held(1, 2, 3) == [0, 5, 4]
+    assert at.admissions.figures.num_preemptions == 0
+
+
+def test_errors_are_their_own_items() -> None:
+    at = Setting(num_pages=4)
+    empty = Ask(make_head((), session=1), 0)
+    found, granted = at.step(empty, at.ask(2, 4))
+    assert isinstance(found, BadRequest)
+    assert granted == 4
+
+
+def test_a_long_prefix_is_run_in_parts_and_none_twice() -> None:
+    """150 tokens in steps of 64: what was run is held, and counted as parts."""
+    at = Setting(num_pages=64, max_tokens=64)
+    at.engine._info = ToyEngine(max_model_len=200).info
+    ask = at.ask(1, 150)
+    assert [at.step(ask) for _ in range(3)] == [[64], [64], [22]]
+    assert at.admissions.figures.num_prefill_chunks == 2
+
+
+LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6)
+
+
+@given(
+    lengths=LENGTHS,
+    idle=st.sets(st.integers(0, 5)),
+    leaving=st.sets(st.integers(0, 5)),
+    steps=st.dictionaries(st.integers(0, 8), st.integers(1, 12), min_size=1),
+    num_pages=st.integers(1, 16),
+    shared=st.booleans(),
+)
+def test_pages_that_would_come_free_are_counted_right(
+    lengths: list[int],
+    idle: set[int],
+    leaving: set[int],
+    steps: dict[int, int],
+    num_pages: int,
+    shared: bool,
+) -> None:
+    """`can_hold(steps, without)` is what `can_hold(steps)` says once those are released."""
+    pool = PagePool(num_pages, PAGE_SIZE)
+    for number, length in enumerate(lengths):
+        tokens = [0 if shared else number] * length
+        held = pool.attach(str(number), tokens)
+        step = SequenceStep(str(number), tuple(tokens[held:]), 0)
+        if pool.can_hold([step]):
+            pool.append([step])
+        pool.keep(str(number), pool.length(str(number)))
+    for number in idle:
+        pool.mark_idle(str(number))
+    wanted = [
+        SequenceStep(str(number), (9,) * length, 0)
+        for number, length in steps.items()
+        if number not in leaving
+    ]
+    after = deepcopy(pool)
+    for number in leaving:
+        after.release(str(number))
+    assert pool.can_hold(wanted, {str(number) for number in leaving}) == after.can_hold(wanted)

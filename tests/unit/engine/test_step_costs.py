@@ -1,0 +1,98 @@
+"""What a step costs, and how that is measured on an engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from outrider.engine.cost_measurement import measure_step_costs
+from outrider.engine.costs import StepCosts
+from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.interface import SequenceStep
+from outrider.errors import InvariantError
+
+COSTS = StepCosts((1, 4, 8), (1.0, 1.6, 4.0), session_s=0.5, slot_s=0.01, row_slot_s=0.001)
+
+
+def test_between_and_beyond_what_was_measured() -> None:
+    rows = (1, 2, 4, 6, 8, 10)
+    assert [COSTS.step_seconds(num) for num in rows] == pytest.approx([1, 1.2, 1.6, 2.8, 4.0, 5.2])
+    one = StepCosts((4,), (2.0,))
+    assert [one.step_seconds(num) for num in (2, 4, 6)] == [1.0, 2.0, 3.0]
+
+
+def test_sessions_and_their_context_add_up() -> None:
+    assert COSTS.step_seconds(4, 4) == pytest.approx(1.6 + 3 * 0.5)
+    assert COSTS.step_seconds(4, 4, 1000) == pytest.approx(1.6 + 3 * 0.5 + 10)
+    assert COSTS.step_seconds(4, 1, 1000) == pytest.approx(1.6 + 1000 * (0.01 + 3 * 0.001))
+
+
+def test_a_mixed_step_costs_what_its_parts_do() -> None:
+    """A session that reads 900 slots with each of 3 rows, and one that reads 100 with one."""
+    attention_s = COSTS.attention_seconds(3, 900) + COSTS.attention_seconds(1, 100)
+    assert COSTS.mixed_seconds(4, 2, attention_s) == pytest.approx(1.6 + 0.5 + 10 + 900 * 0.002)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": ()}, {"rows": (1, 4)}, {"rows": (4, 1, 8)}, {"rows": (0, 4, 8)},
+        {"seconds": (1.0, -1.0, 2.0)}, {"slot_s": float("nan")}, {"session_s": float("inf")},
+    ],
+)  # fmt: skip
+def test_costs_that_make_no_sense_are_refused(change: dict[str, tuple[float, ...]]) -> None:
+    with pytest.raises(InvariantError):
+        replace(COSTS, **change)  # type: ignore[arg-type]
+
+
+def test_an_emulated_engine_is_believed() -> None:
+    """6 ms for each begun 16 tokens, whatever the clock says; nothing is left behind."""
+    spec = EmulatedSpec(vocab_size=50, support=4, verify_ms=6.0, verify_tokens=16)
+    engine = EmulatedEngine(spec, "target")
+    costs = measure_step_costs(engine, 512, lambda: 0.0)
+    assert costs.rows == (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    assert costs.seconds == pytest.approx([0.006] * 5 + [0.012, 0.024, 0.048, 0.096, 0.192])
+    assert (costs.session_s, costs.slot_s, costs.row_slot_s) == (0, 0, 0)
+    counts = engine.page_counts()
+    assert counts.num_free + counts.num_evictable == counts.num_pages
+    assert engine.take_step_seconds() == 0
+
+
+class Clocked(EmulatedEngine):
+    """Its own clock passes as it runs: 1 ms a row, 2 ms a further session, and for each row 10 us a
+    slot that its session held."""
+
+    now = 0.0
+
+    def forward(self, steps: list[SequenceStep]) -> list[torch.Tensor]:  # type: ignore[override]
+        rows = sum(len(step.token_ids) for step in steps)
+        reads = sum(len(step.token_ids) * self.length(step.sequence_id) for step in steps)
+        self.now += rows * 1e-3 + (len(steps) - 1) * 2e-3 + reads * 1e-5
+        return super().forward(steps)
+
+
+def test_rows_sessions_and_context_are_told_apart() -> None:
+    engine = Clocked(EmulatedSpec(vocab_size=50, support=4, verify_ms=0.0), "target")
+    costs = measure_step_costs(engine, 200, lambda: engine.now, limit_s=1e9)
+    assert costs.rows == (1, 2, 4, 8, 16, 32, 64, 128, 200)
+    assert costs.seconds == pytest.approx([num * 1e-3 for num in costs.rows])
+    assert costs.session_s == pytest.approx(2e-3)
+    assert costs.slot_s == pytest.approx(1e-5)
+    assert costs.row_slot_s == pytest.approx(1e-5)
+
+
+def test_a_slow_engine_is_not_measured_for_long() -> None:
+    """After 0.1 s only the step that runs is finished: 0.064 + 0.128 s."""
+    engine = Clocked(EmulatedSpec(vocab_size=50, support=4, verify_ms=0.0), "target")
+    costs = measure_step_costs(engine, 512, lambda: engine.now, limit_s=0.1)
+    assert costs.rows == (1, 2, 4, 8, 16, 32)
+    assert engine.now < 0.2
+
+
+def test_a_small_engine_is_measured_as_far_as_it_reaches() -> None:
+    """Three pages of 16 slots."""
+    spec = EmulatedSpec(vocab_size=50, support=4, num_pages=3)
+    costs = measure_step_costs(EmulatedEngine(spec, "target"), 512, lambda: 0.0)
+    assert costs.rows == (1, 2, 4, 8, 16, 32, 48)
