@@ -39,6 +39,12 @@ SEQUENCES_PER_REPLICA_MAX: Final = 4096
 """Sessions whose tokens and epoch a replica remembers; the longest unused makes room."""
 ENGINE_SEQUENCES_MAX: Final = 64
 """Sessions whose keys and values an engine holds, by default (`--max-num-seqs`)."""
+TENSOR_PARALLEL_SIZE_MAX: Final = 64
+"""Ranks that one model may be shared among."""
+COLLECTIVE_TIMEOUT_S: Final = 60
+"""How long ranks of a model wait for each other within a step before the replica is given up."""
+FRAME_OF_CALLS_WORDS_MAX: Final = 2**24
+"""Words that a leader tells its followers at a time: the tokens of a step, above all."""
 DRAFT_SUPPORT_ENTRIES: Final = 64
 """Entries of a draft distribution on the wire, by default."""
 DRAFT_SUPPORT_ENTRIES_MAX: Final = 4096

@@ -31,7 +31,7 @@ MAX_MODEL_LEN_DEFAULT: Final = 2048
 _LENGTH_KEYS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
-_LOADING_ERRORS: Final = (
+LOADING_ERRORS: Final = (
     ValueError, OSError, ImportError, KeyError, TypeError, RuntimeError, SafetensorError,
 )  # fmt: skip
 """What the library raises for files that are broken or that it does not know."""
@@ -78,15 +78,26 @@ def load_model(
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
-    except _LOADING_ERRORS as error:
+    except LOADING_ERRORS as error:
         raise ConfigError(f"model {name}: cannot be loaded: {error}") from error
     if loading["missing_keys"]:  # the library would go on with random numbers
         first = min(loading["missing_keys"])
         raise ConfigError(f"model {name}: its files lack the weights {first}")
     module.requires_grad_(False)
     module = module.to(where).eval()
+    info = describe(
+        module, path, name, max_model_len=max_model_len, trust_remote_code=trust_remote_code
+    )
+    return module, info
+
+
+def describe(
+    module: Any, path: Path, name: str, *, max_model_len: int | None, trust_remote_code: bool
+) -> ModelInfo:
+    """What the model of `path` is, whether or not its parameters have values yet. Raises
+    `ConfigError`."""
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    info = ModelInfo(
+    return ModelInfo(
         name=name,
         vocab_size=_logits_width(module),
         max_model_len=_max_model_len(module.config, max_model_len, name),
@@ -95,7 +106,6 @@ def load_model(
         weights_fingerprint=weights_fingerprint(path),
         tokenizer_fingerprint="" if tokenizer is None else tokenizer_table(tokenizer).fingerprint,
     )
-    return module, info
 
 
 def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None:
@@ -110,7 +120,7 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None
         return AutoTokenizer.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except _LOADING_ERRORS as error:
+    except LOADING_ERRORS as error:
         raise ConfigError(f"model {path}: its tokenizer cannot be loaded: {error}") from error
 
 
@@ -123,7 +133,7 @@ def stated_length(path: Path, *, trust_remote_code: bool = False) -> int | None:
         config = AutoConfig.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except _LOADING_ERRORS as error:
+    except LOADING_ERRORS as error:
         raise ConfigError(f"model {path}: its config.json cannot be loaded: {error}") from error
     return _stated_length(config)
 
