@@ -1,5 +1,5 @@
-"""Ranks that are threads of one process, so that a model that is shared out can be compared with the
-whole one in a moment."""
+"""Ranks that are threads of one process: a model that is shared out is compared with the whole one
+in a moment."""
 
 from __future__ import annotations
 

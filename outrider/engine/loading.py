@@ -61,10 +61,7 @@ def load_model(
     name = name or str(path)
     check_weights(path, name)
     where = resolve_device(device)
-    if num_threads is not None:
-        if num_threads < 1:
-            raise ConfigError(f"num_threads: {num_threads} given; at least 1 is needed")
-        torch.set_num_threads(num_threads)
+    set_threads(num_threads)
     transformers_logging.disable_progress_bar()
     _log.info("loading %s on %s", name, where)
     try:
@@ -146,6 +143,15 @@ def check_same_tokenizer(target: str, draft: str, *, trust_remote_code: bool = F
         tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
         tables.append(None if tokenizer is None else tokenizer_table(tokenizer))
     compare_tokenizers(target, tables[0], draft, tables[1])
+
+
+def set_threads(num_threads: int | None) -> None:
+    """Operators of the whole process use so many threads; None leaves it. Raises `ConfigError`."""
+    if num_threads is None:
+        return
+    if num_threads < 1:
+        raise ConfigError(f"num_threads: {num_threads} given; at least 1 is needed")
+    torch.set_num_threads(num_threads)
 
 
 def resolve_device(device: str) -> torch.device:

@@ -17,13 +17,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Final
 
 from outrider.engine.interface import Engine, SequenceStep
+from outrider.engine.parallel.frames import WORD_BYTES, WORD_TYPE
 from outrider.errors import check
 
-WORD_TYPE: Final = "q"
-WORD_BYTES: Final = 8
 _FORWARD, _ATTACH, _KEEP, _FORK, _MARK_IDLE, _RELEASE = range(1, 7)
 
 

@@ -7,6 +7,7 @@ vanishes is noticed by the kernel's own keep-alive.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import sys
@@ -14,10 +15,13 @@ import time
 from array import array
 from typing import Final
 
-from outrider.engine.parallel.calls import WORD_BYTES, WORD_TYPE
 from outrider.errors import ConfigError, Unavailable, check
 from outrider.limits import FRAME_OF_CALLS_WORDS_MAX, KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS
 
+WORD_TYPE: Final = "q"
+"""Signed numbers ..."""
+WORD_BYTES: Final = 8
+"""... of 64 bits."""
 _HEADER: Final = struct.Struct("q")
 _KEEPALIVE_PROBES: Final = 3
 _LEAST_WAIT_S: Final = 0.01
@@ -113,7 +117,9 @@ class FrameReceiver:
         return words
 
     def close(self) -> None:
-        """The leader's next `send` fails."""
+        """The leader's next `send` fails, and a `receive` that waits returns None."""
+        with contextlib.suppress(OSError):  # the leader may have ended before
+            self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
     def _read(self, num_bytes: int) -> bytes | None:

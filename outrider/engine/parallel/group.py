@@ -1,4 +1,4 @@
-"""How the ranks of one model find each other, and what they do together in a step.
+"""What the ranks of one model do together in a step.
 
 Sums and gathers go through `torch.distributed`, with a timeout: NCCL where every rank has a GPU of
 its own, Gloo on CPUs and where ranks share a GPU, which NCCL refuses. What is to be done goes as
@@ -7,42 +7,20 @@ frames from the leader to its followers (`frames.py`).
 
 from __future__ import annotations
 
-import hmac
 import os
-import secrets
 import socket
-import struct
-import time
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from outrider.engine.parallel.frames import FrameReceiver, FrameSender, read_exactly, tune
-from outrider.errors import ConfigError, Unavailable, check
-from outrider.limits import COLLECTIVE_TIMEOUT_S, TENSOR_PARALLEL_SIZE_MAX
+from outrider.engine.parallel.frames import FrameReceiver, FrameSender, tune
+from outrider.engine.parallel.meeting import LOOPBACK, Meeting, OpenMeeting, connect
+from outrider.errors import Unavailable
+from outrider.limits import COLLECTIVE_TIMEOUT_S
 
 LEADER: Final = 0
-LOOPBACK: Final = "127.0.0.1"
-_TOKEN_BYTES: Final = 32
-_HELLO: Final = struct.Struct(f"{_TOKEN_BYTES}sq")
-"""Token and rank of a follower that joins."""
-_LEAST_WAIT_S: Final = 0.01
-_HELLO_TIMEOUT_S: Final = 5.0
-"""How long one that has connected may take to say who it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where the ranks of one model meet. Whoever knows the token may join."""
-
-    host: str
-    store_port: int
-    frames_port: int
-    num_ranks: int
-    token: bytes = field(repr=False)
 
 
 class RankGroup:
@@ -116,64 +94,20 @@ class RankGroup:
         return (tensor.cpu() if self._through_cpu else tensor).contiguous()
 
 
-class OpenMeeting:
-    """The leader's side of a meeting, from before its followers know of it."""
-
-    def __init__(self, host: str, num_ranks: int) -> None:
-        """Listens on `host` alone. Raises `ConfigError` where that is no address to listen on."""
-        check(1 < num_ranks <= TENSOR_PARALLEL_SIZE_MAX, f"a meeting of {num_ranks} ranks")
-        self._store_socket, store_port = _listen(host)
-        self._frames_socket, frames_port = _listen(host)
-        token = secrets.token_bytes(_TOKEN_BYTES)
-        self.meeting = Meeting(host, store_port, frames_port, num_ranks, token)
-
-    def join(
-        self, device: torch.device, timeout_s: float, step_timeout_s: float = COLLECTIVE_TIMEOUT_S
-    ) -> tuple[RankGroup, FrameSender]:
-        """Waits for the followers, once. Raises `Unavailable` where one does not come within
-        `timeout_s`."""
-        meeting = self.meeting
-        connections = self._accept(timeout_s, step_timeout_s)
-        store = _store(meeting, timeout_s, self._store_socket.detach())
-        group = _join_group(store, meeting, LEADER, device, step_timeout_s)
-        return group, FrameSender(connections)
-
-    def close(self) -> None:
-        """Listens no more."""
-        self._store_socket.close()
-        self._frames_socket.close()
-
-    def _accept(self, timeout_s: float, step_timeout_s: float) -> dict[int, socket.socket]:
-        end = time.monotonic() + timeout_s
-        followers = range(1, self.meeting.num_ranks)
-        found: dict[int, socket.socket] = {}
-        with self._frames_socket as listening:
-            while missing := [rank for rank in followers if rank not in found]:
-                listening.settimeout(max(_LEAST_WAIT_S, end - time.monotonic()))
-                try:
-                    connection, _ = listening.accept()
-                except TimeoutError as error:
-                    raise Unavailable(
-                        f"rank {missing[0]} has not joined within {timeout_s:g} s"
-                    ) from error
-                rank = self._greet(connection)
-                if rank in missing:
-                    found[rank] = tune(connection, step_timeout_s)
-                else:
-                    connection.close()
-        return found
-
-    def _greet(self, connection: socket.socket) -> int | None:
-        """The rank of who has connected; None for a stranger."""
-        connection.settimeout(_HELLO_TIMEOUT_S)
-        try:
-            hello = read_exactly(connection, _HELLO.size)
-        except TimeoutError:
-            return None
-        if hello is None:
-            return None
-        token, rank = _HELLO.unpack(hello)
-        return int(rank) if hmac.compare_digest(token, self.meeting.token) else None
+def lead(
+    opened: OpenMeeting,
+    device: torch.device,
+    timeout_s: float,
+    step_timeout_s: float = COLLECTIVE_TIMEOUT_S,
+) -> tuple[RankGroup, FrameSender]:
+    """Waits for the followers of an open meeting, once. Raises `Unavailable` where one does not
+    come within `timeout_s`."""
+    connections = opened.accept(timeout_s)
+    for connection in connections.values():
+        tune(connection, step_timeout_s)
+    store = _store(opened.meeting, timeout_s, opened.take_store_fd())
+    group = _join_group(store, opened.meeting, LEADER, device, step_timeout_s)
+    return group, FrameSender(connections)
 
 
 def join(
@@ -185,11 +119,10 @@ def join(
 ) -> tuple[RankGroup, FrameReceiver]:
     """Joins a meeting as the follower `rank`. Raises `Unavailable` where the leader does not answer
     within `timeout_s`."""
+    connection = connect(meeting, rank, timeout_s)
     try:
-        connection = socket.create_connection((meeting.host, meeting.frames_port), timeout_s)
-        connection.sendall(_HELLO.pack(meeting.token, rank))
         store = _store(meeting, timeout_s)
-    except (OSError, RuntimeError) as error:
+    except RuntimeError as error:
         raise Unavailable(f"the leader of the ranks does not answer: {error}") from error
     group = _join_group(store, meeting, rank, device, step_timeout_s)
     return group, FrameReceiver(tune(connection, None))
@@ -224,14 +157,6 @@ def _backend(store: Any, rank: int, size: int, device: torch.device) -> str:
     store.set(f"device/{rank}", uuid)
     uuids = [store.get(f"device/{other}") for other in range(size)]
     return "nccl" if len(set(uuids)) == size else "gloo"
-
-
-def _listen(host: str) -> tuple[socket.socket, int]:
-    try:
-        listening = socket.create_server((host, 0), backlog=TENSOR_PARALLEL_SIZE_MAX)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}: {error.strerror or error}") from error
-    return listening, int(listening.getsockname()[1])
 
 
 def _loopback_interface() -> str:

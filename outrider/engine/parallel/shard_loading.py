@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from outrider.engine.interface import ModelInfo
-from outrider.engine.loading import DTYPES, LOADING_ERRORS, describe, resolve_device
+from outrider.engine.loading import DTYPES, LOADING_ERRORS, describe, resolve_device, set_threads
 from outrider.engine.parallel.plan import check_size, plan_of
 from outrider.engine.parallel.sharding import Ranks, Share, Slot, shard
 from outrider.engine.sources import check_weights
@@ -33,16 +33,18 @@ def load_shard(
     name: str | None = None,
     dtype: str = "auto",
     device: str = "auto",
+    num_threads: int | None = None,
     attn_implementation: str = "sdpa",
     max_model_len: int | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[nn.Module, ModelInfo]:
     """This rank's share of the model in `path`, in evaluation mode on its device, and what the
-    whole model is. `key` is the setting that the number of ranks comes from. Raises `ConfigError`.
-    """
+    whole model is; otherwise as `load_model`. `key` is the setting that the number of ranks comes
+    from. Raises `ConfigError`."""
     name = name or str(path)
     check_weights(path, name)
     where = resolve_device(device)
+    set_threads(num_threads)
     module = _empty_model(path, name, dtype, attn_implementation, trust_remote_code)
     plan = plan_of(module, name, key)
     check_size(module, plan, ranks.size, name, key)

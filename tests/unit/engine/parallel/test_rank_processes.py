@@ -16,7 +16,8 @@ import pytest
 import torch
 from rank_processes import JOIN_S, add_up, processes
 
-from outrider.engine.parallel.group import LOOPBACK, Meeting, OpenMeeting, join
+from outrider.engine.parallel.group import join, lead
+from outrider.engine.parallel.meeting import LOOPBACK, Meeting, OpenMeeting
 from outrider.errors import Unavailable
 
 CPU = torch.device("cpu")
@@ -30,7 +31,7 @@ def _team(num_followers: int, step_timeout_s: float = STEP_TIMEOUT_S) -> Iterato
     opened = OpenMeeting(LOOPBACK, num_followers + 1)
     arguments = [(opened.meeting, rank + 1, step_timeout_s) for rank in range(num_followers)]
     with processes(add_up, arguments) as followers:
-        group, frames = opened.join(CPU, JOIN_S, step_timeout_s)
+        group, frames = lead(opened, CPU, JOIN_S, step_timeout_s)
         try:
             yield group, frames, followers
         finally:
@@ -62,7 +63,7 @@ def test_ranks_sum_and_gather_and_wait_without_work_beyond_every_timeout() -> No
         stranger.sendall(bytes(32) + (1).to_bytes(8, "little"))
         arguments = [(opened.meeting, rank, STEP_TIMEOUT_S) for rank in (1, 2)]
         with processes(add_up, arguments) as followers:
-            group, frames = opened.join(CPU, JOIN_S, STEP_TIMEOUT_S)
+            group, frames = lead(opened, CPU, JOIN_S, STEP_TIMEOUT_S)
             _step(group, frames)
             before = [_cpu_seconds(follower.pid) for follower in followers]
             time.sleep(2 * STEP_TIMEOUT_S)
@@ -109,7 +110,7 @@ def test_a_rank_that_never_comes_and_a_leader_that_is_not_there() -> None:
     """Both are noticed in the time that was given."""
     opened = OpenMeeting(LOOPBACK, 2)
     with pytest.raises(Unavailable, match=r"rank 1 has not joined within 0\.2 s"):
-        opened.join(CPU, 0.2)
+        lead(opened, CPU, 0.2)
     opened.close()
     gone = opened.meeting
     with pytest.raises(Unavailable, match="leader of the ranks does not answer"):
