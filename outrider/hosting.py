@@ -98,7 +98,7 @@ def build_engine(
         return EmulatedEngine(EmulatedSpec.parse(config.emulated), role, config.max_num_seqs)
     from outrider.engine.loading import load_model
     from outrider.engine.parallel.shard_loading import load_shard
-    from outrider.engine.transformers_engine import TransformersEngine
+    from outrider.engine.paged_engine import PagedEngine
 
     path = Path(config.directory)
     options: dict[str, Any] = {
@@ -114,4 +114,4 @@ def build_engine(
     else:
         key = "tensor_parallel_size" if role == "target" else "draft_tensor_parallel_size"
         module, info = load_shard(path, ranks, key=key, **options)
-    return TransformersEngine(module, info, config.max_num_seqs)
+    return PagedEngine(module, info, max_num_seqs=config.max_num_seqs)

@@ -45,6 +45,11 @@ COLLECTIVE_TIMEOUT_S: Final = 60
 """How long ranks of a model wait for each other within a step before the replica is given up."""
 FRAME_OF_CALLS_WORDS_MAX: Final = 2**24
 """Words that a leader tells its followers at a time: the tokens of a step, above all."""
+"""Sequences in one step of an engine, by default (`--max-num-seqs`)."""
+PAGE_SIZE: Final = 16
+"""Tokens of a page of keys and values: what sequences share is a multiple of it."""
+KV_CACHE_BYTES_DEFAULT: Final = 2**30
+"""Bytes of keys and values on CPU, by default (`--kv-cache-memory-bytes`)."""
 DRAFT_SUPPORT_ENTRIES: Final = 64
 """Entries of a draft distribution on the wire, by default."""
 DRAFT_SUPPORT_ENTRIES_MAX: Final = 4096

@@ -1,0 +1,440 @@
+"""Who holds which page of an engine's keys and values: paging, sharing, eviction.
+
+Decides and holds no tensor: the engine copies what it is told to, and then runs its step.
+
+    a page is            sequences that hold it    its prefix is known    eviction
+    free                 none                      no                     -
+    remembered           none                      yes                    in its turn
+    idle                 idle ones alone           either                 with the last of them
+    busy                 a busy one at least       either                 never
+
+A page that another sequence holds, or whose prefix is known, is never written to: a write copies it
+first, or, where nobody else holds it, forgets its prefix.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+
+from outrider.engine.free_pages import FreePages
+from outrider.engine.interface import PageCounts, SequenceStep
+from outrider.engine.paged_sequence import PagedSequence
+from outrider.engine.prefixes import Digest, PrefixIndex, chain_digest
+from outrider.engine.slots import check_kept
+from outrider.errors import InvariantError, OutOfPages, check
+
+Copy = tuple[int, int]
+"""(from, to)."""
+_ID_TYPE = "I"
+"""Array type of a token id: 0..2^32-1."""
+
+
+class PagePool:
+    """The pages of one engine, and the sequences on them; see `Engine` for what the calls mean.
+
+    Depends on its calls alone, and takes time in proportion to the pages that a call touches.
+    """
+
+    def __init__(self, num_pages: int, page_size: int = 16, digest: Digest = chain_digest) -> None:
+        check(page_size > 0, f"{page_size} slots a page; at least one is needed")
+        self._num_pages = num_pages
+        self._page_size = page_size
+        self._free = FreePages(num_pages)
+        self._prefixes = PrefixIndex(digest)
+        self._sequences: dict[str, PagedSequence] = {}
+        self._ids = array(_ID_TYPE, [0]) * (num_pages * page_size)
+        """The token in each slot of each page."""
+        self._holders = [0] * num_pages
+        """Sequences that hold each page ..."""
+        self._busy_holders = [0] * num_pages
+        """... and busy ones among them."""
+        self._num_busy_pages = 0
+        self._idle_branches: OrderedDict[str, None] = OrderedDict()
+        self._unused: OrderedDict[str | int, None] = OrderedDict()
+        """Other idle sequences, and remembered pages; those unused for longest first."""
+        self._prefix_queries = 0
+        self._prefix_hits = 0
+
+    @property
+    def num_pages(self) -> int:
+        """Pages, free or not; constant."""
+        return self._num_pages
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a page; constant."""
+        return self._page_size
+
+    def length(self, sequence_id: str) -> int:
+        """Slots the sequence holds; 0 for an unknown one."""
+        sequence = self._sequences.get(sequence_id)
+        return 0 if sequence is None else sequence.length
+
+    def pages(self, sequence_id: str) -> Sequence[int]:
+        """The sequence's page table: of page size P its slot i is slot i % P of page i // P here.
+        A view that must not be changed and is stale after the next call; empty for an unknown
+        one."""
+        sequence = self._sequences.get(sequence_id)
+        return () if sequence is None else sequence.pages
+
+    def token_ids(self, sequence_id: str) -> tuple[int, ...]:
+        """The tokens in the sequence's slots."""
+        ids = array(_ID_TYPE)
+        for page in self.pages(sequence_id):
+            ids.extend(self._ids[page * self._page_size : (page + 1) * self._page_size])
+        return tuple(ids[: self.length(sequence_id)])
+
+    def counts(self) -> PageCounts:
+        """How the pages are used now."""
+        return PageCounts(
+            num_pages=self._num_pages,
+            num_free=len(self._free),
+            num_evictable=self._num_pages - len(self._free) - self._num_busy_pages,
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
+        )
+
+    def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
+        """See `Engine.attach`; the sequence is busy."""
+        check(self.length(sequence_id) == 0, f"{sequence_id} is held already")
+        self.release(sequence_id)
+        sequence = self._sequences[sequence_id] = PagedSequence(salt, is_branch=False)
+        size = self._page_size
+        ids = array(_ID_TYPE, token_ids)
+        prefix = None
+        for end in range(size, len(ids), size):
+            prefix = self._prefixes.find(salt, prefix, ids[end - size : end].tobytes())
+            if prefix is None:
+                break
+            sequence.prefixes.append(prefix)
+            sequence.pages.append(prefix.page)
+            self._hold(sequence, prefix.page)
+        sequence.length = len(sequence.pages) * size
+        self._prefix_queries += len(ids)
+        self._prefix_hits += sequence.length
+        return sequence.length
+
+    def fork(self, sequence_id: str, branch_id: str) -> list[Copy]:
+        """See `Engine.fork`; the branch is busy. Returns the page copies to make before the next
+        step: of the last page, if it is partial. Raises `OutOfPages`, changing nothing."""
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            raise InvariantError(f"{sequence_id} is unknown and cannot be forked")
+        check(branch_id not in self._sequences, f"{branch_id} is held already")
+        is_partial = sequence.length % self._page_size > 0
+        if is_partial and not self._free:
+            raise OutOfPages("no page is free for a branch")
+        branch = self._sequences[branch_id] = sequence.branch()
+        for page in branch.pages:
+            self._hold(branch, page)
+        return self._own(branch, len(branch.pages) - 1) if is_partial else []
+
+    def can_hold(self, steps: Sequence[SequenceStep]) -> bool:
+        """Whether `append` would find pages for these steps; changes nothing."""
+        return self._is_roomy(steps) or self._num_missing(steps) <= 0
+
+    def append(self, steps: Sequence[SequenceStep]) -> list[Copy]:
+        """Takes slots for the tokens of each step, at most one a sequence, and makes it busy; what
+        stood before them is vouched for, and may be shared. An unknown sequence begins without
+        salt. Returns the page copies to make before any slot is written. A step that fails after
+        them is undone by `keep` of the length before.
+
+        Evicts what is idle as needed; raises `OutOfPages` where even that does not do, changing
+        nothing."""
+        if not self._is_roomy(steps):
+            self._make_room(steps)
+        size = self._page_size
+        copies: list[Copy] = []
+        for step in steps:
+            sequence = self._sequences.get(step.sequence_id)
+            if sequence is None:
+                sequence = self._sequences[step.sequence_id] = PagedSequence("", is_branch=False)
+            elif not sequence.busy:
+                self._wake(step.sequence_id, sequence)
+            if sequence.chain_length // size > len(sequence.prefixes):
+                self._remember(sequence)
+            if sequence.length % size:
+                copies += self._own(sequence, len(sequence.pages) - 1)
+            self._write(sequence, step.token_ids)
+            sequence.grow(len(step.token_ids), step.parents)
+        return copies
+
+    def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> list[Copy]:
+        """See `Engine.keep`; what is kept is vouched for. Returns the slot moves to make before the
+        next step, each numbered page * page size + place in the page. They are in an order in which
+        they may be made one by one, and may be made all at once.
+
+        Raises `OutOfPages`, changing nothing, only where `path` moves slots into a page that others
+        hold, as after a fork amid a tree."""
+        check_kept(self.length(sequence_id), length, path)
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            return []
+        while path and path[0] == length:
+            length, path = length + 1, path[1:]
+        moves = self._move(sequence_id, sequence, length, path) if path else []
+        num_pages = -(-(length + len(path)) // self._page_size)
+        for page in reversed(sequence.pages[num_pages:]):
+            self._let_go(sequence, page)
+        del sequence.pages[num_pages:]
+        del sequence.prefixes[length // self._page_size :]
+        sequence.shrink(length, path)
+        self._remember(sequence)
+        return moves
+
+    def mark_idle(self, sequence_id: str) -> None:
+        """See `Engine.mark_idle`; one that is idle already keeps its turn."""
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None or not sequence.busy:
+            return
+        sequence.busy = False
+        for page in sequence.pages:
+            self._busy_holders[page] -= 1
+            self._num_busy_pages -= not self._busy_holders[page]
+        (self._idle_branches if sequence.is_branch else self._unused)[sequence_id] = None
+
+    def release(self, sequence_id: str) -> None:
+        """Forgets the sequence; its whole pages stay remembered for their prefix. Unknown ones are
+        ignored."""
+        if sequence_id in self._sequences:
+            self._drop(sequence_id)
+
+    def check_integrity(self) -> None:
+        """Raises `InvariantError` unless every page is where it is said to be."""
+        size = self._page_size
+        holders, busy_holders = Counter[int](), Counter[int]()
+        for sequence_id, sequence in self._sequences.items():
+            whole = -(-sequence.length // size)
+            check(len(sequence.pages) == whole, f"{sequence_id} holds too many or too few pages")
+            check(len(set(sequence.pages)) == whole, f"{sequence_id} holds a page twice")
+            check(0 <= sequence.chain_length <= sequence.length, f"{sequence_id}: a bad chain")
+            holders.update(sequence.pages)
+            busy_holders.update(sequence.pages if sequence.busy else ())
+            for page, prefix in zip(sequence.pages, sequence.prefixes, strict=False):
+                ids = self._packed_ids(page)
+                check(prefix.packed_ids == ids, f"page {page} of {sequence_id} is corrupt")
+        pages = range(self._num_pages)
+        check(self._holders == [holders[page] for page in pages], "holders are miscounted")
+        check(
+            self._busy_holders == [busy_holders[page] for page in pages],
+            "busy holders are miscounted",
+        )
+        check(self._num_busy_pages == len(busy_holders), "busy pages are miscounted")
+        known = {page for page in pages if page in self._prefixes}
+        for page in known:
+            ids = self._packed_ids(page)
+            check(self._prefixes.packed_ids(page) == ids, f"remembered page {page} is corrupt")
+        remembered = {entry for entry in self._unused if isinstance(entry, int)}
+        check(remembered == known - set(holders), "a remembered page is lost or in use")
+        idle = {name for name, sequence in self._sequences.items() if not sequence.busy}
+        branches = {name for name in idle if self._sequences[name].is_branch}
+        check(set(self._idle_branches) == branches, "an idle branch is lost or busy")
+        check(set(self._unused) - remembered == idle - branches, "an idle sequence is lost or busy")
+        free = set(self._free.pages())
+        check(free == set(pages) - remembered - set(holders), "a page is lost, or free and in use")
+        self._free.check_integrity()
+        self._prefixes.check_integrity()
+
+    def _is_roomy(self, steps: Sequence[SequenceStep]) -> bool:
+        """Whether so many pages are free that nothing need be counted or evicted: a step takes a
+        copy of the last page at most, and its own pages."""
+        size = self._page_size
+        return len(self._free) >= sum([len(step.token_ids) // size + 2 for step in steps])
+
+    def _num_missing(self, steps: Sequence[SequenceStep]) -> int:
+        """Pages that the steps lack even when all that is idle beside them is evicted; negative if
+        some would be left."""
+        waking = Counter(page for step in steps for page in self._idle_pages(step.sequence_id))
+        pinned = sum(not self._busy_holders[page] for page in waking)
+        needed = self._num_needed(steps, lambda page: self._busy_holders[page] + waking[page])
+        return needed + pinned + self._num_busy_pages - self._num_pages
+
+    def _idle_pages(self, sequence_id: str) -> Sequence[int]:
+        sequence = self._sequences.get(sequence_id)
+        return () if sequence is None or sequence.busy else sequence.pages
+
+    def _num_needed(self, steps: Sequence[SequenceStep], num_holders: Callable[[int], int]) -> int:
+        """Pages that the steps take, where so many of those that hold a page are left to hold it,
+        the steps' own among them."""
+        size, num = self._page_size, 0
+        written = Counter[int]()
+        for step in steps:
+            sequence = self._sequences.get(step.sequence_id)
+            if sequence is None:
+                num += -(-len(step.token_ids) // size)
+                continue
+            length, pages = sequence.length, sequence.pages
+            num += -(-(length + len(step.token_ids)) // size) - len(pages)
+            if length % size and self._holders[pages[-1]] > 1:
+                written[pages[-1]] += 1
+        # Of those that share a page and write to it the last one need not copy it.
+        return num + sum(
+            writers - (writers == num_holders(page)) for page, writers in written.items()
+        )
+
+    def _make_room(self, steps: Sequence[SequenceStep]) -> None:
+        """Frees as many pages as the steps take, or raises `OutOfPages`."""
+        needed = self._num_needed(steps, self._holders.__getitem__)
+        if needed <= len(self._free):
+            return
+        _require(self._num_missing(steps))
+        for step in steps:
+            sequence = self._sequences.get(step.sequence_id)
+            if sequence is not None and not sequence.busy:
+                self._wake(step.sequence_id, sequence)
+        self._evict_until(needed)
+
+    def _evict_until(self, num_free: int) -> None:
+        """Evicts until so many pages are free or nothing is left to evict."""
+        while len(self._free) < num_free and (self._idle_branches or self._unused):
+            oldest = next(iter(self._idle_branches or self._unused))
+            if isinstance(oldest, str):
+                self._drop(oldest, evicted=True)
+            else:
+                self._forget(oldest)
+
+    def _wake(self, sequence_id: str, sequence: PagedSequence) -> None:
+        """Makes an idle sequence busy."""
+        del (self._idle_branches if sequence.is_branch else self._unused)[sequence_id]
+        sequence.busy = True
+        for page in sequence.pages:
+            self._num_busy_pages += not self._busy_holders[page]
+            self._busy_holders[page] += 1
+
+    def _drop(self, sequence_id: str, evicted: bool = False) -> None:
+        """Forgets a sequence and remembers its prefix, the first page for longest: after all else
+        that is remembered, or, if it is evicted, before."""
+        sequence = self._sequences[sequence_id]
+        self._remember(sequence)
+        del self._sequences[sequence_id]
+        if not sequence.busy:
+            del (self._idle_branches if sequence.is_branch else self._unused)[sequence_id]
+        if evicted:
+            for page in sequence.pages:
+                self._let_go(sequence, page, next_out=True)
+            return
+        while sequence.pages:
+            self._let_go(sequence, sequence.pages.pop())
+            # Another's page that stands for the same prefix must outlive those that continue it.
+            if len(sequence.pages) < len(sequence.prefixes):
+                page = sequence.prefixes[len(sequence.pages)].page
+                if page in self._unused:
+                    self._unused.move_to_end(page)
+
+    def _remember(self, sequence: PagedSequence) -> None:
+        """Makes the whole pages of the sequence's chain known, as far as their digests are free."""
+        prefixes = sequence.prefixes
+        while prefixes and not prefixes[-1].known:
+            prefixes.pop()
+        for page in sequence.pages[len(prefixes) : sequence.chain_length // self._page_size]:
+            parent = prefixes[-1] if prefixes else None
+            prefix = self._prefixes.add(sequence.salt, parent, self._packed_ids(page), page)
+            if prefix is None:
+                return
+            prefixes.append(prefix)
+
+    def _forget(self, page: int) -> None:
+        """Forgets the prefix that a page holds and all that continue it."""
+        for forgotten in self._prefixes.forget(page):
+            if not self._holders[forgotten]:
+                del self._unused[forgotten]
+                self._free.put(forgotten)
+
+    def _own(self, sequence: PagedSequence, index: int) -> list[Copy]:
+        """Lets the sequence write to its page at `index`; returns the page copy to make, if any."""
+        page = sequence.pages[index]
+        if self._holders[page] == 1:
+            if page in self._prefixes:
+                self._forget(page)
+            return []
+        (copy,) = self._free.take(1, after=sequence.pages[index - 1] if index else -1)
+        self._let_go(sequence, page)
+        self._hold(sequence, copy)
+        sequence.pages[index] = copy
+        size = self._page_size
+        self._ids[copy * size : (copy + 1) * size] = self._ids[page * size : (page + 1) * size]
+        return [(page, copy)]
+
+    def _write(self, sequence: PagedSequence, token_ids: Sequence[int]) -> None:
+        """Puts the ids into the next slots, on as many new pages as they need."""
+        size, pages, start = self._page_size, sequence.pages, sequence.length
+        missing = -(-(start + len(token_ids)) // size) - len(pages)
+        if missing:
+            new_pages = self._free.take(missing, after=pages[-1] if pages else -1)
+            pages += new_pages
+            for page in new_pages:
+                self._hold(sequence, page)
+        if len(token_ids) == 1:
+            self._ids[pages[-1] * size + start % size] = token_ids[0]
+            return
+        ids = array(_ID_TYPE, token_ids)
+        done = 0
+        while done < len(ids):
+            index, place = divmod(start + done, size)
+            num = min(len(ids) - done, size - place)
+            slot = pages[index] * size + place
+            self._ids[slot : slot + num] = ids[done : done + num]
+            done += num
+
+    def _move(
+        self, sequence_id: str, sequence: PagedSequence, length: int, path: Sequence[int]
+    ) -> list[Copy]:
+        """Moves the slots of `path` behind the first `length`; returns the slot moves."""
+        size, before = self._page_size, sequence.pages.copy()
+        indices = range(length // size, -(-(length + len(path)) // size))
+        num_shared = sum(self._holders[before[index]] > 1 for index in indices)
+        pinned = sum(not self._busy_holders[page] for page in before)
+        _require(num_shared + pinned + self._num_busy_pages - self._num_pages)
+        was_idle = not sequence.busy
+        if was_idle:
+            self._wake(sequence_id, sequence)
+        self._evict_until(num_shared)
+        for index in indices:
+            self._own(sequence, index)
+        if was_idle:
+            self.mark_idle(sequence_id)
+        moves: list[Copy] = []
+        first = indices[0] * size if before[indices[0]] != sequence.pages[indices[0]] else length
+        for place, slot in enumerate([*range(first, length), *path], start=first):
+            origin = before[slot // size] * size + slot % size
+            moves.append((origin, sequence.pages[place // size] * size + place % size))
+        for (_, target), token_id in zip(
+            moves, [self._ids[origin] for origin, _ in moves], strict=True
+        ):
+            self._ids[target] = token_id
+        return moves
+
+    def _hold(self, sequence: PagedSequence, page: int) -> None:
+        """Counts the sequence among those that hold the page."""
+        if not self._holders[page]:
+            self._unused.pop(page, None)
+        self._holders[page] += 1
+        if sequence.busy:
+            self._num_busy_pages += not self._busy_holders[page]
+            self._busy_holders[page] += 1
+
+    def _let_go(self, sequence: PagedSequence, page: int, next_out: bool = False) -> None:
+        """Counts it no more. A page that nobody holds is remembered, if its prefix is known: as
+        the last to be evicted, or as the next."""
+        self._holders[page] -= 1
+        if sequence.busy:
+            self._busy_holders[page] -= 1
+            self._num_busy_pages -= not self._busy_holders[page]
+        if self._holders[page]:
+            return
+        if page not in self._prefixes:
+            self._free.put(page)
+            return
+        self._unused[page] = None
+        if next_out:
+            self._unused.move_to_end(page, last=False)
+
+    def _packed_ids(self, page: int) -> bytes:
+        return self._ids[page * self._page_size : (page + 1) * self._page_size].tobytes()
+
+
+def _require(num_missing: int) -> None:
+    if num_missing > 0:
+        raise OutOfPages(f"the sequences in use leave {num_missing} pages too few")

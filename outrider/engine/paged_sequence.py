@@ -1,0 +1,81 @@
+"""What a page pool knows of one sequence: its pages, and which of its slots form a chain.
+
+A slot's keys and values depend on every slot that its token attended to. Only of a chain, where
+each slot follows the one before it, do the ids up to a slot tell what it holds; so only whole pages
+of the chain that a sequence begins with may be shared as a prefix. Behind the chain stand the slots
+of a tree, until `keep` cuts it to a path, and slots that were run behind such a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.engine.prefixes import Prefix
+
+_MIXED = -2
+"""Stands for the slot that a slot follows where it attended to more than those it stands behind."""
+
+
+class PagedSequence:
+    """One sequence of slots."""
+
+    __slots__ = ("busy", "is_branch", "length", "loose", "pages", "prefixes", "salt")
+
+    def __init__(self, salt: str, is_branch: bool) -> None:
+        self.salt = salt
+        self.is_branch = is_branch
+        self.busy = True
+        self.length = 0
+        """Slots held."""
+        self.pages: list[int] = []
+        """Of page size P: slot i is slot i % P of page i // P; none is held without need."""
+        self.prefixes: list[Prefix] = []
+        """The prefix that ends with each of the first pages. Another sequence's page may hold it,
+        and those at the end may have been forgotten."""
+        self.loose: list[int] = []
+        """For each slot behind the chain the slot that it follows; -1 = it is the first."""
+
+    @property
+    def chain_length(self) -> int:
+        """Slots that the sequence begins with and that form a chain."""
+        return self.length - len(self.loose)
+
+    def branch(self) -> PagedSequence:
+        """A busy branch with the same slots on the same pages."""
+        branch = PagedSequence(self.salt, is_branch=True)
+        branch.length = self.length
+        branch.pages = self.pages.copy()
+        branch.prefixes = self.prefixes.copy()
+        branch.loose = self.loose.copy()
+        return branch
+
+    def grow(self, num: int, parents: Sequence[int]) -> None:
+        """Notes `num` more slots; `parents` as in `SequenceStep`."""
+        held = self.length
+        self.length += num
+        if self.loose:
+            self.loose += [_MIXED] * num
+        elif parents:
+            self.loose = [held + parent if parent >= 0 else held - 1 for parent in parents]
+            self._settle()
+
+    def shrink(self, length: int, path: Sequence[int]) -> None:
+        """Notes that the first `length` slots and those of `path` are left."""
+        chain_length = self.chain_length
+        first = min(length, chain_length)
+        kept = [*range(first, length), *path]
+        places = {slot: first + index for index, slot in enumerate(kept)}
+        followed = [
+            slot - 1 if slot < chain_length else self.loose[slot - chain_length] for slot in kept
+        ]
+        self.loose = [slot if slot < first else places.get(slot, _MIXED) for slot in followed]
+        self.length = first + len(kept)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Counts loose slots that continue the chain as its own."""
+        last = self.chain_length - 1
+        num = 0
+        while num < len(self.loose) and self.loose[num] == last + num:
+            num += 1
+        del self.loose[:num]
