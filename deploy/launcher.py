@@ -100,6 +100,10 @@ class Deployment:
         """The actor of a role: `coordinator`, `target` or `draft`."""
         return self._actors[role]
 
+    def followers(self, role: str) -> list[Actor]:
+        """The other ranks of a role's model."""
+        return [actor for actor in self._followers if actor.role == role]
+
     async def traffic(self, role: str) -> Traffic:
         """What crossed the streams of the target or of the draft."""
         found: Traffic = await self._actors[role].call("traffic")
@@ -207,7 +211,7 @@ class Deployment:
 
     async def _seats(self, leader: Actor, timeout_s: float) -> list[tuple[Actor, Seat]]:
         """The followers of an actor's model, each with what it is told."""
-        followers = [actor for actor in self._followers if actor.role == leader.role]
+        followers = self.followers(leader.role)
         if not followers:
             return []
         neighbours = Counter(actor.place.node for actor in (leader, *followers))

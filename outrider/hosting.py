@@ -97,8 +97,8 @@ def build_engine(
 
         return EmulatedEngine(EmulatedSpec.parse(config.emulated), role, config.max_num_seqs)
     from outrider.engine.loading import load_model
-    from outrider.engine.parallel.shard_loading import load_shard
     from outrider.engine.paged_engine import PagedEngine
+    from outrider.engine.parallel.shard_loading import load_shard
 
     path = Path(config.directory)
     options: dict[str, Any] = {

@@ -47,3 +47,17 @@ def add_up(meeting: Any, rank: int, step_timeout_s: float) -> None:
     finally:
         frames.close()
         group.close()
+
+
+def follow_model(config: Any, meeting: Any, rank: int) -> None:
+    """A follower of the model that `config` names: the whole of one but for Ray."""
+    import asyncio
+
+    from outrider.rank_host import RankHost, Seat
+
+    async def follow() -> None:
+        host = RankHost()
+        await host.start(config, "target", Seat(meeting, rank, 1), JOIN_S, "")
+        await host.wait()
+
+    asyncio.run(follow())
