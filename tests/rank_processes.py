@@ -11,6 +11,8 @@ from typing import Any
 
 JOIN_S = 60.0
 """For processes that import a tensor library on a busy machine."""
+LARGE = 2**16
+"""Numbers in a sum that is too large for the shorter way."""
 _END_S = 10.0
 
 
@@ -42,6 +44,7 @@ def add_up(meeting: Any, rank: int, step_timeout_s: float) -> None:
         while (words := frames.receive()) is not None:
             for _ in range(words[0]):
                 group.all_reduce(torch.full((3,), float(rank)))
+                group.all_reduce(torch.full((LARGE,), float(rank)))
                 group.all_gather(torch.full((2, 1), float(rank)))
                 group.gather(torch.full((2, 1), float(rank)))
     finally:

@@ -7,6 +7,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -40,10 +41,16 @@ class OpenMeeting:
     def __init__(self, host: str, num_ranks: int) -> None:
         """Listens on `host` alone. Raises `ConfigError` where that is no address to listen on."""
         check(1 < num_ranks <= TENSOR_PARALLEL_SIZE_MAX, f"a meeting of {num_ranks} ranks")
-        self._store_socket, store_port = _listen(host)
-        self._frames_socket, frames_port = _listen(host)
+        self._store_socket, store_port = listen(host)
+        self._frames_socket, frames_port = listen(host)
         token = secrets.token_bytes(_TOKEN_BYTES)
         self.meeting = Meeting(host, store_port, frames_port, num_ranks, token)
+
+    def accept(self, timeout_s: float) -> dict[int, socket.socket]:
+        """The connections of all followers by rank, once. Raises as `accept`."""
+        followers = range(1, self.meeting.num_ranks)
+        with self._frames_socket as listening:
+            return accept(listening, self.meeting.token, followers, timeout_s)
 
     def take_store_fd(self) -> int:
         """The socket for the ranks' table of addresses, once; it is the caller's to close."""
@@ -54,56 +61,65 @@ class OpenMeeting:
         self._store_socket.close()
         self._frames_socket.close()
 
-    def accept(self, timeout_s: float) -> dict[int, socket.socket]:
-        """The connections of all followers by rank, once. Raises `Unavailable` where one does not
-        come within `timeout_s`."""
-        end = time.monotonic() + timeout_s
-        followers = range(1, self.meeting.num_ranks)
-        found: dict[int, socket.socket] = {}
-        with self._frames_socket as listening:
-            while missing := [rank for rank in followers if rank not in found]:
-                listening.settimeout(max(_LEAST_WAIT_S, end - time.monotonic()))
-                try:
-                    connection, _ = listening.accept()
-                except TimeoutError as error:
-                    raise Unavailable(
-                        f"rank {missing[0]} has not joined within {timeout_s:g} s"
-                    ) from error
-                rank = self._greet(connection)
-                if rank in missing:
-                    found[rank] = connection
-                else:
-                    connection.close()
-        return found
 
-    def _greet(self, connection: socket.socket) -> int | None:
-        """The rank of who has connected; None for a stranger."""
-        connection.settimeout(_HELLO_TIMEOUT_S)
-        try:
-            hello = read_exactly(connection, _HELLO.size)
-        except TimeoutError:
-            return None
-        if hello is None:
-            return None
-        token, rank = _HELLO.unpack(hello)
-        return int(rank) if hmac.compare_digest(token, self.meeting.token) else None
-
-
-def connect(meeting: Meeting, rank: int, timeout_s: float) -> socket.socket:
-    """The connection of the follower `rank` to its leader, without a timeout. Raises `Unavailable`
-    where that does not answer within `timeout_s`."""
-    try:
-        connection = socket.create_connection((meeting.host, meeting.frames_port), timeout_s)
-        connection.sendall(_HELLO.pack(meeting.token, rank))
-    except OSError as error:
-        raise Unavailable(f"the leader of the ranks does not answer: {error}") from error
-    connection.settimeout(None)
-    return connection
-
-
-def _listen(host: str) -> tuple[socket.socket, int]:
+def listen(host: str) -> tuple[socket.socket, int]:
+    """A socket that listens on any free port, and that. Raises `ConfigError` for a host that is no
+    address of this machine."""
     try:
         listening = socket.create_server((host, 0), backlog=TENSOR_PARALLEL_SIZE_MAX)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}: {error.strerror or error}") from error
     return listening, int(listening.getsockname()[1])
+
+
+def connect(meeting: Meeting, port: int, rank: int, timeout_s: float) -> socket.socket:
+    """A connection, without a timeout, to a rank that listens on `port`, which hears that it is
+    `rank` that calls. Raises `Unavailable` where nobody answers within `timeout_s`."""
+    try:
+        connection = socket.create_connection((meeting.host, port), timeout_s)
+        connection.sendall(_HELLO.pack(meeting.token, rank))
+    except OSError as error:
+        raise Unavailable(f"a rank of the model does not answer: {error}") from error
+    connection.settimeout(None)
+    return connection
+
+
+def accept(
+    listening: socket.socket, token: bytes, ranks: Iterable[int], timeout_s: float
+) -> dict[int, socket.socket]:
+    """The connections of these ranks; strangers are turned away. Raises `Unavailable` where one
+    does not come within `timeout_s`."""
+    end = time.monotonic() + timeout_s
+    missing = set(ranks)
+    found: dict[int, socket.socket] = {}
+    while missing:
+        listening.settimeout(max(_LEAST_WAIT_S, end - time.monotonic()))
+        try:
+            connection, _ = listening.accept()
+        except TimeoutError as error:
+            for connection in found.values():
+                connection.close()
+            raise Unavailable(
+                f"rank {min(missing)} has not joined within {timeout_s:g} s"
+            ) from error
+        rank = _greet(connection, token)
+        if rank in missing:
+            missing.discard(rank)
+            connection.settimeout(None)
+            found[rank] = connection
+        else:
+            connection.close()
+    return found
+
+
+def _greet(connection: socket.socket, token: bytes) -> int | None:
+    """The rank of who has connected; None for a stranger."""
+    connection.settimeout(_HELLO_TIMEOUT_S)
+    try:
+        hello = read_exactly(connection, _HELLO.size)
+    except TimeoutError:
+        return None
+    if hello is None:
+        return None
+    theirs, rank = _HELLO.unpack(hello)
+    return int(rank) if hmac.compare_digest(theirs, token) else None
