@@ -35,6 +35,7 @@ DTYPES: Final = ("auto", "bfloat16", "float16", "float32", "float64")
 PORT_MAX: Final = 65_535
 NUM_SEQS_MAX: Final = 4096
 MODEL_LEN_MAX: Final = 2**24
+MEMORY_BYTES_MAX: Final = 2**50
 THREADS_MAX: Final = 1024
 NGRAM_MAX: Final = 64
 TRACE_ROUNDS_MAX: Final = 2**20
@@ -84,8 +85,12 @@ class ModelServerConfig(ServerConfig):
     )
     device: str = setting("auto", "`auto`, `cpu`, `cuda` or `cuda:N`.")
     max_num_seqs: int = setting(
-        64, "Sequences whose keys and values a replica keeps.", minimum=1, maximum=NUM_SEQS_MAX
+        64, "Sessions that share a step of a replica.", minimum=1, maximum=NUM_SEQS_MAX
     )
+    gpu_memory_utilization: float = setting(
+        0.9, "Part of a replica's share of its GPU's memory that it takes: its weights, and the "
+        "rest for keys and values.", minimum=0.01, maximum=1,
+    )  # fmt: skip
     trust_remote_code: bool = setting(False, "Run Python code that comes with a model's files.")
 
     def __post_init__(self) -> None:
@@ -119,6 +124,10 @@ class TargetConfig(ModelServerConfig):
     max_model_len: int = setting(
         0, "Tokens of prompt and completion; 0 = what the model allows.", minimum=0,
         maximum=MODEL_LEN_MAX,
+    )  # fmt: skip
+    kv_cache_memory_bytes: int = setting(
+        0, "Bytes for the target's keys and values; 0 = 1 GiB on CPU, on a GPU what "
+        "`gpu_memory_utilization` leaves.", minimum=0, maximum=MEMORY_BYTES_MAX,
     )  # fmt: skip
     port: int = setting(
         0, "The target's gRPC port; 0 = any.", key="target_port", minimum=0, maximum=PORT_MAX
@@ -173,6 +182,10 @@ class DraftConfig(ModelServerConfig):
     max_model_len: int = setting(
         0, "Tokens that the draft's cache takes; 0 = what its model allows.",
         key="draft_max_model_len", minimum=0, maximum=MODEL_LEN_MAX,
+    )  # fmt: skip
+    kv_cache_memory_bytes: int = setting(
+        0, "Bytes for the draft's keys and values; 0 as for the target.",
+        key="draft_kv_cache_memory_bytes", minimum=0, maximum=MEMORY_BYTES_MAX,
     )  # fmt: skip
     port: int = setting(
         0, "The draft's gRPC port; 0 = any.", key="draft_port", minimum=0, maximum=PORT_MAX

@@ -96,9 +96,11 @@ def build_engine(
         from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
 
         return EmulatedEngine(EmulatedSpec.parse(config.emulated), role, config.max_num_seqs)
+    from outrider.engine.kv_cache import memory_budget
     from outrider.engine.loading import load_model
     from outrider.engine.paged_engine import PagedEngine
     from outrider.engine.parallel.shard_loading import load_shard
+    from outrider.engine.parallel.sharding import least
 
     path = Path(config.directory)
     options: dict[str, Any] = {
@@ -114,4 +116,12 @@ def build_engine(
     else:
         key = "tensor_parallel_size" if role == "target" else "draft_tensor_parallel_size"
         module, info = load_shard(path, ranks, key=key, **options)
-    return PagedEngine(module, info, max_num_seqs=config.max_num_seqs)
+    device = next(module.parameters()).device
+    num_bytes = config.kv_cache_memory_bytes or memory_budget(
+        device, config.gpu_memory_utilization, config.num_gpus
+    )
+    if ranks is not None:  # they hold the same pages
+        num_bytes = least(ranks, num_bytes, device)
+    return PagedEngine(
+        module, info, max_num_seqs=config.max_num_seqs, kv_cache_memory_bytes=num_bytes
+    )

@@ -1,10 +1,10 @@
 """Puts a paged cache in the place of a model's attention, through the library's own interface.
 
-A module that is set to `PAGED` hands each layer's queries, keys and values to `_paged_attention`, and
-builds no mask. Which step runs is known from a context variable, because not every model passes
-further arguments down to its layers. Which layers there are, and what each keeps and sees of a token,
-is not read from a configuration: `find_layers` lets one token pass through the module and notes
-which blocks ask for attention, with tensors of what shape and under what mask.
+A module that is set to `PAGED` hands each layer's queries, keys and values to `_paged_attention`,
+and builds no mask. Which step runs is known from a context variable, because not every model passes
+further arguments down to its layers. Which layers there are, and what each keeps and sees of a
+token, is not read from a configuration: `find_layers` lets one token pass through the module and
+notes which blocks ask for attention, with tensors of what shape and under what mask.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def find_layers(module: Any, max_model_len: int) -> list[AttentionLayer]:
 
     Raises `ConfigError` for a module whose attention cannot be replaced, or does what is not done
     here: sinks, masks other than causal ones and sliding windows, layers that run twice."""
-    _set_attention(module, _FINDING)
+    set_attention(module, _FINDING)
     found: list[AttentionLayer] = []
     token = _FOUND.set(_Found(found, max_model_len))
     try:
@@ -95,11 +95,12 @@ def find_layers(module: Any, max_model_len: int) -> list[AttentionLayer]:
         _FOUND.reset(token)
     if not found:
         raise ConfigError("its attention does not go through the library's interface")
-    _set_attention(module, PAGED)
+    set_attention(module, PAGED)
     return found
 
 
-def _set_attention(module: Any, name: str) -> None:
+def set_attention(module: Any, name: str) -> None:
+    """Sets the attention that the module runs with. Raises `ConfigError` if it is not to be set."""
     try:
         module.set_attn_implementation(name)
     except (ValueError, AttributeError) as error:
@@ -118,7 +119,8 @@ def _paged_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, heads, T, width], key and value [1, key heads, T, width] -> [1, T, heads, width]."""
+    """Output [1, T, heads, width] of query [1, heads, T, width], key and value [1, key heads, T,
+    width], which are written to their slots first."""
     step = _RUNNING.get()
     if step is None:
         raise InvariantError("a module that belongs to an engine was called outside of it")

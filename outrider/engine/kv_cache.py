@@ -17,6 +17,7 @@ import torch
 
 from outrider.engine.page_pool import Copy
 from outrider.errors import SettingError, check
+from outrider.limits import KV_CACHE_BYTES_DEFAULT
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,19 @@ def pages_in(num_bytes: int, shapes: Sequence[LayerShape], page_size: int) -> in
             f"{num_bytes} bytes hold no page of keys and values; one takes {page_bytes}",
         )
     return num_bytes // page_bytes
+
+
+def memory_budget(
+    device: torch.device, gpu_memory_utilization: float, num_gpus: float | None
+) -> int:
+    """Bytes for keys and values beside a model that is loaded: on a GPU, of which this process may
+    have `num_gpus` or all, what the weights leave of that part; elsewhere a fixed number."""
+    if device.type != "cuda":
+        return KV_CACHE_BYTES_DEFAULT
+    free, total = torch.cuda.mem_get_info(device)
+    share = min(1.0, num_gpus or 1.0)
+    taken = torch.cuda.memory_reserved(device)
+    return max(0, min(free, int(total * share * gpu_memory_utilization) - taken))
 
 
 class KeysAndValues:
@@ -100,6 +114,6 @@ class KVCache:
         for layer in self.layers:
             for tensor in (layer.keys, layer.values):
                 sources, targets = places.to(tensor.device).unbind(1)
-                units = tensor.unflatten(1, (-1, unit))
+                units = tensor.view(tensor.shape[0], -1, unit, tensor.shape[2])
                 # `index_select` copies first, so that sources and targets may overlap.
                 units.index_copy_(1, targets, units.index_select(1, sources))

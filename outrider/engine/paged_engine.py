@@ -24,6 +24,7 @@ from outrider.engine.page_pool import PagePool
 from outrider.engine.ragged import HeldSequence, plan_step
 from outrider.engine.slots import check_steps
 from outrider.engine.supported_models import (
+    TRIAL_SEQUENCES,
     check_answers,
     check_supported,
     dense_logits,
@@ -55,7 +56,6 @@ class PagedEngine:
         `ConfigError` for a model that cannot be run on pages."""
         check(max_num_seqs > 0, "max_num_seqs must be positive")
         self._module: Any = module
-        self._max_num_seqs = max_num_seqs
         self._page_size = page_size
         parameter = next(module.parameters())
         self._device = parameter.device
@@ -64,25 +64,26 @@ class PagedEngine:
         self._selects_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         try:
             check_supported(module, info)
-            self._build(info, kv_cache_memory_bytes)
+            self._build(info, max_num_seqs, kv_cache_memory_bytes)
         except ConfigError as error:
             if type(error) is not ConfigError:  # it names a setting
                 raise
             raise ConfigError(f"model {info.name}: {error}") from error
 
-    def _build(self, info: ModelInfo, kv_cache_memory_bytes: int) -> None:
+    def _build(self, info: ModelInfo, max_num_seqs: int, kv_cache_memory_bytes: int) -> None:
         expected = dense_logits(self._module, trial_tokens(info))
         layers = find_layers(self._module, info.max_model_len)
         shapes = [layer.shape for layer in layers]
         pages_of_longest = -(-info.max_model_len // self._page_size)
         num_pages = min(
             pages_in(kv_cache_memory_bytes, shapes, self._page_size),
-            self._max_num_seqs * pages_of_longest,
+            max_num_seqs * pages_of_longest,
         )
         self._windows = tuple(dict.fromkeys(layer.window for layer in layers))
-        self._info = info
-        self._use_pages(layers, 2 * -(-len(expected) // self._page_size))
+        self._info, self._max_num_seqs = info, TRIAL_SEQUENCES
+        self._use_pages(layers, TRIAL_SEQUENCES * -(-len(expected) // self._page_size))
         check_answers(self, expected)
+        self._max_num_seqs = max_num_seqs
         self._use_pages(layers, num_pages)
         self._info = replace(
             info, max_model_len=min(info.max_model_len, num_pages * self._page_size)
@@ -190,4 +191,4 @@ class PagedEngine:
                 logits = logits.index_select(0, rows)
         # The copy is made outside of inference mode, so that callers may change it in place.
         wanted = logits[: sum(nums)].to(self._logits_dtype, copy=True)
-        return list(wanted.split(nums))
+        return list(torch.split(wanted, nums))

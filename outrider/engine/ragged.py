@@ -5,15 +5,16 @@
     slot                                where its key and value go
 
 A token attends to slots of its own sequence alone. For that new tokens are cut into *segments*,
-consecutive ones of one sequence, and segments of equal size and similar context form a *group*, whose
-attention is one batch of matrix products. Everything here is index arithmetic on arrays; it is done
-once a step, and every layer with the same window reads the result.
+consecutive ones of one sequence, and segments of equal size and similar context form a *group*,
+whose attention is one batch of matrix products. Everything here is index arithmetic on arrays; it
+is done once a step, and every layer with the same window reads the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -211,7 +212,7 @@ def _group(
         row[size:] = row[0]
     arrays = [slots.reshape(-1)]
     first_rows = [segment.first_row for segment in members]
-    is_run = all(b - a == num_tokens for a, b in zip(first_rows, first_rows[1:], strict=False))
+    is_run = all(b - a == num_tokens for a, b in pairwise(first_rows))
     if not is_run:
         rows = np.array(first_rows, dtype=np.int64)[:, None] + np.arange(num_tokens)
         arrays.append(rows.reshape(-1))
@@ -266,4 +267,4 @@ def _shipped(arrays: Sequence[_Ints], device: torch.device) -> list[torch.Tensor
     if len(arrays) == 1:
         return [torch.from_numpy(arrays[0]).to(device)]
     whole = torch.from_numpy(np.concatenate(arrays)).to(device)
-    return list(whole.split([len(array) for array in arrays]))
+    return list(torch.split(whole, [len(array) for array in arrays]))

@@ -1,8 +1,8 @@
 """Which models a paged engine can run, told from what they are and from what they answer.
 
-A model is refused that keeps more of a token than one key and one value a layer, or whose result for
-one sequence would depend on what else is in a step. What cannot be told from a configuration is
-tried: a few tokens, in two steps and two sequences, against the module's own dense attention.
+A model is refused that keeps more of a token than one key and one value a layer, or whose result
+for one sequence would depend on what else is in a step. What cannot be told from a configuration
+is tried: a few tokens, in two steps and two sequences, against the module's own dense attention.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import Any, Final
 
 import torch
 
+from outrider.engine.attention import set_attention
 from outrider.engine.interface import Engine, ModelInfo, SequenceStep
 from outrider.errors import ConfigError
 
 _ATTENTION_LAYERS: Final = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Kinds of layer whose whole state is one key and one value per token."""
+TRIAL_SEQUENCES: Final = 2
 _TRIAL_TOKENS: Final = 21
 _TRIAL_CHUNK: Final = 13
 """Tokens of one sequence of the trial that are run in a step before the others."""
@@ -71,7 +73,8 @@ def trial_tokens(info: ModelInfo) -> tuple[int, ...]:
 
 
 def dense_logits(module: _Model, token_ids: Sequence[int]) -> torch.Tensor:
-    """The module's own logits [T, V], without a cache."""
+    """The module's own logits [T, V], without a cache; leaves it set to that attention."""
+    set_attention(module, "eager")
     with torch.inference_mode():
         ids = torch.tensor([token_ids], device=next(module.parameters()).device)
         logits: torch.Tensor = module(input_ids=ids, use_cache=False, return_dict=True).logits[0]

@@ -152,6 +152,11 @@ class VocabularyHead(nn.Module):
         return mine[..., :0] if logits is None else logits[..., : self._vocab_size]
 
 
+def least(ranks: Ranks, number: int, device: torch.device) -> int:
+    """The least of every rank's number; the ranks exchange them on `device`."""
+    return int(ranks.all_gather(torch.tensor([number], device=device)).min())
+
+
 def shard(module: Any, plan: Plan, ranks: Ranks) -> dict[str, Slot]:
     """Replaces what the plan shares out by this rank's share, still without values (on the meta
     device). Returns for every stored name of the whole model where it belongs; two names of one

@@ -16,7 +16,7 @@ from transformers import MixtralConfig, Olmo2Config, Phi3Config
 
 from outrider.engine.loading import load_model
 from outrider.engine.parallel.shard_loading import check_shares, load_shard
-from outrider.engine.parallel.sharding import VocabularyEmbedding, VocabularyHead
+from outrider.engine.parallel.sharding import VocabularyEmbedding, VocabularyHead, least
 from outrider.errors import ConfigError, SettingError
 
 KEY = "tensor_parallel_size"
@@ -203,3 +203,10 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     save_file(fewer, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=f"lack the weights {wrong}"):
         load_shard(path, thread_ranks(2)[0], key=KEY)
+
+
+def test_ranks_agree_on_the_least_of_their_numbers() -> None:
+    """As of the memory that each has for keys and values: all hold the same pages."""
+    ranks, numbers = thread_ranks(3), (2**40 + 7, 2**40 + 5, 2**40 + 6)
+    found = on_each(3, lambda rank: least(ranks[rank], numbers[rank], torch.device("cpu")))
+    assert found == [2**40 + 5] * 3
