@@ -71,7 +71,7 @@ class Leadership:
             followers.close()
             group.close()
             raise
-        return ParallelEngine(engine, followers, config.max_num_seqs)
+        return ParallelEngine(engine, followers, config.max_num_seqs, group.close)
 
 
 def engine_of_a_replica(

@@ -40,7 +40,6 @@ def _shared(config: TargetConfig, size: int) -> Iterator[tuple[Engine, list[Any]
             yield engine, followers
         finally:
             engine.close()
-            torch.distributed.destroy_process_group()
 
 
 def _config(path: Path, dtype: str) -> TargetConfig:

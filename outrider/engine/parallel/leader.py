@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -29,7 +29,15 @@ class ParallelEngine:
     has left the ranks in different states: from then on every step raises `Unavailable`.
     """
 
-    def __init__(self, engine: Engine, followers: FrameSender, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        followers: FrameSender,
+        max_num_seqs: int,
+        leave: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`leave` ends this rank's part in what the others' steps do together."""
+        self._leave = leave
         self._engine = engine
         self._followers = followers
         self._max_num_seqs = max_num_seqs
@@ -108,8 +116,9 @@ class ParallelEngine:
         return self._engine.take_step_seconds()
 
     def close(self) -> None:
-        """The followers end."""
+        """The followers end, those in the middle of a step too."""
         self._followers.close()
+        self._leave()
 
     def _send_many(self) -> None:
         """So that calls without a step do not pile up. A follower that is gone is the next step's
