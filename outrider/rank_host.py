@@ -73,6 +73,10 @@ class Leadership:
             raise
         return ParallelEngine(engine, followers, config.max_num_seqs, group.close)
 
+    def close(self) -> None:
+        """Waits for nobody any more."""
+        self._opened.close()
+
 
 def engine_of_a_replica(
     config: TargetConfig | DraftConfig,

@@ -81,17 +81,21 @@ def test_ranks_sum_and_gather_and_wait_without_work_beyond_every_timeout() -> No
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_stands_still_fails_the_step_within_its_timeout(end: int) -> None:
-    """Killed: as soon as the leader looks. Standing still: after the timeout. Never a hang."""
+    """Killed: as soon as the leader looks. Standing still: after the timeout, in a small sum as in
+    a large one. Never a hang."""
     with _team(1) as (group, frames, followers):
         _step(group, frames)
         os.kill(followers[0].pid, end)
         if end == signal.SIGKILL:
             followers[0].join(JOIN_S)
-        start = time.monotonic()
-        with pytest.raises(Unavailable):
-            _step(group, frames)
-        took_s = time.monotonic() - start
-        assert took_s < (STEP_TIMEOUT_S / 2 if end == signal.SIGKILL else 3 * STEP_TIMEOUT_S)
+            with pytest.raises(Unavailable):
+                frames.send(ONE_STEP)
+        for num_numbers in (3, LARGE):
+            start = time.monotonic()
+            with pytest.raises(Unavailable):
+                group.all_reduce(torch.zeros(num_numbers))
+            took_s = time.monotonic() - start
+            assert took_s < (STEP_TIMEOUT_S / 2 if end == signal.SIGKILL else 3 * STEP_TIMEOUT_S)
 
 
 def test_a_rank_that_dies_within_a_step_fails_it() -> None:
