@@ -173,12 +173,9 @@ class PagedEngine:
             HeldSequence(step, length, self._pool.pages(step.sequence_id))
             for step, length in zip(steps, lengths, strict=True)
         ]
-        nums = [step.num_logits for step in steps]
         with torch.inference_mode():
             plan = plan_step(sequences, self._windows, self._page_size, self._device, self._dtype)
-            # A head is not asked for no rows at all.
-            rows = plan.logit_rows if sum(nums) else plan.slots.new_zeros(1)
-            selection = {"logits_to_keep": rows} if self._selects_logits else {}
+            selection = {"logits_to_keep": plan.logit_rows} if self._selects_logits else {}
             with running(self._layers, plan):
                 logits: torch.Tensor = self._module(
                     input_ids=plan.token_ids,
@@ -188,7 +185,7 @@ class PagedEngine:
                     **selection,
                 ).logits[0]
             if not self._selects_logits:
-                logits = logits.index_select(0, rows)
+                logits = logits.index_select(0, plan.logit_rows)
         # The copy is made outside of inference mode, so that callers may change it in place.
-        wanted = logits[: sum(nums)].to(self._logits_dtype, copy=True)
-        return list(torch.split(wanted, nums))
+        wanted = logits.to(self._logits_dtype, copy=True)
+        return list(torch.split(wanted, [step.num_logits for step in steps]))

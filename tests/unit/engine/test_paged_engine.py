@@ -204,6 +204,22 @@ def test_a_branch_goes_its_own_way(make_engine: EngineMaker) -> None:
     assert gap(run(engine, "a", (4,), 1), dense(library, ids(22) + ids(3, 6) + (4,))[-1:]) <= EXACT
 
 
+def test_a_cut_into_a_shared_page_leaves_it_to_others(make_engine: EngineMaker) -> None:
+    """A branch and a sequence that shares a prefix, both cut amid a page that the first one holds,
+    write to a copy that has what stands before the cut."""
+    module = llama()
+    engine, library = make_engine(module), twin(module)
+    run(engine, "a", ids(32), 1)
+    engine.fork("a", "b")
+    run(engine, "a", ids(1), 1)
+    assert engine.attach("c", ids(40)) == 32
+    for name in "bc":
+        engine.keep(name, 20)
+        rows = run(engine, name, ids(6, 9), 6)
+        assert gap(rows, dense(library, ids(20) + ids(6, 9))[-6:]) <= EXACT
+    assert gap(run(engine, "a", (5,), 1), dense(library, (*ids(32), *ids(1), 5))[-1:]) <= EXACT
+
+
 def test_idle_sequences_make_room(make_engine: EngineMaker) -> None:
     """Four pages: the one that is idle is gone when two others need them, and runs again as it
     did; busy ones stay, and a step that finds no room changes nothing."""
