@@ -1,4 +1,5 @@
-"""Ray, as far as Outrider needs it: connect quietly, place one actor per role, call it, end it."""
+"""Ray, as far as Outrider needs it: connect quietly, place the actors of each role, call them, end
+them."""
 
 from __future__ import annotations
 
@@ -35,21 +36,26 @@ _ENVIRONMENT: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What an actor asks Ray for."""
+    """What the actors of a role ask Ray for."""
 
     role: str
     num_cpus: float
     num_gpus: float
+    num_ranks: int = 1
+    """Actors that share the role's model, each of which asks for so much."""
 
     def __str__(self) -> str:
-        return f"{self.num_cpus:g} CPUs and {self.num_gpus:g} GPUs"
+        each = f"{self.num_cpus:g} CPUs and {self.num_gpus:g} GPUs"
+        return each if self.num_ranks == 1 else f"{self.num_ranks} times {each}"
 
 
 class Actor:
     """One actor and what it was placed with."""
 
-    def __init__(self, demand: Demand, handle: Any) -> None:
+    def __init__(self, demand: Demand, handle: Any, rank: int = 0) -> None:
+        """`rank` 0 is the actor that serves; it leads the others of its role."""
         self.demand = demand
+        self.rank = rank
         self._handle = handle
         self._place: Place | None = None
 
@@ -73,8 +79,13 @@ class Actor:
 
     @property
     def role(self) -> str:
-        """Which service it hosts."""
+        """Which service it hosts, or helps to."""
         return self.demand.role
+
+    @property
+    def name(self) -> str:
+        """The role, and the rank of a follower."""
+        return _name(self.demand, self.rank)
 
     async def call(self, method: str, *arguments: object, timeout_s: float | None = None) -> Any:
         """Calls a method. Raises the `OutriderError` that it raised, `Unavailable` for an actor
@@ -86,7 +97,7 @@ class Actor:
             return await asyncio.wait_for(future, timeout_s)
         except TimeoutError as error:
             raise Unavailable(
-                f"the {self.role} actor did not answer {method} in {timeout_s:g} s"
+                f"the {self.name} actor did not answer {method} in {timeout_s:g} s"
             ) from error
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, OutriderError):
@@ -94,7 +105,7 @@ class Actor:
             raise
         except ray.exceptions.RayActorError as error:
             reason = " ".join(str(error).split())
-            raise Unavailable(f"the {self.role} actor died: {reason}") from error
+            raise Unavailable(f"the {self.name} actor died: {reason}") from error
 
     async def kill(self) -> None:
         """Ends the actor's process at once."""
@@ -111,6 +122,8 @@ class Cluster:
         self._address = address or "local"
         self._temporary: str | None = None
         self._connected = False
+        self._groups: dict[str, Any] = {}
+        """Placement groups by role."""
 
     async def connect(self) -> None:
         """Starts a local cluster, or connects to the one at the address. Raises `ConfigError`."""
@@ -154,37 +167,83 @@ class Cluster:
         found: Mapping[str, float] = ray.cluster_resources()
         return found
 
-    async def place(self, actors: Sequence[tuple[Demand, type]], timeout_s: float) -> list[Actor]:
-        """One named actor per demand, once every one of them runs. Raises `ConfigError` naming
-        those that found no place within `timeout_s`, or can never find one on a cluster of our
-        own, and `Unavailable` for one that died; then none is left running."""
-        import ray
-
-        if self.local and (too_much := beyond([d for d, _ in actors], self.resources())):
+    async def place(
+        self, actors: Sequence[tuple[Demand, type, type]], timeout_s: float
+    ) -> list[Actor]:
+        """For each demand an actor of the first class and, where it has further ranks, as many of
+        the second, once every one of them runs; in the order of the demands, and the ranks of each.
+        Ranks of one role stand in one placement group, on one machine where one is large enough.
+        Raises `ConfigError` naming those that found no place within `timeout_s`, or can never find
+        one on a cluster of our own, and `Unavailable` for one that died; then none is left
+        running."""
+        if self.local and (too_much := beyond([d for d, *_ in actors], self.resources())):
             raise ConfigError(self._no_place(too_much, "there is no place"))
         placed = [
-            Actor(
-                demand,
-                ray.remote(kind)
-                .options(
-                    name=demand.role,
-                    num_cpus=demand.num_cpus,
-                    num_gpus=demand.num_gpus,
-                    max_concurrency=CALLS_PER_ACTOR_MAX,
-                )
-                .remote(),
-            )
-            for demand, kind in actors
+            actor
+            for demand, leader, follower in actors
+            for actor in self._begin(demand, leader, follower)
         ]
         try:
             found = await asyncio.gather(*(actor.find_place(timeout_s) for actor in placed))
-            homeless = [actor.demand for actor, runs in zip(placed, found, strict=True) if not runs]
+            homeless = {
+                actor.role: actor.demand
+                for actor, runs in zip(placed, found, strict=True)
+                if not runs
+            }
             if homeless:
-                raise ConfigError(self._no_place(homeless, f"no place within {timeout_s:g} s"))
+                missing = list(homeless.values())
+                raise ConfigError(self._no_place(missing, f"no place within {timeout_s:g} s"))
         except BaseException:
-            await asyncio.gather(*(actor.kill() for actor in placed))
+            await self.remove(placed)
             raise
         return placed
+
+    async def remove(self, actors: Sequence[Actor]) -> None:
+        """Ends actors at once, and gives back the places of their groups."""
+        await asyncio.gather(*(actor.kill() for actor in actors))
+        for role in {actor.role for actor in actors} & self._groups.keys():
+            await asyncio.to_thread(_remove_group, self._groups.pop(role))
+
+    def _begin(self, demand: Demand, leader: type, follower: type) -> list[Actor]:
+        """The actors of a role, which Ray has not placed yet."""
+        import ray
+
+        places = self._places_of_ranks(demand)
+        return [
+            Actor(
+                demand,
+                ray.remote(follower if rank else leader)
+                .options(
+                    name=_name(demand, rank),
+                    num_cpus=demand.num_cpus,
+                    num_gpus=demand.num_gpus,
+                    max_concurrency=CALLS_PER_ACTOR_MAX,
+                    **places[rank],
+                )
+                .remote(),
+                rank,
+            )
+            for rank in range(demand.num_ranks)
+        ]
+
+    def _places_of_ranks(self, demand: Demand) -> list[dict[str, Any]]:
+        """Ray's options for where each rank of a role runs: anywhere for one that is alone, and for
+        ranks that ask for nothing, of which no group can be made."""
+        if demand.num_ranks == 1 or not (demand.num_cpus or demand.num_gpus):
+            return [{}] * demand.num_ranks
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        asked = {"CPU": demand.num_cpus, "GPU": demand.num_gpus}
+        bundle = {name: amount for name, amount in asked.items() if amount}
+        group = placement_group([bundle] * demand.num_ranks, strategy=strategy(demand, machines))
+        self._groups[demand.role] = group
+        return [
+            {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, rank)}
+            for rank in range(demand.num_ranks)
+        ]
 
     def _no_place(self, homeless: Sequence[Demand], what: str) -> str:
         import ray
@@ -215,12 +274,30 @@ def beyond(demands: Sequence[Demand], resources: Mapping[str, float]) -> list[De
     left_cpus, left_gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
     found = []
     for demand in demands:
-        if demand.num_cpus > left_cpus or demand.num_gpus > left_gpus:
+        num_cpus = demand.num_cpus * demand.num_ranks
+        num_gpus = demand.num_gpus * demand.num_ranks
+        if num_cpus > left_cpus or num_gpus > left_gpus:
             found.append(demand)
         else:
-            left_cpus -= demand.num_cpus
-            left_gpus -= demand.num_gpus
+            left_cpus -= num_cpus
+            left_gpus -= num_gpus
     return found
+
+
+def strategy(demand: Demand, machines: Sequence[Mapping[str, float]]) -> str:
+    """How Ray shall place the ranks of a role on machines of these resources: on one of them where
+    one is large enough for all, else on as few as possible. Pure."""
+    return "STRICT_PACK" if any(not beyond([demand], machine) for machine in machines) else "PACK"
+
+
+def _remove_group(group: Any) -> None:
+    from ray.util.placement_group import remove_placement_group
+
+    remove_placement_group(group)
+
+
+def _name(demand: Demand, rank: int) -> str:
+    return f"{demand.role}-rank-{rank}" if rank else demand.role
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

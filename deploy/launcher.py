@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +25,9 @@ from coordinator.actor import CoordinatorActor, connect_store
 from draft_service.actor import DraftActor
 from outrider.client import Client
 from outrider.config import DeploymentConfig
+from outrider.engine.parallel.meeting import Meeting
 from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
+from outrider.rank_host import RankHost, Seat
 from outrider.replica_host import Traffic
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.settings import blaming
@@ -37,6 +40,8 @@ from .preflight import check_before_start
 
 _log = logging.getLogger(__name__)
 
+ECHO_S: Final = 2.0
+"""How long after one rank of a model fails to start another may, before the reason is told."""
 STOP_CALL_TIMEOUT_S: Final = 5.0
 """What an actor may take to stop beyond the time it was given for running requests."""
 
@@ -64,6 +69,7 @@ class Deployment:
         self._cluster = Cluster(config.address)
         self._redis: EmbeddedRedis | None = None
         self._actors: dict[str, Actor] = {}
+        self._followers: list[Actor] = []
         self._endpoints: Endpoints | None = None
 
     async def __aenter__(self) -> Self:
@@ -93,6 +99,10 @@ class Deployment:
     def actor(self, role: str) -> Actor:
         """The actor of a role: `coordinator`, `target` or `draft`."""
         return self._actors[role]
+
+    def followers(self, role: str) -> list[Actor]:
+        """The other ranks of a role's model."""
+        return [actor for actor in self._followers if actor.role == role]
 
     async def traffic(self, role: str) -> Traffic:
         """What crossed the streams of the target or of the draft."""
@@ -165,12 +175,13 @@ class Deployment:
     async def _place(self, placement: Placement) -> None:
         self._report("waiting for a place for every actor")
         demands = [
-            (placement.target, TargetActor),
-            (placement.draft, DraftActor),
-            (placement.coordinator, CoordinatorActor),
+            (placement.target, TargetActor, RankHost),
+            (placement.draft, DraftActor, RankHost),
+            (placement.coordinator, CoordinatorActor, RankHost),
         ]
         actors = await self._cluster.place(demands, self.config.startup_timeout_s)
-        self._actors = {actor.role: actor for actor in actors}
+        self._actors = {actor.role: actor for actor in actors if actor.rank == 0}
+        self._followers = [actor for actor in actors if actor.rank > 0]
         nodes = {actor.place.node for actor in actors}
         if len(nodes) > 1 and not self.config.target.insecure:
             raise SettingError(
@@ -180,29 +191,53 @@ class Deployment:
             )
 
     async def _begin(self, role: str, config: object) -> str:
-        """Starts the service of an actor; its address."""
+        """Starts the service of an actor, and the other ranks of its model; its address."""
         actor = self._actors[role]
         logs = self._state / "logs"
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory = str(logs) if self._cluster.local else ""
         timeout_s = self.config.model_timeout_s
-        address: str = await actor.call("start", config, directory, timeout_s=timeout_s)
+        seats = await self._seats(actor, timeout_s)
+        address: str = await _of_the_first(
+            actor.call("start", config, directory, timeout_s=timeout_s),
+            *(
+                follower.call(
+                    "start", config, role, seat, timeout_s, directory, timeout_s=timeout_s
+                )
+                for follower, seat in seats
+            ),
+        )
         return address
 
+    async def _seats(self, leader: Actor, timeout_s: float) -> list[tuple[Actor, Seat]]:
+        """The followers of an actor's model, each with what it is told."""
+        followers = self.followers(leader.role)
+        if not followers:
+            return []
+        neighbours = Counter(actor.place.node for actor in (leader, *followers))
+        meeting: Meeting = await leader.call(
+            "open_meeting", 1 + len(followers), neighbours[leader.place.node], timeout_s
+        )
+        return [
+            (actor, Seat(meeting, actor.rank, neighbours[actor.place.node])) for actor in followers
+        ]
+
     async def wait(self) -> str:
-        """Returns the role of the first actor without which nothing goes on (coordinator or
-        target) once it has died. The loss of the draft is logged: rounds go on without it."""
+        """Returns the role of the first actor without which nothing goes on (coordinator, or any
+        rank of the target) once it has died. The loss of the draft is logged: rounds go on without
+        it."""
         waiting = {
-            asyncio.create_task(actor.call("wait")): role for role, actor in self._actors.items()
+            asyncio.create_task(actor.call("wait")): actor
+            for actor in (*self._actors.values(), *self._followers)
         }
         try:
             while True:
                 done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    role = waiting.pop(task)
-                    _log.error("the %s actor is gone: %s", role, task.exception())
-                    if role != "draft":
-                        return role
+                    actor = waiting.pop(task)
+                    _log.error("the %s actor is gone: %s", actor.name, task.exception())
+                    if actor.role != "draft":
+                        return actor.role
         finally:
             for task in waiting:
                 task.cancel()
@@ -214,7 +249,9 @@ class Deployment:
         for roles in (("coordinator",), ("target", "draft")):
             actors = [self._actors[role] for role in roles if role in self._actors]
             await asyncio.gather(*(self._stop_actor(actor) for actor in actors))
-        self._actors = {}
+        # They have ended with their leaders, unless those died.
+        await asyncio.gather(*(self._stop_actor(actor) for actor in self._followers))
+        self._actors, self._followers = {}, []
         # Ray's processes end with it, and with them whoever still talks to Redis.
         await self._cluster.disconnect()
         if self._redis is not None:
@@ -226,8 +263,24 @@ class Deployment:
         try:
             await actor.call("stop", grace_s, timeout_s=grace_s + STOP_CALL_TIMEOUT_S)
         except OutriderError as error:
-            _log.warning("the %s actor did not stop by itself: %s", actor.role, error)
+            _log.warning("the %s actor did not stop by itself: %s", actor.name, error)
         await actor.kill()
+
+
+async def _of_the_first(first: Awaitable[Any], *others: Awaitable[Any]) -> Any:
+    """The result of the first, once all have one. Raises as soon as one of them fails: the
+    `ConfigError` of any that fails within `ECHO_S`, because ranks end when another one does."""
+    tasks = [asyncio.ensure_future(work) for work in (first, *others)]
+    try:
+        _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if pending:
+            await asyncio.wait(pending, timeout=ECHO_S)
+        ended = [task for task in tasks if task.done()]
+        _raise_first([task.exception() for task in ended])
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def _all(*work: Awaitable[Any]) -> list[Any]:
@@ -240,7 +293,12 @@ async def _all(*work: Awaitable[Any]) -> list[Any]:
     except asyncio.CancelledError:
         await gathering
         raise
+    _raise_first(results)
+    return results
+
+
+def _raise_first(results: Sequence[object]) -> None:
+    """Raises the first error of the results, a `ConfigError` before others."""
     errors = [result for result in results if isinstance(result, BaseException)]
     for error in sorted(errors, key=lambda error: not isinstance(error, ConfigError)):
         raise error
-    return results

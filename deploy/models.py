@@ -17,8 +17,8 @@ _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "tokenizer_confi
 def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
     """The configuration with the directories of models and tokenizer. Takes minutes where a model
     must be converted or fetched first. Raises `SettingError` for a model that is not to be had,
-    for a length that one does not take, and for a draft whose tokenizer differs from the
-    target's."""
+    for a length that one does not take, for ranks that one cannot be shared out among, and for a
+    draft whose tokenizer differs from the target's."""
     if config.target.emulated is not None:
         from outrider.engine.emulated import EmulatedSpec
 
@@ -32,6 +32,10 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
     with blaming("model"):
         directory = resolve_model(config.target.model, trust_remote_code=trust)
     _check_length("max_model_len", config.target.max_model_len, directory, trust)
+    _check_ranks(
+        "tensor_parallel_size", config.target.tensor_parallel_size, config.target.model,
+        directory, trust,
+    )  # fmt: skip
     draft_directory = ""
     if not config.draft.is_ngram:
         draft_directory = str(_resolve_draft(config, trust))
@@ -55,6 +59,10 @@ def _resolve_draft(config: DeploymentConfig, trust: bool) -> Path:
         directory = resolve_model(config.draft.model, trust_remote_code=trust)
         check_same_tokenizer(config.target.model, config.draft.model, trust_remote_code=trust)
     _check_length("draft_max_model_len", config.draft.max_model_len, directory, trust)
+    _check_ranks(
+        "draft_tensor_parallel_size", config.draft.tensor_parallel_size, config.draft.model,
+        directory, trust,
+    )  # fmt: skip
     return directory
 
 
@@ -66,6 +74,13 @@ def _check_length(key: str, asked: int, directory: Path, trust: bool) -> None:
     stated = stated_length(directory, trust_remote_code=trust)
     if stated is not None and asked > stated:
         raise SettingError(key, f"{asked} is wrong; the model takes at most {stated} tokens")
+
+
+def _check_ranks(key: str, size: int, name: str, directory: Path, trust: bool) -> None:
+    if size > 1:
+        from outrider.engine.parallel.shard_loading import check_shares
+
+        check_shares(directory, size, key=key, name=name, trust_remote_code=trust)
 
 
 def _has_tokenizer(directory: Path) -> bool:

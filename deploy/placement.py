@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ COORDINATOR, TARGET, DRAFT = "coordinator", "target", "draft"
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The configuration with devices and GPUs resolved, and the demand of each role."""
+    """The configuration with devices and GPUs resolved, and the demand of each role's actors."""
 
     config: DeploymentConfig
     target: Demand
@@ -24,19 +25,20 @@ class Placement:
 
 
 def plan_placement(config: DeploymentConfig, resources: Mapping[str, float]) -> Placement:
-    """Shares GPUs out where there are any and the configuration leaves it open: one each, or half
-    of the only one; none for what runs no model. An actor with a GPU runs its model there.
-    Raises `SettingError` where a device was asked for that no actor gets."""
-    draft_runs_model = not config.draft.is_ngram
+    """Shares GPUs out where there are any and the configuration leaves it open: one for each rank
+    of a model, or an equal fraction where there are fewer; none for what runs no model. An actor
+    with a GPU runs its model there. Raises `SettingError` where a device was asked for that no
+    actor gets, and for several ranks of what runs no model."""
+    target_ranks, draft_ranks = _ranks(config)
     default_gpus = 0.0
     if resources.get("GPU", 0) > 0 and config.target.emulated is None:
-        alone = resources["GPU"] >= 2 or not draft_runs_model
-        default_gpus = 1.0 if alone else 0.5
+        num_ranks = target_ranks + (0 if config.draft.is_ngram else draft_ranks)
+        default_gpus = 1.0 / math.ceil(num_ranks / max(1, int(resources["GPU"])))
     target_gpus, target_device = _device(
         "target", config.target.device, config.target.num_gpus, default_gpus
     )
     draft_gpus, draft_device = 0.0, "cpu"
-    if draft_runs_model:
+    if not config.draft.is_ngram:
         draft_gpus, draft_device = _device(
             "draft", config.draft.device, config.draft.num_gpus, default_gpus
         )
@@ -46,10 +48,24 @@ def plan_placement(config: DeploymentConfig, resources: Mapping[str, float]) -> 
             target=replace(config.target, device=target_device, num_gpus=target_gpus),
             draft=replace(config.draft, device=draft_device, num_gpus=draft_gpus),
         ),
-        target=Demand(TARGET, config.target.num_cpus, target_gpus),
-        draft=Demand(DRAFT, config.draft.num_cpus, draft_gpus),
+        target=Demand(TARGET, config.target.num_cpus, target_gpus, target_ranks),
+        draft=Demand(DRAFT, config.draft.num_cpus, draft_gpus, draft_ranks),
         coordinator=Demand(COORDINATOR, config.coordinator.num_cpus, 0.0),
     )
+
+
+def _ranks(config: DeploymentConfig) -> tuple[int, int]:
+    """Of the target and of the draft."""
+    emulated = config.target.emulated is not None
+    for key, service, runs_model in (
+        ("tensor_parallel_size", config.target, not emulated),
+        ("draft_tensor_parallel_size", config.draft, not emulated and not config.draft.is_ngram),
+    ):
+        if service.tensor_parallel_size > 1 and not runs_model:
+            raise SettingError(
+                key, f"{service.tensor_parallel_size} given, but no model runs that could be shared"
+            )
+    return config.target.tensor_parallel_size, config.draft.tensor_parallel_size
 
 
 def _device(

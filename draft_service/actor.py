@@ -6,8 +6,9 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from outrider.config import DraftConfig
-from outrider.hosting import available_cores, build_engine, log_to, step_costs, use_threads
+from outrider.hosting import cores_for, log_to, step_costs, use_threads
 from outrider.messages import DraftAnswer, DraftItem
+from outrider.rank_host import Leadership, engine_of_a_replica, threads_of_a_rank
 from outrider.replica_host import ReplicaHost
 
 if TYPE_CHECKING:
@@ -22,22 +23,23 @@ class DraftActor(ReplicaHost[DraftItem, DraftAnswer]):
     async def start(self, config: DraftConfig, log_directory: str) -> str:
         """Loads the model, if there is one, and serves; the address that coordinators call.
         Raises `ConfigError`."""
-        num_threads = config.num_threads or _default_threads(config)
+        num_cores = 1 if config.is_ngram else cores_for("draft")
+        num_threads = threads_of_a_rank(config, num_cores, self.leadership)
         use_threads(num_threads)
         log_to(log_directory, "draft")
         observer = self.observe(config, "draft")
-        service = await asyncio.to_thread(_build, config, num_threads, observer)
+        service = await asyncio.to_thread(_build, config, num_threads, observer, self.leadership)
         from .servicer import DraftServicer
 
         return await self.serve(service, DraftServicer, config.host, config.port)
 
 
-def _default_threads(config: DraftConfig) -> int:
-    """Half of the cores for a model: the target has all of them, and waits while the draft runs."""
-    return 1 if config.is_ngram else max(1, available_cores() // 2)
-
-
-def _build(config: DraftConfig, num_threads: int, observer: StepObserver | None) -> DraftService:
+def _build(
+    config: DraftConfig,
+    num_threads: int,
+    observer: StepObserver | None,
+    leadership: Leadership | None,
+) -> DraftService:
     from outrider.engine.executor import ThreadExecutor
     from outrider.engine.workers import start_workers
 
@@ -51,7 +53,7 @@ def _build(config: DraftConfig, num_threads: int, observer: StepObserver | None)
         return DraftService.without_model(
             config.model, drafter, lookup, max_num_seqs=config.max_num_seqs, observer=observer
         )
-    engine = build_engine(config, "draft", num_threads)
+    engine = engine_of_a_replica(config, "draft", num_threads, leadership)
     executor = ThreadExecutor("draft-step", engine.take_step_seconds, start_workers)
     return DraftService.with_model(
         engine,

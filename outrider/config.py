@@ -23,6 +23,7 @@ from outrider.limits import (
     RUN_AHEAD_ROUNDS_MAX,
     SEED_MAX,
     SESSIONS_PER_COORDINATOR_MAX,
+    TENSOR_PARALLEL_SIZE_MAX,
 )
 from outrider.settings import Setting, build, merge, setting, settings_by_key, verify_settings
 from outrider.telemetry.destination import Destination
@@ -150,6 +151,10 @@ class TargetConfig(ModelServerConfig):
         0, "Threads of the target's steps; 0 = most of the machine's cores.",
         key="target_num_threads", minimum=0, maximum=THREADS_MAX,
     )  # fmt: skip
+    tensor_parallel_size: int = setting(
+        1, "Ranks that share the target's model out, each with CPUs, GPUs and threads as above.",
+        minimum=1, maximum=TENSOR_PARALLEL_SIZE_MAX,
+    )  # fmt: skip
     directory: str = ""
     """Where the model's files are, once its name is resolved; empty for an emulated engine."""
 
@@ -204,6 +209,10 @@ class DraftConfig(ModelServerConfig):
     num_threads: int = setting(
         0, "Threads of the draft's steps; 0 = a share of the machine's cores, 1 for `ngram`.",
         key="draft_num_threads", minimum=0, maximum=THREADS_MAX,
+    )  # fmt: skip
+    tensor_parallel_size: int = setting(
+        1, "Ranks that share the draft's model out, each with CPUs, GPUs and threads as above.",
+        key="draft_tensor_parallel_size", minimum=1, maximum=TENSOR_PARALLEL_SIZE_MAX,
     )  # fmt: skip
     support_entries: int = setting(
         DRAFT_SUPPORT_ENTRIES, "Tokens that a draft distribution may keep on the wire.",

@@ -8,7 +8,7 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from outrider.config import DraftConfig, TargetConfig
 from outrider.telemetry.logs import JsonLines
@@ -16,6 +16,7 @@ from outrider.telemetry.logs import JsonLines
 if TYPE_CHECKING:
     from outrider.engine.costs import StepCosts
     from outrider.engine.interface import Engine
+    from outrider.engine.parallel.sharding import Ranks
 
 SPIN_COUNT: Final = 3_000
 """Turns, of some 50 ns each, that a thread of a numeric library spins before it sleeps. They must
@@ -50,6 +51,12 @@ def available_cores() -> int:
     return max(1, min(cores, round(int(quota) / int(period))))
 
 
+def cores_for(role: Literal["target", "draft"]) -> int:
+    """Half of the cores for a draft's model: the target has all of them, and waits while the draft
+    runs."""
+    return available_cores() if role == "target" else max(1, available_cores() // 2)
+
+
 def use_threads(num_threads: int) -> None:
     """Makes numeric libraries that are imported later use so many threads; call it first."""
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -79,9 +86,13 @@ def advertised(host: str, address: str) -> str:
 
 
 def build_engine(
-    config: TargetConfig | DraftConfig, role: Literal["target", "draft"], num_threads: int
+    config: TargetConfig | DraftConfig,
+    role: Literal["target", "draft"],
+    num_threads: int,
+    ranks: Ranks | None = None,
 ) -> Engine:
-    """The engine that a configuration names; loads the model. Blocks; raises `ConfigError`."""
+    """The engine that a configuration names; loads the model, or one rank's share of it. Blocks;
+    raises `ConfigError`."""
     # Numeric libraries are imported here, after `use_threads`.
     if config.emulated is not None:
         from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
@@ -91,20 +102,30 @@ def build_engine(
     from outrider.engine.loading import load_model
     from outrider.engine.modules.swaps import speed_up
     from outrider.engine.paged_engine import PagedEngine
+    from outrider.engine.parallel.shard_loading import load_shard
+    from outrider.engine.parallel.sharding import least
 
-    module, info = load_model(
-        Path(config.directory),
-        name=config.model,
-        dtype=config.dtype,
-        device=config.device,
-        num_threads=num_threads,
-        max_model_len=config.max_model_len or None,
-        trust_remote_code=config.trust_remote_code,
-    )
+    path = Path(config.directory)
+    options: dict[str, Any] = {
+        "name": config.model,
+        "dtype": config.dtype,
+        "device": config.device,
+        "num_threads": num_threads,
+        "max_model_len": config.max_model_len or None,
+        "trust_remote_code": config.trust_remote_code,
+    }
+    if ranks is None:
+        module, info = load_model(path, **options)
+    else:
+        key = "tensor_parallel_size" if role == "target" else "draft_tensor_parallel_size"
+        module, info = load_shard(path, ranks, key=key, **options)
+    device = next(module.parameters()).device
     speed_up(module)
     num_bytes = config.kv_cache_memory_bytes or memory_budget(
-        next(module.parameters()).device, config.gpu_memory_utilization, config.num_gpus
+        device, config.gpu_memory_utilization, config.num_gpus
     )
+    if ranks is not None:  # they hold the same pages
+        num_bytes = least(ranks, num_bytes, device)
     return PagedEngine(
         module, info, max_num_seqs=config.max_num_seqs, kv_cache_memory_bytes=num_bytes
     )

@@ -39,6 +39,12 @@ SEQUENCES_PER_REPLICA_MAX: Final = 4096
 """Sessions whose tokens and epoch a replica remembers; the longest unused makes room."""
 ENGINE_SEQUENCES_MAX: Final = 64
 """Sequences in one step of an engine, by default (`--max-num-seqs`)."""
+TENSOR_PARALLEL_SIZE_MAX: Final = 64
+"""Ranks that one model may be shared among."""
+COLLECTIVE_TIMEOUT_S: Final = 60
+"""How long ranks of a model wait for each other within a step before the replica is given up."""
+FRAME_OF_CALLS_WORDS_MAX: Final = 2**24
+"""Words that a leader tells its followers at a time: the tokens of a step, above all."""
 PAGE_SIZE: Final = 16
 """Tokens of a page of keys and values: what sequences share is a multiple of it."""
 KV_CACHE_BYTES_DEFAULT: Final = 2**30

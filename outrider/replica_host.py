@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 from outrider.config import ModelServerConfig
 from outrider.hosting import Place, advertised
 from outrider.messages import ReplicaDescription
+from outrider.rank_host import Leadership
 from outrider.wire.link import Connection, ReplicaService
 
 if TYPE_CHECKING:
+    from outrider.engine.parallel.meeting import Meeting
     from outrider.telemetry.exporting import Exports
     from outrider.wire.codecs import Keyed
     from outrider.wire.replica_servicer import ReplicaServicer
@@ -68,6 +70,14 @@ class ReplicaHost(Generic[Item, Answer]):
         self._health_changed = asyncio.Event()
         self._health_task: asyncio.Task[None] | None = None
         self._exports: Exports | None = None
+        self.leadership: Leadership | None = None
+        """Of the ranks that share the model; None where this process runs it alone."""
+
+    async def open_meeting(self, num_ranks: int, num_neighbours: int, timeout_s: float) -> Meeting:
+        """Where the other ranks of this replica's model join, while `start` loads it here. See
+        `Leadership`."""
+        self.leadership = Leadership(num_ranks, num_neighbours, timeout_s)
+        return self.leadership.meeting
 
     def observe(
         self, config: ModelServerConfig, role: Literal["draft", "target"]

@@ -31,7 +31,7 @@ MAX_MODEL_LEN_DEFAULT: Final = 2048
 _LENGTH_KEYS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
-_LOADING_ERRORS: Final = (
+LOADING_ERRORS: Final = (
     ValueError, OSError, ImportError, KeyError, TypeError, RuntimeError, SafetensorError,
 )  # fmt: skip
 """What the library raises for files that are broken or that it does not know."""
@@ -61,10 +61,7 @@ def load_model(
     name = name or str(path)
     check_weights(path, name)
     where = resolve_device(device)
-    if num_threads is not None:
-        if num_threads < 1:
-            raise ConfigError(f"num_threads: {num_threads} given; at least 1 is needed")
-        torch.set_num_threads(num_threads)
+    set_threads(num_threads)
     transformers_logging.disable_progress_bar()
     _log.info("loading %s on %s", name, where)
     try:
@@ -78,15 +75,26 @@ def load_model(
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
-    except _LOADING_ERRORS as error:
+    except LOADING_ERRORS as error:
         raise ConfigError(f"model {name}: cannot be loaded: {error}") from error
     if loading["missing_keys"]:  # the library would go on with random numbers
         first = min(loading["missing_keys"])
         raise ConfigError(f"model {name}: its files lack the weights {first}")
     module.requires_grad_(False)
     module = module.to(where).eval()
+    info = describe(
+        module, path, name, max_model_len=max_model_len, trust_remote_code=trust_remote_code
+    )
+    return module, info
+
+
+def describe(
+    module: Any, path: Path, name: str, *, max_model_len: int | None, trust_remote_code: bool
+) -> ModelInfo:
+    """What the model of `path` is, whether or not its parameters have values yet. Raises
+    `ConfigError`."""
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    info = ModelInfo(
+    return ModelInfo(
         name=name,
         vocab_size=_logits_width(module),
         max_model_len=_max_model_len(module.config, max_model_len, name),
@@ -95,7 +103,6 @@ def load_model(
         weights_fingerprint=weights_fingerprint(path),
         tokenizer_fingerprint="" if tokenizer is None else tokenizer_table(tokenizer).fingerprint,
     )
-    return module, info
 
 
 def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None:
@@ -110,7 +117,7 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None
         return AutoTokenizer.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except _LOADING_ERRORS as error:
+    except LOADING_ERRORS as error:
         raise ConfigError(f"model {path}: its tokenizer cannot be loaded: {error}") from error
 
 
@@ -123,7 +130,7 @@ def stated_length(path: Path, *, trust_remote_code: bool = False) -> int | None:
         config = AutoConfig.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except _LOADING_ERRORS as error:
+    except LOADING_ERRORS as error:
         raise ConfigError(f"model {path}: its config.json cannot be loaded: {error}") from error
     return _stated_length(config)
 
@@ -136,6 +143,15 @@ def check_same_tokenizer(target: str, draft: str, *, trust_remote_code: bool = F
         tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
         tables.append(None if tokenizer is None else tokenizer_table(tokenizer))
     compare_tokenizers(target, tables[0], draft, tables[1])
+
+
+def set_threads(num_threads: int | None) -> None:
+    """Operators of the whole process use so many threads; None leaves it. Raises `ConfigError`."""
+    if num_threads is None:
+        return
+    if num_threads < 1:
+        raise ConfigError(f"num_threads: {num_threads} given; at least 1 is needed")
+    torch.set_num_threads(num_threads)
 
 
 def resolve_device(device: str) -> torch.device:

@@ -93,6 +93,8 @@ def check_answers(engine: Engine, expected: torch.Tensor) -> None:
         answers = [torch.cat([*first, rest]), other]
     else:
         answers = engine.forward([whole])
+    if expected.shape[-1] == 0:
+        return  # of the ranks that share a model, only the leader has logits
     tolerance = _TOLERANCES.get(expected.dtype, _HALF_TOLERANCE)
     reference = expected.double()
     for answer in answers:

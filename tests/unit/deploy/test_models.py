@@ -49,3 +49,13 @@ def test_a_target_without_a_tokenizer_is_warned_of(tiny: Path, tmp_path: Path) -
     byte_level_tokenizer(32).save_pretrained(speaking)
     config = resolve_models(load_config({"model": str(speaking)}, {}))
     assert tokenizer_warning(config.coordinator.tokenizer_directory) is None
+
+
+@pytest.mark.parametrize("key", ["tensor_parallel_size", "draft_tensor_parallel_size"])
+def test_a_number_of_ranks_that_a_model_cannot_have_is_refused(tiny: Path, key: str) -> None:
+    """With the setting's name and the numbers that do."""
+    models = {"model": str(tiny), "draft_model": str(tiny)}
+    resolve_models(load_config({**models, key: 2}, {}))
+    with pytest.raises(SettingError, match="1, 2 do") as bad:
+        resolve_models(load_config({**models, key: 3}, {}))
+    assert bad.value.key == key

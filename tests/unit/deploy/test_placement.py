@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.cluster import Demand, beyond
+from deploy.cluster import Demand, beyond, strategy
 from deploy.placement import plan_placement
 from outrider.config import load_config
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, SettingError
 
 
 def _shares(gpus: float, **settings: object) -> tuple[tuple[float, str], tuple[float, str]]:
@@ -30,6 +30,15 @@ def _shares(gpus: float, **settings: object) -> tuple[tuple[float, str], tuple[f
         (2, {"draft_model": "small", "device": "cpu"}, (0, "cpu"), (0, "cpu")),
         (2, {"draft_model": "small", "draft_num_gpus": "0"}, (1, "cuda"), (0, "cpu")),
         (1, {"target_num_gpus": "0.75", "device": "cuda:0"}, (0.75, "cuda:0"), (0, "cpu")),
+        (4, {"tensor_parallel_size": 4}, (1, "cuda"), (0, "cpu")),
+        (
+            4,
+            {"tensor_parallel_size": 2, "draft_model": "small", "draft_tensor_parallel_size": 2},
+            (1, "cuda"),
+            (1, "cuda"),
+        ),
+        (2, {"tensor_parallel_size": 3, "draft_model": "small"}, (0.5, "cuda"), (0.5, "cuda")),
+        (3, {"tensor_parallel_size": 4}, (0.5, "cuda"), (0, "cpu")),
         (4, {"engine": "emulated:", "draft_model": "small"}, (0, "cpu"), (0, "cpu")),
     ],
 )
@@ -64,3 +73,41 @@ def test_demands_beyond_a_cluster_are_those_that_do_not_fit_beside_the_others() 
     assert beyond([small, large, gpu], {"CPU": 2.0}) == [large, gpu]
     assert beyond([small, small, small], {"CPU": 1.0}) == [small]
     assert not beyond([small, gpu], {"CPU": 1.0, "GPU": 1.0})
+
+
+def test_each_rank_of_a_model_asks_for_as_much() -> None:
+    """Target and draft have ranks of their own, and a fraction of a GPU is a fraction for each."""
+    settings = {
+        "tensor_parallel_size": 3, "target_num_cpus": 2, "target_num_gpus": 0.25,
+        "draft_model": "small", "draft_tensor_parallel_size": 2, "draft_num_gpus": 0.5,
+    }  # fmt: skip
+    placement = plan_placement(load_config(settings, {}), {"CPU": 8.0, "GPU": 4.0})
+    assert placement.target == Demand("target", 2.0, 0.25, 3)
+    assert placement.draft == Demand("draft", 0.25, 0.5, 2)
+    assert str(placement.target) == "3 times 2 CPUs and 0.25 GPUs"
+    both = [placement.target, placement.draft]
+    assert not beyond(both, {"CPU": 6.5, "GPU": 1.75})
+    assert beyond(both, {"CPU": 6.5, "GPU": 1.5}) == [placement.draft]
+    assert beyond(both, {"CPU": 5.5, "GPU": 2.0}) == [placement.target]
+
+
+def test_ranks_stand_on_one_machine_where_one_is_large_enough() -> None:
+    """Else on as few as Ray finds."""
+    ranks = Demand("target", 1.0, 1.0, 4)
+    small, large = {"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 4.0}
+    assert strategy(ranks, [small, large]) == "STRICT_PACK"
+    assert strategy(ranks, [small, small]) == "PACK"
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"engine": "emulated:", "tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size"),
+    ],
+)
+def test_what_runs_no_model_has_no_ranks(settings: dict[str, object], key: str) -> None:
+    """An emulated engine and prompt lookup."""
+    with pytest.raises(SettingError, match="no model runs") as caught:
+        _shares(4, **settings)
+    assert caught.value.key == key

@@ -1,0 +1,157 @@
+"""Frames of words from a leader to its followers, over TCP.
+
+A follower waits in a read of the kernel's, for hours if need be: it needs no core, no timeout and
+no message for that, and hears at once when the leader's process ends. A leader whose machine
+vanishes is noticed by the kernel's own keep-alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import sys
+import time
+from array import array
+from typing import Final
+
+from outrider.errors import ConfigError, Unavailable, check
+from outrider.limits import FRAME_OF_CALLS_WORDS_MAX, KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS
+
+WORD_TYPE: Final = "q"
+"""Signed numbers ..."""
+WORD_BYTES: Final = 8
+"""... of 64 bits."""
+_HEADER: Final = struct.Struct("q")
+_KEEPALIVE_PROBES: Final = 3
+_LEAST_WAIT_S: Final = 0.01
+
+
+def tune(connection: socket.socket, timeout_s: float | None) -> socket.socket:
+    """Small frames leave at once, and a peer whose machine is gone is noticed. `timeout_s` bounds
+    each call; None waits."""
+    connection.settimeout(timeout_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        for option, value in (
+            (socket.TCP_KEEPIDLE, KEEPALIVE_MS // 1000),
+            (socket.TCP_KEEPINTVL, KEEPALIVE_TIMEOUT_MS // 1000),
+            (socket.TCP_KEEPCNT, _KEEPALIVE_PROBES),
+        ):
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    return connection
+
+
+class FrameSender:
+    """The leader's ends."""
+
+    def __init__(self, connections: dict[int, socket.socket]) -> None:
+        """`connections` by the follower's rank, with the time that a send may take."""
+        self._connections = connections
+
+    def confirm(self, digest: bytes, timeout_s: float) -> None:
+        """Waits until every follower is ready for the first frame. Raises `ConfigError` where one
+        has loaded something else than `digest` names, `Unavailable` where one has ended or is not
+        ready in time."""
+        end = time.monotonic() + timeout_s
+        for rank, connection in self._connections.items():
+            patience_s = connection.gettimeout()
+            connection.settimeout(max(_LEAST_WAIT_S, end - time.monotonic()))
+            try:
+                theirs = read_exactly(connection, len(digest))
+            except TimeoutError as error:
+                raise Unavailable(f"rank {rank} has not loaded in {timeout_s:g} s") from error
+            connection.settimeout(patience_s)
+            if theirs is None:
+                raise Unavailable(f"rank {rank} has ended while it loaded; its log says why")
+            if theirs != digest:
+                raise ConfigError(
+                    f"rank {rank} has loaded another model: the files on its machine differ"
+                )
+
+    def send(self, words: array[int]) -> None:
+        """Sends one frame to every follower. Raises `Unavailable` naming one that is gone."""
+        check(len(words) <= FRAME_OF_CALLS_WORDS_MAX, f"a frame of {len(words)} words")
+        frame = _HEADER.pack(len(words)) + words.tobytes()
+        for rank, connection in self._connections.items():
+            try:
+                _check_open(connection)
+                connection.sendall(frame)
+            except OSError as error:
+                raise Unavailable(f"rank {rank} of the model does not answer: {error}") from error
+
+    def close(self) -> None:
+        """The followers' `receive` returns None."""
+        for connection in self._connections.values():
+            connection.close()
+
+
+class FrameReceiver:
+    """A follower's end."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """`connection` without a timeout."""
+        self._connection = connection
+
+    def confirm(self, digest: bytes) -> None:
+        """Tells the leader that this rank is ready, and what it has loaded. Raises `Unavailable`
+        for one that is gone."""
+        try:
+            self._connection.sendall(digest)
+        except OSError as error:
+            raise Unavailable(f"the leader has ended: {error}") from error
+
+    def receive(self) -> array[int] | None:
+        """The next frame, whenever it comes; None when the leader has ended."""
+        header = self._read(_HEADER.size)
+        if header is None:
+            return None
+        (num_words,) = _HEADER.unpack(header)
+        check(0 <= num_words <= FRAME_OF_CALLS_WORDS_MAX, f"a frame of {num_words} words")
+        body = self._read(num_words * WORD_BYTES)
+        if body is None:
+            return None
+        words = array(WORD_TYPE)
+        words.frombytes(body)
+        return words
+
+    def close(self) -> None:
+        """The leader's next `send` fails, and a `receive` that waits returns None."""
+        with contextlib.suppress(OSError):  # the leader may have ended before
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _read(self, num_bytes: int) -> bytes | None:
+        return read_exactly(self._connection, num_bytes)
+
+
+def read_exactly(connection: socket.socket, num_bytes: int) -> bytes | None:
+    """So many bytes; None where the peer ends before. Raises `TimeoutError` past the connection's
+    own timeout."""
+    parts = bytearray()
+    while len(parts) < num_bytes:
+        try:
+            part = connection.recv(num_bytes - len(parts))
+        except TimeoutError:
+            raise
+        except OSError:
+            part = b""
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)
+
+
+def _check_open(connection: socket.socket) -> None:
+    """A follower says nothing once it has joined, so whatever there is to read is its end. Raises
+    `ConnectionError`."""
+    timeout_s = connection.gettimeout()
+    connection.setblocking(False)
+    try:
+        connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return
+    finally:
+        connection.settimeout(timeout_s)
+    raise ConnectionError("it has ended")

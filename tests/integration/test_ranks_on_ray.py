@@ -1,0 +1,103 @@
+"""Ranks of a model as Ray places them: logical GPUs and fractions of them, one group for each
+model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+import ray
+
+from deploy.cluster import Actor, Cluster, Demand
+from outrider.errors import ConfigError
+from outrider.hosting import Place
+
+PLACE_S = 60.0
+NUM_GPUS = 4
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("ranks")]
+
+
+class Sitter:
+    """An actor that only says where it is."""
+
+    async def ping(self) -> Place:
+        return Place(os.getpid(), socket.gethostname())
+
+    async def gpus(self) -> list[int]:
+        return [int(found) for found in ray.get_gpu_ids()]
+
+    async def group(self) -> str | None:
+        group = ray.util.get_current_placement_group()
+        return None if group is None else group.id.hex()
+
+
+class Leader(Sitter):
+    """The rank that the others follow."""
+
+    async def leads(self) -> bool:
+        return True
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster() -> AsyncIterator[Cluster]:
+    """With four GPUs that are nothing but numbers."""
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_OVERRIDE_RESOURCES", json.dumps({"CPU": 4, "GPU": NUM_GPUS}))
+        started = Cluster("")
+        await started.connect()
+    yield started
+    await started.disconnect()
+
+
+async def _asked(actors: list[Actor], method: str) -> list[object]:
+    return list(await asyncio.gather(*(actor.call(method) for actor in actors)))
+
+
+async def test_ranks_have_gpus_of_their_own_and_a_group_for_each_model(cluster: Cluster) -> None:
+    """A target of three whole GPUs, a draft of two halves of the fourth, and one that is alone:
+    the first rank of each is the leader, and no GPU is given out twice."""
+    demands = [
+        Demand("target", 0.5, 1.0, 3),
+        Demand("draft", 0.25, 0.5, 2),
+        Demand("coordinator", 0.25, 0.0),
+    ]
+    actors = await cluster.place([(demand, Leader, Sitter) for demand in demands], PLACE_S)
+    names = ["target", "target-rank-1", "target-rank-2", "draft", "draft-rank-1", "coordinator"]
+    assert [actor.name for actor in actors] == names
+    assert len({actor.place.pid for actor in actors}) == len(actors)
+    target, draft, alone = actors[:3], actors[3:5], actors[5:]
+    used = await _asked(target, "gpus")
+    assert len({str(gpus) for gpus in used}) == len(target)
+    shared = await _asked(draft, "gpus")
+    assert shared[0] == shared[1]
+    assert shared[0] not in used
+    assert await _asked(alone, "gpus") == [[]]
+    groups = [await _asked(ranks, "group") for ranks in (target, draft, alone)]
+    assert [len(set(found)) for found in groups] == [1, 1, 1]
+    assert groups[0][0] != groups[1][0]
+    assert groups[2] == [None]
+    assert await target[0].call("leads")
+    await cluster.remove(actors)
+
+
+async def test_ranks_that_do_not_fit_are_refused_and_leave_nothing(cluster: Cluster) -> None:
+    """Named with what they ask for, at once on a cluster of our own and after a while on another,
+    where more machines might come; the GPUs of those that did fit are free again."""
+    demands = [Demand("draft", 0.25, 1.0, 2), Demand("target", 0.5, 1.0, 3)]
+    asked = r"the target actor asks for 3 times 0\.5 CPUs and 1 GPUs"
+    for local, what in ((True, "there is no place"), (False, "no place within 3 s")):
+        cluster.local = local
+        with pytest.raises(ConfigError, match=f"{what} .*{asked}"):
+            await cluster.place([(demand, Leader, Sitter) for demand in demands], 3.0)
+    cluster.local = True
+    fitting = await cluster.place([(Demand("target", 0.5, 1.0, NUM_GPUS), Leader, Sitter)], PLACE_S)
+    assert len(fitting) == NUM_GPUS
+    await cluster.remove(fitting)

@@ -1,0 +1,99 @@
+"""A deployment whose target and draft are each shared by two ranks, on local Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+from models import byte_level_tokenizer, save_tiny_model
+
+from deploy.launcher import Deployment
+from outrider.client import Client, GenerateRequest
+from outrider.config import DeploymentConfig, load_config
+from outrider.engine.loading import load_model
+from outrider.speculation.sampling import SamplingParams
+
+PROMPT = tuple(range(10, 30))
+VOCAB_SIZE = 320
+NUM_TOKENS = 24
+END_S = 60.0
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("shared")]
+
+
+def _config(directory: Path, **settings: object) -> DeploymentConfig:
+    return load_config(
+        {
+            "model": str(directory / "target"),
+            "draft_model": str(directory / "draft"),
+            "device": "cpu",
+            "dtype": "float32",
+            "grpc_port": 0,
+            "stop_timeout_s": 0,
+        }
+        | settings,
+        {},
+    )
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target and a draft with one tokenizer."""
+    directory = tmp_path_factory.mktemp("models")
+    tokenizer = byte_level_tokenizer(VOCAB_SIZE)
+    for seed, name in enumerate(("target", "draft")):
+        save_tiny_model(directory / name, seed=seed, vocab_size=VOCAB_SIZE, tokenizer=tokenizer)
+    return directory
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(
+    models: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Deployment]:
+    """Five processes: two ranks of each model, and the coordinator."""
+    config = _config(models, tensor_parallel_size=2, draft_tensor_parallel_size=2)
+    async with Deployment(config, tmp_path_factory.mktemp("shared")) as started:
+        yield started
+
+
+async def _greedy(deployment: Deployment, num_draft_tokens: int) -> tuple[int, ...]:
+    request = GenerateRequest(
+        PROMPT,
+        sampling=SamplingParams(temperature=0.0),
+        max_tokens=NUM_TOKENS,
+        num_draft_tokens=num_draft_tokens,
+    )
+    async with Client(deployment.endpoints.coordinator) as client:
+        completion = await client.complete(request)
+    if num_draft_tokens:
+        assert completion.metrics.num_draft_tokens > 0
+    return tuple(completion.token_ids)
+
+
+async def test_shared_models_write_what_the_whole_target_writes(
+    shared: Deployment, models: Path
+) -> None:
+    """Greedy, with and without a draft, through every process."""
+    module, _ = load_model(models / "target")
+    written = module.generate(  # type: ignore[operator]
+        torch.tensor([PROMPT]), max_new_tokens=NUM_TOKENS, do_sample=False
+    )
+    expected = tuple(written[0, len(PROMPT) :].tolist())
+    for num_draft_tokens in (0, 4):
+        assert await _greedy(shared, num_draft_tokens) == expected
+
+
+async def test_the_end_of_any_rank_of_the_target_ends_the_deployment(shared: Deployment) -> None:
+    """As the target's own end does; a rank of the draft's is missed no more than the draft."""
+    ending = asyncio.create_task(shared.wait())
+    os.kill(shared.followers("draft")[0].place.pid, signal.SIGKILL)
+    assert len(await _greedy(shared, 4)) == NUM_TOKENS
+    assert not ending.done()
+    os.kill(shared.followers("target")[0].place.pid, signal.SIGKILL)
+    assert await asyncio.wait_for(ending, END_S) == "target"

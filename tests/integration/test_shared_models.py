@@ -1,0 +1,156 @@
+"""Models that several processes share: the engine of the leader gives what the whole model gives,
+whatever is done to its sequences."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import save_tiny_model, tiny_config, tiny_module
+from rank_processes import JOIN_S, follow_model, processes
+
+from outrider.config import TargetConfig
+from outrider.engine.interface import Engine, SequenceStep
+from outrider.engine.loading import load_model
+from outrider.engine.paged_engine import PagedEngine
+from outrider.engine.sources import resolve_model
+from outrider.errors import BadRequest, ConfigError, Unavailable
+from outrider.rank_host import Leadership
+
+AT_ONCE_S = 5.0
+"""On a busy machine; the timeout is a minute."""
+
+
+@contextmanager
+def _shared(config: TargetConfig, size: int) -> Iterator[tuple[Engine, list[Any]]]:
+    """The leader's engine, and the processes of the other ranks."""
+    leadership = Leadership(size, size, JOIN_S)
+    arguments = [(config, leadership.meeting, rank) for rank in range(1, size)]
+    with processes(follow_model, arguments) as followers:
+        engine: Any = leadership.engine(config, "target", 1)
+        try:
+            yield engine, followers
+        finally:
+            engine.close()
+
+
+def _config(path: Path, dtype: str) -> TargetConfig:
+    return TargetConfig(
+        model="tiny", directory=str(path), dtype=dtype, device="cpu", num_threads=1, max_num_seqs=4
+    )
+
+
+def _tiny(directory: Path) -> Path:
+    config = tiny_config("llama", vocab_size=37)
+    config.num_key_value_heads = 4
+    tiny_module(config, dtype=torch.float64).save_pretrained(directory)
+    return directory
+
+
+def _whole(config: TargetConfig) -> PagedEngine:
+    module, info = load_model(
+        Path(config.directory), name=config.model, dtype=config.dtype, device="cpu"
+    )
+    return PagedEngine(module, info, max_num_seqs=config.max_num_seqs)
+
+
+def _run(engine: Engine) -> list[torch.Tensor]:
+    """Everything that an engine can be asked: chunks, a batch, thrown-away tokens, a branch, a
+    tree cut to one of its paths, a shared prefix, idle sequences, and none of the logits."""
+    first, second = tuple(range(1, 36)), tuple(range(36, 3, -1))
+    logits = engine.forward([SequenceStep("a", first[:20], 2), SequenceStep("b", second, 1)])
+    logits += engine.forward([SequenceStep("a", first[20:], 0)])
+    engine.keep("a", 30)
+    engine.fork("a", "branch")
+    logits += engine.forward(
+        [SequenceStep("a", (5, 6, 7), 3, (-1, 0, 0)), SequenceStep("branch", (8, 9), 2)]
+    )
+    engine.keep("a", 31, (32,))
+    engine.release("branch")
+    engine.mark_idle("b")
+    held = engine.attach("c", (*first[:30], 3))
+    assert 0 < held < 31
+    logits += engine.forward(
+        [SequenceStep("c", (*first[:30], 3)[held:], 1), SequenceStep("a", (4,), 1)]
+    )
+    engine.release("c")
+    logits += engine.forward([SequenceStep("b", (1, 2), 2)])
+    return logits
+
+
+def _greedy(engine: Engine, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + num_tokens:
+        new = tokens[engine.length("greedy") :]
+        row = engine.forward([SequenceStep("greedy", tuple(new), 1)])[0]
+        tokens.append(int(row[0].argmax()))
+    engine.release("greedy")
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_shared_engine_gives_what_the_whole_one_gives(tmp_path: Path, size: int) -> None:
+    """Logits in float64 to 1e-10 over every kind of call, the same pages in use, and the same
+    greedy tokens; a request that is refused leaves the ranks in step."""
+    config = _config(_tiny(tmp_path), "float64")
+    whole = _whole(config)
+    with _shared(config, size) as (engine, _):
+        assert engine.info == whole.info
+        for ours, theirs in zip(_run(engine), _run(whole), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+        with pytest.raises(BadRequest):
+            engine.forward([SequenceStep("a", (37,), 1)])
+        prompt = (3, 1, 4, 1, 5)
+        assert _greedy(engine, prompt, 24) == _greedy(whole, prompt, 24)
+        assert engine.page_counts() == whole.page_counts()
+
+
+def test_a_shared_engine_ends_with_a_rank(tmp_path: Path) -> None:
+    """When one is killed, the step that runs or comes next fails at once, and so do all others."""
+    config = _config(_tiny(tmp_path), "float64")
+    with _shared(config, 2) as (engine, followers):
+        engine.forward([SequenceStep("a", (1, 2, 3), 1)])
+        os.kill(followers[0].pid, signal.SIGKILL)
+        start = time.monotonic()
+        for _ in range(3):
+            with pytest.raises(Unavailable):
+                engine.forward([SequenceStep("a", (4,), 1)])
+        assert time.monotonic() - start < AT_ONCE_S
+
+
+def test_ranks_with_different_files_are_refused(tmp_path: Path) -> None:
+    """As where two machines hold different versions of a model."""
+    ours = _config(save_tiny_model(tmp_path / "ours", seed=1), "float32")
+    theirs = replace(ours, directory=str(save_tiny_model(tmp_path / "theirs", seed=2)))
+    leadership = Leadership(2, 2, JOIN_S)
+    arguments = [(theirs, leadership.meeting, 1)]
+    with (
+        processes(follow_model, arguments) as followers,
+        pytest.raises(ConfigError, match="rank 1 has loaded another model"),
+    ):
+        try:
+            leadership.engine(ours, "target", 1)
+        finally:
+            followers[0].join(JOIN_S)
+            assert followers[0].exitcode == 0  # it ended by itself
+
+
+@pytest.mark.real_model
+def test_the_demo_target_on_three_ranks_writes_what_it_writes_alone() -> None:
+    """Nine heads and three of keys and values: greedy, float32, token for token."""
+    path = resolve_model("demo")
+    config = replace(_config(path, "float32"), model="demo", max_model_len=128)
+    module, info = load_model(path, name="demo", dtype="float32", device="cpu", max_model_len=128)
+    prompt = (1, 4093, 198, 2683, 359, 260, 3575, 282, 4649, 47, 2, 198)
+    expected = _greedy(PagedEngine(module, info, max_num_seqs=4), prompt, 12)
+    del module
+    with _shared(config, 3) as (engine, _):
+        assert _greedy(engine, prompt, 12) == expected

@@ -1,0 +1,66 @@
+"""Followers in processes of their own, for tests of ranks that really are apart."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+JOIN_S = 60.0
+"""For processes that import a tensor library on a busy machine."""
+LARGE = 2**16
+"""Numbers in a sum that is too large for the shorter way."""
+_END_S = 10.0
+
+
+@contextmanager
+def processes(work: Callable[..., None], arguments: list[tuple[Any, ...]]) -> Iterator[list[Any]]:
+    """One process for each tuple of arguments; those that still run at the end are killed."""
+    context = multiprocessing.get_context("spawn")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    started: list[BaseProcess] = [context.Process(target=work, args=each) for each in arguments]
+    for process in started:
+        process.start()
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.join(_END_S)
+
+
+def add_up(meeting: Any, rank: int, step_timeout_s: float) -> None:
+    """A follower that adds its rank to whatever a frame's first word asks for, so many times; it
+    ends with the leader. Its exit code is 0 unless it was left waiting in a step."""
+    import torch
+
+    from outrider.engine.parallel.group import join
+
+    group, frames = join(meeting, rank, torch.device("cpu"), JOIN_S, step_timeout_s)
+    try:
+        while (words := frames.receive()) is not None:
+            for _ in range(words[0]):
+                group.all_reduce(torch.full((3,), float(rank)))
+                group.all_reduce(torch.full((LARGE,), float(rank)))
+                group.all_gather(torch.full((2, 1), float(rank)))
+                group.gather(torch.full((2, 1), float(rank)))
+    finally:
+        frames.close()
+        group.close()
+
+
+def follow_model(config: Any, meeting: Any, rank: int) -> None:
+    """A follower of the model that `config` names: the whole of one but for Ray."""
+    import asyncio
+
+    from outrider.rank_host import RankHost, Seat
+
+    async def follow() -> None:
+        host = RankHost()
+        await host.start(config, "target", Seat(meeting, rank, 1), JOIN_S, "")
+        await host.wait()
+
+    asyncio.run(follow())
