@@ -16,7 +16,7 @@ import torch
 
 from outrider.engine.interface import Engine, SequenceStep
 from outrider.engine.loading import load_model
-from outrider.engine.transformers_engine import TransformersEngine
+from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import OutriderError
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import EMPTY_PROPOSAL
@@ -123,7 +123,7 @@ def _load(setup: dict[str, Any]) -> tuple[TokenizerText, _Decoder, bool]:
     )
     text = TokenizerText.load(path, trust_remote_code=setup["trust_remote_code"])
     if side is Side.ENGINE:
-        return text, EngineDecoder(TransformersEngine(module, info, max_num_seqs=1)), setup["raw"]
+        return text, EngineDecoder(PagedEngine(module, info, max_num_seqs=1)), setup["raw"]
     return text, LibraryDecoder(module, info.eos_token_ids), setup["raw"]
 
 

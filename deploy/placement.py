@@ -15,7 +15,7 @@ COORDINATOR, TARGET, DRAFT = "coordinator", "target", "draft"
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The configuration with devices resolved, and the demand of each role."""
+    """The configuration with devices and GPUs resolved, and the demand of each role."""
 
     config: DeploymentConfig
     target: Demand
@@ -43,8 +43,8 @@ def plan_placement(config: DeploymentConfig, resources: Mapping[str, float]) -> 
     return Placement(
         config=replace(
             config,
-            target=replace(config.target, device=target_device),
-            draft=replace(config.draft, device=draft_device),
+            target=replace(config.target, device=target_device, num_gpus=target_gpus),
+            draft=replace(config.draft, device=draft_device, num_gpus=draft_gpus),
         ),
         target=Demand(TARGET, config.target.num_cpus, target_gpus),
         draft=Demand(DRAFT, config.draft.num_cpus, draft_gpus),

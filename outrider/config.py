@@ -37,6 +37,7 @@ PORT_MAX: Final = 65_535
 NUM_SEQS_MAX: Final = 4096
 BATCHED_TOKENS_MAX: Final = 2**20
 MODEL_LEN_MAX: Final = 2**24
+MEMORY_BYTES_MAX: Final = 2**50
 THREADS_MAX: Final = 1024
 NGRAM_MAX: Final = 64
 TRACE_ROUNDS_MAX: Final = 2**20
@@ -88,6 +89,10 @@ class ModelServerConfig(ServerConfig):
     max_num_seqs: int = setting(
         64, "Sessions that share a step of a replica.", minimum=1, maximum=NUM_SEQS_MAX
     )
+    gpu_memory_utilization: float = setting(
+        0.9, "Part of a replica's share of its GPU's memory that it takes: its weights, and the "
+        "rest for keys and values.", minimum=0.01, maximum=1,
+    )  # fmt: skip
     max_num_batched_tokens: int = setting(
         BATCHED_TOKENS_DEFAULT, "Tokens of a step; a longer prompt is run in parts beside others.",
         minimum=BATCHED_TOKENS_MIN, maximum=BATCHED_TOKENS_MAX,
@@ -125,6 +130,10 @@ class TargetConfig(ModelServerConfig):
     max_model_len: int = setting(
         0, "Tokens of prompt and completion; 0 = what the model allows.", minimum=0,
         maximum=MODEL_LEN_MAX,
+    )  # fmt: skip
+    kv_cache_memory_bytes: int = setting(
+        0, "Bytes for the target's keys and values; 0 = 1 GiB on CPU, on a GPU what "
+        "`gpu_memory_utilization` leaves.", minimum=0, maximum=MEMORY_BYTES_MAX,
     )  # fmt: skip
     port: int = setting(
         0, "The target's gRPC port; 0 = any.", key="target_port", minimum=0, maximum=PORT_MAX
@@ -175,6 +184,10 @@ class DraftConfig(ModelServerConfig):
     max_model_len: int = setting(
         0, "Tokens that the draft's cache takes; 0 = what its model allows.",
         key="draft_max_model_len", minimum=0, maximum=MODEL_LEN_MAX,
+    )  # fmt: skip
+    kv_cache_memory_bytes: int = setting(
+        0, "Bytes for the draft's keys and values; 0 as for the target.",
+        key="draft_kv_cache_memory_bytes", minimum=0, maximum=MEMORY_BYTES_MAX,
     )  # fmt: skip
     port: int = setting(
         0, "The draft's gRPC port; 0 = any.", key="draft_port", minimum=0, maximum=PORT_MAX

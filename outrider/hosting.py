@@ -87,8 +87,9 @@ def build_engine(
         from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
 
         return EmulatedEngine(EmulatedSpec.parse(config.emulated), role, config.max_num_seqs)
+    from outrider.engine.kv_cache import memory_budget
     from outrider.engine.loading import load_model
-    from outrider.engine.transformers_engine import TransformersEngine
+    from outrider.engine.paged_engine import PagedEngine
 
     module, info = load_model(
         Path(config.directory),
@@ -99,7 +100,12 @@ def build_engine(
         max_model_len=config.max_model_len or None,
         trust_remote_code=config.trust_remote_code,
     )
-    return TransformersEngine(module, info, config.max_num_seqs)
+    num_bytes = config.kv_cache_memory_bytes or memory_budget(
+        next(module.parameters()).device, config.gpu_memory_utilization, config.num_gpus
+    )
+    return PagedEngine(
+        module, info, max_num_seqs=config.max_num_seqs, kv_cache_memory_bytes=num_bytes
+    )
 
 
 def step_costs(

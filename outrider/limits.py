@@ -38,7 +38,11 @@ STREAM_QUEUE_ITEMS_MAX: Final = SESSIONS_PER_COORDINATOR_MAX
 SEQUENCES_PER_REPLICA_MAX: Final = 4096
 """Sessions whose tokens and epoch a replica remembers; the longest unused makes room."""
 ENGINE_SEQUENCES_MAX: Final = 64
-"""Sessions whose keys and values an engine holds, by default (`--max-num-seqs`)."""
+"""Sequences in one step of an engine, by default (`--max-num-seqs`)."""
+PAGE_SIZE: Final = 16
+"""Tokens of a page of keys and values: what sequences share is a multiple of it."""
+KV_CACHE_BYTES_DEFAULT: Final = 2**30
+"""Bytes of keys and values on CPU, by default (`--kv-cache-memory-bytes`)."""
 BATCHED_TOKENS_DEFAULT: Final = 512
 """Tokens of a step, by default (`--max-num-batched-tokens`)."""
 BATCHED_TOKENS_MIN: Final = 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
@@ -19,6 +21,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     PreTrainedTokenizerFast,
+    Qwen2Config,
     Qwen3Config,
 )
 
@@ -52,6 +55,14 @@ def tiny_config(family: str, vocab_size: int = 32, max_model_len: int = MAX_MODE
             return MistralConfig(**grouped, **window)
         case "gemma":
             return GemmaConfig(**grouped)
+        case "qwen2":  # with a bias on queries, keys and values
+            return Qwen2Config(**(sizes | {"num_key_value_heads": 2}))
+        case "gemma2":  # caps its scores; one layer has a sliding window
+            kinds = ["sliding_attention", "full_attention"]
+            return Gemma2Config(
+                **grouped, **window, layer_types=kinds, attn_logit_softcapping=2.0,
+                query_pre_attn_scalar=5, attn_implementation="eager",
+            )  # fmt: skip
         case "gemma3":  # one layer has a sliding window, one has none
             kinds = ["sliding_attention", "full_attention"]
             return Gemma3TextConfig(**grouped, **window, layer_types=kinds)
@@ -76,6 +87,14 @@ def tiny_module(config: Any, seed: int = 0, dtype: torch.dtype = torch.float32) 
                 if parameter.dim() > 1:
                     parameter.normal_(0.0, _SPREAD)
     return module.requires_grad_(False)
+
+
+def twin(module: Any) -> Any:
+    """The same model with attention of its own, for comparison: one that an engine has cannot be
+    called."""
+    other = copy.deepcopy(module)
+    other.set_attn_implementation("sdpa" if module.config.model_type != "gemma2" else "eager")
+    return other
 
 
 def save_tiny_model(

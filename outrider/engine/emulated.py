@@ -22,12 +22,11 @@ from outrider.engine.interface import ModelInfo, PageCounts, SequenceStep
 from outrider.engine.page_pool import PagePool
 from outrider.engine.slots import check_steps
 from outrider.errors import ConfigError, check
-from outrider.limits import ENGINE_SEQUENCES_MAX
+from outrider.limits import ENGINE_SEQUENCES_MAX, PAGE_SIZE
 
 SCHEME: Final = "emulated"
 """A model's name begins with it and a colon; what follows is the specification."""
 VOCAB_SIZE_MAX: Final = 2**20
-PAGE_SIZE: Final = 16
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _NO_TOKEN: Final = 2**32
 """Stands for the places before the first token of a short prefix."""

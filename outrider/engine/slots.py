@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.errors import BadRequest, check
-
-_S = TypeVar("_S")
 
 
 def check_steps(
@@ -31,6 +27,7 @@ def check_steps(
         ids = step.token_ids
         check(len(ids) > 0, f"{step.sequence_id}: a step without tokens")
         check(0 <= step.num_logits <= len(ids), f"{step.sequence_id}: {step.num_logits} logits")
+        check(_is_tree(step.parents, len(ids)), f"{step.sequence_id}: bad parents of a tree")
         if min(ids) < 0 or max(ids) >= info.vocab_size:
             wrong = next(i for i in ids if not 0 <= i < info.vocab_size)
             raise BadRequest("token_ids", f"{wrong} is not in 0..{info.vocab_size - 1}")
@@ -41,6 +38,12 @@ def check_steps(
             )
 
 
+def _is_tree(parents: Sequence[int], num: int) -> bool:
+    return not parents or (
+        len(parents) == num and all(-1 <= parent < i for i, parent in enumerate(parents))
+    )
+
+
 def check_kept(held: int, length: int, path: Sequence[int]) -> None:
     """Raises `InvariantError` unless `Engine.keep` may be asked this of a sequence of `held`."""
     check(0 <= length <= held, f"cannot keep {length} of {held} slots")
@@ -48,16 +51,3 @@ def check_kept(held: int, length: int, path: Sequence[int]) -> None:
     for slot in path:
         check(previous < slot < held, f"slot {slot} of a path is not in {previous + 1}..{held - 1}")
         previous = slot
-
-
-def make_room(
-    sequences: OrderedDict[str, _S], steps: Sequence[SequenceStep], max_num_seqs: int
-) -> None:
-    """Drops the sequences unused for longest until those of `steps` fit beside the rest, and
-    marks those of `steps` as used. `steps` has at most `max_num_seqs` sequences."""
-    for step in steps:
-        if step.sequence_id in sequences:
-            sequences.move_to_end(step.sequence_id)
-    num_new = sum(step.sequence_id not in sequences for step in steps)
-    while len(sequences) + num_new > max_num_seqs:
-        sequences.popitem(last=False)

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 from exactness.law import FALSE_ALARM, Fit, completion_law, fit, product
-from models import tiny_config, tiny_module
+from models import tiny_config, tiny_module, twin
 from stack import Stack, running_stack
 
 from outrider.engine.interface import ModelInfo
-from outrider.engine.transformers_engine import TransformersEngine
+from outrider.engine.paged_engine import PagedEngine
 from outrider.generation import GenerateRequest
 from outrider.speculation.noise import NoiseBatch, Place, RoundNoise
 from outrider.speculation.philox import WordArray
@@ -113,7 +113,7 @@ WIDE_GRID = [
 ]
 
 
-def tiny_engine(vocab_size: int, seed: int) -> tuple[Any, TransformersEngine]:
+def tiny_engine(vocab_size: int, seed: int) -> tuple[Any, PagedEngine]:
     torch.set_num_threads(1)
     config = tiny_config("llama", vocab_size)
     config.num_hidden_layers = 1
@@ -121,7 +121,7 @@ def tiny_engine(vocab_size: int, seed: int) -> tuple[Any, TransformersEngine]:
     with torch.no_grad():
         module.lm_head.weight.mul_(FLATTER)
     info = ModelInfo(f"tiny-{seed}", vocab_size, 128, "float32", (), f"w{seed}", "tiny")
-    return module, TransformersEngine(module, info, max_num_seqs=64)
+    return twin(module), PagedEngine(module, info, max_num_seqs=64)
 
 
 def prompt_of(cell: Cell) -> tuple[int, ...]:

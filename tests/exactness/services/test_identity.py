@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import depth_cut
+from models import depth_cut, twin
 from stack import Stack, running_stack
 
 from outrider.engine.loading import load_model
+from outrider.engine.paged_engine import PagedEngine
 from outrider.engine.sources import resolve_model
-from outrider.engine.transformers_engine import TransformersEngine
 from outrider.generation import GenerateRequest
 from outrider.speculation.sampling import SamplingParams
 from outrider.text import TokenizerText
@@ -60,22 +60,22 @@ def real() -> Real:
     return Real(directory, module, info, TokenizerText.load(directory))
 
 
-def draft_engine(real: Real, directory: Path) -> TransformersEngine:
+def draft_engine(real: Real, directory: Path) -> PagedEngine:
     cut = depth_cut(real.directory, directory / "cut", DRAFT_LAYERS)
     module, info = load_model(cut, name="cut", dtype="float32")
-    return TransformersEngine(module, info, max_num_seqs=8)
+    return PagedEngine(module, info, max_num_seqs=8)
 
 
 @pytest.fixture
 async def with_cut(real: Real, tmp_path: Path) -> AsyncIterator[Stack]:
-    target = TransformersEngine(real.module, real.info, max_num_seqs=8)
+    target = PagedEngine(twin(real.module), real.info, max_num_seqs=8)
     async with running_stack(target, draft_engine(real, tmp_path), tmp_path) as stack:
         yield stack
 
 
 @pytest.fixture
 async def with_ngram(real: Real, tmp_path: Path) -> AsyncIterator[Stack]:
-    target = TransformersEngine(real.module, real.info, max_num_seqs=8)
+    target = PagedEngine(twin(real.module), real.info, max_num_seqs=8)
     async with running_stack(target, None, tmp_path) as stack:
         yield stack
 
@@ -162,7 +162,7 @@ async def test_coupled_tokens_do_not_depend_on_the_draft(
     for (prompt, seed), tokens in expected.items():
         for k in NUM_DRAFT_TOKENS[1:]:
             assert await coupled(with_cut, prompt, seed, k) == tokens
-    target = TransformersEngine(real.module, real.info, max_num_seqs=8)
+    target = PagedEngine(twin(real.module), real.info, max_num_seqs=8)
     async with running_stack(target, None, tmp_path / "ngram") as with_ngram:
         for (prompt, seed), tokens in expected.items():
             for k in NUM_DRAFT_TOKENS:

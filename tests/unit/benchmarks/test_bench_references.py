@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import byte_level_tokenizer, save_tiny_model, tiny_config, tiny_module
+from models import byte_level_tokenizer, save_tiny_model, tiny_config, tiny_module, twin
 
 from benchmarks.measurement import Decoding, Side
 from benchmarks.prompts import BenchPrompt
 from benchmarks.reference_process import EngineDecoder, LibraryDecoder
 from benchmarks.references import ReferenceModel, ReferenceProcess, reference_environment
 from outrider.engine.interface import ModelInfo
-from outrider.engine.transformers_engine import TransformersEngine
+from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError, Unavailable
 from outrider.speculation.sampling import Rule
 
@@ -35,11 +35,11 @@ def request(max_tokens: int, temperature: float = 0.0, seed: int = 0) -> dict[st
     }  # fmt: skip
 
 
-def decoders(eos: tuple[int, ...] = ()) -> tuple[EngineDecoder, LibraryDecoder, TransformersEngine]:
+def decoders(eos: tuple[int, ...] = ()) -> tuple[EngineDecoder, LibraryDecoder, PagedEngine]:
     module = tiny_module(tiny_config("llama", VOCAB_SIZE))
     info = ModelInfo("tiny", VOCAB_SIZE, 128, "float32", eos, "w", "t")
-    engine = TransformersEngine(module, info, max_num_seqs=1)
-    return EngineDecoder(engine), LibraryDecoder(module, eos), engine
+    engine = PagedEngine(module, info, max_num_seqs=1)
+    return EngineDecoder(engine), LibraryDecoder(twin(module), eos), engine
 
 
 def test_both_references_write_the_same_tokens_at_temperature_zero() -> None:

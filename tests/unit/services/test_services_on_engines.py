@@ -1,4 +1,4 @@
-"""Both services over the engines that ship: a transformers model and an emulated pair."""
+"""Both services over the engines that ship: a model on pages and an emulated pair."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from draft_service.service import DraftService
 from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
 from outrider.engine.executor import ThreadExecutor
 from outrider.engine.interface import Engine, ModelInfo
-from outrider.engine.transformers_engine import TransformersEngine
+from outrider.engine.paged_engine import PagedEngine
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.wire.memory_link import MemoryLink
 from target_service.service import TargetService
@@ -30,17 +30,17 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def transformers_engine(seed: int) -> Callable[[], Engine]:
+def paged_engine(seed: int) -> Callable[[], Engine]:
     def make() -> Engine:
         module = tiny_module(tiny_config("llama", VOCAB), seed, torch.float64)
         info = ModelInfo("tiny", VOCAB, 64, "float64", (), str(seed), "")
-        return TransformersEngine(module, info, 4)
+        return PagedEngine(module, info, max_num_seqs=4)
 
     return make
 
 
 PAIRS: dict[str, tuple[Callable[[], Engine], Callable[[], Engine]]] = {
-    "transformers": (transformers_engine(1), transformers_engine(2)),
+    "paged": (paged_engine(1), paged_engine(2)),
     "emulated": (lambda: EmulatedEngine(SPEC, "target"), lambda: EmulatedEngine(SPEC, "draft")),
 }
 

@@ -1,0 +1,190 @@
+"""Puts a paged cache in the place of a model's attention, through the library's own interface.
+
+A module that is set to `PAGED` hands each layer's queries, keys and values to `_paged_attention`,
+and builds no mask. Which step runs is known from a context variable, because not every model passes
+further arguments down to its layers. Which layers there are, and what each keeps and sees of a
+token, is not read from a configuration: `find_layers` lets one token pass through the module and
+notes which blocks ask for attention, with tensors of what shape and under what mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from outrider.engine.gathered_attention import attend
+from outrider.engine.kv_cache import KeysAndValues, LayerShape
+from outrider.engine.ragged import Group, StepPlan
+from outrider.errors import ConfigError, InvariantError, check
+
+PAGED: Final = "outrider_paged"
+"""Name of the attention that reads and writes pages."""
+_FINDING: Final = "outrider_finding"
+"""Name of the one that only notes who calls it."""
+_UNKNOWN_ARGUMENTS: Final = ("s_aux", "position_bias")
+"""What attention can be given that would change its result, and is not done here."""
+_Allows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""The library's mask function: (batch, head, query and key index) -> may look."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """One block of a module that asks for attention."""
+
+    block: torch.nn.Module
+    shape: LayerShape
+    window: int | None
+    """Tokens that a token sees, itself included; None = all before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPages:
+    """Where a layer's keys and values are, and what it sees of them."""
+
+    cache: KeysAndValues
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    layers: dict[torch.nn.Module, LayerPages]
+    slots: torch.Tensor
+    groups: dict[int | None, list[Group]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    layers: list[AttentionLayer]
+    max_model_len: int
+
+
+_RUNNING: ContextVar[_Running | None] = ContextVar("outrider_step", default=None)
+_FOUND: ContextVar[_Found | None] = ContextVar("outrider_layers", default=None)
+
+
+@contextmanager
+def running(layers: dict[torch.nn.Module, LayerPages], plan: StepPlan) -> Iterator[None]:
+    """While it lasts, modules whose blocks are these write to and read from these pages."""
+    token = _RUNNING.set(_Running(layers, plan.slots, plan.groups))
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)
+
+
+def find_layers(module: Any, max_model_len: int) -> list[AttentionLayer]:
+    """The module's attention layers in the order they run; leaves the module set to `PAGED`.
+
+    Raises `ConfigError` for a module whose attention cannot be replaced, or does what is not done
+    here: sinks, masks other than causal ones and sliding windows, layers that run twice."""
+    set_attention(module, _FINDING)
+    found: list[AttentionLayer] = []
+    token = _FOUND.set(_Found(found, max_model_len))
+    try:
+        with torch.inference_mode():
+            ids = torch.zeros((1, 1), dtype=torch.int64, device=next(module.parameters()).device)
+            module(input_ids=ids, position_ids=ids, use_cache=False, return_dict=True)
+    finally:
+        _FOUND.reset(token)
+    if not found:
+        raise ConfigError("its attention does not go through the library's interface")
+    set_attention(module, PAGED)
+    return found
+
+
+def set_attention(module: Any, name: str) -> None:
+    """Sets the attention that the module runs with. Raises `ConfigError` if it is not to be set."""
+    try:
+        module.set_attn_implementation(name)
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"its attention cannot be replaced: {error}") from error
+    if module.config.get_text_config()._attn_implementation != name:
+        raise ConfigError("its attention cannot be replaced")
+
+
+def _paged_attention(
+    block: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Output [1, T, heads, width] of query [1, heads, T, width], key and value [1, key heads, T,
+    width], which are written to their slots first."""
+    step = _RUNNING.get()
+    if step is None:
+        raise InvariantError("a module that belongs to an engine was called outside of it")
+    layer = step.layers[block]
+    layer.cache.write(step.slots, key[0], value[0])
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attend(query, layer.cache, step.groups[layer.window], scaling, softcap), None
+
+
+def _noted_attention(
+    block: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    """Notes the block; what it returns has the shape of attention's output and no meaning."""
+    found = _FOUND.get()
+    if found is None:
+        raise InvariantError("layers are noted only while they are looked for")
+    if any(layer.block is block for layer in found.layers):
+        raise ConfigError("one of its layers runs twice for each token")
+    for name in _UNKNOWN_ARGUMENTS:
+        if arguments.get(name) is not None:
+            raise ConfigError(f"its attention takes {name}, which is not supported")
+    allows: _Allows | None = getattr(attention_mask, "allows", None)
+    if allows is None:
+        raise ConfigError("its masks are not made by the library's interface")
+    check(query.shape[1] % key.shape[1] == 0, "query heads are no multiple of key heads")
+    shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+    found.layers.append(AttentionLayer(block, shape, _window(allows, found.max_model_len)))
+    return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3])), None
+
+
+def _noted_mask(
+    batch_size: int, q_length: int, kv_length: int, mask_function: _Allows, **_: Any
+) -> torch.Tensor:
+    """A mask that carries the function it is made from."""
+    mask = torch.ones((batch_size, 1, q_length, kv_length), dtype=torch.bool)
+    mask.allows = mask_function  # type: ignore[attr-defined]
+    return mask
+
+
+def _window(allows: _Allows, length: int) -> int | None:
+    """The window of a mask over so many tokens. Raises `ConfigError` if it is not one: its rows
+    are tried at both ends and around the window's size."""
+    zero = torch.zeros((), dtype=torch.int64)
+    keys = torch.arange(length)
+
+    def row(query: int) -> torch.Tensor:
+        return allows(zero, zero, torch.tensor(query), keys).expand(length)
+
+    window = int(row(length - 1).sum())
+    queries = {0, 1, length // 2, length - 1, window - 1, window, window + 1, 2 * window}
+    for query in sorted(queries):
+        if 0 <= query < length:
+            expected = (keys <= query) & (keys > query - window)
+            if not torch.equal(row(query), expected):
+                raise ConfigError("one of its layers has a mask that is no sliding window")
+    return None if window == length else window
+
+
+ALL_ATTENTION_FUNCTIONS.register(PAGED, _paged_attention)
+ALL_ATTENTION_FUNCTIONS.register(_FINDING, _noted_attention)
+# No mask function has the name PAGED: then the library makes no mask at all.
+ALL_MASK_ATTENTION_FUNCTIONS.register(_FINDING, _noted_mask)

@@ -1,0 +1,74 @@
+"""Attention over a paged cache in plain matrix products, on any device.
+
+Scores are in the model's own dtype, as in the library's `eager` attention, whose rounding it
+shares. For what an engine runs this is quicker on CPU than the fused `scaled_dot_product_attention`
+over the same gathered slots: with bfloat16, 3 key heads of width 64 for 9 query heads, on one
+thread, a layer takes for 16 sequences of 300 slots 0.5 of its time (one new token each, or five),
+for 128 tokens of a prompt over 1,000 slots 0.4, for one sequence 0.8 (five tokens) to 1.1 (one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from outrider.engine.kv_cache import KeysAndValues
+from outrider.engine.ragged import Group
+
+
+def attend(
+    query: torch.Tensor,
+    cache: KeysAndValues,
+    groups: Sequence[Group],
+    scaling: float,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Attention output [1, T, query heads, value width] of queries [1, query heads, T, key width],
+    whose keys and values are in the cache. Query head h reads key head h * Hkv // Hq, and no key
+    is repeated for that: the query heads that share one are rows of one matrix."""
+    queries = query[0]
+    if len(groups) == 1 and isinstance(groups[0].rows, slice):
+        return _attend_group(queries, cache, groups[0], scaling, softcap)[None]
+    num_heads, num_tokens, _ = queries.shape
+    output = queries.new_empty((num_tokens, num_heads, cache.values.shape[2]))
+    for group in groups:
+        rows = group.rows
+        if isinstance(rows, slice):
+            output[rows] = _attend_group(queries[:, rows], cache, group, scaling, softcap)
+        else:
+            chosen = queries.index_select(1, rows)
+            output.index_copy_(0, rows, _attend_group(chosen, cache, group, scaling, softcap))
+    return output[None]
+
+
+def _attend_group(
+    queries: torch.Tensor,
+    cache: KeysAndValues,
+    group: Group,
+    scaling: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """[N * T, query heads, value width] of queries [query heads, N * T, key width]."""
+    num, size = group.num_segments, group.num_tokens
+    key_heads, _, key_width = cache.keys.shape
+    value_width = cache.values.shape[2]
+    shared = queries.shape[0] // key_heads
+    keys = cache.keys.index_select(1, group.slots).view(key_heads * num, -1, key_width)
+    values = cache.values.index_select(1, group.slots).view(key_heads * num, -1, value_width)
+    split = queries.view(key_heads, shared, num, size, key_width).transpose(1, 2)
+    rows = split.reshape(key_heads * num, shared * size, key_width)
+    scores = torch.bmm(rows, keys.transpose(1, 2))
+    by_token = scores.view(key_heads, num, shared, size, keys.shape[1])
+    if softcap is not None:
+        scores.mul_(scaling / softcap).tanh_().mul_(softcap)
+        if group.bias is not None:
+            by_token.add_(group.bias)
+    elif group.bias is None:
+        scores.mul_(scaling)
+    else:
+        torch.add(group.bias, by_token, alpha=scaling, out=by_token)
+    torch.softmax(scores, -1, out=scores)
+    output = torch.bmm(scores, values)
+    heads_last = output.view(key_heads, num, shared, size, value_width).permute(1, 3, 0, 2, 4)
+    return heads_last.reshape(num * size, key_heads * shared, value_width)

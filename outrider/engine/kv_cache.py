@@ -1,0 +1,119 @@
+"""The tensors of a paged cache: of every attention layer the keys and values of all slots.
+
+    keys     [heads, slots, key width]
+    values   [heads, slots, value width]
+
+Slot p * page_size + i is place i of page p. Heads come first, so that gathered slots are a batch of
+matrices that needs no transposing: with bfloat16 on CPU the products then take a third of what they
+take on [slots, heads, width].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.engine.page_pool import Copy
+from outrider.errors import SettingError, check
+from outrider.limits import KV_CACHE_BYTES_DEFAULT
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one attention layer keeps of a token."""
+
+    num_heads: int
+    """Of keys and values."""
+    key_width: int
+    value_width: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one token's key and value."""
+        return self.num_heads * (self.key_width + self.value_width) * self.dtype.itemsize
+
+
+def pages_in(num_bytes: int, shapes: Sequence[LayerShape], page_size: int) -> int:
+    """Pages for which so many bytes do. Raises `SettingError` if there is not one."""
+    page_bytes = page_size * sum(shape.slot_bytes for shape in shapes)
+    if num_bytes < page_bytes:
+        raise SettingError(
+            "kv_cache_memory_bytes",
+            f"{num_bytes} bytes hold no page of keys and values; one takes {page_bytes}",
+        )
+    return num_bytes // page_bytes
+
+
+def memory_budget(
+    device: torch.device, gpu_memory_utilization: float, num_gpus: float | None
+) -> int:
+    """Bytes for keys and values beside a model that is loaded: on a GPU, of which this process may
+    have `num_gpus` or all, what the weights leave of that part; elsewhere a fixed number."""
+    if device.type != "cuda":
+        return KV_CACHE_BYTES_DEFAULT
+    free, total = torch.cuda.mem_get_info(device)
+    share = min(1.0, num_gpus or 1.0)
+    taken = torch.cuda.memory_reserved(device)
+    return max(0, min(free, int(total * share * gpu_memory_utilization) - taken))
+
+
+class KeysAndValues:
+    """The cache of one layer."""
+
+    def __init__(self, shape: LayerShape, num_slots: int) -> None:
+        def tensor(width: int) -> torch.Tensor:
+            size = (shape.num_heads, num_slots, width)
+            return torch.zeros(size, dtype=shape.dtype, device=shape.device)
+
+        self.keys = tensor(shape.key_width)
+        """[heads, slots, key width]."""
+        self.values = tensor(shape.value_width)
+        """[heads, slots, value width]."""
+
+    def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Puts keys and values [heads, n, width] into slots [n]."""
+        self.keys.index_copy_(1, slots, keys)
+        self.values.index_copy_(1, slots, values)
+
+
+class KVCache:
+    """The caches of all layers; holds exactly the bytes of its pages."""
+
+    def __init__(self, shapes: Sequence[LayerShape], num_pages: int, page_size: int) -> None:
+        self._page_size = page_size
+        self.layers = [KeysAndValues(shape, num_pages * page_size) for shape in shapes]
+        slot_bytes = sum(shape.slot_bytes for shape in shapes)
+        check(
+            self.num_bytes == num_pages * page_size * slot_bytes,
+            f"{self.num_bytes} bytes are held for {num_pages} pages",
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for layer in self.layers for tensor in (layer.keys, layer.values))
+
+    def copy_pages(self, copies: Sequence[Copy]) -> None:
+        """Copies pages (from, to) in every layer, all at once."""
+        if copies:
+            self._copy(copies, self._page_size)
+
+    def move_slots(self, moves: Sequence[Copy]) -> None:
+        """Copies slots (from, to) in every layer, all at once."""
+        if moves:
+            self._copy(moves, 1)
+
+    @torch.inference_mode()
+    def _copy(self, copies: Sequence[Copy], unit: int) -> None:
+        """Copies runs of `unit` slots, numbered in such units."""
+        places = torch.tensor(copies)
+        for layer in self.layers:
+            for tensor in (layer.keys, layer.values):
+                sources, targets = places.to(tensor.device).unbind(1)
+                units = tensor.view(tensor.shape[0], -1, unit, tensor.shape[2])
+                # `index_select` copies first, so that sources and targets may overlap.
+                units.index_copy_(1, targets, units.index_select(1, sources))

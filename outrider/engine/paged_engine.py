@@ -1,0 +1,191 @@
+"""The engine that runs any causal language model of the transformers library: all sequences of a
+step in one forward pass, their keys and values in shared pages.
+
+    PagePool     decides which page is whose            page_pool.py
+    KVCache      has the tensors                        kv_cache.py
+    plan_step    turns steps into index tensors         ragged.py
+    running      gives them to the module's attention   attention.py
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from outrider.engine.attention import AttentionLayer, LayerPages, find_layers, running
+from outrider.engine.interface import ModelInfo, PageCounts, SequenceStep
+from outrider.engine.kv_cache import KVCache, pages_in
+from outrider.engine.page_pool import PagePool
+from outrider.engine.ragged import HeldSequence, plan_step
+from outrider.engine.slots import check_steps
+from outrider.engine.supported_models import (
+    TRIAL_SEQUENCES,
+    check_answers,
+    check_supported,
+    dense_logits,
+    trial_tokens,
+)
+from outrider.errors import ConfigError, check
+from outrider.limits import ENGINE_SEQUENCES_MAX, KV_CACHE_BYTES_DEFAULT, PAGE_SIZE
+
+_log = logging.getLogger(__name__)
+
+
+class PagedEngine:
+    """Implements `Engine`. The module belongs to it from now on: its attention is replaced, and it
+    cannot be called from elsewhere."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        info: ModelInfo,
+        *,
+        max_num_seqs: int = ENGINE_SEQUENCES_MAX,
+        kv_cache_memory_bytes: int = KV_CACHE_BYTES_DEFAULT,
+        page_size: int = PAGE_SIZE,
+    ) -> None:
+        """At most `max_num_seqs` sequences in one step; pages for at most
+        `kv_cache_memory_bytes`, and no more than so many sequences of full length fill.
+
+        `info.max_model_len` of the engine is what fits all pages, if that is less. Raises
+        `ConfigError` for a model that cannot be run on pages."""
+        check(max_num_seqs > 0, "max_num_seqs must be positive")
+        self._module: Any = module
+        self._page_size = page_size
+        parameter = next(module.parameters())
+        self._device = parameter.device
+        self._dtype = parameter.dtype
+        self._logits_dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
+        self._selects_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
+        try:
+            check_supported(module, info)
+            self._build(info, max_num_seqs, kv_cache_memory_bytes)
+        except ConfigError as error:
+            if type(error) is not ConfigError:  # it names a setting
+                raise
+            raise ConfigError(f"model {info.name}: {error}") from error
+
+    def _build(self, info: ModelInfo, max_num_seqs: int, kv_cache_memory_bytes: int) -> None:
+        expected = dense_logits(self._module, trial_tokens(info))
+        layers = find_layers(self._module, info.max_model_len)
+        shapes = [layer.shape for layer in layers]
+        pages_of_longest = -(-info.max_model_len // self._page_size)
+        num_pages = min(
+            pages_in(kv_cache_memory_bytes, shapes, self._page_size),
+            max_num_seqs * pages_of_longest,
+        )
+        self._windows = tuple(dict.fromkeys(layer.window for layer in layers))
+        self._info, self._max_num_seqs = info, TRIAL_SEQUENCES
+        self._use_pages(layers, TRIAL_SEQUENCES * -(-len(expected) // self._page_size))
+        check_answers(self, expected)
+        self._max_num_seqs = max_num_seqs
+        self._use_pages(layers, num_pages)
+        self._info = replace(
+            info, max_model_len=min(info.max_model_len, num_pages * self._page_size)
+        )
+        _log.info(
+            "model %s: %d pages of %d tokens for keys and values, %.1f MiB",
+            info.name, num_pages, self._page_size, self.kv_cache_bytes / 2**20,
+        )  # fmt: skip
+
+    def _use_pages(self, layers: Sequence[AttentionLayer], num_pages: int) -> None:
+        """Begins anew with so many empty pages."""
+        self._pool = PagePool(num_pages, self._page_size)
+        self._cache = KVCache([layer.shape for layer in layers], num_pages, self._page_size)
+        self._layers = {
+            layer.block: LayerPages(cache, layer.window)
+            for layer, cache in zip(layers, self._cache.layers, strict=True)
+        }
+
+    @property
+    def info(self) -> ModelInfo:
+        """What runs here."""
+        return self._info
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes that are held for keys and values; constant."""
+        return self._cache.num_bytes
+
+    def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
+        """See `Engine.forward`. Logits are float64 for a float64 model."""
+        check_steps(steps, self._info, self._max_num_seqs, self.length)
+        if not steps:
+            return []
+        lengths = [self.length(step.sequence_id) for step in steps]
+        self._cache.copy_pages(self._pool.append(steps))
+        try:
+            return self._run(steps, lengths)
+        except BaseException:
+            # The slots are given back before anybody can share what was not written to them.
+            for step, length in zip(steps, lengths, strict=True):
+                self._pool.keep(step.sequence_id, length)
+            raise
+
+    def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
+        """See `Engine.can_hold`."""
+        return self._pool.can_hold(steps, without)
+
+    def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
+        """See `Engine.attach`."""
+        return self._pool.attach(sequence_id, token_ids, salt)
+
+    def fork(self, sequence_id: str, branch_id: str) -> None:
+        """See `Engine.fork`."""
+        self._cache.copy_pages(self._pool.fork(sequence_id, branch_id))
+
+    def mark_idle(self, sequence_id: str) -> None:
+        """See `Engine.mark_idle`."""
+        self._pool.mark_idle(sequence_id)
+
+    def page_counts(self) -> PageCounts:
+        """See `Engine.page_counts`."""
+        return self._pool.counts()
+
+    def length(self, sequence_id: str) -> int:
+        """Slots the sequence holds; 0 for an unknown one."""
+        return self._pool.length(sequence_id)
+
+    def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
+        """See `Engine.keep`. Keys stay rotated for the position they were run at, so a slot of
+        `path` must have been run at the position it gets."""
+        self._cache.move_slots(self._pool.keep(sequence_id, length, path))
+
+    def release(self, sequence_id: str) -> None:
+        """See `Engine.release`."""
+        self._pool.release(sequence_id)
+
+    def take_step_seconds(self) -> float:
+        """0: these steps take their own time."""
+        return 0.0
+
+    def check_integrity(self) -> None:
+        """Raises `InvariantError` unless every page is where it is said to be."""
+        self._pool.check_integrity()
+
+    def _run(self, steps: Sequence[SequenceStep], lengths: Sequence[int]) -> list[torch.Tensor]:
+        sequences = [
+            HeldSequence(step, length, self._pool.pages(step.sequence_id))
+            for step, length in zip(steps, lengths, strict=True)
+        ]
+        with torch.inference_mode():
+            plan = plan_step(sequences, self._windows, self._page_size, self._device, self._dtype)
+            selection = {"logits_to_keep": plan.logit_rows} if self._selects_logits else {}
+            with running(self._layers, plan):
+                logits: torch.Tensor = self._module(
+                    input_ids=plan.token_ids,
+                    position_ids=plan.position_ids,
+                    use_cache=False,
+                    return_dict=True,
+                    **selection,
+                ).logits[0]
+            if not self._selects_logits:
+                logits = logits.index_select(0, plan.logit_rows)
+        # The copy is made outside of inference mode, so that callers may change it in place.
+        wanted = logits.to(self._logits_dtype, copy=True)
+        return list(torch.split(wanted, [step.num_logits for step in steps]))

@@ -1,0 +1,270 @@
+"""One step of many sequences as one forward pass over the row of all their new tokens.
+
+    sequence    a a a b c c c c ...     new tokens, one after another
+    position    7 8 9 0 4 5 5 6 ...     each in its own sequence; in a tree the depth counts
+    slot                                where its key and value go
+
+A token attends to slots of its own sequence alone. For that new tokens are cut into *segments*,
+consecutive ones of one sequence, and segments of equal size and similar context form a *group*,
+whose attention is one batch of matrix products. Everything here is index arithmetic on arrays; it
+is done once a step, and every layer with the same window reads the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from outrider.engine.interface import SequenceStep
+
+_SEGMENT_TOKENS_MAX: Final = 128
+_SEGMENT_TOKENS_MIN: Final = 16
+_SCORES_MAX: Final = 2**19
+"""Scores a head that are made at once, tokens * context, as far as segments of the smallest size
+allow it; so what a step needs beside the cache is bounded."""
+_GATHERED_SLOTS_MAX: Final = 2**16
+"""Slots that are gathered at once, if they are not one sequence's."""
+_Ints = npt.NDArray[np.int64]
+_Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSequence:
+    """One step, and where its sequence stands."""
+
+    step: SequenceStep
+    length: int
+    """Slots held before the step."""
+    pages: Sequence[int]
+    """The page table, with the pages for the new tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """N segments of T new tokens; each attends to L slots or fewer."""
+
+    num_segments: int
+    num_tokens: int
+    rows: slice | torch.Tensor
+    """Where the N * T tokens stand in the step."""
+    slots: torch.Tensor
+    """[N * L]; a segment with fewer repeats its first one."""
+    bias: torch.Tensor | None
+    """[N, 1, T, L]: -inf where a token must not look, else 0; None where it may look anywhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What a forward pass over the new tokens reads; T tokens in all."""
+
+    token_ids: torch.Tensor
+    """[1, T]."""
+    position_ids: torch.Tensor
+    """[1, T]."""
+    slots: torch.Tensor
+    """[T]: where their keys and values go."""
+    logit_rows: torch.Tensor
+    """[R]: tokens whose logits are wanted."""
+    groups: dict[int | None, list[Group]]
+    """For each window that a layer has; a None window is the whole context."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    first_row: int
+    num_tokens: int
+    position: int
+    """Of the first token; a window reaches back from here."""
+    end: int
+    """Slots of the sequence up to the last token."""
+    slots: _Ints
+    """Of the whole sequence, [length]."""
+    tree: _Tree | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    depths: _Ints
+    """[T]; 0 for one that follows what was held."""
+    ancestors: _Bools
+    """[T, T]: whether row's token follows column's, or is it."""
+
+
+def plan_step(
+    sequences: Sequence[HeldSequence],
+    windows: Sequence[int | None],
+    page_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> StepPlan:
+    """The plan of a step of at least one sequence, for layers with these windows."""
+    ids: list[_Ints] = []
+    positions: list[_Ints] = []
+    new_slots: list[_Ints] = []
+    logit_rows: list[_Ints] = []
+    segments: list[_Segment] = []
+    row = 0
+    for held in sequences:
+        num = len(held.step.token_ids)
+        tree = _tree(held.step.parents) if held.step.parents else None
+        offsets = np.arange(num) if tree is None else tree.depths
+        slots = _slots(held, page_size)
+        ids.append(np.array(held.step.token_ids, dtype=np.int64))
+        positions.append(held.length + offsets)
+        new_slots.append(slots[held.length :])
+        logit_rows.append(np.arange(row + num - held.step.num_logits, row + num))
+        segments += _segments(held.length, num, slots, row, tree)
+        row += num
+    arrays = [np.concatenate(parts) for parts in (ids, positions, new_slots, logit_rows)]
+    groups: dict[int | None, list[Group]] = {}
+    for window in windows:
+        groups[window] = [
+            _group(members, window, device, dtype) for members in _alike(segments, window)
+        ]
+    token_ids, position_ids, slots_, rows = _shipped(arrays, device)
+    return StepPlan(token_ids[None], position_ids[None], slots_, rows, groups)
+
+
+def _slots(held: HeldSequence, page_size: int) -> _Ints:
+    """The slots of a sequence with its new tokens, in order."""
+    firsts = np.array(held.pages, dtype=np.int64) * page_size
+    slots = (firsts[:, None] + np.arange(page_size)).reshape(-1)
+    return slots[: held.length + len(held.step.token_ids)]
+
+
+def _tree(parents: Sequence[int]) -> _Tree:
+    num = len(parents)
+    depths = np.zeros(num, dtype=np.int64)
+    ancestors = np.eye(num, dtype=np.bool_)
+    for index, parent in enumerate(parents):
+        if parent >= 0:
+            depths[index] = depths[parent] + 1
+            ancestors[index] |= ancestors[parent]
+    return _Tree(depths, ancestors)
+
+
+def _segments(
+    length: int, num: int, slots: _Ints, first_row: int, tree: _Tree | None
+) -> list[_Segment]:
+    """Cuts the new tokens of a chain; a tree stays whole."""
+    if tree is not None:
+        return [_Segment(first_row, num, length, length + num, slots, tree)]
+    size = min(_SEGMENT_TOKENS_MAX, max(_SEGMENT_TOKENS_MIN, _SCORES_MAX // (length + num)))
+    return [
+        _Segment(
+            first_row + start,
+            min(size, num - start),
+            length + start,
+            length + min(start + size, num),
+            slots,
+            None,
+        )
+        for start in range(0, num, size)
+    ]
+
+
+def _begin(segment: _Segment, window: int | None) -> int:
+    """The first slot that a token of the segment may look at."""
+    return 0 if window is None else max(0, segment.position - window + 1)
+
+
+def _alike(segments: Sequence[_Segment], window: int | None) -> list[list[_Segment]]:
+    """Groups of as many tokens, whose members have at least half of the longest one's slots."""
+
+    def num_slots(segment: _Segment) -> int:
+        return segment.end - _begin(segment, window)
+
+    groups: list[list[_Segment]] = []
+    longest = room = 0
+    for segment in sorted(segments, key=lambda s: (s.num_tokens, num_slots(s)), reverse=True):
+        if (
+            groups
+            and groups[-1][0].num_tokens == segment.num_tokens
+            and 2 * num_slots(segment) >= longest
+            and (len(groups[-1]) + 1) * longest <= room
+        ):
+            groups[-1].append(segment)
+        else:
+            groups.append([segment])
+            longest = num_slots(segment)
+            room = min(_GATHERED_SLOTS_MAX, _SCORES_MAX // segment.num_tokens)
+    for group in groups:
+        group.sort(key=lambda segment: segment.first_row)
+    return groups
+
+
+def _group(
+    members: Sequence[_Segment], window: int | None, device: torch.device, dtype: torch.dtype
+) -> Group:
+    num_tokens = members[0].num_tokens
+    begins = [_begin(segment, window) for segment in members]
+    sizes = [segment.end - begin for segment, begin in zip(members, begins, strict=True)]
+    width = max(sizes)
+    slots = np.empty((len(members), width), dtype=np.int64)
+    for row, segment, begin, size in zip(slots, members, begins, sizes, strict=True):
+        row[:size] = segment.slots[begin : segment.end]
+        row[size:] = row[0]
+    arrays = [slots.reshape(-1)]
+    first_rows = [segment.first_row for segment in members]
+    is_run = all(b - a == num_tokens for a, b in pairwise(first_rows))
+    if not is_run:
+        rows = np.array(first_rows, dtype=np.int64)[:, None] + np.arange(num_tokens)
+        arrays.append(rows.reshape(-1))
+    shipped = _shipped(arrays, device)
+    run = slice(first_rows[0], first_rows[0] + len(members) * num_tokens)
+    needs_bias = num_tokens > 1 or min(sizes) < width
+    bias = _bias(members, begins, width, window, device, dtype) if needs_bias else None
+    return Group(len(members), num_tokens, run if is_run else shipped[1], shipped[0], bias)
+
+
+def _bias(
+    members: Sequence[_Segment],
+    begins: Sequence[int],
+    width: int,
+    window: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """[N, 1, T, L]; a segment's column is slot `begin` + column of its sequence."""
+    firsts = np.array([segment.position for segment in members], dtype=np.int64)
+    queries = firsts[:, None, None] + np.arange(members[0].num_tokens)[:, None]
+    slots = np.array(begins, dtype=np.int64)[:, None, None] + np.arange(width)
+    allowed = slots <= queries
+    if window is not None:
+        allowed &= slots > queries - window
+    for row, segment, begin in zip(allowed, members, begins, strict=True):
+        if segment.tree is not None:
+            row[:] = _tree_mask(segment, segment.tree, begin, width, window)
+    mask = torch.from_numpy(~allowed).to(device)
+    bias = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(mask, -torch.inf)
+    return bias[:, None]
+
+
+def _tree_mask(
+    segment: _Segment, tree: _Tree, begin: int, width: int, window: int | None
+) -> _Bools:
+    """[T, L]: what was held, and ancestors; of both what the window reaches, by position."""
+    num = segment.num_tokens
+    positions = np.arange(begin, begin + width)
+    new = slice(segment.position - begin, segment.position - begin + num)
+    positions[new] = segment.position + tree.depths
+    allowed = np.zeros((num, width), dtype=np.bool_)
+    allowed[:, : new.start] = True
+    allowed[:, new] = tree.ancestors
+    if window is not None:
+        allowed &= positions > positions[new, None] - window
+    return allowed
+
+
+def _shipped(arrays: Sequence[_Ints], device: torch.device) -> list[torch.Tensor]:
+    """The arrays on the device, brought there in one piece."""
+    if len(arrays) == 1:
+        return [torch.from_numpy(arrays[0]).to(device)]
+    whole = torch.from_numpy(np.concatenate(arrays)).to(device)
+    return list(torch.split(whole, [len(array) for array in arrays]))

@@ -1,0 +1,104 @@
+"""Which models a paged engine can run, told from what they are and from what they answer.
+
+A model is refused that keeps more of a token than one key and one value a layer, or whose result
+for one sequence would depend on what else is in a step. What cannot be told from a configuration
+is tried: a few tokens, in two steps and two sequences, against the module's own dense attention.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from outrider.engine.attention import set_attention
+from outrider.engine.interface import Engine, ModelInfo, SequenceStep
+from outrider.errors import ConfigError
+
+_ATTENTION_LAYERS: Final = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+"""Kinds of layer whose whole state is one key and one value per token."""
+TRIAL_SEQUENCES: Final = 2
+_TRIAL_TOKENS: Final = 21
+_TRIAL_CHUNK: Final = 13
+"""Tokens of one sequence of the trial that are run in a step before the others."""
+_TOLERANCES: Final = {torch.float64: 1e-5, torch.float32: 1e-3}
+"""Of the norm of all logits of the trial: what rounding in another order may change. Attention over
+the wrong slots, or at the wrong positions, changes it by about 1."""
+_HALF_TOLERANCE: Final = 0.2
+_Model = Any
+
+
+def check_supported(module: _Model, info: ModelInfo) -> None:
+    """Raises `ConfigError` for a model whose configuration tells that it cannot be run."""
+    config = module.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
+    recurrent = getattr(module, "_is_stateful", False)
+    if kinds or recurrent or getattr(module.config, "is_encoder_decoder", False):
+        kind = ", ".join(sorted(kinds)) or ("recurrent state" if recurrent else "encoder-decoder")
+        raise ConfigError(
+            f"tokens cannot be taken back from its state ({kind}); "
+            "only decoders made of attention layers can be served"
+        )
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise ConfigError("some of its layers read the keys and values of others")
+    if "position_ids" not in inspect.signature(module.forward).parameters:
+        raise ConfigError("it cannot be told the positions of its tokens")
+    limit = _unscaled_length(config)
+    if limit is not None and info.max_model_len > limit:
+        raise ConfigError(
+            f"beyond {limit} tokens its rotary embedding (longrope) depends on what else is in a "
+            f"step; give a --max-model-len of {limit} or less"
+        )
+
+
+def _unscaled_length(config: Any) -> int | None:
+    """Tokens up to which a model with the rotary embedding `longrope` uses fixed frequencies; None
+    for a model without."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+    lengths = [
+        int(rope["original_max_position_embeddings"])
+        for rope in by_layer
+        if rope.get("rope_type") == "longrope"
+    ]
+    return min(lengths, default=None)
+
+
+def trial_tokens(info: ModelInfo) -> tuple[int, ...]:
+    """The tokens of the trial; fewer for a model that takes few."""
+    num = min(_TRIAL_TOKENS, info.max_model_len)
+    return tuple((7919 * i + 1) % info.vocab_size for i in range(num))
+
+
+def dense_logits(module: _Model, token_ids: Sequence[int]) -> torch.Tensor:
+    """The module's own logits [T, V], without a cache; leaves it set to that attention."""
+    set_attention(module, "eager")
+    with torch.inference_mode():
+        ids = torch.tensor([token_ids], device=next(module.parameters()).device)
+        logits: torch.Tensor = module(input_ids=ids, use_cache=False, return_dict=True).logits[0]
+    return logits
+
+
+def check_answers(engine: Engine, expected: torch.Tensor) -> None:
+    """Runs the trial; raises `ConfigError` unless its logits are `expected` [T, V]."""
+    ids = trial_tokens(engine.info)
+    chunk = min(_TRIAL_CHUNK, len(ids) - 1)
+    whole = SequenceStep("whole", ids, len(ids))
+    if chunk:
+        first = engine.forward([SequenceStep("chunks", ids[:chunk], chunk)])
+        second = SequenceStep("chunks", ids[chunk:], len(ids) - chunk)
+        rest, other = engine.forward([second, whole])
+        answers = [torch.cat([*first, rest]), other]
+    else:
+        answers = engine.forward([whole])
+    tolerance = _TOLERANCES.get(expected.dtype, _HALF_TOLERANCE)
+    reference = expected.double()
+    for answer in answers:
+        difference = (answer.double() - reference).norm() / reference.norm()
+        if not difference <= tolerance:  # NaN satisfies no comparison
+            raise ConfigError(
+                f"with paged attention its logits differ from its own by {difference:.2g} of their "
+                f"norm; {tolerance:g} is allowed"
+            )

@@ -1,0 +1,160 @@
+"""A step's plan and the attention that reads it, against one token after another by definition."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.engine import ragged
+from outrider.engine.gathered_attention import attend
+from outrider.engine.interface import SequenceStep
+from outrider.engine.kv_cache import KeysAndValues, LayerShape
+from outrider.engine.ragged import HeldSequence, StepPlan, plan_step
+
+CPU = torch.device("cpu")
+NUM_PAGES = 64
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[HeldSequence], int]:
+    """Sequences on shuffled pages of one pool, some with trees, and the size of a page."""
+    page_size = draw(st.sampled_from([1, 3, 16]))
+    free = list(np.random.default_rng(draw(st.integers(0, 2**32))).permutation(NUM_PAGES))
+    held: list[HeldSequence] = []
+    for index in range(draw(st.integers(1, 5))):
+        num, length = draw(st.integers(1, 7)), draw(st.integers(0, 20))
+        num_pages = -(-(length + num) // page_size)
+        if num_pages > len(free):
+            continue
+        pages = [int(free.pop()) for _ in range(num_pages)]
+        tree = draw(st.booleans())
+        parents = tuple(draw(st.integers(-1, i - 1)) for i in range(num)) if tree else ()
+        tokens = tuple(range(num))
+        step = SequenceStep(str(index), tokens, draw(st.integers(0, num)), parents)
+        held.append(HeldSequence(step, length, pages))
+    return held, page_size
+
+
+def seen(held: HeldSequence, index: int) -> tuple[list[int], int]:
+    """The slots of its sequence that a new token looks at if there is no window, itself last, and
+    its depth."""
+    path = [index]
+    parents = held.step.parents or tuple(range(-1, len(held.step.token_ids) - 1))
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return [*range(held.length), *(held.length + i for i in path)], len(path) - 1
+
+
+def by_definition(
+    query: torch.Tensor, cache: KeysAndValues, sequences: list[HeldSequence], page_size: int,
+    window: int | None, scaling: float, softcap: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """[1, T, query heads, value width]; query [1, query heads, T, key width]."""
+    outputs = []
+    row = 0
+    shared = query.shape[1] // cache.keys.shape[0]
+    for held in sequences:
+        for index in range(len(held.step.token_ids)):
+            slots = seen(held, index)[0]
+            slots = slots if window is None else slots[-window:]
+            places = [held.pages[s // page_size] * page_size + s % page_size for s in slots]
+            keys = cache.keys[:, places].repeat_interleave(shared, 0)
+            values = cache.values[:, places].repeat_interleave(shared, 0)
+            scores = (keys @ query[0, :, row, :, None])[..., 0] * scaling
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            outputs.append((scores.softmax(-1)[:, None] @ values)[:, 0])
+            row += 1
+    return torch.stack(outputs)[None]
+
+
+def filled_cache(num_slots: int, generator: torch.Generator) -> KeysAndValues:
+    cache = KeysAndValues(LayerShape(2, 5, 3, torch.float64, CPU), num_slots)
+    for tensor in (cache.keys, cache.values):
+        tensor.normal_(generator=generator)
+    return cache
+
+
+def compare(
+    sequences: list[HeldSequence], page_size: int, window: int | None, softcap: float | None
+) -> StepPlan:
+    plan = plan_step(sequences, (window,), page_size, CPU, torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    cache = filled_cache(NUM_PAGES * page_size, generator)
+    used = {s for held in sequences for s in all_slots(held, page_size)}
+    unused = [slot for slot in range(NUM_PAGES * page_size) if slot not in used]
+    # What stands in slots of nobody must not matter, even if it is no number.
+    cache.keys[:, unused] = cache.values[:, unused] = math.nan
+    num_tokens = plan.token_ids.shape[1]
+    query = torch.randn((1, 4, num_tokens, 5), dtype=torch.float64, generator=generator)
+    actual = attend(query, cache, plan.groups[window], 0.7, softcap)
+    expected = by_definition(query, cache, sequences, page_size, window, 0.7, softcap)
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max().item() < 1e-12
+    return plan
+
+
+def all_slots(held: HeldSequence, page_size: int) -> list[int]:
+    num = held.length + len(held.step.token_ids)
+    return [held.pages[s // page_size] * page_size + s % page_size for s in range(num)]
+
+
+@given(steps(), st.sampled_from([None, 1, 2, 6, 40]), st.sampled_from([None, 1.5]))
+@settings(max_examples=150)
+def test_every_token_sees_what_it_should(
+    drawn: tuple[list[HeldSequence], int], window: int | None, softcap: float | None
+) -> None:
+    """Chains and trees, on any pages, under any window, alone and together: attention is the
+    definition's, and slots, positions and wanted rows are those of each token."""
+    sequences, page_size = drawn
+    if not sequences:
+        return
+    plan = compare(sequences, page_size, window, softcap)
+    slots, positions, rows, row = [], [], [], 0
+    for held in sequences:
+        num = len(held.step.token_ids)
+        slots += all_slots(held, page_size)[held.length :]
+        positions += [held.length + seen(held, index)[1] for index in range(num)]
+        rows += range(row + num - held.step.num_logits, row + num)
+        row += num
+    assert plan.slots.tolist() == slots
+    assert plan.position_ids.tolist() == [positions]
+    assert plan.logit_rows.tolist() == rows
+
+
+@pytest.mark.parametrize("window", [None, 10])
+def test_a_long_prompt_is_cut(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its segments see what they should, and none has more scores than allowed."""
+    monkeypatch.setattr(ragged, "_SEGMENT_TOKENS_MIN", 4)
+    monkeypatch.setattr(ragged, "_SCORES_MAX", 400)
+    step = SequenceStep("a", tuple(range(50)), 1)
+    other = SequenceStep("b", (1, 2), 1)
+    sequences = [HeldSequence(step, 13, list(range(4, 8))), HeldSequence(other, 0, [20])]
+    plan = compare(sequences, 16, window, None)
+    groups = plan.groups[window]
+    assert len(groups) > 2
+    for group in groups:
+        assert group.slots.shape[0] * group.num_tokens <= 400
+
+
+def test_like_sequences_share_a_group() -> None:
+    """16 sequences of like length are one batch; one twice as long is not padded to."""
+    sequences = [HeldSequence(SequenceStep(str(i), (1,), 1), 10 + i % 3, [i]) for i in range(16)]
+    (group,) = plan_step(sequences, (None,), 16, CPU, torch.float64).groups[None]
+    assert (group.num_segments, group.rows) == (16, slice(0, 16))
+    sequences.append(HeldSequence(SequenceStep("long", (1,), 1), 30, [20, 21]))
+    groups = plan_step(sequences, (None,), 16, CPU, torch.float64).groups[None]
+    assert [group.num_segments for group in groups] == [1, 16]
+
+
+def test_nothing_is_masked_that_need_not_be() -> None:
+    """A single token sees all that is gathered, with a window or without."""
+    held = [HeldSequence(SequenceStep("a", (1,), 1), 20, [0, 1])]
+    plan = plan_step(held, (None, 6), 16, CPU, torch.float64)
+    assert [plan.groups[window][0].bias for window in (None, 6)] == [None, None]
+    assert plan.groups[6][0].slots.tolist() == [15, 16, 17, 18, 19, 20]

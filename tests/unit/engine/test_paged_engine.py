@@ -1,0 +1,419 @@
+"""The engine against the model's own forward pass and the library's `generate`; rollback, sharing
+and eviction against never having happened."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from models import MAX_MODEL_LEN, tiny_config, tiny_module, twin
+from paged_engines import VOCAB, EngineMaker, checked_engines, dense, gap, ids, run
+
+from outrider.engine.interface import SequenceStep
+from outrider.errors import BadRequest, InvariantError, OutOfPages, SettingError
+
+FAMILIES = (
+    "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt_neox", "gpt2",
+)  # fmt: skip
+PAGE_BYTES = 2 * 2 * 8 * 16 * 2 * 8
+"""Of a tiny Llama in float64: keys and values, heads, width, slots, layers, bytes."""
+EXACT = 1e-10
+"""What sums in another order may differ by in float64, for logits of about 10."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def make_engine() -> Iterator[EngineMaker]:
+    with checked_engines() as maker:
+        yield maker
+
+
+def llama(dtype: torch.dtype = torch.float64) -> Any:
+    return tiny_module(tiny_config("llama", VOCAB), dtype=dtype)
+
+
+def exact(family: str) -> float:
+    """The library's attention that caps scores softens them in float32."""
+    return 1e-4 if family == "gemma2" else EXACT
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equals_the_modules_own_forward(
+    family: str, dtype: torch.dtype, make_engine: EngineMaker
+) -> None:
+    """Whatever the steps' sizes, rows are those of one pass over everything (longer than any
+    sliding window and than a page)."""
+    module = tiny_module(tiny_config(family, VOCAB), dtype=dtype)
+    engine = make_engine(module)
+    rows, start = [], 0
+    for size in (13, 1, 4, 1, 9, 12):
+        rows.append(run(engine, "s", ids(40)[start : start + size], size))
+        start += size
+    actual, expected = torch.cat(rows), dense(twin(module), ids(40))
+    assert actual.dtype == dtype
+    assert gap(actual, expected) <= (exact(family) if dtype == torch.float64 else 1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_writes_what_generate_writes(family: str, make_engine: EngineMaker) -> None:
+    """16 prompts of different lengths in one batch, greedy, float64: the tokens of the library's
+    `generate` for each of them alone. A tie within rounding has a probability < 1e-8."""
+    module = tiny_module(tiny_config(family, VOCAB), dtype=torch.float64)
+    engine, library = make_engine(module), twin(module)
+    prompts = {str(i): ids(3 + 2 * i, i) for i in range(16)}
+    written: dict[str, list[int]] = {name: [] for name in prompts}
+    new = dict(prompts)
+    for _ in range(8):
+        rows = engine.forward([SequenceStep(name, tokens, 1) for name, tokens in new.items()])
+        new = {name: (int(row.argmax()),) for name, row in zip(prompts, rows, strict=True)}
+        for name, tokens in new.items():
+            written[name] += tokens
+    for name, prompt in prompts.items():
+        expected = library.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            max_new_tokens=8,
+            do_sample=False,
+        )
+        assert written[name] == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_a_long_prompt_in_chunks_beside_others(family: str, make_engine: EngineMaker) -> None:
+    """500 tokens, in one step and in two, each beside a sequence that decodes: the same rows."""
+    module = tiny_module(tiny_config(family, VOCAB, 600), dtype=torch.float64)
+    engine = make_engine(module, max_model_len=600)
+    long, short = ids(500), ids(30, 2)
+    expected, beside = dense(twin(module), long), dense(twin(module), short)
+    run(engine, "short", short[:27], 0)
+    decoding = []
+    for name, chunks in (("whole", [(0, 500)]), ("parts", [(0, 290), (290, 500)])):
+        rows = []
+        for start, end in chunks:
+            token = short[engine.length("short") :][:1]
+            steps = [SequenceStep(name, long[start:end], end - start)]
+            both = engine.forward([*steps, SequenceStep("short", token, 1)])
+            rows.append(both[0])
+            decoding.append(both[1])
+        assert gap(torch.cat(rows), expected) <= EXACT
+    assert gap(torch.cat(decoding), beside[-3:]) <= EXACT
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rollback_leaves_no_trace(family: str, make_engine: EngineMaker) -> None:
+    """float64: after tokens are run and taken back, across a page's end, the next rows are
+    bit-equal to those of a sequence that never ran them."""
+    engine = make_engine(tiny_module(tiny_config(family, VOCAB), dtype=torch.float64))
+    prefix, refused, after = ids(28), ids(9, 2), ids(5, 3)
+    run(engine, "a", prefix, 1)
+    run(engine, "b", prefix, 1)
+    run(engine, "a", refused, 9)
+    engine.keep("a", 28)
+    assert engine.length("a") == 28
+    assert torch.equal(run(engine, "a", after, 5), run(engine, "b", after, 5))
+
+
+def test_rollback_into_the_prompt(make_engine: EngineMaker) -> None:
+    """Cutting below any earlier cut loses nothing."""
+    module = llama()
+    engine = make_engine(module)
+    run(engine, "a", ids(120)[:70], 0)
+    engine.keep("a", 20)
+    run(engine, "a", ids(120)[20:90], 0)
+    assert gap(run(engine, "a", ids(120)[90:], 3), dense(twin(module), ids(120))[-3:]) <= EXACT
+
+
+TREE = (-1, 0, 0, 1, 2, -1, 5, 4)
+"""Two trunks; paths 0-1-3, 0-2-4-7 and 5-6."""
+PATHS = ((0, 1, 3), (0, 2, 4, 7), (5, 6))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tree_gives_the_rows_of_its_paths(family: str, make_engine: EngineMaker) -> None:
+    """Each token of a tree sees the prefix and its ancestors alone, at the position of its depth;
+    the path that is kept goes on as if no other had been there."""
+    module = tiny_module(tiny_config(family, VOCAB), dtype=torch.float64)
+    engine, library = make_engine(module), twin(module)
+    prefix, tokens, after = ids(21), ids(len(TREE), 2), ids(3, 3)
+    for path in PATHS:
+        name = str(path)
+        run(engine, name, prefix, 1)
+        rows = run(engine, name, tokens, len(TREE), TREE)
+        chosen = tuple(tokens[i] for i in path)
+        expected = dense(library, prefix + chosen)[len(prefix) :]
+        assert gap(rows[list(path)], expected) <= exact(family)
+        engine.keep(name, len(prefix), [len(prefix) + i for i in path])
+        assert engine.length(name) == len(prefix) + len(path)
+        expected = dense(library, prefix + chosen + after)[-3:]
+        assert gap(run(engine, name, after, 3), expected) <= exact(family)
+
+
+def test_trees_and_chains_share_a_step(make_engine: EngineMaker) -> None:
+    module = llama()
+    engine, alone = make_engine(module), make_engine(twin(module))
+    steps = [SequenceStep(str(i), ids(8, i), 8, TREE if i % 2 else ()) for i in range(6)]
+    for each in (engine, alone):
+        for i in range(6):
+            run(each, str(i), ids(9 + i, 50 + i), 0)
+    for step, rows in zip(steps, engine.forward(steps), strict=True):
+        assert gap(rows, alone.forward([step])[0]) <= EXACT
+
+
+def test_a_prefix_is_shared(make_engine: EngineMaker) -> None:
+    """What another sequence has run is not run again, goes on as if it had been, and is not there
+    under another salt."""
+    module = llama()
+    engine, library = make_engine(module), twin(module)
+    common = ids(40)
+    assert engine.attach("a", common, "tenant") == 0
+    run(engine, "a", common, 1)
+    run(engine, "a", ids(1), 1)  # now the prompt is vouched for
+    held = engine.attach("b", common + ids(9, 2), "tenant")
+    assert held == engine.length("b") == 32
+    rows = run(engine, "b", common[32:] + ids(9, 2), 9)
+    assert gap(rows, dense(library, common + ids(9, 2))[-9:]) <= EXACT
+    assert engine.attach("c", common, "another") == 0
+    assert (
+        gap(run(engine, "a", ids(2, 7), 2), dense(library, common + ids(1) + ids(2, 7))[-2:])
+        <= EXACT
+    )
+    counts = engine.page_counts()
+    assert (counts.prefix_hits, counts.prefix_queries) == (32, 40 + 49 + 40)
+
+
+def test_a_branch_goes_its_own_way(make_engine: EngineMaker) -> None:
+    """Both go on from the same slots, the last page half full, and neither sees the other."""
+    module = llama()
+    engine, library = make_engine(module), twin(module)
+    run(engine, "a", ids(22), 1)
+    engine.fork("a", "b")
+    for name, seed in (("b", 5), ("a", 6), ("b", 7)):
+        before = engine.length(name)
+        own = ids(3, 5) if name == "b" and before > 22 else ()
+        rows = run(engine, name, ids(3, seed), 3)
+        assert gap(rows, dense(library, ids(22) + own + ids(3, seed))[-3:]) <= EXACT
+    engine.release("b")
+    assert gap(run(engine, "a", (4,), 1), dense(library, ids(22) + ids(3, 6) + (4,))[-1:]) <= EXACT
+
+
+def test_a_cut_into_a_shared_page_leaves_it_to_others(make_engine: EngineMaker) -> None:
+    """A branch and a sequence that shares a prefix, both cut amid a page that the first one holds,
+    write to a copy that has what stands before the cut."""
+    module = llama()
+    engine, library = make_engine(module), twin(module)
+    run(engine, "a", ids(32), 1)
+    engine.fork("a", "b")
+    run(engine, "a", ids(1), 1)
+    assert engine.attach("c", ids(40)) == 32
+    for name in "bc":
+        engine.keep(name, 20)
+        rows = run(engine, name, ids(6, 9), 6)
+        assert gap(rows, dense(library, ids(20) + ids(6, 9))[-6:]) <= EXACT
+    assert gap(run(engine, "a", (5,), 1), dense(library, (*ids(32), *ids(1), 5))[-1:]) <= EXACT
+
+
+def test_idle_sequences_make_room(make_engine: EngineMaker) -> None:
+    """Four pages: the one that is idle is gone when two others need them, and runs again as it
+    did; busy ones stay, and a step that finds no room changes nothing."""
+    module = llama()
+    engine, library = make_engine(module, num_bytes=4 * PAGE_BYTES), twin(module)
+    run(engine, "a", ids(30, 1), 1)
+    engine.mark_idle("a")
+    steps = [SequenceStep("b", ids(20, 2), 1), SequenceStep("c", ids(20, 3), 1)]
+    assert engine.can_hold(steps)
+    engine.forward(steps)
+    assert [engine.length(name) for name in "abc"] == [0, 20, 20]
+    again = SequenceStep("a", ids(30, 1), 1)
+    assert not engine.can_hold([again])
+    with pytest.raises(OutOfPages):
+        engine.forward([SequenceStep("b", (1,), 1), again])
+    assert [engine.length(name) for name in "abc"] == [0, 20, 20]
+    assert gap(run(engine, "c", (7,), 1), dense(library, (*ids(20, 3), 7))[-1:]) <= EXACT
+    engine.release("b")
+    assert gap(engine.forward([again])[0], dense(library, ids(30, 1))[-1:]) <= EXACT
+
+
+def test_what_can_never_fit_is_refused(make_engine: EngineMaker) -> None:
+    """The longest sequence is the one that fills all pages."""
+    engine = make_engine(llama(), num_bytes=3 * PAGE_BYTES + 1)
+    assert engine.page_counts().num_pages == 3
+    assert engine.info.max_model_len == 48
+    run(engine, "a", ids(48), 1)
+    with pytest.raises(BadRequest, match="49 tokens; the model takes at most 48"):
+        run(engine, "b", ids(49), 1)
+
+
+def test_no_more_pages_than_can_be_used(make_engine: EngineMaker) -> None:
+    """Two sequences of at most 128 tokens fill 16 pages."""
+    assert make_engine(llama(), max_num_seqs=2).page_counts().num_pages == 16
+
+
+def test_too_little_memory_is_refused() -> None:
+    with pytest.raises(SettingError, match=f"one takes {PAGE_BYTES}"):
+        EngineMaker()(llama(), num_bytes=PAGE_BYTES - 1)
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 64])
+def test_any_page_size(page_size: int, make_engine: EngineMaker) -> None:
+    module = llama()
+    engine = make_engine(module, page_size=page_size)
+    run(engine, "s", ids(40)[:33], 0)
+    assert gap(run(engine, "s", ids(40)[33:], 7), dense(twin(module), ids(40))[-7:]) <= EXACT
+
+
+def test_what_stood_in_a_page_before_does_not_matter(make_engine: EngineMaker) -> None:
+    """Every slot holds NaN; a batch of different lengths, which is padded, reads none of it."""
+    module = llama()
+    engine, library = make_engine(module), twin(module)
+    for layer in engine._cache.layers:
+        layer.keys.fill_(math.nan)
+        layer.values.fill_(math.nan)
+    steps = [SequenceStep(str(i), ids(10 + i, i), 1) for i in range(8)]
+    engine.forward(steps)
+    steps = [SequenceStep(str(i), (3,), 1) for i in range(8)]
+    for i, rows in enumerate(engine.forward(steps)):
+        assert gap(rows, dense(library, (*ids(10 + i, i), 3))[-1:]) <= EXACT
+
+
+def test_sequences_do_not_see_each_other(make_engine: EngineMaker) -> None:
+    """A step of several sequences gives what each gives alone."""
+    module = llama()
+    together, alone = make_engine(module), make_engine(twin(module))
+    steps = [SequenceStep(str(i), ids(5 + i, i), 1 + i % 3) for i in range(5)]
+    for step, logits in zip(steps, together.forward(steps), strict=True):
+        assert gap(logits, alone.forward([step])[0]) <= EXACT
+
+
+def test_no_logits_where_none_are_wanted(make_engine: EngineMaker) -> None:
+    engine = make_engine(llama())
+    steps = [SequenceStep("s", ids(5), 0), SequenceStep("t", ids(3), 2)]
+    assert [rows.shape for rows in engine.forward(steps)] == [(0, VOCAB), (2, VOCAB)]
+    assert run(engine, "s", ids(5), 0).shape == (0, VOCAB)
+    assert engine.length("s") == 10
+    assert engine.forward([]) == []
+
+
+def test_logits_may_be_changed_in_place(make_engine: EngineMaker) -> None:
+    """They are the caller's: changing them changes neither the model nor later rows."""
+    engine = make_engine(llama())
+    logits = run(engine, "s", ids(5), 1)
+    kept = logits.clone()
+    logits.add_(1.0)
+    engine.keep("s", 4)
+    assert not logits.is_inference()
+    assert gap(run(engine, "s", ids(5)[4:], 1), kept) <= EXACT
+
+
+def test_bfloat16_gives_float32_logits(make_engine: EngineMaker) -> None:
+    """And about those of the same weights in float64: within 3 times what the library's own
+    attention is off by."""
+    module = llama(torch.bfloat16)
+    engine, library, exact_module = make_engine(module), twin(module), twin(module).double()
+    expected = dense(exact_module, ids(40))
+    rows = run(engine, "s", ids(40), 40)
+    assert rows.dtype == torch.float32
+    assert (rows - expected).norm() <= 3 * (dense(library, ids(40)) - expected).norm()
+
+
+def test_a_module_that_belongs_to_an_engine_cannot_be_called(make_engine: EngineMaker) -> None:
+    """Its attention would have no pages."""
+    module = llama()
+    make_engine(module)
+    with pytest.raises(InvariantError, match="outside of it"):
+        module(input_ids=torch.tensor([[1, 2]]))
+
+
+def test_release_forgets(make_engine: EngineMaker) -> None:
+    engine = make_engine(llama())
+    run(engine, "a", ids(4), 1)
+    engine.release("a")
+    engine.release("a")
+    assert engine.length("a") == 0
+
+
+@pytest.mark.parametrize("bad", [-1, VOCAB, 2**40])
+def test_a_bad_token_changes_nothing(bad: int, make_engine: EngineMaker) -> None:
+    """The error names the id, and the other sequences of the call have not run either."""
+    engine = make_engine(llama())
+    run(engine, "a", ids(4), 1)
+    with pytest.raises(BadRequest, match=f"token_ids: {bad} is not in 0..31"):
+        engine.forward([SequenceStep("a", (1,), 1), SequenceStep("b", (1, bad), 1)])
+    assert (engine.length("a"), engine.length("b")) == (4, 0)
+
+
+def test_too_long_a_sequence_changes_nothing(make_engine: EngineMaker) -> None:
+    """The longest allowed length is allowed; one more is refused."""
+    engine = make_engine(llama())
+    run(engine, "a", ids(MAX_MODEL_LEN - 1), 1)
+    with pytest.raises(BadRequest, match=f"{MAX_MODEL_LEN + 1} tokens; the model takes at most"):
+        run(engine, "a", (1, 2), 1)
+    assert engine.length("a") == MAX_MODEL_LEN - 1
+    run(engine, "a", (1,), 1)
+    assert engine.length("a") == MAX_MODEL_LEN
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [SequenceStep("a", (), 0)],
+        [SequenceStep("a", (1,), 2)],
+        [SequenceStep("a", (1,), 1), SequenceStep("a", (2,), 1)],
+        [SequenceStep(str(i), (1,), 1) for i in range(17)],
+        [SequenceStep("a", (1, 2), 1, (-1,))],
+        [SequenceStep("a", (1, 2), 1, (-1, 1))],
+        [SequenceStep("a", (1, 2), 1, (-2, 0))],
+    ],
+)
+def test_a_services_mistake_is_an_invariant_error(
+    steps: list[SequenceStep], make_engine: EngineMaker
+) -> None:
+    engine = make_engine(llama())
+    with pytest.raises(InvariantError):
+        engine.forward(steps)
+    assert engine.length("a") == 0
+
+
+@pytest.mark.parametrize(("length", "path"), [(5, ()), (-1, ()), (2, (1,)), (2, (3, 3)), (2, (4,))])
+def test_slots_that_are_not_there_cannot_be_kept(
+    length: int, path: tuple[int, ...], make_engine: EngineMaker
+) -> None:
+    engine = make_engine(llama())
+    run(engine, "a", ids(4), 1)
+    with pytest.raises(InvariantError):
+        engine.keep("a", length, path)
+    assert engine.length("a") == 4
+
+
+def test_a_step_that_fails_midway_is_undone(make_engine: EngineMaker) -> None:
+    """A failure in the second layer leaves all as before the call, and nobody takes what was to be
+    written for a prefix that is there."""
+    module = llama()
+    engine, library = make_engine(module), twin(module)
+    for name in ("a", "b"):
+        run(engine, name, ids(6), 1)
+    engine.attach("c", ids(40, 9), "tenant")
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    handle = module.model.layers[1].mlp.register_forward_pre_hook(fail)
+    steps = [SequenceStep(name, ids(40, 9), 1) for name in ("a", "b", "c", "d")]
+    with pytest.raises(MemoryError):
+        engine.forward(steps)
+    handle.remove()
+    assert [engine.length(name) for name in "abcd"] == [6, 6, 0, 0]
+    engine.check_integrity()
+    assert gap(run(engine, "b", ids(3, 4), 3), dense(library, ids(6) + ids(3, 4))[-3:]) <= EXACT
+    assert engine.attach("e", ids(40, 9), "tenant") == 0
+    run(engine, "c", ids(40, 9), 1)
+    engine.release("c")
+    assert engine.attach("f", ids(40, 9)) == 0
+    assert engine.attach("g", ids(40, 9), "tenant") == 32  # the salt is still that of c
