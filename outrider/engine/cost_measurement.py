@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Final
 
 from outrider.engine.costs import StepCosts
 from outrider.engine.interface import Engine, SequenceStep
-from outrider.errors import check
 
 MEASURED_ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 MEASURED_SESSIONS: Final = 8
 MEASURED_CONTEXT: Final = 512
-CONTEXT_ROWS: Final = 32
+CONTEXT_ROWS: Final = 64
 """Rows that are measured over a context, beside one alone."""
 TRIES: Final = 3
-"""Of each measurement; the quickest counts, as whatever else runs only makes it slower."""
+"""Of each measurement; the quickest counts, as whatever else runs only makes it slower ..."""
+TRIES_SHARE: Final = 0.05
+"""... but none is begun when a measurement has taken this share of the time for all."""
+MANY_ROWS: Final = 64
 _TOKEN_ID: Final = 0
 
 
@@ -24,20 +27,14 @@ def measure_step_costs(
 ) -> StepCosts:
     """Runs steps of up to `max_rows` tokens on an engine that nobody uses yet, on the thread that
     its steps will run on, and leaves no sequence behind. `clock` gives seconds. What is not
-    measured after `limit_s` is left out. An engine that states its time is believed."""
+    measured after `limit_s` is left out, or taken to cost nothing. An engine that states its time
+    is believed."""
     bench = _Bench(engine, clock, limit_s)
-    bench.time([1], tries=1)  # The first step of all warms up, and does not count.
+    bench.time([1])  # The first step of all warms up, and does not count.
     fitting = min(max_rows, engine.info.max_model_len)
-    rows: list[int] = []
-    seconds: list[float] = []
-    for num in sorted({*(n for n in MEASURED_ROWS if n < fitting), fitting}):
-        took = bench.time([num])
-        if took is None:
-            break
-        rows.append(num)
-        seconds.append(max(took, seconds[-1] if seconds else took))
-    check(bool(rows), "an engine cannot run one token")
-    base = StepCosts(tuple(rows), tuple(seconds))
+    rows = sorted({*(num for num in MEASURED_ROWS if num < fitting), fitting})
+    few = [num for num in rows if num <= MANY_ROWS]
+    base = bench.rows(few)
     session_s = bench.beyond(base, [1] * MEASURED_SESSIONS) / (MEASURED_SESSIONS - 1)
     context = min(MEASURED_CONTEXT, engine.info.max_model_len - CONTEXT_ROWS)
     slot_s = row_slot_s = 0.0
@@ -45,7 +42,9 @@ def measure_step_costs(
         slot_s = bench.beyond(base, [1], context) / context
         many = bench.beyond(base, [CONTEXT_ROWS], context) / context
         row_slot_s = max(0.0, (many - slot_s) / (CONTEXT_ROWS - 1))
-    return StepCosts(base.rows, base.seconds, session_s, slot_s, row_slot_s)
+    # What takes longest comes last, where it may be left out.
+    whole = bench.rows(rows[len(few) :], base)
+    return StepCosts(whole.rows, whole.seconds, session_s, slot_s, row_slot_s)
 
 
 class _Bench:
@@ -55,8 +54,23 @@ class _Bench:
         self._engine = engine
         self._clock = clock
         self._until = clock() + limit_s
+        self._try_s = limit_s * TRIES_SHARE
 
-    def time(self, counts: Sequence[int], context: int = 0, tries: int = TRIES) -> float | None:
+    def rows(self, counts: Sequence[int], known: StepCosts | None = None) -> StepCosts:
+        """What is known, and the times of so many rows of one session, ascending, as far as they
+        can be measured. A time that is longer than that of more rows is taken for disturbed."""
+        rows = list(known.rows) if known else []
+        seconds = list(known.seconds) if known else []
+        for num in counts:
+            took = self.time([num])
+            if took is None:
+                break
+            rows.append(num)
+            seconds.append(took)
+        least = list(accumulate(reversed(seconds), min))
+        return StepCosts(tuple(rows), tuple(reversed(least)))
+
+    def time(self, counts: Sequence[int], context: int = 0) -> float | None:
         """The least time, s, of a step of so many tokens of each sequence after `context` others;
         None where time or pages are up, or the engine takes no more sequences in a step."""
         names = [f"cost-{index}" for index in range(len(counts))]
@@ -68,12 +82,13 @@ class _Bench:
         try:
             if context:
                 self._seconds([_step(name, context, 0) for name in names])
-            for _ in range(tries):
+            enough = self._clock() + self._try_s
+            for _ in range(TRIES):
                 took = self._seconds(steps)
                 best = took if best is None else min(best, took)
                 for name in names:
                     self._engine.keep(name, context)
-                if self._clock() >= self._until:
+                if self._clock() >= enough:
                     break
         finally:
             for name in names:

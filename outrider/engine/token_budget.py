@@ -23,8 +23,8 @@ from outrider.limits import BATCHED_TOKENS_MIN, NUM_DRAFT_TOKENS_MAX
 ROUND_TOKENS_MAX: Final = 2 * NUM_DRAFT_TOKENS_MAX + 2
 """What a round runs at most: the tokens of the one before, and its own proposal."""
 PREFIX_TOKENS_MIN: Final = 16
-STEP_GROWTH_MAX: Final = 2.5
-"""Below 3, as a token takes longer than its step."""
+STEP_GROWTH_MAX: Final = 2.0
+"""So that a gap between tokens at most triples, even where a step takes longer than it should."""
 ROUND_REST_STEPS: Final = 4
 """Steps without a round after which nobody seems to play any more."""
 

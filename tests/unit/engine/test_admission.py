@@ -109,15 +109,32 @@ def test_a_lost_session_is_told_only_when_it_fits_again() -> None:
 
 
 def test_what_a_waiting_session_was_lent_is_given_back() -> None:
-    """It finds two pages of its prefix remembered, and no third: the next one may have both."""
+    """It finds two pages of its prefix remembered, and one of the two others that it needs; so the
+    next one may have all three."""
+    at = Setting(num_pages=5)
+    assert at.step(at.ask(1, 8), at.ask(2, 9)) == [8, 9]
+    at.table.release(session_name(2))
+    shared = Ask(make_head(at.ask(2, 16).head.append, session=3), 0)
+    assert at.step(shared) == [WAITS]
+    assert at.engine.page_counts().prefix_hits == 8
+    assert at.held(3) == [0]
+    assert at.step(at.ask(4, 12)) == [12]
+
+
+def test_pages_are_given_out_once() -> None:
+    """Each of two new sessions would fit alone."""
     at = Setting(num_pages=4)
     at.step(at.ask(1, 8))
-    at.step(at.ask(2, 9))
-    at.table.release(session_name(2))
-    shared = Ask(make_head(at.ask(2, 12).head.append, session=3), 0)
-    assert at.step(shared) == [WAITS]
-    assert at.held(3) == [0]
-    assert at.step(at.ask(4, 8)) == [8]
+    assert at.step(at.ask(2, 8), at.ask(3, 8)) == [8, WAITS]
+
+
+def test_who_has_just_lost_its_pages_does_not_go_on_from_them() -> None:
+    """Session 2 loses two pages in the very step in which it needs one of them for its next
+    token."""
+    at = Setting(num_pages=4)
+    at.step(at.ask(1, 8), at.ask(2, 8))
+    assert at.step(at.ask(2, 9, base=8), at.ask(1, 9, base=8)) == [WAITS, 1]
+    assert at.held(1, 2) == [9, 0]
 
 
 def test_parked_sessions_give_way_before_young_ones() -> None:

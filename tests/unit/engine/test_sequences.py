@@ -122,6 +122,9 @@ def test_a_repeated_message_finds_its_prefix(replica: Replica) -> None:
     replica.answer(head([1, 2], 0), (3,))
     at = head([1, 2, 3, 4], 3)
     first = replica.answer(at, (5, 6))
+    again = replica.table.align(at)
+    assert isinstance(again, Aligned)
+    assert again.new_tokens == (4,)
     assert replica.answer(at, (5, 6)) == first == 6
 
 

@@ -84,11 +84,24 @@ def test_rows_sessions_and_context_are_told_apart() -> None:
 
 
 def test_a_slow_engine_is_not_measured_for_long() -> None:
-    """After 0.1 s only the step that runs is finished: 0.064 + 0.128 s."""
+    """After 0.1 s only the step that runs is finished."""
     engine = Clocked(EmulatedSpec(vocab_size=50, support=4, verify_ms=0.0), "target")
     costs = measure_step_costs(engine, 512, lambda: engine.now, limit_s=0.1)
-    assert costs.rows == (1, 2, 4, 8, 16, 32)
-    assert engine.now < 0.2
+    assert costs.rows == (1, 2, 4, 8, 16, 32, 64)
+    assert 0.1 < engine.now < 0.2
+
+
+def test_a_disturbed_measurement_does_not_make_small_steps_slow() -> None:
+    """Every step of 8 rows is disturbed; more rows are known to take less."""
+
+    class Disturbed(Clocked):
+        def forward(self, steps: list[SequenceStep]) -> list[torch.Tensor]:  # type: ignore[override]
+            self.now += sum(len(step.token_ids) for step in steps) == 8
+            return super().forward(steps)
+
+    engine = Disturbed(EmulatedSpec(vocab_size=50, support=4, verify_ms=0.0), "target")
+    costs = measure_step_costs(engine, 64, lambda: engine.now, limit_s=1e9)
+    assert costs.seconds == pytest.approx([0.001, 0.002, 0.004, 0.016, 0.016, 0.032, 0.064])
 
 
 def test_a_small_engine_is_measured_as_far_as_it_reaches() -> None:

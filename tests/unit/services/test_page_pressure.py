@@ -257,6 +257,18 @@ async def test_a_draft_that_finds_no_pages_proposes_nothing_and_delays_nobody() 
     await at.close()
 
 
+async def test_an_older_session_has_room_for_all_that_it_drafts() -> None:
+    """Of its 4 draft tokens 3 are run: they take a page, which the younger session loses."""
+    at = Setting("draft", ToyEngine(num_pages=4))
+    link, listener = at.connect()
+    await ask(link, listener, DraftItem(make_head([1] * 8), 0))
+    await ask(link, listener, DraftItem(make_head([2] * 8, session=2), 0))
+    reply = await ask(link, listener, DraftItem(make_head([1] * 8, 7, round_index=1), 4))
+    assert len(reply.proposal) == 4
+    assert at.engine.length(session_name(2)) == 0
+    await at.close()
+
+
 async def test_a_drafts_long_prompt_is_run_in_parts_and_drafts_the_same() -> None:
     prompt = [(5 * i) % 8 for i in range(150)]
     replies = []
