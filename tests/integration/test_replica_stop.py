@@ -72,6 +72,7 @@ async def test_what_waits_is_answered_and_then_the_stream_ends() -> None:
     for num_answers in (1, 2, 3):
         hosted.executor.gate.release()
         await hosted.heard.wait(num_answers)
+    hosted.executor.gate.release()  # The stream's end parks its sessions.
     async with asyncio.timeout(PATIENCE_S):
         await stopping
     await hosted.heard.wait(num_lost=1)
