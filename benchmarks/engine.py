@@ -22,8 +22,9 @@ from outrider.errors import SettingError
 from outrider.wire.grpc_link import target_link
 
 from .answering import AnsweringProcess
-from .engine_load import DECODING_TIMEOUT_S, Load
+from .engine_load import DECODING_TIMEOUT_S, Load, Prompts
 from .engine_roles import CACHED_TOKENS, ROWS_SESSIONS
+from .engine_waits import Waits, figure_rows, measure_waits
 from .figures import figures_table, to_json
 from .measurement import Progress
 from .references import reference_environment
@@ -37,13 +38,11 @@ ONE_BY_ONE: Final = 4
 """Prompts of its `generate`, one after the other."""
 REPETITIONS_MAX: Final = 100
 TOKENS_MAX: Final = 65_536
+DESCRIBE_TIMEOUT_S: Final = 10.0
 _ROLES: Final = {
     "service": "service", "engine": "engine", "generate_batch": "library", "generate": "library",
 }  # fmt: skip
 """The processes, and what each plays."""
-_STRIDE: Final = 7
-"""Tokens by which every measurement's prompts are shifted, so that none begins like an earlier one
-and finds it cached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,28 +118,14 @@ class EngineReport:
     """The same in the library."""
     rows_80_over_16: float
     """A step of 16 sessions with 5 tokens each over one with a token each."""
+    waits: Waits
+    """Through the target service."""
 
     def to_json(self) -> str:
-        """One JSON object on one line."""
-        return to_json(asdict(self))
-
-
-class _Prompts:
-    """Token ids of real text, other ones at each call."""
-
-    def __init__(self, token_ids: Sequence[int], length: int) -> None:
-        self._ids = token_ids
-        self._length = length
-        self._start = 0
-
-    def take(self, number: int) -> list[list[int]]:
-        """`number` prompts that share no beginning with each other or with earlier ones."""
-        self._start += _STRIDE
-        size = len(self._ids)
-        starts = [self._start + index * size // number for index in range(number)]
-        return [
-            [self._ids[(start + place) % size] for place in range(self._length)] for start in starts
-        ]
+        """One JSON object on one line, `waits` among the others; null where there is no figure."""
+        figures = asdict(self)
+        waits = figures.pop("waits")
+        return to_json(figures | waits)
 
 
 async def run(
@@ -148,7 +133,7 @@ async def run(
 ) -> EngineReport:
     """Measures `target`; prompts are cut out of `token_ids`. Raises `Unavailable` where a process
     breaks off, and `ConfigError`."""
-    prompts = _Prompts(token_ids, options.prompt_tokens)
+    prompts = Prompts(token_ids)
     async with AsyncExitStack() as stack:
         processes = {}
         for name, role in _ROLES.items():
@@ -156,14 +141,18 @@ async def run(
             processes[name] = await stack.enter_async_context(_process(role, target))
         link = target_link(str(processes["service"].ready["address"]))
         stack.push_async_callback(link.close)
-        sides = _Sides(options, prompts, Load(link), processes)
+        load = Load(link)
+        sides = _Sides(options, prompts, load, processes)
         for number in (1, 4):
             progress(f"warming up: {number} sessions")
             await sides.warm_up(number)
         rates = [await sides.rates(progress) for _ in range(options.repetitions)]
+        progress("waits")
+        described = await link.describe(DESCRIBE_TIMEOUT_S)
+        waits = await measure_waits(load, prompts, described.max_model_len, options.repetitions)
         progress("steps")
         steps = await processes["engine"].ask(
-            {"measure": "steps", "prompts": _Prompts(token_ids, CACHED_TOKENS).take(ROWS_SESSIONS)},
+            {"measure": "steps", "prompts": prompts.take(ROWS_SESSIONS, CACHED_TOKENS)},
             DECODING_TIMEOUT_S,
         )
     middle = {name: median(rate[name] for rate in rates) for name in rates[0]}
@@ -177,6 +166,7 @@ async def run(
         engine_sessions={str(n): Rate(tokens_per_second=middle[f"engine {n}"]) for n in SESSIONS},
         transformers_continuous_batching_tokens_per_second=middle["generate_batch"],
         transformers_generate_tokens_per_second=middle["generate"],
+        waits=waits,
         **steps,
     )
 
@@ -196,7 +186,7 @@ class _Sides:
     def __init__(
         self,
         options: EngineOptions,
-        prompts: _Prompts,
+        prompts: Prompts,
         load: Load,
         processes: Mapping[str, AnsweringProcess],
     ) -> None:
@@ -225,7 +215,7 @@ class _Sides:
         return found
 
     async def _served(self, number: int) -> float:
-        seconds = await self._load.decode(self._prompts.take(number), self._options.new_tokens)
+        seconds = await self._load.decode(self._take(number), self._options.new_tokens)
         return number * self._options.new_tokens / seconds
 
     async def _alone(self, number: int) -> float:
@@ -239,10 +229,13 @@ class _Sides:
     async def _ask(self, name: str, measure: str, number: int) -> dict[str, Any]:
         question = {
             "measure": measure,
-            "prompts": self._prompts.take(number),
+            "prompts": self._take(number),
             "num_tokens": self._options.new_tokens,
         }
         return await self._processes[name].ask(question, DECODING_TIMEOUT_S)
+
+    def _take(self, number: int) -> list[list[int]]:
+        return self._prompts.take(number, self._options.prompt_tokens)
 
 
 def render(report: EngineReport) -> Table:
@@ -261,6 +254,7 @@ def render(report: EngineReport) -> Table:
         ("step of 5 tokens", f"{report.verify_step_ms:.2f} ms"),
         ("the same in transformers", f"{report.transformers_forward_ms:.2f} ms"),
         ("step of 16 x 5 tokens over one of 16 x 1", f"{report.rows_80_over_16:.2f}"),
+        *figure_rows(report.waits),
     ]
     title = (
         f"{report.model}, {report.dtype}: {report.prompt_tokens} prompt tokens, "

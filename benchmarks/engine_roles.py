@@ -1,13 +1,12 @@
 """What runs in the processes of `bench engine` (see `engine.EngineProcess`).
 
-service   a target replica, as its actor hosts it
+service   a target replica: the actor itself, without Ray
 engine    the same engine without a service, and the library's module beside it
 library   the library's own ways to generate, with its default threads
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -34,24 +33,14 @@ _GRACE_S: Final = 1.0
 
 @asynccontextmanager
 async def _service(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
-    config = TargetConfig(**setup["config"])
-    num_threads = config.num_threads or available_cores()
-    use_threads(num_threads)
-    from outrider.engine.executor import ThreadExecutor
-    from outrider.engine.workers import start_workers
-    from outrider.replica_host import ReplicaHost
-    from target_service.service import TargetService
-    from target_service.servicer import TargetServicer
+    from target_service.actor import TargetActor
 
-    engine = await asyncio.to_thread(build_engine, config, "target", num_threads)
-    executor = ThreadExecutor("target-step", engine.take_step_seconds, start_workers)
-    service = TargetService(engine, executor, max_num_seqs=config.max_num_seqs)
-    host: ReplicaHost[Any, Any] = ReplicaHost()
-    address = await host.serve(service, TargetServicer, config.host, 0)
+    actor = TargetActor()
+    address = await actor.start(TargetConfig(**setup["config"]), log_directory="")
     try:
         yield Role({"address": address}, lambda _: {})
     finally:
-        await host.stop(_GRACE_S)
+        await actor.stop(_GRACE_S)
 
 
 @asynccontextmanager

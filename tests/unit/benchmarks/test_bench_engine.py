@@ -3,19 +3,21 @@
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from models import byte_level_tokenizer, save_tiny_model
 from toy_engine import ToyEngine, toy_logits
 
-from benchmarks.engine import EngineOptions, _Prompts
-from benchmarks.engine_load import Load
+from benchmarks.engine import EngineOptions
+from benchmarks.engine_load import Load, Prompts
 from benchmarks.engine_roles import _alternately, _decode
+from benchmarks.engine_waits import Waits
 from deploy.cli.main import main
 from outrider.clock import run_virtually
 from outrider.engine.executor import InlineExecutor
-from outrider.errors import SettingError, Unavailable
+from outrider.errors import InvariantError, SettingError, Unavailable
 from outrider.limits import RUN_AHEAD_ROUNDS_MAX
 from outrider.messages import VerifyAnswer, VerifyItem
 from outrider.wire.memory_link import MemoryLink
@@ -35,12 +37,9 @@ def greedy(prompt: Sequence[int], num_tokens: int) -> list[int]:
 class _Target:
     """A target on a toy engine, and what it was asked."""
 
-    def __init__(self, max_num_seqs: int = 8) -> None:
-        self.engine = ToyEngine(VOCAB_SIZE, SALT, max_model_len=128, max_num_seqs=max_num_seqs)
-        self.texts: dict[str, list[int]] = {}
-        service = TargetService(
-            self.engine, InlineExecutor(lambda: 0.01), max_num_seqs=max_num_seqs
-        )
+    def __init__(self, num_pages: int = 1024) -> None:
+        self.engine = ToyEngine(VOCAB_SIZE, SALT, max_model_len=128, num_pages=num_pages)
+        service = TargetService(self.engine, InlineExecutor(lambda: 0.01), max_num_seqs=8)
         self.link: MemoryLink[VerifyItem, VerifyAnswer] = MemoryLink(service)
         self.released: list[tuple[str, list[int]]] = []
         forget = self.engine.release
@@ -71,13 +70,28 @@ def test_every_session_decodes_all_its_tokens_and_is_released(num_tokens: int) -
     assert texts == [greedy(prompt, num_tokens)[:-1] for prompt in prompts]
 
 
-def test_a_session_that_was_evicted_goes_on() -> None:
-    """An engine with one place for two sessions makes each ask again from where it is held."""
+def test_a_session_that_lost_its_pages_goes_on() -> None:
+    """Two sessions of 22 tokens need 11 pages; where there are 8, one asks again from where it is
+    held."""
 
     async def decode() -> float:
-        return await Load(_Target(max_num_seqs=1).link).decode([(1, 2), (3, 4)], 20)
+        return await Load(_Target(num_pages=8).link).decode([(1, 2), (3, 4)], 20)
 
-    assert run_virtually(decode()) > 0
+    assert run_virtually(decode()) > 20 * 0.01
+
+
+def test_a_goal_is_told_when_its_token_comes_and_not_before() -> None:
+    async def decode() -> None:
+        async with Load(_Target().link).running([(1, 2, 3)], 5) as (session,):
+            second = session.reached(2)
+            await second
+            assert len(session.arrivals) == 2
+            assert session.reached(1).done()
+            assert session.reached(2) is second
+            with pytest.raises(InvariantError, match="it ends after 5 tokens"):
+                session.reached(6)
+
+    run_virtually(decode())
 
 
 def test_a_target_that_refuses_ends_the_measurement() -> None:
@@ -96,8 +110,8 @@ def test_the_engine_alone_decodes_in_step_and_keeps_nothing() -> None:
 
 
 def test_no_two_prompts_begin_alike() -> None:
-    prompts = _Prompts(range(1000), 20)
-    taken = [prompt for number in (1, 16, 16, 4) for prompt in prompts.take(number)]
+    prompts = Prompts(range(1000))
+    taken = [prompt for number in (1, 16, 16, 4) for prompt in prompts.take(number, 20)]
     assert {len(prompt) for prompt in taken} == {20}
     assert len({prompt[0] for prompt in taken}) == len(taken)
 
@@ -133,3 +147,4 @@ def test_one_run_prints_every_figure(tmp_path: Path, capsys: pytest.CaptureFixtu
         "transformers_generate_tokens_per_second", "verify_step_ms", "transformers_forward_ms",
     ):  # fmt: skip
         assert found[name] > 0
+    assert all(found[field.name] is None for field in fields(Waits)), "for 512 tokens"
