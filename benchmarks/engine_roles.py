@@ -15,7 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 from outrider.config import TargetConfig
-from outrider.hosting import available_cores, build_engine, use_threads
+from outrider.hosting import build_engine, cores_for, use_threads
 
 from .roles import Role, play
 
@@ -46,7 +46,7 @@ async def _service(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
 @asynccontextmanager
 async def _engine(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     config = TargetConfig(**setup["config"])
-    num_threads = config.num_threads or available_cores()
+    num_threads = config.num_threads or cores_for("target")
     use_threads(num_threads)
     engine = build_engine(config, "target", num_threads)
     module = _library_module(config, num_threads)

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from outrider.config import CoordinatorConfig, TargetConfig
-from outrider.hosting import available_cores, build_engine, use_threads
+from outrider.hosting import build_engine, cores_for, use_threads
 
 from .roles import Role, play
 
@@ -105,7 +105,7 @@ def _rounds(clock: RoundClock) -> dict[str, Any]:
 async def _model(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     """A target with a model, hosted as its actor hosts it."""
     config = TargetConfig(**setup["config"])
-    num_threads = config.num_threads or available_cores()
+    num_threads = config.num_threads or cores_for("target")
     use_threads(num_threads)
     from outrider.engine.workers import start_workers
     from outrider.replica_host import ReplicaHost

@@ -18,7 +18,7 @@ from outrider.config import TargetConfig
 from outrider.engine.interface import Engine, SequenceStep
 from outrider.engine.loading import load_model
 from outrider.errors import OutriderError
-from outrider.hosting import available_cores, build_engine
+from outrider.hosting import build_engine, cores_for
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import EMPTY_PROPOSAL
 from outrider.speculation.sampling import Rule, SamplingParams
@@ -137,7 +137,7 @@ def _engine(setup: dict[str, Any]) -> Engine:
         device=setup["device"],
         trust_remote_code=setup["trust_remote_code"],
     )
-    return build_engine(config, "target", setup["num_threads"] or available_cores())
+    return build_engine(config, "target", setup["num_threads"] or cores_for("target"))
 
 
 def _decode(

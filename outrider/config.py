@@ -148,7 +148,7 @@ class TargetConfig(ModelServerConfig):
         "one where the cluster has any.", key="target_num_gpus", minimum=0, maximum=THREADS_MAX,
     )  # fmt: skip
     num_threads: int = setting(
-        0, "Threads of the target's steps; 0 = most of the machine's cores.",
+        0, "Threads of the target's steps; 0 = all cores but one.",
         key="target_num_threads", minimum=0, maximum=THREADS_MAX,
     )  # fmt: skip
     tensor_parallel_size: int = setting(
