@@ -15,8 +15,8 @@ from outrider.errors import ConfigError
 from outrider.hosting import (
     advertised,
     available_cores,
-    cores_for,
     build_engine,
+    cores_for,
     log_to,
     use_threads,
 )
