@@ -10,12 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 from outrider.config import TargetConfig
-from outrider.hosting import build_engine, cores_for, use_threads
+from outrider.hosting import available_cores, build_engine, use_threads
 
 from .roles import Role, play
 
@@ -46,9 +47,10 @@ async def _service(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
 @asynccontextmanager
 async def _engine(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     config = TargetConfig(**setup["config"])
-    num_threads = config.num_threads or cores_for("target")
+    num_threads = config.num_threads or available_cores()
     use_threads(num_threads)
-    engine = build_engine(config, "target", num_threads)
+    # Stated, they are those of every step: nothing runs beside it.
+    engine = build_engine(replace(config, num_threads=num_threads), "target", num_threads)
     module = _library_module(config, num_threads)
 
     def answer(question: dict[str, Any]) -> dict[str, object]:

@@ -18,7 +18,7 @@ from outrider.config import TargetConfig
 from outrider.engine.interface import Engine, SequenceStep
 from outrider.engine.loading import load_model
 from outrider.errors import OutriderError
-from outrider.hosting import build_engine, cores_for
+from outrider.hosting import build_engine
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import EMPTY_PROPOSAL
 from outrider.speculation.sampling import Rule, SamplingParams
@@ -136,8 +136,9 @@ def _engine(setup: dict[str, Any]) -> Engine:
         dtype=setup["dtype"],
         device=setup["device"],
         trust_remote_code=setup["trust_remote_code"],
+        num_threads=setup["num_threads"],
     )
-    return build_engine(config, "target", setup["num_threads"] or cores_for("target"))
+    return build_engine(config, "target", config.num_threads)
 
 
 def _decode(

@@ -30,8 +30,8 @@ class ReferenceModel:
     dtype: str
     device: str
     num_threads: int
-    """Of the target's steps; the engine alone gets as many. 0 = torch's default, which `generate`
-    always has."""
+    """Of the engine alone in every step, as nothing runs beside it; `generate` has torch's
+    default."""
     trust_remote_code: bool = False
 
 

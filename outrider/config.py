@@ -148,8 +148,8 @@ class TargetConfig(ModelServerConfig):
         "one where the cluster has any.", key="target_num_gpus", minimum=0, maximum=THREADS_MAX,
     )  # fmt: skip
     num_threads: int = setting(
-        0, "Threads of the target's steps; 0 = all cores but one.",
-        key="target_num_threads", minimum=0, maximum=THREADS_MAX,
+        0, "Threads of the target's steps; 0 = all cores, and all but one in a step of a few "
+        "tokens.", key="target_num_threads", minimum=0, maximum=THREADS_MAX,
     )  # fmt: skip
     tensor_parallel_size: int = setting(
         1, "Ranks that share the target's model out, each with CPUs, GPUs and threads as above.",

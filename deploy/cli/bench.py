@@ -20,7 +20,7 @@ from outrider.config import (
     deployment_settings,
 )
 from outrider.errors import SettingError
-from outrider.hosting import available_cores, build_engine, cores_for, use_threads
+from outrider.hosting import available_cores, build_engine, use_threads
 
 from .connection import Connection, add_connection_flags, connected
 from .settings import add_setting_flags, deployment_config
@@ -262,6 +262,6 @@ def _reference(connection: Connection) -> ReferenceModel | None:
         directory=connection.target_directory,
         dtype=str(settings["dtype"]),
         device=str(settings["device"]),
-        num_threads=int(settings["target_num_threads"] or cores_for("target")),
+        num_threads=int(settings["target_num_threads"] or available_cores()),
         trust_remote_code=bool(settings["trust_remote_code"]),
     )

@@ -16,7 +16,6 @@ from outrider.hosting import (
     advertised,
     available_cores,
     build_engine,
-    cores_for,
     log_to,
     use_threads,
 )
@@ -78,14 +77,6 @@ def test_threads_are_set_for_libraries_to_come(monkeypatch: pytest.MonkeyPatch) 
     assert os.environ["GOMP_SPINCOUNT"] == "7"  # Who states it knows better.
     assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "3"
     assert 1 <= available_cores() <= (os.cpu_count() or 1)
-
-
-@pytest.mark.parametrize(("cores", "target", "draft"), [(1, 1, 1), (2, 1, 1), (8, 7, 4)])
-def test_a_targets_steps_leave_one_core_to_messages(
-    monkeypatch: pytest.MonkeyPatch, cores: int, target: int, draft: int
-) -> None:
-    monkeypatch.setattr("outrider.hosting.available_cores", lambda: cores)
-    assert (cores_for("target"), cores_for("draft")) == (target, draft)
 
 
 def test_an_address_for_all_is_not_advertised() -> None:

@@ -13,6 +13,7 @@ from models import MAX_MODEL_LEN, tiny_config, tiny_module, twin
 from paged_engines import VOCAB, EngineMaker, checked_engines, dense, gap, ids, run
 
 from outrider.engine.interface import SequenceStep
+from outrider.engine.paged_engine import WIDE_STEP_ROWS
 from outrider.errors import BadRequest, InvariantError, OutOfPages, SettingError
 
 FAMILIES = (
@@ -417,3 +418,24 @@ def test_a_step_that_fails_midway_is_undone(make_engine: EngineMaker) -> None:
     engine.release("c")
     assert engine.attach("f", ids(40, 9)) == 0
     assert engine.attach("g", ids(40, 9), "tenant") == 32  # the salt is still that of c
+
+
+def test_a_step_of_few_tokens_leaves_a_core_to_others(make_engine: EngineMaker) -> None:
+    """But not the trial before: it says how many threads there are."""
+    module, threads = tiny_module(tiny_config("llama")), []
+    module.register_forward_pre_hook(lambda *_: threads.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        engine = make_engine(module, narrow_threads=2)
+        assert set(threads) == {3}
+        threads.clear()
+        for index, num_tokens in enumerate((WIDE_STEP_ROWS - 1, WIDE_STEP_ROWS, 1)):
+            engine.forward([SequenceStep(str(index), (1,) * num_tokens, num_logits=1)])
+        assert threads == [2, 3, 2]
+        steps = [SequenceStep(f"one of {i}", (1,), 1) for i in range(15)]
+        steps.append(SequenceStep("another", (1,) * (WIDE_STEP_ROWS - 15), 1))
+        engine.forward(steps)
+        assert threads[-1] == 3
+    finally:
+        torch.set_num_threads(before)
