@@ -58,6 +58,7 @@ class ToyEngine:
             if self.length(step.sequence_id) + len(step.token_ids) > self._info.max_model_len:
                 raise BadRequest("token_ids", "too long")
         self._pool.append(steps)
+        self._pool.written(steps)
         self.batches.append(ids)
         self.counts.append([len(step.token_ids) for step in steps])
         self._known.update(ids)

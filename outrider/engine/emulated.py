@@ -148,6 +148,7 @@ class EmulatedEngine:
         """See `Engine.forward`."""
         check_steps(steps, self._info, self._max_num_seqs, self.length)
         self._pool.append(steps)
+        self._pool.written(steps)
         contexts: list[list[int]] = []
         for step in steps:
             sequence = self._pool.token_ids(step.sequence_id)

@@ -137,10 +137,10 @@ class PagePool:
         return self._is_roomy(steps) or self._num_missing(steps, without) <= 0
 
     def append(self, steps: Sequence[SequenceStep]) -> list[Copy]:
-        """Takes slots for the tokens of each step, at most one a sequence, and makes it busy; what
-        stood before them is vouched for, and may be shared. An unknown sequence begins without
-        salt. Returns the page copies to make before any slot is written. A step that fails after
-        them is undone by `keep` of the length before, so that nothing unwritten is vouched for.
+        """Takes slots for the tokens of each step, at most one a sequence, and makes it busy. An
+        unknown sequence begins without salt. Returns the page copies to make before any slot is
+        written. `written` follows; or, where the step fails, `keep` of the length before, so that
+        nothing unwritten is shared.
 
         Evicts what is idle as needed; raises `OutOfPages` where even that does not do, changing
         nothing."""
@@ -154,13 +154,19 @@ class PagePool:
                 sequence = self._sequences[step.sequence_id] = PagedSequence("", is_branch=False)
             elif not sequence.busy:
                 self._wake(step.sequence_id, sequence)
-            if sequence.chain_length // size > len(sequence.prefixes):
-                self._remember(sequence)
             if sequence.length % size:
                 copies += self._own(sequence, len(sequence.pages) - 1)
             self._write(sequence, step.token_ids)
             sequence.grow(len(step.token_ids), step.parents)
         return copies
+
+    def written(self, steps: Sequence[SequenceStep]) -> None:
+        """The slots that `append` has taken for these steps hold their tokens: whole pages of them
+        may be shared."""
+        for step in steps:
+            sequence = self._sequences[step.sequence_id]
+            if sequence.chain_length // self._page_size > len(sequence.prefixes):
+                self._remember(sequence)
 
     def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> list[Copy]:
         """See `Engine.keep`; what is kept is vouched for. Returns the slot moves to make before the

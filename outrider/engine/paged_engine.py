@@ -132,12 +132,14 @@ class PagedEngine:
         lengths = [self.length(step.sequence_id) for step in steps]
         self._cache.copy_pages(self._pool.append(steps))
         try:
-            return self._run(steps, lengths)
+            logits = self._run(steps, lengths)
         except BaseException:
             # The slots are given back before anybody can share what was not written to them.
             for step, length in zip(steps, lengths, strict=True):
                 self._pool.keep(step.sequence_id, length)
             raise
+        self._pool.written(steps)
+        return logits
 
     def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
         """See `Engine.can_hold`."""

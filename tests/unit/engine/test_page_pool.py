@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from outrider.engine.interface import SequenceStep
-from outrider.engine.page_pool import PagePool
+from outrider.engine.page_pool import Copy, PagePool
 from outrider.errors import InvariantError, OutOfPages
 
 SIZE = 4
@@ -18,10 +19,16 @@ def step(name: str, *ids: int, parents: tuple[int, ...] = ()) -> SequenceStep:
     return SequenceStep(name, ids, 1, parents)
 
 
+def append(pool: PagePool, steps: Sequence[SequenceStep]) -> list[Copy]:
+    """A step that succeeds."""
+    copies = pool.append(steps)
+    pool.written(steps)
+    return copies
+
+
 def run(pool: PagePool, name: str, *ids: int) -> None:
-    """A step of one sequence, whose tokens are then vouched for."""
-    pool.append([step(name, *ids)])
-    pool.keep(name, pool.length(name))
+    """A step of one sequence."""
+    append(pool, [step(name, *ids)])
 
 
 @pytest.fixture
@@ -30,10 +37,11 @@ def pool() -> PagePool:
 
 
 def test_whole_pages_of_a_running_sequence_are_shared(pool: PagePool) -> None:
-    """As soon as a step has passed, and never the last token that is asked for."""
-    pool.append([step("a", *PROMPT)])
+    """As soon as they are written, and never the last token that is asked for."""
+    steps = [step("a", *PROMPT, 7)]
+    pool.append(steps)
     assert pool.attach("too early", PROMPT) == 0
-    pool.append([step("a", 7)])
+    pool.written(steps)
     assert pool.attach("b", PROMPT) == 2 * SIZE
     assert pool.attach("c", (*PROMPT, 7, 8)) == 3 * SIZE
     assert pool.attach("d", PROMPT[: SIZE + 1]) == SIZE
@@ -47,7 +55,7 @@ def test_whole_pages_of_a_running_sequence_are_shared(pool: PagePool) -> None:
 
 def test_a_released_sequence_is_remembered(pool: PagePool) -> None:
     """With no page held by anyone, and nothing is evicted to find it."""
-    pool.append([step("a", *PROMPT, 7)])
+    append(pool, [step("a", *PROMPT, 7)])
     pool.release("a")
     assert pool.counts().num_free == 5
     assert pool.counts().num_evictable == 3
@@ -61,7 +69,7 @@ def test_tenants_do_not_see_each_other(pool: PagePool) -> None:
     for salt in ("", "x", "y"):
         name = f"of {salt}"
         assert pool.attach(name, PROMPT[: 2 * SIZE], salt) == 0
-        pool.append([step(name, *PROMPT[: 2 * SIZE])])
+        append(pool, [step(name, *PROMPT[: 2 * SIZE])])
         pool.release(name)
     assert pool.counts().num_evictable == 6
     for salt, held in (("", 8), ("x", 8), ("y", 8), ("z", 0)):
@@ -80,7 +88,7 @@ def test_a_digest_is_not_trusted(num_digests: int) -> None:
         salt = chance.choice(("", "a"))
         found += pool.attach(f"{number}", ids, salt)
         assert pool.token_ids(f"{number}") == tuple(ids[: pool.length(f"{number}")])
-        pool.append([step(f"{number}", *ids[pool.length(f"{number}") :])])
+        append(pool, [step(f"{number}", *ids[pool.length(f"{number}") :])])
         pool.release(f"{number}")
         pool.check_integrity()
     assert found > 0
@@ -89,12 +97,12 @@ def test_a_digest_is_not_trusted(num_digests: int) -> None:
 def test_a_collision_in_the_middle_or_in_the_salt_is_seen() -> None:
     """One page's ids are the same and its digest too, but not what stands before it."""
     pool = PagePool(16, 1, lambda _, ids: ids)
-    pool.append([step("a", 1, 5, 6)])
+    append(pool, [step("a", 1, 5, 6)])
     pool.release("a")
     assert pool.attach("same", (1, 5, 6)) == 2
     assert pool.attach("other beginning", (5, 6, 7)) == 0
     assert pool.attach("other salt", (1, 5, 6), "x") == 0
-    pool.append([step("b", 2, 5, 6)])
+    append(pool, [step("b", 2, 5, 6)])
     pool.keep("b", 3)
     assert pool.attach("behind another", (2, 5, 6)) == 1
     pool.check_integrity()
@@ -103,7 +111,7 @@ def test_a_collision_in_the_middle_or_in_the_salt_is_seen() -> None:
 def test_a_tree_is_no_prefix_until_it_is_cut_to_a_path(pool: PagePool) -> None:
     """Its slots lie side by side, but do not follow each other."""
     run(pool, "a", 1, 2)
-    pool.append([step("a", 3, 4, 5, 6, 7, 8, parents=(-1, -1, 1, 2, 2, 4))])
+    append(pool, [step("a", 3, 4, 5, 6, 7, 8, parents=(-1, -1, 1, 2, 2, 4))])
     pool.keep("a", 8)
     assert pool.attach("b", (1, 2, 3, 4, 5)) == 0
     first, second = (page * SIZE for page in pool.pages("a"))
@@ -123,8 +131,8 @@ def test_a_tree_is_no_prefix_until_it_is_cut_to_a_path(pool: PagePool) -> None:
 
 def test_what_ran_behind_a_tree_is_no_prefix(pool: PagePool) -> None:
     """It attended to both siblings, so its ids do not tell what it holds."""
-    pool.append([step("a", 1, 2, parents=(-1, -1))])
-    pool.append([step("a", 3, 4, 5)])
+    append(pool, [step("a", 1, 2, parents=(-1, -1))])
+    append(pool, [step("a", 3, 4, 5)])
     pool.keep("a", 0, (0, 2, 3, 4))
     pool.release("a")
     assert pool.attach("b", (1, 3, 4, 5, 6)) == 0
@@ -138,7 +146,7 @@ def test_a_fork_copies_the_last_partial_page_alone(pool: PagePool) -> None:
     copies = pool.fork("a", "b")
     assert copies == [(last, pool.pages("b")[3])]
     assert list(pool.pages("b"))[:3] == list(pool.pages("a"))[:3]
-    assert pool.append([step("a", 1), step("b", 2)]) == []
+    assert append(pool, [step("a", 1), step("b", 2)]) == []
     assert pool.token_ids("b") == (*PROMPT, 7, 2)
     pool.keep("a", 3 * SIZE)
     assert pool.fork("a", "c") == []
@@ -153,7 +161,7 @@ def test_a_cut_into_a_shared_page_is_copied_when_it_is_written(pool: PagePool) -
     shared = pool.pages("b")[1]
     pool.keep("b", SIZE + 1)
     assert pool.counts().num_free == 5
-    assert pool.append([step("b", 9)]) == [(shared, pool.pages("b")[1])]
+    assert append(pool, [step("b", 9)]) == [(shared, pool.pages("b")[1])]
     assert pool.token_ids("a") == PROMPT
     assert pool.token_ids("b") == (*PROMPT[: SIZE + 1], 9)
     assert pool.attach("c", (*PROMPT, 1)) == 3 * SIZE
@@ -162,7 +170,7 @@ def test_a_cut_into_a_shared_page_is_copied_when_it_is_written(pool: PagePool) -
 
 def test_a_path_is_moved_into_a_copy_of_a_shared_page(pool: PagePool) -> None:
     """A branch of a tree goes its own way; the kept slots of the page go with it."""
-    pool.append([step("a", 1, 2, 3, 4, parents=(-1, 0, 0, 2))])
+    append(pool, [step("a", 1, 2, 3, 4, parents=(-1, 0, 0, 2))])
     assert pool.fork("a", "b") == []
     (shared,) = pool.pages("a")
     moves = pool.keep("b", 1, (2, 3))
@@ -178,7 +186,7 @@ def test_a_cut_into_a_page_of_its_own_needs_no_other() -> None:
     pool = PagePool(3, SIZE)
     run(pool, "a", *PROMPT)
     pool.keep("a", len(PROMPT) - 1)
-    assert pool.append([step("a", 1)]) == []
+    assert append(pool, [step("a", 1)]) == []
     pool.release("a")
     assert pool.attach("b", (*PROMPT, 1)) == 2 * SIZE
     pool.check_integrity()
@@ -194,7 +202,7 @@ def test_the_last_writer_of_a_shared_page_needs_no_copy() -> None:
     steps = [step("a", 5), step("b", 6)]
     pool.mark_idle("b")
     assert pool.can_hold(steps)
-    assert len(pool.append(steps)) == 1
+    assert len(append(pool, steps)) == 1
     assert pool.token_ids("a") == (1, 2, 5)
     assert pool.token_ids("b") == (1, 2, 6)
 
@@ -211,14 +219,14 @@ def test_branches_go_first_then_what_is_unused_for_longest(pool: PagePool) -> No
     pool.mark_idle("branch")
     pool.mark_idle("old")  # keeps its turn
     assert pool.counts().num_evictable == 6
-    pool.append([step("x", *range(3 * SIZE))])
+    append(pool, [step("x", *range(3 * SIZE))])
     assert pool.length("branch") == 0
     assert pool.length("old") == 2 * SIZE
-    pool.append([step("x", 1)])
+    append(pool, [step("x", 1)])
     assert pool.length("old") == 0
     assert pool.attach("old", (*PROMPT[:SIZE], 0)) == SIZE
     pool.release("old")
-    pool.append([step("x", *range(2 * SIZE))])
+    append(pool, [step("x", *range(2 * SIZE))])
     assert pool.length("new") == 1
     assert pool.attach("old", (*PROMPT[:SIZE], 0)) == SIZE, "it was used after `gone`"
     assert pool.attach("gone", (1, 2, 3, 4, 5)) == 0
@@ -229,13 +237,13 @@ def test_a_twin_of_a_remembered_page_leaves_no_orphans() -> None:
     """Two ran the same page at once; the one that is remembered is evicted with what continues
     it, and the other takes its place."""
     pool = PagePool(6, SIZE)
-    pool.append([step("a", 1, 2, 3, 4), step("b", 1, 2, 3, 4)])
+    append(pool, [step("a", 1, 2, 3, 4), step("b", 1, 2, 3, 4)])
     run(pool, "a", 9)
     run(pool, "b", 5, 6, 7, 8)
     pool.release("a")
     assert pool.attach("c", (1, 2, 3, 4, 5, 6, 7, 8, 9)) == 2 * SIZE
     pool.release("c")
-    pool.append([step("x", *range(4 * SIZE))])
+    append(pool, [step("x", *range(4 * SIZE))])
     assert pool.counts().num_free == pool.counts().num_evictable == 0
     pool.release("x")
     assert pool.attach("c", (1, 2, 3, 4, 5)) == 0
@@ -247,14 +255,14 @@ def test_a_twin_of_a_remembered_page_leaves_no_orphans() -> None:
 def test_a_twin_is_remembered_as_long_as_what_continues_it() -> None:
     """The page that stands for a prefix is used whenever a twin of it is."""
     pool = PagePool(5, SIZE)
-    pool.append([step("a", 1, 2, 3, 4), step("b", 1, 2, 3, 4)])
+    append(pool, [step("a", 1, 2, 3, 4), step("b", 1, 2, 3, 4)])
     pool.keep("a", SIZE)
     run(pool, "b", 5, 6, 7, 8)
     pool.release("a")
     run(pool, "c", 9, 9, 9, 9)
     pool.release("c")
     pool.release("b")
-    pool.append([step("x", *range(3 * SIZE))])
+    append(pool, [step("x", *range(3 * SIZE))])
     assert pool.attach("d", (1, 2, 3, 4, 5, 6, 7, 8, 9)) == 2 * SIZE
 
 
@@ -269,11 +277,11 @@ def test_out_of_pages_changes_nothing(pool: PagePool) -> None:
     steps = [step("b", 2), step("new", *range(4 * SIZE)), step("a", 1)]
     assert not pool.can_hold(steps)
     with pytest.raises(OutOfPages, match="1 pages too few"):
-        pool.append(steps)
+        append(pool, steps)
     assert ([pool.token_ids(name) for name in "ab"], pool.counts()) == held
     assert pool.attach("gone", (1, 2, 3, 4, 5)) == SIZE
     pool.release("gone")
-    assert pool.append(steps[:2]) == []
+    assert append(pool, steps[:2]) == []
     pool.check_integrity()
 
 
@@ -313,7 +321,7 @@ def test_a_sequence_alone_lies_on_neighbours() -> None:
     """Sequences that grow in turn do not take each other's next page while there is room."""
     pool = PagePool(64, SIZE)
     for number in range(8 * SIZE):
-        pool.append([step(name, number) for name in "abcd"])
+        append(pool, [step(name, number) for name in "abcd"])
     for name in "abcd":
         pages = list(pool.pages(name))
         assert pages == list(range(pages[0], pages[0] + 8))
@@ -332,13 +340,13 @@ def test_every_page_comes_back() -> None:
         steps = [step(live[-1], *prompt[pool.length(live[-1]) :])]
         while not pool.can_hold(steps):
             pool.release(live.pop(0))
-        pool.append(steps)
+        append(pool, steps)
         for name in list(live):
             tree = (-1, -1, 0, 1, 1)
             steps = [step(name, *(chance.randrange(2) for _ in tree), parents=tree)]
             if pool.can_hold(steps):
                 length = pool.length(name)
-                pool.append(steps)
+                append(pool, steps)
                 if chance.random() < 0.8:
                     pool.keep(name, length, chance.choice(((), (length + 1, length + 4))))
             if chance.random() < 0.3:
@@ -353,6 +361,6 @@ def test_every_page_comes_back() -> None:
     assert counts.num_free + counts.num_evictable == 40
     assert counts.num_evictable > 10
     assert counts.prefix_hits > 1000
-    pool.append([step("all", *range(40 * SIZE))])
+    append(pool, [step("all", *range(40 * SIZE))])
     assert pool.counts().num_free == 0
     pool.check_integrity()

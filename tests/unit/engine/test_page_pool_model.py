@@ -142,6 +142,7 @@ class PoolAndModel(RuleBasedStateMachine):
             for index in range(held, len(sequence.ids)):
                 slot = self.slots.slot(step.sequence_id, index)
                 self.slots.values[slot] = sequence.values[index]
+        self.pool.written(steps)
 
     def check_that_nothing_fits(self, steps: list[SequenceStep]) -> None:
         running = {step.sequence_id for step in steps}
