@@ -7,6 +7,9 @@
 While rounds are played, a step with a part of a prefix lasts at most STEP_GROWTH_MAX times as long
 as without it, steps between two rounds included; and beside the rounds of a full step the oldest
 prefix still gets PREFIX_TOKENS_MIN tokens. So neither kind can keep the other from going on.
+
+How long a step lasts is foretold from costs that were measured before anybody came, and corrected
+by how long steps of its kind, with and without a prefix, have lasted since (`note_seconds`).
 """
 
 from __future__ import annotations
@@ -23,8 +26,12 @@ from outrider.limits import BATCHED_TOKENS_MIN, NUM_DRAFT_TOKENS_MAX
 ROUND_TOKENS_MAX: Final = 2 * NUM_DRAFT_TOKENS_MAX + 2
 """What a round runs at most: the tokens of the one before, and its own proposal."""
 PREFIX_TOKENS_MIN: Final = 16
-STEP_GROWTH_MAX: Final = 2.5
-"""Below 3, as a token takes longer than its step."""
+STEP_GROWTH_MAX: Final = 2.25
+"""Below 3, as a token takes longer than its step, and some steps last longer than was foretold."""
+CORRECTION_WEIGHT: Final = 0.2
+"""Of the newest step of a kind, against all before it."""
+CORRECTION_MAX: Final = 4.0
+"""What a single step may say, up or down: the machine may have done something else meanwhile."""
 ROUND_REST_STEPS: Final = 4
 """Steps without a round after which nobody seems to play any more."""
 
@@ -49,6 +56,8 @@ class _Load:
     sessions: int = 0
     attention_s: float = 0.0
     """The time that its contexts cost; 0 where costs are not known."""
+    has_prefix: bool = False
+    """Whether parts of prefixes are in it."""
 
 
 class TokenBudget:
@@ -71,6 +80,9 @@ class TokenBudget:
         """... and their time. Whoever plays may have waited for them ..."""
         self._step_s = 0.0
         """... after the time of the step of those rounds."""
+        self._last = _Load()
+        self._corrections = {False: 1.0, True: 1.0}
+        """How long steps last over what their costs say; by `_Load.has_prefix`."""
 
     def share(self, wishes: Sequence[Wish]) -> list[int]:
         """For each wish, in order of arrival, how many of its tokens this step runs: all, none, or
@@ -96,6 +108,14 @@ class TokenBudget:
             load = self._with(load, wish, grants[index])
         self._note(rounds, load)
         return grants
+
+    def note_seconds(self, seconds: float) -> None:
+        """The step that was shared out last has taken so long, s."""
+        foretold = self._cost_seconds(self._last)
+        if foretold > 0:
+            found = min(max(seconds / foretold, 1 / CORRECTION_MAX), CORRECTION_MAX)
+            before = self._corrections[self._last.has_prefix]
+            self._corrections[self._last.has_prefix] += CORRECTION_WEIGHT * (found - before)
 
     def _part(self, wish: Wish, load: _Load, seconds: float, least: int) -> int:
         """How many tokens of a prefix are run beside a load in a step of so much time, `least` even
@@ -125,10 +145,16 @@ class TokenBudget:
         attention_s = 0.0
         if self._costs is not None:
             attention_s = self._costs.attention_seconds(num_tokens, wish.context)
-        return _Load(load.rows + num_tokens, load.sessions + 1, load.attention_s + attention_s)
+        return _Load(
+            load.rows + num_tokens,
+            load.sessions + 1,
+            load.attention_s + attention_s,
+            load.has_prefix or wish.num_tokens > ROUND_TOKENS_MAX,
+        )
 
     def _note(self, rounds: _Load, load: _Load) -> None:
         """Remembers a step of this load, with these rounds in it."""
+        self._last = load
         if rounds.rows:
             self._played, self._step_s = rounds, self._seconds(load)
             self._rest_steps, self._rest_s = 0, 0.0
@@ -139,7 +165,10 @@ class TokenBudget:
             self._played = None
 
     def _seconds(self, load: _Load) -> float:
-        """The time of a step with this load; 0 where nobody knows."""
+        """The time of a step with this load, as its kind has lasted; 0 where nobody knows."""
+        return self._corrections[load.has_prefix] * self._cost_seconds(load)
+
+    def _cost_seconds(self, load: _Load) -> float:
         if self._costs is None or load.rows == 0:
             return 0.0
         return self._costs.mixed_seconds(load.rows, load.sessions, load.attention_s)

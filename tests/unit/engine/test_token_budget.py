@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from outrider.engine.costs import StepCosts
 from outrider.engine.token_budget import (
+    CORRECTION_MAX,
     PREFIX_TOKENS_MIN,
     ROUND_REST_STEPS,
     ROUND_TOKENS_MAX,
@@ -72,7 +73,7 @@ def test_between_rounds_a_part_stays_short_until_nobody_seems_to_play() -> None:
     budget = TokenBudget(512, 64, COSTS)
     budget.share([ROUND] * 4)
     first, *others = [budget.share([prefix(4000)])[0] for _ in range(ROUND_REST_STEPS + 1)]
-    assert 50 < first < 120
+    assert 40 < first < 120
     assert others == [PREFIX_TOKENS_MIN] * (ROUND_REST_STEPS - 1) + [512]
 
 
@@ -95,6 +96,42 @@ def test_a_part_that_nothing_is_left_for_still_goes_on() -> None:
     steep = StepCosts(rows=(1, 9, 10), seconds=(0.001, 0.001, 1.0))
     grants = TokenBudget(512, 64, steep).share([ROUND, prefix(400), prefix(400)])
     assert grants == [9, PREFIX_TOKENS_MIN, 0]
+
+
+def test_costs_that_were_wrong_are_corrected_by_the_steps_themselves() -> None:
+    """Contexts are cheaper than was measured, so that rounds last less than was foretold, and parts
+    that were made for them are too long at first. Soon a gap grows as little as it may."""
+    foretold = StepCosts((1, 512), (0.010, 0.260), slot_s=6e-6)
+    true = StepCosts((1, 512), (0.010, 0.260), slot_s=2e-6)
+    budget = TokenBudget(512, 64, foretold)
+    rounds = [Wish(num_tokens=1, num_last=1, context=300)] * 8
+    usual = true.step_seconds(8, 8, 2400)
+    for _ in range(30):
+        budget.share(rounds)
+        budget.note_seconds(usual)
+    growths = []
+    for _ in range(30):
+        *_, part = budget.share([*rounds, prefix(4000)])
+        growths.append(true.step_seconds(8 + part, 9, 2400) / usual)
+        budget.note_seconds(growths[-1] * usual)
+    uncorrected = TokenBudget(512, 64, foretold).share([*rounds, prefix(4000)])[-1]
+    assert true.step_seconds(8 + uncorrected, 9, 2400) / usual > 1.2 * STEP_GROWTH_MAX
+    assert max(growths) <= 1.05 * STEP_GROWTH_MAX
+    assert growths[-1] > 0.95 * STEP_GROWTH_MAX
+
+
+def test_one_step_that_was_held_up_changes_little() -> None:
+    usual = COSTS.step_seconds(9, 1, 300)
+
+    def part_after(seconds: float) -> int:
+        budget = TokenBudget(512, 64, COSTS)
+        budget.share([ROUND])
+        budget.note_seconds(seconds)
+        return budget.share([ROUND, prefix(4000)])[-1]
+
+    assert part_after(usual) == TokenBudget(512, 64, COSTS).share([ROUND, prefix(4000)])[-1]
+    assert part_after(100 * usual) == part_after(CORRECTION_MAX * usual) < 3 * part_after(usual)
+    assert part_after(usual / 100) == part_after(usual / CORRECTION_MAX) > 0
 
 
 WISHES = st.lists(
