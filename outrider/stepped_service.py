@@ -31,8 +31,10 @@ class SteppedService(Generic[Item, Answer]):
         executor: StepExecutor,
         description: ReplicaDescription,
         observer: StepObserver | None = None,
+        note_seconds: Callable[[float], None] | None = None,
     ) -> None:
-        """`description.max_num_seqs` sessions share a step at most."""
+        """`description.max_num_seqs` sessions share a step at most. `note_seconds` hears, between
+        steps, how long the last one took."""
         self._worker = worker
         self._description = description
         self._scheduler = StepScheduler(
@@ -41,6 +43,7 @@ class SteppedService(Generic[Item, Answer]):
             max_batch=description.max_num_seqs,
             queue_max=STREAM_QUEUE_ITEMS_MAX,
             observer=observer,
+            note_seconds=note_seconds,
         )
         self._scheduler.watch_pages(self._park_the_silent)
         self._observer = observer

@@ -53,10 +53,13 @@ class StepScheduler(Generic[Item, Answer]):
         max_batch: int,
         queue_max: int,
         observer: StepObserver | None = None,
+        note_seconds: Callable[[float], None] | None = None,
     ) -> None:
+        """`note_seconds` hears, between steps, how long the last one took that ran items."""
         self._executor = executor
         self._worker = worker
         self._observer = observer
+        self._note_seconds = note_seconds
         self._queue: WorkQueue[Item, Answer] = WorkQueue(max_batch, queue_max)
         if observer is not None:
             observer.watch(lambda: len(self._queue), lambda: worker.figures)
@@ -188,10 +191,13 @@ class StepScheduler(Generic[Item, Answer]):
             )
             self._crashed(batch)
             return True
+        end = loop.time()
         if batch:
             self._crashes = 0
             self._report()
-        self._answer(batch, answers, start, loop.time())
+            if self._note_seconds is not None:
+                self._note_seconds(end - start)
+        self._answer(batch, answers, start, end)
         self._put_back(
             [work for work, got in zip(batch, answers, strict=True) if isinstance(got, Unfinished)]
         )

@@ -33,7 +33,8 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
         fewer where its `costs` are known and would be felt."""
         description = describe_model(engine.info, max_num_seqs, costs)
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
-        super().__init__(Scorer(engine, budget), executor, description, observer)
+        scorer = Scorer(engine, budget)
+        super().__init__(scorer, executor, description, observer, budget.note_seconds)
         self._ahead: OrderedDict[str, RunAhead] = OrderedDict()
 
     def _accept(self, item: VerifyItem, outlet: Outlet[VerifyAnswer]) -> None:

@@ -5,8 +5,12 @@
     more tokens (a prefix)                   what is left, in order of arrival, in parts
 
 While rounds are played, a step with a part of a prefix lasts at most STEP_GROWTH_MAX times as long
-as without it, steps between two rounds included; and beside the rounds of a full step the oldest
-prefix still gets PREFIX_TOKENS_MIN tokens. So neither kind can keep the other from going on.
+as without it, steps between two rounds included; or where more sessions wait for their prefix than
+play, so much longer that those get their share of the time. Beside the rounds of a full step the
+oldest prefix still gets PREFIX_TOKENS_MIN tokens. So neither kind can keep the other from going on.
+
+How long a step lasts is foretold from costs that were measured before anybody came, and corrected
+by how long steps of its kind, with and without a prefix, have lasted since (`note_seconds`).
 """
 
 from __future__ import annotations
@@ -24,7 +28,12 @@ ROUND_TOKENS_MAX: Final = 2 * NUM_DRAFT_TOKENS_MAX + 2
 """What a round runs at most: the tokens of the one before, and its own proposal."""
 PREFIX_TOKENS_MIN: Final = 16
 STEP_GROWTH_MAX: Final = 2.0
-"""So that a gap between tokens at most triples, even where a step takes longer than it should."""
+"""Well below 3, so that a gap between tokens at most triples: a token takes longer than its step,
+and some steps last longer than was foretold."""
+CORRECTION_WEIGHT: Final = 0.2
+"""Of the newest step of a kind, against all before it."""
+CORRECTION_MAX: Final = 4.0
+"""What a single step may say, up or down: the machine may have done something else meanwhile."""
 ROUND_REST_STEPS: Final = 4
 """Steps without a round after which nobody seems to play any more."""
 
@@ -49,6 +58,8 @@ class _Load:
     sessions: int = 0
     attention_s: float = 0.0
     """The time that its contexts cost; 0 where costs are not known."""
+    has_prefix: bool = False
+    """Whether parts of prefixes are in it."""
 
 
 class TokenBudget:
@@ -71,6 +82,9 @@ class TokenBudget:
         """... and their time. Whoever plays may have waited for them ..."""
         self._step_s = 0.0
         """... after the time of the step of those rounds."""
+        self._last = _Load()
+        self._corrections = {False: 1.0, True: 1.0}
+        """How long steps last over what their costs say; by `_Load.has_prefix`."""
 
     def share(self, wishes: Sequence[Wish]) -> list[int]:
         """For each wish, in order of arrival, how many of its tokens this step runs: all, none, or
@@ -86,7 +100,7 @@ class TokenBudget:
                 grants[index] = wish.num_tokens
                 load = self._with(load, wish, wish.num_tokens)
         rounds = load
-        seconds = self._seconds_allowed(rounds)
+        seconds = self._seconds_allowed(rounds, len(prefixes))
         for index in prefixes:
             wish = wishes[index]
             least = PREFIX_TOKENS_MIN if index == prefixes[0] else 0
@@ -96,6 +110,14 @@ class TokenBudget:
             load = self._with(load, wish, grants[index])
         self._note(rounds, load)
         return grants
+
+    def note_seconds(self, seconds: float) -> None:
+        """The step that was shared out last has taken so long, s."""
+        foretold = self._cost_seconds(self._last)
+        if foretold > 0:
+            found = min(max(seconds / foretold, 1 / CORRECTION_MAX), CORRECTION_MAX)
+            before = self._corrections[self._last.has_prefix]
+            self._corrections[self._last.has_prefix] += CORRECTION_WEIGHT * (found - before)
 
     def _part(self, wish: Wish, load: _Load, seconds: float, least: int) -> int:
         """How many tokens of a prefix are run beside a load in a step of so much time, `least` even
@@ -112,23 +134,30 @@ class TokenBudget:
                 high = middle - 1
         return low if low == wish.num_tokens else min(low, wish.num_tokens - wish.num_last)
 
-    def _seconds_allowed(self, rounds: _Load) -> float:
+    def _seconds_allowed(self, rounds: _Load, num_prefixes: int) -> float:
         """How long a step with these rounds, or none, may last. Between two rounds of a session
         lie, of steps without, those that came after the last rounds; or will again."""
         played = rounds if rounds.rows else self._played
         if played is None:
             return math.inf
         passed_s = self._rest_s if rounds.rows else self._step_s + self._rest_s
-        return STEP_GROWTH_MAX * self._seconds(played) - passed_s
+        growth = max(STEP_GROWTH_MAX, 1 + num_prefixes / played.sessions)
+        return growth * self._seconds(played) - passed_s
 
     def _with(self, load: _Load, wish: Wish, num_tokens: int) -> _Load:
         attention_s = 0.0
         if self._costs is not None:
             attention_s = self._costs.attention_seconds(num_tokens, wish.context)
-        return _Load(load.rows + num_tokens, load.sessions + 1, load.attention_s + attention_s)
+        return _Load(
+            load.rows + num_tokens,
+            load.sessions + 1,
+            load.attention_s + attention_s,
+            load.has_prefix or wish.num_tokens > ROUND_TOKENS_MAX,
+        )
 
     def _note(self, rounds: _Load, load: _Load) -> None:
         """Remembers a step of this load, with these rounds in it."""
+        self._last = load
         if rounds.rows:
             self._played, self._step_s = rounds, self._seconds(load)
             self._rest_steps, self._rest_s = 0, 0.0
@@ -139,7 +168,10 @@ class TokenBudget:
             self._played = None
 
     def _seconds(self, load: _Load) -> float:
-        """The time of a step with this load; 0 where nobody knows."""
+        """The time of a step with this load, as its kind has lasted; 0 where nobody knows."""
+        return self._corrections[load.has_prefix] * self._cost_seconds(load)
+
+    def _cost_seconds(self, load: _Load) -> float:
         if self._costs is None or load.rows == 0:
             return 0.0
         return self._costs.mixed_seconds(load.rows, load.sessions, load.attention_s)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from outrider.engine.costs import StepCosts
 from outrider.engine.token_budget import (
+    CORRECTION_MAX,
     PREFIX_TOKENS_MIN,
     ROUND_REST_STEPS,
     ROUND_TOKENS_MAX,
@@ -90,11 +91,58 @@ def test_a_step_between_two_rounds_counts_like_the_step_of_the_rounds() -> None:
         assert turn == 0 or gap <= STEP_GROWTH_MAX * usual * 1.01
 
 
+def test_many_that_wait_get_their_share_of_the_time() -> None:
+    """With 14 that begin beside 2 that play, a step is eight times as long as the rounds alone; as
+    many as play, or fewer, at most double it."""
+    usual = COSTS.step_seconds(2, 2, 600)
+    rounds = [Wish(num_tokens=1, num_last=1, context=300)] * 2
+    for num_waiting, growth in ((1, STEP_GROWTH_MAX), (2, STEP_GROWTH_MAX), (14, 8.0)):
+        grants = TokenBudget(512, 64, COSTS).share([*rounds, *[prefix(4000)] * num_waiting])
+        seconds = COSTS.step_seconds(sum(grants), 3, 600)
+        assert 0.9 < seconds / (growth * usual) <= 1.01
+
+
 def test_a_part_that_nothing_is_left_for_still_goes_on() -> None:
     """Where a single token more would take too long, the oldest prefix gets its least part."""
     steep = StepCosts(rows=(1, 9, 10), seconds=(0.001, 0.001, 1.0))
     grants = TokenBudget(512, 64, steep).share([ROUND, prefix(400), prefix(400)])
     assert grants == [9, PREFIX_TOKENS_MIN, 0]
+
+
+def test_costs_that_were_wrong_are_corrected_by_the_steps_themselves() -> None:
+    """Contexts are cheaper than was measured, so that rounds last less than was foretold, and parts
+    that were made for them are too long at first. Soon a gap grows as little as it may."""
+    foretold = StepCosts((1, 512), (0.010, 0.260), slot_s=6e-6)
+    true = StepCosts((1, 512), (0.010, 0.260), slot_s=2e-6)
+    budget = TokenBudget(512, 64, foretold)
+    rounds = [Wish(num_tokens=1, num_last=1, context=300)] * 8
+    usual = true.step_seconds(8, 8, 2400)
+    for _ in range(30):
+        budget.share(rounds)
+        budget.note_seconds(usual)
+    growths = []
+    for _ in range(30):
+        *_, part = budget.share([*rounds, prefix(4000)])
+        growths.append(true.step_seconds(8 + part, 9, 2400) / usual)
+        budget.note_seconds(growths[-1] * usual)
+    uncorrected = TokenBudget(512, 64, foretold).share([*rounds, prefix(4000)])[-1]
+    assert true.step_seconds(8 + uncorrected, 9, 2400) / usual > 1.2 * STEP_GROWTH_MAX
+    assert max(growths) <= 1.05 * STEP_GROWTH_MAX
+    assert growths[-1] > 0.95 * STEP_GROWTH_MAX
+
+
+def test_one_step_that_was_held_up_changes_little() -> None:
+    usual = COSTS.step_seconds(9, 1, 300)
+
+    def part_after(seconds: float) -> int:
+        budget = TokenBudget(512, 64, COSTS)
+        budget.share([ROUND])
+        budget.note_seconds(seconds)
+        return budget.share([ROUND, prefix(4000)])[-1]
+
+    assert part_after(usual) == TokenBudget(512, 64, COSTS).share([ROUND, prefix(4000)])[-1]
+    assert part_after(100 * usual) == part_after(CORRECTION_MAX * usual) < 3 * part_after(usual)
+    assert part_after(usual / 100) == part_after(usual / CORRECTION_MAX) > 0
 
 
 WISHES = st.lists(
