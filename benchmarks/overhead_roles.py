@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from outrider.config import CoordinatorConfig, TargetConfig
-from outrider.hosting import build_engine, cores_for, use_threads
+from outrider.hosting import build_engine, cores_for, on_passing_thread, use_threads
 
 from .roles import Role, play
 
@@ -114,7 +113,7 @@ async def _model(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
 
     from .overhead_clocks import ClockedExecutor, ClockedService
 
-    engine = await asyncio.to_thread(build_engine, config, "target", num_threads)
+    engine = await on_passing_thread(build_engine, config, "target", num_threads)
     executor = ClockedExecutor("target-step", engine.take_step_seconds, start_workers)
     service = ClockedService(TargetService(engine, executor, max_num_seqs=config.max_num_seqs))
     host: ReplicaHost[Any, Any] = ReplicaHost()

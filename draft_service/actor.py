@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 from outrider.config import DraftConfig
-from outrider.hosting import cores_for, log_to, step_costs, use_threads
+from outrider.hosting import cores_for, log_to, on_passing_thread, step_costs, use_threads
 from outrider.messages import DraftAnswer, DraftItem
 from outrider.rank_host import Leadership, engine_of_a_replica, threads_of_a_rank
 from outrider.replica_host import ReplicaHost
@@ -28,7 +27,7 @@ class DraftActor(ReplicaHost[DraftItem, DraftAnswer]):
         use_threads(num_threads)
         log_to(log_directory, "draft")
         observer = self.observe(config, "draft")
-        service = await asyncio.to_thread(_build, config, num_threads, observer, self.leadership)
+        service = await on_passing_thread(_build, config, num_threads, observer, self.leadership)
         from .servicer import DraftServicer
 
         return await self.serve(service, DraftServicer, config.host, config.port)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from outrider.config import DraftConfig, TargetConfig
 from outrider.telemetry.logs import JsonLines
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from outrider.engine.interface import Engine
     from outrider.engine.parallel.sharding import Ranks
 
+T = TypeVar("T")
 SPIN_COUNT: Final = 3_000
 """Turns, of some 50 ns each, that a thread of a numeric library spins before it sleeps. They must
 outlast the gap between two operators; the library's own choice is milliseconds, and a thread that
@@ -64,6 +68,17 @@ def use_threads(num_threads: int) -> None:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+async def on_passing_thread(work: Callable[..., T], *arguments: object) -> T:
+    """Runs `work` on a thread that ends with it, and with it the helpers that a numeric library
+    gave it. While those of two threads are there, more than there are cores, helpers sleep between
+    operators: a step of 16 sessions took 42 ms instead of 27, on two cores."""
+    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="passing")
+    try:
+        return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
+    finally:
+        pool.shutdown(wait=False)
 
 
 def log_to(directory: str, role: str) -> None:

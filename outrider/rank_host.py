@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from outrider.config import DraftConfig, TargetConfig
 from outrider.engine.parallel.meeting import LOOPBACK, Meeting, OpenMeeting
-from outrider.hosting import Place, build_engine, cores_for, log_to, use_threads
+from outrider.hosting import Place, build_engine, cores_for, log_to, on_passing_thread, use_threads
 
 if TYPE_CHECKING:
     from outrider.engine.interface import Engine
@@ -126,7 +126,7 @@ class RankHost:
         use_threads(num_threads)
         log_to(log_directory, f"{role}-rank-{seat.rank}")
         try:
-            engine = await asyncio.to_thread(self._join, config, role, num_threads, seat, timeout_s)
+            engine = await on_passing_thread(self._join, config, role, num_threads, seat, timeout_s)
         except BaseException:
             self._leave()
             raise

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 from outrider.config import TargetConfig
-from outrider.hosting import cores_for, log_to, step_costs, use_threads
+from outrider.hosting import cores_for, log_to, on_passing_thread, step_costs, use_threads
 from outrider.messages import VerifyAnswer, VerifyItem
 from outrider.rank_host import Leadership, engine_of_a_replica, threads_of_a_rank
 from outrider.replica_host import ReplicaHost
@@ -26,7 +25,7 @@ class TargetActor(ReplicaHost[VerifyItem, VerifyAnswer]):
         use_threads(num_threads)
         log_to(log_directory, "target")
         observer = self.observe(config, "target")
-        service = await asyncio.to_thread(_build, config, num_threads, observer, self.leadership)
+        service = await on_passing_thread(_build, config, num_threads, observer, self.leadership)
         from .servicer import TargetServicer
 
         return await self.serve(service, TargetServicer, config.host, config.port)

@@ -54,8 +54,9 @@ def _attend_group(
     key_heads, _, key_width = cache.keys.shape
     value_width = cache.values.shape[2]
     shared = queries.shape[0] // key_heads
-    keys = cache.keys.index_select(1, group.slots).view(key_heads * num, -1, key_width)
-    values = cache.values.index_select(1, group.slots).view(key_heads * num, -1, value_width)
+    keys, values = cache.gather(group.slots)
+    keys = keys.view(key_heads * num, -1, key_width)
+    values = values.view(key_heads * num, -1, value_width)
     split = queries.view(key_heads, shared, num, size, key_width).transpose(1, 2)
     rows = split.reshape(key_heads * num, shared * size, key_width)
     scores = torch.bmm(rows, keys.transpose(1, 2))

@@ -74,6 +74,23 @@ class KeysAndValues:
         self.values = tensor(shape.value_width)
         """[heads, slots, value width]."""
 
+    def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [heads, n, width] of slots [n].
+
+        Several threads share the rows of a first dimension alone (for 16 sequences of 320 slots on
+        two threads 76 us instead of 120); one thread is quicker by heads (125 us, not 155)."""
+        if torch.get_num_threads() == 1:
+            return self.keys.index_select(1, slots), self.values.index_select(1, slots)
+        num_heads, num_slots, _ = self.keys.shape
+        firsts = torch.arange(0, num_heads * num_slots, num_slots, device=slots.device)
+        rows = (firsts[:, None] + slots).view(-1)
+        keys, values = (
+            tensor.view(-1, tensor.shape[2]).index_select(0, rows)
+            for tensor in (self.keys, self.values)
+        )
+        shape = (num_heads, len(slots), -1)
+        return keys.view(shape), values.view(shape)
+
     def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Puts keys and values [heads, n, width] into slots [n]."""
         self.keys.index_copy_(1, slots, keys)

@@ -33,12 +33,12 @@ from outrider.engine.supported_models import (
 from outrider.errors import ConfigError, check
 from outrider.limits import ENGINE_SEQUENCES_MAX, KV_CACHE_BYTES_DEFAULT, PAGE_SIZE
 
-WIDE_STEP_ROWS: Final = 32
+WIDE_STEP_ROWS: Final = 16
 """From so many tokens on a step gains more by another thread than it loses where the thread must
 share its core with messages, a coordinator or a store: then all threads of a step wait for it.
-Measured on two cores with 135M weights in bfloat16: alone, a step of 1 token has 16.4 ms on one
-thread and 14.9 on two, of 16 tokens 26 and 21, of 64 tokens 56 and 39; through the services plain
-decoding had 0.98 of the speed of the engine alone with one thread, and 0.67 with two."""
+Measured on two cores with 135M weights in bfloat16, on one thread and on two: 16.4 and 14.9 ms for
+1 token, 26 and 21 for 16, 39 and 28 for 1 of 16 sessions, 187 and 107 for 256; through the services
+plain decoding had 0.98 of the speed of the engine alone with one thread, and 0.67 with two."""
 _log = logging.getLogger(__name__)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from outrider.hosting import (
     available_cores,
     build_engine,
     log_to,
+    on_passing_thread,
     use_threads,
 )
 from outrider.messages import ReplicaDescription
@@ -77,6 +79,23 @@ def test_threads_are_set_for_libraries_to_come(monkeypatch: pytest.MonkeyPatch) 
     assert os.environ["GOMP_SPINCOUNT"] == "7"  # Who states it knows better.
     assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "3"
     assert 1 <= available_cores() <= (os.cpu_count() or 1)
+
+
+async def test_a_passing_thread_ends_with_its_work() -> None:
+    """Also where the work fails; it is not the event loop's own thread."""
+    threads: list[threading.Thread] = []
+
+    def work(answer: int) -> int:
+        threads.append(threading.current_thread())
+        return 1 // answer
+
+    assert await on_passing_thread(work, 1) == 1
+    with pytest.raises(ZeroDivisionError):
+        await on_passing_thread(work, 0)
+    for thread in threads:
+        assert thread is not threading.current_thread()
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_an_address_for_all_is_not_advertised() -> None:
