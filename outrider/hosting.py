@@ -127,7 +127,11 @@ def build_engine(
     if ranks is not None:  # they hold the same pages
         num_bytes = least(ranks, num_bytes, device)
     return PagedEngine(
-        module, info, max_num_seqs=config.max_num_seqs, kv_cache_memory_bytes=num_bytes
+        module,
+        info,
+        max_num_seqs=config.max_num_seqs,
+        kv_cache_memory_bytes=num_bytes,
+        deterministic=config.deterministic,
     )
 
 

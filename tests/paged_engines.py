@@ -29,6 +29,7 @@ class EngineMaker:
         num_bytes: int = 2**22,
         page_size: int = 16,
         max_model_len: int = MAX_MODEL_LEN,
+        deterministic: bool = False,
     ) -> PagedEngine:
         dtype = str(module.dtype).removeprefix("torch.")
         info = ModelInfo("tiny", VOCAB, max_model_len, dtype, (), "", "")
@@ -38,6 +39,7 @@ class EngineMaker:
             max_num_seqs=max_num_seqs,
             kv_cache_memory_bytes=num_bytes,
             page_size=page_size,
+            deterministic=deterministic,
         )
         self.made.append((engine, num_bytes))
         return engine
