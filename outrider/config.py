@@ -98,6 +98,10 @@ class ModelServerConfig(ServerConfig):
         BATCHED_TOKENS_DEFAULT, "Tokens of a step; a longer prompt is run in parts beside others.",
         minimum=BATCHED_TOKENS_MIN, maximum=BATCHED_TOKENS_MAX,
     )  # fmt: skip
+    deterministic: bool = setting(
+        False, "Make logits bit-equal whatever else is in a step, so that coupled and greedy "
+        "tokens do not depend on `num_draft_tokens` or on other sessions; steps take longer.",
+    )  # fmt: skip
     trust_remote_code: bool = setting(False, "Run Python code that comes with a model's files.")
 
     def __post_init__(self) -> None:

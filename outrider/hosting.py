@@ -141,13 +141,16 @@ def build_engine(
     )
     if ranks is not None:  # they hold the same pages
         num_bytes = least(ranks, num_bytes, device)
-    shares_cores = role == "target" and ranks is None and not config.num_threads
+    shares_cores = (
+        role == "target" and ranks is None and not (config.num_threads or config.deterministic)
+    )
     return PagedEngine(
         module,
         info,
         max_num_seqs=config.max_num_seqs,
         kv_cache_memory_bytes=num_bytes,
         narrow_threads=max(1, num_threads - 1) if shares_cores else None,
+        deterministic=config.deterministic,
     )
 
 

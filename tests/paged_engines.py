@@ -30,6 +30,7 @@ class EngineMaker:
         page_size: int = 16,
         max_model_len: int = MAX_MODEL_LEN,
         narrow_threads: int | None = None,
+        deterministic: bool = False,
     ) -> PagedEngine:
         dtype = str(module.dtype).removeprefix("torch.")
         info = ModelInfo("tiny", VOCAB, max_model_len, dtype, (), "", "")
@@ -40,6 +41,7 @@ class EngineMaker:
             kv_cache_memory_bytes=num_bytes,
             page_size=page_size,
             narrow_threads=narrow_threads,
+            deterministic=deterministic,
         )
         self.made.append((engine, num_bytes))
         return engine

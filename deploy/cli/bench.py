@@ -36,7 +36,9 @@ OWN_FLAGS: Final = ("seed", "num_draft_tokens", "deadline_ms")
 """Settings that are flags of the requests here."""
 
 
-TARGET_FLAGS: Final = ("device", "dtype", "model", "trust_remote_code", "target_num_threads")
+TARGET_FLAGS: Final = (
+    "device", "dtype", "model", "deterministic", "trust_remote_code", "target_num_threads",
+)  # fmt: skip
 """Settings of a measurement without a deployment."""
 DRAFT_FLAGS: Final = (
     "draft_model", "draft_dtype", "draft_support_entries", "ngram_min", "ngram_max",

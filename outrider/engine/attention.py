@@ -21,7 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from outrider.engine.gathered_attention import attend
 from outrider.engine.kv_cache import KeysAndValues, LayerShape
-from outrider.engine.ragged import Group, StepPlan
+from outrider.engine.ragged import StepPlan
+from outrider.engine.split_attention import attend_in_splits
 from outrider.errors import ConfigError, InvariantError, check
 
 PAGED: Final = "outrider_paged"
@@ -55,8 +56,7 @@ class LayerPages:
 @dataclass(frozen=True, slots=True)
 class _Running:
     layers: dict[torch.nn.Module, LayerPages]
-    slots: torch.Tensor
-    groups: dict[int | None, list[Group]]
+    plan: StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ _FOUND: ContextVar[_Found | None] = ContextVar("outrider_layers", default=None)
 @contextmanager
 def running(layers: dict[torch.nn.Module, LayerPages], plan: StepPlan) -> Iterator[None]:
     """While it lasts, modules whose blocks are these write to and read from these pages."""
-    token = _RUNNING.set(_Running(layers, plan.slots, plan.groups))
+    token = _RUNNING.set(_Running(layers, plan))
     try:
         yield
     finally:
@@ -120,14 +120,20 @@ def _paged_attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Output [1, T, heads, width] of query [1, heads, T, width], key and value [1, key heads, T,
-    width], which are written to their slots first."""
+    width], which are written to their slots first. In fixed shapes the last rows have no slots and
+    attend to nothing."""
     step = _RUNNING.get()
     if step is None:
         raise InvariantError("a module that belongs to an engine was called outside of it")
-    layer = step.layers[block]
-    layer.cache.write(step.slots, key[0], value[0])
+    layer, plan = step.layers[block], step.plan
+    keys, values = key[0], value[0]
+    if plan.is_fixed:
+        num_tokens = len(plan.slots)
+        keys, values = keys[:, :num_tokens], values[:, :num_tokens]
+    layer.cache.write(plan.slots, keys, values)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend(query, layer.cache, step.groups[layer.window], scaling, softcap), None
+    attention = attend_in_splits if plan.is_fixed else attend
+    return attention(query, layer.cache, plan.groups[layer.window], scaling, softcap), None
 
 
 def _noted_attention(

@@ -20,12 +20,15 @@ import torch
 from outrider.engine.attention import AttentionLayer, LayerPages, find_layers, running
 from outrider.engine.interface import ModelInfo, PageCounts, SequenceStep
 from outrider.engine.kv_cache import KVCache, pages_in
+from outrider.engine.modules.aligned_activation import align_activations
 from outrider.engine.page_pool import PagePool
 from outrider.engine.ragged import HeldSequence, plan_step
 from outrider.engine.slots import check_steps
 from outrider.engine.supported_models import (
+    CROWD_SLOTS,
     TRIAL_SEQUENCES,
     check_answers,
+    check_independent,
     check_supported,
     dense_logits,
     trial_tokens,
@@ -55,14 +58,17 @@ class PagedEngine:
         kv_cache_memory_bytes: int = KV_CACHE_BYTES_DEFAULT,
         page_size: int = PAGE_SIZE,
         narrow_threads: int | None = None,
+        deterministic: bool = False,
     ) -> None:
         """At most `max_num_seqs` sequences in one step; pages for at most
         `kv_cache_memory_bytes`, and no more than so many sequences of full length fill. A step of
         fewer than `WIDE_STEP_ROWS` tokens has `narrow_threads`, if given; others have those that
-        the numeric library is set to now.
+        the numeric library is set to now. `deterministic`: the logits of a chain's tokens are
+        bit-equal however they come to be run, alone or beside others, at once or in parts, or
+        after a prefix that others ran.
 
         `info.max_model_len` of the engine is what fits all pages, if that is less. Raises
-        `ConfigError` for a model that cannot be run on pages."""
+        `ConfigError` for a model that cannot be run on pages, or not deterministically."""
         check(max_num_seqs > 0, "max_num_seqs must be positive")
         self._module: Any = module
         self._page_size = page_size
@@ -72,9 +78,12 @@ class PagedEngine:
         self._narrow_threads: int | None = None  # not in a trial, whose threads serve nobody
         self._dtype = parameter.dtype
         self._logits_dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
+        self._deterministic = deterministic
         self._selects_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         try:
             check_supported(module, info)
+            if deterministic and self._device.type == "cpu":
+                align_activations(module)
             self._build(info, max_num_seqs, kv_cache_memory_bytes)
         except ConfigError as error:
             if type(error) is not ConfigError:  # it names a setting
@@ -96,6 +105,9 @@ class PagedEngine:
         self._use_pages(layers, TRIAL_SEQUENCES * -(-len(expected) // self._page_size))
         check_answers(self, expected)
         self._max_num_seqs = max_num_seqs
+        if self._deterministic:
+            self._use_pages(layers, min(num_pages, -(-CROWD_SLOTS // self._page_size)))
+            check_independent(self, max_num_seqs)
         self._use_pages(layers, num_pages)
         self._info = replace(
             info, max_model_len=min(info.max_model_len, num_pages * self._page_size)
@@ -191,7 +203,10 @@ class PagedEngine:
             is_wide = sum(len(step.token_ids) for step in steps) >= WIDE_STEP_ROWS
             torch.set_num_threads(self._num_threads if is_wide else self._narrow_threads)
         with torch.inference_mode():
-            plan = plan_step(sequences, self._windows, self._page_size, self._device, self._dtype)
+            plan = plan_step(
+                sequences, self._windows, self._page_size, self._device, self._dtype,
+                fixed_shapes=self._deterministic,
+            )  # fmt: skip
             selection = {"logits_to_keep": plan.logit_rows} if self._selects_logits else {}
             with running(self._layers, plan):
                 logits: torch.Tensor = self._module(
@@ -204,5 +219,6 @@ class PagedEngine:
             if not self._selects_logits:
                 logits = logits.index_select(0, plan.logit_rows)
         # The copy is made outside of inference mode, so that callers may change it in place.
-        wanted = logits.to(self._logits_dtype, copy=True)
-        return list(torch.split(wanted, [step.num_logits for step in steps]))
+        sizes = [step.num_logits for step in steps]
+        wanted = logits[: sum(sizes)].to(self._logits_dtype, copy=True)
+        return list(torch.split(wanted, sizes))

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from outrider.engine.fixed_shapes import SEGMENT_TOKENS_MIN, SPLIT_SLOTS, padded_rows
 from outrider.engine.interface import SequenceStep
 
 _SEGMENT_TOKENS_MAX: Final = 128
@@ -53,6 +54,9 @@ class Group:
     num_tokens: int
     rows: slice | torch.Tensor
     """Where the N * T tokens stand in the step."""
+    targets: torch.Tensor | None
+    """In fixed shapes [N * T]: as `rows`, but for tokens that repeat a segment's last one to pad
+    it; those stand behind the step's last row."""
     slots: torch.Tensor
     """[N * L]; a segment with fewer repeats its first one."""
     bias: torch.Tensor | None
@@ -64,13 +68,15 @@ class StepPlan:
     """What a forward pass over the new tokens reads; T tokens in all."""
 
     token_ids: torch.Tensor
-    """[1, T]."""
+    """[1, T]; in fixed shapes more, of which the last mean nothing."""
     position_ids: torch.Tensor
-    """[1, T]."""
+    """As many."""
     slots: torch.Tensor
     """[T]: where their keys and values go."""
     logit_rows: torch.Tensor
-    """[R]: tokens whose logits are wanted."""
+    """[R]: tokens whose logits are wanted; in fixed shapes more, of which the last mean nothing."""
+    is_fixed: bool
+    """Whether it is in fixed shapes."""
     groups: dict[int | None, list[Group]]
     """For each window that a layer has; a None window is the whole context."""
 
@@ -89,6 +95,32 @@ class _Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class _View:
+    """What layers with a window see of a segment, and in which shape."""
+
+    window: int | None
+    spare_row: int | None
+    """In fixed shapes: the row of the step that padding is written to."""
+
+    def begin(self, segment: _Segment) -> int:
+        """The first slot that is gathered; those before it no token of the segment may look at."""
+        if self.window is None:
+            return 0
+        first = max(0, segment.position - self.window + 1)
+        return first if self.spare_row is None else first // SPLIT_SLOTS * SPLIT_SLOTS
+
+    def num_slots(self, segment: _Segment) -> int:
+        """Slots that are gathered, with what pads them."""
+        num = segment.end - self.begin(segment)
+        return num if self.spare_row is None else -(-num // SPLIT_SLOTS) * SPLIT_SLOTS
+
+    def num_tokens(self, segment: _Segment) -> int:
+        """Tokens, with what pads them."""
+        num = segment.num_tokens
+        return num if self.spare_row is None else padded_rows(num, SEGMENT_TOKENS_MIN)
+
+
+@dataclass(frozen=True, slots=True)
 class _Tree:
     depths: _Ints
     """[T]; 0 for one that follows what was held."""
@@ -102,6 +134,7 @@ def plan_step(
     page_size: int,
     device: torch.device,
     dtype: torch.dtype,
+    fixed_shapes: bool = False,
 ) -> StepPlan:
     """The plan of a step of at least one sequence, for layers with these windows."""
     ids: list[_Ints] = []
@@ -122,13 +155,22 @@ def plan_step(
         segments += _segments(held.length, num, slots, row, tree)
         row += num
     arrays = [np.concatenate(parts) for parts in (ids, positions, new_slots, logit_rows)]
+    if fixed_shapes:
+        row = padded_rows(row)
+        arrays = [array if array is arrays[2] else _padded(array) for array in arrays]
     groups: dict[int | None, list[Group]] = {}
     for window in windows:
+        view = _View(window, row if fixed_shapes else None)
         groups[window] = [
-            _group(members, window, device, dtype) for members in _alike(segments, window)
+            _group(members, view, device, dtype) for members in _alike(segments, view)
         ]
     token_ids, position_ids, slots_, rows = _shipped(arrays, device)
-    return StepPlan(token_ids[None], position_ids[None], slots_, rows, groups)
+    return StepPlan(token_ids[None], position_ids[None], slots_, rows, fixed_shapes, groups)
+
+
+def _padded(array: _Ints) -> _Ints:
+    """With zeros behind it, for tokens that nobody asks about."""
+    return np.pad(array, (0, padded_rows(len(array)) - len(array)))
 
 
 def _slots(held: HeldSequence, page_size: int) -> _Ints:
@@ -169,78 +211,99 @@ def _segments(
     ]
 
 
-def _begin(segment: _Segment, window: int | None) -> int:
-    """The first slot that a token of the segment may look at."""
-    return 0 if window is None else max(0, segment.position - window + 1)
-
-
-def _alike(segments: Sequence[_Segment], window: int | None) -> list[list[_Segment]]:
+def _alike(segments: Sequence[_Segment], view: _View) -> list[list[_Segment]]:
     """Groups of as many tokens, whose members have at least half of the longest one's slots."""
 
-    def num_slots(segment: _Segment) -> int:
-        return segment.end - _begin(segment, window)
+    def size(segment: _Segment) -> tuple[int, int]:
+        return view.num_tokens(segment), view.num_slots(segment)
 
     groups: list[list[_Segment]] = []
-    longest = room = 0
-    for segment in sorted(segments, key=lambda s: (s.num_tokens, num_slots(s)), reverse=True):
+    most_tokens = longest = room = 0
+    for segment in sorted(segments, key=size, reverse=True):
+        num_tokens, num_slots = size(segment)
         if (
             groups
-            and groups[-1][0].num_tokens == segment.num_tokens
-            and 2 * num_slots(segment) >= longest
+            and most_tokens == num_tokens
+            and 2 * num_slots >= longest
             and (len(groups[-1]) + 1) * longest <= room
         ):
             groups[-1].append(segment)
         else:
             groups.append([segment])
-            longest = num_slots(segment)
-            room = min(_GATHERED_SLOTS_MAX, _SCORES_MAX // segment.num_tokens)
+            most_tokens, longest = num_tokens, num_slots
+            room = min(_GATHERED_SLOTS_MAX, _SCORES_MAX // num_tokens)
     for group in groups:
         group.sort(key=lambda segment: segment.first_row)
     return groups
 
 
 def _group(
-    members: Sequence[_Segment], window: int | None, device: torch.device, dtype: torch.dtype
+    members: Sequence[_Segment], view: _View, device: torch.device, dtype: torch.dtype
 ) -> Group:
-    num_tokens = members[0].num_tokens
-    begins = [_begin(segment, window) for segment in members]
-    sizes = [segment.end - begin for segment, begin in zip(members, begins, strict=True)]
-    width = max(sizes)
+    num_tokens = view.num_tokens(members[0])
+    begins = [view.begin(segment) for segment in members]
+    width = max(view.num_slots(segment) for segment in members)
     slots = np.empty((len(members), width), dtype=np.int64)
-    for row, segment, begin, size in zip(slots, members, begins, sizes, strict=True):
+    shortest = width
+    for row, segment, begin in zip(slots, members, begins, strict=True):
+        size = segment.end - begin
         row[:size] = segment.slots[begin : segment.end]
         row[size:] = row[0]
-    arrays = [slots.reshape(-1)]
+        shortest = min(shortest, size)
     first_rows = [segment.first_row for segment in members]
-    is_run = all(b - a == num_tokens for a, b in pairwise(first_rows))
+    is_run = view.spare_row is None and all(b - a == num_tokens for a, b in pairwise(first_rows))
+    arrays = [slots.reshape(-1)]
     if not is_run:
-        rows = np.array(first_rows, dtype=np.int64)[:, None] + np.arange(num_tokens)
+        places = _places(members, num_tokens)
+        rows = np.array(first_rows, dtype=np.int64)[:, None] + places
         arrays.append(rows.reshape(-1))
+        if view.spare_row is not None:
+            is_padding = places < np.arange(num_tokens)
+            arrays.append(np.where(is_padding, view.spare_row, rows).reshape(-1))
     shipped = _shipped(arrays, device)
     run = slice(first_rows[0], first_rows[0] + len(members) * num_tokens)
-    needs_bias = num_tokens > 1 or min(sizes) < width
-    bias = _bias(members, begins, width, window, device, dtype) if needs_bias else None
-    return Group(len(members), num_tokens, run if is_run else shipped[1], shipped[0], bias)
+    bias = (
+        _bias(members, begins, (num_tokens, width), view.window, device, dtype)
+        if num_tokens > 1 or shortest < width
+        else None
+    )
+    return Group(
+        num_segments=len(members),
+        num_tokens=num_tokens,
+        rows=run if is_run else shipped[1],
+        targets=None if view.spare_row is None else shipped[2],
+        slots=shipped[0],
+        bias=bias,
+    )
+
+
+def _places(members: Sequence[_Segment], num_tokens: int) -> _Ints:
+    """[N, T]: tokens of each segment by their place in it; the last one pads it."""
+    lasts = np.array([segment.num_tokens - 1 for segment in members], dtype=np.int64)
+    return np.minimum(np.arange(num_tokens), lasts[:, None])
 
 
 def _bias(
     members: Sequence[_Segment],
     begins: Sequence[int],
-    width: int,
+    shape: tuple[int, int],
     window: int | None,
     device: torch.device,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """[N, 1, T, L]; a segment's column is slot `begin` + column of its sequence."""
+    """[N, 1, T, L], of `shape` (T, L); a segment's column is slot `begin` + column of its
+    sequence."""
+    num_tokens, width = shape
+    places = _places(members, num_tokens)
     firsts = np.array([segment.position for segment in members], dtype=np.int64)
-    queries = firsts[:, None, None] + np.arange(members[0].num_tokens)[:, None]
+    queries = (firsts[:, None] + places)[..., None]
     slots = np.array(begins, dtype=np.int64)[:, None, None] + np.arange(width)
     allowed = slots <= queries
     if window is not None:
         allowed &= slots > queries - window
-    for row, segment, begin in zip(allowed, members, begins, strict=True):
+    for row, segment, begin, place in zip(allowed, members, begins, places, strict=True):
         if segment.tree is not None:
-            row[:] = _tree_mask(segment, segment.tree, begin, width, window)
+            row[:] = _tree_mask(segment, segment.tree, begin, width, window)[place]
     mask = torch.from_numpy(~allowed).to(device)
     bias = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(mask, -torch.inf)
     return bias[:, None]

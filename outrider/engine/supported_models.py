@@ -2,7 +2,8 @@
 
 A model is refused that keeps more of a token than one key and one value a layer, or whose result
 for one sequence would depend on what else is in a step. What cannot be told from a configuration
-is tried: a few tokens, in two steps and two sequences, against the module's own dense attention.
+is tried: a few tokens, in two steps and two sequences, against the module's own dense attention;
+for a deterministic engine, some more of them in steps of all sizes, against themselves.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from outrider.engine.attention import set_attention
 from outrider.engine.interface import Engine, ModelInfo, SequenceStep
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, SettingError
 
 _ATTENTION_LAYERS: Final = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Kinds of layer whose whole state is one key and one value per token."""
@@ -27,6 +28,14 @@ _TOLERANCES: Final = {torch.float64: 1e-5, torch.float32: 1e-3}
 """Of the norm of all logits of the trial: what rounding in another order may change. Attention over
 the wrong slots, or at the wrong positions, changes it by about 1."""
 _HALF_TOLERANCE: Final = 0.2
+_LONG_TRIAL_TOKENS: Final = 136
+"""Of the sequence that is tried in steps of all sizes: enough for more than one split."""
+_ALONE_TOKENS: Final = 5
+"""Of it in a step of its own."""
+_CROWDED_ROWS: Final = (8, 16, 32, 64, 128, 256, 512)
+"""Those sizes, in tokens of all sequences."""
+CROWD_SLOTS: Final = 1024
+"""Slots that the largest of them takes, with the pages that are begun."""
 _Model = Any
 
 
@@ -68,7 +77,10 @@ def _unscaled_length(config: Any) -> int | None:
 
 def trial_tokens(info: ModelInfo) -> tuple[int, ...]:
     """The tokens of the trial; fewer for a model that takes few."""
-    num = min(_TRIAL_TOKENS, info.max_model_len)
+    return _varied_tokens(min(_TRIAL_TOKENS, info.max_model_len), info)
+
+
+def _varied_tokens(num: int, info: ModelInfo) -> tuple[int, ...]:
     return tuple((7919 * i + 1) % info.vocab_size for i in range(num))
 
 
@@ -104,3 +116,48 @@ def check_answers(engine: Engine, expected: torch.Tensor) -> None:
                 f"with paged attention its logits differ from its own by {difference:.2g} of their "
                 f"norm; {tolerance:g} is allowed"
             )
+
+
+def check_independent(engine: Engine, max_num_seqs: int) -> None:
+    """Raises `SettingError` unless a sequence's logits are bit-equal in steps of all sizes, up to
+    those for which the engine has pages. Leaves nothing but remembered prefixes behind."""
+    ids = _varied_tokens(min(_LONG_TRIAL_TOKENS, engine.info.max_model_len), engine.info)
+    alone = _logits_in_parts(engine, ids, _ALONE_TOKENS, _ALONE_TOKENS, max_num_seqs)
+    for num_rows in _CROWDED_ROWS:
+        # One less than there are rows, so that no two stand at the same place in their steps.
+        crowded = _logits_in_parts(engine, ids, num_rows - 1, num_rows, max_num_seqs)
+        if not torch.equal(crowded, alone):
+            raise SettingError(
+                "deterministic",
+                f"model {engine.info.name}: on this machine the logits of a token depend on how "
+                f"many others are in a step (they differ at {num_rows})",
+            )
+
+
+def _logits_in_parts(
+    engine: Engine, ids: tuple[int, ...], part: int, num_rows: int, max_num_seqs: int
+) -> torch.Tensor:
+    """Logits [T, V] of `ids`, run in such parts, each behind as many other tokens as make up
+    `num_rows`, if there is room."""
+    rows = []
+    for start in range(0, len(ids), part):
+        chunk = ids[start : start + part]
+        own = SequenceStep("trial", chunk, len(chunk))
+        others = _crowd(engine.info, num_rows - len(chunk), max_num_seqs - 1)
+        if not engine.can_hold([*others, own]):
+            others = []
+        rows.append(engine.forward([*others, own])[-1])
+        for other in others:
+            engine.release(other.sequence_id)
+    engine.release("trial")
+    return torch.cat(rows)
+
+
+def _crowd(info: ModelInfo, num_tokens: int, num_sequences: int) -> list[SequenceStep]:
+    """New sequences of so many tokens together, or of as many as they take."""
+    steps: list[SequenceStep] = []
+    while num_tokens > 0 and len(steps) < num_sequences:
+        ids = _varied_tokens(min(num_tokens, info.max_model_len), info)
+        steps.append(SequenceStep(f"other-{len(steps)}", ids, 1))
+        num_tokens -= len(ids)
+    return steps

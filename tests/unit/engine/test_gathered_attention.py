@@ -10,11 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engine import ragged
+from outrider.engine import ragged, split_attention
+from outrider.engine.fixed_shapes import padded_rows
 from outrider.engine.gathered_attention import attend
 from outrider.engine.interface import SequenceStep
 from outrider.engine.kv_cache import KeysAndValues, LayerShape
 from outrider.engine.ragged import HeldSequence, StepPlan, plan_step
+from outrider.engine.split_attention import attend_in_splits
 
 CPU = torch.device("cpu")
 NUM_PAGES = 64
@@ -81,9 +83,13 @@ def filled_cache(num_slots: int, generator: torch.Generator) -> KeysAndValues:
 
 
 def compare(
-    sequences: list[HeldSequence], page_size: int, window: int | None, softcap: float | None
+    sequences: list[HeldSequence],
+    page_size: int,
+    window: int | None,
+    softcap: float | None,
+    fixed_shapes: bool = False,
 ) -> StepPlan:
-    plan = plan_step(sequences, (window,), page_size, CPU, torch.float64)
+    plan = plan_step(sequences, (window,), page_size, CPU, torch.float64, fixed_shapes)
     generator = torch.Generator().manual_seed(0)
     cache = filled_cache(NUM_PAGES * page_size, generator)
     used = {s for held in sequences for s in all_slots(held, page_size)}
@@ -92,8 +98,14 @@ def compare(
     cache.keys[:, unused] = cache.values[:, unused] = math.nan
     num_tokens = plan.token_ids.shape[1]
     query = torch.randn((1, 4, num_tokens, 5), dtype=torch.float64, generator=generator)
-    actual = attend(query, cache, plan.groups[window], 0.7, softcap)
+    attention = attend_in_splits if fixed_shapes else attend
+    actual = attention(query, cache, plan.groups[window], 0.7, softcap)
     expected = by_definition(query, cache, sequences, page_size, window, 0.7, softcap)
+    assert actual.shape[1] == num_tokens
+    actual, padding = actual.split_with_sizes(
+        (expected.shape[1], num_tokens - expected.shape[1]), dim=1
+    )
+    assert not padding.any()
     assert actual.shape == expected.shape
     assert (actual - expected).abs().max().item() < 1e-12
     return plan
@@ -125,6 +137,30 @@ def test_every_token_sees_what_it_should(
     assert plan.slots.tolist() == slots
     assert plan.position_ids.tolist() == [positions]
     assert plan.logit_rows.tolist() == rows
+
+
+@given(steps(), st.sampled_from([None, 1, 2, 6, 40]), st.sampled_from([None, 1.5]))
+@settings(max_examples=150)
+def test_so_it_does_in_fixed_shapes(
+    drawn: tuple[list[HeldSequence], int], window: int | None, softcap: float | None
+) -> None:
+    """The same in splits of 4 slots; every size is one of few."""
+    sequences, page_size = drawn
+    if not sequences:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ragged, "SPLIT_SLOTS", 4)
+        patch.setattr(split_attention, "SPLIT_SLOTS", 4)
+        plan = compare(sequences, page_size, window, softcap, fixed_shapes=True)
+    num_tokens = sum(len(held.step.token_ids) for held in sequences)
+    num_rows = sum(held.step.num_logits for held in sequences)
+    sizes = (plan.token_ids, plan.position_ids, plan.logit_rows[None], plan.slots[None])
+    assert [len(size[0]) for size in sizes] == [
+        padded_rows(num_tokens), padded_rows(num_tokens), padded_rows(num_rows), num_tokens,
+    ]  # fmt: skip
+    for group in plan.groups[window]:
+        assert group.num_tokens in (4, 8)
+        assert group.slots.numel() % (4 * group.num_segments) == 0
 
 
 @pytest.mark.parametrize("window", [None, 10])

@@ -1,0 +1,96 @@
+"""Bfloat16 through the services, with deterministic engines: a request's tokens are those that it
+gets alone and without a draft."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import depth_cut, tiny_config, tiny_module
+from stack import Stack, running_stack
+
+from outrider.engine.interface import ModelInfo
+from outrider.engine.loading import load_model
+from outrider.engine.modules.swaps import speed_up
+from outrider.engine.paged_engine import PagedEngine
+from outrider.engine.sources import resolve_model
+from outrider.generation import GenerateRequest
+from outrider.speculation.sampling import SamplingParams
+from outrider.text import TokenizerText
+
+NUM_DRAFT_TOKENS = (0, 3, 8)
+NUM_SESSIONS = 8
+VOCAB = 32
+MAX_MODEL_LEN = 256
+Prompt = tuple[int, ...]
+
+
+def engine_of(module: Any, info: ModelInfo) -> PagedEngine:
+    speed_up(module)
+    return PagedEngine(module, info, max_num_seqs=NUM_SESSIONS, deterministic=True)
+
+
+def tiny_engine(family: str, seed: int) -> PagedEngine:
+    config = tiny_config(family, VOCAB, MAX_MODEL_LEN)
+    module = tiny_module(config, seed, torch.bfloat16)
+    return engine_of(module, ModelInfo("tiny", VOCAB, MAX_MODEL_LEN, "bfloat16", (), "", ""))
+
+
+def request(prompt: Prompt, seed: int, k: int, num_tokens: int) -> GenerateRequest:
+    """Temperature 1; coupled is what a request with a seed gets."""
+    return GenerateRequest(
+        prompt, sampling=SamplingParams(), max_tokens=num_tokens, seed=seed, num_draft_tokens=k
+    )
+
+
+async def complete(stack: Stack, wanted: GenerateRequest) -> tuple[int, ...]:
+    return (await stack.client.complete(wanted)).token_ids
+
+
+async def check_tokens(
+    stack: Stack, prompts: Sequence[Prompt], num_tokens: int, num_alone: int
+) -> None:
+    """K = 0 alone for every prompt, the other K alone for some, then all at once with mixed K."""
+    expected = []
+    for seed, prompt in enumerate(prompts):
+        expected.append(await complete(stack, request(prompt, seed, 0, num_tokens)))
+        assert 1 <= len(expected[-1]) <= num_tokens
+        for k in NUM_DRAFT_TOKENS[1:] if seed < num_alone else ():
+            assert await complete(stack, request(prompt, seed, k, num_tokens)) == expected[-1]
+    for first in range(len(NUM_DRAFT_TOKENS)):
+        together = [
+            complete(stack, request(prompt, seed, NUM_DRAFT_TOKENS[(first + seed) % 3], num_tokens))
+            for seed, prompt in enumerate(prompts)
+        ]
+        assert await asyncio.gather(*together) == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+async def test_tokens_depend_on_neither_k_nor_the_batch(family: str, tmp_path: Path) -> None:
+    """8 sessions whose prompts share a beginning, with a draft of other weights."""
+    torch.set_num_threads(1)
+    prompts = [tuple(range(1, 30)) + tuple(range(1, 3 + 2 * i)) for i in range(NUM_SESSIONS)]
+    async with running_stack(tiny_engine(family, 1), tiny_engine(family, 2), tmp_path) as stack:
+        await check_tokens(stack, prompts, num_tokens=48, num_alone=3)
+
+
+@pytest.mark.real_model
+@pytest.mark.xdist_group("identity")
+@pytest.mark.timeout(600)
+async def test_the_real_target_too(tmp_path: Path) -> None:
+    """The demo target, a 4-layer cut of it as draft, 8 sessions."""
+    torch.set_num_threads(1)
+    directory = resolve_model("demo")
+    cut = depth_cut(directory, tmp_path / "cut", 4)
+    engines = [
+        engine_of(*load_model(path, name="demo", dtype="bfloat16")) for path in (directory, cut)
+    ]
+    text = TokenizerText.load(directory)
+    subjects = ("rain", "bread", "a mule", "the moon", "glass", "an owl", "salt", "a train")
+    prompts = [tuple(text.encode(f"Write two sentences about {about}.")) for about in subjects]
+    async with running_stack(engines[0], engines[1], tmp_path) as stack:
+        await check_tokens(stack, prompts, num_tokens=16, num_alone=2)

@@ -1,0 +1,241 @@
+"""A deterministic engine: a token's logits are bit-equal however it comes to be run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import tiny_config, tiny_module
+from paged_engines import VOCAB, EngineMaker, checked_engines, ids, run
+from torch import nn
+
+from outrider.engine.fixed_shapes import padded_rows
+from outrider.engine.interface import SequenceStep
+from outrider.engine.modules.aligned_activation import AlignedActivation
+from outrider.engine.modules.swaps import speed_up
+from outrider.engine.paged_engine import PagedEngine
+from outrider.engine.supported_models import check_independent
+from outrider.errors import SettingError
+
+LENGTH = 150
+"""Of the sequence that is looked at: two splits, ten pages, many windows of 6."""
+MAX_MODEL_LEN = 512
+FAMILIES = ("llama", "mistral", "gpt_neox", "generic gemma2")
+_NAMES = count()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def make_engine() -> Iterator[EngineMaker]:
+    with checked_engines() as maker:
+        yield maker
+
+
+def tiny(kind: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
+    """A model as it is served; a `generic` one with the library's own modules."""
+    family = kind.removeprefix("generic ")
+    config = tiny_config(family, VOCAB, MAX_MODEL_LEN)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    module = tiny_module(config, dtype=dtype)
+    if family == kind:
+        speed_up(module)
+    return module
+
+
+@dataclass
+class Subject:
+    """An engine and the logits [T, V] of one sequence that was run token by token."""
+
+    engine: PagedEngine
+    expected: torch.Tensor
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def subject(request: pytest.FixtureRequest, make_engine: EngineMaker) -> Subject:
+    engine = make_engine(tiny(request.param), max_model_len=MAX_MODEL_LEN, deterministic=True)
+    rows = [run(engine, "alone", (token,), 1) for token in ids(LENGTH)]
+    engine.release("alone")
+    return Subject(engine, torch.cat(rows))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A step that runs some tokens of the sequence, and what else is in it."""
+
+    num_tokens: int
+    before: tuple[int, ...]
+    """Tokens of other sequences whose rows come first ..."""
+    after: tuple[int, ...]
+    """... and last."""
+    num_refused: int
+    """Tokens that are run with them and taken back."""
+
+
+crowds = st.lists(st.integers(1, 40), max_size=4).map(tuple)
+parts = st.builds(Part, st.integers(1, 90), crowds, crowds, st.integers(0, 8))
+
+
+def others(sizes: tuple[int, ...], seed: int) -> list[SequenceStep]:
+    """New sequences of random tokens."""
+    return [
+        SequenceStep(f"other-{next(_NAMES)}", ids(size, seed + index), 1)
+        for index, size in enumerate(sizes)
+    ]
+
+
+def run_in_parts(engine: PagedEngine, plan: list[Part], seed: int) -> torch.Tensor:
+    """Logits of the sequence, run as the plan says, and at once where that ends."""
+    name, tokens, rows = f"s-{next(_NAMES)}", ids(LENGTH), []
+    for part in [*plan, Part(LENGTH, (), (), 0)]:
+        start = engine.length(name)
+        own = tokens[start : start + part.num_tokens]
+        if not own:
+            break
+        refused = ids(part.num_refused, seed)
+        step = SequenceStep(name, (*own, *refused), len(own) + len(refused))
+        first, last = others(part.before, seed), others(part.after, seed + 50)
+        found = engine.forward([*first, step, *last])[len(first)]
+        rows.append(found[: len(own)])
+        engine.keep(name, start + len(own))
+        for other in (*first, *last):
+            engine.release(other.sequence_id)
+    engine.release(name)
+    return torch.cat(rows)
+
+
+@given(plan=st.lists(parts, max_size=6), seed=st.integers(0, 1000))
+@settings(max_examples=40)
+def test_parts_neighbours_and_refused_tokens_change_nothing(
+    subject: Subject, plan: list[Part], seed: int
+) -> None:
+    """Alone one by one, in chunks of any size, among any others, before refused tokens."""
+    assert torch.equal(run_in_parts(subject.engine, plan, seed), subject.expected)
+
+
+@pytest.mark.parametrize("start", [1, 60, 124])
+def test_verifying_any_number_of_tokens(subject: Subject, start: int) -> None:
+    """1 to 9 tokens in one pass, within a split and across its end."""
+    engine, name = subject.engine, f"v-{next(_NAMES)}"
+    run(engine, name, ids(LENGTH)[:start], 0)
+    for num in range(1, 10):
+        rows = run(engine, name, ids(LENGTH)[start : start + num], num)
+        assert torch.equal(rows, subject.expected[start : start + num]), num
+        engine.keep(name, start)
+    engine.release(name)
+
+
+def test_a_prefix_that_another_ran(subject: Subject) -> None:
+    """What was run in one piece and beside others is as good as one's own."""
+    engine, name = subject.engine, f"p-{next(_NAMES)}"
+    crowd = others((33, 5), 7)
+    engine.forward([*crowd, SequenceStep("first", ids(LENGTH), 0)])
+    held = engine.attach(name, ids(LENGTH))
+    assert held >= 128
+    rows = run(engine, name, ids(LENGTH)[held:], LENGTH - held)
+    assert torch.equal(rows, subject.expected[held:])
+    for released in ("first", name, *(step.sequence_id for step in crowd)):
+        engine.release(released)
+
+
+def test_a_batch_of_many(subject: Subject) -> None:
+    """16 sequences at different lengths decode together: each gets the rows it gets alone."""
+    engine = subject.engine
+    names = {f"m-{next(_NAMES)}": 3 + 9 * index for index in range(16)}
+    for name, length in names.items():
+        run(engine, name, ids(LENGTH)[:length], 0)
+    steps = [SequenceStep(name, (ids(LENGTH)[n],), 1) for name, n in names.items()]
+    for (name, length), rows in zip(names.items(), engine.forward(steps), strict=True):
+        assert torch.equal(rows[0], subject.expected[length]), length
+        engine.release(name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_without_it_logits_depend_on_the_step(dtype: torch.dtype, make_engine: EngineMaker) -> None:
+    """What the tests here look for is found in an engine that is not deterministic."""
+    engine = make_engine(tiny("llama", dtype), max_model_len=MAX_MODEL_LEN)
+    with pytest.raises(SettingError, match="how many others are in a step"):
+        check_independent(engine, 16)
+
+
+def test_activations_of_an_odd_width(make_engine: EngineMaker) -> None:
+    """46 columns leave elements over at the end of a tensor, where other code rounds otherwise."""
+    for kind in ("llama", "generic gemma", "gpt_neox"):
+        module = tiny(kind, torch.float32, intermediate_size=46)
+        make_engine(module, max_model_len=MAX_MODEL_LEN, deterministic=True)
+
+
+class _MeanOfTheStep(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        inside: torch.Tensor = self.inner(rows)
+        return inside + 1e-6 * inside.mean(1, keepdim=True)
+
+
+def test_a_model_whose_rows_depend_on_others_is_refused() -> None:
+    """By less than rounding, so that it may be served otherwise."""
+    with checked_engines() as maker:
+        module = tiny("llama", torch.float32)
+        module.model.norm = _MeanOfTheStep(module.model.norm)
+        maker(module, max_model_len=MAX_MODEL_LEN)
+    module = tiny("llama", torch.float32)
+    module.model.norm = _MeanOfTheStep(module.model.norm)
+    with pytest.raises(SettingError, match="model tiny: on this machine") as refusal:
+        EngineMaker()(module, max_model_len=MAX_MODEL_LEN, deterministic=True)
+    assert refusal.value.key == "deterministic"
+
+
+@pytest.mark.parametrize("max_model_len", [1, 7, 40])
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
+def test_small_engines_are_tried_too(max_model_len: int, max_num_seqs: int) -> None:
+    """With room for few tokens, few sequences, or few pages."""
+    with checked_engines() as maker:
+        engine = maker(
+            tiny("llama"), max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+            num_bytes=2**15, deterministic=True,
+        )  # fmt: skip
+        assert run(engine, "s", ids(1), 1).shape == (1, VOCAB)
+        assert engine.page_counts().num_evictable == 0
+
+
+def test_sizes_are_few_and_large_enough() -> None:
+    sizes = [padded_rows(num) for num in range(1025)]
+    assert all(size >= num for num, size in enumerate(sizes))
+    assert sorted(set(sizes)) == [0, 8, 16, 32, *range(64, 1025, 64)]
+
+
+FUNCTIONS = (nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.Sigmoid())
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=str)
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_an_aligned_activation_knows_no_places(function: nn.Module, num_threads: int) -> None:
+    """float32: an element's value is the same wherever it stands, in a tensor of any size, on any
+    number of threads; a view's too."""
+    aligned = AlignedActivation(function)
+    values = torch.randn(90_000, generator=torch.Generator().manual_seed(1)) * 4
+    torch.set_num_threads(num_threads)
+    try:
+        whole = aligned(values.view(1, 100, 900)).view(-1)
+        for start in range(0, 80_000, 971):
+            for num in (1, 7, 63, 900):
+                piece = values[start : start + num]
+                assert torch.equal(aligned(piece), whole[start : start + num])
+        half = aligned(values.view(300, 300).chunk(2, -1)[1])
+        assert torch.equal(half, whole.view(300, 300)[:, 150:])
+    finally:
+        torch.set_num_threads(1)
+    assert (whole - function(values)).abs().max() < 1e-5
