@@ -66,7 +66,7 @@ def test_a_target_that_knows_its_costs_keeps_gaps_short_and_reads_the_prompt() -
     assert found.long_first_token_ms is not None
     assert found.long_alone_first_token_ms is not None
     assert found.gap_p99_beside_ms == pytest.approx(found.gap_ratio * (found.gap_median_ms or 0))
-    assert 2.0 < found.gap_ratio <= STEP_GROWTH_MAX * 1.01
+    assert 0.9 * STEP_GROWTH_MAX < found.gap_ratio <= STEP_GROWTH_MAX * 1.01
     assert found.long_alone_first_token_ms >= 1e3 * (8 * STEP_S + LONG_TOKENS * ROW_S)
     assert found.long_first_token_ms < 2.2 * found.long_alone_first_token_ms
 
