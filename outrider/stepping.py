@@ -239,8 +239,8 @@ class StepScheduler(Generic[Item, Answer]):
         by_outlet: dict[Outlet[Any], list[Any]] = {}
         stamped: list[Any] = []
         for work, answer in zip(batch, answers, strict=True):
-            work.starved = answer is Unfinished.WAITS
-            if work.started_at is None and not work.starved:
+            work.unfinished = answer if isinstance(answer, Unfinished) else None
+            if work.started_at is None and answer is not Unfinished.WAITS:
                 work.started_at = start
             if isinstance(answer, VerdictReply | ProposalReply):
                 stamped.append(_timed(answer, work, end))

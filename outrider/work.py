@@ -103,7 +103,7 @@ class Work(Generic[Item, Answer]):
 
     __slots__ = (
         "arrived_at", "cancelled", "expires_at", "item", "on_done", "outlets", "place",
-        "started_at", "starved",
+        "started_at", "unfinished",
     )  # fmt: skip
 
     def __init__(
@@ -121,8 +121,8 @@ class Work(Generic[Item, Answer]):
         """In the queue: what came earlier has a smaller one."""
         self.started_at: float | None = None
         """Loop time at which the first step began that did something for it."""
-        self.starved = False
-        """Whether its last step found no pages for it."""
+        self.unfinished: Unfinished | None = None
+        """How its last step left it; None before the first one."""
 
     @property
     def wanted(self) -> bool:

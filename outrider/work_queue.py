@@ -11,7 +11,7 @@ from typing import Generic
 
 from outrider.errors import Overloaded, check
 from outrider.messages import ReplyKey
-from outrider.work import Answer, Item, Work
+from outrider.work import Answer, Item, Unfinished, Work
 
 _by_place = attrgetter("place")
 
@@ -52,7 +52,8 @@ class WorkQueue(Generic[Item, Answer]):
         key = work.item.head.key
         waiting = self._newest.get(key)
         if waiting is not None and waiting.asks_like(work):
-            waiting.outlets.extend(work.outlets)
+            waiting.outlets.extend(o for o in work.outlets if o not in waiting.outlets)
+            waiting.expires_at = max(waiting.expires_at, work.expires_at)
             return
         if len(self._waiting) >= self._queue_max:
             raise Overloaded(f"{self._queue_max} items wait for a step of this replica", 100)
@@ -61,10 +62,11 @@ class WorkQueue(Generic[Item, Answer]):
         self._newest[key] = work
 
     def take(self, now: float) -> Taken[Item, Answer]:
-        """The oldest work of each session: up to `max_batch`, and as many again that found no
-        pages before and may do so now. So work that waits for pages holds up nobody."""
+        """The oldest work of each session: up to `max_batch` of what is new, as many again of what
+        was begun, and of what found no pages before and may do so now. So neither long prompts nor
+        work that waits for pages keep rounds out of a step's choice."""
         taken: Taken[Item, Answer] = Taken()
-        room = {True: self._max_batch, False: self._max_batch}
+        room = dict.fromkeys((None, *Unfinished), self._max_batch)
         sessions: set[str] = set()
         left: list[Work[Item, Answer]] = []
         for work in self._waiting:
@@ -73,9 +75,9 @@ class WorkQueue(Generic[Item, Answer]):
                 taken.unwanted.append(work)
             elif now >= work.expires_at:
                 taken.late.append(work)
-            elif session_id not in sessions and room[work.starved] > 0:
+            elif session_id not in sessions and room[work.unfinished] > 0:
                 sessions.add(session_id)
-                room[work.starved] -= 1
+                room[work.unfinished] -= 1
                 taken.batch.append(work)
             else:
                 sessions.add(session_id)  # A session's work is done in its order.

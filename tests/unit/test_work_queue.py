@@ -7,7 +7,7 @@ from typing import Any
 from rounds import make_head
 
 from outrider.messages import DraftItem
-from outrider.work import Outlet, Work
+from outrider.work import Outlet, Unfinished, Work
 from outrider.work_queue import WorkQueue
 
 Queue = WorkQueue[DraftItem, Any]
@@ -44,16 +44,35 @@ def test_work_that_waits_for_pages_takes_nobodys_room() -> None:
     """Two that found none are tried again beside two others, in order of arrival."""
     waiting = [work(1), work(2), work(3)]
     for each in waiting:
-        each.starved = True
+        each.unfinished = Unfinished.WAITS
     queue = filled(*waiting, work(4), work(5), work(6))
     assert names(queue.take(0.0).batch) == [(1, 0), (2, 0), (4, 0), (5, 0)]
+
+
+def test_long_prompts_do_not_keep_rounds_out_of_a_step() -> None:
+    """As many as a step has sessions are begun; a round that comes now is among the next choice."""
+    prompts = [work(session) for session in (1, 2, 3)]
+    for each in prompts:
+        each.unfinished = Unfinished.CONTINUES
+    queue = filled(*prompts, work(4), work(5), work(6))
+    assert names(queue.take(0.0).batch) == [(1, 0), (2, 0), (4, 0), (5, 0)]
+
+
+def test_an_item_that_comes_again_waits_as_long_as_it_may_and_is_answered_once() -> None:
+    first, again = work(1, expires_at=5.0), work(1, expires_at=9.0)
+    again.outlets = first.outlets.copy()
+    queue = filled(first, again)
+    assert len(queue) == 1
+    (taken,) = queue.take(6.0).batch
+    assert taken is first
+    assert len(taken.outlets) == 1
 
 
 def test_a_sessions_later_round_does_not_pass_its_earlier_one() -> None:
     """The earlier one waits for pages and finds no room in the batch; the later is not taken."""
     waiting = [work(1), work(2), work(3)]
     for each in waiting:
-        each.starved = True
+        each.unfinished = Unfinished.WAITS
     queue = filled(*waiting, work(3, 1), work(4))
     assert names(queue.take(0.0).batch) == [(1, 0), (2, 0), (4, 0)]
 
