@@ -137,7 +137,7 @@ class TargetConfig(ModelServerConfig):
         maximum=MODEL_LEN_MAX,
     )  # fmt: skip
     kv_cache_memory_bytes: int = setting(
-        0, "Bytes for the target's keys and values; 0 = 1 GiB on CPU, on a GPU what "
+        0, "Bytes for the target's keys and values, on each rank; 0 = 1 GiB on CPU, on a GPU what "
         "`gpu_memory_utilization` leaves.", minimum=0, maximum=MEMORY_BYTES_MAX,
     )  # fmt: skip
     port: int = setting(
@@ -195,7 +195,7 @@ class DraftConfig(ModelServerConfig):
         key="draft_max_model_len", minimum=0, maximum=MODEL_LEN_MAX,
     )  # fmt: skip
     kv_cache_memory_bytes: int = setting(
-        0, "Bytes for the draft's keys and values; 0 as for the target.",
+        0, "Bytes for the draft's keys and values, on each rank; 0 as for the target.",
         key="draft_kv_cache_memory_bytes", minimum=0, maximum=MEMORY_BYTES_MAX,
     )  # fmt: skip
     port: int = setting(

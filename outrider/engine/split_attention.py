@@ -53,8 +53,9 @@ def _attend_group(
     shared = queries.shape[0] // key_heads
     splits = group.slots.numel() // (num * SPLIT_SLOTS)
     products = key_heads * num * splits
-    keys = cache.keys.index_select(1, group.slots).view(products, SPLIT_SLOTS, key_width)
-    values = cache.values.index_select(1, group.slots).view(products, SPLIT_SLOTS, value_width)
+    keys, values = cache.gather(group.slots)
+    keys = keys.view(products, SPLIT_SLOTS, key_width)
+    values = values.view(products, SPLIT_SLOTS, value_width)
     rows = queries.view(key_heads, shared, num, size, key_width).transpose(1, 2)
     rows = rows.reshape(key_heads, num, 1, shared * size, key_width)
     rows = rows.expand(-1, -1, splits, -1, -1).reshape(products, shared * size, key_width)
