@@ -11,9 +11,9 @@ from importlib import resources
 from typing import Any
 
 import redis.asyncio
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, ResponseError
 
-from outrider.errors import OutriderError, StoreUnavailable, check
+from outrider.errors import OutriderError, StoreUnavailable
 from outrider.limits import CALLS_PER_PIPELINE_MAX
 from outrider.sessions.redis_connection import answering, redis_errors, to_our_error
 
@@ -101,12 +101,30 @@ class ScriptRunner:
             del self._waiting[script]
 
     async def _send(self, script: Script, calls: Sequence[Call], load: bool = False) -> list[Any]:
-        async with answering(), self._client.pipeline(transaction=False) as pipeline:
-            if load:
-                pipeline.execute_command("SCRIPT LOAD", script.source)
-            for keys, arguments in calls:
-                pipeline.execute_command("EVALSHA", script.sha, len(keys), *keys, *arguments)
-            answers = await pipeline.execute(raise_on_error=False)
-        answers = answers[1:] if load else answers
-        check(len(answers) == len(calls), "Redis gave another number of answers than of calls")
-        return answers
+        """Each command's answer, errors included.
+
+        A pipeline of the client does the same in twice the time, which is a part of every round:
+        it prepares for transactions, retries and commands with answers of their own."""
+        commands: list[tuple[Any, ...]] = [("SCRIPT LOAD", script.source)] if load else []
+        for keys, arguments in calls:
+            commands.append(("EVALSHA", script.sha, len(keys), *keys, *arguments))
+        pool: Any = self._client.connection_pool
+        async with answering():
+            connection = await pool.get_connection()
+            try:
+                await connection.send_packed_command(connection.pack_commands(commands))
+                answers = [await _answer(connection) for _ in commands]
+            except BaseException:
+                # Answers that nobody has read must not meet the next question.
+                await connection.disconnect(nowait=True)
+                raise
+            finally:
+                await pool.release(connection)
+        return answers[1:] if load else answers
+
+
+async def _answer(connection: Any) -> Any:
+    try:
+        return await connection.read_response()
+    except ResponseError as error:
+        return error

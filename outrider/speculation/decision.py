@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import takewhile
 
 from outrider.errors import check
 from outrider.speculation.sampling import Rule
@@ -28,36 +29,43 @@ class Outcome:
     origins: tuple[Origin, ...]
 
 
-def count_accepted(rule: Rule, passes: Sequence[bool]) -> int:
+def count_accepted(rule: Rule, passes: Iterable[bool]) -> int:
     """How many draft tokens are accepted, given which of them pass their own test: under block
     the longest prefix whose last token passes, whatever those before it did (Sun et al., ICLR
-    2025, algorithm 2); under every other rule those before the first that fails."""
+    2025, algorithm 2); under every other rule those before the first that fails, and nothing
+    behind that one is looked at."""
     if rule is Rule.BLOCK:
         return max((i for i, passed in enumerate(passes, start=1) if passed), default=0)
-    return next((i for i, passed in enumerate(passes) if not passed), len(passes))
+    return sum(1 for _ in takewhile(bool, passes))
 
 
 def decide(
-    verdict: Verdict, proposal_ids: Sequence[int], rule: Rule, uniforms: Sequence[float]
+    verdict: Verdict, proposal_ids: Sequence[int], rule: Rule, uniforms: Iterable[float]
 ) -> Outcome:
-    """Accepts draft tokens against `uniforms` [K] in (0, 1) and adds the token that follows.
+    """Accepts draft tokens against `uniforms` [K] in (0, 1), taken as far as they are needed, and
+    adds the token that follows.
 
     Draft token i passes iff uniforms[i] <= verdict.accept_probability[i]: a probability of 0 never
     passes, since no uniform is 0. Raises `InvariantError` if the lengths do not fit together."""
     num_draft_tokens = len(proposal_ids)
     check(
-        len(verdict.accept_probability) == len(uniforms) == num_draft_tokens
+        len(verdict.accept_probability) == num_draft_tokens
         and len(verdict.correction) == num_draft_tokens + 1,
-        f"a proposal of {num_draft_tokens} tokens needs as many acceptance probabilities and "
-        f"uniforms and one correction more; got {len(verdict.accept_probability)}, "
-        f"{len(uniforms)} and {len(verdict.correction)}",
+        f"a proposal of {num_draft_tokens} tokens needs as many acceptance probabilities and one "
+        f"correction more; got {len(verdict.accept_probability)} and {len(verdict.correction)}",
     )
-    check(all(0.0 < u < 1.0 for u in uniforms), "a uniform lies strictly between 0 and 1")
-    passes = [u <= a for u, a in zip(uniforms, verdict.accept_probability, strict=True)]
-    accepted = count_accepted(rule, passes)
+    accepted = count_accepted(rule, _passes(verdict.accept_probability, uniforms))
     last = Origin.BONUS if accepted == num_draft_tokens else Origin.CORRECTION
     return Outcome(
         num_accepted=accepted,
         token_ids=(*proposal_ids[:accepted], verdict.correction[accepted]),
         origins=(Origin.ACCEPTED,) * accepted + (last,),
     )
+
+
+def _passes(probabilities: Sequence[float], uniforms: Iterable[float]) -> Iterator[bool]:
+    numbers = iter(uniforms)
+    for probability in probabilities:
+        uniform = next(numbers, 0.0)
+        check(0.0 < uniform < 1.0, "each draft token has a uniform strictly between 0 and 1")
+        yield uniform <= probability

@@ -16,9 +16,10 @@ are fresh in every round; and coupled draws are the target's own, whoever looked
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import repeat
 from typing import Final
 
 import numpy as np
@@ -95,15 +96,15 @@ class RoundNoise:
         """The stream of the token after a refusal."""
         return Stream.TARGET if self.rule.absolute_noise else Stream.RESIDUAL
 
-    def accept_uniforms(self, num_draft_tokens: int) -> tuple[float, ...]:
-        """u_i in (0, 1) of draft tokens 0..K-1 of a chain: token i passes iff u_i <= its
-        acceptance probability."""
+    def accept_uniforms(self, num_draft_tokens: int) -> Iterator[float]:
+        """u_i in (0, 1) of draft tokens 0..K-1 of a chain, each made when it is asked for: token i
+        passes iff u_i <= its acceptance probability."""
         if self.rule.absolute_noise:
-            return (_NO_ACCEPT_NOISE,) * num_draft_tokens
+            return repeat(_NO_ACCEPT_NOISE, num_draft_tokens)
         key = _key(self.seed)
         places = map(self.place, range(num_draft_tokens))
         counters = ((0, place.a, place.b, int(Stream.ACCEPT)) for place in places)
-        return tuple(uniform(philox4x32(counter, key)[0]) for counter in counters)
+        return (uniform(philox4x32(counter, key)[0]) for counter in counters)
 
 
 class NoiseBatch:

@@ -53,6 +53,14 @@ def test_count_accepted_against_its_definition(passes):
     assert count_accepted(Rule.BLOCK, passes) == max(ends)
 
 
+def test_uniforms_behind_a_refusal_are_not_made():
+    """Each is a cipher's work; only block has to look at all."""
+    for rule, num_taken in ((Rule.TOKEN, 2), (Rule.BLOCK, 3)):
+        uniforms = iter((0.1, 0.9, 0.1))
+        decide(Verdict((0.5, 0.5, 0.5), (1, 2, 3, 4)), PROPOSED, rule, uniforms)
+        assert len(list(uniforms)) == 3 - num_taken
+
+
 @pytest.mark.parametrize(
     ("verdict", "uniforms"),
     [
