@@ -145,7 +145,10 @@ class StepScheduler(Generic[Item, Answer]):
                 await self._wake.wait()
                 self._wake.clear()
                 while not self._closing and (self._queue or self._releases or self._parked):
-                    if not await self._step(self._take()):
+                    if await self._step(self._take()):
+                        # The answers leave before the next step claims the interpreter.
+                        await asyncio.sleep(0)
+                    else:
                         await self._rest()
                 self._idle.set()
         finally:
