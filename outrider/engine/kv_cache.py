@@ -75,21 +75,18 @@ class KeysAndValues:
         """[heads, slots, value width]."""
 
     def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [heads, n, width] of slots [n].
+        """Keys and values [heads, n, width] of slots [n]."""
+        return self.keys.index_select(1, slots), self.values.index_select(1, slots)
 
-        Several threads share the rows of a first dimension alone (for 16 sequences of 320 slots on
-        two threads 76 us instead of 120); one thread is quicker by heads (125 us, not 155)."""
-        if torch.get_num_threads() == 1:
-            return self.keys.index_select(1, slots), self.values.index_select(1, slots)
-        num_heads, num_slots, _ = self.keys.shape
-        firsts = torch.arange(0, num_heads * num_slots, num_slots, device=slots.device)
-        rows = (firsts[:, None] + slots).view(-1)
+    def gather_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `gather` of slots [n], given as rows [heads * n] of all heads' slots one after
+        another, which several threads share."""
+        shape = (self.keys.shape[0], len(rows) // self.keys.shape[0], -1)
         keys, values = (
-            tensor.view(-1, tensor.shape[2]).index_select(0, rows)
+            tensor.view(-1, tensor.shape[2]).index_select(0, rows).view(shape)
             for tensor in (self.keys, self.values)
         )
-        shape = (num_heads, len(slots), -1)
-        return keys.view(shape), values.view(shape)
+        return keys, values
 
     def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Puts keys and values [heads, n, width] into slots [n]."""

@@ -13,7 +13,7 @@ is done once a step, and every layer with the same window reads the result.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
 
@@ -61,6 +61,16 @@ class Group:
     """[N * L]; a segment with fewer repeats its first one."""
     bias: torch.Tensor | None
     """[N, 1, T, L]: -inf where a token must not look, else 0; None where it may look anywhere."""
+    _rows: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    def rows_by_head(self, num_heads: int, num_slots: int) -> torch.Tensor:
+        """[heads * N * L]: `slots` of each head, where one head's `num_slots` follow another's.
+        Made once for all layers."""
+        known = self._rows.get((num_heads, num_slots))
+        if known is None:
+            firsts = torch.arange(0, num_heads * num_slots, num_slots, device=self.slots.device)
+            known = self._rows[num_heads, num_slots] = (firsts[:, None] + self.slots).view(-1)
+        return known
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from outrider.engine.fixed_shapes import SPLIT_SLOTS
+from outrider.engine.gathered_attention import gathered
 from outrider.engine.kv_cache import KeysAndValues
 from outrider.engine.ragged import Group
 from outrider.errors import InvariantError
@@ -53,7 +54,7 @@ def _attend_group(
     shared = queries.shape[0] // key_heads
     splits = group.slots.numel() // (num * SPLIT_SLOTS)
     products = key_heads * num * splits
-    keys, values = cache.gather(group.slots)
+    keys, values = gathered(cache, group)
     keys = keys.view(products, SPLIT_SLOTS, key_width)
     values = values.view(products, SPLIT_SLOTS, value_width)
     rows = queries.view(key_heads, shared, num, size, key_width).transpose(1, 2)

@@ -44,10 +44,11 @@ class NativeRMSNorm(nn.Module):
             shape = tuple(self.weight.shape)
             normed: torch.Tensor = functional.rms_norm(hidden_states, shape, self.weight, self._eps)
             return normed
-        inside = hidden_states.to(self._inside)
+        inside = hidden_states.to(self._inside, copy=True)
         norms: torch.Tensor = torch.linalg.vector_norm(inside, dim=-1, keepdim=True)
-        normed = inside / norms.hypot_(self._floor)
-        return normed.mul_(self._scale).to(hidden_states.dtype)
+        return inside.div_(norms.hypot_(self._floor)).mul_(self._scale).to(hidden_states.dtype)
+
+    __call__ = forward
 
 
 class FusedMLP(nn.Module):
@@ -66,6 +67,8 @@ class FusedMLP(nn.Module):
         gate, up = self.gate_up_proj(hidden_states).chunk(2, -1)
         output: torch.Tensor = self.down_proj(self.act_fn(gate) * up)
         return output
+
+    __call__ = forward
 
 
 class FusedAttention(nn.Module):
@@ -123,6 +126,8 @@ class FusedAttention(nn.Module):
             self, query, key, value, attention_mask, **self._interface_options, **kwargs
         )
         return self.o_proj(output.reshape(*shape, -1)), weights
+
+    __call__ = forward
 
     def _normed(self, heads: torch.Tensor) -> torch.Tensor:
         if self.q_norm is None or self.k_norm is None:

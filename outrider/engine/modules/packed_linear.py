@@ -39,6 +39,8 @@ class PackedLinear(nn.Module):
         output: torch.Tensor = self._product(rows, self._packed, self._bias, "none", [], "")
         return output
 
+    __call__ = forward
+
     @property
     def weight(self) -> torch.Tensor:
         """A dense copy of the weight [out, in], bit for bit the one that was packed; for the few

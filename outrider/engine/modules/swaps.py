@@ -9,7 +9,8 @@ what                          stands in for                          where
 
 A module that is not of the expected build, or whose stand-in does not give the same result
 (`probes.py`), stays as it is; its linear layers are packed all the same. Modules with hooks, or
-with a `forward` of their own, are somebody else's and stay too.
+with a `forward` of their own, are somebody else's and stay too. Stand-ins take no hooks: to call
+one is to call its `forward`, which saves a step of 30 layers half a millisecond.
 """
 
 from __future__ import annotations
