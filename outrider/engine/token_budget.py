@@ -27,9 +27,9 @@ from outrider.limits import BATCHED_TOKENS_MIN, NUM_DRAFT_TOKENS_MAX
 ROUND_TOKENS_MAX: Final = 2 * NUM_DRAFT_TOKENS_MAX + 2
 """What a round runs at most: the tokens of the one before, and its own proposal."""
 PREFIX_TOKENS_MIN: Final = 16
-STEP_GROWTH_MAX: Final = 2.0
+STEP_GROWTH_MAX: Final = 1.75
 """Well below 3, so that a gap between tokens at most triples: a token takes longer than its step,
-and some steps last longer than was foretold."""
+and some steps last half as long again as was foretold."""
 CORRECTION_WEIGHT: Final = 0.2
 """Of the newest step of a kind, against all before it."""
 CORRECTION_MAX: Final = 4.0
