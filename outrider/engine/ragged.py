@@ -101,7 +101,7 @@ class _Segment:
     """Slots of the sequence up to the last token."""
     slots: _Ints
     """Of the whole sequence, [length]."""
-    tree: _Tree | None
+    tree: Tree | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,9 @@ class _View:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tree:
+class Tree:
+    """T new tokens, of which several may follow the same one."""
+
     depths: _Ints
     """[T]; 0 for one that follows what was held."""
     ancestors: _Bools
@@ -155,7 +157,7 @@ def plan_step(
     row = 0
     for held in sequences:
         num = len(held.step.token_ids)
-        tree = _tree(held.step.parents) if held.step.parents else None
+        tree = tree_of(held.step.parents) if held.step.parents else None
         offsets = np.arange(num) if tree is None else tree.depths
         slots = _slots(held, page_size)
         ids.append(np.array(held.step.token_ids, dtype=np.int64))
@@ -190,7 +192,8 @@ def _slots(held: HeldSequence, page_size: int) -> _Ints:
     return slots[: held.length + len(held.step.token_ids)]
 
 
-def _tree(parents: Sequence[int]) -> _Tree:
+def tree_of(parents: Sequence[int]) -> Tree:
+    """What a tree of new tokens is, from `SequenceStep.parents`."""
     num = len(parents)
     depths = np.zeros(num, dtype=np.int64)
     ancestors = np.eye(num, dtype=np.bool_)
@@ -198,11 +201,11 @@ def _tree(parents: Sequence[int]) -> _Tree:
         if parent >= 0:
             depths[index] = depths[parent] + 1
             ancestors[index] |= ancestors[parent]
-    return _Tree(depths, ancestors)
+    return Tree(depths, ancestors)
 
 
 def _segments(
-    length: int, num: int, slots: _Ints, first_row: int, tree: _Tree | None
+    length: int, num: int, slots: _Ints, first_row: int, tree: Tree | None
 ) -> list[_Segment]:
     """Cuts the new tokens of a chain; a tree stays whole."""
     if tree is not None:
@@ -319,9 +322,7 @@ def _bias(
     return bias[:, None]
 
 
-def _tree_mask(
-    segment: _Segment, tree: _Tree, begin: int, width: int, window: int | None
-) -> _Bools:
+def _tree_mask(segment: _Segment, tree: Tree, begin: int, width: int, window: int | None) -> _Bools:
     """[T, L]: what was held, and ancestors; of both what the window reaches, by position."""
     num = segment.num_tokens
     positions = np.arange(begin, begin + width)

@@ -21,7 +21,11 @@ PRAGMA = re.compile(r"  # (type: ignore|noqa|fmt: skip).*$")
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "manager"}
 
 # The paths, or path::function, that may break a limit, each with its reason.
-EXCEPTIONS: dict[str, str] = {}
+EXCEPTIONS: dict[str, str] = {
+    "outrider/engine/cuda/attention_kernel.py::attend_blocks": (
+        "a third of it is what a kernel is given, and its registers are not to be handed around"
+    ),
+}
 
 
 def _python_files(*folders: str) -> list[Path]:

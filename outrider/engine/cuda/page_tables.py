@@ -1,0 +1,192 @@
+"""One step as tables that a kernel reads: which rows there are, and on whose pages they look.
+
+New tokens of one sequence are cut into *blocks*, which are what the kernel works on. All tables are
+64-bit words in a row, so that they come to the device in one copy, into a place that does not
+change where a captured graph reads them:
+
+    token ids, positions, slots    of each row
+    logit rows                     rows whose logits are wanted
+    blocks                         `BLOCK_WORDS` each, see `_blocks`; one with 0 rows is empty
+    pages                          the page tables of all sequences, one after another
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from outrider.engine.interface import SequenceStep
+from outrider.engine.ragged import HeldSequence, tree_of
+from outrider.errors import check
+
+BLOCK_WORDS: Final = 6
+BLOCK_ROWS_MAX: Final = 64
+"""Rows that a block of the kernel has at most: its tokens times the query heads of a key head."""
+_SPLITS: Final = (16, 4, 1)
+"""Parts that a context is cut into; few choices, since each is a graph of its own."""
+_SPLIT_SLOTS_MIN: Final = 256
+"""Shorter parts cost more to put together than they save."""
+_ROW_TABLES: Final = 3
+_Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class TableSize:
+    """How large the tables of a step are, but for its page tables, and how its kernel runs: all
+    that a captured graph depends on."""
+
+    num_rows: int
+    num_logits: int
+    num_blocks: int
+    block_tokens: int
+    """A power of two; a block has as many rows or fewer."""
+    num_splits: int
+    """Parts of a context that are attended to side by side."""
+
+    @property
+    def num_words(self) -> int:
+        """Of all tables but the pages."""
+        return _ROW_TABLES * self.num_rows + self.num_logits + BLOCK_WORDS * self.num_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class TableStep:
+    """A step's tables on the device: what a forward pass over R rows reads."""
+
+    size: TableSize
+    token_ids: torch.Tensor
+    """[1, R]."""
+    position_ids: torch.Tensor
+    """[1, R]."""
+    slots: torch.Tensor
+    """[R]: where keys and values go."""
+    logit_rows: torch.Tensor
+    """[L]."""
+    blocks: torch.Tensor
+    """[B * BLOCK_WORDS]."""
+    pages: torch.Tensor
+    page_size: int
+    ancestors: torch.Tensor | None
+    """Where there are trees [R, W], uint8: whether a row looks at the i-th new token of its tree.
+    Rows of chains are 0 and are not read."""
+
+    @classmethod
+    def of(
+        cls,
+        words: torch.Tensor,
+        pages: torch.Tensor,
+        size: TableSize,
+        page_size: int,
+        ancestors: torch.Tensor | None = None,
+    ) -> TableStep:
+        """Views of `words` [`size.num_words`], which may be written anew, beside `pages`."""
+        num_rows = size.num_rows
+        parts = [num_rows] * _ROW_TABLES + [size.num_logits, BLOCK_WORDS * size.num_blocks]
+        ids, positions, slots, logit_rows, blocks = torch.split(words, parts)
+        return cls(
+            size, ids[None], positions[None], slots, logit_rows, blocks, pages, page_size, ancestors
+        )
+
+
+def exact_size(
+    sequences: Sequence[HeldSequence], shared_heads: int, key_heads: int, num_programs: int
+) -> TableSize:
+    """The size of a step that runs as it is, where `shared_heads` query heads share one of
+    `key_heads` key heads. `num_programs` is how many programs the device runs side by side."""
+    counts = [len(held.step.token_ids) for held in sequences]
+    most = max(1, BLOCK_ROWS_MAX // padded_power(shared_heads))
+    block_tokens = min(padded_power(max(counts)), most)
+    num_blocks = sum(-(-num // block_tokens) for num in counts)
+    longest = max(held.length + num for held, num in zip(sequences, counts, strict=True))
+    wanted = min(num_programs // (num_blocks * key_heads), longest // _SPLIT_SLOTS_MIN)
+    num_splits = next((num for num in _SPLITS if num <= wanted), 1)
+    num_logits = sum(held.step.num_logits for held in sequences)
+    return TableSize(sum(counts), num_logits, num_blocks, block_tokens, num_splits)
+
+
+def padded_power(number: int) -> int:
+    """The smallest power of two >= `number` >= 1."""
+    return 1 << (number - 1).bit_length()
+
+
+def resting_row(page: int) -> HeldSequence:
+    """A row that nobody asks about: it stands at the beginning of a page that nobody holds."""
+    return HeldSequence(SequenceStep("", (0,), 0), 0, (page,))
+
+
+def table_words(sequences: Sequence[HeldSequence], size: TableSize, page_size: int) -> _Ints:
+    """The tables of a step but for its pages. Its rows must be as many as `size` says; its logits
+    and its blocks may be fewer."""
+    ids: list[int] = []
+    positions, slots, logit_rows, blocks = [], [], [], []
+    num_pages = 0
+    for held in sequences:
+        step, row, num = held.step, len(ids), len(held.step.token_ids)
+        table = np.array(held.pages, dtype=np.int64)
+        places = np.arange(held.length, held.length + num)
+        ids += step.token_ids
+        positions.append(held.length + tree_of(step.parents).depths if step.parents else places)
+        slots.append(table[places // page_size] * page_size + places % page_size)
+        logit_rows.append(np.arange(row + num - step.num_logits, row + num))
+        blocks.append(_blocks(held, row, num_pages, size.block_tokens))
+        num_pages += len(table)
+    check(len(ids) == size.num_rows, f"a step of {len(ids)} rows in tables of {size.num_rows}")
+    whole = [
+        np.array(ids, dtype=np.int64),
+        *positions,
+        *slots,
+        _filled(logit_rows, size.num_logits),
+        _filled(blocks, size.num_blocks * BLOCK_WORDS),
+    ]
+    return np.concatenate(whole)
+
+
+def page_words(sequences: Sequence[HeldSequence]) -> _Ints:
+    """The page tables of a step."""
+    return np.concatenate([np.array(held.pages, dtype=np.int64) for held in sequences])
+
+
+def ancestors_of(sequences: Sequence[HeldSequence], device: torch.device) -> torch.Tensor | None:
+    """See `TableStep.ancestors`."""
+    widths = [len(held.step.parents) for held in sequences]
+    if not any(widths):
+        return None
+    firsts = [0, *np.cumsum([len(held.step.token_ids) for held in sequences]).tolist()]
+    ancestors = np.zeros((firsts[-1], max(widths)), dtype=np.uint8)
+    for held, width, (first, last) in zip(sequences, widths, pairwise(firsts), strict=True):
+        if width:
+            ancestors[first:last, :width] = tree_of(held.step.parents).ancestors
+    return torch.from_numpy(ancestors).to(device)
+
+
+def _blocks(held: HeldSequence, row: int, first_page: int, block_tokens: int) -> _Ints:
+    """The words of each block of new tokens that begin at `row` of the step:
+
+    0    its first row
+    1    how many rows it has
+    2    where its page table begins
+    3    the slots, from the first on, behind which it sees none
+    4    of a tree: the slots before its new tokens; of a chain as word 3
+    5    the first row of all new tokens
+    """
+    num = len(held.step.token_ids)
+    starts = np.arange(0, num, block_tokens)
+    sizes = np.minimum(block_tokens, num - starts)
+    ends = held.length + (np.full_like(starts, num) if held.step.parents else starts + sizes)
+    before = np.full_like(starts, held.length) if held.step.parents else ends
+    same = np.ones_like(starts)
+    words = (row + starts, sizes, first_page * same, ends, before, row * same)
+    return np.stack(words, axis=1).reshape(-1)
+
+
+def _filled(parts: Sequence[_Ints], size: int) -> _Ints:
+    """`parts` in a row, and zeros up to `size` behind them."""
+    row = np.concatenate(parts)
+    check(len(row) <= size, f"{len(row)} words in a table of {size}")
+    return np.pad(row, (0, size - len(row)))
