@@ -113,6 +113,7 @@ def build_engine(
         from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
 
         return EmulatedEngine(EmulatedSpec.parse(config.emulated), role, config.max_num_seqs)
+    from outrider.engine.cuda.acceleration import find_acceleration
     from outrider.engine.kv_cache import memory_budget
     from outrider.engine.loading import load_model
     from outrider.engine.modules.swaps import speed_up
@@ -134,7 +135,10 @@ def build_engine(
     else:
         key = "tensor_parallel_size" if role == "target" else "draft_tensor_parallel_size"
         module, info = load_shard(path, ranks, key=key, **options)
-    device = next(module.parameters()).device
+    weight = next(module.parameters())
+    device = weight.device
+    # Ranks wait for each other within a step: one that fails to record it would hold up the others.
+    acceleration = find_acceleration(device, weight.dtype, graphs=ranks is None)
     speed_up(module)
     num_bytes = config.kv_cache_memory_bytes or memory_budget(
         device, config.gpu_memory_utilization, config.num_gpus
@@ -151,6 +155,7 @@ def build_engine(
         kv_cache_memory_bytes=num_bytes,
         narrow_threads=max(1, num_threads - 1) if shares_cores else None,
         deterministic=config.deterministic,
+        acceleration=acceleration,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from models import MAX_MODEL_LEN
 
+from outrider.engine.cuda.acceleration import Acceleration
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 
@@ -31,6 +32,7 @@ class EngineMaker:
         max_model_len: int = MAX_MODEL_LEN,
         narrow_threads: int | None = None,
         deterministic: bool = False,
+        acceleration: Acceleration | None = None,
     ) -> PagedEngine:
         dtype = str(module.dtype).removeprefix("torch.")
         info = ModelInfo("tiny", VOCAB, max_model_len, dtype, (), "", "")
@@ -42,6 +44,7 @@ class EngineMaker:
             page_size=page_size,
             narrow_threads=narrow_threads,
             deterministic=deterministic,
+            acceleration=acceleration,
         )
         self.made.append((engine, num_bytes))
         return engine
@@ -63,7 +66,8 @@ def checked_engines() -> Iterator[EngineMaker]:
             for layer in layers
             for t in vars(layer).values()
         )
-        assert held == engine.page_counts().num_pages * size * slot_bytes <= num_bytes
+        num_pages = engine.page_counts().num_pages + engine._num_spare_pages
+        assert held == num_pages * size * slot_bytes <= num_bytes
 
 
 def ids(num: int, seed: int = 1) -> tuple[int, ...]:
@@ -86,7 +90,8 @@ def run(
 def dense(module: Any, tokens: tuple[int, ...]) -> torch.Tensor:
     """Logits [T, V] of a module that no engine has."""
     with torch.no_grad():
-        return module(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+        ids = torch.tensor([tokens], device=module.device)
+        return module(input_ids=ids, use_cache=False).logits[0]
 
 
 def gap(actual: torch.Tensor, expected: torch.Tensor) -> float:

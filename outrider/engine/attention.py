@@ -19,10 +19,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from outrider.engine.gathered_attention import attend
 from outrider.engine.kv_cache import KeysAndValues, LayerShape
-from outrider.engine.ragged import StepPlan
-from outrider.engine.split_attention import attend_in_splits
 from outrider.errors import ConfigError, InvariantError, check
 
 PAGED: Final = "outrider_paged"
@@ -41,6 +38,7 @@ class AttentionLayer:
 
     block: torch.nn.Module
     shape: LayerShape
+    query_heads: int
     window: int | None
     """Tokens that a token sees, itself included; None = all before it."""
 
@@ -53,10 +51,16 @@ class LayerPages:
     window: int | None
 
 
+Attend = Callable[[torch.Tensor, LayerPages, float, float | None], torch.Tensor]
+"""(queries [1, query heads, T, key width], layer, scaling, softcap) -> output [1, T, query heads,
+value width]: how a step reads what is in its pages."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Running:
     layers: dict[torch.nn.Module, LayerPages]
-    plan: StepPlan
+    slots: torch.Tensor
+    attend: Attend
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +74,12 @@ _FOUND: ContextVar[_Found | None] = ContextVar("outrider_layers", default=None)
 
 
 @contextmanager
-def running(layers: dict[torch.nn.Module, LayerPages], plan: StepPlan) -> Iterator[None]:
-    """While it lasts, modules whose blocks are these write to and read from these pages."""
-    token = _RUNNING.set(_Running(layers, plan))
+def running(
+    layers: dict[torch.nn.Module, LayerPages], slots: torch.Tensor, attend: Attend
+) -> Iterator[None]:
+    """While it lasts, modules whose blocks are these write the keys and values of the first tokens
+    to `slots` [n] of these pages, and attend to them."""
+    token = _RUNNING.set(_Running(layers, slots, attend))
     try:
         yield
     finally:
@@ -120,20 +127,18 @@ def _paged_attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Output [1, T, heads, width] of query [1, heads, T, width], key and value [1, key heads, T,
-    width], which are written to their slots first. In fixed shapes the last rows have no slots and
-    attend to nothing."""
+    width], which are written to their slots first. Where there are fewer slots than tokens, the
+    last ones have none."""
     step = _RUNNING.get()
     if step is None:
         raise InvariantError("a module that belongs to an engine was called outside of it")
-    layer, plan = step.layers[block], step.plan
+    layer, num_slots = step.layers[block], len(step.slots)
     keys, values = key[0], value[0]
-    if plan.is_fixed:
-        num_tokens = len(plan.slots)
-        keys, values = keys[:, :num_tokens], values[:, :num_tokens]
-    layer.cache.write(plan.slots, keys, values)
+    if num_slots < keys.shape[1]:
+        keys, values = keys[:, :num_slots], values[:, :num_slots]
+    layer.cache.write(step.slots, keys, values)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    attention = attend_in_splits if plan.is_fixed else attend
-    return attention(query, layer.cache, plan.groups[layer.window], scaling, softcap), None
+    return step.attend(query, layer, scaling, softcap), None
 
 
 def _noted_attention(
@@ -158,7 +163,8 @@ def _noted_attention(
         raise ConfigError("its masks are not made by the library's interface")
     check(query.shape[1] % key.shape[1] == 0, "query heads are no multiple of key heads")
     shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
-    found.layers.append(AttentionLayer(block, shape, _window(allows, found.max_model_len)))
+    window = _window(allows, found.max_model_len)
+    found.layers.append(AttentionLayer(block, shape, query.shape[1], window))
     return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3])), None
 
 

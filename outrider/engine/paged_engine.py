@@ -1,10 +1,10 @@
 """The engine that runs any causal language model of the transformers library: all sequences of a
 step in one forward pass, their keys and values in shared pages.
 
-    PagePool     decides which page is whose            page_pool.py
-    KVCache      has the tensors                        kv_cache.py
-    plan_step    turns steps into index tensors         ragged.py
-    running      gives them to the module's attention   attention.py
+    PagePool   decides which page is whose                                page_pool.py
+    KVCache    has the tensors                                            kv_cache.py
+    Steps      turns steps into index tensors and calls the module        gathered_steps.py
+               or, on a CUDA device, into tables and recordings of them   cuda/tabled_steps.py
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from typing import Any, Final
 
 import torch
 
-from outrider.engine.attention import AttentionLayer, LayerPages, find_layers, running
+from outrider.engine.attention import AttentionLayer, LayerPages, find_layers
+from outrider.engine.cuda.acceleration import Acceleration
+from outrider.engine.cuda.tabled_steps import TabledSteps
+from outrider.engine.gathered_steps import GatheredSteps, Steps
 from outrider.engine.interface import ModelInfo, PageCounts, SequenceStep
 from outrider.engine.kv_cache import KVCache, pages_in
 from outrider.engine.modules.aligned_activation import align_activations
 from outrider.engine.page_pool import PagePool
-from outrider.engine.ragged import HeldSequence, plan_step
+from outrider.engine.ragged import HeldSequence
 from outrider.engine.slots import check_steps
 from outrider.engine.supported_models import (
     CROWD_SLOTS,
@@ -59,13 +62,15 @@ class PagedEngine:
         page_size: int = PAGE_SIZE,
         narrow_threads: int | None = None,
         deterministic: bool = False,
+        acceleration: Acceleration | None = None,
     ) -> None:
         """At most `max_num_seqs` sequences in one step; pages for at most
         `kv_cache_memory_bytes`, and no more than so many sequences of full length fill. A step of
         fewer than `WIDE_STEP_ROWS` tokens has `narrow_threads`, if given; others have those that
         the numeric library is set to now. `deterministic`: the logits of a chain's tokens are
         bit-equal however they come to be run, alone or beside others, at once or in parts, or
-        after a prefix that others ran.
+        after a prefix that others ran. `acceleration` is what steps are run with where they are
+        not deterministic; where the trial fails with it, steps are run without.
 
         `info.max_model_len` of the engine is what fits all pages, if that is less. Raises
         `ConfigError` for a model that cannot be run on pages, or not deterministically."""
@@ -79,6 +84,7 @@ class PagedEngine:
         self._dtype = parameter.dtype
         self._logits_dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
         self._deterministic = deterministic
+        self._acceleration = None if deterministic else acceleration
         self._selects_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         try:
             check_supported(module, info)
@@ -96,14 +102,12 @@ class PagedEngine:
         layers = find_layers(self._module, info.max_model_len)
         shapes = [layer.shape for layer in layers]
         pages_of_longest = -(-info.max_model_len // self._page_size)
+        self._info, self._max_num_seqs = info, TRIAL_SEQUENCES
+        self._try(layers, expected)
         num_pages = min(
-            pages_in(kv_cache_memory_bytes, shapes, self._page_size),
+            pages_in(kv_cache_memory_bytes, shapes, self._page_size, self._num_spare_pages),
             max_num_seqs * pages_of_longest,
         )
-        self._windows = tuple(dict.fromkeys(layer.window for layer in layers))
-        self._info, self._max_num_seqs = info, TRIAL_SEQUENCES
-        self._use_pages(layers, TRIAL_SEQUENCES * -(-len(expected) // self._page_size))
-        check_answers(self, expected)
         self._max_num_seqs = max_num_seqs
         if self._deterministic:
             self._use_pages(layers, min(num_pages, -(-CROWD_SLOTS // self._page_size)))
@@ -117,14 +121,48 @@ class PagedEngine:
             info.name, num_pages, self._page_size, self.kv_cache_bytes / 2**20,
         )  # fmt: skip
 
+    def _try(self, layers: Sequence[AttentionLayer], expected: torch.Tensor) -> None:
+        """Runs the trial, with what accelerates steps or, where that fails, without."""
+        num_pages = TRIAL_SEQUENCES * -(-len(expected) // self._page_size)
+        self._use_pages(layers, num_pages)
+        try:
+            check_answers(self, expected)
+        except Exception:
+            if self._acceleration is None:
+                raise
+            _log.warning("model %s: its steps are not accelerated", self._info.name, exc_info=True)
+            self._acceleration = None
+            self._use_pages(layers, num_pages)
+            check_answers(self, expected)
+
+    @property
+    def _num_spare_pages(self) -> int:
+        """Pages beside those of the pool: one where steps are recorded."""
+        return int(self._acceleration is not None and self._acceleration.recorder is not None)
+
     def _use_pages(self, layers: Sequence[AttentionLayer], num_pages: int) -> None:
         """Begins anew with so many empty pages."""
         self._pool = PagePool(num_pages, self._page_size)
-        self._cache = KVCache([layer.shape for layer in layers], num_pages, self._page_size)
-        self._layers = {
+        shapes = [layer.shape for layer in layers]
+        self._cache = KVCache(shapes, num_pages + self._num_spare_pages, self._page_size)
+        pages = {
             layer.block: LayerPages(cache, layer.window)
             for layer, cache in zip(layers, self._cache.layers, strict=True)
         }
+        self._steps: Steps
+        if self._acceleration is None:
+            self._steps = GatheredSteps(
+                self._call, pages, self._page_size, self._device, self._dtype,
+                fixed_shapes=self._deterministic,
+            )  # fmt: skip
+            return
+        heads = max(
+            ((layer.query_heads, layer.shape.num_heads) for layer in layers),
+            key=lambda numbers: numbers[0] / numbers[1],
+        )
+        self._steps = TabledSteps(
+            self._acceleration, self._call, pages, heads, self._page_size, num_pages, self._device
+        )
 
     @property
     def info(self) -> ModelInfo:
@@ -203,22 +241,23 @@ class PagedEngine:
             is_wide = sum(len(step.token_ids) for step in steps) >= WIDE_STEP_ROWS
             torch.set_num_threads(self._num_threads if is_wide else self._narrow_threads)
         with torch.inference_mode():
-            plan = plan_step(
-                sequences, self._windows, self._page_size, self._device, self._dtype,
-                fixed_shapes=self._deterministic,
-            )  # fmt: skip
-            selection = {"logits_to_keep": plan.logit_rows} if self._selects_logits else {}
-            with running(self._layers, plan):
-                logits: torch.Tensor = self._module(
-                    input_ids=plan.token_ids,
-                    position_ids=plan.position_ids,
-                    use_cache=False,
-                    return_dict=True,
-                    **selection,
-                ).logits[0]
-            if not self._selects_logits:
-                logits = logits.index_select(0, plan.logit_rows)
+            logits = self._steps.run(sequences)
         # The copy is made outside of inference mode, so that callers may change it in place.
         sizes = [step.num_logits for step in steps]
         wanted = logits[: sum(sizes)].to(self._logits_dtype, copy=True)
         return list(torch.split(wanted, sizes))
+
+    def _call(
+        self, token_ids: torch.Tensor, position_ids: torch.Tensor, logit_rows: torch.Tensor
+    ) -> torch.Tensor:
+        """See `Forward`."""
+        selection = {"logits_to_keep": logit_rows} if self._selects_logits else {}
+        output = self._module(
+            input_ids=token_ids,
+            position_ids=position_ids,
+            use_cache=False,
+            return_dict=True,
+            **selection,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits if self._selects_logits else logits.index_select(0, logit_rows)

@@ -85,8 +85,6 @@ class StepPlan:
     """[T]: where their keys and values go."""
     logit_rows: torch.Tensor
     """[R]: tokens whose logits are wanted; in fixed shapes more, of which the last mean nothing."""
-    is_fixed: bool
-    """Whether it is in fixed shapes."""
     groups: dict[int | None, list[Group]]
     """For each window that a layer has; a None window is the whole context."""
 
@@ -177,7 +175,7 @@ def plan_step(
             _group(members, view, device, dtype) for members in _alike(segments, view)
         ]
     token_ids, position_ids, slots_, rows = _shipped(arrays, device)
-    return StepPlan(token_ids[None], position_ids[None], slots_, rows, fixed_shapes, groups)
+    return StepPlan(token_ids[None], position_ids[None], slots_, rows, groups)
 
 
 def _padded(array: _Ints) -> _Ints:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -109,3 +111,36 @@ def test_a_small_engine_is_measured_as_far_as_it_reaches() -> None:
     spec = EmulatedSpec(vocab_size=50, support=4, num_pages=3)
     costs = measure_step_costs(EmulatedEngine(spec, "target"), 512, lambda: 0.0)
     assert costs.rows == (1, 2, 4, 8, 16, 32, 48)
+
+
+class _Behind(EmulatedEngine):
+    """States no time; on its clock the first step of each shape takes 5 s more than the others. Its
+    logits say that they are on a device."""
+
+    now = 0.0
+
+    def forward(self, steps: Sequence[SequenceStep]) -> list[Any]:
+        super().forward(steps)
+        super().take_step_seconds()
+        shape = tuple(len(step.token_ids) for step in steps)
+        self.now += sum(shape) + (0.0 if shape in self.seen else 5.0)
+        self.seen.add(shape)
+        return [_OnDevice()]
+
+    def take_step_seconds(self) -> float:
+        return 0.0
+
+
+class _OnDevice:
+    device = torch.device("cuda")
+
+    def __getitem__(self, _: slice) -> torch.Tensor:
+        return torch.zeros(1)
+
+
+def test_what_is_made_on_first_use_does_not_count() -> None:
+    engine = _Behind(EmulatedSpec(vocab_size=50, support=4), "target")
+    engine.seen = set()
+    costs = measure_step_costs(engine, 8, lambda: engine.now, limit_s=100.0)
+    assert costs.rows == (1, 2, 4, 8)
+    assert costs.seconds == (1.0, 2.0, 4.0, 8.0)

@@ -1,4 +1,4 @@
-"""The core on every device that there is."""
+"""What is tested on every device that there is."""
 
 from __future__ import annotations
 

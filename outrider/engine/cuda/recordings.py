@@ -1,0 +1,111 @@
+"""Work that is recorded once and then replayed: on a CUDA device as a captured graph, which starts
+hundreds of kernels at the cost of one call.
+
+Recorded work reads and writes the same memory each time, and asks for nothing that the device has
+yet to compute. What it is about is written into its inputs before it is replayed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+
+RECORDINGS_MAX: Final = 64
+RECORDED_BYTES_MAX: Final = 2**30
+"""Of a device's memory that recordings take beside the model; what they compute on is shared."""
+_log = logging.getLogger(__name__)
+
+Work = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Work that can be done again."""
+
+    output: torch.Tensor
+    """Where each replay leaves its result; valid until the next one."""
+    replay: Callable[[], None]
+
+
+class Recorder(Protocol):
+    """How work is recorded."""
+
+    def record(self, work: Work) -> Recording:
+        """Does the work, and records it. Raises what it raises, and where it cannot be recorded."""
+        ...
+
+    def num_bytes(self) -> int:
+        """Memory that recordings have taken so far."""
+        ...
+
+
+class GraphRecorder:
+    """Captures CUDA graphs, all in one pool of memory: one of them runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._num_bytes = 0
+
+    def record(self, work: Work) -> Recording:
+        """See `Recorder.record`. The first time the work is done in plain steps, so that whatever
+        is set up on first use is there when it is captured."""
+        before = torch.cuda.memory_reserved(self._device)
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                work()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                output = work()
+        self._num_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
+        return Recording(output, graph.replay)
+
+    def num_bytes(self) -> int:
+        """See `Recorder.num_bytes`."""
+        return self._num_bytes
+
+
+class Recordings:
+    """The recordings of one engine, by what they depend on; bounded in number and memory."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._known: dict[Hashable, Recording] = {}
+        self._closed = False
+
+    def replay(self, key: Hashable, work: Work) -> torch.Tensor | None:
+        """The result of `work`, which depends on nothing but `key` and what it reads; valid until
+        the next replay. None where it is not recorded and cannot be: nothing more is then."""
+        found = self._known.get(key)
+        if found is None:
+            found = self._record(key, work)
+        if found is None:
+            return None
+        found.replay()
+        return found.output
+
+    def _record(self, key: Hashable, work: Work) -> Recording | None:
+        if self._closed:
+            return None
+        if len(self._known) >= RECORDINGS_MAX or self._recorder.num_bytes() >= RECORDED_BYTES_MAX:
+            self._close(f"{len(self._known)} recordings are there")
+            return None
+        try:
+            found = self._recorder.record(work)
+        except Exception as error:  # noqa: BLE001 (whatever it is, plain steps show it again)
+            self._close(f"a step cannot be recorded: {error!r}")
+            return None
+        self._known[key] = found
+        return found
+
+    def _close(self, reason: str) -> None:
+        self._closed = True
+        _log.warning("%s; other steps are run one operator after another", reason)

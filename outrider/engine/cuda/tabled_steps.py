@@ -1,0 +1,123 @@
+"""Runs steps from tables: recorded ones where a step has a usual shape, else as they come.
+
+A recorded step has rows of one of few counts. What is missing to that count rests on a page of its
+own, which belongs to nobody. A prefix of many tokens, a tree, or a shape that is not recorded runs
+as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+import numpy as np
+import torch
+
+from outrider.engine.attention import LayerPages, running
+from outrider.engine.cuda.acceleration import Acceleration
+from outrider.engine.cuda.page_tables import (
+    TableSize,
+    TableStep,
+    ancestors_of,
+    exact_size,
+    page_words,
+    resting_row,
+    table_words,
+)
+from outrider.engine.cuda.recordings import Recordings
+from outrider.engine.gathered_steps import Forward
+from outrider.engine.ragged import HeldSequence
+
+RECORDED_ROWS_MAX: Final = 128
+"""Of a step: a longer one takes its time in its kernels, not in starting them."""
+_ROWS_STEP: Final = 16
+"""Up to it rows double, from it on they are its multiples."""
+_WORDS_MAX: Final = 2**17
+"""Of the tables of a recorded step, page tables included."""
+
+
+def recorded_rows(num_rows: int) -> int:
+    """The count of rows that so many are padded to."""
+    if num_rows >= _ROWS_STEP:
+        return -(-num_rows // _ROWS_STEP) * _ROWS_STEP
+    return 1 << (num_rows - 1).bit_length()
+
+
+class TabledSteps:
+    """Implements `Steps`. Not for more than one thread at a time."""
+
+    def __init__(
+        self,
+        acceleration: Acceleration,
+        forward: Forward,
+        layers: dict[torch.nn.Module, LayerPages],
+        heads: tuple[int, int],
+        page_size: int,
+        spare_page: int,
+        device: torch.device,
+    ) -> None:
+        """`heads`: of queries and of keys, in a layer where the most share one. `spare_page` is
+        a page that no sequence has; read only where steps are recorded."""
+        self._attend = acceleration.attend
+        self._num_programs = acceleration.num_programs
+        self._forward = forward
+        self._layers = layers
+        self._shared_heads, self._key_heads = heads[0] // heads[1], heads[1]
+        self._page_size = page_size
+        self._resting = resting_row(spare_page)
+        self._device = device
+        self._recordings: Recordings | None = None
+        if acceleration.recorder is not None:
+            self._recordings = Recordings(acceleration.recorder)
+            self._words = torch.zeros(_WORDS_MAX, dtype=torch.int64, device=device)
+
+    def run(self, sequences: Sequence[HeldSequence]) -> torch.Tensor:
+        """See `Steps.run`."""
+        recorded = self._replayed(sequences)
+        if recorded is not None:
+            return recorded
+        size = self._size(sequences)
+        tables = table_words(sequences, size, self._page_size)
+        words = torch.from_numpy(np.concatenate([tables, page_words(sequences)])).to(self._device)
+        return self._logits(self._step(words, size, ancestors_of(sequences, self._device)))
+
+    def _replayed(self, sequences: Sequence[HeldSequence]) -> torch.Tensor | None:
+        num_rows = sum(len(held.step.token_ids) for held in sequences)
+        if self._recordings is None or num_rows > RECORDED_ROWS_MAX:
+            return None
+        if any(held.step.parents for held in sequences):
+            return None
+        rows = recorded_rows(num_rows)
+        padded = [*sequences, *[self._resting] * (rows - num_rows)]
+        # Resting rows are not counted where the kernel's splits are chosen: they are soon done.
+        size = replace(self._size(sequences), num_rows=rows, num_logits=rows, num_blocks=rows)
+        words = np.concatenate([table_words(padded, size, self._page_size), page_words(padded)])
+        if len(words) > _WORDS_MAX:
+            return None
+        self._words[: len(words)].copy_(torch.from_numpy(words))
+        return self._recordings.replay(size, lambda: self._logits(self._step(self._words, size)))
+
+    def _size(self, sequences: Sequence[HeldSequence]) -> TableSize:
+        return exact_size(sequences, self._shared_heads, self._key_heads, self._num_programs)
+
+    def _step(
+        self, words: torch.Tensor, size: TableSize, ancestors: torch.Tensor | None = None
+    ) -> TableStep:
+        tables, pages = words[: size.num_words], words[size.num_words :]
+        return TableStep.of(tables, pages, size, self._page_size, ancestors)
+
+    def _logits(self, step: TableStep) -> torch.Tensor:
+        with running(self._layers, step.slots, partial(self._attend_step, step)):
+            return self._forward(step.token_ids, step.position_ids, step.logit_rows)
+
+    def _attend_step(
+        self,
+        step: TableStep,
+        query: torch.Tensor,
+        layer: LayerPages,
+        scaling: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        return self._attend(query, layer.cache, step, layer.window, scaling, softcap)
