@@ -1,4 +1,5 @@
-"""Drafting with a model: K sequential steps, each over all sessions that still want a token."""
+"""Drafting with a model: K sequential steps, each over all sessions that still want a token. Where
+the engine can take them all in one call, and their draws with them, nobody waits in between."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ from collections.abc import Sequence
 import torch
 
 from outrider.drafting.drafter import DraftRequest
+from outrider.engine.chains import Chain, ChainEngine
 from outrider.engine.interface import Engine, SequenceStep
 from outrider.errors import OutriderError, check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
+from outrider.speculation.device_draws import DeviceDraws, Drawing, can_draw
 from outrider.speculation.drafting import DraftedToken, draft_tokens_from_logits
 from outrider.speculation.proposal import EMPTY_PROPOSAL, DraftDistribution, Proposal
 from outrider.speculation.sampling import Rule, SamplingParams
@@ -62,13 +65,47 @@ class ModelDrafter:
         tokens. A request for no tokens runs the prefix all the same, so that it is held when one
         comes. Raises what the engine's first pass raises."""
         branches = [self._begin(request) for request in requests]
-        with torch.inference_mode():
-            self._grow([branch for branch in branches if branch is not None])
+        active = [branch for branch in branches if branch is not None]
+        if not self._grow_at_once(active):
+            with torch.inference_mode():
+                self._grow(active)
         return [EMPTY_PROPOSAL if branch is None else branch.result() for branch in branches]
 
     def release(self, session_id: str) -> None:
         """See `Drafter.release`."""
         self._engine.release(session_id)
+
+    def _grow_at_once(self, branches: Sequence[_Branch]) -> bool:
+        """Each branch to its length in one call of the engine; False, and nothing has changed,
+        where that cannot be done."""
+        engine = self._engine
+        if not branches or not isinstance(engine, ChainEngine):
+            return False
+        if not all(
+            branch.num_wanted > 0 and can_draw(branch.request.sampling) for branch in branches
+        ):
+            return False
+        drawings = [
+            Drawing(branch.request.sampling, branch.request.rule, branch.request.noise)
+            for branch in branches
+        ]
+        num_depths = max(branch.num_wanted for branch in branches)
+        draws = DeviceDraws(drawings, num_depths, self._entries_max)
+        drawn = engine.draw_chains(
+            [Chain(_step(branch), branch.num_wanted) for branch in branches], draws
+        )
+        if drawn is None:
+            return False
+        for index, branch in enumerate(branches):
+            for depth in range(branch.num_wanted):
+                try:
+                    token_id, q = draws.read(drawn[depth, index], index)
+                except OutriderError as error:
+                    self._end(branch, error)
+                    break
+                branch.token_ids.append(token_id)
+                branch.q.append(q)
+        return True
 
     def _grow(self, active: list[_Branch]) -> None:
         """Each branch to its length: one pass over all that lack a token, then their draws."""

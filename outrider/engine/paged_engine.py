@@ -15,9 +15,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+import numpy.typing as npt
 import torch
 
 from outrider.engine.attention import AttentionLayer, LayerPages, find_layers
+from outrider.engine.chains import Chain, Draws
 from outrider.engine.cuda.acceleration import Acceleration
 from outrider.engine.cuda.tabled_steps import TabledSteps
 from outrider.engine.gathered_steps import GatheredSteps, Steps
@@ -49,8 +51,8 @@ _log = logging.getLogger(__name__)
 
 
 class PagedEngine:
-    """Implements `Engine`. The module belongs to it from now on: its attention is replaced, and it
-    cannot be called from elsewhere."""
+    """Implements `Engine` and `ChainEngine`. The module belongs to it from now on: its attention is
+    replaced, and it cannot be called from elsewhere."""
 
     def __init__(
         self,
@@ -190,6 +192,44 @@ class PagedEngine:
             raise
         self._pool.written(steps)
         return logits
+
+    def draw_chains(self, chains: Sequence[Chain], draws: Draws) -> npt.NDArray[Any] | None:
+        """See `ChainEngine.draw_chains`. Done where steps are recorded, in one replay for all."""
+        if not isinstance(self._steps, TabledSteps):
+            return None
+        # What will be drawn is not known yet; any token keeps its slot.
+        steps = [
+            replace(chain.step, token_ids=chain.step.token_ids + (0,) * (chain.num_tokens - 1))
+            for chain in chains
+        ]
+        check_steps(steps, self._info, self._max_num_seqs, self.length)
+        if not self._pool.can_hold(steps):
+            return None
+        lengths = [self.length(step.sequence_id) for step in steps]
+        self._cache.copy_pages(self._pool.append(steps))
+        drawn: torch.Tensor | None = None
+        try:
+            with torch.inference_mode():
+                found = self._steps.draw_chains(
+                    [
+                        HeldSequence(chain.step, length, self._pool.pages(chain.step.sequence_id))
+                        for chain, length in zip(chains, lengths, strict=True)
+                    ],
+                    [chain.num_tokens for chain in chains],
+                    draws,
+                )
+                drawn = None if found is None else found[:, : len(chains)].cpu()
+        finally:
+            if drawn is None:
+                for step, length in zip(steps, lengths, strict=True):
+                    self._pool.keep(step.sequence_id, length)
+        if drawn is None:
+            return None
+        for chain, token_ids in zip(chains, drawn[:, :, 0].unbind(1), strict=True):
+            self._pool.name(chain.step.sequence_id, token_ids[: chain.num_tokens - 1].tolist())
+        self._pool.written(steps)
+        array: npt.NDArray[Any] = drawn.numpy()
+        return array
 
     def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
         """See `Engine.can_hold`."""

@@ -78,7 +78,7 @@ def uniform(word: int) -> float:
 def row_uniforms(keys: RowKeys, num_tokens: int, device: torch.device | str) -> torch.Tensor:
     """Numbers of the tokens 0..num_tokens-1 in every row: [R, num_tokens], float64."""
     if torch.device(device).type != "cpu":
-        return _uniforms_by_torch(keys, num_tokens, device)
+        return all_uniforms_on_device(_to_torch(keys, device), num_tokens)
     num_counters = (num_tokens + 3) // 4
     drawn = np.empty((len(keys), num_counters, 4), dtype=np.uint32)
     all_columns = keys.columns()
@@ -98,7 +98,7 @@ def row_uniforms_at(keys: RowKeys, token_ids: torch.Tensor) -> torch.Tensor:
 
     Equal to picking them out of `row_uniforms`; worth it where few tokens are listed."""
     if token_ids.device.type != "cpu":
-        return _uniforms_at_by_torch(keys, token_ids)
+        return uniforms_on_device(_to_torch(keys, token_ids.device), token_ids)
     ids = token_ids.numpy().astype(np.uint64)
     four = _rounds_of_rows(ids >> 2, keys.columns())
     chosen = np.choose((ids & 3).astype(np.intp), four)
@@ -128,6 +128,22 @@ def flat_uniforms(
     return numbers
 
 
+def uniforms_on_device(columns: tuple[torch.Tensor, ...], token_ids: torch.Tensor) -> torch.Tensor:
+    """As `row_uniforms_at`, of keys that are on the device: `columns` are those of
+    `RowKeys.columns`, int64. Waits for nothing."""
+    words = torch.stack(_rounds_of_rows(token_ids >> 2, columns), dim=-1)
+    drawn = words.gather(-1, (token_ids & 3)[..., None])[..., 0].double()
+    return drawn.add_(0.5).mul_(_WORD_SCALE)
+
+
+def all_uniforms_on_device(columns: tuple[torch.Tensor, ...], num_tokens: int) -> torch.Tensor:
+    """As `row_uniforms`, of keys that are on the device. Waits for nothing."""
+    counters = torch.arange((num_tokens + 3) // 4, device=columns[0].device)[None]
+    words = torch.stack(_rounds_of_rows(counters, columns), dim=-1)
+    drawn = words.view(len(columns[0]), -1)[:, :num_tokens].double()
+    return drawn.add_(0.5).mul_(_WORD_SCALE)
+
+
 def _as_uniforms(words: npt.NDArray[np.uint32]) -> torch.Tensor:
     numbers = np.add(words, 0.5, dtype=np.float64)
     numbers *= _WORD_SCALE
@@ -138,20 +154,6 @@ def _to_torch(keys: RowKeys, device: torch.device | str) -> tuple[torch.Tensor, 
     """`keys.columns()` as int64 on `device`; a word fits into the positive half."""
     stacked = np.stack(keys.columns()).astype(np.int64)
     return tuple(torch.from_numpy(stacked).to(device))
-
-
-def _uniforms_by_torch(keys: RowKeys, num_tokens: int, device: torch.device | str) -> torch.Tensor:
-    counters = torch.arange((num_tokens + 3) // 4, device=device)[None]
-    words = torch.stack(_rounds_of_rows(counters, _to_torch(keys, device)), dim=-1)
-    drawn = words.view(len(keys), -1)[:, :num_tokens].double()
-    return drawn.add_(0.5).mul_(_WORD_SCALE)
-
-
-def _uniforms_at_by_torch(keys: RowKeys, token_ids: torch.Tensor) -> torch.Tensor:
-    columns = _to_torch(keys, token_ids.device)
-    words = torch.stack(_rounds_of_rows(token_ids >> 2, columns), dim=-1)
-    drawn = words.gather(-1, (token_ids & 3)[..., None])[..., 0].double()
-    return drawn.add_(0.5).mul_(_WORD_SCALE)
 
 
 def _rounds_of_rows(counters: _Words, columns: tuple[_Words, ...]) -> tuple[_Words, ...]:

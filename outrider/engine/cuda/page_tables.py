@@ -115,27 +115,27 @@ def padded_power(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def resting_row(page: int) -> HeldSequence:
+def resting_row(page: int, num_logits: int = 0) -> HeldSequence:
     """A row that nobody asks about: it stands at the beginning of a page that nobody holds."""
-    return HeldSequence(SequenceStep("", (0,), 0), 0, (page,))
+    return HeldSequence(SequenceStep("", (0,), num_logits), 0, (page,))
 
 
-def table_words(sequences: Sequence[HeldSequence], size: TableSize, page_size: int) -> _Ints:
-    """The tables of a step but for its pages. Its rows must be as many as `size` says; its logits
-    and its blocks may be fewer."""
+def table_words(
+    sequences: Sequence[HeldSequence], tables: Sequence[int], size: TableSize, page_size: int
+) -> _Ints:
+    """The tables of a step but for its pages; `tables` says where each sequence's page table
+    begins. Its rows must be as many as `size` says; its logits and its blocks may be fewer."""
     ids: list[int] = []
     positions, slots, logit_rows, blocks = [], [], [], []
-    num_pages = 0
-    for held in sequences:
+    for held, table in zip(sequences, tables, strict=True):
         step, row, num = held.step, len(ids), len(held.step.token_ids)
-        table = np.array(held.pages, dtype=np.int64)
+        pages = np.array(held.pages, dtype=np.int64)
         places = np.arange(held.length, held.length + num)
         ids += step.token_ids
         positions.append(held.length + tree_of(step.parents).depths if step.parents else places)
-        slots.append(table[places // page_size] * page_size + places % page_size)
+        slots.append(pages[places // page_size] * page_size + places % page_size)
         logit_rows.append(np.arange(row + num - step.num_logits, row + num))
-        blocks.append(_blocks(held, row, num_pages, size.block_tokens))
-        num_pages += len(table)
+        blocks.append(_blocks(held, row, table, size.block_tokens))
     check(len(ids) == size.num_rows, f"a step of {len(ids)} rows in tables of {size.num_rows}")
     whole = [
         np.array(ids, dtype=np.int64),
@@ -147,9 +147,10 @@ def table_words(sequences: Sequence[HeldSequence], size: TableSize, page_size: i
     return np.concatenate(whole)
 
 
-def page_words(sequences: Sequence[HeldSequence]) -> _Ints:
-    """The page tables of a step."""
-    return np.concatenate([np.array(held.pages, dtype=np.int64) for held in sequences])
+def page_words(sequences: Sequence[HeldSequence]) -> tuple[_Ints, list[int]]:
+    """The page tables of a step, one after another, and where each begins."""
+    pages = [np.array(held.pages, dtype=np.int64) for held in sequences]
+    return np.concatenate(pages), [0, *np.cumsum([len(table) for table in pages[:-1]]).tolist()]
 
 
 def ancestors_of(sequences: Sequence[HeldSequence], device: torch.device) -> torch.Tensor | None:
@@ -165,7 +166,7 @@ def ancestors_of(sequences: Sequence[HeldSequence], device: torch.device) -> tor
     return torch.from_numpy(ancestors).to(device)
 
 
-def _blocks(held: HeldSequence, row: int, first_page: int, block_tokens: int) -> _Ints:
+def _blocks(held: HeldSequence, row: int, table: int, block_tokens: int) -> _Ints:
     """The words of each block of new tokens that begin at `row` of the step:
 
     0    its first row
@@ -181,7 +182,7 @@ def _blocks(held: HeldSequence, row: int, first_page: int, block_tokens: int) ->
     ends = held.length + (np.full_like(starts, num) if held.step.parents else starts + sizes)
     before = np.full_like(starts, held.length) if held.step.parents else ends
     same = np.ones_like(starts)
-    words = (row + starts, sizes, first_page * same, ends, before, row * same)
+    words = (row + starts, sizes, table * same, ends, before, row * same)
     return np.stack(words, axis=1).reshape(-1)
 
 

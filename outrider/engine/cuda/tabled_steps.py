@@ -10,20 +10,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from outrider.engine.attention import LayerPages, running
+from outrider.engine.chains import Draws
 from outrider.engine.cuda.acceleration import Acceleration
+from outrider.engine.cuda.chain_tables import at_depth, chain_words
 from outrider.engine.cuda.page_tables import (
     TableSize,
     TableStep,
     ancestors_of,
     exact_size,
     page_words,
-    resting_row,
     table_words,
 )
 from outrider.engine.cuda.recordings import Recordings
@@ -66,7 +69,7 @@ class TabledSteps:
         self._layers = layers
         self._shared_heads, self._key_heads = heads[0] // heads[1], heads[1]
         self._page_size = page_size
-        self._resting = resting_row(spare_page)
+        self._spare_page = spare_page
         self._device = device
         self._recordings: Recordings | None = None
         if acceleration.recorder is not None:
@@ -79,9 +82,43 @@ class TabledSteps:
         if recorded is not None:
             return recorded
         size = self._size(sequences)
-        tables = table_words(sequences, size, self._page_size)
-        words = torch.from_numpy(np.concatenate([tables, page_words(sequences)])).to(self._device)
-        return self._logits(self._step(words, size, ancestors_of(sequences, self._device)))
+        pages, places = page_words(sequences)
+        tables = table_words(sequences, places, size, self._page_size)
+        words = torch.from_numpy(np.concatenate([tables, pages])).to(self._device)
+        return self._logits(*self._steps(words, [size], ancestors_of(sequences, self._device)))
+
+    def draw_chains(
+        self, sequences: Sequence[HeldSequence], counts: Sequence[int], draws: Draws
+    ) -> torch.Tensor | None:
+        """Runs these steps, each of one row of logits, and draws `counts` tokens of each, of which
+        all but the last are run: their slots are on its pages. What was drawn, [most tokens, at
+        least S, any], valid until the next step; None for what is not recorded."""
+        num_rows = sum(len(held.step.token_ids) for held in sequences)
+        if self._recordings is None or num_rows > RECORDED_ROWS_MAX:
+            return None
+        width, depths = recorded_rows(len(sequences)), max(counts)
+        rows = max(width, recorded_rows(num_rows))
+        first = replace(self._size(sequences), num_rows=rows, num_logits=width, num_blocks=rows)
+        last = self._size(at_depth(sequences, counts, depths - 1, self._spare_page))
+        later = replace(last, num_rows=width, num_logits=width, num_blocks=width)
+        sizes = (first, *[later] * (depths - 1))
+        tables, pages = chain_words(sequences, counts, sizes, self._page_size, self._spare_page)
+        parameters = draws.words(width)
+        if not self._fill([parameters, *tables, pages]):
+            return None
+        given, rest = self._words.tensor_split([len(parameters)])
+        return self._recordings.replay(
+            (sizes, draws.key), lambda: self._drawn(self._steps(rest, sizes), given, draws)
+        )
+
+    def _drawn(self, steps: Sequence[TableStep], words: torch.Tensor, draws: Draws) -> torch.Tensor:
+        """One step after another, whose tokens are put where the next one reads them."""
+        drawn: list[torch.Tensor] = []
+        for depth, step in enumerate(steps):
+            if drawn:
+                step.token_ids[0].copy_(drawn[-1][:, 0])
+            drawn.append(draws.draw(self._logits(step), words, depth))
+        return torch.stack(drawn)
 
     def _replayed(self, sequences: Sequence[HeldSequence]) -> torch.Tensor | None:
         num_rows = sum(len(held.step.token_ids) for held in sequences)
@@ -90,23 +127,40 @@ class TabledSteps:
         if any(held.step.parents for held in sequences):
             return None
         rows = recorded_rows(num_rows)
-        padded = [*sequences, *[self._resting] * (rows - num_rows)]
         # Resting rows are not counted where the kernel's splits are chosen: they are soon done.
         size = replace(self._size(sequences), num_rows=rows, num_logits=rows, num_blocks=rows)
-        words = np.concatenate([table_words(padded, size, self._page_size), page_words(padded)])
-        if len(words) > _WORDS_MAX:
+        [tables], pages = chain_words(
+            sequences, [1] * len(sequences), [size], self._page_size, self._spare_page
+        )
+        if not self._fill([tables, pages]):
             return None
-        self._words[: len(words)].copy_(torch.from_numpy(words))
-        return self._recordings.replay(size, lambda: self._logits(self._step(self._words, size)))
+        return self._recordings.replay(
+            size, lambda: self._logits(*self._steps(self._words, [size]))
+        )
 
     def _size(self, sequences: Sequence[HeldSequence]) -> TableSize:
         return exact_size(sequences, self._shared_heads, self._key_heads, self._num_programs)
 
-    def _step(
-        self, words: torch.Tensor, size: TableSize, ancestors: torch.Tensor | None = None
-    ) -> TableStep:
-        tables, pages = words[: size.num_words], words[size.num_words :]
-        return TableStep.of(tables, pages, size, self._page_size, ancestors)
+    def _fill(self, parts: Sequence[npt.NDArray[np.int64]]) -> bool:
+        """Puts the words where recorded steps read them; False where there is no room."""
+        words = np.concatenate(parts)
+        if len(words) > _WORDS_MAX:
+            return False
+        self._words[: len(words)].copy_(torch.from_numpy(words))
+        return True
+
+    def _steps(
+        self,
+        words: torch.Tensor,
+        sizes: Sequence[TableSize],
+        ancestors: torch.Tensor | None = None,
+    ) -> list[TableStep]:
+        """Steps of these sizes, one behind another, and their pages behind them."""
+        *tables, pages = words.tensor_split([*accumulate(size.num_words for size in sizes)])
+        return [
+            TableStep.of(own, pages, size, self._page_size, ancestors)
+            for own, size in zip(tables, sizes, strict=True)
+        ]
 
     def _logits(self, step: TableStep) -> torch.Tensor:
         with running(self._layers, step.slots, partial(self._attend_step, step)):

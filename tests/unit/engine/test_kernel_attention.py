@@ -102,8 +102,9 @@ def difference(
 
     size = exact_size(held, num_heads // key_heads, key_heads, num_programs=1)
     size = replace(size, num_splits=num_splits)
-    words = torch.from_numpy(table_words(held, size, PAGE_SIZE)).to(DEVICE)
-    pages = torch.from_numpy(page_words(held)).to(DEVICE)
+    page_tables, places = page_words(held)
+    words = torch.from_numpy(table_words(held, places, size, PAGE_SIZE)).to(DEVICE)
+    pages = torch.from_numpy(page_tables).to(DEVICE)
     step = TableStep.of(words, pages, size, PAGE_SIZE, ancestors_of(held, DEVICE))
     actual = attend_tables(query, cache, step, window, 0.3, softcap)
 

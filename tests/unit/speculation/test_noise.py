@@ -23,10 +23,12 @@ from outrider.speculation.noise import (
 )
 from outrider.speculation.philox import (
     RowKeys,
+    all_uniforms_on_device,
     philox4x32,
     row_uniforms,
     row_uniforms_at,
     uniform,
+    uniforms_on_device,
 )
 from outrider.speculation.sampling import Rule
 
@@ -84,18 +86,20 @@ def test_vectorised_equals_scalar(rows, num_tokens, device):
     assert row_uniforms(keys, num_tokens, device).tolist() == expected
     every = torch.arange(num_tokens, device=device).repeat(len(rows), 1)
     assert row_uniforms_at(keys, every).tolist() == expected
+    columns = philox._to_torch(keys, device)
     # What other devices run, on the CPU: torch int64, which wraps and extends signs.
-    assert philox._uniforms_by_torch(keys, num_tokens, device).tolist() == expected
-    assert philox._uniforms_at_by_torch(keys, every).tolist() == expected
+    assert all_uniforms_on_device(columns, num_tokens).tolist() == expected
+    assert uniforms_on_device(columns, every).tolist() == expected
 
 
 def test_int64_arithmetic_of_other_devices_gives_the_same_numbers(device):
     """What runs on CUDA (torch int64, wrapping and sign-extending) agrees with uint64."""
     keys = keys_of((2**64 - 1, FULL, FULL, 4), (7, 5, 0x80000003, 2))
     expected = row_uniforms(keys, 1199, "cpu")
-    assert torch.equal(philox._uniforms_by_torch(keys, 1199, device).cpu(), expected)
+    columns = philox._to_torch(keys, device)
+    assert torch.equal(all_uniforms_on_device(columns, 1199).cpu(), expected)
     listed = torch.tensor([[1198, 5, 6, 0], [3, 3, 700, 1]])
-    drawn = philox._uniforms_at_by_torch(keys, listed.to(device))
+    drawn = uniforms_on_device(columns, listed.to(device))
     assert torch.equal(drawn.cpu(), expected.gather(1, listed))
 
 

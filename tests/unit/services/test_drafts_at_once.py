@@ -1,0 +1,239 @@
+"""A drafter whose engine draws all tokens in one replay, against one whose engine is asked for
+each: on a CUDA device, and on a CPU with what stands in for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from models import tiny_config, tiny_module, twin
+from paged_engines import VOCAB, EngineMaker, checked_engines, gap, ids, run
+from recorded_work import CountingRecorder, acceleration_on, attend_by_tables
+
+from draft_service.model_drafter import ModelDrafter
+from outrider.drafting.drafter import DraftRequest
+from outrider.engine.cuda.acceleration import Acceleration
+from outrider.engine.paged_engine import PagedEngine
+from outrider.errors import InvariantError
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.proposal import Proposal, SealedProposal
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.tokens import TokenSequence
+
+ENTRIES = 8
+
+
+@pytest.fixture
+def make_engine() -> Iterator[EngineMaker]:
+    with checked_engines() as maker:
+        yield maker
+
+
+@dataclass
+class Pair:
+    """Two drafters of the same model; `calls` counts what the first one's engine was asked for."""
+
+    at_once: PagedEngine
+    by_step: PagedEngine
+    calls: list[str]
+
+    def propose(self, requests: list[DraftRequest]) -> list[Any]:
+        """What both propose, which must be the same."""
+        found, expected = (
+            ModelDrafter(engine, ENTRIES).propose(requests)
+            for engine in (self.at_once, self.by_step)
+        )
+        for own, other in zip(found, expected, strict=True):
+            self.compare(own, other)
+        for request in requests:
+            lengths = [e.length(request.session_id) for e in (self.at_once, self.by_step)]
+            assert lengths[0] == lengths[1]
+        return found
+
+    def compare(self, found: Any, expected: Any) -> None:
+        """Proposals must be sealed to the same bytes; in float32 counts may be rounded otherwise,
+        as rows are computed beside others."""
+        assert found.token_ids == expected.token_ids
+        if self.at_once._dtype == torch.float64:
+            assert SealedProposal.of(found) == SealedProposal.of(expected)
+        for own, other in zip(found.q, expected.q, strict=True):
+            assert (own is None) == (other is None)
+            if own is not None and other is not None:
+                assert own.token_ids == other.token_ids
+                pairs = zip(own.counts, other.counts, strict=True)
+                assert all(abs(count - known) <= 3 for count, known in pairs)
+
+
+@pytest.fixture
+def pair(device: str, make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    """On a CPU both compute in float64, so that sums in another order change no count of a q; the
+    kernel of CUDA takes float32 at most."""
+    dtype = torch.float64 if device == "cpu" else torch.float32
+    module = tiny_module(tiny_config("llama", VOCAB), dtype=dtype).to(device)
+    # The stand-in for a CPU takes any dtype.
+    at_once, by_step = (
+        make_engine(each, acceleration=acceleration_on(device, torch.float32))
+        for each in (module, twin(module))
+    )
+    calls: list[str] = []
+
+    def counted(name: str, call: Callable[..., Any]) -> None:
+        def made(*arguments: Any) -> Any:
+            answer = call(*arguments)
+            calls.append(name if answer is not None else "refused")
+            return answer
+
+        monkeypatch.setattr(at_once, name, made)
+
+    counted("draw_chains", at_once.draw_chains)
+    counted("forward", at_once.forward)
+    monkeypatch.setattr(by_step, "draw_chains", lambda *_: None)
+    return Pair(at_once, by_step, calls)
+
+
+def request(
+    name: str, tokens: tuple[int, ...], count: int, rule: Rule, sampling: SamplingParams
+) -> DraftRequest:
+    digests = TokenSequence()
+    digests.extend(tokens[:-1])
+    return DraftRequest(
+        session_id=name,
+        token_ids=tokens,
+        prompt_length=3,
+        num_draft_tokens=count,
+        sampling=sampling,
+        rule=rule,
+        noise=RoundNoise(ord(name[-1]), rule, len(tokens)),
+        digests=digests,
+    )
+
+
+def requests() -> list[DraftRequest]:
+    """Every rule, prefixes across a page's end, and other parameters and lengths for each."""
+    return [
+        request("a", ids(14, 1), 5, Rule.TOKEN, SamplingParams(temperature=0.9)),
+        request("b", ids(5, 2), 3, Rule.BLOCK, SamplingParams(top_p=0.8)),
+        request("c", ids(30, 3), 5, Rule.COUPLED, SamplingParams(top_k=9, min_p=0.01)),
+        request("d", ids(3, 4), 1, Rule.GREEDY, SamplingParams(temperature=0.0)),
+        request("e", ids(9, 5), 4, Rule.TOKEN, SamplingParams(temperature=1.3, top_k=3)),
+    ]
+
+
+def test_the_same_proposals_in_one_call(pair: Pair) -> None:
+    """Token ids, q to the count and slots, over rounds that accept some of what was proposed; what
+    is held goes on, and is shared, as if each token had been run by itself."""
+    asked = requests()
+    for accepted in (2, 0, 9):
+        proposals = pair.propose(asked)
+        assert pair.calls == ["draw_chains"]
+        pair.calls.clear()
+        following = []
+        for each, proposal in zip(asked, proposals, strict=True):
+            kept = proposal.token_ids[:accepted]
+            tokens = (*each.token_ids, *kept, (each.token_ids[0] + 1) % VOCAB)
+            for engine in (pair.at_once, pair.by_step):
+                held = min(engine.length(each.session_id), len(tokens) - 1)
+                engine.keep(each.session_id, held)
+            noise = replace(each.noise, committed_length=len(tokens))
+            following.append(replace(each, token_ids=tokens, noise=noise))
+        asked = following
+    pair.propose(asked)
+    for each in asked:
+        pools = [engine._pool for engine in (pair.at_once, pair.by_step)]
+        held = [pool.token_ids(each.session_id) for pool in pools]
+        assert held[0] == held[1]
+        rows = [run(engine, each.session_id, (1, 2), 2) for engine in (pair.at_once, pair.by_step)]
+        assert gap(*rows) <= 1e-3
+    longest = max(held, key=len)
+    for engine in (pair.at_once, pair.by_step):
+        engine.release(asked[-1].session_id)
+    shared = [e.attach("new", (*longest, 1)) for e in (pair.at_once, pair.by_step)]
+    assert shared[0] == shared[1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sampling": SamplingParams(repetition_penalty=1.2)},
+        {"sampling": SamplingParams(logit_bias=((3, 1.0),))},
+        {"num_draft_tokens": 0},
+    ],
+)
+def test_what_needs_a_look_in_between_is_drawn_by_step(pair: Pair, change: dict[str, Any]) -> None:
+    asked = requests()
+    asked[0] = replace(asked[0], **change)
+    pair.propose(asked)
+    assert set(pair.calls) == {"forward"}
+
+
+def test_where_pages_are_short_it_is_drawn_by_step(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no sequence has changed before that."""
+    monkeypatch.setattr(pair.at_once._pool, "can_hold", lambda _: False)
+    pair.propose(requests())
+    assert pair.calls[:2] == ["refused", "forward"]
+
+
+def test_what_cannot_be_recorded_is_drawn_by_step(make_engine: EngineMaker) -> None:
+    """The slots that were taken are given back first."""
+
+    class Refusing(CountingRecorder):
+        num_bytes_now = 0
+
+        def num_bytes(self) -> int:
+            return self.num_bytes_now
+
+    recorder = Refusing()
+    module = tiny_module(tiny_config("llama", VOCAB), dtype=torch.float64)
+    plain = make_engine(twin(module))
+    engine = make_engine(module, acceleration=Acceleration(attend_by_tables, 8, recorder))
+    recorder.num_bytes_now = 2**40
+    found, expected = (ModelDrafter(e, ENTRIES).propose(requests()) for e in (engine, plain))
+    assert found == expected
+    assert recorder.num_replayed > 0  # of the trial
+    assert [engine.length(r.session_id) for r in requests()] == [18, 7, 34, 3, 12]
+
+
+def test_a_session_whose_logits_are_no_numbers(pair: Pair) -> None:
+    """It ends where they begin, as it would by step; the others go on."""
+    asked = requests()
+    proposals = pair.propose(asked)
+    bad = proposals[0].token_ids[1]
+    for engine in (pair.at_once, pair.by_step):
+        for each in asked:
+            engine.release(each.session_id)
+        engine._module.get_input_embeddings().weight[bad] = torch.nan
+    pair.calls.clear()
+    found = pair.propose(asked)
+    assert pair.calls == ["draw_chains"]
+    assert any(isinstance(each, Proposal) and 0 < len(each) < 5 for each in found[:1])
+
+
+def test_a_session_without_a_first_token(pair: Pair) -> None:
+    """Its error is its own."""
+    asked = requests()
+    for engine in (pair.at_once, pair.by_step):
+        engine._module.get_input_embeddings().weight[asked[1].token_ids[-1]] = torch.nan
+    found, other = (
+        ModelDrafter(engine, ENTRIES).propose(asked) for engine in (pair.at_once, pair.by_step)
+    )
+    assert isinstance(found[1], InvariantError)
+    assert str(found[1]).startswith("logits of row")
+    assert [type(each) for each in found] == [type(each) for each in other]
+
+
+def test_of_like_shapes_one_recording(make_engine: EngineMaker) -> None:
+    """Other sessions, seeds, parameters and prefixes replay it; another K is another one."""
+    recorder = CountingRecorder()
+    module = tiny_module(tiny_config("llama", VOCAB))
+    engine = make_engine(module, acceleration=Acceleration(attend_by_tables, 8, recorder))
+    drafter = ModelDrafter(engine, ENTRIES)
+    before = recorder.num_recorded
+    for index, count in enumerate((4, 4, 4, 3)):
+        sampling = SamplingParams(temperature=0.5 + index / 4)
+        drafter.propose([request(f"s{index}", ids(5 + index, index), count, Rule.TOKEN, sampling)])
+    assert recorder.num_recorded - before == 2
