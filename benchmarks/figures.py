@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 JSON_DIGITS: Final = 4
 """Decimals of a number in a JSON report."""
@@ -25,6 +27,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def figures_table(title: str, rows: Sequence[tuple[str, str]]) -> Table:
     """Names and figures for people."""
+    from rich.table import Table
+
     table = Table(title=title)
     table.add_column("figure")
     table.add_column("value", justify="right")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
-from benchmarks import acceptance, engine, overhead, speedup
+from benchmarks import acceptance, device, engine, overhead, speedup
 from deploy.models import resolve_models
 from outrider.config import (
     CoordinatorConfig,
@@ -77,6 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser = measurement("engine", "many sessions at once on one target", _run_engine)
     engine.add_arguments(parser)
     _add_model_flags(parser, TARGET_FLAGS)
+    parser = measurement("device", "steps at batch 1 against the memory's speed", _run_device)
+    device.add_arguments(parser)
     parser = measurement(
         "acceptance", "how much of the target's text a draft would have proposed", _run_acceptance
     )
@@ -161,6 +163,18 @@ def _run_engine(arguments: argparse.Namespace) -> int:
         print(report.to_json())
     else:
         _show(engine.render(report))
+    return 0
+
+
+def _run_device(arguments: argparse.Namespace) -> int:
+    options = device.DeviceOptions.from_arguments(arguments)
+    from benchmarks import device_steps
+
+    report = device_steps.run(options, _progress)
+    if arguments.json:
+        print(report.to_json())
+    else:
+        _show(device.render(report))
     return 0
 
 

@@ -176,6 +176,11 @@ class PagedEngine:
         """Bytes that are held for keys and values; constant."""
         return self._cache.num_bytes
 
+    @property
+    def records_steps(self) -> bool:
+        """Whether steps of usual shapes are recorded and replayed."""
+        return isinstance(self._steps, TabledSteps) and self._steps.records
+
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         """See `Engine.forward`. Logits are float64 for a float64 model."""
         check_steps(steps, self._info, self._max_num_seqs, self.length)

@@ -81,6 +81,11 @@ class Recordings:
         self._known: dict[Hashable, Recording] = {}
         self._closed = False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether all that was asked for could be recorded."""
+        return not self._closed
+
     def replay(self, key: Hashable, work: Work) -> torch.Tensor | None:
         """The result of `work`, which depends on nothing but `key` and what it reads; valid until
         the next replay. None where it is not recorded and cannot be: nothing more is then."""

@@ -76,6 +76,11 @@ class TabledSteps:
             self._recordings = Recordings(acceleration.recorder)
             self._words = torch.zeros(_WORDS_MAX, dtype=torch.int64, device=device)
 
+    @property
+    def records(self) -> bool:
+        """Whether every step of a usual shape is recorded."""
+        return self._recordings is not None and self._recordings.is_open
+
     def run(self, sequences: Sequence[HeldSequence]) -> torch.Tensor:
         """See `Steps.run`."""
         recorded = self._replayed(sequences)

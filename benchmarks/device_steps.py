@@ -1,0 +1,225 @@
+"""The steps that `bench device` measures. Imports the engine and the drafter, and no service."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, cast
+
+import torch
+
+from draft_service.model_drafter import ModelDrafter
+from outrider.drafting.drafter import DraftRequest
+from outrider.engine.cuda.acceleration import Acceleration, find_acceleration
+from outrider.engine.interface import Engine, ModelInfo, SequenceStep
+from outrider.engine.loading import DTYPES, load_model, resolve_device, resolve_dtype
+from outrider.engine.modules.swaps import speed_up
+from outrider.engine.paged_engine import PagedEngine
+from outrider.engine.sources import resolve_model
+from outrider.errors import SettingError
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.sampling import Rule, SamplingParams
+
+from .device import RANDOM_MODEL, DeviceOptions, DeviceReport, StepFigures
+from .measurement import Progress
+
+WARM_UP: Final = 5
+COPIES: Final = 10
+COPY_BYTES_MAX: Final = 2**30
+_KV_CACHE_BYTES: Final = 2**32
+_NAME: Final = "bench"
+
+
+def run(options: DeviceOptions, progress: Progress) -> DeviceReport:
+    """Loads or makes the model, and measures. Raises `ConfigError`."""
+    device = resolve_device(options.device)
+    progress(f"loading {options.model} on {device}")
+    module, info = _model(options, device)
+    room = info.max_model_len - options.num_draft_tokens - 1
+    if options.context_tokens > room:
+        raise SettingError("context_tokens", f"model {info.name} has room for {room}")
+    return measure(module, info, options, find_acceleration(device, module.dtype), progress)
+
+
+def measure(
+    module: Any,
+    info: ModelInfo,
+    options: DeviceOptions,
+    acceleration: Acceleration | None,
+    progress: Progress,
+) -> DeviceReport:
+    """Measures a model, which belongs to the bench from now on."""
+    weight = next(module.parameters())
+    weight_bytes = _weight_bytes(module)
+    progress("copying")
+    bytes_per_s = copy_speed(weight.device, min(COPY_BYTES_MAX, weight_bytes))
+    ideal_ms = weight_bytes / bytes_per_s * 1e3
+    speed_up(module)
+    graphs_on = None
+    if acceleration is not None and acceleration.recorder is not None:
+        progress("steps that are recorded")
+        graphs_on = _figures(module, info, options, acceleration, ideal_ms)
+        if graphs_on.draft_replay_ms is None:
+            progress("this model's steps cannot be recorded")
+            graphs_on = None
+        acceleration = replace(acceleration, recorder=None)
+    progress("steps that are not")
+    return DeviceReport(
+        model=info.name,
+        device=_device_name(weight.device),
+        dtype=info.dtype,
+        torch_version=torch.__version__,
+        context_tokens=options.context_tokens,
+        num_draft_tokens=options.num_draft_tokens,
+        repetitions=options.repetitions,
+        weight_bytes=weight_bytes,
+        copy_gb_per_s=bytes_per_s / 1e9,
+        ideal_step_ms=ideal_ms,
+        graphs_on=graphs_on,
+        graphs_off=_figures(module, info, options, acceleration, ideal_ms),
+    )
+
+
+def copy_speed(device: torch.device, num_bytes: int) -> float:
+    """Bytes read and written a second by the quickest of some copies of so many bytes."""
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    seconds = []
+    for _ in range(COPIES):
+        _wait(device)
+        started = time.perf_counter()
+        target.copy_(source)
+        _wait(device)
+        seconds.append(time.perf_counter() - started)
+    return 2 * num_bytes / min(seconds)
+
+
+def random_llama(device: torch.device, dtype: torch.dtype, **sizes: int) -> tuple[Any, ModelInfo]:
+    """A Llama of random numbers, made on the device: of 6.7 billion parameters without `sizes`."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        **{
+            "vocab_size": 32_000, "hidden_size": 4_096, "intermediate_size": 11_008,
+            "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+            "max_position_embeddings": 4_096, **sizes,
+        },
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    with device:
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    name = str(dtype).removeprefix("torch.")
+    info = ModelInfo(
+        RANDOM_MODEL, config.vocab_size, config.max_position_embeddings, name, (), "", ""
+    )
+    return module.requires_grad_(False).eval(), info
+
+
+def _model(options: DeviceOptions, device: torch.device) -> tuple[Any, ModelInfo]:
+    if options.model == RANDOM_MODEL:
+        dtype = resolve_dtype(options.dtype)
+        return random_llama(device, DTYPES["bfloat16"] if isinstance(dtype, str) else dtype)
+    path: Path = resolve_model(options.model)
+    return load_model(path, name=options.model, dtype=options.dtype, device=str(device))
+
+
+def _weight_bytes(module: Any) -> int:
+    """Of an embedding a step reads a row or two; of one that is the head too, all."""
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    whole = sum(parameter.nbytes for parameter in module.parameters())
+    return int(whole if tied else whole - embedding.weight.nbytes)
+
+
+def _figures(
+    module: Any,
+    info: ModelInfo,
+    options: DeviceOptions,
+    acceleration: Acceleration | None,
+    ideal_ms: float,
+) -> StepFigures:
+    engine = PagedEngine(
+        module, info, max_num_seqs=2, kv_cache_memory_bytes=_KV_CACHE_BYTES,
+        acceleration=acceleration,
+    )  # fmt: skip
+    ids = [(7_919 * i + 1) % info.vocab_size for i in range(options.context_tokens)]
+    engine.forward([SequenceStep(_NAME, tuple(ids), 0)])
+    decode = _step_ms(engine, ids[:1], options)
+    verify = _step_ms(engine, ids[:1] * (options.num_draft_tokens + 1), options)
+    request = _draft_request([*ids, ids[0]], options.num_draft_tokens)
+    # An engine that is only asked for single steps.
+    alone = cast(Engine, _OneStep(engine))
+    by_steps = _draft_ms(ModelDrafter(alone), engine, request, options)
+    replay = None
+    if engine.records_steps:
+        replay = _draft_ms(ModelDrafter(engine), engine, request, options)
+    return StepFigures(
+        decode_step_ms=decode,
+        decode_over_ideal=decode / ideal_ms,
+        verify_step_ms=verify,
+        draft_steps_ms=by_steps,
+        draft_replay_ms=replay if engine.records_steps else None,
+    )
+
+
+class _OneStep:
+    """What a drafter needs of an engine, without the call for all steps at once."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.info = engine.info
+        self.forward = engine.forward
+        self.length = engine.length
+        self.keep = engine.keep
+        self.release = engine.release
+
+
+def _draft_request(token_ids: Sequence[int], num_draft_tokens: int) -> DraftRequest:
+    return DraftRequest(
+        session_id=_NAME,
+        token_ids=token_ids,
+        prompt_length=len(token_ids),
+        num_draft_tokens=num_draft_tokens,
+        sampling=SamplingParams(),
+        rule=Rule.TOKEN,
+        noise=RoundNoise(7, Rule.TOKEN, len(token_ids)),
+    )
+
+
+def _step_ms(engine: Engine, token_ids: Sequence[int], options: DeviceOptions) -> float:
+    """Until the likeliest token after each is known, as whoever draws waits for that."""
+    step = SequenceStep(_NAME, tuple(token_ids), len(token_ids))
+
+    def run_step() -> None:
+        engine.forward([step])[0].argmax(dim=1).tolist()
+
+    return _median_ms(run_step, engine, options)
+
+
+def _draft_ms(
+    drafter: ModelDrafter, engine: Engine, request: DraftRequest, options: DeviceOptions
+) -> float:
+    return _median_ms(lambda: drafter.propose([request]), engine, options)
+
+
+def _median_ms(work: Callable[[], object], engine: Engine, options: DeviceOptions) -> float:
+    times = []
+    for index in range(-WARM_UP, options.repetitions):
+        started = time.perf_counter()
+        work()
+        seconds = time.perf_counter() - started
+        engine.keep(_NAME, options.context_tokens)
+        if index >= 0:
+            times.append(seconds * 1e3)
+    return median(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,89 @@
+"""`bench device` on a CPU: what it reports, what it refuses, and what it does without."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from recorded_work import CountingRecorder, attend_by_tables
+
+from benchmarks.device import DeviceOptions, DeviceReport, main, render
+from benchmarks.device_steps import copy_speed, measure, random_llama
+from outrider.engine.cuda.acceleration import Acceleration
+from outrider.errors import SettingError
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+OPTIONS = DeviceOptions(context_tokens=20, num_draft_tokens=3, repetitions=2)
+CPU = torch.device("cpu")
+
+
+def report_of(acceleration: Acceleration | None) -> DeviceReport:
+    module, info = random_llama(CPU, torch.float32, **SIZES)
+    return measure(module, info, OPTIONS, acceleration, lambda _: None)
+
+
+def test_without_graphs() -> None:
+    """What is not done is null; the ideal is the weights that a step reads, at the copy's speed."""
+    values: dict[str, Any] = json.loads(report_of(None).to_json())
+    assert values["graphs_on"] is None
+    assert values["graphs_off"]["draft_replay_ms"] is None
+    layer = 32 * (32 + 16 + 16 + 32 + 3 * 48) + 2 * 32
+    assert values["weight_bytes"] == 4 * (2 * layer + 32 + 64 * 32)
+    assert (values["device"], values["dtype"], values["context_tokens"]) == ("cpu", "float32", 20)
+    assert all(values["graphs_off"][key] > 0 for key in ("decode_step_ms", "verify_step_ms"))
+
+
+def test_with_recorded_steps() -> None:
+    """They are replayed for every figure, a draft in one replay for all its steps."""
+    recorder = CountingRecorder()
+    report = report_of(Acceleration(attend_by_tables, 8, recorder))
+    assert report.graphs_on is not None
+    assert report.graphs_on.draft_replay_ms is not None
+    assert report.graphs_off.draft_replay_ms is None
+    ratio = report.graphs_on.decode_step_ms / report.ideal_step_ms
+    assert report.graphs_on.decode_over_ideal == pytest.approx(ratio)
+    # Of decoding, verifying, each step of a draft, all steps of a draft; and of the trial.
+    assert recorder.num_replayed >= 7 * (1 + 1 + 3 + 1)
+    assert render(report).row_count == 3 + 4 + 3
+
+
+def test_where_nothing_can_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures of steps that are not recorded are never shown as those of recorded ones."""
+    recorder = CountingRecorder()
+    monkeypatch.setattr(recorder, "num_bytes", lambda: 2**40)
+    assert report_of(Acceleration(attend_by_tables, 8, recorder)).graphs_on is None
+
+
+def test_the_speed_of_a_copy() -> None:
+    assert 1e6 < copy_speed(CPU, 2**20) < 1e13
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_device_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, and the exit code of a wrong setting."""
+    assert main(["--device", "cuda", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "device: 'cuda' given, but no CUDA device can be used here\n")
+
+
+@pytest.mark.parametrize("name", ["context_tokens", "num_draft_tokens", "repetitions"])
+def test_numbers_have_bounds(name: str) -> None:
+    with pytest.raises(SettingError, match=f"{name}: 0 is wrong; it must be from 1"):
+        DeviceOptions(**{name: 0})
+
+
+def test_it_does_without_services() -> None:
+    """A machine with a device may have nothing but the tensor libraries."""
+    code = (
+        "import sys, benchmarks.device_steps; "
+        "print({'ray', 'grpc', 'redis', 'rich', 'gguf', 'google'} & set(sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
