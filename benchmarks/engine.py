@@ -1,4 +1,4 @@
-"""`outrider bench engine`: many sessions at once, and one step against the library's.
+"""`outrider bench engine`: many sessions at once, and steps against the library's.
 
 Every session continues a prompt of its own, 256 tokens, by its likeliest 128; EOS does not end it.
 Tokens a second are new tokens over the time from the first request to the last token, prefill
@@ -23,7 +23,7 @@ from outrider.wire.grpc_link import target_link
 
 from .answering import AnsweringProcess
 from .engine_load import DECODING_TIMEOUT_S, Load, Prompts
-from .engine_roles import CACHED_TOKENS, ROWS_SESSIONS
+from .engine_steps import CACHED_TOKENS, ROWS_SESSIONS
 from .engine_waits import Waits, figure_rows, measure_waits
 from .figures import figures_table, to_json
 from .measurement import Progress
@@ -116,6 +116,10 @@ class EngineReport:
     """5 new tokens over 256 cached ones, one session."""
     transformers_forward_ms: float
     """The same in the library."""
+    generic_verify_step_ms: float
+    """As `verify_step_ms`, of a random GPT-NeoX in bfloat16 (`engine_steps.GENERIC_SHAPE`)."""
+    generic_transformers_forward_ms: float
+    """The same in the library."""
     rows_80_over_16: float
     """A step of 16 sessions with 5 tokens each over one with a token each."""
     waits: Waits
@@ -155,6 +159,8 @@ async def run(
             {"measure": "steps", "prompts": prompts.take(ROWS_SESSIONS, CACHED_TOKENS)},
             DECODING_TIMEOUT_S,
         )
+        progress("steps of a random GPT-NeoX")
+        steps |= await processes["engine"].ask({"measure": "generic"}, DECODING_TIMEOUT_S)
     middle = {name: median(rate[name] for rate in rates) for name in rates[0]}
     return EngineReport(
         model=target.model,
@@ -253,6 +259,8 @@ def render(report: EngineReport) -> Table:
         ("transformers generate", f"{report.transformers_generate_tokens_per_second:.1f} tokens/s"),
         ("step of 5 tokens", f"{report.verify_step_ms:.2f} ms"),
         ("the same in transformers", f"{report.transformers_forward_ms:.2f} ms"),
+        ("step of 5 tokens, random GPT-NeoX", f"{report.generic_verify_step_ms:.2f} ms"),
+        ("the same in transformers", f"{report.generic_transformers_forward_ms:.2f} ms"),
         ("step of 16 x 5 tokens over one of 16 x 1", f"{report.rows_80_over_16:.2f}"),
         *figure_rows(report.waits),
     ]

@@ -1,34 +1,29 @@
 """What runs in the processes of `bench engine` (see `engine.EngineProcess`).
 
 service   a target replica: the actor itself, without Ray
-engine    the same engine without a service, and the library's module beside it
+engine    the same engine without a service, and the library's module beside it; for one
+          measurement another model in both
 library   the library's own ways to generate, with its default threads
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 from outrider.config import TargetConfig
 from outrider.hosting import available_cores, build_engine, use_threads
 
+from .engine_steps import generic_step_times, step_times
 from .roles import Role, play
 
 if TYPE_CHECKING:
     from outrider.engine.interface import Engine
 
-CACHED_TOKENS: Final = 256
-NEW_TOKENS: Final = 5
-ROWS_SESSIONS: Final = 16
-"""Sessions of the steps whose rows are compared."""
-REPETITIONS: Final = 50
-WARM_UP: Final = 5
 _GRACE_S: Final = 1.0
 
 
@@ -53,10 +48,12 @@ async def _engine(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     engine = build_engine(replace(config, num_threads=num_threads), "target", num_threads)
     module = _library_module(config, num_threads)
 
-    def answer(question: dict[str, Any]) -> dict[str, object]:
+    def answer(question: dict[str, Any]) -> Mapping[str, object]:
         if question["measure"] == "decode":
             return {"seconds": _decode(engine, question["prompts"], question["num_tokens"])}
-        return _step_times(engine, module, question["prompts"])
+        if question["measure"] == "steps":
+            return step_times(engine, module, question["prompts"])
+        return generic_step_times(module.device, deterministic=config.deterministic)
 
     yield Role({}, answer)
 
@@ -141,66 +138,6 @@ def _decode(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int) -
     finally:
         for name in names:
             engine.release(name)
-
-
-def _step_times(engine: Engine, module: Any, prompts: Sequence[Sequence[int]]) -> dict[str, object]:
-    """Medians, ms; what is compared takes turns. `prompts` has one for each session."""
-    import torch
-    from transformers import DynamicCache
-
-    from outrider.engine.interface import SequenceStep
-
-    names = [f"step-{index}" for index in range(ROWS_SESSIONS)]
-    for name, prompt in zip(names, prompts, strict=True):
-        engine.forward([SequenceStep(name, tuple(prompt[:CACHED_TOKENS]), num_logits=0)])
-    new = tuple(prompts[0][:NEW_TOKENS])
-    cache = DynamicCache(config=module.config)
-    ids = torch.tensor([prompts[0][:CACHED_TOKENS]], device=module.device)
-    new_ids = torch.tensor([new], device=module.device)
-
-    def step(num_sessions: int, num_rows: int) -> Callable[[], None]:
-        steps = [SequenceStep(name, new[:num_rows], num_rows) for name in names[:num_sessions]]
-
-        def run() -> None:
-            engine.forward(steps)
-
-        return run
-
-    def library() -> None:
-        module(input_ids=new_ids, past_key_values=cache, use_cache=True)
-
-    def undo() -> None:
-        new_slots = cache.get_seq_length() - CACHED_TOKENS
-        if new_slots:
-            cache.crop(-new_slots)
-        for name in names:
-            engine.keep(name, CACHED_TOKENS)
-
-    with torch.inference_mode():
-        module(input_ids=ids, past_key_values=cache, use_cache=True)
-        verify, forward = _alternately([step(1, NEW_TOKENS), library], undo)
-        many, few = _alternately([step(ROWS_SESSIONS, NEW_TOKENS), step(ROWS_SESSIONS, 1)], undo)
-    for name in names:
-        engine.release(name)
-    return {
-        "verify_step_ms": verify,
-        "transformers_forward_ms": forward,
-        "rows_80_over_16": many / few,
-    }
-
-
-def _alternately(works: Sequence[Callable[[], None]], undo: Callable[[], None]) -> list[float]:
-    """The median of each, ms."""
-    times: list[list[float]] = [[] for _ in works]
-    for index in range(-WARM_UP, REPETITIONS):
-        for work, own in zip(works, times, strict=True):
-            started = time.perf_counter()
-            work()
-            seconds = time.perf_counter() - started
-            undo()
-            if index >= 0:
-                own.append(seconds * 1e3)
-    return [median(own) for own in times]
 
 
 ROLES: Final = {"service": _service, "engine": _engine, "library": _library}

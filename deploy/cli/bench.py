@@ -74,7 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser = measurement("overhead", "what a round costs beside the models", _run_overhead)
     overhead.add_arguments(parser)
     _add_model_flags(parser, (*TARGET_FLAGS, "engine"))
-    parser = measurement("engine", "many sessions at once on one target", _run_engine)
+    parser = measurement(
+        "engine",
+        "many sessions at once, and a step against the library's, also of a random GPT-NeoX",
+        _run_engine,
+    )
     engine.add_arguments(parser)
     _add_model_flags(parser, TARGET_FLAGS)
     parser = measurement("device", "steps at batch 1 against the memory's speed", _run_device)

@@ -7,12 +7,14 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 from models import byte_level_tokenizer, save_tiny_model
 from toy_engine import ToyEngine, toy_logits
 
 from benchmarks.engine import EngineOptions
 from benchmarks.engine_load import Load, Prompts
-from benchmarks.engine_roles import _alternately, _decode
+from benchmarks.engine_roles import _decode
+from benchmarks.engine_steps import GENERIC_SHAPE, alternately, generic_step_times
 from benchmarks.engine_waits import Waits
 from deploy.cli.main import main
 from outrider.clock import run_virtually
@@ -119,9 +121,20 @@ def test_no_two_prompts_begin_alike() -> None:
 def test_what_is_compared_takes_turns() -> None:
     order: list[str] = []
     works = [lambda: order.append("a"), lambda: order.append("b")]
-    times = _alternately(works, lambda: order.append("undone"))
+    times = alternately(works, lambda: order.append("undone"))
     assert len(times) == 2
     assert order[:4] == ["a", "undone", "b", "undone"]
+
+
+def test_no_block_of_the_generic_model_is_fused(caplog: pytest.LogCaptureFixture) -> None:
+    """One layer: four linear layers and the head are packed, and nothing else is swapped."""
+    shape = {**GENERIC_SHAPE, "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1,
+             "num_attention_heads": 4, "intermediate_size": 48}  # fmt: skip
+    with caplog.at_level("INFO"):
+        times = generic_step_times(torch.device("cpu"), shape=shape)
+    assert list(times) == ["generic_verify_step_ms", "generic_transformers_forward_ms"]
+    assert all(time > 0 for time in times.values())
+    assert "modules swapped: {'PackedLinear': 5}" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["repetitions", "prompt_tokens", "new_tokens"])
@@ -145,6 +158,7 @@ def test_one_run_prints_every_figure(tmp_path: Path, capsys: pytest.CaptureFixtu
     for name in (
         "transformers_continuous_batching_tokens_per_second", "rows_80_over_16",
         "transformers_generate_tokens_per_second", "verify_step_ms", "transformers_forward_ms",
+        "generic_verify_step_ms", "generic_transformers_forward_ms",
     ):  # fmt: skip
         assert found[name] > 0
     assert all(found[field.name] is None for field in fields(Waits)), "for 512 tokens"
