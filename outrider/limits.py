@@ -87,7 +87,8 @@ LINK_BACKOFF_MS_MAX: Final = 2_000
 RELEASES_IN_FLIGHT_MAX: Final = 1024
 """Releases beyond it are dropped: the replica evicts the session in time."""
 SILENT_SESSION_MS: Final = 2_000
-"""A session of which a replica has heard nothing for so long keeps its pages from nobody."""
+"""A session that has said nothing for so long, since it was answered, keeps its pages from
+nobody."""
 STEP_CRASHES_UNHEALTHY: Final = 3
 """Crashed steps in a row after which a replica reports that it does not serve."""
 

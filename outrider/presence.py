@@ -11,7 +11,7 @@ from outrider.work import Outlet
 
 
 class Presence:
-    """Through which connection each session was heard last, and when.
+    """Through which connection each session was heard last, and when it last spoke or was answered.
 
     Remembers `SEQUENCES_PER_REPLICA_MAX` sessions, those heard last.
     """
@@ -26,6 +26,12 @@ class Presence:
         if len(self._heard) > SEQUENCES_PER_REPLICA_MAX:
             self._heard.popitem(last=False)
 
+    def answer(self, session_id: str, now: float) -> None:
+        """The session has been answered: its silence begins now. Unknown ones are ignored."""
+        if session_id in self._heard:
+            self._heard[session_id] = (self._heard[session_id][0], now)
+            self._heard.move_to_end(session_id)
+
     def forget(self, session_id: str) -> None:
         """The session has ended; unknown ones are ignored."""
         self._heard.pop(session_id, None)
@@ -39,10 +45,11 @@ class Presence:
         return gone
 
     def fall_silent(self, since: float, waiting: Collection[str]) -> list[str]:
-        """Forgets and returns the sessions not heard since then, except those that wait for us."""
+        """Forgets and returns the sessions that have neither spoken nor been answered since then,
+        except those that wait for us."""
         silent: list[str] = []
-        for name, (_, heard_at) in self._heard.items():
-            if heard_at > since:
+        for name, (_, active_at) in self._heard.items():
+            if active_at > since:
                 break
             if name not in waiting:
                 silent.append(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from typing import Generic
+from typing import Any, Generic
 
 from outrider.engine.costs import StepCosts
 from outrider.engine.executor import StepExecutor
@@ -61,7 +61,14 @@ class SteppedService(Generic[Item, Answer]):
 
     def connect(self, send: Callable[[Sequence[Answer]], None]) -> StepConnection[Item, Answer]:
         """See `ReplicaService.connect`."""
-        return StepConnection(self._take, self._leave, Outlet(send))
+
+        def note_and_send(answers: Sequence[Any]) -> None:
+            now = asyncio.get_running_loop().time()
+            for answer in answers:
+                self._presence.answer(answer.key.session_id, now)
+            send(answers)
+
+        return StepConnection(self._take, self._leave, Outlet(note_and_send))
 
     def describe(self) -> ReplicaDescription:
         """See `ReplicaService.describe`."""
@@ -103,8 +110,8 @@ class SteppedService(Generic[Item, Answer]):
         self._scheduler.park(self._presence.leave(outlet))
 
     def _park_the_silent(self, waiting: Collection[str]) -> None:
-        """Sessions that `waiting` ones need pages of, and whose coordinator has long said nothing:
-        it may have gone, and its release been lost."""
+        """Sessions that `waiting` ones need pages of, and whose coordinator has long said nothing
+        although it was answered: it may have gone, and its release been lost."""
         since = asyncio.get_running_loop().time() - SILENT_SESSION_MS / 1e3
         self._scheduler.park(self._presence.fall_silent(since, waiting))
 

@@ -34,6 +34,18 @@ def test_the_silent_are_told_once_unless_they_wait_or_speak_again() -> None:
     assert presence.leave(stream) == ["d", "a"]
 
 
+def test_silence_begins_with_the_last_answer() -> None:
+    """However long that took; one that has ended is not heard again for it."""
+    presence, stream = Presence(), outlet()
+    for name in "abc":
+        presence.hear(name, stream, 0.0)
+    presence.forget("c")
+    for name in "ac":
+        presence.answer(name, 5.0)
+    assert presence.fall_silent(4.0, waiting=()) == ["b"]
+    assert presence.fall_silent(5.0, waiting=()) == ["a"]
+
+
 def test_it_remembers_a_bounded_number() -> None:
     presence, stream = Presence(), outlet()
     for number in range(SEQUENCES_PER_REPLICA_MAX + 2):

@@ -36,12 +36,18 @@ STEP_S = 0.01
 class Setting:
     """A service over a toy engine, and links to it."""
 
-    def __init__(self, role: str, engine: ToyEngine, max_num_batched_tokens: int = 512) -> None:
+    def __init__(
+        self,
+        role: str,
+        engine: ToyEngine,
+        max_num_batched_tokens: int = 512,
+        step_s: float = STEP_S,
+    ) -> None:
         self.engine = engine
         make: Any = TargetService if role == "target" else DraftService.with_model
         self.service: Any = make(
             engine,
-            InlineExecutor(lambda: STEP_S),
+            InlineExecutor(lambda: step_s),
             max_num_seqs=8,
             max_num_batched_tokens=max_num_batched_tokens,
         )
@@ -241,6 +247,30 @@ def test_a_session_that_fell_silent_keeps_its_pages_from_nobody() -> None:
         link.release(session_name(2), 1)
         back = await ask(link, listener, VerifyItem(make_head([1] * 11, 10, round_index=1)))
         assert isinstance(back, Resync)
+        await at.close()
+
+    run_virtually(main())
+
+
+def test_a_session_that_was_just_answered_is_not_silent() -> None:
+    """Its rounds last longer than silence is patience, but after each answer it speaks in time: so
+    the session that waits for its pages does not get them."""
+
+    async def main() -> None:
+        at = Setting("target", ToyEngine(num_pages=4), step_s=0.6 * SILENT_SESSION_MS / 1e3)
+        link, listener = at.connect()
+        tokens = [1] * 5
+        link.send(VerifyItem(make_head(tokens)))
+        await asyncio.sleep(0.1)
+        other, unanswered = at.connect()
+        other.send(VerifyItem(make_head([2] * 10, session=2)))
+        for round_index in range(1, 5):
+            answer = (await listener.wait(round_index))[-1]
+            assert isinstance(answer, VerdictReply)
+            tokens.append(answer.verdict.correction[0])
+            await asyncio.sleep(0.7 * SILENT_SESSION_MS / 1e3)
+            link.send(VerifyItem(make_head(tokens, len(tokens) - 1, round_index=round_index)))
+        assert unanswered.answers == []
         await at.close()
 
     run_virtually(main())
