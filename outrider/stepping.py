@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Final, Generic
@@ -37,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 STARVED_REST_S: Final = 0.1
 """After a step in which nothing found pages, the next one follows when something has changed, but
-no later than this: a deadline may have passed, or somebody fallen silent."""
+no later than this: a deadline may have passed, or somebody fallen silent. While only some items of
+the steps find none, whoever knows of the silent is asked as often."""
 _INTERNAL_CODE = 13
 
 
@@ -74,6 +76,10 @@ class StepScheduler(Generic[Item, Answer]):
         self._reported = True
         self._on_health: Callable[[bool], None] | None = None
         self._on_starved: Callable[[Collection[str]], None] | None = None
+        self._num_starved = 0
+        """As the worker's figures were when that was last told ..."""
+        self._told_starved_at = -math.inf
+        """... and the loop time of it."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -88,8 +94,8 @@ class StepScheduler(Generic[Item, Answer]):
         self._on_health = on_health
 
     def watch_pages(self, on_starved: Callable[[Collection[str]], None]) -> None:
-        """Names who hears that nothing could be done for want of pages, and which sessions wait: it
-        may `park` others."""
+        """Names who hears that items have found no pages, and which sessions wait: it may `park`
+        others. While that lasts it hears so again after `STARVED_REST_S`."""
         self._on_starved = on_starved
 
     def submit(self, work: Work[Item, Answer]) -> None:
@@ -156,8 +162,6 @@ class StepScheduler(Generic[Item, Answer]):
 
     async def _rest(self) -> None:
         """Until something has changed for those that wait for pages."""
-        if self._on_starved is not None:
-            self._on_starved(self._queue.sessions)
         try:
             async with asyncio.timeout(STARVED_REST_S):
                 await self._wake.wait()
@@ -204,7 +208,16 @@ class StepScheduler(Generic[Item, Answer]):
         self._put_back(
             [work for work, got in zip(batch, answers, strict=True) if isinstance(got, Unfinished)]
         )
+        self._tell_starved(end)
         return not batch or any(answer is not Unfinished.WAITS for answer in answers)
+
+    def _tell_starved(self, now: float) -> None:
+        num_starved = self._worker.figures.num_starved
+        if num_starved == self._num_starved or now < self._told_starved_at + STARVED_REST_S:
+            return
+        self._num_starved, self._told_starved_at = num_starved, now
+        if self._on_starved is not None:
+            self._on_starved(self._queue.sessions)
 
     def _crashed(self, batch: Sequence[Work[Item, Answer]]) -> None:
         self._crashes += 1

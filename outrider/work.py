@@ -51,6 +51,8 @@ class StepFigures:
     """Sequences whose pages were taken for an older one."""
     num_prefill_chunks: int = 0
     """Parts of prefixes that were run on their own, because a step had no room for the whole."""
+    num_starved: int = 0
+    """Items that found no pages, once for each step in which they found none."""
 
 
 class StepWorker(Protocol[Item_contra, Answer_co]):

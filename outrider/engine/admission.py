@@ -62,12 +62,15 @@ class Admissions:
         self._budget = budget
         self._num_preemptions = 0
         self._num_prefill_chunks = 0
+        self._num_starved = 0
 
     @property
     def figures(self) -> StepFigures:
         """What it has come to so far."""
         counts = self._engine.page_counts()
-        return StepFigures(counts, self._num_preemptions, self._num_prefill_chunks)
+        return StepFigures(
+            counts, self._num_preemptions, self._num_prefill_chunks, self._num_starved
+        )
 
     def admit(self, asks: Sequence[Ask]) -> list[Admission]:
         """For each of these distinct sessions, in order of arrival: how far it goes on, `CONTINUES`
@@ -118,6 +121,7 @@ class Admissions:
                 found[index] = Unfinished.WAITS
                 if name in fresh:
                     self._table.free(name)
+        self._num_starved += found.count(Unfinished.WAITS)
 
     def _make_room(
         self, steps: Sequence[SequenceStep], younger: Sequence[str], lost: set[str]

@@ -9,6 +9,7 @@ from typing import Any
 
 from rounds import PATIENCE_S, make_head, session_name
 
+from outrider.clock import run_virtually
 from outrider.engine.executor import InlineExecutor
 from outrider.messages import DraftItem, ProposalReply, Refused
 from outrider.speculation.proposal import EMPTY_PROPOSAL
@@ -23,12 +24,13 @@ class PatientWorker:
         self.steps: list[list[str]] = []
         self.left: dict[str, int] = {}
         self.starved: set[str] = set()
+        self.num_starved = 0
         self.heard: list[tuple[str, str]] = []
         self.during_step: Any = lambda: None
 
     @property
     def figures(self) -> StepFigures:
-        return StepFigures()
+        return StepFigures(num_starved=self.num_starved)
 
     def step(self, items: Sequence[DraftItem]) -> list[ProposalReply | Unfinished]:
         self.steps.append([item.head.session_id for item in items])
@@ -38,6 +40,7 @@ class PatientWorker:
     def _answer(self, item: DraftItem) -> ProposalReply | Unfinished:
         name = item.head.session_id
         if name in self.starved:
+            self.num_starved += 1
             return Unfinished.WAITS
         self.left[name] = self.left.get(name, 0) - 1
         if self.left[name] > 0:
@@ -126,6 +129,37 @@ async def test_who_knows_of_silent_sessions_is_asked_when_nothing_finds_pages() 
     desk.submit(1)
     assert isinstance((await desk.finish())[1], ProposalReply)
     assert asked == [{session_name(1)}]
+
+
+def test_who_knows_of_silent_sessions_is_asked_while_others_go_on() -> None:
+    """One session runs step after step, another finds no pages in any of them: asked about as often
+    as a step that finds none rests, and no more once it has its pages."""
+
+    async def main() -> None:
+        desk = Desk(step_s=0.01)
+        desk.worker.left[session_name(1)] = 100
+        desk.worker.starved.add(session_name(2))
+        asked: list[float] = []
+
+        def starved(waiting: Any) -> None:
+            assert waiting == {session_name(1), session_name(2)}
+            asked.append(asyncio.get_running_loop().time())
+            if len(asked) == 4:
+                desk.scheduler.park([session_name(5)])
+
+        desk.scheduler.watch_pages(starved)
+        start = asyncio.get_running_loop().time()
+        desk.submit(1)
+        desk.submit(2)
+        answers = await desk.finish()
+        assert list(answers) == [2, 1]
+        assert len(desk.worker.steps) == 100
+        assert len(asked) == 4
+        for count, at in enumerate(asked):
+            least = 0.01 + count * STARVED_REST_S
+            assert least <= at - start + 1e-9 < least + count * 0.011 + 1e-6
+
+    run_virtually(main())
 
 
 async def test_an_unfinished_item_of_a_released_session_is_refused_and_forgotten() -> None:

@@ -252,6 +252,58 @@ def test_a_session_that_fell_silent_keeps_its_pages_from_nobody() -> None:
     run_virtually(main())
 
 
+def test_a_silent_sessions_pages_are_found_while_others_go_on() -> None:
+    """Two younger sessions play their rounds in turn, so that no step comes to nothing."""
+
+    async def play(at: Setting, session: int, until: Listener) -> int:
+        link, listener = at.connect()
+        num_rounds = 0
+        while not until.answers:
+            head = make_head((3, 3), min(1, num_rounds), session=session, round_index=num_rounds)
+            assert isinstance(await ask(link, listener, VerifyItem(head)), VerdictReply)
+            num_rounds += 1
+        return num_rounds
+
+    async def main() -> None:
+        at = Setting("target", ToyEngine(num_pages=6))
+        await ask(*at.connect(), VerifyItem(make_head([1] * 10)))
+        link, waiting = at.connect()
+        start = asyncio.get_running_loop().time()
+        link.send(VerifyItem(make_head([2] * 16, session=2)))
+        first = asyncio.create_task(play(at, 3, waiting))
+        await asyncio.sleep(1.5 * STEP_S)
+        async with asyncio.timeout(PATIENCE_S):
+            num_rounds = await play(at, 4, waiting) + await first
+        waited_s = asyncio.get_running_loop().time() - start
+        assert isinstance(waiting.answers[0], VerdictReply)
+        assert 0.95 <= waited_s / (SILENT_SESSION_MS / 1e3) < 1.2
+        assert num_rounds > 0.95 * waited_s / STEP_S
+        await at.close()
+
+    run_virtually(main())
+
+
+def test_a_silent_sessions_pages_are_found_for_a_draft() -> None:
+    """Which makes nobody wait: the younger session's rounds go on, and are drafted for once the
+    older one has said nothing for long."""
+
+    async def main() -> None:
+        at = Setting("draft", ToyEngine(num_pages=4))
+        link, listener = at.connect()
+        await ask(link, listener, DraftItem(make_head([1] * 9), 3))
+        start, num_drafted = asyncio.get_running_loop().time(), []
+        while not any(num_drafted) and len(num_drafted) < 100:
+            head = make_head([2] * 7, session=2, round_index=len(num_drafted))
+            num_drafted.append(len((await ask(link, listener, DraftItem(head, 3))).proposal))
+            await asyncio.sleep(0.1)
+        waited_s = asyncio.get_running_loop().time() - start
+        assert num_drafted[-1] == 3
+        assert 0.95 <= waited_s / (SILENT_SESSION_MS / 1e3) < 1.3
+        await at.close()
+
+    run_virtually(main())
+
+
 def test_a_session_that_was_just_answered_is_not_silent() -> None:
     """Its rounds last longer than silence is patience, but after each answer it speaks in time: so
     the session that waits for its pages does not get them."""
