@@ -58,7 +58,9 @@ class Engine(Protocol):
     One slot holds one token; slots are taken in pages, of which there is a fixed number. A sequence
     comes into being with `attach`, or with its first step. What is done depends on the calls alone,
     so that two engines that hear the same calls hold the same pages. Calls are made from one thread
-    at a time; none of them waits on anything but the model.
+    at a time; none of them waits on anything but the model. Where the machine fails in a call, the
+    call's sequences are as they were before it, or, if that is not to be had, forgotten; all others
+    are untouched.
     """
 
     @property

@@ -139,8 +139,8 @@ class PagePool:
     def append(self, steps: Sequence[SequenceStep]) -> list[Copy]:
         """Takes slots for the tokens of each step, at most one a sequence, and makes it busy. An
         unknown sequence begins without salt. Returns the page copies to make before any slot is
-        written. `written` follows; or, where the step fails, `keep` of the length before, so that
-        nothing unwritten is shared.
+        written. `written` follows; or, where the step fails, `keep` of the length before, and
+        `forget` where a copy was not made, so that nothing unwritten is shared.
 
         Evicts what is idle as needed; raises `OutOfPages` where even that does not do, changing
         nothing."""
@@ -177,8 +177,9 @@ class PagePool:
 
     def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> list[Copy]:
         """See `Engine.keep`; what is kept is vouched for. Returns the slot moves to make before the
-        next step, each numbered page * page size + place in the page. They are in an order in which
-        they may be made one by one, and may be made all at once.
+        next call, each numbered page * page size + place in the page. They are in an order in which
+        they may be made one by one, and may be made all at once. Pages that they write to are
+        shared after the sequence's next step at the earliest; where they fail, `forget` follows.
 
         Raises `OutOfPages`, changing nothing, only where `path` moves slots into a page that others
         hold, as after a fork amid a tree."""
@@ -195,7 +196,8 @@ class PagePool:
         del sequence.pages[num_pages:]
         del sequence.prefixes[length // self._page_size :]
         sequence.shrink(length, path)
-        self._remember(sequence)
+        if not moves:
+            self._remember(sequence)
         return moves
 
     def mark_idle(self, sequence_id: str) -> None:
@@ -212,6 +214,13 @@ class PagePool:
     def release(self, sequence_id: str) -> None:
         """Forgets the sequence; its whole pages stay remembered for their prefix. Unknown ones are
         ignored."""
+        if sequence_id in self._sequences:
+            self._remember(self._sequences[sequence_id])
+            self._drop(sequence_id)
+
+    def forget(self, sequence_id: str) -> None:
+        """As `release`, for a sequence of which slots or copies were not written: no page becomes
+        known by it."""
         if sequence_id in self._sequences:
             self._drop(sequence_id)
 
@@ -320,6 +329,7 @@ class PagePool:
         while len(self._free) < num_free and (self._idle_branches or self._unused):
             oldest = next(iter(self._idle_branches or self._unused))
             if isinstance(oldest, str):
+                self._remember(self._sequences[oldest])
                 self._drop(oldest, evicted=True)
             else:
                 self._forget(oldest)
@@ -333,11 +343,9 @@ class PagePool:
             self._busy_holders[page] += 1
 
     def _drop(self, sequence_id: str, evicted: bool = False) -> None:
-        """Forgets a sequence and remembers its prefix, the first page for longest: after all else
-        that is remembered, or, if it is evicted, before."""
-        sequence = self._sequences[sequence_id]
-        self._remember(sequence)
-        del self._sequences[sequence_id]
+        """Forgets a sequence. Its pages that are known are remembered, the first for longest: after
+        all else that is remembered, or, if it is evicted, before."""
+        sequence = self._sequences.pop(sequence_id)
         if not sequence.busy:
             del (self._idle_branches if sequence.is_branch else self._unused)[sequence_id]
         if evicted:

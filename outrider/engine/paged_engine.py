@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
@@ -187,13 +188,14 @@ class PagedEngine:
         if not steps:
             return []
         lengths = [self.length(step.sequence_id) for step in steps]
-        self._cache.copy_pages(self._pool.append(steps))
+        copies = self._pool.append(steps)
+        missing = {page for _, page in copies}
         try:
+            self._cache.copy_pages(copies)
+            missing.clear()
             logits = self._run(steps, lengths)
         except BaseException:
-            # The slots are given back before anybody can share what was not written to them.
-            for step, length in zip(steps, lengths, strict=True):
-                self._pool.keep(step.sequence_id, length)
+            self._undo(steps, lengths, missing)
             raise
         self._pool.written(steps)
         return logits
@@ -246,7 +248,9 @@ class PagedEngine:
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
         """See `Engine.fork`."""
-        self._cache.copy_pages(self._pool.fork(sequence_id, branch_id))
+        copies = self._pool.fork(sequence_id, branch_id)
+        with self._forgetting(branch_id):
+            self._cache.copy_pages(copies)
 
     def mark_idle(self, sequence_id: str) -> None:
         """See `Engine.mark_idle`."""
@@ -263,7 +267,9 @@ class PagedEngine:
     def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
         """See `Engine.keep`. Keys stay rotated for the position they were run at, so a slot of
         `path` must have been run at the position it gets."""
-        self._cache.move_slots(self._pool.keep(sequence_id, length, path))
+        moves = self._pool.keep(sequence_id, length, path)
+        with self._forgetting(sequence_id):
+            self._cache.move_slots(moves)
 
     def release(self, sequence_id: str) -> None:
         """See `Engine.release`."""
@@ -276,6 +282,26 @@ class PagedEngine:
     def check_integrity(self) -> None:
         """Raises `InvariantError` unless every page is where it is said to be."""
         self._pool.check_integrity()
+
+    def _undo(
+        self, steps: Sequence[SequenceStep], lengths: Sequence[int], missing: Collection[int]
+    ) -> None:
+        """Gives back the slots of a step that failed, before anybody can share what was not written
+        to them. A sequence with a page of `missing`, which was to be a copy, is forgotten."""
+        for step, length in zip(steps, lengths, strict=True):
+            if any(page in missing for page in self._pool.pages(step.sequence_id)):
+                self._pool.forget(step.sequence_id)
+            else:
+                self._pool.keep(step.sequence_id, length)
+
+    @contextmanager
+    def _forgetting(self, sequence_id: str) -> Iterator[None]:
+        """Forgets a sequence where its slots cannot be written, which the pool believes to be."""
+        try:
+            yield
+        except BaseException:
+            self._pool.forget(sequence_id)
+            raise
 
     def _run(self, steps: Sequence[SequenceStep], lengths: Sequence[int]) -> list[torch.Tensor]:
         sequences = [

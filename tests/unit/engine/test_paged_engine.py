@@ -420,6 +420,41 @@ def test_a_step_that_fails_midway_is_undone(make_engine: EngineMaker) -> None:
     assert engine.attach("g", ids(40, 9), "tenant") == 32  # the salt is still that of c
 
 
+def test_what_cannot_be_copied_is_forgotten_and_nothing_else(
+    make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device without room for a copy: before a step, for a branch, for the path of a tree. The
+    sequence that it was for is gone; what shares its pages or its step goes on; and what was not
+    copied is nobody's prefix."""
+    module = llama()
+    engine, library = make_engine(module), twin(module)
+    for name, cut in (("a", 40), ("b", 20), ("c", 40)):
+        held = engine.attach(name, ids(40))
+        run(engine, name, ids(40)[held:], 0)
+        engine.keep(name, cut)
+    run(engine, "c", ids(9, 5), 9, (-1, 0, 0, 2, 3, 4, 5, 6, 7))
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._cache, "_copy", fail)
+        with pytest.raises(MemoryError):
+            engine.forward([SequenceStep("b", ids(20, 7), 1), SequenceStep("a", ids(3, 4), 1)])
+        with pytest.raises(MemoryError):
+            engine.fork("a", "branch")
+        with pytest.raises(MemoryError):
+            engine.keep("c", 41, range(42, 49))
+        engine.check_integrity()
+    assert [engine.length(name) for name in ("a", "b", "branch", "c")] == [40, 0, 0, 0]
+    assert engine.attach("d", (*ids(20), *ids(20, 7))) == 16
+    assert engine.attach("e", (*ids(40), *ids(8, 6))) == 32
+    assert engine.attach("f", (*ids(40), *ids(9, 5)[:1], *ids(9, 5)[2:], 1)) == 32
+    for name, tokens in (("a", ids(40) + ids(3, 4)), ("e", ids(40) + ids(8, 6))):
+        rows = run(engine, name, tokens[engine.length(name) :], 3)
+        assert gap(rows, dense(library, tokens)[-3:]) <= EXACT
+
+
 def test_a_step_of_few_tokens_leaves_a_core_to_others(make_engine: EngineMaker) -> None:
     """But not the trial before: it says how many threads there are."""
     module, threads = tiny_module(tiny_config("llama")), []
