@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, TypeVar
 
 from outrider.engine.executor import ThreadExecutor
-from outrider.errors import OutriderError
+from outrider.errors import EngineLost, OutriderError
 from outrider.messages import (
     DraftAnswer,
     DraftItem,
@@ -253,6 +253,11 @@ class ClockedService(Generic[ClockedItem, ClockedAnswer]):
     def release(self, session_id: str, epoch: int) -> None:
         """See `ReplicaService.release`."""
         self._service.release(session_id, epoch)
+
+    @property
+    def lost(self) -> EngineLost | None:
+        """See `HostedService.lost`."""
+        return self._service.lost
 
     def watch(self, on_health: Callable[[bool], None]) -> None:
         """See `HostedService.watch`."""

@@ -224,8 +224,8 @@ class Deployment:
 
     async def wait(self) -> str:
         """Returns the role of the first actor without which nothing goes on (coordinator, or any
-        rank of the target) once it has died. The loss of the draft is logged: rounds go on without
-        it."""
+        rank of the target) once it has ended. Rounds go on without the draft: where a rank of it
+        has ended, that is logged, and the others are ended too."""
         waiting = {
             asyncio.create_task(actor.call("wait")): actor
             for actor in (*self._actors.values(), *self._followers)
@@ -234,13 +234,23 @@ class Deployment:
             while True:
                 done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    actor = waiting.pop(task)
+                    actor = waiting[task]
                     _log.error("the %s actor is gone: %s", actor.name, task.exception())
                     if actor.role != "draft":
                         return actor.role
+                for task in [task for task, actor in waiting.items() if actor.role == "draft"]:
+                    task.cancel()
+                    del waiting[task]
+                await self._remove_draft()
         finally:
             for task in waiting:
                 task.cancel()
+
+    async def _remove_draft(self) -> None:
+        """Ends what is left of the draft's ranks: none is of use without all others."""
+        ranks = [self._actors.pop("draft"), *self.followers("draft")]
+        self._followers = [actor for actor in self._followers if actor.role != "draft"]
+        await self._cluster.remove(ranks)
 
     async def stop(self) -> None:
         """Lets running requests end within `stop_timeout_s`, and what is left of their steps within

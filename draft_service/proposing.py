@@ -11,7 +11,7 @@ from outrider.engine.admission import Admission, Admissions, Admitted, Ask
 from outrider.engine.interface import Engine
 from outrider.engine.sequences import SequenceTable
 from outrider.engine.token_budget import TokenBudget
-from outrider.errors import BadRequest, OutriderError, check
+from outrider.errors import BadRequest, EngineLost, OutriderError, check
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, Resync, RoundHead
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
@@ -163,11 +163,13 @@ class Proposer:
 
     def _run(self, prepared: Sequence[_Prepared]) -> list[DraftAnswer | Unfinished]:
         """One call of the drafter for all; where it raises an error with a name, each session
-        alone, so that the one with the error hurts nobody else."""
+        alone, so that the one with the error hurts nobody else. Raises `EngineLost`."""
         if not prepared:
             return []
         try:
             proposals = self._drafter.propose([entry.request for entry in prepared])
+        except EngineLost:
+            raise
         except OutriderError as error:
             if len(prepared) > 1:
                 return [self._run_alone(entry) for entry in prepared]

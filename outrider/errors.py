@@ -11,6 +11,7 @@
     ├── Overloaded            RESOURCE_EXHAUSTED    429   with a time to retry after
     │   └── OutOfPages                                    an engine's memory is full of sequences
     ├── Unavailable           UNAVAILABLE           503   with a time to retry after
+    │   ├── EngineLost                                    no step can follow; the replica ends
     │   ├── LinkLost                                      a stream to a replica broke
     │   └── StoreUnavailable                              Redis does not answer
     ├── DeadlineExceeded      DEADLINE_EXCEEDED     504
@@ -113,6 +114,10 @@ class Unavailable(_Retryable):
 
     grpc_code = 14
     http_status = 503
+
+
+class EngineLost(Unavailable):
+    """An engine is broken for good, as where a rank of its model is gone."""
 
 
 class LinkLost(Unavailable):

@@ -89,6 +89,8 @@ RELEASES_IN_FLIGHT_MAX: Final = 1024
 SILENT_SESSION_MS: Final = 2_000
 """A session that has said nothing for so long, since it was answered, keeps its pages from
 nobody."""
+LOST_REPLICA_GRACE_S: Final = 5
+"""How long a replica whose engine is lost may take to send the answers it has, before it ends."""
 STEP_CRASHES_UNHEALTHY: Final = 3
 """Crashed steps in a row after which a replica reports that it does not serve."""
 

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
 from outrider.config import ModelServerConfig
+from outrider.errors import EngineLost
 from outrider.hosting import Place, advertised
+from outrider.limits import LOST_REPLICA_GRACE_S
 from outrider.messages import ReplicaDescription
 from outrider.rank_host import Leadership
 from outrider.wire.link import Connection, ReplicaService
@@ -44,6 +46,11 @@ class Traffic:
 
 class HostedService(ReplicaService[Item_contra, Answer_co], Protocol[Item_contra, Answer_co]):
     """A replica service with an end and a health."""
+
+    @property
+    def lost(self) -> EngineLost | None:
+        """Why no step can follow any more; None while one can."""
+        ...
 
     def watch(self, on_health: Callable[[bool], None]) -> None:
         """Names who hears, on the loop's thread, whenever the health changes."""
@@ -103,23 +110,31 @@ class ReplicaHost(Generic[Item, Answer]):
         return Traffic(0, 0) if self._metered is None else self._metered.traffic
 
     async def wait(self) -> None:
-        """Returns when the server has stopped."""
+        """Returns when the server has stopped. Raises `EngineLost` where it did so by itself."""
         if self._server is not None:
             await self._server.wait()
+        lost = None if self._service is None else self._service.lost
+        if lost is not None and self._health_task is not None:
+            await asyncio.wait([self._health_task])
+            raise lost
 
     async def stop(self, grace_s: float) -> None:
         """Takes no more calls and no more items; lets queued steps end and their answers be sent
         within `grace_s` seconds; and closes. Streams end as soon as nothing waits for a step."""
         if self._health_task is not None:
             self._health_task.cancel()
+        await self._end(grace_s)
+
+    async def _end(self, grace_s: float) -> None:
         if self._servicer is not None and self._service is not None:
             self._servicer.finish(self._service.drain())
         if self._server is not None:
             await self._server.stop(grace_s)
         if self._service is not None:
             await self._service.close()
-        if self._exports is not None:
-            await self._exports.close()
+        exports, self._exports = self._exports, None
+        if exports is not None:
+            await exports.close()
 
     async def serve(
         self,
@@ -129,7 +144,8 @@ class ReplicaHost(Generic[Item, Answer]):
         port: int,
     ) -> str:
         """Serves `service` behind its gRPC `face`; the address that coordinators call. Health
-        follows the service's. Raises `ConfigError` where the address cannot be had."""
+        follows the service's, and a service that is lost ends the replica. Raises `ConfigError`
+        where the address cannot be had."""
         from outrider.wire.server import RpcServer, ServerOptions
 
         self._service = service
@@ -139,18 +155,19 @@ class ReplicaHost(Generic[Item, Answer]):
         await self._server.start()
         await self._server.set_serving(True)
         service.watch(self._on_health)
-        self._health_task = asyncio.create_task(self._report_health(self._server))
+        self._health_task = asyncio.create_task(self._follow_health(service, self._server))
         return advertised(host, self._server.address)
 
     def _on_health(self, healthy: bool) -> None:
         self._healthy = healthy
         self._health_changed.set()
 
-    async def _report_health(self, server: RpcServer) -> None:
-        while True:
+    async def _follow_health(self, service: HostedService[Item, Answer], server: RpcServer) -> None:
+        while service.lost is None:
             await self._health_changed.wait()
             self._health_changed.clear()
             await server.set_serving(bool(self._healthy))
+        await self._end(LOST_REPLICA_GRACE_S)
 
 
 class MeteredService(Generic[Item, Answer]):

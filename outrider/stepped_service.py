@@ -9,7 +9,7 @@ from typing import Any, Generic
 from outrider.engine.costs import StepCosts
 from outrider.engine.executor import StepExecutor
 from outrider.engine.interface import ModelInfo
-from outrider.errors import OutriderError
+from outrider.errors import EngineLost, OutriderError
 from outrider.limits import SILENT_SESSION_MS, STREAM_QUEUE_ITEMS_MAX
 from outrider.messages import ReplicaDescription
 from outrider.presence import Presence
@@ -54,6 +54,11 @@ class SteppedService(Generic[Item, Answer]):
     def healthy(self) -> bool:
         """False once steps only crash, or no more follow."""
         return self._scheduler.healthy
+
+    @property
+    def lost(self) -> EngineLost | None:
+        """Why no step can follow any more; None while one can."""
+        return self._scheduler.lost
 
     def watch(self, on_health: Callable[[bool], None]) -> None:
         """Names who hears, on the loop's thread, whenever `healthy` changes."""

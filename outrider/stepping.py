@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any, Final, Generic
 
 from outrider.engine.executor import StepExecutor
-from outrider.errors import DeadlineExceeded, Unavailable, check
+from outrider.errors import DeadlineExceeded, EngineLost, Unavailable, check
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX, STEP_CRASHES_UNHEALTHY
 from outrider.messages import ProposalReply, Refused, VerdictReply
 from outrider.telemetry.logs import about
@@ -72,6 +72,8 @@ class StepScheduler(Generic[Item, Answer]):
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
+        self.lost: EngineLost | None = None
+        """Why no step can follow any more; None while one can."""
         self._crashes = 0
         self._reported = True
         self._on_health: Callable[[bool], None] | None = None
@@ -86,7 +88,7 @@ class StepScheduler(Generic[Item, Answer]):
     @property
     def healthy(self) -> bool:
         """False once `STEP_CRASHES_UNHEALTHY` steps in a row have crashed, or none can follow."""
-        stopped = self._closing or (self._task is not None and self._task.done())
+        stopped = self._over or (self._task is not None and self._task.done())
         return self._crashes < STEP_CRASHES_UNHEALTHY and not stopped
 
     def watch(self, on_health: Callable[[bool], None]) -> None:
@@ -100,7 +102,9 @@ class StepScheduler(Generic[Item, Answer]):
 
     def submit(self, work: Work[Item, Answer]) -> None:
         """Queues work; see `WorkQueue.add`. Raises `Overloaded` when the queue is full,
-        `Unavailable` once closed."""
+        `Unavailable` once closed, `EngineLost` where no step can follow."""
+        if self.lost is not None:
+            raise EngineLost(self.lost.message)
         if self._closing:
             raise Unavailable("this replica is stopping")
         self._queue.add(work)
@@ -122,7 +126,7 @@ class StepScheduler(Generic[Item, Answer]):
     def park(self, session_ids: Sequence[str]) -> None:
         """Nobody waits for these sessions any more: before the next step their pages are there for
         whoever needs some."""
-        if session_ids and not self._closing:
+        if session_ids:
             self._parked.update(dict.fromkeys(session_ids))
             self._start()
 
@@ -138,7 +142,13 @@ class StepScheduler(Generic[Item, Answer]):
             await self._task
         self._executor.close()
 
+    @property
+    def _over(self) -> bool:
+        return self._closing or self.lost is not None
+
     def _start(self) -> None:
+        if self._over:
+            return
         self._idle.clear()
         self._wake.set()
         if self._task is None:
@@ -147,10 +157,10 @@ class StepScheduler(Generic[Item, Answer]):
 
     async def _run(self) -> None:
         try:
-            while not self._closing:
+            while not self._over:
                 await self._wake.wait()
                 self._wake.clear()
-                while not self._closing and (self._queue or self._releases or self._parked):
+                while not self._over and (self._queue or self._releases or self._parked):
                     if await self._step(self._take()):
                         # The answers leave before the next step claims the interpreter.
                         await asyncio.sleep(0)
@@ -191,6 +201,9 @@ class StepScheduler(Generic[Item, Answer]):
         items = [work.item for work in batch]
         try:
             answers = await self._executor.run(lambda: self._on_executor(releases, parked, items))
+        except EngineLost as lost:
+            self._give_up(lost, batch)
+            return True
         except Exception:
             sessions = [item.head.session_id for item in items]
             logger.exception(
@@ -218,6 +231,17 @@ class StepScheduler(Generic[Item, Answer]):
         self._num_starved, self._told_starved_at = num_starved, now
         if self._on_starved is not None:
             self._on_starved(self._queue.sessions)
+
+    def _give_up(self, lost: EngineLost, batch: Sequence[Work[Item, Answer]]) -> None:
+        """Refuses the batch, and all that waits."""
+        logger.critical("no step can follow: %s", lost)
+        self.lost = lost
+        self._report()
+        waiting = list(batch)
+        while waiting:
+            for work in waiting:
+                self._refuse(work, refusal(work.item.head.key, lost))
+            waiting = self._take()
 
     def _crashed(self, batch: Sequence[Work[Item, Answer]]) -> None:
         self._crashes += 1

@@ -66,7 +66,8 @@ class StepWorker(Protocol[Item_contra, Answer_co]):
     def step(self, items: Sequence[Item_contra]) -> Sequence[Answer_co | Refused | Unfinished]:
         """One answer for each item, in order; the items' sessions are distinct, and come in the
         order in which they arrived. What is wrong with one item is answered `Refused` for it and
-        leaves the others unharmed. Not every item is `Unfinished.CONTINUES`."""
+        leaves the others unharmed. Not every item is `Unfinished.CONTINUES`. Raises `EngineLost`
+        where no step can follow."""
         ...
 
     def park(self, session_ids: Sequence[str]) -> None:

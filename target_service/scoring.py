@@ -15,7 +15,7 @@ from outrider.engine.admission import Admission, Admissions, Admitted, Ask
 from outrider.engine.interface import Engine, SequenceStep
 from outrider.engine.sequences import Aligned, SequenceTable
 from outrider.engine.token_budget import TokenBudget
-from outrider.errors import BadRequest, OutriderError
+from outrider.errors import BadRequest, EngineLost, OutriderError
 from outrider.messages import (
     PositionLogprobs,
     Refused,
@@ -174,11 +174,13 @@ class Scorer:
 
     def _run(self, passes: Sequence[_Pass]) -> list[VerifyAnswer | Unfinished]:
         """One forward pass for all. An error of the engine that has a name is some item's own: each
-        then runs alone, so that it hurts nobody else."""
+        then runs alone, so that it hurts nobody else. Raises `EngineLost`."""
         if not passes:
             return []
         try:
             logits = self._engine.forward([entry.step for entry in passes])
+        except EngineLost:
+            raise
         except OutriderError as error:
             if len(passes) > 1:
                 return [self._run([entry])[0] for entry in passes]

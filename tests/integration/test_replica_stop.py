@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rounds import PATIENCE_S, Listener, make_head, session_name
 from toy_engine import ToyEngine
 
-from outrider.errors import LinkLost
+from outrider.errors import EngineLost, LinkLost
 from outrider.messages import VerdictReply, VerifyAnswer, VerifyItem
 from outrider.replica_host import ReplicaHost
 from outrider.wire.grpc_link import target_link
@@ -17,6 +20,7 @@ from target_service.service import TargetService
 from target_service.servicer import TargetServicer
 
 T = TypeVar("T")
+Serving = health_pb2.HealthCheckResponse.ServingStatus
 
 
 class GatedExecutor:
@@ -43,8 +47,8 @@ class Hosted:
 
     async def start(self) -> None:
         service = TargetService(self.engine, self.executor, max_num_seqs=1)
-        address = await self.host.serve(service, TargetServicer, "127.0.0.1", 0)
-        self.link = target_link(address)
+        self.address = await self.host.serve(service, TargetServicer, "127.0.0.1", 0)
+        self.link = target_link(self.address)
         self.heard = Listener(self.link)
 
     def send(self, session: int) -> None:
@@ -82,6 +86,32 @@ async def test_what_waits_is_answered_and_then_the_stream_ends() -> None:
     assert [type(error) for error in hosted.heard.lost] == [LinkLost]
     assert "this replica is stopping" in str(hosted.heard.lost[0])
     assert hosted.engine.batches == [[session_name(n)] for n in (1, 2, 3)]
+    await hosted.link.close()
+
+
+async def test_a_replica_whose_engine_is_lost_ends_by_itself() -> None:
+    """It serves no more from then on, answers what was asked, ends its streams, and then says why
+    it has ended. To stop it once more does no harm."""
+    hosted = Hosted()
+    await hosted.start()
+    hosted.engine.crash = EngineLost("rank 1 is gone")
+    hosted.send(1)
+    hosted.send(2)
+    await hosted.received(2)
+    async with grpc.aio.insecure_channel(hosted.address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == Serving.SERVING
+        hosted.executor.gate.release()
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await watch.read()).status == Serving.NOT_SERVING
+            watch.cancel()
+            with pytest.raises(EngineLost, match="rank 1 is gone"):
+                await hosted.host.wait()
+            await hosted.host.stop(PATIENCE_S)
+    answers = (await hosted.heard.wait(2, num_lost=1))[:2]
+    assert [(answer.code, answer.message) for answer in answers] == [(14, "rank 1 is gone")] * 2
+    assert "this replica is stopping" in str(hosted.heard.lost[0])
     await hosted.link.close()
 
 

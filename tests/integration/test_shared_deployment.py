@@ -76,6 +76,10 @@ async def _greedy(deployment: Deployment, num_draft_tokens: int) -> tuple[int, .
     return tuple(completion.token_ids)
 
 
+def _runs(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
 async def test_shared_models_write_what_the_whole_target_writes(
     shared: Deployment, models: Path
 ) -> None:
@@ -90,10 +94,15 @@ async def test_shared_models_write_what_the_whole_target_writes(
 
 
 async def test_the_end_of_any_rank_of_the_target_ends_the_deployment(shared: Deployment) -> None:
-    """As the target's own end does; a rank of the draft's is missed no more than the draft."""
+    """As the target's own end does; a rank of the draft's is missed no more than the draft, whose
+    process ends with it."""
     ending = asyncio.create_task(shared.wait())
+    serving = shared.actor("draft").place.pid
     os.kill(shared.followers("draft")[0].place.pid, signal.SIGKILL)
     assert len(await _greedy(shared, 4)) == NUM_TOKENS
+    async with asyncio.timeout(END_S):
+        while _runs(serving):
+            await asyncio.sleep(0.05)
     assert not ending.done()
     os.kill(shared.followers("target")[0].place.pid, signal.SIGKILL)
     assert await asyncio.wait_for(ending, END_S) == "target"

@@ -23,7 +23,7 @@ from outrider.engine.interface import Engine, SequenceStep
 from outrider.engine.loading import load_model
 from outrider.engine.paged_engine import PagedEngine
 from outrider.engine.sources import resolve_model
-from outrider.errors import BadRequest, ConfigError, Unavailable
+from outrider.errors import BadRequest, ConfigError, EngineLost
 from outrider.rank_host import Leadership
 
 AT_ONCE_S = 5.0
@@ -125,7 +125,7 @@ def test_a_shared_engine_ends_with_a_rank(tmp_path: Path) -> None:
         os.kill(followers[0].pid, signal.SIGKILL)
         start = time.monotonic()
         for _ in range(3):
-            with pytest.raises(Unavailable):
+            with pytest.raises(EngineLost):
                 engine.forward([SequenceStep("a", (4,), 1)])
         assert time.monotonic() - start < AT_ONCE_S
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from rounds import make_head, session_name
+from rounds import PATIENCE_S, make_head, session_name
 
-from outrider.errors import Overloaded, Unavailable
+from outrider.errors import EngineLost, Overloaded, Unavailable
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 from outrider.messages import DraftItem, ProposalReply, Refused
 from outrider.speculation.proposal import EMPTY_PROPOSAL
@@ -215,6 +215,31 @@ async def test_a_crash_is_answered_recovered_from_and_forgotten() -> None:
     assert isinstance((await desk.finish())[-1], ProposalReply)
     assert desk.scheduler.healthy
     await desk.scheduler.close()
+
+
+async def test_a_lost_engine_ends_the_steps_and_all_that_waits() -> None:
+    """At once: the batch, what waits behind it, and what comes later are refused; nothing is run
+    any more, and nobody waits for it."""
+    desk = Desk(max_batch=2)
+    reports: list[bool] = []
+    desk.scheduler.watch(reports.append)
+    desk.worker.crash = EngineLost("rank 1 is gone")
+    for session, round_index in ((1, 0), (1, 1), (2, 0), (3, 0), (4, 0)):
+        desk.submit(session, round_index)
+    answers = await desk.finish()
+    assert [(answer.code, answer.message) for answer in answers] == [(14, "rank 1 is gone")] * 5
+    assert len(desk.worker.steps) == 1
+    assert reports == [False]
+    assert str(desk.scheduler.lost) == "rank 1 is gone"
+    with pytest.raises(EngineLost, match="rank 1"):
+        desk.submit(5)
+    desk.scheduler.park([session_name(1)])
+    desk.scheduler.release(session_name(1), 1)
+    async with asyncio.timeout(PATIENCE_S):
+        await desk.scheduler.drain()
+        await desk.scheduler.close()
+    assert desk.worker.parked == desk.worker.released == []
+    assert reports == [False]
 
 
 async def test_close_waits_for_the_step_and_takes_no_more() -> None:

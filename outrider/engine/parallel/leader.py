@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import torch
@@ -12,7 +13,7 @@ from outrider.engine.interface import Engine, ModelInfo, PageCounts, SequenceSte
 from outrider.engine.parallel.calls import CallWriter
 from outrider.engine.parallel.frames import FrameSender
 from outrider.engine.slots import check_steps
-from outrider.errors import OutOfPages, Unavailable
+from outrider.errors import EngineLost, OutOfPages, OutriderError, Unavailable
 
 _UNSENT_WORDS_MAX: Final = 2**16
 """Calls that go out with the next step, unless they are more than this."""
@@ -25,8 +26,9 @@ class ParallelEngine:
 
     A call that changes state is made here first; once it has succeeded it is noted, and goes to the
     followers with the next step. Engines do the same when they hear the same, so that all ranks
-    hold the same pages. A step is refused before anybody is told of it. One that fails after that
-    has left the ranks in different states: from then on every step raises `Unavailable`.
+    hold the same pages. A step is refused before anybody is told of it. One that fails after that,
+    or a call that fails in its middle, has left the ranks in different states: from then on every
+    step raises `EngineLost`.
     """
 
     def __init__(
@@ -50,9 +52,9 @@ class ParallelEngine:
         return self._engine.info
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
-        """See `Engine.forward`. Raises `Unavailable` where a rank is gone or does not answer."""
+        """See `Engine.forward`. Raises `EngineLost` where a rank is gone or does not answer."""
         if self._broken is not None:
-            raise Unavailable(f"a rank of the model is lost: {self._broken}") from self._broken
+            raise EngineLost(f"a rank of the model is lost: {self._broken}") from self._broken
         check_steps(steps, self.info, self._max_num_seqs, self.length)
         if not self._engine.can_hold(steps):
             raise OutOfPages("the sequences of this step find no room beside those in use")
@@ -61,12 +63,11 @@ class ParallelEngine:
             self._followers.send(self._calls.take())
             return self._engine.forward(steps)
         except BaseException as error:
-            self._broken = error
-            self.close()
+            self._break(error)
             if not isinstance(error, Exception):
                 raise
             _log.exception("a step failed after the ranks had been told of it; no more follow")
-            raise Unavailable(f"a step failed on some ranks: {error}") from error
+            raise EngineLost(f"a step failed on some ranks: {error}") from error
 
     def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
         """See `Engine.can_hold`."""
@@ -74,20 +75,23 @@ class ParallelEngine:
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         """See `Engine.attach`."""
-        num_slots = self._engine.attach(sequence_id, token_ids, salt)
+        with self._made_here_first():
+            num_slots = self._engine.attach(sequence_id, token_ids, salt)
         self._calls.attach(sequence_id, token_ids, salt)
         self._send_many()
         return num_slots
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
         """See `Engine.fork`."""
-        self._engine.fork(sequence_id, branch_id)
+        with self._made_here_first():
+            self._engine.fork(sequence_id, branch_id)
         self._calls.fork(sequence_id, branch_id)
         self._send_many()
 
     def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
         """See `Engine.keep`."""
-        self._engine.keep(sequence_id, length, path)
+        with self._made_here_first():
+            self._engine.keep(sequence_id, length, path)
         self._calls.keep(sequence_id, length, path)
         self._send_many()
 
@@ -130,5 +134,21 @@ class ParallelEngine:
             try:
                 self._followers.send(words)
             except Unavailable as error:
-                self._broken = error
-                self.close()
+                self._break(error)
+
+    @contextmanager
+    def _made_here_first(self) -> Iterator[None]:
+        """What is refused has changed nothing. What fails otherwise has, and the followers have not
+        heard of it."""
+        try:
+            yield
+        except OutriderError:
+            raise
+        except BaseException as error:
+            self._break(error)
+            raise
+
+    def _break(self, error: BaseException) -> None:
+        """No step follows any more."""
+        self._broken = error
+        self.close()

@@ -12,7 +12,7 @@ from toy_engine import ToyEngine, toy_logits
 from draft_service.service import DraftService
 from outrider.drafting.ngram import NgramDrafter
 from outrider.engine.executor import InlineExecutor
-from outrider.errors import BadRequest
+from outrider.errors import BadRequest, EngineLost
 from outrider.messages import (
     DraftAnswer,
     DraftItem,
@@ -229,6 +229,27 @@ async def test_a_crash_behind_drawn_tokens_leaves_them_proposed(
     assert list(reply.proposal.token_ids) == expected_proposal(PROMPT, 1, Rule.GREEDY, GREEDY, 1)[0]
     assert reply.cached_length == len(PROMPT)
     assert setting.service.healthy
+
+
+async def test_a_lost_engine_is_no_items_own_error(setting: Setting) -> None:
+    """Nor one of a draft's first tokens, which are proposed: the next step says so. It is not tried
+    again for each session, and the replica is unhealthy at once."""
+    setting.engine.breaks_after = lambda held: lose(len(held) == len(PROMPT) + 1)
+
+    def lose(now: bool) -> bool:
+        setting.engine.crash = EngineLost("rank 1 is gone") if now else None
+        return False
+
+    assert len((await setting.proposed(DraftItem(make_head(PROMPT), 3))).proposal) == 1
+    assert setting.service.healthy
+    num_steps = len(setting.engine.batches)
+    setting.engine.breaks_after = lambda held: lose(True)
+    for session in (2, 3):
+        setting.link.send(DraftItem(make_head(PROMPT, session=session), 3))
+    refused = (await setting.listener.wait(3))[1:]
+    assert [(answer.code, answer.message) for answer in refused] == [(14, "rank 1 is gone")] * 2
+    assert len(setting.engine.batches) == num_steps + 1
+    assert not setting.service.healthy
 
 
 async def test_prompt_lookup_needs_no_engine() -> None:

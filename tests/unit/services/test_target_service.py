@@ -11,6 +11,7 @@ from rounds import GREEDY, Listener, Player, ask, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
 
 from outrider.engine.executor import InlineExecutor
+from outrider.errors import EngineLost
 from outrider.messages import Refused, Resync, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal
@@ -243,6 +244,19 @@ async def test_a_crashed_step_is_refused_and_the_next_one_serves(setting: Settin
     assert isinstance(good, VerdictReply)
     assert setting.service.healthy
     assert reports == [False, True]
+
+
+async def test_a_lost_engine_is_no_items_own_error(setting: Setting) -> None:
+    """The step is not tried again for each of them; the replica is unhealthy at once."""
+    setting.engine.crash = EngineLost("rank 1 is gone")
+    for session in (1, 2):
+        setting.link.send(VerifyItem(make_head(PROMPT, session=session)))
+    await setting.listener.wait(2)
+    await setting.ask(VerifyItem(make_head(PROMPT, session=3)))
+    answers = setting.listener.answers
+    assert [(answer.code, answer.message) for answer in answers] == [(14, "rank 1 is gone")] * 3
+    assert len(setting.engine.batches) == 1
+    assert not setting.service.healthy
 
 
 async def test_sessions_of_a_closed_stream_give_way_and_are_asked_for_again() -> None:

@@ -19,7 +19,14 @@ from outrider.engine.parallel.calls import CallWriter, replay
 from outrider.engine.parallel.follower import follow
 from outrider.engine.parallel.frames import FrameReceiver, FrameSender, tune
 from outrider.engine.parallel.leader import ParallelEngine
-from outrider.errors import BadRequest, ConfigError, InvariantError, OutOfPages, Unavailable
+from outrider.errors import (
+    BadRequest,
+    ConfigError,
+    EngineLost,
+    InvariantError,
+    OutOfPages,
+    Unavailable,
+)
 
 WAIT_S = 10.0
 DIGEST = bytes(range(32))
@@ -204,7 +211,7 @@ def test_a_follower_that_fails_ends_the_steps() -> None:
         with pytest.raises(RuntimeError, match="no memory"):
             loops[1].result(WAIT_S)
         for _ in range(2):
-            with pytest.raises(Unavailable, match="rank 2"):
+            with pytest.raises(EngineLost, match="rank 2"):
                 leader.forward([_step("a", 2)])
         loops[0].result(WAIT_S)  # the other rank ends with the leader
 
@@ -213,12 +220,33 @@ def test_a_leader_that_fails_in_a_step_ends_its_followers() -> None:
     """They have run what it has not: nothing is to be had of them any more."""
     with _team() as (leader, recorders, loops):
         recorders[0].failure = RuntimeError("no memory")
-        with pytest.raises(Unavailable, match="no memory"):
+        with pytest.raises(EngineLost, match="no memory"):
             leader.forward([_step("a", 1)])
         loops[0].result(WAIT_S)
         recorders[0].failure = None
-        with pytest.raises(Unavailable, match="lost"):
+        with pytest.raises(EngineLost, match="lost"):
             leader.forward([_step("a", 1)])
+
+
+@pytest.mark.parametrize(
+    "call", [("attach", "b", (1, 2)), ("fork", "a", "b"), ("keep", "a", 1, (2,))], ids=str
+)
+def test_a_leader_that_fails_between_steps_ends_its_followers(call: tuple[Any, ...]) -> None:
+    """It has forgotten what they hold, and they have not heard of the call."""
+    name, *arguments = call
+    with _team() as (leader, recorders, loops):
+        leader.forward([_step("a", 1, 2, 3)])
+        setattr(recorders[0], name, _fail)
+        with pytest.raises(MemoryError):
+            getattr(leader, name)(*arguments)
+        loops[0].result(WAIT_S)
+        with pytest.raises(EngineLost):
+            leader.forward([_step("a", 4)])
+        assert len(recorders[1].calls) == 1
+
+
+def _fail(*_: object) -> None:
+    raise MemoryError("no room for a copy")
 
 
 @contextmanager
