@@ -140,6 +140,8 @@ def build_engine(
     # Ranks wait for each other within a step: one that fails to record it would hold up the others.
     acceleration = find_acceleration(device, weight.dtype, graphs=ranks is None)
     speed_up(module)
+    if ranks is not None:
+        ranks.wait_for_all()
     num_bytes = config.kv_cache_memory_bytes or memory_budget(
         device, config.gpu_memory_utilization, config.num_gpus
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
@@ -32,15 +33,18 @@ def processes(work: Callable[..., None], arguments: list[tuple[Any, ...]]) -> It
             process.join(_END_S)
 
 
-def add_up(meeting: Any, rank: int, step_timeout_s: float) -> None:
-    """A follower that adds its rank to whatever a frame's first word asks for, so many times; it
-    ends with the leader. Its exit code is 0 unless it was left waiting in a step."""
+def add_up(meeting: Any, rank: int, step_timeout_s: float, load_s: float = 0.0) -> None:
+    """A follower that adds its rank to whatever a frame's first word asks for, so many times, once
+    all ranks have loaded; it ends with the leader. Its exit code is 0 unless it was left waiting in
+    a step."""
     import torch
 
     from outrider.engine.parallel.group import join
 
     group, frames = join(meeting, rank, torch.device("cpu"), JOIN_S, step_timeout_s)
     try:
+        time.sleep(load_s)
+        group.wait_for_all()
         while (words := frames.receive()) is not None:
             for _ in range(words[0]):
                 group.all_reduce(torch.full((3,), float(rank)))

@@ -22,6 +22,9 @@ class ThreadRank:
         self._barrier = barrier
         self._shown = shown
 
+    def wait_for_all(self) -> None:
+        self._barrier.wait(_TIMEOUT_S)
+
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._exchange(tensor)).sum(0)
 

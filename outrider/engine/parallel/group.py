@@ -42,12 +42,16 @@ class RankGroup:
         size: int,
         device: torch.device,
         timeout_s: float,
+        step_timeout_s: float,
         mesh: Mesh | None = None,
     ) -> None:
-        """Returns when every rank is there. Small sums of what is not on a GPU go through `mesh`,
-        where there is one. Raises `Unavailable` where a rank is not there in time."""
+        """Returns when every rank is there. They may take `timeout_s` to load, and
+        `step_timeout_s` for each sum. Small sums of what is not on a GPU go through `mesh`, where
+        there is one. Raises `Unavailable` where a rank is not there in time."""
         self.rank = rank
         self.size = size
+        self._store = store
+        self._timeout_s = timeout_s
         self._mesh = mesh
         try:
             backend = _backend(store, rank, size, device)
@@ -56,12 +60,23 @@ class RankGroup:
                 store=store,
                 rank=rank,
                 world_size=size,
-                timeout=timedelta(seconds=timeout_s),
+                timeout=timedelta(seconds=step_timeout_s),
                 device_id=device if backend == "nccl" else None,
             )
         except RuntimeError as error:
             raise Unavailable(f"the ranks of a model do not find each other: {error}") from error
         self._through_cpu = backend == "gloo" and device.type != "cpu"
+
+    def wait_for_all(self) -> None:
+        """See `Ranks.wait_for_all`. Raises `Unavailable` where a rank is not there in time."""
+        names = [f"loaded/{rank}" for rank in range(self.size)]
+        try:
+            self._store.set(names[self.rank], "")
+            self._store.wait(names, timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            raise Unavailable(
+                f"a rank of the model has not loaded in {self._timeout_s:g} s: {error}"
+            ) from error
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Ranks.all_reduce`. Raises `Unavailable` where a rank is gone."""
@@ -101,6 +116,7 @@ class RankGroup:
 
     def close(self) -> None:
         """Leaves; the others' collectives fail from here on."""
+        self._store = None
         if self._mesh is not None:
             self._mesh.close()
         if dist.is_initialized():
@@ -117,12 +133,12 @@ def lead(
     step_timeout_s: float = COLLECTIVE_TIMEOUT_S,
 ) -> tuple[RankGroup, FrameSender]:
     """Waits for the followers of an open meeting, once. Raises `Unavailable` where one does not
-    come within `timeout_s`."""
+    come within `timeout_s`; they may take as long again to load."""
     connections = opened.accept(timeout_s)
     for connection in connections.values():
         tune(connection, step_timeout_s)
     store = _store(opened.meeting, timeout_s, opened.take_store_fd())
-    group = _join_group(store, opened.meeting, LEADER, device, step_timeout_s)
+    group = _join_group(store, opened.meeting, LEADER, device, timeout_s, step_timeout_s)
     return group, FrameSender(connections)
 
 
@@ -140,7 +156,7 @@ def join(
         store = _store(meeting, timeout_s)
     except RuntimeError as error:
         raise Unavailable(f"the leader of the ranks does not answer: {error}") from error
-    group = _join_group(store, meeting, rank, device, step_timeout_s)
+    group = _join_group(store, meeting, rank, device, timeout_s, step_timeout_s)
     return group, FrameReceiver(tune(connection, None))
 
 
@@ -157,14 +173,19 @@ def _store(meeting: Meeting, timeout_s: float, listening_fd: int | None = None) 
 
 
 def _join_group(
-    store: Any, meeting: Meeting, rank: int, device: torch.device, timeout_s: float
+    store: Any,
+    meeting: Meeting,
+    rank: int,
+    device: torch.device,
+    timeout_s: float,
+    step_timeout_s: float,
 ) -> RankGroup:
     mesh = None
     if meeting.host == LOOPBACK:
         # Gloo would else listen on whatever address the machine's name has.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
-        mesh = _mesh(store, meeting, rank, timeout_s)
-    return RankGroup(store, rank, meeting.num_ranks, device, timeout_s, mesh)
+        mesh = _mesh(store, meeting, rank, step_timeout_s)
+    return RankGroup(store, rank, meeting.num_ranks, device, timeout_s, step_timeout_s, mesh)
 
 
 def _mesh(store: Any, meeting: Meeting, rank: int, timeout_s: float) -> Mesh:

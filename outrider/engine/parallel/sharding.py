@@ -36,6 +36,11 @@ class Ranks(Protocol):
         """How many there are."""
         ...
 
+    def wait_for_all(self) -> None:
+        """Returns once every rank has called it. They load for as long as their machines take,
+        while all other calls wait for a step's time at most."""
+        ...
+
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's `tensor`, which it may overwrite; bit-equal on all ranks."""
         ...

@@ -33,6 +33,7 @@ def _team(num_followers: int, step_timeout_s: float = STEP_TIMEOUT_S) -> Iterato
     with processes(add_up, arguments) as followers:
         group, frames = lead(opened, CPU, JOIN_S, step_timeout_s)
         try:
+            group.wait_for_all()
             yield group, frames, followers
         finally:
             frames.close()
@@ -58,14 +59,19 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def test_ranks_sum_and_gather_and_wait_without_work_beyond_every_timeout() -> None:
-    """Idle for twice the timeout of a step, followers use no core and then take part at once.
-    Strangers with another token are not let in. When the leader ends, they end."""
+    """One that loads for longer than the timeout of a step is waited for. Idle for twice that time,
+    followers use no core and then take part at once. Strangers with another token are not let in.
+    When the leader ends, they end."""
     opened = OpenMeeting(LOOPBACK, 3)
     with socket.create_connection((LOOPBACK, opened.meeting.frames_port)) as stranger:
         stranger.sendall(bytes(32) + (1).to_bytes(8, "little"))
-        arguments = [(opened.meeting, rank, STEP_TIMEOUT_S) for rank in (1, 2)]
+        arguments = [
+            (opened.meeting, rank, STEP_TIMEOUT_S, load_s)
+            for rank, load_s in ((1, 0.0), (2, 1.2 * STEP_TIMEOUT_S))
+        ]
         with processes(add_up, arguments) as followers:
             group, frames = lead(opened, CPU, JOIN_S, STEP_TIMEOUT_S)
+            group.wait_for_all()
             _step(group, frames)
             before = [_cpu_seconds(follower.pid) for follower in followers]
             time.sleep(2 * STEP_TIMEOUT_S)

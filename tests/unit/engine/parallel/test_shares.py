@@ -14,10 +14,12 @@ from safetensors.torch import load_file, save_file
 from thread_ranks import on_each, thread_ranks
 from transformers import MixtralConfig, Olmo2Config, Phi3Config
 
+from outrider.config import TargetConfig
 from outrider.engine.loading import load_model
 from outrider.engine.parallel.shard_loading import check_shares, load_shard
 from outrider.engine.parallel.sharding import VocabularyEmbedding, VocabularyHead, least
 from outrider.errors import ConfigError, SettingError
+from outrider.hosting import build_engine
 
 KEY = "tensor_parallel_size"
 VOCAB_SIZE = 37
@@ -203,6 +205,34 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     save_file(fewer, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=f"lack the weights {wrong}"):
         load_shard(path, thread_ranks(2)[0], key=KEY)
+
+
+class _AllHere(Exception):
+    """Stands for what comes once all ranks have loaded."""
+
+
+class _FirstRank:
+    """The rank that has its share before the other has."""
+
+    rank, size = 0, 2
+
+    def wait_for_all(self) -> None:
+        raise _AllHere
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("the other rank still loads")
+
+    all_reduce = gather = all_gather
+
+
+def test_nothing_that_must_be_quick_comes_before_all_have_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = TargetConfig(directory=str(_saved(tmp_path, "llama")), device="cpu", num_threads=1)
+    with caplog.at_level("INFO"), pytest.raises(_AllHere):
+        build_engine(config, "target", 1, _FirstRank())
+    assert "loading share 1 of 2" in caplog.text
+    assert "modules swapped" in caplog.text
 
 
 def test_ranks_agree_on_the_least_of_their_numbers() -> None:
