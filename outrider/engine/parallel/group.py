@@ -161,8 +161,9 @@ def join(
 
 
 def _store(meeting: Meeting, timeout_s: float, listening_fd: int | None = None) -> Any:
-    """The table through which ranks learn each other's addresses; the leader serves it."""
-    return dist.TCPStore(  # type: ignore[attr-defined]
+    """The table through which ranks learn each other's addresses; the leader serves it. It lets
+    anybody in, so what the ranks of a meeting write is found by its token alone."""
+    table = dist.TCPStore(  # type: ignore[attr-defined]
         meeting.host,
         meeting.store_port,
         is_master=listening_fd is not None,
@@ -170,6 +171,7 @@ def _store(meeting: Meeting, timeout_s: float, listening_fd: int | None = None) 
         timeout=timedelta(seconds=timeout_s),
         master_listen_fd=listening_fd,
     )
+    return dist.PrefixStore(meeting.token.hex(), table)  # type: ignore[attr-defined]
 
 
 def _join_group(
@@ -182,8 +184,10 @@ def _join_group(
 ) -> RankGroup:
     mesh = None
     if meeting.host == LOOPBACK:
-        # Gloo would else listen on whatever address the machine's name has.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
+        # The libraries would else listen on whatever address the machine's name has, or on what was
+        # set for ranks on several machines.
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ[name] = _loopback_interface()
         mesh = _mesh(store, meeting, rank, step_timeout_s)
     return RankGroup(store, rank, meeting.num_ranks, device, timeout_s, step_timeout_s, mesh)
 

@@ -10,18 +10,21 @@ import time
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_processes import JOIN_S, LARGE, add_up, processes
 
-from outrider.engine.parallel.group import join, lead
+from outrider.engine.parallel.group import _store, join, lead
 from outrider.engine.parallel.meeting import LOOPBACK, Meeting, OpenMeeting
 from outrider.errors import Unavailable
 
 CPU = torch.device("cpu")
 STEP_TIMEOUT_S = 2.0
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 ONE_STEP = array("q", [1])
 
 
@@ -58,10 +61,15 @@ def _cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_ranks_sum_and_gather_and_wait_without_work_beyond_every_timeout() -> None:
-    """One that loads for longer than the timeout of a step is waited for. Idle for twice that time,
-    followers use no core and then take part at once. Strangers with another token are not let in.
-    When the leader ends, they end."""
+def test_ranks_sum_and_gather_and_wait_without_work_beyond_every_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On loopback, whatever was set for ranks on several machines. One that loads for longer than
+    the timeout of a step is waited for. Idle for twice that time, followers use no core and then
+    take part at once. Strangers with another token are not let in. When the leader ends, they
+    end."""
+    for name in INTERFACES:
+        monkeypatch.setenv(name, "nowhere0")
     opened = OpenMeeting(LOOPBACK, 3)
     with socket.create_connection((LOOPBACK, opened.meeting.frames_port)) as stranger:
         stranger.sendall(bytes(32) + (1).to_bytes(8, "little"))
@@ -71,6 +79,7 @@ def test_ranks_sum_and_gather_and_wait_without_work_beyond_every_timeout() -> No
         ]
         with processes(add_up, arguments) as followers:
             group, frames = lead(opened, CPU, JOIN_S, STEP_TIMEOUT_S)
+            assert {os.environ[name][:2] for name in INTERFACES} == {"lo"}
             group.wait_for_all()
             _step(group, frames)
             before = [_cpu_seconds(follower.pid) for follower in followers]
@@ -83,6 +92,19 @@ def test_ranks_sum_and_gather_and_wait_without_work_beyond_every_timeout() -> No
                 follower.join(JOIN_S)
             assert [follower.exitcode for follower in followers] == [0, 0]
             group.close()
+
+
+def test_who_does_not_know_the_token_finds_nothing_in_the_table() -> None:
+    """Nor does one who has joined another meeting, at the same port."""
+    opened = OpenMeeting(LOOPBACK, 2)
+    ours = _store(opened.meeting, JOIN_S, opened.take_store_fd())
+    ours.set("loaded/0", "")
+    assert _store(opened.meeting, JOIN_S).check(["loaded/0"])
+    other = replace(opened.meeting, token=bytes(32))
+    assert not _store(other, JOIN_S).check(["loaded/0"])
+    stranger = dist.TCPStore(LOOPBACK, opened.meeting.store_port, wait_for_workers=False)
+    assert not stranger.check(["loaded/0"])
+    opened.close()
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
