@@ -3,12 +3,12 @@ recompute. It keeps the promises of `Engine`, eviction included, and can be told
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 
-from outrider.engine.interface import ModelInfo, PageCounts, SequenceStep
+from outrider.engine.interface import FoundPrefix, ModelInfo, PageCounts, SequenceStep
 from outrider.engine.page_pool import PagePool
 from outrider.errors import BadRequest, check
 
@@ -86,8 +86,16 @@ class ToyEngine:
         ids = {name: list(self._pool.token_ids(name)) for name in self._known}
         return {name: tokens for name, tokens in ids.items() if tokens}
 
-    def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
-        return self._pool.can_hold(steps, without)
+    def can_hold(
+        self,
+        steps: Sequence[SequenceStep],
+        without: Iterable[str] = (),
+        begun: Mapping[str, FoundPrefix] | None = None,
+    ) -> bool:
+        return self._pool.can_hold(steps, without, begun)
+
+    def find(self, token_ids: Sequence[int], salt: str = "") -> FoundPrefix:
+        return self._pool.find(token_ids, salt)
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         self._known.add(sequence_id)

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.engine.interface import Engine, SequenceStep
+from outrider.engine.interface import Engine, FoundPrefix, SequenceStep
 from outrider.engine.sequences import Aligned, SequenceTable
 from outrider.engine.token_budget import TokenBudget, Wish
 from outrider.errors import InvariantError, OutriderError
@@ -51,6 +51,8 @@ class Admitted:
 
 Admission = Admitted | Resync | Unfinished | OutriderError
 _Found = Aligned | Resync | Unfinished | OutriderError
+_Begun = dict[str, FoundPrefix]
+"""By session that holds nothing, what it may begin on."""
 
 
 class Admissions:
@@ -76,16 +78,16 @@ class Admissions:
         """For each of these distinct sessions, in order of arrival: how far it goes on, `CONTINUES`
         where not at all yet; what it lacks; or what it is refused for. `WAITS` where it finds no
         pages, `Resync` where it lacks a prefix for which there would be some."""
-        fresh = {ask.head.session_id for ask in asks if not self._table.length(ask.head.session_id)}
         found = [self._align(ask.head) for ask in asks]
+        begun = self._find(asks, found)
         wholes = {
-            index: self._whole(asks[index], entry)
+            index: self._whole(asks[index], begun)
             for index, entry in enumerate(found)
             if isinstance(entry, Aligned | Resync)
         }
-        if not self._engine.can_hold(list(wholes.values())):
-            self._place(found, wholes, fresh)
-        return self._grant(asks, found)
+        if not self._engine.can_hold(list(wholes.values()), begun=begun):
+            self._place(found, wholes, begun)
+        return self._grant(asks, found, begun)
 
     def _align(self, head: RoundHead) -> _Found:
         try:
@@ -93,15 +95,23 @@ class Admissions:
         except OutriderError as error:
             return error
 
-    def _whole(self, ask: Ask, found: Aligned | Resync) -> SequenceStep:
+    def _find(self, asks: Sequence[Ask], found: Sequence[_Found]) -> _Begun:
+        """What there is of the tokens of those that hold nothing."""
+        return {
+            ask.head.session_id: self._engine.find(ask.head.append, ask.head.tenant)
+            for ask, entry in zip(asks, found, strict=True)
+            if isinstance(entry, Aligned) and not len(entry.sequence)
+        }
+
+    def _whole(self, ask: Ask, begun: _Begun) -> SequenceStep:
         """A step that takes the slots of all that the item asks for."""
         name = ask.head.session_id
-        num = ask.head.committed_length + ask.num_extra - self._engine.length(name)
+        num_held = begun[name].length if name in begun else self._engine.length(name)
+        num = ask.head.committed_length + ask.num_extra - num_held
         return SequenceStep(name, (_ANY_TOKEN,) * max(1, num), 0)
 
-    def _place(self, found: list[_Found], wholes: dict[int, SequenceStep], fresh: set[str]) -> None:
-        """Gives out the pages by age, and puts `WAITS` where there are none. What a session that
-        waits has just been lent of others' pages is given back."""
+    def _place(self, found: list[_Found], wholes: dict[int, SequenceStep], begun: _Begun) -> None:
+        """Gives out the pages by age, and puts `WAITS` where there are none."""
         age_rank = self._table.age_rank
         holders = self._table.holders()
         reserved: list[SequenceStep] = []
@@ -113,41 +123,39 @@ class Admissions:
             if name in lost:
                 found[index] = Unfinished.WAITS
             elif isinstance(found[index], Resync):
-                if not self._engine.can_hold([*reserved, step], younger):
+                if not self._engine.can_hold([*reserved, step], younger, begun):
                     found[index] = Unfinished.WAITS
-            elif self._make_room([*reserved, step], [v for v in younger if v not in lost], lost):
+            elif self._make_room(
+                [*reserved, step], begun, [v for v in younger if v not in lost], lost
+            ):
                 reserved.append(step)
             else:
                 found[index] = Unfinished.WAITS
-                if name in fresh:
-                    self._table.free(name)
         self._num_starved += found.count(Unfinished.WAITS)
 
     def _make_room(
-        self, steps: Sequence[SequenceStep], younger: Sequence[str], lost: set[str]
+        self, steps: Sequence[SequenceStep], begun: _Begun, younger: Sequence[str], lost: set[str]
     ) -> bool:
         """Whether there are pages for these steps, perhaps now that the youngest have lost theirs,
         as `lost` then says; nobody loses any in vain."""
-        if self._engine.can_hold(steps):
+        if self._engine.can_hold(steps, begun=begun):
             return True
-        if not self._engine.can_hold(steps, younger):
+        if not self._engine.can_hold(steps, younger, begun):
             return False
         for name in reversed(younger):
             self._table.free(name)
             lost.add(name)
             self._num_preemptions += 1
-            if self._engine.can_hold(steps):
+            if self._engine.can_hold(steps, begun=begun):
                 return True
         raise InvariantError("pages that were to come free did not")
 
-    def _grant(self, asks: Sequence[Ask], found: Sequence[_Found]) -> list[Admission]:
-        """Gives out the step's tokens."""
+    def _grant(
+        self, asks: Sequence[Ask], found: Sequence[_Found], begun: _Begun
+    ) -> list[Admission]:
+        """Gives out the step's tokens; who gets some and holds nothing begins."""
         wishes = {
-            index: Wish(
-                len(entry.new_tokens) + asks[index].num_last - 1,
-                asks[index].num_last,
-                len(entry.sequence),
-            )
+            index: self._wish(asks[index], entry, begun)
             for index, entry in enumerate(found)
             if isinstance(entry, Aligned)
         }
@@ -156,11 +164,24 @@ class Admissions:
         for index, entry in enumerate(found):
             if not isinstance(entry, Aligned):
                 admissions.append(entry)
-            elif grants[index] == wishes[index].num_tokens:
-                admissions.append(Admitted(entry, len(entry.new_tokens)))
-            elif grants[index] > 0:
-                self._num_prefill_chunks += 1
-                admissions.append(Admitted(entry, grants[index]))
-            else:
+                continue
+            if grants[index] == 0:
                 admissions.append(Unfinished.CONTINUES)
+                continue
+            head = asks[index].head
+            aligned = self._table.begin(head) if head.session_id in begun else entry
+            if grants[index] == wishes[index].num_tokens:
+                admissions.append(Admitted(aligned, len(aligned.new_tokens)))
+            else:
+                self._num_prefill_chunks += 1
+                admissions.append(Admitted(aligned, grants[index]))
         return admissions
+
+    def _wish(self, ask: Ask, aligned: Aligned, begun: _Begun) -> Wish:
+        name = ask.head.session_id
+        num_found = begun[name].length if name in begun else 0
+        return Wish(
+            len(aligned.new_tokens) - num_found + ask.num_last - 1,
+            ask.num_last,
+            len(aligned.sequence) + num_found,
+        )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal
 
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from outrider.engine.interface import ModelInfo, PageCounts, SequenceStep
+from outrider.engine.interface import FoundPrefix, ModelInfo, PageCounts, SequenceStep
 from outrider.engine.page_pool import PagePool
 from outrider.engine.slots import check_steps
 from outrider.errors import ConfigError, check
@@ -158,9 +158,18 @@ class EmulatedEngine:
         rows = self._logits(np.array(contexts, dtype=np.uint64).reshape(-1, self._spec.order))
         return list(torch.split(rows, [step.num_logits for step in steps]))
 
-    def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
+    def can_hold(
+        self,
+        steps: Sequence[SequenceStep],
+        without: Iterable[str] = (),
+        begun: Mapping[str, FoundPrefix] | None = None,
+    ) -> bool:
         """See `Engine.can_hold`."""
-        return self._pool.can_hold(steps, without)
+        return self._pool.can_hold(steps, without, begun)
+
+    def find(self, token_ids: Sequence[int], salt: str = "") -> FoundPrefix:
+        """See `Engine.find`."""
+        return self._pool.find(token_ids, salt)
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         """See `Engine.attach`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,9 +47,18 @@ class PageCounts:
     num_evictable: int
     """Held by idle sequences or remembered for their prefix alone."""
     prefix_queries: int
-    """Tokens that were looked up in the prefix cache ..."""
+    """Tokens of the sequences that were attached ..."""
     prefix_hits: int
-    """... and found."""
+    """... and those of them that were there."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPrefix:
+    """The pages on which a sequence can begin, as long as its engine has run no step."""
+
+    length: int
+    """Slots of them, all of which hold the sequence's tokens."""
+    pages: tuple[int, ...]
 
 
 class Engine(Protocol):
@@ -77,9 +86,19 @@ class Engine(Protocol):
         not make room; then no sequence of the call has changed."""
         ...
 
-    def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
+    def can_hold(
+        self,
+        steps: Sequence[SequenceStep],
+        without: Iterable[str] = (),
+        begun: Mapping[str, FoundPrefix] | None = None,
+    ) -> bool:
         """Whether `forward` would find pages for them, eviction included, once the sequences of
-        `without`, none of them in a step, were released; changes nothing."""
+        `without`, none of them in a step, were released, and those of `begun`, none of which is
+        held, attached to what was found of them; changes nothing."""
+        ...
+
+    def find(self, token_ids: Sequence[int], salt: str = "") -> FoundPrefix:
+        """What `attach` would begin a sequence on; changes nothing."""
         ...
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from outrider.engine.free_pages import FreePages
-from outrider.engine.interface import PageCounts, SequenceStep
+from outrider.engine.interface import FoundPrefix, PageCounts, SequenceStep
 from outrider.engine.paged_sequence import PagedSequence
-from outrider.engine.prefixes import Digest, PrefixIndex, chain_digest
+from outrider.engine.prefixes import Digest, Prefix, PrefixIndex, chain_digest
 from outrider.engine.slots import check_kept
 from outrider.errors import InvariantError, OutOfPages, check
 
@@ -101,20 +102,19 @@ class PagePool:
         check(self.length(sequence_id) == 0, f"{sequence_id} is held already")
         self.release(sequence_id)
         sequence = self._sequences[sequence_id] = PagedSequence(salt, is_branch=False)
-        size = self._page_size
-        ids = array(_ID_TYPE, token_ids)
-        prefix = None
-        for end in range(size, len(ids), size):
-            prefix = self._prefixes.find(salt, prefix, ids[end - size : end].tobytes())
-            if prefix is None:
-                break
+        for prefix in self._known_prefixes(token_ids, salt):
             sequence.prefixes.append(prefix)
             sequence.pages.append(prefix.page)
             self._hold(sequence, prefix.page)
-        sequence.length = len(sequence.pages) * size
-        self._prefix_queries += len(ids)
+        sequence.length = len(sequence.pages) * self._page_size
+        self._prefix_queries += len(token_ids)
         self._prefix_hits += sequence.length
         return sequence.length
+
+    def find(self, token_ids: Sequence[int], salt: str = "") -> FoundPrefix:
+        """See `Engine.find`."""
+        pages = tuple(prefix.page for prefix in self._known_prefixes(token_ids, salt))
+        return FoundPrefix(len(pages) * self._page_size, pages)
 
     def fork(self, sequence_id: str, branch_id: str) -> list[Copy]:
         """See `Engine.fork`; the branch is busy. Returns the page copies to make before the next
@@ -131,10 +131,15 @@ class PagePool:
             self._hold(branch, page)
         return self._own(branch, len(branch.pages) - 1) if is_partial else []
 
-    def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
-        """Whether `append` would find pages for these steps once the sequences of `without`, none
-        of them in a step, were released; changes nothing."""
-        return self._is_roomy(steps) or self._num_missing(steps, without) <= 0
+    def can_hold(
+        self,
+        steps: Sequence[SequenceStep],
+        without: Iterable[str] = (),
+        begun: Mapping[str, FoundPrefix] | None = None,
+    ) -> bool:
+        """Whether `append` would find pages for these steps, as `Engine.can_hold` says; changes
+        nothing."""
+        return self._is_roomy(steps) or self._num_missing(steps, without, begun or {}) <= 0
 
     def append(self, steps: Sequence[SequenceStep]) -> list[Copy]:
         """Takes slots for the tokens of each step, at most one a sequence, and makes it busy. An
@@ -266,15 +271,25 @@ class PagePool:
         size = self._page_size
         return len(self._free) >= sum([len(step.token_ids) // size + 2 for step in steps])
 
-    def _num_missing(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> int:
-        """Pages that the steps lack even when all that is idle beside them is evicted, and the
-        sequences of `without` are gone; negative if some would be left."""
+    def _num_missing(
+        self,
+        steps: Sequence[SequenceStep],
+        without: Iterable[str] = (),
+        begun: Mapping[str, FoundPrefix] = MappingProxyType({}),
+    ) -> int:
+        """Pages that the steps lack even when all that is idle beside them is evicted, the
+        sequences of `without` are gone, and those of `begun` hold theirs; negative if some would be
+        left."""
         busy = self._busy_holders
-        waking = Counter(p for step in steps for p in self._pages_of(step.sequence_id, busy=False))
+        names = [step.sequence_id for step in steps]
+        joining = Counter(p for name in names if name in begun for p in begun[name].pages)
+        waking = joining + Counter(p for name in names for p in self._pages_of(name, busy=False))
         leaving = Counter(page for name in without for page in self._pages_of(name, busy=True))
         pinned = sum(busy[page] == leaving[page] for page in waking)
         freed = sum(busy[page] == num for page, num in leaving.items())
-        needed = self._num_needed(steps, lambda page: busy[page] - leaving[page] + waking[page])
+        needed = self._num_needed(
+            steps, lambda page: busy[page] - leaving[page] + waking[page], joining
+        )
         return needed + pinned + self._num_busy_pages - freed - self._num_pages
 
     def _pages_of(self, sequence_id: str, busy: bool) -> Sequence[int]:
@@ -282,9 +297,14 @@ class PagePool:
         sequence = self._sequences.get(sequence_id)
         return sequence.pages if sequence is not None and sequence.busy == busy else ()
 
-    def _num_needed(self, steps: Sequence[SequenceStep], num_holders: Callable[[int], int]) -> int:
+    def _num_needed(
+        self,
+        steps: Sequence[SequenceStep],
+        num_holders: Callable[[int], int],
+        joining: Mapping[int, int] = MappingProxyType({}),
+    ) -> int:
         """Pages that the steps take, where so many of those that hold a page are left to hold it,
-        the steps' own among them."""
+        the steps' own among them; so many of `joining` do not hold it yet."""
         size, num = self._page_size, 0
         written = Counter[int]()
         for step in steps:
@@ -294,7 +314,7 @@ class PagePool:
                 continue
             length, pages = sequence.length, sequence.pages
             num += -(-(length + len(step.token_ids)) // size) - len(pages)
-            if length % size and self._holders[pages[-1]] > 1:
+            if length % size and self._holders[pages[-1]] + joining.get(pages[-1], 0) > 1:
                 written[pages[-1]] += 1
         # Of those that share a page and write to it the last one need not copy it.
         return num + sum(
@@ -359,6 +379,16 @@ class PagePool:
                 page = sequence.prefixes[len(sequence.pages)].page
                 if page in self._unused:
                     self._unused.move_to_end(page)
+
+    def _known_prefixes(self, token_ids: Sequence[int], salt: str) -> Iterator[Prefix]:
+        """The known prefixes of these tokens, the shortest first; none of them is all of them."""
+        size, ids = self._page_size, array(_ID_TYPE, token_ids)
+        prefix = None
+        for end in range(size, len(ids), size):
+            prefix = self._prefixes.find(salt, prefix, ids[end - size : end].tobytes())
+            if prefix is None:
+                return
+            yield prefix
 
     def _remember(self, sequence: PagedSequence) -> None:
         """Makes the whole pages of the sequence's chain known, as far as their digests are free."""

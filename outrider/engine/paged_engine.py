@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
@@ -24,7 +24,7 @@ from outrider.engine.chains import Chain, Draws
 from outrider.engine.cuda.acceleration import Acceleration
 from outrider.engine.cuda.tabled_steps import TabledSteps
 from outrider.engine.gathered_steps import GatheredSteps, Steps
-from outrider.engine.interface import ModelInfo, PageCounts, SequenceStep
+from outrider.engine.interface import FoundPrefix, ModelInfo, PageCounts, SequenceStep
 from outrider.engine.kv_cache import KVCache, pages_in
 from outrider.engine.modules.aligned_activation import align_activations
 from outrider.engine.page_pool import PagePool
@@ -238,9 +238,18 @@ class PagedEngine:
         array: npt.NDArray[Any] = drawn.numpy()
         return array
 
-    def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
+    def can_hold(
+        self,
+        steps: Sequence[SequenceStep],
+        without: Iterable[str] = (),
+        begun: Mapping[str, FoundPrefix] | None = None,
+    ) -> bool:
         """See `Engine.can_hold`."""
-        return self._pool.can_hold(steps, without)
+        return self._pool.can_hold(steps, without, begun)
+
+    def find(self, token_ids: Sequence[int], salt: str = "") -> FoundPrefix:
+        """See `Engine.find`."""
+        return self._pool.find(token_ids, salt)
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         """See `Engine.attach`."""

@@ -4,8 +4,9 @@
     target    after `Engine.forward`              `Engine.length`
     draft     after `Drafter.propose`             `Engine.length`, or the table without an engine
 
-A round in a service: `align(head)`; run `Aligned.new_tokens`, at once or in parts, and what belongs
-to the service (the proposal, its own draws); `record` what was run.
+A round in a service: `align(head)`, and `begin(head)` where nothing is held; run
+`Aligned.new_tokens`, at once or in parts, and what belongs to the service (the proposal, its own
+draws); `record` what was run.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ class SequenceTable:
     def align(self, head: RoundHead) -> Aligned | Resync:
         """Cuts the session back to what it holds of the committed tokens that `head` states: the
         prefix, and as much of `head.append` as is held already, such as a prefix that was run in
-        part. A session that holds nothing begins on what others of its tenant have left of the
-        same tokens. The last token is never among those held: its logits are gone.
+        part. The last token is never among those held: its logits are gone. A session that holds
+        nothing may `begin` on what others have left.
 
         Returns `Resync` where the stated prefix is not held: with the longest prefix <=
         `base_length` that this table knows to be committed. Nothing is cut then.
@@ -95,12 +96,19 @@ class SequenceTable:
             again = sequence.since(head.base_length - 1)[:1]
             self._cut(head.session_id, sequence, head.base_length - 1)
             return Aligned(sequence, again)
-        if self._engine is not None and len(sequence) == 0:
-            num_shared = self._engine.attach(head.session_id, head.append, head.tenant)
-            sequence.extend(head.append[:num_shared])
         num_held = _common_length(head.append[:-1], sequence, head.base_length)
         self._cut(head.session_id, sequence, head.base_length + num_held)
         return Aligned(sequence, head.append[num_held:])
+
+    def begin(self, head: RoundHead) -> Aligned:
+        """Begins a session that is aligned and holds nothing on what others of its tenant have left
+        of the same tokens, which the engine's `find` tells before. A step of it follows."""
+        entry = self._entries.get(head.session_id)
+        if self._engine is None or entry is None or len(entry.sequence):
+            raise InvariantError(f"session {head.session_id} cannot begin")
+        num_shared = self._engine.attach(head.session_id, head.append, head.tenant)
+        entry.sequence.extend(head.append[:num_shared])
+        return Aligned(entry.sequence, head.append[num_shared:])
 
     def record(self, session_id: str, token_ids: Sequence[int]) -> int:
         """Notes that these tokens were run after those held: as many of them as the engine has

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
 import torch
 
-from outrider.engine.interface import Engine, ModelInfo, PageCounts, SequenceStep
+from outrider.engine.interface import Engine, FoundPrefix, ModelInfo, PageCounts, SequenceStep
 from outrider.engine.parallel.calls import CallWriter
 from outrider.engine.parallel.frames import FrameSender
 from outrider.engine.slots import check_steps
@@ -69,9 +69,18 @@ class ParallelEngine:
             _log.exception("a step failed after the ranks had been told of it; no more follow")
             raise EngineLost(f"a step failed on some ranks: {error}") from error
 
-    def can_hold(self, steps: Sequence[SequenceStep], without: Iterable[str] = ()) -> bool:
+    def can_hold(
+        self,
+        steps: Sequence[SequenceStep],
+        without: Iterable[str] = (),
+        begun: Mapping[str, FoundPrefix] | None = None,
+    ) -> bool:
         """See `Engine.can_hold`."""
-        return self._engine.can_hold(steps, without)
+        return self._engine.can_hold(steps, without, begun)
+
+    def find(self, token_ids: Sequence[int], salt: str = "") -> FoundPrefix:
+        """See `Engine.find`."""
+        return self._engine.find(token_ids, salt)
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         """See `Engine.attach`."""

@@ -108,17 +108,37 @@ def test_a_lost_session_is_told_only_when_it_fits_again() -> None:
     assert at.step(at.ask(2, 5, extra=3)) == [5]
 
 
-def test_what_a_waiting_session_was_lent_is_given_back() -> None:
-    """It finds two pages of its prefix remembered, and one of the two others that it needs; so the
-    next one may have all three."""
-    at = Setting(num_pages=5)
-    assert at.step(at.ask(1, 8), at.ask(2, 9)) == [8, 9]
-    at.table.release(session_name(2))
-    shared = Ask(make_head(at.ask(2, 16).head.append, session=3), 0)
-    assert at.step(shared) == [WAITS]
-    assert at.engine.page_counts().prefix_hits == 8
+def test_who_waits_leaves_what_it_would_begin_on_as_it_is() -> None:
+    """It would find two pages of its prefix remembered, and one of the two others that it needs.
+    However often it asks, its tokens are not counted as looked up, and those two pages are neither
+    kept from others nor used more lately than before: the next one gets them and the free one."""
+    at = Setting(num_pages=7)
+    assert at.step(at.ask(1, 8), at.ask(2, 9), at.ask(5, 5)) == [8, 9, 5]
+    for session in (2, 5):
+        at.table.release(session_name(session))
+    before, unused = at.engine.page_counts(), list(at.engine._pool._unused)
+    shared = Ask(make_head(at.ask(2, 24).head.append, session=3), 0)
+    for _ in range(3):
+        assert at.step(shared) == [WAITS]
     assert at.held(3) == [0]
-    assert at.step(at.ask(4, 12)) == [12]
+    assert at.engine.page_counts() == before
+    assert list(at.engine._pool._unused) == unused
+    assert at.step(at.ask(4, 20)) == [20]
+
+
+def test_a_prompt_is_looked_up_once_when_its_first_tokens_are_run() -> None:
+    """Two of the same 150 tokens, 64 a step: the second waits for its turn, and then begins on what
+    the first has written meanwhile."""
+    at = Setting(num_pages=128, max_tokens=64)
+    at.engine._info = ToyEngine(max_model_len=200).info
+    first = at.ask(1, 150)
+    second = Ask(make_head(first.head.append, session=2), 0)
+    for _ in range(2):
+        assert at.step(first, second) == [64, Unfinished.CONTINUES]
+        assert at.engine.page_counts().prefix_queries == 150
+    assert at.step(first, second) == [22, 22]
+    counts = at.engine.page_counts()
+    assert (counts.prefix_queries, counts.prefix_hits) == (300, 128)
 
 
 def test_pages_are_given_out_once() -> None:
@@ -168,6 +188,7 @@ LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 
 @given(
     lengths=LENGTHS,
+    cuts=st.dictionaries(st.integers(0, 5), st.integers(0, 12)),
     idle=st.sets(st.integers(0, 5)),
     leaving=st.sets(st.integers(0, 5)),
     steps=st.dictionaries(st.integers(0, 8), st.integers(1, 12), min_size=1),
@@ -176,13 +197,15 @@ LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 )
 def test_pages_that_would_come_free_are_counted_right(
     lengths: list[int],
+    cuts: dict[int, int],
     idle: set[int],
     leaving: set[int],
     steps: dict[int, int],
     num_pages: int,
     shared: bool,
 ) -> None:
-    """`can_hold(steps, without)` is what `can_hold(steps)` says once those are released."""
+    """`can_hold(steps, without, begun)` is what `can_hold(steps)` says once those are released and
+    these attached, to all that was found of them; and so is the number of pages behind it."""
     pool = PagePool(num_pages, PAGE_SIZE)
     for number, length in enumerate(lengths):
         tokens = [0 if shared else number] * length
@@ -190,7 +213,9 @@ def test_pages_that_would_come_free_are_counted_right(
         step = SequenceStep(str(number), tuple(tokens[held:]), 0)
         if pool.can_hold([step]):
             pool.append([step])
-        pool.keep(str(number), pool.length(str(number)))
+        length = pool.length(str(number))
+        pool.keep(str(number), length)
+        pool.keep(str(number), min(length, cuts.get(number, length)))
     for number in idle:
         pool.mark_idle(str(number))
     wanted = [
@@ -198,7 +223,13 @@ def test_pages_that_would_come_free_are_counted_right(
         for number, length in steps.items()
         if number not in leaving
     ]
+    prompts = {step.sequence_id: [0] * 13 for step in wanted if not pool.length(step.sequence_id)}
+    begun = {name: pool.find(prompt) for name, prompt in prompts.items()}
     after = deepcopy(pool)
     for number in leaving:
         after.release(str(number))
-    assert pool.can_hold(wanted, {str(number) for number in leaving}) == after.can_hold(wanted)
+    for name, prompt in prompts.items():
+        assert after.attach(name, prompt) == begun[name].length
+    without = {str(number) for number in leaving}
+    assert pool.can_hold(wanted, without, begun) == after.can_hold(wanted)
+    assert pool._num_missing(wanted, without, begun) == after._num_missing(wanted)

@@ -61,6 +61,8 @@ class Replica:
         aligned = self.table.align(at)
         if isinstance(aligned, Resync):
             return aligned
+        if self.engine is not None and not len(aligned.sequence):
+            aligned = self.table.begin(at)
         run = (*aligned.new_tokens, *guesses)
         if self.engine is not None:
             self.engine.forward([SequenceStep(at.session_id, run, 1)])
@@ -217,21 +219,27 @@ PROMPT = list(range(10)) * 4
 
 
 def test_a_new_session_begins_on_what_others_have_left_of_its_tokens() -> None:
-    """Two whole pages; of another tenant none; and never the last token, whose logits are gone."""
+    """Two whole pages; of another tenant none; and never the last token, whose logits are gone.
+    Nothing is looked up for one that only asks."""
     replica = Replica()
     assert replica.engine is not None
     replica.answer(head(PROMPT, 0, session_id="a"))
     replica.table.release("a")
-    aligned = replica.table.align(head(PROMPT, 0, session_id="b"))
-    assert isinstance(aligned, Aligned)
+    at = head(PROMPT, 0, session_id="b")
+    before = replica.engine.page_counts()
+    assert len(replica.table.align(at).new_tokens) == 40
+    assert replica.engine.page_counts() == before
+    aligned = replica.table.begin(at)
     assert list(aligned.sequence.ids) == PROMPT[:32]
     assert aligned.new_tokens == tuple(PROMPT[32:])
-    other = replica.table.align(replace(head(PROMPT, 0, session_id="c"), tenant="other"))
-    assert isinstance(other, Aligned)
-    assert len(other.new_tokens) == 40
-    short = replica.table.align(head(PROMPT[:32], 0, session_id="d"))
-    assert isinstance(short, Aligned)
-    assert len(short.sequence) == 16
+    with pytest.raises(InvariantError, match="cannot begin"):
+        replica.table.begin(at)
+    other = replace(head(PROMPT, 0, session_id="c"), tenant="other")
+    replica.table.align(other)
+    assert len(replica.table.begin(other).new_tokens) == 40
+    short = head(PROMPT[:32], 0, session_id="d")
+    replica.table.align(short)
+    assert len(replica.table.begin(short).sequence) == 16
     replica.table.check_integrity()
 
 
@@ -240,9 +248,9 @@ def test_a_session_that_lost_its_slots_begins_on_what_is_left_of_them() -> None:
     replica.answer(head(PROMPT, 0))
     replica.table.free("s")
     assert isinstance(replica.answer(head([*PROMPT, 1], 40)), Resync)
-    aligned = replica.table.align(head([*PROMPT, 1], 0))
-    assert isinstance(aligned, Aligned)
-    assert len(aligned.sequence) == 32
+    again = head([*PROMPT, 1], 0)
+    replica.table.align(again)
+    assert len(replica.table.begin(again).sequence) == 32
 
 
 def test_a_repeated_prefix_is_not_run_again(replica: Replica) -> None:
