@@ -63,7 +63,10 @@ class Leadership:
         from outrider.engine.parallel.group import lead
         from outrider.engine.parallel.leader import ParallelEngine
 
-        group, followers = lead(self._opened, resolve_device(config.device), self._timeout_s)
+        device = resolve_device(config.device)
+        group, followers = lead(
+            self._opened, device, self._timeout_s, in_order=config.deterministic
+        )
         try:
             engine = build_engine(config, role, num_threads, group)
             followers.confirm(_digest(engine), self._timeout_s)
@@ -157,7 +160,9 @@ class RankHost:
         from outrider.engine.parallel.group import join
 
         device = resolve_device(config.device)
-        self._group, self._frames = join(seat.meeting, seat.rank, device, timeout_s)
+        self._group, self._frames = join(
+            seat.meeting, seat.rank, device, timeout_s, in_order=config.deterministic
+        )
         engine = build_engine(config, role, num_threads, self._group)
         self._frames.confirm(_digest(engine))
         return engine

@@ -22,6 +22,7 @@ from outrider.config import TargetConfig
 from outrider.engine.interface import Engine, SequenceStep
 from outrider.engine.loading import load_model
 from outrider.engine.paged_engine import PagedEngine
+from outrider.engine.parallel.mesh import SUM_BYTES_MAX
 from outrider.engine.sources import resolve_model
 from outrider.errors import BadRequest, ConfigError, EngineLost
 from outrider.rank_host import Leadership
@@ -115,6 +116,24 @@ def test_a_shared_engine_gives_what_the_whole_one_gives(tmp_path: Path, size: in
         module, _ = load_model(Path(config.directory), dtype=config.dtype, device="cpu")
         library_text(module, prompt, 24).check(written)
         assert engine.page_counts() == whole.page_counts()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_deterministic_shared_engine_gives_one_answer(tmp_path: Path, size: int) -> None:
+    """Bfloat16: a sequence's logits are bit-equal alone and beside so many others that a sum of
+    their rows is too large for the shorter way."""
+    model = tiny_config("llama", vocab_size=37)
+    model.hidden_size, model.num_attention_heads, model.num_key_value_heads = 384, 6, 6
+    tiny_module(model, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    config = replace(_config(tmp_path, "bfloat16"), max_model_len=40, deterministic=True)
+    tokens = tuple(range(1, 36))
+    with _shared(config, size) as (engine, _):
+        (alone,) = engine.forward([SequenceStep("alone", tokens, 35)])
+        engine.release("alone")
+        others = [SequenceStep(str(number), tokens, 1) for number in range(3)]
+        assert sum(len(step.token_ids) for step in others) * 384 * 2 > SUM_BYTES_MAX
+        *_, beside = engine.forward([*others, SequenceStep("beside", tokens, 35)])
+        assert torch.equal(alone, beside)
 
 
 def test_a_shared_engine_ends_with_a_rank(tmp_path: Path) -> None:

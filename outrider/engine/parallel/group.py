@@ -44,15 +44,18 @@ class RankGroup:
         timeout_s: float,
         step_timeout_s: float,
         mesh: Mesh | None = None,
+        in_order: bool = False,
     ) -> None:
         """Returns when every rank is there. They may take `timeout_s` to load, and
         `step_timeout_s` for each sum. Small sums of what is not on a GPU go through `mesh`, where
-        there is one. Raises `Unavailable` where a rank is not there in time."""
+        there is one. `in_order`: whatever its size, a sum is made in the order of the ranks. Raises
+        `Unavailable` where a rank is not there in time."""
         self.rank = rank
         self.size = size
         self._store = store
         self._timeout_s = timeout_s
         self._mesh = mesh
+        self._in_order = in_order and size > 2  # of two numbers the order does not matter
         try:
             backend = _backend(store, rank, size, device)
             dist.init_process_group(
@@ -85,6 +88,8 @@ class RankGroup:
         mine = tensor.cpu() if self._through_cpu else tensor
         if self._mesh is not None and mine.nbytes <= SUM_BYTES_MAX and not mine.is_cuda:
             return self._mesh.all_reduce(mine).to(tensor.device)
+        if self._in_order:
+            return torch.stack(self._gathered(mine.contiguous())).sum(0).to(tensor.device)
         try:
             dist.all_reduce(mine)
         except RuntimeError as error:
@@ -93,14 +98,7 @@ class RankGroup:
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Ranks.all_gather`. Raises `Unavailable` where a rank is gone."""
-        mine = self._outgoing(tensor)
-        parts = [torch.empty_like(mine) for _ in range(self.size)]
-        if mine.numel():
-            try:
-                dist.all_gather(parts, mine)
-            except RuntimeError as error:
-                raise _lost(error) from error
-        return torch.cat(parts, dim=-1).to(tensor.device)
+        return torch.cat(self._gathered(self._outgoing(tensor)), dim=-1).to(tensor.device)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """See `Ranks.gather`. Raises `Unavailable` where a rank is gone."""
@@ -122,6 +120,15 @@ class RankGroup:
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        if mine.numel():
+            try:
+                dist.all_gather(parts, mine)
+            except RuntimeError as error:
+                raise _lost(error) from error
+        return parts
+
     def _outgoing(self, tensor: torch.Tensor) -> torch.Tensor:
         return (tensor.cpu() if self._through_cpu else tensor).contiguous()
 
@@ -131,14 +138,17 @@ def lead(
     device: torch.device,
     timeout_s: float,
     step_timeout_s: float = COLLECTIVE_TIMEOUT_S,
+    *,
+    in_order: bool = False,
 ) -> tuple[RankGroup, FrameSender]:
-    """Waits for the followers of an open meeting, once. Raises `Unavailable` where one does not
-    come within `timeout_s`; they may take as long again to load."""
+    """Waits for the followers of an open meeting, once. `in_order` as in `RankGroup`. Raises
+    `Unavailable` where one does not come within `timeout_s`; they may take as long again to
+    load."""
     connections = opened.accept(timeout_s)
     for connection in connections.values():
         tune(connection, step_timeout_s)
     store = _store(opened.meeting, timeout_s, opened.take_store_fd())
-    group = _join_group(store, opened.meeting, LEADER, device, timeout_s, step_timeout_s)
+    group = _join_group(store, opened.meeting, LEADER, device, timeout_s, step_timeout_s, in_order)
     return group, FrameSender(connections)
 
 
@@ -148,15 +158,17 @@ def join(
     device: torch.device,
     timeout_s: float,
     step_timeout_s: float = COLLECTIVE_TIMEOUT_S,
+    *,
+    in_order: bool = False,
 ) -> tuple[RankGroup, FrameReceiver]:
-    """Joins a meeting as the follower `rank`. Raises `Unavailable` where the leader does not answer
-    within `timeout_s`."""
+    """Joins a meeting as the follower `rank`, with the leader's `in_order`. Raises `Unavailable`
+    where the leader does not answer within `timeout_s`."""
     connection = connect(meeting, meeting.frames_port, rank, timeout_s)
     try:
         store = _store(meeting, timeout_s)
     except RuntimeError as error:
         raise Unavailable(f"the leader of the ranks does not answer: {error}") from error
-    group = _join_group(store, meeting, rank, device, timeout_s, step_timeout_s)
+    group = _join_group(store, meeting, rank, device, timeout_s, step_timeout_s, in_order)
     return group, FrameReceiver(tune(connection, None))
 
 
@@ -181,6 +193,7 @@ def _join_group(
     device: torch.device,
     timeout_s: float,
     step_timeout_s: float,
+    in_order: bool,
 ) -> RankGroup:
     mesh = None
     if meeting.host == LOOPBACK:
@@ -189,7 +202,9 @@ def _join_group(
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ[name] = _loopback_interface()
         mesh = _mesh(store, meeting, rank, step_timeout_s)
-    return RankGroup(store, rank, meeting.num_ranks, device, timeout_s, step_timeout_s, mesh)
+    return RankGroup(
+        store, rank, meeting.num_ranks, device, timeout_s, step_timeout_s, mesh, in_order
+    )
 
 
 def _mesh(store: Any, meeting: Meeting, rank: int, timeout_s: float) -> Mesh:
