@@ -187,16 +187,8 @@ class PagedEngine:
         check_steps(steps, self._info, self._max_num_seqs, self.length)
         if not steps:
             return []
-        lengths = [self.length(step.sequence_id) for step in steps]
-        copies = self._pool.append(steps)
-        missing = {page for _, page in copies}
-        try:
-            self._cache.copy_pages(copies)
-            missing.clear()
+        with self._appended(steps) as lengths:
             logits = self._run(steps, lengths)
-        except BaseException:
-            self._undo(steps, lengths, missing)
-            raise
         self._pool.written(steps)
         return logits
 
@@ -212,25 +204,18 @@ class PagedEngine:
         check_steps(steps, self._info, self._max_num_seqs, self.length)
         if not self._pool.can_hold(steps):
             return None
-        lengths = [self.length(step.sequence_id) for step in steps]
-        self._cache.copy_pages(self._pool.append(steps))
-        drawn: torch.Tensor | None = None
-        try:
-            with torch.inference_mode():
-                found = self._steps.draw_chains(
-                    [
-                        HeldSequence(chain.step, length, self._pool.pages(chain.step.sequence_id))
-                        for chain, length in zip(chains, lengths, strict=True)
-                    ],
-                    [chain.num_tokens for chain in chains],
-                    draws,
-                )
-                drawn = None if found is None else found[:, : len(chains)].cpu()
-        finally:
-            if drawn is None:
-                for step, length in zip(steps, lengths, strict=True):
-                    self._pool.keep(step.sequence_id, length)
+        with self._appended(steps) as lengths, torch.inference_mode():
+            found = self._steps.draw_chains(
+                [
+                    HeldSequence(chain.step, length, self._pool.pages(chain.step.sequence_id))
+                    for chain, length in zip(chains, lengths, strict=True)
+                ],
+                [chain.num_tokens for chain in chains],
+                draws,
+            )
+            drawn = None if found is None else found[:, : len(chains)].cpu()
         if drawn is None:
+            self._undo(steps, lengths)
             return None
         for chain, token_ids in zip(chains, drawn[:, :, 0].unbind(1), strict=True):
             self._pool.name(chain.step.sequence_id, token_ids[: chain.num_tokens - 1].tolist())
@@ -292,11 +277,27 @@ class PagedEngine:
         """Raises `InvariantError` unless every page is where it is said to be."""
         self._pool.check_integrity()
 
+    @contextmanager
+    def _appended(self, steps: Sequence[SequenceStep]) -> Iterator[list[int]]:
+        """Gives the lengths of the sequences before a step, whose slots they have within. Where it
+        fails they have them no more."""
+        lengths = [self.length(step.sequence_id) for step in steps]
+        copies = self._pool.append(steps)
+        missing = {page for _, page in copies}
+        try:
+            self._cache.copy_pages(copies)
+            missing.clear()
+            yield lengths
+        except BaseException:
+            self._undo(steps, lengths, missing)
+            raise
+
     def _undo(
-        self, steps: Sequence[SequenceStep], lengths: Sequence[int], missing: Collection[int]
+        self, steps: Sequence[SequenceStep], lengths: Sequence[int], missing: Collection[int] = ()
     ) -> None:
-        """Gives back the slots of a step that failed, before anybody can share what was not written
-        to them. A sequence with a page of `missing`, which was to be a copy, is forgotten."""
+        """Gives back the slots of a step that was not run, before anybody can share what was not
+        written to them. A sequence with a page of `missing`, which was to be a copy, is
+        forgotten."""
         for step, length in zip(steps, lengths, strict=True):
             if any(page in missing for page in self._pool.pages(step.sequence_id)):
                 self._pool.forget(step.sequence_id)

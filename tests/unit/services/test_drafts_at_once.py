@@ -198,6 +198,30 @@ def test_what_cannot_be_recorded_is_drawn_by_step(make_engine: EngineMaker) -> N
     assert [engine.length(r.session_id) for r in requests()] == [18, 7, 34, 3, 12]
 
 
+def test_a_session_whose_page_cannot_be_copied_is_forgotten(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has lost what it held of a page that another still has; that one stands where it stood."""
+    engine = pair.at_once
+    run(engine, "a", ids(20), 0)
+    assert engine.attach("b", ids(20)) == 16
+    engine.keep("b", 10)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._cache, "_copy", fail)
+        asked = [
+            request(name, tokens, 3, Rule.TOKEN, SamplingParams())
+            for name, tokens in (("a", (*ids(20), 1)), ("b", (*ids(10), 1)))
+        ]
+        with pytest.raises(MemoryError):
+            ModelDrafter(engine, ENTRIES).propose(asked)
+    assert [engine.length(name) for name in "ab"] == [20, 0]
+    engine.check_integrity()
+
+
 def test_a_session_whose_logits_are_no_numbers(pair: Pair) -> None:
     """It ends where they begin, as it would by step; the others go on."""
     asked = requests()
