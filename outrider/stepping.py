@@ -236,7 +236,9 @@ class StepScheduler(Generic[Item, Answer]):
         """Refuses the batch, and all that waits."""
         logger.critical("no step can follow: %s", lost)
         self.lost = lost
-        self._report()
+        self._reported = False
+        if self._on_health is not None:  # though it may have heard of crashes before
+            self._on_health(False)
         waiting = list(batch)
         while waiting:
             for work in waiting:

@@ -25,7 +25,7 @@ from outrider.engine.parallel.meeting import (
     connect,
     listen,
 )
-from outrider.engine.parallel.mesh import SUM_BYTES_MAX, Mesh
+from outrider.engine.parallel.mesh import SUM_BYTES_MAX, Mesh, added_up
 from outrider.errors import Unavailable
 from outrider.limits import COLLECTIVE_TIMEOUT_S
 
@@ -89,7 +89,7 @@ class RankGroup:
         if self._mesh is not None and mine.nbytes <= SUM_BYTES_MAX and not mine.is_cuda:
             return self._mesh.all_reduce(mine).to(tensor.device)
         if self._in_order:
-            return torch.stack(self._gathered(mine.contiguous())).sum(0).to(tensor.device)
+            return added_up(self._gathered(mine.contiguous())).to(tensor.device)
         try:
             dist.all_reduce(mine)
         except RuntimeError as error:

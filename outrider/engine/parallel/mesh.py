@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
@@ -22,6 +22,17 @@ SUM_BYTES_MAX: Final = 64 * 2**10
 """Of a tensor that is summed here. A rank may be a sum ahead of another, so that twice as much
 must fit between them without anybody reading."""
 _BUFFER_BYTES: Final = 4 * SUM_BYTES_MAX
+
+
+def added_up(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of two tensors or more, from the first to the last. `sum` over a dimension takes some
+    elements in another order, which ones depends on how many there are."""
+    if len(parts) == 2:
+        return parts[0] + parts[1]
+    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(parts[0].dtype)
 
 
 class Mesh:
@@ -51,7 +62,7 @@ class Mesh:
                 raise _lost(rank, error) from error
         for rank, connection in self._connections.items():
             _receive_into(connection, views[rank], rank)
-        return parts.sum(0)
+        return added_up(parts.unbind())
 
     def close(self) -> None:
         """The others' sums fail from here on."""

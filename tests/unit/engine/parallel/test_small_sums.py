@@ -11,7 +11,7 @@ import pytest
 import torch
 from thread_ranks import on_each
 
-from outrider.engine.parallel.mesh import SUM_BYTES_MAX, Mesh
+from outrider.engine.parallel.mesh import SUM_BYTES_MAX, Mesh, added_up
 from outrider.errors import Unavailable
 
 SIZE = 3
@@ -40,6 +40,22 @@ def _parts(rank: int, dtype: torch.dtype, num_sums: int) -> torch.Tensor:
     random = torch.Generator().manual_seed(rank)
     width = SUM_BYTES_MAX // dtype.itemsize // 4
     return torch.randn(num_sums, 4, width, generator=random, dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_is_added_up_alike_alone_and_beside_others(
+    dtype: torch.dtype, num_ranks: int
+) -> None:
+    """Of odd widths too, whose last elements go through other code in a sum over a dimension."""
+    parts = torch.randn(
+        num_ranks, 7, 45, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    ).to(dtype)
+    whole = added_up(parts.unbind())
+    for row in range(7):
+        alone = added_up(parts[:, row : row + 1].unbind())
+        assert torch.equal(alone, whole[row : row + 1])
+    torch.testing.assert_close(whole, parts.sum(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
