@@ -6,6 +6,7 @@ what                          stands in for                          where
 `FusedMLP`                    gated MLPs                             everywhere
 `FusedAttention`              attention with rotary positions        everywhere
 `PackedLinear`                linear layers, what is fused included  CPU, bfloat16 and float32
+`Int8Linear`, `Int4Linear`    the same, where rounding is wanted     8 bits anywhere, 4 on CPU
 
 A module that is not of the expected build, or whose stand-in does not give the same result
 (`probes.py`), stays as it is; its linear layers are packed all the same. Modules with hooks, or
@@ -20,6 +21,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -34,7 +36,8 @@ from outrider.engine.modules.probes import (
     same_call,
     same_rows,
 )
-from outrider.errors import check
+from outrider.engine.modules.quantized_linear import quantized
+from outrider.errors import ConfigError, check
 
 _MLP_CHILDREN: Final = {"gate_proj", "up_proj", "down_proj"}
 _ATTENTION_CHILDREN: Final = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -47,8 +50,9 @@ _PLAIN_OPTION: Final = (bool, int, float, str, type(None))
 _log = logging.getLogger(__name__)
 
 
-def speed_up(module: nn.Module) -> None:
-    """Swaps what it can of a causal language model in evaluation mode, for inference alone.
+def speed_up(module: nn.Module, bits: int | None = None) -> None:
+    """Swaps what it can of a causal language model in evaluation mode, for inference alone. With
+    `bits` of 8 or 4 its linear layers are rounded to so many; raises `ConfigError` where none can.
 
     The weights that a stand-in has taken over, in its own order or layout, are given back as it
     takes them: beyond the model's size this needs the room of one block. Only a head that shares
@@ -58,8 +62,18 @@ def speed_up(module: nn.Module) -> None:
     check(not module.training, "only a model in evaluation mode can be sped up")
     swapped: Counter[str] = Counter()
     with torch.no_grad():
-        for stand_in in (_native_norm, _fused_mlp, _fused_attention, _packed_linear):
+        for stand_in in (_native_norm, _fused_mlp, _fused_attention):
             _swap(module, stand_in, swapped)
+        if bits is not None:
+            before = swapped.total()
+            _swap(module, partial(_quantized_linear, bits=bits), swapped)
+            if swapped.total() == before:
+                raise ConfigError(
+                    f"none of the model's linear layers can be rounded to {bits} bits on this "
+                    "device; 8 bits need an 8-bit kernel there, 4 bits a CPU and widths that are "
+                    "multiples of 32"
+                )
+        _swap(module, _packed_linear, swapped)
     _log.info("modules swapped: %s", dict(swapped) or "none")
 
 
@@ -129,13 +143,23 @@ def _fused_attention(block: Any) -> nn.Module | None:
 
 
 def _packed_linear(layer: Any) -> nn.Module | None:
+    weight = _linear_weight(layer)
+    return None if weight is None or not can_pack(weight) else PackedLinear(weight, layer.bias)
+
+
+def _quantized_linear(layer: Any, bits: int) -> nn.Module | None:
+    weight = _linear_weight(layer)
+    return None if weight is None else quantized(weight, layer.bias, bits)
+
+
+def _linear_weight(layer: Any) -> torch.Tensor | None:
+    """The weight [out, in] of a linear layer of the library or of torch; None for other modules."""
+    found: torch.Tensor | None = None
     if type(layer) is nn.Linear:
-        weight = layer.weight
+        found = layer.weight
     elif type(layer) is Conv1D:
-        weight = layer.weight.t()
-    else:
-        return None
-    return PackedLinear(weight, layer.bias) if can_pack(weight) else None
+        found = layer.weight.t()
+    return found
 
 
 def _joinable(*linears: nn.Module) -> bool:
