@@ -93,6 +93,7 @@ class LookupReader:
             for length in range(first, len(token_ids)):
                 request = DraftRequest(
                     session_id=_SEQUENCE,
+                    tenant=rule.value,  # So that what one pass wrote is no history of the other.
                     token_ids=token_ids[:length],
                     prompt_length=first,
                     num_draft_tokens=1,

@@ -179,6 +179,7 @@ class _OneStep:
 def _draft_request(token_ids: Sequence[int], num_draft_tokens: int) -> DraftRequest:
     return DraftRequest(
         session_id=_NAME,
+        tenant="",
         token_ids=token_ids,
         prompt_length=len(token_ids),
         num_draft_tokens=num_draft_tokens,

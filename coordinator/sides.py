@@ -306,6 +306,7 @@ class DraftSide:
         session = self._heads.session
         request = DraftRequest(
             session_id=self._session_id,
+            tenant=session.identity.tenant,
             token_ids=session.tokens.ids,
             digests=session.tokens,
             prompt_length=session.prompt_length,

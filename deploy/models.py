@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from outrider.config import DeploymentConfig
+from outrider.drafting.registry import DraftModel
 from outrider.errors import SettingError
 from outrider.settings import blaming
 
@@ -37,8 +38,9 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
         directory, trust,
     )  # fmt: skip
     draft_directory = ""
-    if not config.draft.is_ngram:
-        draft_directory = str(_resolve_draft(config, trust))
+    draft_model = config.draft.drafter.model
+    if draft_model is not None:
+        draft_directory = str(_resolve_draft(config, draft_model, directory, trust))
     return replace(
         config,
         target=replace(config.target, directory=str(directory)),
@@ -51,17 +53,22 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
     )
 
 
-def _resolve_draft(config: DeploymentConfig, trust: bool) -> Path:
+def _resolve_draft(
+    config: DeploymentConfig, draft_model: DraftModel, target: Path, trust: bool
+) -> Path:
+    """Where the draft's files are; those of `target` where it drafts with the target's weights."""
     from outrider.engine.loading import check_same_tokenizer
     from outrider.engine.sources import resolve_model
 
-    with blaming("draft_model"):
-        directory = resolve_model(config.draft.model, trust_remote_code=trust)
-        check_same_tokenizer(config.target.model, config.draft.model, trust_remote_code=trust)
+    directory, name = target, config.target.model
+    if draft_model.name is not None:
+        name = draft_model.name
+        with blaming("draft_model"):
+            directory = resolve_model(name, trust_remote_code=trust)
+            check_same_tokenizer(config.target.model, name, trust_remote_code=trust)
     _check_length("draft_max_model_len", config.draft.max_model_len, directory, trust)
     _check_ranks(
-        "draft_tensor_parallel_size", config.draft.tensor_parallel_size, config.draft.model,
-        directory, trust,
+        "draft_tensor_parallel_size", config.draft.tensor_parallel_size, name, directory, trust
     )  # fmt: skip
     return directory
 

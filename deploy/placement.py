@@ -32,13 +32,13 @@ def plan_placement(config: DeploymentConfig, resources: Mapping[str, float]) -> 
     target_ranks, draft_ranks = _ranks(config)
     default_gpus = 0.0
     if resources.get("GPU", 0) > 0 and config.target.emulated is None:
-        num_ranks = target_ranks + (0 if config.draft.is_ngram else draft_ranks)
+        num_ranks = target_ranks + (draft_ranks if config.draft.drafter.model else 0)
         default_gpus = 1.0 / math.ceil(num_ranks / max(1, int(resources["GPU"])))
     target_gpus, target_device = _device(
         "target", config.target.device, config.target.num_gpus, default_gpus
     )
     draft_gpus, draft_device = 0.0, "cpu"
-    if not config.draft.is_ngram:
+    if config.draft.drafter.model is not None:
         draft_gpus, draft_device = _device(
             "draft", config.draft.device, config.draft.num_gpus, default_gpus
         )
@@ -59,7 +59,11 @@ def _ranks(config: DeploymentConfig) -> tuple[int, int]:
     emulated = config.target.emulated is not None
     for key, service, runs_model in (
         ("tensor_parallel_size", config.target, not emulated),
-        ("draft_tensor_parallel_size", config.draft, not emulated and not config.draft.is_ngram),
+        (
+            "draft_tensor_parallel_size",
+            config.draft,
+            not emulated and config.draft.drafter.model is not None,
+        ),
     ):
         if service.tensor_parallel_size > 1 and not runs_model:
             raise SettingError(

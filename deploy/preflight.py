@@ -28,9 +28,10 @@ def check_before_start(config: DeploymentConfig) -> None:
 
     with blaming("model"):
         check_name(config.target.model)
-    if not config.draft.is_ngram:
+    draft = config.draft.drafter.model
+    if draft is not None and draft.name is not None:
         with blaming("draft_model"):
-            check_name(config.draft.model)
+            check_name(draft.name)
 
 
 def _check_listening(key: str, host: str, port: int) -> None:

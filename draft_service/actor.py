@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from outrider.config import DraftConfig
-from outrider.hosting import cores_for, log_to, on_passing_thread, step_costs, use_threads
+from outrider.hosting import (
+    build_lookup,
+    cores_for,
+    log_to,
+    on_passing_thread,
+    step_costs,
+    use_threads,
+)
 from outrider.messages import DraftAnswer, DraftItem
 from outrider.rank_host import Leadership, engine_of_a_replica, threads_of_a_rank
 from outrider.replica_host import ReplicaHost
@@ -22,7 +29,7 @@ class DraftActor(ReplicaHost[DraftItem, DraftAnswer]):
     async def start(self, config: DraftConfig, log_directory: str) -> str:
         """Loads the model, if there is one, and serves; the address that coordinators call.
         Raises `ConfigError`."""
-        num_cores = 1 if config.is_ngram else cores_for("draft")
+        num_cores = cores_for("draft") if config.drafter.model else 1
         num_threads = threads_of_a_rank(config, num_cores, self.leadership)
         use_threads(num_threads)
         log_to(log_directory, "draft")
@@ -44,13 +51,11 @@ def _build(
 
     from .service import DraftService
 
-    if config.is_ngram:
-        from outrider.drafting.ngram import NgramConfig, NgramDrafter
-
-        drafter = NgramDrafter(NgramConfig(config.ngram_min, config.ngram_max))
-        lookup = ThreadExecutor("draft-step", lambda: 0.0)
+    lookup = build_lookup(config)
+    if config.drafter.model is None and lookup is not None:
+        stepping = ThreadExecutor("draft-step", lambda: 0.0)
         return DraftService.without_model(
-            config.model, drafter, lookup, max_num_seqs=config.max_num_seqs, observer=observer
+            config.model, lookup, stepping, max_num_seqs=config.max_num_seqs, observer=observer
         )
     engine = engine_of_a_replica(config, "draft", num_threads, leadership)
     executor = ThreadExecutor("draft-step", engine.take_step_seconds, start_workers)
@@ -60,6 +65,8 @@ def _build(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         entries_max=config.support_entries,
+        lookup=lookup,
+        lookup_score=config.hybrid_min_score,
         costs=executor.call(lambda: step_costs(engine, config, "draft")),
         observer=observer,
     )

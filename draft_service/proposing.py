@@ -150,6 +150,7 @@ class Proposer:
         committed = aligned.committed
         request = DraftRequest(
             session_id=head.session_id,
+            tenant=head.tenant,
             token_ids=committed[: len(committed) - num_missing],
             prompt_length=head.prompt_length,
             num_draft_tokens=item.num_draft_tokens if admission.is_whole else 0,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from draft_service.hybrid_drafter import HybridDrafter
 from draft_service.model_drafter import ModelDrafter
-from draft_service.proposing import Proposer
+from draft_service.proposing import FallibleDrafter, Proposer
 from outrider.drafting.drafter import Drafter
+from outrider.drafting.lookup import LookupDrafter
 from outrider.engine.costs import StepCosts
 from outrider.engine.executor import StepExecutor
 from outrider.engine.interface import Engine
 from outrider.engine.token_budget import TokenBudget
-from outrider.limits import BATCHED_TOKENS_DEFAULT, DRAFT_SUPPORT_ENTRIES
+from outrider.limits import BATCHED_TOKENS_DEFAULT, DRAFT_SUPPORT_ENTRIES, HYBRID_SCORE_MIN
 from outrider.messages import DraftAnswer, DraftItem, ReplicaDescription
 from outrider.stepped_service import SteppedService, describe_model
 from outrider.work import StepObserver
@@ -27,13 +29,19 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         max_num_seqs: int,
         max_num_batched_tokens: int = BATCHED_TOKENS_DEFAULT,
         entries_max: int = DRAFT_SUPPORT_ENTRIES,
+        lookup: LookupDrafter | None = None,
+        lookup_score: float = HYBRID_SCORE_MIN,
         costs: StepCosts | None = None,
         observer: StepObserver | None = None,
     ) -> DraftService:
         """Drafts with a model. A step runs as little as `TargetService` says; a distribution keeps
-        `entries_max` tokens at most."""
+        `entries_max` tokens at most. A `lookup` answers in the model's place where it expects
+        `lookup_score` of its tokens to be accepted."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
-        proposer = Proposer(ModelDrafter(engine, entries_max), engine, budget)
+        drafter: FallibleDrafter = ModelDrafter(engine, entries_max)
+        if lookup is not None:
+            drafter = HybridDrafter(lookup, ModelDrafter(engine, entries_max), lookup_score)
+        proposer = Proposer(drafter, engine, budget)
         return cls(proposer, executor, describe_model(engine.info, max_num_seqs, costs), observer)
 
     @classmethod
@@ -47,7 +55,7 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         observer: StepObserver | None = None,
     ) -> DraftService:
         """Drafts with something that needs no model, such as prompt lookup (`ngram`). It fits any
-        tokenizer, and proposes nothing that was not in the session."""
+        tokenizer, and proposes nothing that its tenant has not seen."""
         description = ReplicaDescription(
             model=name,
             weights_fingerprint="",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from outrider.drafting.registry import DrafterChoice, LookupKind, parse_drafter
 from outrider.errors import SettingError
 from outrider.limits import (
     BATCHED_TOKENS_DEFAULT,
@@ -19,6 +20,7 @@ from outrider.limits import (
     DEADLINE_MS_DEFAULT,
     DEADLINE_MS_MAX,
     DRAFT_SUPPORT_ENTRIES,
+    HYBRID_SCORE_MIN,
     NUM_DRAFT_TOKENS_MAX,
     RUN_AHEAD_ROUNDS_MAX,
     SEED_MAX,
@@ -28,8 +30,6 @@ from outrider.limits import (
 from outrider.settings import Setting, build, merge, setting, settings_by_key, verify_settings
 from outrider.telemetry.destination import Destination
 
-NGRAM: Final = "ngram"
-"""The draft model that is none: prompt lookup."""
 TRANSFORMERS: Final = "transformers"
 EMULATED: Final = "emulated:"
 """Begins an engine that states its step times instead of running a model."""
@@ -41,6 +41,8 @@ MODEL_LEN_MAX: Final = 2**24
 MEMORY_BYTES_MAX: Final = 2**50
 THREADS_MAX: Final = 1024
 NGRAM_MAX: Final = 64
+SUFFIX_DEPTH_MAX: Final = 64
+SUFFIX_TOKENS_MAX: Final = 2**26
 TRACE_ROUNDS_MAX: Final = 2**20
 WAIT_MS_MAX: Final = 600_000
 WAIT_S_MAX: Final = 86_400
@@ -185,8 +187,9 @@ class DraftConfig(ModelServerConfig):
     """One draft replica."""
 
     model: str = setting(
-        NGRAM,
-        "The draft: `ngram` (prompt lookup), or a model as for the target.",
+        LookupKind.NGRAM.value,
+        "The draft: `ngram` (prompt lookup), a model as for the target, or what else "
+        "`outrider drafters` lists.",
         key="draft_model",
     )
     dtype: str = setting("auto", "Of the draft's weights.", key="draft_dtype", choices=DTYPES)
@@ -211,7 +214,8 @@ class DraftConfig(ModelServerConfig):
         minimum=0, maximum=THREADS_MAX,
     )  # fmt: skip
     num_threads: int = setting(
-        0, "Threads of the draft's steps; 0 = a share of the machine's cores, 1 for `ngram`.",
+        0, "Threads of the draft's steps; 0 = a share of the machine's cores, 1 where no "
+        "model drafts.",
         key="draft_num_threads", minimum=0, maximum=THREADS_MAX,
     )  # fmt: skip
     tensor_parallel_size: int = setting(
@@ -224,17 +228,49 @@ class DraftConfig(ModelServerConfig):
     )  # fmt: skip
     ngram_min: int = _ngram_min()
     ngram_max: int = _ngram_max()
+    suffix_depth: int = setting(
+        16, "Tokens beyond which a longer match is no better in suffix decoding.",
+        minimum=2, maximum=SUFFIX_DEPTH_MAX,
+    )  # fmt: skip
+    suffix_min_score: float = setting(
+        0.2, "Suffix decoding drafts a token while the product of its and the earlier ones' shares "
+        "is at least this.", minimum=0.01, maximum=1,
+    )  # fmt: skip
+    suffix_tokens_per_tenant: int = setting(
+        2**17, "Tokens of earlier outputs that suffix decoding keeps of a tenant, some 200 bytes "
+        "each; 0 = none.", minimum=0, maximum=SUFFIX_TOKENS_MAX,
+    )  # fmt: skip
+    suffix_tokens_total: int = setting(
+        2**19, "Tokens of earlier outputs that it keeps of all tenants together.",
+        minimum=0, maximum=SUFFIX_TOKENS_MAX,
+    )  # fmt: skip
+    hybrid_min_score: float = setting(
+        HYBRID_SCORE_MIN, "Tokens that a hybrid's look-up must expect to be accepted before it "
+        "answers in the model's place.", minimum=0.1, maximum=NUM_DRAFT_TOKENS_MAX,
+    )  # fmt: skip
     directory: str = ""
     """Where the model's files are, once its name is resolved; empty without a model."""
 
     def __post_init__(self) -> None:
         ModelServerConfig.__post_init__(self)
         _check_ngrams(self.ngram_min, self.ngram_max)
+        model = self.drafter.model
+        if model is not None and model.bits is not None:
+            if self.emulated is not None:
+                raise SettingError(
+                    "draft_model", f"{self.model} needs a target with weights; an emulated one has "
+                    "none",
+                )  # fmt: skip
+            if self.tensor_parallel_size > 1:
+                raise SettingError(
+                    "draft_tensor_parallel_size", f"{self.tensor_parallel_size} is wrong; "
+                    f"{self.model} runs on one rank",
+                )  # fmt: skip
 
     @property
-    def is_ngram(self) -> bool:
-        """Whether proposals come from prompt lookup instead of a model."""
-        return self.model == NGRAM
+    def drafter(self) -> DrafterChoice:
+        """Who proposes."""
+        return parse_drafter(self.model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from outrider.config import DraftConfig, TargetConfig
+from outrider.drafting.registry import LookupKind
+from outrider.settings import blaming
 from outrider.telemetry.logs import JsonLines
 
 if TYPE_CHECKING:
+    from outrider.drafting.lookup import LookupDrafter
     from outrider.engine.costs import StepCosts
     from outrider.engine.interface import Engine
     from outrider.engine.parallel.sharding import Ranks
@@ -139,7 +142,8 @@ def build_engine(
     device = weight.device
     # Ranks wait for each other within a step: one that fails to record it would hold up the others.
     acceleration = find_acceleration(device, weight.dtype, graphs=ranks is None)
-    speed_up(module)
+    with blaming("draft_model"):
+        speed_up(module, bits=_bits(config))
     if ranks is not None:
         ranks.wait_for_all()
     num_bytes = config.kv_cache_memory_bytes or memory_budget(
@@ -159,6 +163,33 @@ def build_engine(
         deterministic=config.deterministic,
         acceleration=acceleration,
     )
+
+
+def _bits(config: TargetConfig | DraftConfig) -> int | None:
+    """Those that weights are rounded to; None = as they are."""
+    draft = config.drafter.model if isinstance(config, DraftConfig) else None
+    return None if draft is None else draft.bits
+
+
+def build_lookup(config: DraftConfig) -> LookupDrafter | None:
+    """The look-up that a configuration names, alone or before a model."""
+    from outrider.drafting.ngram import NgramConfig, NgramDrafter
+    from outrider.drafting.suffix import SuffixConfig, SuffixDrafter
+
+    match config.drafter.lookup:
+        case LookupKind.NGRAM:
+            return NgramDrafter(NgramConfig(config.ngram_min, config.ngram_max))
+        case LookupKind.SUFFIX:
+            return SuffixDrafter(
+                SuffixConfig(
+                    depth=config.suffix_depth,
+                    min_score=config.suffix_min_score,
+                    tokens_per_tenant=config.suffix_tokens_per_tenant,
+                    tokens_total=config.suffix_tokens_total,
+                )
+            )
+        case None:
+            return None
 
 
 def step_costs(

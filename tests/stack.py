@@ -16,9 +16,11 @@ from coordinator.sides import Patience
 from draft_service.service import DraftService
 from draft_service.servicer import DraftServicer
 from outrider.client import Client
+from outrider.drafting.lookup import LookupDrafter
 from outrider.drafting.ngram import NgramDrafter
 from outrider.engine.executor import ThreadExecutor
 from outrider.engine.interface import Engine
+from outrider.limits import HYBRID_SCORE_MIN
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_store import RedisStore
 from outrider.telemetry.observer import UNOBSERVED, Observation
@@ -52,14 +54,27 @@ class Stack:
     redis: EmbeddedRedis
 
 
-def _draft_service(engine: Engine | None, observer: StepObserver | None) -> DraftService:
+def _draft_service(
+    engine: Engine | None,
+    lookup: LookupDrafter | None,
+    lookup_score: float,
+    observer: StepObserver | None,
+) -> DraftService:
     if engine is None:
         executor = ThreadExecutor("draft", lambda: 0.0)
+        drafter = lookup or NgramDrafter()
         return DraftService.without_model(
-            "ngram", NgramDrafter(), executor, max_num_seqs=NUM_SEQUENCES, observer=observer
+            "lookup" if lookup else "ngram",
+            drafter,
+            executor,
+            max_num_seqs=NUM_SEQUENCES,
+            observer=observer,
         )
     executor = ThreadExecutor("draft", engine.take_step_seconds)
-    return DraftService.with_model(engine, executor, max_num_seqs=NUM_SEQUENCES, observer=observer)
+    return DraftService.with_model(
+        engine, executor, max_num_seqs=NUM_SEQUENCES, lookup=lookup, lookup_score=lookup_score,
+        observer=observer,
+    )  # fmt: skip
 
 
 async def _serve(stack: AsyncExitStack, service: Service) -> RpcServer:
@@ -76,6 +91,8 @@ async def running_stack(
     draft_engine: Engine | None,
     directory: Path,
     *,
+    lookup: LookupDrafter | None = None,
+    lookup_score: float = HYBRID_SCORE_MIN,
     text: Text | None = None,
     patience: Patience = PATIENCE,
     max_sessions: int = 1000,
@@ -83,8 +100,9 @@ async def running_stack(
     target_observer: StepObserver | None = None,
     draft_observer: StepObserver | None = None,
 ) -> AsyncIterator[Stack]:
-    """Target and draft (None = n-gram) on the given engines; everything is checked and closed at
-    the end. `directory` is for Redis."""
+    """Target and draft on the given engines; `lookup` before the draft's, or alone where that is
+    None (by default n-grams). Everything is checked and closed at the end. `directory` is for
+    Redis."""
     async with AsyncExitStack() as stack:
         redis = EmbeddedRedis(directory)
         redis.start()
@@ -95,7 +113,7 @@ async def running_stack(
             max_num_seqs=NUM_SEQUENCES,
             observer=target_observer,
         )
-        draft = _draft_service(draft_engine, draft_observer)
+        draft = _draft_service(draft_engine, lookup, lookup_score, draft_observer)
         target_server = await _serve(stack, TargetServicer(target).grpc_service)
         draft_server = await _serve(stack, DraftServicer(draft).grpc_service)
         coordinator = CoordinatorService(

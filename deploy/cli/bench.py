@@ -20,7 +20,7 @@ from outrider.config import (
     deployment_settings,
 )
 from outrider.errors import SettingError
-from outrider.hosting import available_cores, build_engine, use_threads
+from outrider.hosting import available_cores, build_engine, build_lookup, use_threads
 
 from .connection import Connection, add_connection_flags, connected
 from .settings import add_setting_flags, deployment_config
@@ -41,7 +41,8 @@ TARGET_FLAGS: Final = (
 )  # fmt: skip
 """Settings of a measurement without a deployment."""
 DRAFT_FLAGS: Final = (
-    "draft_model", "draft_dtype", "draft_support_entries", "ngram_min", "ngram_max",
+    "draft_model", "draft_dtype", "draft_support_entries", "ngram_min", "ngram_max", "suffix_depth",
+    "suffix_min_score", "suffix_tokens_per_tenant", "suffix_tokens_total",
 )  # fmt: skip
 Measure = Callable[[argparse.Namespace], int]
 
@@ -188,15 +189,14 @@ def _run_acceptance(arguments: argparse.Namespace) -> int:
     config = _model_config(arguments)
     target = _engine(config.target, "target")
     from benchmarks.acceptance_reading import LookupReader, ModelReader, Reader, measure
-    from outrider.drafting.ngram import NgramConfig, NgramDrafter
     from outrider.text import TokenizerText
 
     text = TokenizerText.load(Path(config.target.directory), config.target.model)
     max_model_len = target.info.max_model_len
-    reader: Reader = LookupReader(
-        NgramDrafter(NgramConfig(config.draft.ngram_min, config.draft.ngram_max))
-    )
-    if not config.draft.is_ngram:
+    lookup = build_lookup(config.draft)
+    if config.draft.drafter.model is None and lookup is not None:
+        reader: Reader = LookupReader(lookup)
+    else:
         draft = _engine(config.draft, "draft")
         reader = ModelReader(draft, config.draft.support_entries)
         max_model_len = min(max_model_len, draft.info.max_model_len)

@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "status": "say what runs",
     "generate": "generate text",
     "chat": "talk with the model",
+    "drafters": "list who can draft, and what each needs",
     "bench": "measure",
     "collect-env": "describe this machine and what is installed, for a report",
 }

@@ -18,6 +18,8 @@ class DraftRequest:
 
     session_id: str
     """Names what a drafter may have kept of this session; the answer does not depend on it."""
+    tenant: str
+    """Whose session it is: what a drafter keeps of finished sessions is for their tenant alone."""
     token_ids: Sequence[int]
     """All committed tokens, prompt first; read only, and only during the call."""
     prompt_length: int
@@ -35,8 +37,17 @@ class DraftRequest:
 class Drafter(Protocol):
     """Guesses what a target will write. A guess is never wrong, only refused.
 
-    A proposal depends on nothing but the request's committed tokens, parameters and noise: not on
-    other sessions, not on refused proposals, not on what is kept between calls.
+    A proposal depends on the request's committed tokens, parameters and noise, and beyond these at
+    most on what finished sessions of the same tenant were answered. It depends on no token that was
+    drafted and not committed, this round's or another's, and not on the noise of its own session's
+    rounds but through their committed tokens: what decides which tokens are drafted, and how many,
+    must say nothing of the numbers that they are tested with. So the answers of a session with the
+    same seed are no help, unless noise is keyed by the absolute position, where no drafted token
+    has a say in what is committed.
+
+    Where such answers arrive between two calls, a round that is asked for twice may be proposed two
+    different drafts. Either is as exact: a coordinator verifies one proposal a round, and the first
+    verdict on it stands.
     """
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:

@@ -19,6 +19,10 @@ from exactness.law import FALSE_ALARM, Fit, completion_law, fit, product
 from models import tiny_config, tiny_module, twin
 from stack import Stack, running_stack
 
+from outrider.drafting.lookup import LookupDrafter
+from outrider.drafting.ngram import NgramDrafter
+from outrider.drafting.registry import LookupKind
+from outrider.drafting.suffix import SuffixConfig, SuffixDrafter
 from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
 from outrider.generation import GenerateRequest
@@ -28,6 +32,8 @@ from outrider.speculation.sampling import Rule, SamplingParams
 
 DETECTS = 0.05
 POWER = 0.99
+CONFIDENT = 0.7
+"""Tokens that a look-up before a model must expect: so that each of them drafts some rounds."""
 FLATTER = 0.5
 """Scales the random logits, so that few completions are too rare to be counted on their own."""
 CONCURRENCY = 48
@@ -51,7 +57,9 @@ class Cell:
     params: SamplingParams
     vocab_size: int = 3
     draft_vocab_size: int | None = 3
-    """None = n-gram drafting."""
+    """None = no model drafts."""
+    lookup: LookupKind | None = None
+    """Drafts where no model does, or in its place where it is confident."""
     draft_seed: int = 4
     num_tokens: int = 3
     """Tokens whose joint law is tested: the first ones of ..."""
@@ -60,7 +68,9 @@ class Cell:
     num_samples: int = 9_600
 
     def __str__(self) -> str:
-        draft = "ngram" if self.draft_vocab_size is None else f"draft{self.draft_vocab_size}"
+        drafters = [self.lookup] if self.lookup else []
+        drafters += [f"draft{self.draft_vocab_size}"] if self.draft_vocab_size else []
+        draft = "+".join(drafters)
         transforms = (
             f"T{self.params.temperature:g}-k{self.params.top_k}-p{self.params.top_p:g}"
             f"{'-penalised' if self.params.penalised else ''}"
@@ -77,7 +87,8 @@ MANY_ROUNDS = Cell(
 """The law of so many tokens sees drafted rounds follow each other, and what one lends the next. The
 draft is one of those under which such a fault shows most."""
 CELLS = [
-    Cell(Rule.TOKEN, 2, TOP_P),
+    # Suffix decoding over all that was written before, and a model where that is not confident.
+    Cell(Rule.TOKEN, 2, TOP_P, lookup=LookupKind.SUFFIX),
     MANY_ROUNDS,
     Cell(Rule.COUPLED, 2, PENALISED),
     # A draft that knows two tokens more than the target, which are never accepted.
@@ -93,20 +104,20 @@ WIDE_GRID = [
     Cell(Rule.TOKEN, 2, PLAIN, vocab_size=8, draft_vocab_size=5, num_tokens=2, num_samples=13_500),
     Cell(Rule.BLOCK, 2, TOP_P, vocab_size=8, draft_vocab_size=8, num_tokens=2, num_samples=13_500),
     Cell(Rule.BLOCK, 4, PLAIN, vocab_size=4, draft_vocab_size=3, num_samples=13_500),
-    Cell(
-        Rule.TOKEN, 4, PLAIN, draft_vocab_size=None, num_tokens=4, max_tokens=6, num_samples=13_500
-    ),
-    Cell(
-        Rule.BLOCK, 4, PLAIN, draft_vocab_size=None, num_tokens=4, max_tokens=6, num_samples=13_500
-    ),
-    Cell(
-        Rule.COUPLED,
-        4,
-        PLAIN,
-        draft_vocab_size=None,
-        num_tokens=4,
-        max_tokens=6,
-        num_samples=13_500,
+    *(
+        Cell(
+            rule,
+            4,
+            PLAIN,
+            draft_vocab_size=draft,
+            lookup=lookup,
+            num_tokens=4,
+            max_tokens=6,
+            num_samples=13_500,
+        )
+        for rule, draft, lookup in product(
+            (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED), (None, 3), tuple(LookupKind)
+        )
     ),
     Cell(Rule.TOKEN, 4, PLAIN, num_tokens=1, max_tokens=1, num_samples=7_600),
     Cell(Rule.BLOCK, 4, TOP_K, num_tokens=6, max_tokens=6, num_samples=12_500),
@@ -122,6 +133,17 @@ def tiny_engine(vocab_size: int, seed: int) -> tuple[Any, PagedEngine]:
         module.lm_head.weight.mul_(FLATTER)
     info = ModelInfo(f"tiny-{seed}", vocab_size, 128, "float32", (), f"w{seed}", "tiny")
     return twin(module), PagedEngine(module, info, max_num_seqs=64)
+
+
+def lookup_of(kind: LookupKind | None) -> LookupDrafter | None:
+    match kind:
+        case LookupKind.NGRAM:
+            return NgramDrafter()
+        case LookupKind.SUFFIX:
+            # Every match abounds with three token ids: fewer are looked at, for time's sake.
+            return SuffixDrafter(SuffixConfig(depth=6, occurrences_max=16))
+        case None:
+            return None
 
 
 def prompt_of(cell: Cell) -> tuple[int, ...]:
@@ -160,7 +182,10 @@ async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
     if cell.draft_vocab_size is not None:
         _, draft = tiny_engine(cell.draft_vocab_size, cell.draft_seed)
     law = completion_law(module, prompt_of(cell), cell.num_tokens, cell.params)
-    async with running_stack(target, draft, directory) as stack:
+    lookup = lookup_of(cell.lookup)
+    async with running_stack(
+        target, draft, directory, lookup=lookup, lookup_score=CONFIDENT
+    ) as stack:
         samples, num_accepted = await sample(stack, cell)
     result = fit(samples, law, DETECTS)
     print(f"{cell}: {result}, {num_accepted} draft tokens accepted")

@@ -8,33 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lookup_requests import request
 
-from outrider.drafting.drafter import DraftRequest
 from outrider.drafting.ngram import NgramConfig, NgramDrafter, NgramIndex
 from outrider.errors import ConfigError
-from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.sampling import Rule
 from outrider.tokens import TokenSequence
-
-
-def request(
-    token_ids: list[int],
-    k: int = 4,
-    *,
-    session_id: str = "s",
-    rule: Rule = Rule.TOKEN,
-    seed: int = 0,
-) -> DraftRequest:
-    return DraftRequest(
-        session_id=session_id,
-        token_ids=token_ids,
-        prompt_length=1,
-        num_draft_tokens=k,
-        sampling=SamplingParams(),
-        rule=rule,
-        noise=RoundNoise(seed, rule, len(token_ids)),
-    )
 
 
 def search(ids: list[int], config: NgramConfig, num_tokens: int) -> tuple[int, ...]:
@@ -71,7 +51,7 @@ def test_the_index_finds_what_a_search_finds(ids: list[int], config: NgramConfig
     """Three token ids, so that matches of every length abound."""
     index = NgramIndex(config)
     index.extend(ids)
-    assert index.continuation(k) == search(ids, config, k)
+    assert index.continuation(k).token_ids == search(ids, config, k)
 
 
 @given(

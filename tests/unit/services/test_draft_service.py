@@ -10,7 +10,9 @@ from rounds import GREEDY, Listener, Player, ask, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
 
 from draft_service.service import DraftService
+from outrider.drafting.lookup import LookupDrafter
 from outrider.drafting.ngram import NgramDrafter
+from outrider.drafting.suffix import SuffixDrafter
 from outrider.engine.executor import InlineExecutor
 from outrider.errors import BadRequest, EngineLost
 from outrider.messages import (
@@ -35,17 +37,20 @@ PROMPT = (1, 2, 3)
 
 
 class Setting:
-    """A draft over a toy engine (or prompt lookup), and a link to it."""
+    """A draft over a toy engine, with a look-up before it or without; or, where no engine is given,
+    a look-up alone. And a link to it."""
 
-    def __init__(self, engine: ToyEngine | None = None, *, ngram: bool = False) -> None:
+    def __init__(
+        self, engine: ToyEngine | None = None, *, lookup: LookupDrafter | None = None
+    ) -> None:
         self.engine = engine or ToyEngine(salt=2)
         executor = InlineExecutor(self.engine.take_step_seconds)
-        if ngram:
-            self.service = DraftService.without_model(
-                "ngram", NgramDrafter(), executor, max_num_seqs=64
-            )
+        if lookup is not None and engine is None:
+            self.service = DraftService.without_model("lookup", lookup, executor, max_num_seqs=64)
         else:
-            self.service = DraftService.with_model(self.engine, executor, max_num_seqs=64)
+            self.service = DraftService.with_model(
+                self.engine, executor, max_num_seqs=64, lookup=lookup
+            )
         self.link: MemoryLink[DraftItem, DraftAnswer] = MemoryLink(self.service)
         self.listener = Listener(self.link)
 
@@ -255,7 +260,7 @@ async def test_a_lost_engine_is_no_items_own_error(setting: Setting) -> None:
 async def test_prompt_lookup_needs_no_engine() -> None:
     """The n-gram draft keeps tokens per session, asks for what it lacks, and says that it depends
     on no tokenizer."""
-    setting = Setting(ngram=True)
+    setting = Setting(lookup=NgramDrafter())
     tokens = (5, 6, 7, 8, 9, 5, 6, 7)
     rule = Rule.TOKEN
     asked = await setting.ask(DraftItem(make_head(tokens, 5, rule=rule), 2))
@@ -276,18 +281,58 @@ async def test_prompt_lookup_needs_no_engine() -> None:
     await setting.service.close()
 
 
+async def test_a_confident_look_up_spares_the_model_which_reads_what_it_missed_later() -> None:
+    """Round by round: the prompt is run for a request of no tokens; a repetition is continued
+    without a pass; the next round without one runs what was committed meanwhile."""
+    setting = Setting(ToyEngine(vocab_size=16, salt=2), lookup=NgramDrafter())
+    engine, rule = setting.engine, Rule.TOKEN
+    tokens = (5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6)
+    prefill = await setting.proposed(DraftItem(make_head(tokens, rule=rule), 0))
+    assert (prefill.cached_length, engine.counts) == (12, [[12]])
+    head = make_head((*tokens, 7), 12, rule=rule, round_index=1)
+    copied = await setting.proposed(DraftItem(head, 3))
+    assert copied.proposal.token_ids == (8, 9, 5)
+    assert copied.proposal.open().q == (None, None, None)
+    assert (copied.cached_length, len(engine.counts)) == (12, 1)
+    head = make_head((*tokens, 7, 8, 9, 1), 12, rule=rule, round_index=2)
+    drawn = await setting.proposed(DraftItem(head, 2))
+    assert engine.counts[1:] == [[4], [1]]
+    assert drawn.cached_length == 17
+    assert None not in drawn.proposal.open().q
+    setting.service.check_integrity()
+    await setting.service.close()
+
+
+async def test_sessions_of_a_hybrid_step_are_drafted_each_by_its_own() -> None:
+    """Of two sessions of one step the one is copied and the other drawn, in their order."""
+    setting = Setting(ToyEngine(vocab_size=16, salt=2), lookup=NgramDrafter())
+    repeats = (5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6)
+    for session, tokens in enumerate([repeats, PROMPT, repeats], start=1):
+        setting.link.send(DraftItem(make_head(tokens, session=session, rule=Rule.COUPLED), 3))
+    answers = {answer.key.session_id: answer for answer in await setting.listener.wait(3)}
+    assert setting.engine.batches == [[session_name(2)]] * 3
+    for session in (1, 3):
+        assert answers[session_name(session)].proposal.token_ids == (7, 8, 9)
+        assert answers[session_name(session)].cached_length == 0
+    assert answers[session_name(2)].cached_length == len(PROMPT) + 2
+    setting.service.check_integrity()
+    await setting.service.close()
+
+
 @pytest.mark.parametrize("rule", [Rule.GREEDY, Rule.COUPLED])
 async def test_the_same_tokens_whatever_is_drafted(rule: Rule) -> None:
-    """Greedy and coupled: no draft, a different model, the target itself and prompt lookup, with
-    K of 1, 3 and varying, all give the same text; the target drafting for itself is accepted
-    throughout, so the noise is shared."""
+    """Greedy and coupled: no draft, a different model, the target itself, prompt lookup, suffix
+    decoding, and that before a model, with K of 1, 3 and varying, all give the same text; the
+    target drafting for itself is accepted throughout, so the noise is shared."""
     sampling = GREEDY if rule is Rule.GREEDY else SamplingParams(temperature=0.9)
     texts = []
     drafts = [
         None,
         Setting(ToyEngine(salt=2)),
         Setting(ToyEngine(salt=1)),
-        Setting(ngram=True),
+        Setting(lookup=NgramDrafter()),
+        Setting(lookup=SuffixDrafter()),
+        Setting(ToyEngine(salt=2), lookup=SuffixDrafter()),
     ]
     for number, draft in enumerate(drafts):
         engine = ToyEngine()

@@ -101,6 +101,7 @@ def request(
     digests.extend(tokens[:-1])
     return DraftRequest(
         session_id=name,
+        tenant="",
         token_ids=tokens,
         prompt_length=3,
         num_draft_tokens=count,

@@ -1,0 +1,41 @@
+"""`outrider drafters`: who can draft, and what each needs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import Final
+
+from outrider.drafting.registry import DRAFTERS
+
+LONGEST_WORD: Final = 10
+"""Of what they propose: a narrow terminal cuts no word."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """How to tell."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints them all."""
+    found = [asdict(drafter) for drafter in DRAFTERS]
+    if arguments.json:
+        print(json.dumps({"drafters": found}))
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_lines=True)
+    for name in found[0]:
+        is_name = name == "draft_model"
+        table.add_column(
+            "--draft-model" if is_name else name,
+            no_wrap=is_name,
+            min_width=LONGEST_WORD if name == "proposes" else None,
+        )
+    for drafter in found:
+        table.add_row(*drafter.values())
+    Console().print(table)
+    return 0

@@ -1,0 +1,135 @@
+"""The drafters by the names that `--draft-model` takes, and what each of them needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from outrider.errors import SettingError
+
+_QUANTIZED: Final = "quantized"
+_HYBRID: Final = "hybrid"
+QUANTIZED_BITS: Final = (8, 4)
+"""Bits of a weight that a target can be made its own draft with."""
+_FORMS: Final = "`ngram`, `suffix`, a model, `quantized:8`, `quantized:4` or `hybrid:LOOKUP,MODEL`"
+
+
+class LookupKind(StrEnum):
+    """Drafters that look up what was written before."""
+
+    NGRAM = "ngram"
+    SUFFIX = "suffix"
+
+
+_LOOKUPS: Final = {kind.value: kind for kind in LookupKind}
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A model that drafts."""
+
+    name: str | None
+    """A directory, a .gguf file or a hub id; None = the target's own weights ..."""
+    bits: int | None = None
+    """... of so many bits; None = as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterChoice:
+    """Who proposes: a look-up, a model, or the one where it is confident and else the other."""
+
+    lookup: LookupKind | None
+    model: DraftModel | None
+
+
+def parse_drafter(name: str) -> DrafterChoice:
+    """The drafter that a `--draft-model` names. Raises `SettingError`."""
+    form, colon, rest = name.partition(":")
+    if name in _LOOKUPS:
+        return DrafterChoice(_LOOKUPS[name], None)
+    if form == _HYBRID:
+        return _parse_hybrid(name, rest)
+    if form == _QUANTIZED:
+        if rest not in map(str, QUANTIZED_BITS):
+            allowed = " or ".join(map(str, QUANTIZED_BITS))
+            raise _wrong(name, f"the bits of a weight may be {allowed}")
+        return DrafterChoice(None, DraftModel(None, int(rest)))
+    if colon and form in _LOOKUPS:
+        raise _wrong(name, f"`{form}` takes nothing after it")
+    return DrafterChoice(None, DraftModel(name))
+
+
+def _parse_hybrid(name: str, parts: str) -> DrafterChoice:
+    first, comma, second = parts.partition(",")
+    lookups = " or ".join(f"`{kind}`" for kind in _LOOKUPS)
+    if not comma or first not in _LOOKUPS or not second:
+        raise _wrong(name, f"a hybrid is `{_HYBRID}:LOOKUP,MODEL`, and LOOKUP {lookups}")
+    model = parse_drafter(second)
+    if model.lookup is not None:
+        raise _wrong(name, "its second part must be a model")
+    return DrafterChoice(_LOOKUPS[first], model.model)
+
+
+def _wrong(name: str, reason: str) -> SettingError:
+    return SettingError("draft_model", f"{name!r} is wrong: {reason}; it must be {_FORMS}")
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterDescription:
+    """What `outrider drafters` tells of one kind."""
+
+    draft_model: str
+    """As `--draft-model` takes it."""
+    proposes: str
+    files: str
+    memory: str
+    training: str
+    q: str
+    """What is sent of the distribution that a proposal was drawn from: nothing where it is one-hot,
+    else its likeliest tokens."""
+
+
+DRAFTERS: Final = (
+    DrafterDescription(
+        draft_model="ngram",
+        proposes="what followed the longest earlier match in the session",
+        files="none",
+        memory="200 bytes a token",
+        training="none",
+        q="one-hot",
+    ),
+    DrafterDescription(
+        draft_model="suffix",
+        proposes="what most often followed, there and in earlier answers to the tenant",
+        files="none",
+        memory="200 bytes a token; history is bounded",
+        training="none",
+        q="one-hot",
+    ),
+    DrafterDescription(
+        draft_model="PATH_OR_ID",
+        proposes="what a model of the target's tokenizer draws",
+        files="the model's",
+        memory="its weights, keys and values",
+        training="done",
+        q="sparse",
+    ),
+    DrafterDescription(
+        draft_model="quantized:BITS",
+        proposes="what the target's own weights draw, rounded to 8 or 4 bits",
+        files="the target's",
+        memory="a half to a third of its weights; its keys and values",
+        training="none",
+        q="sparse",
+    ),
+    DrafterDescription(
+        draft_model="hybrid:LOOKUP,MODEL",
+        proposes="as ngram or suffix where confident, else as its model",
+        files="the model's",
+        memory="both parts'",
+        training="the model's",
+        q="one-hot or sparse",
+    ),
+)
+"""Every kind, the cheapest first."""

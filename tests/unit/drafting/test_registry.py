@@ -1,0 +1,78 @@
+"""Names of drafters, and what is told of each."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from deploy.cli.main import main
+from outrider.config import DraftConfig
+from outrider.drafting.registry import (
+    DRAFTERS,
+    DrafterChoice,
+    DraftModel,
+    LookupKind,
+    parse_drafter,
+)
+from outrider.errors import SettingError
+
+
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    [
+        ("ngram", DrafterChoice(LookupKind.NGRAM, None)),
+        ("suffix", DrafterChoice(LookupKind.SUFFIX, None)),
+        ("owner/model", DrafterChoice(None, DraftModel("owner/model"))),
+        ("./a:b/c", DrafterChoice(None, DraftModel("./a:b/c"))),
+        ("quantized:8", DrafterChoice(None, DraftModel(None, 8))),
+        ("quantized:4", DrafterChoice(None, DraftModel(None, 4))),
+        ("hybrid:suffix,demo", DrafterChoice(LookupKind.SUFFIX, DraftModel("demo"))),
+        ("hybrid:ngram,quantized:4", DrafterChoice(LookupKind.NGRAM, DraftModel(None, 4))),
+        ("hybrid:ngram,/a,b", DrafterChoice(LookupKind.NGRAM, DraftModel("/a,b"))),
+    ],
+)
+def test_a_name_says_who_proposes(name: str, choice: DrafterChoice) -> None:
+    assert parse_drafter(name) == choice
+    assert DraftConfig(model=name).drafter == choice
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("quantized:3", "may be 8 or 4"),
+        ("quantized:", "may be 8 or 4"),
+        ("suffix:4", "`suffix` takes nothing after it"),
+        ("hybrid:demo,suffix", "LOOKUP `ngram` or `suffix`"),
+        ("hybrid:suffix", "LOOKUP `ngram` or `suffix`"),
+        ("hybrid:suffix,", "LOOKUP `ngram` or `suffix`"),
+        ("hybrid:suffix,ngram", "its second part must be a model"),
+        ("hybrid:suffix,hybrid:ngram,demo", "its second part must be a model"),
+    ],
+)
+def test_a_name_that_is_none_is_refused_with_those_that_are(name: str, says: str) -> None:
+    with pytest.raises(SettingError, match=r"must be `ngram`, `suffix`, a model") as caught:
+        DraftConfig(model=name)
+    assert caught.value.key == "draft_model"
+    assert says in caught.value.reason
+
+
+def test_the_target_as_its_own_draft_needs_one_rank_and_a_real_model() -> None:
+    with pytest.raises(SettingError, match=r"^draft_tensor_parallel_size: "):
+        DraftConfig(model="quantized:8", tensor_parallel_size=2)
+    with pytest.raises(SettingError, match=r"^draft_model: "):
+        DraftConfig(model="hybrid:ngram,quantized:8", engine="emulated:vocab_size=8")
+
+
+def test_every_kind_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """As one object, and as a table without a word cut."""
+    assert main(["drafters", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["drafters"]
+    assert [entry["draft_model"] for entry in listed] == [d.draft_model for d in DRAFTERS]
+    assert all(all(entry.values()) for entry in listed)
+    assert main(["drafters"]) == 0
+    table = capsys.readouterr().out
+    assert "…" not in table
+    assert max(map(len, table.splitlines())) <= 80
+    for drafter in DRAFTERS:
+        assert drafter.draft_model in table
