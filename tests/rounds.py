@@ -42,6 +42,7 @@ def make_head(
     seed: int = 7,
     prompt_length: int = 1,
     deadline_ms: int = 0,
+    tenant: str = "",
 ) -> RoundHead:
     """A head that states the first `base_length` of the committed `tokens` and appends the rest."""
     if sampling is None:
@@ -49,7 +50,7 @@ def make_head(
     sequence = TokenSequence(tokens)
     return RoundHead(
         session_id=session_name(session),
-        tenant="",
+        tenant=tenant,
         epoch=epoch,
         round=round_index,
         base_length=base_length,

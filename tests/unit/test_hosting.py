@@ -10,13 +10,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from models import save_tiny_model
 
 from outrider.config import DraftConfig, TargetConfig
-from outrider.errors import ConfigError
+from outrider.drafting.ngram import NgramDrafter
+from outrider.drafting.suffix import SuffixDrafter
+from outrider.engine.interface import SequenceStep
+from outrider.engine.modules import quantized_linear
+from outrider.errors import ConfigError, SettingError
 from outrider.hosting import (
     advertised,
     available_cores,
     build_engine,
+    build_lookup,
     log_to,
     on_passing_thread,
     use_threads,
@@ -130,3 +136,40 @@ def test_an_emulated_engine_needs_no_files() -> None:
         assert engine.info.vocab_size == 77
     with pytest.raises(ConfigError, match="vocabulary"):
         build_engine(TargetConfig(engine="emulated:vocabulary=77"), "target", 1)
+
+
+def test_a_rounded_draft_is_near_its_target_and_not_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same files: logits differ, by little. Where no layer can be rounded, the setting is
+    named."""
+    directory = str(save_tiny_model(tmp_path))
+    step = SequenceStep("s", (1, 2, 3), 3)
+    logits = {}
+    for name in ("tiny", "quantized:8"):
+        engine = build_engine(DraftConfig(model=name, directory=directory), "draft", 1)
+        [logits[name]] = engine.forward([step])
+    exact, rounded = logits.values()
+    assert 0 < (rounded - exact).norm() < 0.1 * exact.norm()
+    monkeypatch.setattr(quantized_linear, "_has_kernel", lambda *_: False)
+    with pytest.raises(SettingError, match="rounded to 4 bits") as bad:
+        build_engine(DraftConfig(model="quantized:4", directory=directory), "draft", 1)
+    assert bad.value.key == "draft_model"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ngram", NgramDrafter),
+        ("suffix", SuffixDrafter),
+        ("hybrid:suffix,small", SuffixDrafter),
+        ("small", type(None)),
+        ("quantized:8", type(None)),
+    ],
+)
+def test_a_name_leads_to_its_look_up(name: str, kind: type) -> None:
+    """With its settings."""
+    lookup = build_lookup(DraftConfig(model=name, suffix_tokens_total=7))
+    assert type(lookup) is kind
+    if isinstance(lookup, SuffixDrafter):
+        assert lookup._config.tokens_total == 7

@@ -24,6 +24,7 @@ from outrider.drafting.ngram import NgramDrafter
 from outrider.drafting.registry import LookupKind
 from outrider.drafting.suffix import SuffixConfig, SuffixDrafter
 from outrider.engine.interface import ModelInfo
+from outrider.engine.modules.swaps import speed_up
 from outrider.engine.paged_engine import PagedEngine
 from outrider.generation import GenerateRequest
 from outrider.speculation.noise import NoiseBatch, Place, RoundNoise
@@ -61,6 +62,9 @@ class Cell:
     lookup: LookupKind | None = None
     """Drafts where no model does, or in its place where it is confident."""
     draft_seed: int = 4
+    """That of the target's weights is 3."""
+    draft_bits: int | None = None
+    """What the draft's weights are rounded to."""
     num_tokens: int = 3
     """Tokens whose joint law is tested: the first ones of ..."""
     max_tokens: int = 4
@@ -69,7 +73,8 @@ class Cell:
 
     def __str__(self) -> str:
         drafters = [self.lookup] if self.lookup else []
-        drafters += [f"draft{self.draft_vocab_size}"] if self.draft_vocab_size else []
+        bits = f"-{self.draft_bits}bits" if self.draft_bits else ""
+        drafters += [f"draft{self.draft_vocab_size}{bits}"] if self.draft_vocab_size else []
         draft = "+".join(drafters)
         transforms = (
             f"T{self.params.temperature:g}-k{self.params.top_k}-p{self.params.top_p:g}"
@@ -119,12 +124,16 @@ WIDE_GRID = [
             (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED), (None, 3), tuple(LookupKind)
         )
     ),
+    *(
+        Cell(rule, 4, PLAIN, draft_seed=3, draft_bits=8, num_tokens=4, max_tokens=6)
+        for rule in (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED)
+    ),
     Cell(Rule.TOKEN, 4, PLAIN, num_tokens=1, max_tokens=1, num_samples=7_600),
     Cell(Rule.BLOCK, 4, TOP_K, num_tokens=6, max_tokens=6, num_samples=12_500),
 ]
 
 
-def tiny_engine(vocab_size: int, seed: int) -> tuple[Any, PagedEngine]:
+def tiny_engine(vocab_size: int, seed: int, bits: int | None = None) -> tuple[Any, PagedEngine]:
     torch.set_num_threads(1)
     config = tiny_config("llama", vocab_size)
     config.num_hidden_layers = 1
@@ -132,7 +141,10 @@ def tiny_engine(vocab_size: int, seed: int) -> tuple[Any, PagedEngine]:
     with torch.no_grad():
         module.lm_head.weight.mul_(FLATTER)
     info = ModelInfo(f"tiny-{seed}", vocab_size, 128, "float32", (), f"w{seed}", "tiny")
-    return twin(module), PagedEngine(module, info, max_num_seqs=64)
+    original = twin(module)
+    if bits is not None:
+        speed_up(module, bits)
+    return original, PagedEngine(module, info, max_num_seqs=64)
 
 
 def lookup_of(kind: LookupKind | None) -> LookupDrafter | None:
@@ -180,7 +192,7 @@ async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
     module, target = tiny_engine(cell.vocab_size, seed=3)
     draft = None
     if cell.draft_vocab_size is not None:
-        _, draft = tiny_engine(cell.draft_vocab_size, cell.draft_seed)
+        _, draft = tiny_engine(cell.draft_vocab_size, cell.draft_seed, cell.draft_bits)
     law = completion_law(module, prompt_of(cell), cell.num_tokens, cell.params)
     lookup = lookup_of(cell.lookup)
     async with running_stack(

@@ -17,8 +17,10 @@ from library_text import LibraryText, library_text
 from models import depth_cut, twin
 from stack import Stack, running_stack
 
+from outrider.drafting.suffix import SuffixDrafter
 from outrider.engine.interface import SequenceStep
 from outrider.engine.loading import load_model
+from outrider.engine.modules.swaps import speed_up
 from outrider.engine.paged_engine import PagedEngine
 from outrider.engine.sources import resolve_model
 from outrider.generation import GenerateRequest
@@ -113,6 +115,12 @@ async def drafted_by_cut(real: Real, target: PagedEngine, directory: Path) -> As
     draft = PagedEngine(module, info, max_num_seqs=CROWD)
     async with running_stack(target, draft, directory) as stack:
         yield stack
+
+
+def rounded_engine(real: Real) -> PagedEngine:
+    module = twin(real.module)
+    speed_up(module, bits=8)
+    return PagedEngine(module, real.info, max_num_seqs=8)
 
 
 @pytest.fixture
@@ -223,8 +231,9 @@ async def coupled(stack: Stack, prompt: tuple[int, ...], seed: int, k: int) -> t
 async def test_coupled_tokens_do_not_depend_on_the_draft(
     with_cut: Stack, real: Real, tmp_path: Path
 ) -> None:
-    """Temperature 1, coupled: the same tokens for K = 0, 3, 8 and for two drafters (n-gram and a
-    4-layer cut of the target)."""
+    """Temperature 1, coupled: the same tokens for K = 0, 3, 8 and for two drafters: a 4-layer cut
+    of the target; and a hybrid of the target's weights in 8 bits with suffix decoding, which has
+    seen the same answer before."""
     prompts = [tuple(real.text.encode(prompt)) for prompt in PROMPTS[3:7]]
     expected = {
         (prompt, seed): await coupled(with_cut, prompt, seed, 0)
@@ -233,7 +242,9 @@ async def test_coupled_tokens_do_not_depend_on_the_draft(
     for (prompt, seed), tokens in expected.items():
         for k in NUM_DRAFT_TOKENS[1:]:
             assert await coupled(with_cut, prompt, seed, k) == tokens
-    async with running_stack(target_engine(real), None, tmp_path / "ngram") as with_ngram:
+    async with running_stack(
+        target_engine(real), rounded_engine(real), tmp_path / "hybrid", lookup=SuffixDrafter()
+    ) as with_hybrid:
         for (prompt, seed), tokens in expected.items():
-            for k in NUM_DRAFT_TOKENS:
-                assert await coupled(with_ngram, prompt, seed, k) == tokens
+            for k in reversed(NUM_DRAFT_TOKENS):
+                assert await coupled(with_hybrid, prompt, seed, k) == tokens

@@ -8,6 +8,7 @@ import pytest
 from models import MAX_MODEL_LEN, byte_level_tokenizer, save_tiny_model
 
 from deploy.models import resolve_models, tokenizer_warning
+from deploy.preflight import check_before_start
 from outrider.config import load_config
 from outrider.errors import SettingError
 
@@ -36,6 +37,29 @@ def test_the_setting_of_a_bad_model_is_named(tiny: Path, tmp_path: Path) -> None
     with pytest.raises(SettingError, match="emulated") as bad:
         resolve_models(load_config({"engine": "emulated:size=3"}, {}))
     assert bad.value.key == "engine"
+
+
+@pytest.mark.parametrize("draft_model", ["quantized:8", "hybrid:ngram,quantized:4"])
+def test_a_target_that_drafts_for_itself_lends_its_files(tiny: Path, draft_model: str) -> None:
+    """Its length bounds the draft's too."""
+    models = {"model": str(tiny), "draft_model": draft_model}
+    config = resolve_models(load_config(models, {}))
+    check_before_start(config)
+    assert config.draft.directory == config.target.directory == str(tiny)
+    assert config.draft.model == draft_model
+    with pytest.raises(SettingError) as bad:
+        resolve_models(load_config({**models, "draft_max_model_len": MAX_MODEL_LEN + 1}, {}))
+    assert bad.value.key == "draft_max_model_len"
+
+
+def test_a_hybrids_model_is_looked_for(tiny: Path, tmp_path: Path) -> None:
+    """Before anything starts, and by its own name."""
+    models = {"model": str(tiny), "draft_model": f"hybrid:suffix,{tmp_path / 'none'}"}
+    with pytest.raises(SettingError, match="no such file") as bad:
+        check_before_start(load_config(models, {}))
+    assert bad.value.key == "draft_model"
+    config = resolve_models(load_config({**models, "draft_model": f"hybrid:suffix,{tiny}"}, {}))
+    assert config.draft.directory == str(tiny)
 
 
 def test_a_target_without_a_tokenizer_is_warned_of(tiny: Path, tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ def _shares(gpus: float, **settings: object) -> tuple[tuple[float, str], tuple[f
         (0, {"draft_model": "small"}, (0, "cpu"), (0, "cpu")),
         (1, {}, (1, "cuda"), (0, "cpu")),
         (1, {"draft_model": "small"}, (0.5, "cuda"), (0.5, "cuda")),
+        (1, {"draft_model": "suffix"}, (1, "cuda"), (0, "cpu")),
+        (1, {"draft_model": "hybrid:suffix,quantized:8"}, (0.5, "cuda"), (0.5, "cuda")),
         (2, {"draft_model": "small"}, (1, "cuda"), (1, "cuda")),
         (2, {"draft_model": "small", "device": "cpu"}, (0, "cpu"), (0, "cpu")),
         (2, {"draft_model": "small", "draft_num_gpus": "0"}, (1, "cuda"), (0, "cpu")),

@@ -281,6 +281,20 @@ async def test_prompt_lookup_needs_no_engine() -> None:
     await setting.service.close()
 
 
+async def test_suffix_decoding_remembers_answers_for_their_tenant() -> None:
+    """What was committed of a session that was released; another tenant's is not proposed."""
+    setting = Setting(lookup=SuffixDrafter())
+    answered = make_head((1, 2, 3, 4, 5), tenant="one", seed=1)
+    await setting.proposed(DraftItem(answered, 1))
+    setting.service.release(session_name(1), 1)
+    proposed = []
+    for session, tenant in ((2, "two"), (3, "one")):
+        head = make_head((9, 1, 2), session=session, tenant=tenant, seed=session)
+        proposed.append((await setting.proposed(DraftItem(head, 2))).proposal.token_ids)
+    assert proposed == [(), (3, 4)]
+    await setting.service.close()
+
+
 async def test_a_confident_look_up_spares_the_model_which_reads_what_it_missed_later() -> None:
     """Round by round: the prompt is run for a request of no tokens; a repetition is continued
     without a pass; the next round without one runs what was committed meanwhile."""
