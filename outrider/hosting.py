@@ -154,6 +154,10 @@ def build_engine(
     shares_cores = (
         role == "target" and ranks is None and not (config.num_threads or config.deterministic)
     )
+
+    def all_agree(fine: bool) -> bool:
+        return fine if ranks is None else bool(least(ranks, fine, device))
+
     return PagedEngine(
         module,
         info,
@@ -162,6 +166,7 @@ def build_engine(
         narrow_threads=max(1, num_threads - 1) if shares_cores else None,
         deterministic=config.deterministic,
         acceleration=acceleration,
+        all_agree=all_agree,
     )
 
 

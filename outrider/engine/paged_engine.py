@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
@@ -66,6 +66,7 @@ class PagedEngine:
         narrow_threads: int | None = None,
         deterministic: bool = False,
         acceleration: Acceleration | None = None,
+        all_agree: Callable[[bool], bool] = bool,
     ) -> None:
         """At most `max_num_seqs` sequences in one step; pages for at most
         `kv_cache_memory_bytes`, and no more than so many sequences of full length fill. A step of
@@ -73,7 +74,8 @@ class PagedEngine:
         the numeric library is set to now. `deterministic`: the logits of a chain's tokens are
         bit-equal however they come to be run, alone or beside others, at once or in parts, or
         after a prefix that others ran. `acceleration` is what steps are run with where they are
-        not deterministic; where the trial fails with it, steps are run without.
+        not deterministic; where the trial fails with it, steps are run without. Ranks that share
+        the model do the same then: `all_agree` is whether all of them say yes.
 
         `info.max_model_len` of the engine is what fits all pages, if that is less. Raises
         `ConfigError` for a model that cannot be run on pages, or not deterministically."""
@@ -88,6 +90,7 @@ class PagedEngine:
         self._logits_dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
         self._deterministic = deterministic
         self._acceleration = None if deterministic else acceleration
+        self._all_agree = all_agree
         self._selects_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         try:
             check_supported(module, info)
@@ -128,15 +131,22 @@ class PagedEngine:
         """Runs the trial, with what accelerates steps or, where that fails, without."""
         num_pages = TRIAL_SEQUENCES * -(-len(expected) // self._page_size)
         self._use_pages(layers, num_pages)
-        try:
-            check_answers(self, expected)
-        except Exception:
-            if self._acceleration is None:
-                raise
-            _log.warning("model %s: its steps are not accelerated", self._info.name, exc_info=True)
+        if self._acceleration is not None:
+            # Of the ranks that share a model, only the leader has logits to look at.
+            if self._all_agree(self._passes(expected)):
+                return
             self._acceleration = None
             self._use_pages(layers, num_pages)
+        check_answers(self, expected)
+
+    def _passes(self, expected: torch.Tensor) -> bool:
+        """Whether the trial with what accelerates steps finds nothing here."""
+        try:
             check_answers(self, expected)
+        except Exception:  # noqa: BLE001 (whatever it is, steps without show it again)
+            _log.warning("model %s: its steps are not accelerated", self._info.name, exc_info=True)
+            return False
+        return True
 
     @property
     def _num_spare_pages(self) -> int:
