@@ -141,13 +141,18 @@ def build_engine(
     weight = next(module.parameters())
     device = weight.device
     # Ranks wait for each other within a step: one that fails to record it would hold up the others.
-    acceleration = find_acceleration(device, weight.dtype, graphs=ranks is None)
+    acceleration = None
+    if not config.deterministic:
+        acceleration = find_acceleration(device, weight.dtype, graphs=ranks is None)
     with blaming("draft_model"):
         speed_up(module, bits=_bits(config))
     if ranks is not None:
         ranks.wait_for_all()
     num_bytes = config.kv_cache_memory_bytes or memory_budget(
-        device, config.gpu_memory_utilization, config.num_gpus
+        device,
+        config.gpu_memory_utilization,
+        config.num_gpus,
+        0 if acceleration is None else acceleration.recorded_bytes_max,
     )
     if ranks is not None:  # they hold the same pages
         num_bytes = least(ranks, num_bytes, device)

@@ -53,16 +53,21 @@ def pages_in(
 
 
 def memory_budget(
-    device: torch.device, gpu_memory_utilization: float, num_gpus: float | None
+    device: torch.device,
+    gpu_memory_utilization: float,
+    num_gpus: float | None,
+    num_others: int = 0,
 ) -> int:
     """Bytes for keys and values beside a model that is loaded: on a GPU, of which this process may
-    have `num_gpus` or all, what the weights leave of that part; elsewhere a fixed number."""
+    have `num_gpus` or all, what the weights and `num_others` bytes leave of that part; elsewhere a
+    fixed number."""
     if device.type != "cuda":
         return KV_CACHE_BYTES_DEFAULT
     free, total = torch.cuda.mem_get_info(device)
     share = min(1.0, num_gpus or 1.0)
     taken = torch.cuda.memory_reserved(device)
-    return max(0, min(free, int(total * share * gpu_memory_utilization) - taken))
+    unused = min(free, int(total * share * gpu_memory_utilization) - taken)
+    return max(0, unused - num_others)
 
 
 class KeysAndValues:

@@ -10,7 +10,7 @@ import torch
 
 from outrider.engine.cuda.kernel_attention import KERNEL_DTYPES, attend_tables, has_kernel
 from outrider.engine.cuda.page_tables import TableStep
-from outrider.engine.cuda.recordings import GraphRecorder, Recorder
+from outrider.engine.cuda.recordings import RECORDED_BYTES_MAX, GraphRecorder, Recorder
 from outrider.engine.kv_cache import KeysAndValues
 
 _PROGRAMS_EACH: Final = 2
@@ -43,6 +43,11 @@ class Acceleration:
     """Programs of a kernel that the device runs side by side."""
     recorder: Recorder | None
     """None where no step may be recorded."""
+
+    @property
+    def recorded_bytes_max(self) -> int:
+        """Memory that recordings may take beside the model and its pages."""
+        return 0 if self.recorder is None else RECORDED_BYTES_MAX
 
 
 def find_acceleration(

@@ -54,6 +54,8 @@ class GraphRecorder:
     def record(self, work: Work) -> Recording:
         """See `Recorder.record`. The first time the work is done in plain steps, so that whatever
         is set up on first use is there when it is captured."""
+        # A capture begins with this too: what it gives back would hide what is taken.
+        torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._device)
         with torch.cuda.device(self._device):
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -61,11 +63,30 @@ class GraphRecorder:
             with torch.cuda.stream(stream):
                 work()
             torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may use the device meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                output = work()
+            recording = self._capture(work)
         self._num_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
+        return recording
+
+    def _capture(self, work: Work) -> Recording:
+        """Raises what the work raises, rather than what the end of its capture makes of it."""
+        graph = torch.cuda.CUDAGraph()
+        failures: list[Exception] = []
+        try:
+            # A capture that fails leaves its stream the current one; the outer context does not.
+            # Other threads may use the device meanwhile.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
+                try:
+                    output = work()
+                except Exception as error:
+                    failures.append(error)
+                    raise
+        except Exception:
+            if failures:
+                raise failures[0] from None
+            raise
         return Recording(output, graph.replay)
 
     def num_bytes(self) -> int:

@@ -69,13 +69,27 @@ def test_the_budget_without_a_gpu_is_fixed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "num_gpus", "expected"),
-    [(90, None, 80), (90, 2, 80), (90, 0.5, 35), (30, 1, 30), (90, 0.1, 0)],
+    ("free", "num_gpus", "others", "expected"),
+    [
+        (90, None, 0, 80),
+        (90, 2, 0, 80),
+        (90, 0.5, 0, 35),
+        (30, 1, 0, 30),
+        (90, 0.1, 0, 0),
+        (90, None, 7, 73),
+        (30, 1, 7, 23),
+        (30, 1, 31, 0),
+    ],
 )
 def test_the_budget_on_a_gpu_is_what_the_weights_leave(
-    free: int, num_gpus: float | None, expected: int, monkeypatch: pytest.MonkeyPatch
+    free: int,
+    num_gpus: float | None,
+    others: int,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of 100 bytes 0.9 may be taken, or 0.9 of a share; 10 are; no more than is free."""
+    """Of 100 bytes 0.9 may be taken, or 0.9 of a share; 10 are; no more than is free; and what
+    others will take is left to them."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 10)
-    assert memory_budget(torch.device("cuda"), 0.9, num_gpus) == expected
+    assert memory_budget(torch.device("cuda"), 0.9, num_gpus, others) == expected
