@@ -59,13 +59,13 @@ def measure(
     ideal_ms = weight_bytes / bytes_per_s * 1e3
     speed_up(module)
     graphs_on = None
-    if acceleration is not None and acceleration.recorder is not None:
+    if acceleration is not None and acceleration.new_recorder is not None:
         progress("steps that are recorded")
         graphs_on = _figures(module, info, options, acceleration, ideal_ms)
         if graphs_on.draft_replay_ms is None:
             progress("this model's steps cannot be recorded")
             graphs_on = None
-        acceleration = replace(acceleration, recorder=None)
+        acceleration = replace(acceleration, new_recorder=None)
     progress("steps that are not")
     return DeviceReport(
         model=info.name,

@@ -70,4 +70,4 @@ def attend_by_tables(
 def acceleration_on(device: str, dtype: torch.dtype) -> Acceleration:
     """The device's own; for a CPU its stand-in."""
     found = find_acceleration(torch.device(device), dtype)
-    return found or Acceleration(attend_by_tables, 8, CountingRecorder())
+    return found or Acceleration(attend_by_tables, 8, CountingRecorder)

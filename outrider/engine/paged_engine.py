@@ -151,7 +151,7 @@ class PagedEngine:
     @property
     def _num_spare_pages(self) -> int:
         """Pages beside those of the pool: one where steps are recorded."""
-        return int(self._acceleration is not None and self._acceleration.recorder is not None)
+        return int(self._acceleration is not None and self._acceleration.new_recorder is not None)
 
     def _use_pages(self, layers: Sequence[AttentionLayer], num_pages: int) -> None:
         """Begins anew with so many empty pages."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol
 
 import torch
@@ -41,13 +43,14 @@ class Acceleration:
     attend: TableAttention
     num_programs: int
     """Programs of a kernel that the device runs side by side."""
-    recorder: Recorder | None
-    """None where no step may be recorded."""
+    new_recorder: Callable[[], Recorder] | None
+    """Makes one for each run of pages, which gives its memory back with it; None where no step may
+    be recorded."""
 
     @property
     def recorded_bytes_max(self) -> int:
         """Memory that recordings may take beside the model and its pages."""
-        return 0 if self.recorder is None else RECORDED_BYTES_MAX
+        return 0 if self.new_recorder is None else RECORDED_BYTES_MAX
 
 
 def find_acceleration(
@@ -64,4 +67,5 @@ def find_acceleration(
         return None
     properties = torch.cuda.get_device_properties(device)
     num_programs = _PROGRAMS_EACH * int(properties.multi_processor_count)
-    return Acceleration(attend_tables, num_programs, GraphRecorder(device) if graphs else None)
+    new_recorder = partial(GraphRecorder, device) if graphs else None
+    return Acceleration(attend_tables, num_programs, new_recorder)

@@ -95,42 +95,51 @@ class GraphRecorder:
 
 
 class Recordings:
-    """The recordings of one engine, by what they depend on; bounded in number and memory."""
+    """The recordings of one engine, by what they depend on; bounded in number and memory. Of too
+    many the one that was not replayed for longest is dropped."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._known: dict[Hashable, Recording] = {}
+        self._known: dict[Hashable, Recording | None] = {}
+        """The last one that was asked for is last; None for what could not be recorded."""
         self._closed = False
 
     @property
     def is_open(self) -> bool:
         """Whether all that was asked for could be recorded."""
-        return not self._closed
+        return not self._closed and None not in self._known.values()
 
     def replay(self, key: Hashable, work: Work) -> torch.Tensor | None:
         """The result of `work`, which depends on nothing but `key` and what it reads; valid until
-        the next replay. None where it is not recorded and cannot be: nothing more is then."""
-        found = self._known.get(key)
-        if found is None:
-            found = self._record(key, work)
+        the next replay. None where it is not recorded and cannot be."""
+        found = self._known.pop(key) if key in self._known else self._record(work)
+        if not self._closed or found is not None:
+            self._known[key] = found
         if found is None:
             return None
         found.replay()
         return found.output
 
-    def _record(self, key: Hashable, work: Work) -> Recording | None:
+    def _record(self, work: Work) -> Recording | None:
+        """None where it cannot be recorded. Where the first one cannot, none is tried any more,
+        unless memory was short: then others may need less."""
         if self._closed:
             return None
-        if len(self._known) >= RECORDINGS_MAX or self._recorder.num_bytes() >= RECORDED_BYTES_MAX:
-            self._close(f"{len(self._known)} recordings are there")
+        if self._recorder.num_bytes() >= RECORDED_BYTES_MAX:
+            self._close(f"{len(self._known)} recordings have taken all their memory")
             return None
+        if len(self._known) >= RECORDINGS_MAX:
+            del self._known[next(iter(self._known))]
         try:
-            found = self._recorder.record(work)
+            return self._recorder.record(work)
+        except torch.OutOfMemoryError as error:
+            _log.warning("for a step there is no memory to record it: %r", error)
         except Exception as error:  # noqa: BLE001 (whatever it is, plain steps show it again)
-            self._close(f"a step cannot be recorded: {error!r}")
-            return None
-        self._known[key] = found
-        return found
+            if any(self._known.values()):
+                _log.warning("a step cannot be recorded: %r", error)
+            else:
+                self._close(f"a step cannot be recorded: {error!r}")
+        return None
 
     def _close(self, reason: str) -> None:
         self._closed = True

@@ -72,8 +72,8 @@ class TabledSteps:
         self._spare_page = spare_page
         self._device = device
         self._recordings: Recordings | None = None
-        if acceleration.recorder is not None:
-            self._recordings = Recordings(acceleration.recorder)
+        if acceleration.new_recorder is not None:
+            self._recordings = Recordings(acceleration.new_recorder())
             self._words = torch.zeros(_WORDS_MAX, dtype=torch.int64, device=device)
 
     @property

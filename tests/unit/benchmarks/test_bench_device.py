@@ -43,7 +43,7 @@ def test_without_graphs() -> None:
 def test_with_recorded_steps() -> None:
     """They are replayed for every figure, a draft in one replay for all its steps."""
     recorder = CountingRecorder()
-    report = report_of(Acceleration(attend_by_tables, 8, recorder))
+    report = report_of(Acceleration(attend_by_tables, 8, lambda: recorder))
     assert report.graphs_on is not None
     assert report.graphs_on.draft_replay_ms is not None
     assert report.graphs_off.draft_replay_ms is None
@@ -58,7 +58,7 @@ def test_where_nothing_can_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures of steps that are not recorded are never shown as those of recorded ones."""
     recorder = CountingRecorder()
     monkeypatch.setattr(recorder, "num_bytes", lambda: 2**40)
-    assert report_of(Acceleration(attend_by_tables, 8, recorder)).graphs_on is None
+    assert report_of(Acceleration(attend_by_tables, 8, lambda: recorder)).graphs_on is None
 
 
 def test_the_speed_of_a_copy() -> None:

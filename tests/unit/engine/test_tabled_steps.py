@@ -59,7 +59,7 @@ def on_cpu(
 ) -> tuple[PagedEngine, Any]:
     """An engine with this recorder, and the library's own."""
     library = twin(module)
-    acceleration = Acceleration(attend_by_tables, 8, recorder)
+    acceleration = Acceleration(attend_by_tables, 8, lambda: recorder)
     return make_engine(module, acceleration=acceleration, **options), library
 
 
@@ -185,59 +185,107 @@ def test_padding_writes_to_a_page_of_nobody(make_engine: EngineMaker) -> None:
 
 
 class _Refusing(CountingRecorder):
-    """Records nothing after so many."""
+    """Records nothing while it has a reason."""
 
-    def __init__(self, num_allowed: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._num_allowed = num_allowed
+        self.reason: Exception | None = None
         self.num_asked = 0
 
     def record(self, work: Work) -> Recording:
         self.num_asked += 1
-        if self.num_recorded >= self._num_allowed:
+        if self.reason is not None:
             work()
-            raise RuntimeError("operation not permitted when stream is capturing")
+            raise self.reason
         return super().record(work)
 
 
+NOT_PERMITTED = RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.mark.parametrize(
+    ("reason", "num_asked"),
+    [(NOT_PERMITTED, 1), (torch.OutOfMemoryError("none left"), 2)],
+)
 def test_what_cannot_be_recorded_is_run(
-    make_engine: EngineMaker, caplog: pytest.LogCaptureFixture
+    reason: Exception, num_asked: int, make_engine: EngineMaker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A module whose steps cannot be captured answers as it would, and is asked and complained of
-    once; what was recorded before is replayed."""
-    recorder = _Refusing(1_000)
+    """A module whose first step cannot be captured answers as it would, and is asked and
+    complained of once; where memory is short, once for each shape."""
+    recorder = _Refusing()
     engine, library = on_cpu(make_engine, tiny("llama", "cpu"), recorder)
-    run(engine, "a", ids(4), 4)
-    recorder._num_allowed = recorder.num_asked = 0
+    recorder.reason, recorder.num_asked = reason, 0
     with caplog.at_level(logging.WARNING):
-        for num in (6, 10, 3):
+        for num in (6, 10, 7):
             rows = run(engine, f"of {num}", ids(num), num)
             assert gap(rows, dense(library, ids(num))) <= CLOSE
-    assert recorder.num_asked == 1
-    (record,) = caplog.records
-    assert "cannot be recorded: RuntimeError" in record.getMessage()
-    replayed = recorder.num_replayed
-    run(engine, "b", ids(4), 4)
-    assert recorder.num_replayed == replayed + 1
+    assert recorder.num_asked == len(caplog.records) == num_asked
+    assert not engine.records_steps
 
 
-@pytest.mark.parametrize("what", ["number", "memory"])
-def test_recordings_are_bounded(
-    what: str, make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
+def test_one_failure_among_recordings_is_its_own(make_engine: EngineMaker) -> None:
+    """What was recorded before is replayed, and other shapes are recorded."""
+    recorder = _Refusing()
+    engine, library = on_cpu(make_engine, tiny("llama", "cpu"), recorder)
+    run(engine, "a", ids(4), 4)
+    recorder.reason = NOT_PERMITTED
+    assert gap(run(engine, "b", ids(6), 6), dense(library, ids(6))) <= CLOSE
+    recorder.reason = None
+    before = recorder.num_recorded
+    for num in (4, 6, 10):
+        rows = run(engine, f"of {num}", ids(num), num)
+        assert gap(rows, dense(library, ids(num))) <= CLOSE
+    assert recorder.num_recorded == before + 1
+
+
+def test_the_recording_that_is_out_of_use_is_dropped(
+    make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Past either bound steps of other shapes are run as they come."""
+    recorder = CountingRecorder()
+    engine, _ = on_cpu(make_engine, tiny("llama", "cpu"), recorder)
+    monkeypatch.setattr(recordings, "RECORDINGS_MAX", 2)
+    recorded = []
+    for index, num in enumerate((2, 4, 2, 8, 2, 4)):
+        before = recorder.num_recorded
+        run(engine, str(index), ids(num), num)
+        recorded.append(recorder.num_recorded - before)
+    assert recorded == [1, 1, 0, 1, 0, 1]
+
+
+def test_recordings_are_bounded_in_memory(
+    make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Past the bound steps of other shapes are run as they come."""
     recorder = CountingRecorder()
     engine, library = on_cpu(make_engine, tiny("llama", "cpu"), recorder)
     run(engine, "a", ids(2), 2)
     before = recorder.num_recorded
-    if what == "number":
-        monkeypatch.setattr(recordings, "RECORDINGS_MAX", 1)
-    else:
-        monkeypatch.setattr(recorder, "num_bytes", lambda: recordings.RECORDED_BYTES_MAX)
+    monkeypatch.setattr(recorder, "num_bytes", lambda: recordings.RECORDED_BYTES_MAX)
     for num in (2, 5):
         rows = run(engine, f"of {num}", ids(num), num)
         assert gap(rows, dense(library, ids(num))) <= CLOSE
     assert recorder.num_recorded == before
+
+
+class _Costly(CountingRecorder):
+    """Whose recordings take all memory that they may."""
+
+    def num_bytes(self) -> int:
+        return recordings.RECORDED_BYTES_MAX * self.num_recorded
+
+
+def test_the_trial_takes_no_memory_of_recordings(make_engine: EngineMaker) -> None:
+    """What it recorded is dropped with its pages."""
+    made: list[_Costly] = []
+
+    def new_recorder() -> _Costly:
+        made.append(_Costly())
+        return made[-1]
+
+    acceleration = Acceleration(attend_by_tables, 8, new_recorder)
+    engine = make_engine(tiny("llama", "cpu"), acceleration=acceleration)
+    run(engine, "a", ids(2), 2)
+    assert [recorder.num_recorded for recorder in made] == [1, 1]
 
 
 def test_the_page_for_padding_is_part_of_the_memory(make_engine: EngineMaker) -> None:
@@ -265,7 +313,7 @@ def test_where_the_trial_fails_steps_are_not_accelerated(
         caplog.clear()
         module = tiny("llama", "cpu")
         library = twin(module)
-        acceleration = Acceleration(attention, 8, CountingRecorder())
+        acceleration = Acceleration(attention, 8, CountingRecorder)
         engine = make_engine(module, acceleration=acceleration)
         assert "its steps are not accelerated" in caplog.text
         assert gap(run(engine, "a", ids(9), 9), dense(library, ids(9))) <= CLOSE

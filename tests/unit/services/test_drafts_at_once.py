@@ -191,7 +191,7 @@ def test_what_cannot_be_recorded_is_drawn_by_step(make_engine: EngineMaker) -> N
     recorder = Refusing()
     module = tiny_module(tiny_config("llama", VOCAB), dtype=torch.float64)
     plain = make_engine(twin(module))
-    engine = make_engine(module, acceleration=Acceleration(attend_by_tables, 8, recorder))
+    engine = make_engine(module, acceleration=Acceleration(attend_by_tables, 8, lambda: recorder))
     recorder.num_bytes_now = 2**40
     found, expected = (ModelDrafter(e, ENTRIES).propose(requests()) for e in (engine, plain))
     assert found == expected
@@ -255,7 +255,7 @@ def test_of_like_shapes_one_recording(make_engine: EngineMaker) -> None:
     """Other sessions, seeds, parameters and prefixes replay it; another K is another one."""
     recorder = CountingRecorder()
     module = tiny_module(tiny_config("llama", VOCAB))
-    engine = make_engine(module, acceleration=Acceleration(attend_by_tables, 8, recorder))
+    engine = make_engine(module, acceleration=Acceleration(attend_by_tables, 8, lambda: recorder))
     drafter = ModelDrafter(engine, ENTRIES)
     before = recorder.num_recorded
     for index, count in enumerate((4, 4, 4, 3)):
