@@ -110,6 +110,16 @@ def exact_size(
     return TableSize(sum(counts), num_logits, num_blocks, block_tokens, num_splits)
 
 
+def sizes_of_one_row(shared_heads: int) -> list[TableSize]:
+    """A size of one row for each way that the kernel may run."""
+    most = max(1, BLOCK_ROWS_MAX // padded_power(shared_heads))
+    return [
+        TableSize(1, 1, 1, 1 << power, num_splits)
+        for power in range(most.bit_length())
+        for num_splits in _SPLITS
+    ]
+
+
 def padded_power(number: int) -> int:
     """The smallest power of two >= `number` >= 1."""
     return 1 << (number - 1).bit_length()

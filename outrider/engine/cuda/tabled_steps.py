@@ -27,10 +27,12 @@ from outrider.engine.cuda.page_tables import (
     ancestors_of,
     exact_size,
     page_words,
+    sizes_of_one_row,
     table_words,
 )
 from outrider.engine.cuda.recordings import Recordings
 from outrider.engine.gathered_steps import Forward
+from outrider.engine.interface import SequenceStep
 from outrider.engine.ragged import HeldSequence
 
 RECORDED_ROWS_MAX: Final = 128
@@ -91,6 +93,37 @@ class TabledSteps:
         tables = table_words(sequences, places, size, self._page_size)
         words = torch.from_numpy(np.concatenate([tables, pages])).to(self._device)
         return self._logits(*self._steps(words, [size], ancestors_of(sequences, self._device)))
+
+    def try_kernel(self) -> None:
+        """Runs every form of the kernel on every layer, whatever the steps of a trial need: in
+        chains and trees, blocks of all lengths, splits of all numbers. On page 0, which nobody may
+        hold. Raises what the first form raised that does not run; by then the pass has ended, so
+        that ranks which wait for each other within it are not left alone."""
+        steps: list[TableStep] = []
+        for parents in ((), (-1,)):
+            row = HeldSequence(SequenceStep("", (0,), 1, parents), 0, (0,))
+            ancestors = ancestors_of([row], self._device)
+            for size in sizes_of_one_row(self._shared_heads):
+                words = table_words([row], [0], size, self._page_size)
+                given = torch.from_numpy(np.append(words, row.pages)).to(self._device)
+                steps += self._steps(given, [size], ancestors)
+        failures: list[Exception] = []
+
+        def attend_layer(
+            query: torch.Tensor, layer: LayerPages, scaling: float, softcap: float | None
+        ) -> torch.Tensor:
+            try:
+                for step in steps:
+                    self._attend_step(step, query, layer, scaling, softcap)
+            except Exception as error:  # noqa: BLE001 (raised below)
+                failures.append(error)
+            return query.new_zeros((1, 1, query.shape[1], layer.cache.values.shape[2]))
+
+        first = steps[0]
+        with torch.inference_mode(), running(self._layers, first.slots, attend_layer):
+            self._forward(first.token_ids, first.position_ids, first.logit_rows)
+        if failures:
+            raise failures[0]
 
     def draw_chains(
         self, sequences: Sequence[HeldSequence], counts: Sequence[int], draws: Draws

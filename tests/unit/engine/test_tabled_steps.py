@@ -319,6 +319,30 @@ def test_where_the_trial_fails_steps_are_not_accelerated(
         assert gap(run(engine, "a", ids(9), 9), dense(library, ids(9))) <= CLOSE
 
 
+@pytest.mark.parametrize("form", ["64 tokens in a block", "4 splits", "16 splits", "trees"])
+def test_a_form_of_the_kernel_that_does_not_run_is_found_at_start(
+    form: str, make_engine: EngineMaker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also one that no step of the trial has: else a step that is served would fail with it."""
+
+    def attend(*arguments: Any) -> torch.Tensor:
+        step = arguments[2]
+        forms = {
+            f"{step.size.block_tokens} tokens in a block",
+            f"{step.size.num_splits} splits",
+            "trees" if step.ancestors is not None else "",
+        }
+        if form in forms:
+            raise RuntimeError("out of resource: shared memory")
+        return attend_by_tables(*arguments)
+
+    module = tiny("gpt2", "cpu")
+    library = twin(module)
+    engine = make_engine(module, acceleration=Acceleration(attend, 8, CountingRecorder))
+    assert "its steps are not accelerated" in caplog.text
+    assert gap(run(engine, "a", ids(9), 9), dense(library, ids(9))) <= CLOSE
+
+
 def test_rows_are_padded_to_few_counts() -> None:
     """Never less, at most twice as many, and not many different ones."""
     counts = [recorded_rows(num) for num in range(1, tabled_steps.RECORDED_ROWS_MAX + 1)]

@@ -82,3 +82,15 @@ def test_a_kernel_that_is_right_is_kept_by_all(
 ) -> None:
     engines = _built(tmp_path, lambda _: attend_by_tables, monkeypatch)
     assert all(engine._acceleration is not None for engine in engines)
+
+
+def test_a_kernel_that_does_not_run_on_one_rank_is_left_by_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it fails, the others are not left to wait for a sum."""
+
+    def broken(*_: Any) -> torch.Tensor:
+        raise RuntimeError("out of resource: shared memory")
+
+    engines = _built(tmp_path, lambda rank: broken if rank else attend_by_tables, monkeypatch)
+    assert [engine._acceleration for engine in engines] == [None, None]
