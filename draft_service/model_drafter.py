@@ -1,5 +1,6 @@
 """Drafting with a model: K sequential steps, each over all sessions that still want a token. Where
-the engine can take them all in one call, and their draws with them, nobody waits in between."""
+the engine can take them all in one call, and their draws with them, nobody waits in between; those
+whose draws need a look at what was drawn go step by step beside them."""
 
 from __future__ import annotations
 
@@ -66,9 +67,17 @@ class ModelDrafter:
         comes. Raises what the engine's first pass raises."""
         branches = [self._begin(request) for request in requests]
         active = [branch for branch in branches if branch is not None]
-        if not self._grow_at_once(active):
+        at_once = [branch for branch in active if _needs_no_look(branch)]
+        if not self._grow_at_once(at_once):
+            at_once = []
+        try:
             with torch.inference_mode():
-                self._grow(active)
+                self._grow([branch for branch in active if branch not in at_once])
+        except Exception:
+            # Nobody gets a proposal: nobody has run any of it.
+            for branch in at_once:
+                self._undo_all(branch)
+            raise
         return [EMPTY_PROPOSAL if branch is None else branch.result() for branch in branches]
 
     def release(self, session_id: str) -> None:
@@ -80,10 +89,6 @@ class ModelDrafter:
         where that cannot be done."""
         engine = self._engine
         if not branches or not isinstance(engine, ChainEngine):
-            return False
-        if not all(
-            branch.num_wanted > 0 and can_draw(branch.request.sampling) for branch in branches
-        ):
             return False
         drawings = [
             Drawing(branch.request.sampling, branch.request.rule, branch.request.noise)
@@ -180,12 +185,22 @@ class ModelDrafter:
         else:
             branch.error = error
 
+    def _undo_all(self, branch: _Branch) -> None:
+        """Back to what was held of a branch that was drawn at once."""
+        request = branch.request
+        self._engine.keep(request.session_id, len(request.token_ids) - len(branch.unseen))
+
     def _undo_last_pass(self, branch: _Branch) -> None:
         """Gives up the slot of the last drawn token, whose pass failed."""
         session_id = branch.request.session_id
         length = len(branch.request.token_ids) + len(branch.token_ids) - 1
         if self._engine.length(session_id) > length:
             self._engine.keep(session_id, length)
+
+
+def _needs_no_look(branch: _Branch) -> bool:
+    """Whether all its tokens can be drawn before anybody looks at one."""
+    return branch.num_wanted > 0 and can_draw(branch.request.sampling)
 
 
 def _step(branch: _Branch) -> SequenceStep:

@@ -164,10 +164,37 @@ def test_the_same_proposals_in_one_call(pair: Pair) -> None:
     ],
 )
 def test_what_needs_a_look_in_between_is_drawn_by_step(pair: Pair, change: dict[str, Any]) -> None:
+    """By itself: the others of its step are drawn at once."""
     asked = requests()
-    asked[0] = replace(asked[0], **change)
+    asked[2] = replace(asked[2], **change)
     pair.propose(asked)
+    assert pair.calls == ["draw_chains", *["forward"] * max(1, asked[2].num_draft_tokens)]
+    pair.calls.clear()
+    for engine in (pair.at_once, pair.by_step):
+        engine.release("c")
+    pair.propose([asked[2]])
     assert set(pair.calls) == {"forward"}
+
+
+def test_a_failure_of_those_by_step_undoes_the_others(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has a proposal then, and the engine holds what it held; asked again, it proposes."""
+    asked = requests()
+    asked[2] = replace(asked[2], num_draft_tokens=0)
+    engine = pair.at_once
+    run(engine, "a", asked[0].token_ids[:4], 0)
+    run(pair.by_step, "a", asked[0].token_ids[:4], 0)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "forward", fail)
+        with pytest.raises(MemoryError):
+            ModelDrafter(engine, ENTRIES).propose(asked)
+    assert [engine.length(each.session_id) for each in asked] == [4, 0, 0, 0, 0]
+    pair.propose(asked)
 
 
 def test_where_pages_are_short_it_is_drawn_by_step(
