@@ -209,6 +209,8 @@ def step_costs(
     that nobody uses yet. Blocks for some seconds."""
     from outrider.engine.cost_measurement import measure_step_costs
 
-    costs = measure_step_costs(engine, config.max_num_batched_tokens, time.perf_counter)
+    costs = measure_step_costs(
+        engine, config.max_num_batched_tokens, config.max_num_seqs, time.perf_counter
+    )
     logging.getLogger(__name__).info("step costs of the %s: %s", role, costs)
     return costs

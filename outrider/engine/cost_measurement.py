@@ -23,19 +23,24 @@ _TOKEN_ID: Final = 0
 
 
 def measure_step_costs(
-    engine: Engine, max_rows: int, clock: Callable[[], float], limit_s: float = 3.0
+    engine: Engine,
+    max_rows: int,
+    max_sessions: int,
+    clock: Callable[[], float],
+    limit_s: float = 3.0,
 ) -> StepCosts:
-    """Runs steps of up to `max_rows` tokens on an engine that nobody uses yet, on the thread that
-    its steps will run on, and leaves no sequence behind. `clock` gives seconds. What is not
-    measured after `limit_s` is left out, or taken to cost nothing. An engine that states its time
-    is believed."""
+    """Runs steps of up to `max_rows` tokens and `max_sessions` sequences on an engine that nobody
+    uses yet, on the thread that its steps will run on, and leaves no sequence behind. `clock` gives
+    seconds. What is not measured after `limit_s` is left out, or taken to cost nothing. An engine
+    that states its time is believed."""
     bench = _Bench(engine, clock, limit_s)
     bench.time([1])  # The first step of all warms up, and does not count.
     fitting = min(max_rows, engine.info.max_model_len)
     rows = sorted({*(num for num in MEASURED_ROWS if num < fitting), fitting})
     few = [num for num in rows if num <= MANY_ROWS]
     base = bench.rows(few)
-    session_s = bench.beyond(base, [1] * MEASURED_SESSIONS) / (MEASURED_SESSIONS - 1)
+    num_sessions = min(MEASURED_SESSIONS, max_sessions)
+    session_s = bench.beyond(base, [1] * num_sessions) / max(1, num_sessions - 1)
     context = min(MEASURED_CONTEXT, engine.info.max_model_len - CONTEXT_ROWS)
     slot_s = row_slot_s = 0.0
     if context > 0:
@@ -75,7 +80,7 @@ class _Bench:
 
     def time(self, counts: Sequence[int], context: int = 0) -> float | None:
         """The least time, s, of a step of so many tokens of each sequence after `context` others;
-        None where time or pages are up, or the engine takes no more sequences in a step."""
+        None where time or pages are up."""
         names = [f"cost-{index}" for index in range(len(counts))]
         steps = [_step(name, num, 1) for name, num in zip(names, counts, strict=True)]
         wholes = [_step(name, context + num, 0) for name, num in zip(names, counts, strict=True)]

@@ -25,6 +25,7 @@ from outrider.hosting import (
     build_lookup,
     log_to,
     on_passing_thread,
+    step_costs,
     use_threads,
 )
 from outrider.messages import ReplicaDescription
@@ -173,3 +174,14 @@ def test_a_name_leads_to_its_look_up(name: str, kind: type) -> None:
     assert type(lookup) is kind
     if isinstance(lookup, SuffixDrafter):
         assert lookup._config.tokens_total == 7
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 64])
+def test_the_costs_of_a_replicas_steps_are_measured_within_its_limits(max_num_seqs: int) -> None:
+    config = TargetConfig(
+        engine="emulated:vocab_size=50,support=4,verify_ms=3", model="emulated",
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=64,
+    )  # fmt: skip
+    costs = step_costs(build_engine(config, "target", 1), config, "target")
+    assert costs.rows == (1, 2, 4, 8, 16, 32, 64)
+    assert costs.seconds[0] == pytest.approx(3e-3)

@@ -53,7 +53,7 @@ def test_an_emulated_engine_is_believed() -> None:
     """6 ms for each begun 16 tokens, whatever the clock says; nothing is left behind."""
     spec = EmulatedSpec(vocab_size=50, support=4, verify_ms=6.0, verify_tokens=16)
     engine = EmulatedEngine(spec, "target")
-    costs = measure_step_costs(engine, 512, lambda: 0.0)
+    costs = measure_step_costs(engine, 512, 64, lambda: 0.0)
     assert costs.rows == (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
     assert costs.seconds == pytest.approx([0.006] * 5 + [0.012, 0.024, 0.048, 0.096, 0.192])
     assert (costs.session_s, costs.slot_s, costs.row_slot_s) == (0, 0, 0)
@@ -77,7 +77,7 @@ class Clocked(EmulatedEngine):
 
 def test_rows_sessions_and_context_are_told_apart() -> None:
     engine = Clocked(EmulatedSpec(vocab_size=50, support=4, verify_ms=0.0), "target")
-    costs = measure_step_costs(engine, 200, lambda: engine.now, limit_s=1e9)
+    costs = measure_step_costs(engine, 200, 64, lambda: engine.now, limit_s=1e9)
     assert costs.rows == (1, 2, 4, 8, 16, 32, 64, 128, 200)
     assert costs.seconds == pytest.approx([num * 1e-3 for num in costs.rows])
     assert costs.session_s == pytest.approx(2e-3)
@@ -85,10 +85,18 @@ def test_rows_sessions_and_context_are_told_apart() -> None:
     assert costs.row_slot_s == pytest.approx(1e-5)
 
 
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 5])
+def test_no_more_sessions_are_measured_than_share_a_step(max_num_seqs: int) -> None:
+    spec = EmulatedSpec(vocab_size=50, support=4, verify_ms=0.0)
+    engine = Clocked(spec, "target", max_num_seqs)
+    costs = measure_step_costs(engine, 64, max_num_seqs, lambda: engine.now, limit_s=1e9)
+    assert costs.session_s == pytest.approx(2e-3 if max_num_seqs > 1 else 0.0)
+
+
 def test_a_slow_engine_is_not_measured_for_long() -> None:
     """After 0.1 s only the step that runs is finished."""
     engine = Clocked(EmulatedSpec(vocab_size=50, support=4, verify_ms=0.0), "target")
-    costs = measure_step_costs(engine, 512, lambda: engine.now, limit_s=0.1)
+    costs = measure_step_costs(engine, 512, 64, lambda: engine.now, limit_s=0.1)
     assert costs.rows == (1, 2, 4, 8, 16, 32, 64)
     assert 0.1 < engine.now < 0.2
 
@@ -102,14 +110,14 @@ def test_a_disturbed_measurement_does_not_make_small_steps_slow() -> None:
             return super().forward(steps)
 
     engine = Disturbed(EmulatedSpec(vocab_size=50, support=4, verify_ms=0.0), "target")
-    costs = measure_step_costs(engine, 64, lambda: engine.now, limit_s=1e9)
+    costs = measure_step_costs(engine, 64, 64, lambda: engine.now, limit_s=1e9)
     assert costs.seconds == pytest.approx([0.001, 0.002, 0.004, 0.016, 0.016, 0.032, 0.064])
 
 
 def test_a_small_engine_is_measured_as_far_as_it_reaches() -> None:
     """Three pages of 16 slots."""
     spec = EmulatedSpec(vocab_size=50, support=4, num_pages=3)
-    costs = measure_step_costs(EmulatedEngine(spec, "target"), 512, lambda: 0.0)
+    costs = measure_step_costs(EmulatedEngine(spec, "target"), 512, 64, lambda: 0.0)
     assert costs.rows == (1, 2, 4, 8, 16, 32, 48)
 
 
@@ -141,6 +149,6 @@ class _OnDevice:
 def test_what_is_made_on_first_use_does_not_count() -> None:
     engine = _Behind(EmulatedSpec(vocab_size=50, support=4), "target")
     engine.seen = set()
-    costs = measure_step_costs(engine, 8, lambda: engine.now, limit_s=100.0)
+    costs = measure_step_costs(engine, 8, 64, lambda: engine.now, limit_s=100.0)
     assert costs.rows == (1, 2, 4, 8)
     assert costs.seconds == (1.0, 2.0, 4.0, 8.0)

@@ -71,7 +71,7 @@ def measured(knows_costs: bool) -> tuple[float, float, float]:
 
     async def main() -> tuple[float, float, float]:
         engine = EmulatedEngine(SPEC, "target")
-        costs = measure_step_costs(engine, 512, lambda: 0.0) if knows_costs else None
+        costs = measure_step_costs(engine, 512, 64, lambda: 0.0) if knows_costs else None
         service = TargetService(
             engine, InlineExecutor(engine.take_step_seconds), max_num_seqs=64, costs=costs
         )
