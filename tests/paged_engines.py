@@ -1,26 +1,110 @@
-"""Makes paged engines for tests, and checks what each of them must keep to its end."""
+"""Makes paged engines for tests, and checks what each of them must keep with every step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from models import MAX_MODEL_LEN
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from outrider.engine.cuda.acceleration import Acceleration
+from outrider.engine.fixed_shapes import SPLIT_SLOTS
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
+from outrider.engine.ragged import _SEGMENT_TOKENS_MAX
+from outrider.limits import KV_CACHE_BYTES_DEFAULT
 
 VOCAB = 32
+
+
+class _Copies(TorchDispatchMode):
+    """Bytes of what operators copy out of some tensors, as long as it is there."""
+
+    def __init__(self, origins: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._origins = {tensor.untyped_storage().data_ptr() for tensor in origins}
+        self._found: list[tuple[StorageWeakRef, int]] = []
+        self.most_bytes = 0
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        if self._reads(args) and isinstance(result, torch.Tensor) and not self._reads(result):
+            storage = result.untyped_storage()
+            self._found.append((StorageWeakRef(storage), storage.nbytes()))
+            self.most_bytes = max(self.most_bytes, self.bytes_left())
+        return result
+
+    def bytes_left(self) -> int:
+        self._found = [entry for entry in self._found if not entry[0].expired()]
+        return sum(num_bytes for _, num_bytes in self._found)
+
+    def _reads(self, values: Any) -> bool:
+        tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+        # Weights that are packed have no storage.
+        dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
+        return any(tensor.untyped_storage().data_ptr() in self._origins for tensor in dense)
+
+
+class WatchedEngine(PagedEngine):
+    """With every step: its tensors hold the bytes of its pages, which are no more than it was
+    given; beside them a step copies no more than one layer's attention reads, and leaves nothing of
+    that behind."""
+
+    def __init__(self, module: Any, info: ModelInfo, **options: Any) -> None:
+        super().__init__(module, info, **options)
+        given = options.get("kv_cache_memory_bytes", KV_CACHE_BYTES_DEFAULT)
+        assert self.kv_cache_bytes <= given, f"{self.kv_cache_bytes} bytes; {given} were given"
+        self.check_bytes()
+
+    def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
+        with _Copies(self._tensors()) as copies:
+            logits = super().forward(steps)
+        most, workspace = copies.most_bytes, self._workspace_bytes(steps)
+        assert most <= workspace, f"a step copied {most} bytes; {workspace} are its workspace"
+        assert copies.bytes_left() == 0, f"{copies.bytes_left()} bytes of copies outlived a step"
+        self.check_bytes()
+        return logits
+
+    def check_bytes(self) -> None:
+        held = sum(tensor.untyped_storage().nbytes() for tensor in self._tensors())
+        num_pages = self.page_counts().num_pages + self._num_spare_pages
+        expected = num_pages * self._page_size * sum(self._slot_bytes())
+        assert held == expected, f"{held} bytes are held; the pages have {expected}"
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [tensor for layer in self._cache.layers for tensor in vars(layer).values()]
+
+    def _slot_bytes(self) -> list[int]:
+        """Of each layer."""
+        return [
+            sum(t.shape[0] * t.shape[2] * t.element_size() for t in vars(layer).values())
+            for layer in self._cache.layers
+        ]
+
+    def _workspace_bytes(self, steps: Sequence[SequenceStep]) -> int:
+        """Of a step that has been run: for each segment its sequence's slots, in whole pages or
+        splits, or up to twice as many, but not more than the longest one has."""
+        whole = SPLIT_SLOTS if self._deterministic else self._page_size
+        slots = [
+            -(-self.length(step.sequence_id) // whole) * whole
+            for step in steps
+            for _ in range(0, len(step.token_ids), _SEGMENT_TOKENS_MAX)
+        ]
+        return max(self._slot_bytes()) * sum(min(2 * num, max(slots)) for num in slots)
 
 
 class EngineMaker:
     """Remembers what it makes."""
 
     def __init__(self) -> None:
-        self.made: list[tuple[PagedEngine, int]] = []
+        self.made: list[WatchedEngine] = []
 
     def __call__(
         self,
@@ -33,10 +117,10 @@ class EngineMaker:
         narrow_threads: int | None = None,
         deterministic: bool = False,
         acceleration: Acceleration | None = None,
-    ) -> PagedEngine:
+    ) -> WatchedEngine:
         dtype = str(module.dtype).removeprefix("torch.")
         info = ModelInfo("tiny", VOCAB, max_model_len, dtype, (), "", "")
-        engine = PagedEngine(
+        engine = WatchedEngine(
             module,
             info,
             max_num_seqs=max_num_seqs,
@@ -46,28 +130,18 @@ class EngineMaker:
             deterministic=deterministic,
             acceleration=acceleration,
         )
-        self.made.append((engine, num_bytes))
+        self.made.append(engine)
         return engine
 
 
 @contextmanager
 def checked_engines() -> Iterator[EngineMaker]:
-    """In the end every engine's pages are in order, and its tensors hold the bytes of its pages,
-    no more than it was given."""
+    """In the end every engine's pages are in order."""
     maker = EngineMaker()
     yield maker
-    for engine, num_bytes in maker.made:
+    for engine in maker.made:
         engine.check_integrity()
-        layers = engine._cache.layers
-        held = sum(t.untyped_storage().nbytes() for layer in layers for t in vars(layer).values())
-        size = engine._page_size
-        slot_bytes = sum(
-            t.shape[0] * t.shape[2] * t.element_size()
-            for layer in layers
-            for t in vars(layer).values()
-        )
-        num_pages = engine.page_counts().num_pages + engine._num_spare_pages
-        assert held == num_pages * size * slot_bytes <= num_bytes
+        engine.check_bytes()
 
 
 def ids(num: int, seed: int = 1) -> tuple[int, ...]:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from models import depth_cut, tiny_config, tiny_module
+from paged_engines import WatchedEngine
 from stack import Stack, running_stack
 
 from outrider.engine.interface import ModelInfo
 from outrider.engine.loading import load_model
 from outrider.engine.modules.swaps import speed_up
-from outrider.engine.paged_engine import PagedEngine
 from outrider.engine.sources import resolve_model
 from outrider.generation import GenerateRequest
 from outrider.speculation.sampling import SamplingParams
@@ -29,12 +29,12 @@ MAX_MODEL_LEN = 256
 Prompt = tuple[int, ...]
 
 
-def engine_of(module: Any, info: ModelInfo) -> PagedEngine:
+def engine_of(module: Any, info: ModelInfo) -> WatchedEngine:
     speed_up(module)
-    return PagedEngine(module, info, max_num_seqs=NUM_SESSIONS, deterministic=True)
+    return WatchedEngine(module, info, max_num_seqs=NUM_SESSIONS, deterministic=True)
 
 
-def tiny_engine(family: str, seed: int) -> PagedEngine:
+def tiny_engine(family: str, seed: int) -> WatchedEngine:
     config = tiny_config(family, VOCAB, MAX_MODEL_LEN)
     module = tiny_module(config, seed, torch.bfloat16)
     return engine_of(module, ModelInfo("tiny", VOCAB, MAX_MODEL_LEN, "bfloat16", (), "", ""))

@@ -15,13 +15,13 @@ import pytest
 import torch
 from library_text import LibraryText, library_text
 from models import depth_cut, twin
+from paged_engines import WatchedEngine
 from stack import Stack, running_stack
 
 from outrider.drafting.suffix import SuffixDrafter
 from outrider.engine.interface import SequenceStep
 from outrider.engine.loading import load_model
 from outrider.engine.modules.swaps import speed_up
-from outrider.engine.paged_engine import PagedEngine
 from outrider.engine.sources import resolve_model
 from outrider.generation import GenerateRequest
 from outrider.limits import PAGE_SIZE
@@ -66,7 +66,7 @@ class Real:
     text: TokenizerText
 
 
-class Target(PagedEngine):
+class Target(WatchedEngine):
     """Counts the sequences of its fullest step."""
 
     most_at_once = 0
@@ -108,19 +108,19 @@ def target_engine(real: Real, **options: int) -> Target:
 
 
 @asynccontextmanager
-async def drafted_by_cut(real: Real, target: PagedEngine, directory: Path) -> AsyncIterator[Stack]:
+async def drafted_by_cut(real: Real, target: Target, directory: Path) -> AsyncIterator[Stack]:
     """A cut of the target drafts."""
     cut = depth_cut(real.directory, directory / "cut", DRAFT_LAYERS)
     module, info = load_model(cut, name="cut", dtype="float32")
-    draft = PagedEngine(module, info, max_num_seqs=CROWD)
+    draft = WatchedEngine(module, info, max_num_seqs=CROWD)
     async with running_stack(target, draft, directory) as stack:
         yield stack
 
 
-def rounded_engine(real: Real) -> PagedEngine:
+def rounded_engine(real: Real) -> WatchedEngine:
     module = twin(real.module)
     speed_up(module, bits=8)
-    return PagedEngine(module, real.info, max_num_seqs=8)
+    return WatchedEngine(module, real.info, max_num_seqs=8)
 
 
 @pytest.fixture

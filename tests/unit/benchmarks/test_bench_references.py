@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from models import byte_level_tokenizer, save_tiny_model, tiny_config, tiny_module, twin
+from paged_engines import WatchedEngine
 
 from benchmarks.measurement import Decoding, Side
 from benchmarks.prompts import BenchPrompt
 from benchmarks.reference_process import EngineDecoder, LibraryDecoder
 from benchmarks.references import ReferenceModel, ReferenceProcess, reference_environment
 from outrider.engine.interface import ModelInfo
-from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError, Unavailable
 from outrider.speculation.sampling import Rule
 
@@ -35,10 +35,10 @@ def request(max_tokens: int, temperature: float = 0.0, seed: int = 0) -> dict[st
     }  # fmt: skip
 
 
-def decoders(eos: tuple[int, ...] = ()) -> tuple[EngineDecoder, LibraryDecoder, PagedEngine]:
+def decoders(eos: tuple[int, ...] = ()) -> tuple[EngineDecoder, LibraryDecoder, WatchedEngine]:
     module = tiny_module(tiny_config("llama", VOCAB_SIZE))
     info = ModelInfo("tiny", VOCAB_SIZE, 128, "float32", eos, "w", "t")
-    engine = PagedEngine(module, info, max_num_seqs=1)
+    engine = WatchedEngine(module, info, max_num_seqs=1)
     return EngineDecoder(engine), LibraryDecoder(twin(module), eos), engine
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import byte_level_tokenizer, depth_cut, save_tiny_model
+from paged_engines import WatchedEngine
 from safetensors.torch import load_file, save_file
 
 from outrider.engine import loading, sources
@@ -20,7 +21,6 @@ from outrider.engine.fingerprints import (
 )
 from outrider.engine.interface import SequenceStep
 from outrider.engine.loading import check_same_tokenizer, load_model, load_tokenizer
-from outrider.engine.paged_engine import PagedEngine
 from outrider.engine.sources import DEMO_DISTRIBUTION, cache_dir, resolve_model
 from outrider.errors import ConfigError
 
@@ -117,7 +117,7 @@ def test_dtypes(tiny: Path, dtype: str) -> None:
     assert info.max_model_len == 16
     assert info.eos_token_ids == (3,)
     assert info.tokenizer_fingerprint == ""
-    logits = PagedEngine(module, info).forward([SequenceStep("s", (1, 2), 1)])[0]
+    logits = WatchedEngine(module, info).forward([SequenceStep("s", (1, 2), 1)])[0]
     assert logits.dtype == (torch.float64 if dtype == "float64" else torch.float32)
 
 
@@ -252,5 +252,5 @@ def test_the_demo_model() -> None:
     assert tokenizer is not None
     assert "<|im_start|>" in tokenizer.chat_template
     ids = tuple(tokenizer.encode("The capital of France is"))
-    logits = PagedEngine(module, info).forward([SequenceStep("s", ids, 1)])[0]
+    logits = WatchedEngine(module, info).forward([SequenceStep("s", ids, 1)])[0]
     assert tokenizer.decode([int(logits[0].argmax())]) == " Paris"

@@ -168,6 +168,18 @@ def test_trees_and_chains_share_a_step(make_engine: EngineMaker) -> None:
         assert gap(rows, alone.forward([step])[0]) <= EXACT
 
 
+def test_a_long_context_is_read_by_its_own_sequence_alone(make_engine: EngineMaker) -> None:
+    """What a step copies is checked with each: here far less than eight sequences of 500 slots."""
+    module = tiny_module(tiny_config("llama", VOCAB, 600), dtype=torch.float64)
+    engine, library = make_engine(module, max_model_len=600), twin(module)
+    contexts = {"long": ids(500), **{str(i): ids(9 + i, i) for i in range(8)}}
+    for name, context in contexts.items():
+        run(engine, name, context, 0)
+    rows = engine.forward([SequenceStep(name, (3,), 1) for name in contexts])
+    for context, row in zip(contexts.values(), rows, strict=True):
+        assert gap(row, dense(library, (*context, 3))[-1:]) <= EXACT
+
+
 def test_a_prefix_is_shared(make_engine: EngineMaker) -> None:
     """What another sequence has run is not run again, goes on as if it had been, and is not there
     under another salt."""

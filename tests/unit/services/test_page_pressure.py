@@ -74,9 +74,10 @@ class Writer:
         self._random = random.Random(session)
         self.tokens = list(prompt)
         self.num_resyncs = 0
+        self._link, self._listener = at.connect()
 
     async def write(self) -> list[int]:
-        link, listener = self._at.connect()
+        link, listener = self._link, self._listener
         held, round_index = 0, 0
         end = len(self.tokens) + self._num_tokens
         while len(self.tokens) < end:
@@ -101,6 +102,13 @@ class Writer:
                 await asyncio.sleep(self._random.expovariate(20))
         link.release(session_name(self._session), 1)
         return self.tokens
+
+    def cancel(self) -> None:
+        """Nobody wants the text any more: the session is released, or its stream is gone."""
+        if self._random.random() < 0.5:
+            self._link.release(session_name(self._session), 1)
+        else:
+            self._link.sever(ConnectionError("cut"))
 
 
 def written_alone(prompt: Sequence[int], num_tokens: int) -> list[int]:
@@ -152,6 +160,41 @@ def test_random_loads_on_a_tiny_pool_end_with_every_session_done() -> None:
     """Seeds 0..29: no deadlock and no livelock, though sessions are preempted again and again."""
     preemptions = {seed: run_load(seed) for seed in range(30)}
     assert sum(preemptions.values()) > 100, preemptions
+
+
+def test_every_page_comes_back_after_a_thousand_sessions() -> None:
+    """Many at a time on few pages, so that some are preempted. Nearly half are cancelled: as they
+    wait, amid their prompt, or between rounds."""
+    draw = random.Random(11)
+    num_cancelled = 0
+
+    async def live(at: Setting, number: int) -> None:
+        nonlocal num_cancelled
+        prompt = [draw.randrange(2) for _ in range(draw.choice((2, 5, 20, 45, 60)))]
+        num_tokens, cancel_at = draw.randint(1, 6), draw.choice((None, draw.uniform(0, 0.3)))
+        await asyncio.sleep(draw.uniform(0, 20.0))
+        writer = Writer(at, number, prompt[: 63 - num_tokens], num_tokens)
+        try:
+            async with asyncio.timeout(cancel_at):
+                await writer.write()
+        except TimeoutError:
+            num_cancelled += 1
+            writer.cancel()
+
+    async def main() -> Setting:
+        at = Setting("target", ToyEngine(num_pages=24), 64)
+        await asyncio.gather(*(live(at, number) for number in range(1, 1001)))
+        await asyncio.sleep(0.1)
+        counts = at.engine.page_counts()
+        assert counts.num_free + counts.num_evictable == counts.num_pages
+        whole = make_head([1] * 64, session=1001)
+        assert isinstance(await ask(*at.connect(), VerifyItem(whole)), VerdictReply)
+        await at.close()
+        return at
+
+    at = run_virtually(main())
+    assert num_cancelled > 300
+    assert at.service._worker.figures.num_preemptions > 100
 
 
 async def test_a_long_prompt_is_run_beside_rounds_and_answered_once() -> None:

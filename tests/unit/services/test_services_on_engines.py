@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from models import tiny_config, tiny_module
+from paged_engines import WatchedEngine
 from rounds import GREEDY, Listener, Player
 
 from draft_service.service import DraftService
 from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
 from outrider.engine.executor import ThreadExecutor
 from outrider.engine.interface import Engine, ModelInfo
-from outrider.engine.paged_engine import PagedEngine
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.wire.memory_link import MemoryLink
 from target_service.service import TargetService
@@ -34,7 +34,7 @@ def paged_engine(seed: int) -> Callable[[], Engine]:
     def make() -> Engine:
         module = tiny_module(tiny_config("llama", VOCAB), seed, torch.float64)
         info = ModelInfo("tiny", VOCAB, 64, "float64", (), str(seed), "")
-        return PagedEngine(module, info, max_num_seqs=4)
+        return WatchedEngine(module, info, max_num_seqs=4)
 
     return make
 
