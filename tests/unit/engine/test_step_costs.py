@@ -121,6 +121,62 @@ def test_a_small_engine_is_measured_as_far_as_it_reaches() -> None:
     assert costs.rows == (1, 2, 4, 8, 16, 32, 48)
 
 
+class Startled(Clocked):
+    """Takes 3 ms longer where any session holds something: on several threads, what is done for
+    contexts is begun and ended on all of them."""
+
+    def forward(self, steps: list[SequenceStep]) -> list[torch.Tensor]:  # type: ignore[override]
+        self.now += 3e-3 * any(self.length(step.sequence_id) for step in steps)
+        return super().forward(steps)
+
+
+@pytest.mark.parametrize("sessions", [8, 16, 32])
+@pytest.mark.parametrize("context", [500, 2000])
+def test_steps_of_many_sessions_with_long_contexts_are_foretold(
+    sessions: int, context: int
+) -> None:
+    """To a tenth, though what contexts cost beside their length is not measured on its own."""
+    engine = Startled(EmulatedSpec(vocab_size=50, support=4, verify_ms=0.0), "target")
+    costs = measure_step_costs(engine, 64, 64, lambda: engine.now, limit_s=1e9)
+    names = [str(index) for index in range(sessions)]
+    for name in names:
+        engine.forward([SequenceStep(name, (1,) * context, 0)])
+    start = engine.now
+    engine.forward([SequenceStep(name, (1,), 1) for name in names])
+    foretold = costs.step_seconds(sessions, sessions, sessions * context)
+    assert foretold == pytest.approx(engine.now - start, rel=0.1)
+
+
+@pytest.mark.parametrize("num_pages", [20, 65, 130])
+def test_where_few_contexts_fit_those_are_measured(num_pages: int) -> None:
+    """1, 3 and 6 of 256 slots and 64 rows."""
+    spec = EmulatedSpec(vocab_size=50, support=4, verify_ms=0.0, num_pages=num_pages)
+    engine = Clocked(spec, "target")
+    costs = measure_step_costs(engine, 64, 64, lambda: engine.now, limit_s=1e9)
+    assert (costs.slot_s, costs.row_slot_s) == pytest.approx((1e-5, 1e-5))
+
+
+def test_a_slow_engine_is_given_few_contexts() -> None:
+    """Of 2 s they get 0.6: two contexts of 0.256 s, and the one that runs then."""
+    engine = Clocked(EmulatedSpec(vocab_size=50, support=4, verify_ms=0.0), "target")
+    costs = measure_step_costs(engine, 64, 64, lambda: engine.now, limit_s=2.0)
+    assert (costs.slot_s, costs.row_slot_s) == pytest.approx((1e-5, 1e-5))
+    assert engine.now < 2.0 + 0.2
+
+
+def test_a_first_step_of_any_length_leaves_time_to_measure() -> None:
+    """It may load what no other loads again."""
+
+    class Late(Clocked):
+        def forward(self, steps: list[SequenceStep]) -> list[torch.Tensor]:  # type: ignore[override]
+            self.now += 100.0 * (self.now == 0)
+            return super().forward(steps)
+
+    engine = Late(EmulatedSpec(vocab_size=50, support=4, verify_ms=0.0), "target")
+    costs = measure_step_costs(engine, 64, 64, lambda: engine.now)
+    assert costs.seconds[0] == pytest.approx(1e-3)
+
+
 class _Behind(EmulatedEngine):
     """States no time; on its clock the first step of each shape takes 5 s more than the others. Its
     logits say that they are on a device."""
