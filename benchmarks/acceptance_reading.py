@@ -15,6 +15,7 @@ from outrider.limits import DRAFT_SUPPORT_ENTRIES, SEED_MAX
 from outrider.speculation.drafting import quantise
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import COUNT_TOTAL, EMPTY_PROPOSAL, DraftDistribution
+from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.scoring import score
 from outrider.speculation.transforms import target_probabilities
@@ -49,15 +50,18 @@ class ModelReader:
     def __init__(self, engine: Engine, entries_max: int = DRAFT_SUPPORT_ENTRIES) -> None:
         self._engine = engine
         self._entries_max = entries_max
+        self._vocabulary = ReducedVocabulary.of(engine.info.logit_token_ids)
 
     def likeliest(self, token_ids: Sequence[int], first: int) -> list[int | None]:
         """See `Reader.likeliest`."""
-        return list(self._logits(token_ids, first).argmax(dim=1).tolist())
+        columns = self._logits(token_ids, first).argmax(dim=1).cpu().numpy()
+        known = self._vocabulary
+        return list((columns if known is None else known.token_ids[columns]).tolist())
 
     def distributions(self, token_ids: Sequence[int], first: int) -> list[DraftDistribution | None]:
         """See `Reader.distributions`."""
         rows = target_probabilities(self._logits(token_ids, first), SAMPLED)
-        return [quantise(row, self._entries_max) for row in rows]
+        return [quantise(row, self._entries_max, self._vocabulary) for row in rows]
 
     def _logits(self, token_ids: Sequence[int], first: int) -> torch.Tensor:
         step = SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), num_logits=len(token_ids) - first)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from outrider.config import DeploymentConfig
+from outrider.config import DeploymentConfig, DraftConfig
 from outrider.drafting.registry import DraftModel
 from outrider.errors import SettingError
 from outrider.settings import blaming
@@ -37,14 +37,13 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
         "tensor_parallel_size", config.target.tensor_parallel_size, config.target.model,
         directory, trust,
     )  # fmt: skip
-    draft_directory = ""
-    draft_model = config.draft.drafter.model
+    draft, draft_model = config.draft, config.draft.drafter.model
     if draft_model is not None:
-        draft_directory = str(_resolve_draft(config, draft_model, directory, trust))
+        draft = _resolve_draft(config, draft_model, directory, trust)
     return replace(
         config,
         target=replace(config.target, directory=str(directory)),
-        draft=replace(config.draft, directory=draft_directory),
+        draft=draft,
         coordinator=replace(
             config.coordinator,
             tokenizer_directory=str(directory) if _has_tokenizer(directory) else "",
@@ -55,22 +54,30 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
 
 def _resolve_draft(
     config: DeploymentConfig, draft_model: DraftModel, target: Path, trust: bool
-) -> Path:
-    """Where the draft's files are; those of `target` where it drafts with the target's weights."""
+) -> DraftConfig:
+    """With where its files are: those of `target` where it drafts with the target's weights, and
+    those as well where it was made for it."""
     from outrider.engine.loading import check_same_tokenizer
     from outrider.engine.sources import resolve_model
+    from outrider.engine.trained_drafters import check_target, is_trained_drafter
 
-    directory, name = target, config.target.model
+    draft, directory, name = config.draft, target, config.target.model
     if draft_model.name is not None:
         name = draft_model.name
         with blaming("draft_model"):
             directory = resolve_model(name, trust_remote_code=trust)
-            check_same_tokenizer(config.target.model, name, trust_remote_code=trust)
-    _check_length("draft_max_model_len", config.draft.max_model_len, directory, trust)
-    _check_ranks(
-        "draft_tensor_parallel_size", config.draft.tensor_parallel_size, name, directory, trust
-    )  # fmt: skip
-    return directory
+            if is_trained_drafter(directory):
+                check_target(directory, name, target, config.target.model)
+                draft = replace(draft, target=config.target.model, target_directory=str(target))
+            else:
+                check_same_tokenizer(config.target.model, name, trust_remote_code=trust)
+    _check_length("draft_max_model_len", draft.max_model_len, directory, trust)
+    size_key = "draft_tensor_parallel_size"
+    if not draft.target_directory:
+        _check_ranks(size_key, draft.tensor_parallel_size, name, directory, trust)
+    elif draft.tensor_parallel_size > 1:
+        raise SettingError(size_key, "a drafter that was made for a target runs on one rank")
+    return replace(draft, directory=str(directory))
 
 
 def _check_length(key: str, asked: int, directory: Path, trust: bool) -> None:

@@ -17,6 +17,7 @@ from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.speculation.device_draws import DeviceDraws, Drawing, can_draw
 from outrider.speculation.drafting import DraftedToken, draft_tokens_from_logits
 from outrider.speculation.proposal import EMPTY_PROPOSAL, DraftDistribution, Proposal
+from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.transforms import NO_HISTORY, TokenHistory
 
@@ -60,6 +61,7 @@ class ModelDrafter:
         """`entries_max` bounds the support of each draft distribution."""
         self._engine = engine
         self._entries_max = entries_max
+        self._vocabulary = ReducedVocabulary.of(engine.info.logit_token_ids)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal | OutriderError]:
         """See `FallibleDrafter.propose`. The engine must hold a proper prefix of each request's
@@ -173,6 +175,7 @@ class ModelDrafter:
                 [depth] * len(indices),
                 self._entries_max,
                 _history(branches[indices[0]]) if sampling.penalised else NO_HISTORY,
+                self._vocabulary,
             )
             drawn.update(zip(indices, tokens, strict=True))
         return [drawn[index] for index in range(len(branches))]

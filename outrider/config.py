@@ -250,6 +250,10 @@ class DraftConfig(ModelServerConfig):
     )  # fmt: skip
     directory: str = ""
     """Where the model's files are, once its name is resolved; empty without a model."""
+    target: str = ""
+    """The target's name, for a drafter that was made for it; else empty."""
+    target_directory: str = ""
+    """Where that target's files are."""
 
     def __post_init__(self) -> None:
         ModelServerConfig.__post_init__(self)

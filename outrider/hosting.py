@@ -123,6 +123,7 @@ def build_engine(
     from outrider.engine.paged_engine import PagedEngine
     from outrider.engine.parallel.shard_loading import load_shard
     from outrider.engine.parallel.sharding import least
+    from outrider.engine.trained_drafters import load_drafter
 
     path = Path(config.directory)
     options: dict[str, Any] = {
@@ -133,7 +134,11 @@ def build_engine(
         "max_model_len": config.max_model_len or None,
         "trust_remote_code": config.trust_remote_code,
     }
-    if ranks is None:
+    if isinstance(config, DraftConfig) and config.target_directory:
+        module, info = load_drafter(
+            path, Path(config.target_directory), target=config.target, **options
+        )
+    elif ranks is None:
         module, info = load_model(path, **options)
     else:
         key = "tensor_parallel_size" if role == "target" else "draft_tensor_parallel_size"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+from outrider.engine.fingerprints import tensors_fingerprint
+from outrider.engine.trained_drafters import FORMAT, DrafterDescription, save_drafter
 
 MAX_MODEL_LEN = 128
 _SPREAD = 0.4
@@ -141,6 +145,33 @@ def depth_cut(source: Path, directory: Path, num_layers: int) -> Path:
         with contextlib.suppress(FileNotFoundError):
             (directory / extra).write_bytes((source / extra).read_bytes())
     AutoConfig.from_pretrained(directory)  # it must be readable
+    return directory
+
+
+def tiny_drafter(target: Any, token_ids: Sequence[int], num_layers: int = 1, seed: int = 1) -> Any:
+    """A random module with the target's embeddings and a head for `token_ids` alone."""
+    config = copy.deepcopy(target.config)
+    config.num_hidden_layers, config.tie_word_embeddings = num_layers, False
+    module = tiny_module(config, seed)
+    module.get_input_embeddings().weight = target.get_input_embeddings().weight
+    head = torch.nn.Linear(config.hidden_size, len(token_ids), bias=False)
+    head.weight = torch.nn.Parameter(module.lm_head.weight[list(token_ids)], requires_grad=False)
+    module.set_output_embeddings(head)
+    return module
+
+
+def save_tiny_drafter(
+    directory: Path, target: Path, token_ids: Sequence[int], num_layers: int = 1, seed: int = 1
+) -> Path:
+    """Saves such a drafter of the model in `target`; returns `directory`."""
+    module = AutoModelForCausalLM.from_pretrained(target)
+    drafter = tiny_drafter(module, token_ids, num_layers, seed)
+    description = DrafterDescription(
+        format=FORMAT, target="tiny", target_fingerprint=tensors_fingerprint(target),
+        vocab_size=module.config.vocab_size, draft_vocab_size=len(token_ids),
+    )  # fmt: skip
+    directory.mkdir(parents=True, exist_ok=True)
+    save_drafter(directory, drafter, torch.tensor(token_ids), description)
     return directory
 
 

@@ -7,12 +7,13 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from outrider.errors import ConfigError
 
 _BLOCK_BYTES: Final = 4096
 _BLOCKS_PER_FILE: Final = 64
+_BLOCKS_PER_TENSOR: Final = 4
 _HEADER_BYTES_MAX: Final = 100 * 2**20
 """The safetensors format's own bound on a header."""
 _DIGEST_BYTES: Final = 16
@@ -42,23 +43,54 @@ def weights_fingerprint(directory: Path) -> str:
     return digest.hexdigest()
 
 
+def tensors_fingerprint(directory: Path) -> str:
+    """Of the names, types, shapes and sampled blocks of all tensors: the same however they are
+    spread over safetensors files, and whatever the configuration beside them says."""
+    entries: dict[str, bytes] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header = _safetensors_header(path, file)
+            start = file.tell()
+            for name, entry in json.loads(header).items():
+                if name != "__metadata__":
+                    begin, end = entry["data_offsets"]
+                    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+                    digest.update(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
+                    _add_range(digest, file, start + begin, start + end, _BLOCKS_PER_TENSOR)
+                    entries[name] = digest.digest()
+    whole = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for name in sorted(entries):
+        whole.update(entries[name])
+    return whole.hexdigest()
+
+
 def _add_safetensors_header(digest: hashlib.blake2b, path: Path) -> None:
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > _HEADER_BYTES_MAX:
-            raise ConfigError(f"{path}: not a safetensors file (a header of {length} bytes)")
-        digest.update(file.read(length))
+        digest.update(_safetensors_header(path, file))
+
+
+def _safetensors_header(path: Path, file: BinaryIO) -> bytes:
+    length = int.from_bytes(file.read(8), "little")
+    if length > _HEADER_BYTES_MAX:
+        raise ConfigError(f"{path}: not a safetensors file (a header of {length} bytes)")
+    return file.read(length)
 
 
 def _add_blocks(digest: hashlib.blake2b, path: Path) -> None:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         digest.update(size.to_bytes(8, "little"))
-        last = max(0, size - _BLOCK_BYTES)
-        starts = {last * i // (_BLOCKS_PER_FILE - 1) for i in range(_BLOCKS_PER_FILE)}
-        for start in sorted(starts):
-            file.seek(start)
-            digest.update(file.read(_BLOCK_BYTES))
+        _add_range(digest, file, 0, size, _BLOCKS_PER_FILE)
+
+
+def _add_range(
+    digest: hashlib.blake2b, file: BinaryIO, begin: int, end: int, num_blocks: int
+) -> None:
+    """Blocks spread evenly over the bytes from `begin` to `end`."""
+    last = max(0, end - begin - _BLOCK_BYTES)
+    for start in sorted({last * i // (num_blocks - 1) for i in range(num_blocks)}):
+        file.seek(begin + start)
+        digest.update(file.read(min(_BLOCK_BYTES, end - begin)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -15,13 +15,15 @@ class ModelInfo:
 
     name: str
     vocab_size: int
-    """Width of the logits, padding included."""
+    """Token ids are below it; the width of the logits, padding included, but for ..."""
     max_model_len: int
     dtype: str
     eos_token_ids: tuple[int, ...]
     weights_fingerprint: str
     tokenizer_fingerprint: str
     """Empty for a model without a tokenizer."""
+    logit_token_ids: tuple[int, ...] = field(default=(), repr=False)
+    """... a head over a part of the vocabulary: the token of each of its columns, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +81,12 @@ class Engine(Protocol):
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         """Appends each step's tokens to its sequence, and returns per step its logits
-        [num_logits, V], float32, on the model's device: row j follows the j-th of the last
-        `num_logits` tokens. At most one step a sequence. Where pages are missing, idle sequences
-        and remembered prefixes are evicted. Raises `BadRequest` for a token id outside the
-        vocabulary or a sequence longer than `max_model_len`, `OutOfPages` where even eviction does
-        not make room; then no sequence of the call has changed."""
+        [num_logits, V], or [num_logits, N] with N `logit_token_ids`; float32, on the model's
+        device: row j follows the j-th of the last `num_logits` tokens. At most one step a
+        sequence. Where pages are missing, idle sequences and remembered prefixes are evicted.
+        Raises `BadRequest` for a token id outside the vocabulary or a sequence longer than
+        `max_model_len`, `OutOfPages` where even eviction does not make room; then no sequence of
+        the call has changed."""
         ...
 
     def can_hold(

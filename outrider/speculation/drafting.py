@@ -14,6 +14,7 @@ from outrider.speculation.noise import NoiseBatch, RoundNoise
 from outrider.speculation.philox import RowKeys
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution
 from outrider.speculation.race import race, race_at
+from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.supports import IdArray, Support, draw, likeliest, supports
 from outrider.speculation.transforms import (
@@ -42,19 +43,21 @@ def draft_tokens(
     noises: Sequence[RoundNoise],
     indices: Sequence[int],
     entries_max: int = DRAFT_SUPPORT_ENTRIES,
+    vocabulary: ReducedVocabulary | None = None,
 ) -> list[DraftedToken]:
     """`draft_token` for B sessions of one rule: `probabilities` [B, V], float64, unchanged;
-    `indices[b]` is the depth of session b's token."""
+    `indices[b]` is the depth of session b's token. With a `vocabulary` they are [B, N], of its
+    columns; tokens and distributions have the target's ids all the same."""
     check(len(noises) == len(indices) == len(probabilities), "one noise and index for each row")
     if not noises:
         return []
     batch = NoiseBatch.of(noises)
     if batch.rule is Rule.GREEDY:
-        return [(token_id, None) for token_id in probabilities.argmax(dim=1).tolist()]
+        return _one_hot(probabilities.argmax(dim=1).tolist(), vocabulary)
     keys = batch.draft_keys(indices)
     if batch.rule is Rule.COUPLED:
-        return [(token_id, None) for token_id in race(probabilities, keys).tolist()]
-    supports = [quantise(row, entries_max) for row in probabilities]
+        return [(token_id, None) for token_id in _raced(probabilities, keys, vocabulary).tolist()]
+    supports = [quantise(row, entries_max, vocabulary) for row in probabilities]
     tokens = draw_quantised(supports, keys).tolist()
     return [
         (token_id, support if len(support.token_ids) > 1 else None)
@@ -69,20 +72,27 @@ def draft_tokens_from_logits(
     indices: Sequence[int],
     entries_max: int = DRAFT_SUPPORT_ENTRIES,
     history: TokenHistory = NO_HISTORY,
+    vocabulary: ReducedVocabulary | None = None,
 ) -> list[DraftedToken]:
     """`draft_tokens` of `target_probabilities(logits, params, history)` for B sessions that share
-    rule and parameters (and the history, where it counts): `logits` [B, V], unchanged."""
+    rule and parameters (and the history, where it counts): `logits` [B, V], unchanged. With a
+    `vocabulary` they are [B, N]; parameters, history, tokens and noise have the target's ids."""
     check(len(noises) == len(indices) == len(logits), "one noise and index for each row")
     _check_entries(entries_max)
     if not noises:
         return []
     batch = NoiseBatch.of(noises)
+    if vocabulary is not None:
+        params = vocabulary.params(params)
+        history = vocabulary.history(history) if params.penalised else history
     if params.greedy:
-        return [(token_id, None) for token_id in likeliest(logits, params, history)]
+        return _one_hot(likeliest(logits, params, history), vocabulary)
     if logits.device.type != "cpu" or batch.rule is Rule.GREEDY:
         probabilities = target_probabilities(logits, params, history)
-        return draft_tokens(probabilities, noises, indices, entries_max)
+        return draft_tokens(probabilities, noises, indices, entries_max, vocabulary)
     rows, keys = supports(logits, params, history), batch.draft_keys(indices)
+    if vocabulary is not None:
+        rows = [Support(vocabulary.token_ids[row.ids], row.mass) for row in rows]
     if batch.rule is Rule.COUPLED:
         drawn = draw([(row.ids, row.mass) for row in rows], keys)
         return [(token_id, None) for token_id in drawn]
@@ -94,15 +104,38 @@ def draft_tokens_from_logits(
     ]
 
 
-def quantise(probabilities: torch.Tensor, entries_max: int) -> DraftDistribution:
+def _one_hot(columns: Sequence[int], vocabulary: ReducedVocabulary | None) -> list[DraftedToken]:
+    """The tokens of columns of the logits, each drawn with certainty."""
+    if vocabulary is not None:
+        columns = vocabulary.token_ids[list(columns)].tolist()
+    return [(token_id, None) for token_id in columns]
+
+
+def _raced(
+    probabilities: torch.Tensor, keys: RowKeys, vocabulary: ReducedVocabulary | None
+) -> torch.Tensor:
+    """The race's winner in each row, whose noise is that of the tokens and not of the columns."""
+    if vocabulary is None:
+        return race(probabilities, keys)
+    token_ids = torch.from_numpy(vocabulary.token_ids).to(probabilities.device)
+    return race_at(token_ids.expand(probabilities.shape), probabilities, keys)
+
+
+def quantise(
+    probabilities: torch.Tensor, entries_max: int, vocabulary: ReducedVocabulary | None = None
+) -> DraftDistribution:
     """The `entries_max` likeliest of `probabilities` [V] (ties: lowest ids) as counts that sum to
-    `COUNT_TOTAL`, by largest remainders; tokens left without a count are dropped. Ids ascend.
+    `COUNT_TOTAL`, by largest remainders; tokens left without a count are dropped. Ids ascend, and
+    are those of `vocabulary` where the probabilities are its columns'.
 
     The support may have one entry; whoever puts it on the wire turns that into None."""
     _check_entries(entries_max)
     largest = largest_ids(probabilities, entries_max)
     mass = probabilities[largest].cpu().numpy().astype(np.float64)
-    return _distribution(*_quantise(Support(largest.cpu().numpy(), mass)))
+    ids = largest.cpu().numpy()
+    if vocabulary is not None:
+        ids = vocabulary.token_ids[ids]
+    return _distribution(*_quantise(Support(ids, mass)))
 
 
 def _check_entries(entries_max: int) -> None:

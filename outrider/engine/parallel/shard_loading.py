@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
+from outrider.engine.empty_models import empty_model
 from outrider.engine.interface import ModelInfo
-from outrider.engine.loading import DTYPES, LOADING_ERRORS, describe, resolve_device, set_threads
+from outrider.engine.loading import LOADING_ERRORS, describe, resolve_device, set_threads
 from outrider.engine.parallel.plan import check_size, plan_of
 from outrider.engine.parallel.sharding import Ranks, Share, Slot, shard
 from outrider.engine.sources import check_weights
+from outrider.engine.weight_files import open_weights, stored_names
 from outrider.errors import ConfigError
-
-_INDEX: Final = "model.safetensors.index.json"
-_SINGLE: Final = "model.safetensors"
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +42,7 @@ def load_shard(
     check_weights(path, name)
     where = resolve_device(device)
     set_threads(num_threads)
-    module = _empty_model(path, name, dtype, attn_implementation, trust_remote_code)
+    module = empty_model(path, name, dtype, attn_implementation, trust_remote_code)
     plan = plan_of(module, name, key)
     check_size(module, plan, ranks.size, name, key)
     info = describe(
@@ -65,66 +62,8 @@ def check_shares(
 ) -> None:
     """Raises `ConfigError` about the setting `key` unless `size` ranks can share out the model in
     `path`. Reads its configuration alone."""
-    module = _empty_model(path, name, "float32", "sdpa", trust_remote_code)
+    module = empty_model(path, name, "float32", "sdpa", trust_remote_code)
     check_size(module, plan_of(module, name, key), size, name, key)
-
-
-def _empty_model(
-    path: Path, name: str, dtype: str, attn_implementation: str, trust_remote_code: bool
-) -> Any:
-    """A model whose parameters have no values yet, while its other tensors (rotations, scales),
-    which are in no file, have."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-
-    try:
-        config = AutoConfig.from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=trust_remote_code
-        )
-        with _parameters_on_meta():
-            module = AutoModelForCausalLM.from_config(
-                config,
-                dtype=_resolve_stored_dtype(config, dtype, path),
-                attn_implementation=attn_implementation,
-                trust_remote_code=trust_remote_code,
-            )
-        if (path / "generation_config.json").is_file():
-            module.generation_config = GenerationConfig.from_pretrained(str(path))
-    except LOADING_ERRORS as error:
-        raise ConfigError(f"model {name}: cannot be loaded: {error}") from error
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(f"model {name}: its weights are quantised; several ranks cannot share it")
-    return module
-
-
-def _resolve_stored_dtype(config: Any, dtype: str, path: Path) -> torch.dtype:
-    """`auto` is what the configuration states, else what the first stored tensor has."""
-    if dtype != "auto":
-        return DTYPES[dtype]
-    stated = getattr(config.get_text_config(), "dtype", None)
-    if isinstance(stated, torch.dtype):
-        return stated
-    with _open(path) as files:
-        first = next(iter(files))
-        found: torch.dtype = files[first].get_tensor(first).dtype
-        return found
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Within, every new parameter loses its values as soon as a module registers it, so that the
-    memory it was given has never been written to."""
-
-    def emptied(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta:
-            return None
-        return nn.Parameter(parameter.to("meta"), requires_grad=False)
-
-    # Its annotation says that a hook returns nothing; its documentation, what it may return.
-    hook = nn.modules.module.register_module_parameter_registration_hook(emptied)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def _fill(module: Any, slots: Mapping[str, Slot], path: Path, name: str) -> None:
@@ -132,11 +71,11 @@ def _fill(module: Any, slots: Mapping[str, Slot], path: Path, name: str) -> None
     shared: dict[int, list[str]] = {}
     for key, slot in slots.items():
         shared.setdefault(id(slot.tensor), []).append(key)
-    with _open(path) as files:
-        stored_names = _stored_names(module, slots, files)
+    with open_weights(path) as files:
+        named = stored_names(module, slots, files)
         for keys in shared.values():
             slot = slots[keys[0]]
-            stored = next((stored_names[key] for key in keys if key in stored_names), None)
+            stored = next((named[key] for key in keys if key in named), None)
             if stored is None:
                 if slot.tensor.is_meta:
                     raise ConfigError(f"model {name}: its files lack the weights {keys[0]}")
@@ -146,19 +85,6 @@ def _fill(module: Any, slots: Mapping[str, Slot], path: Path, name: str) -> None
                 raise ConfigError(f"model {name}: {stored} does not fit its configuration")
             for key in keys:
                 _put(slots[key], values)
-
-
-def _stored_names(module: Any, slots: Mapping[str, Slot], stored: Iterable[str]) -> dict[str, str]:
-    """The stored name of each tensor by the one that it has in the model: the library knows how
-    they were named in earlier versions."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-    renamings = [
-        found for found in get_model_conversion_mapping(module) if isinstance(found, WeightRenaming)
-    ]
-    prefix = module.base_model_prefix
-    return {rename_source_key(name, renamings, [], prefix, slots)[0]: name for name in stored}
 
 
 def _put(slot: Slot, values: nn.Parameter) -> None:
@@ -190,26 +116,3 @@ def _padded(values: torch.Tensor, share: Share) -> torch.Tensor:
     shape = [*values.shape]
     shape[share.dim] = missing
     return torch.cat([values, values.new_zeros(shape)], dim=share.dim)
-
-
-@contextmanager
-def _open(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The open file of every stored tensor."""
-    from safetensors import safe_open
-
-    with ExitStack() as stack:
-        found = {}
-        for file in _weight_files(path):
-            handle = stack.enter_context(safe_open(str(file), framework="pt"))
-            found.update(dict.fromkeys(handle.keys(), handle))
-        yield found
-
-
-def _weight_files(path: Path) -> list[Path]:
-    """As the library picks them: some repositories hold the same weights twice."""
-    if (path / _SINGLE).is_file():
-        return [path / _SINGLE]
-    if (path / _INDEX).is_file():
-        index = json.loads((path / _INDEX).read_text(encoding="utf-8"))
-        return [path / file for file in sorted(set(index["weight_map"].values()))]
-    return sorted(path.glob("*.safetensors"))

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from exactness.law import FALSE_ALARM, Fit, completion_law, fit, product
-from models import tiny_config, tiny_module, twin
+from models import tiny_config, tiny_drafter, tiny_module, twin
 from stack import Stack, running_stack
 
 from outrider.drafting.lookup import LookupDrafter
@@ -47,6 +47,7 @@ TOP_P = SamplingParams(top_p=0.8)
 PENALISED = SamplingParams(
     temperature=0.7, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2
 )
+BIASED = SamplingParams(temperature=0.8, logit_bias=((0, 0.7), (3, -0.9)), presence_penalty=0.5)
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class Cell:
     """That of the target's weights is 3."""
     draft_bits: int | None = None
     """What the draft's weights are rounded to."""
+    draft_token_ids: tuple[int, ...] = ()
+    """Those that a draft's head has rows for, of the target's; empty = as wide as said above."""
     num_tokens: int = 3
     """Tokens whose joint law is tested: the first ones of ..."""
     max_tokens: int = 4
@@ -76,9 +79,12 @@ class Cell:
         bits = f"-{self.draft_bits}bits" if self.draft_bits else ""
         drafters += [f"draft{self.draft_vocab_size}{bits}"] if self.draft_vocab_size else []
         draft = "+".join(drafters)
+        if self.draft_token_ids:
+            draft = "head" + "".join(map(str, self.draft_token_ids))
         transforms = (
             f"T{self.params.temperature:g}-k{self.params.top_k}-p{self.params.top_p:g}"
             f"{'-penalised' if self.params.penalised else ''}"
+            f"{'-biased' if self.params.logit_bias else ''}"
         )
         return (
             f"{self.rule.value}-K{self.num_draft_tokens}-{transforms}-V{self.vocab_size}-{draft}-"
@@ -98,6 +104,8 @@ CELLS = [
     Cell(Rule.COUPLED, 2, PENALISED),
     # A draft that knows two tokens more than the target, which are never accepted.
     Cell(Rule.TOKEN, 2, TOP_K, vocab_size=4, draft_vocab_size=6, num_samples=7_600),
+    # A draft whose head has rows for two tokens of the target's, not its first ones.
+    Cell(Rule.BLOCK, 2, BIASED, vocab_size=4, draft_token_ids=(1, 3), num_samples=11_000),
 ]
 SMALL_GRID = [
     Cell(rule, k, params, max_tokens=6 if k == 4 else 4)
@@ -106,6 +114,23 @@ SMALL_GRID = [
     )
 ]
 WIDE_GRID = [
+    *(
+        Cell(
+            rule,
+            k,
+            params,
+            vocab_size=4,
+            draft_token_ids=token_ids,
+            max_tokens=6,
+            num_samples=13_500,
+        )
+        for rule, k, params, token_ids in product(
+            (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED),
+            (1, 4),
+            (PENALISED, TOP_P, BIASED),
+            ((1, 3), (0, 2, 3), (2,)),
+        )
+    ),
     Cell(Rule.TOKEN, 2, PLAIN, vocab_size=8, draft_vocab_size=5, num_tokens=2, num_samples=13_500),
     Cell(Rule.BLOCK, 2, TOP_P, vocab_size=8, draft_vocab_size=8, num_tokens=2, num_samples=13_500),
     Cell(Rule.BLOCK, 4, PLAIN, vocab_size=4, draft_vocab_size=3, num_samples=13_500),
@@ -163,6 +188,17 @@ def prompt_of(cell: Cell) -> tuple[int, ...]:
     return (0, 1, 2, 0, 1, 2, 0, 1)
 
 
+def reduced_engine(target: Any, token_ids: tuple[int, ...], seed: int) -> PagedEngine:
+    """A draft with the target's embeddings, and a head for some of its tokens."""
+    module = tiny_drafter(target, token_ids, seed=seed)
+    with torch.no_grad():
+        module.lm_head.weight.mul_(FLATTER)
+    info = ModelInfo(
+        "reduced", target.config.vocab_size, 128, "float32", (), "w", "tiny", token_ids
+    )
+    return PagedEngine(module, info, max_num_seqs=64)
+
+
 async def sample(stack: Stack, cell: Cell) -> tuple[list[tuple[int, ...]], int]:
     """All completions, and how many draft tokens were accepted in all."""
     gate = asyncio.Semaphore(CONCURRENCY)
@@ -191,7 +227,9 @@ async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
     """How well completions fit the law, and how many draft tokens were accepted in all."""
     module, target = tiny_engine(cell.vocab_size, seed=3)
     draft = None
-    if cell.draft_vocab_size is not None:
+    if cell.draft_token_ids:
+        draft = reduced_engine(module, cell.draft_token_ids, cell.draft_seed)
+    elif cell.draft_vocab_size is not None:
         _, draft = tiny_engine(cell.draft_vocab_size, cell.draft_seed, cell.draft_bits)
     law = completion_law(module, prompt_of(cell), cell.num_tokens, cell.params)
     lookup = lookup_of(cell.lookup)
