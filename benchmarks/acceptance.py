@@ -11,21 +11,17 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
 
-import numpy as np
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from outrider.errors import SettingError, check
 from outrider.limits import MAX_TOKENS_DEFAULT, SEED_MAX
+from outrider.speculation.acceptance import conditional_acceptance
 
 from .figures import to_json
 from .prompts import PROMPTS_MAX, BenchPrompt, built_in_prompts, read_prompts, select_prompts
-
-NUM_DEPTHS: Final = 8
-"""Depths that `by_position` covers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,26 +152,6 @@ def summarise(
         num_positions_greedy=sum(len(entry.hits) for entry in found),
         by_category={name: _rates(entries) for name, entries in by_category.items()},
     )
-
-
-def conditional_acceptance(texts: Sequence[Sequence[float]]) -> tuple[float | None, ...]:
-    """The chance, for draft token 1..`NUM_DEPTHS`, that it is accepted given that those before it
-    were, from min(1, q(x) / p(x)) along texts that the target drew.
-
-    For such a text the mean of prod_{i<=k} min(1, q_i / p_i) over windows of k tokens is the chance
-    that the first k of a chain are accepted. Chances at depth k and k - 1 are taken over the same
-    windows, those of at least k tokens, so that a text's end favours neither."""
-    found: list[float | None] = []
-    for depth in range(1, NUM_DEPTHS + 1):
-        reached = accepted = 0.0
-        for ratios in texts:
-            values = np.asarray(ratios, dtype=np.float64)
-            if len(values) >= depth:
-                windows = np.lib.stride_tricks.sliding_window_view(values, depth)
-                reached += float(windows[:, :-1].prod(axis=1).sum())
-                accepted += float(windows.prod(axis=1).sum())
-        found.append(accepted / reached if reached > 0 else None)
-    return tuple(found)
 
 
 def _rates(found: Sequence[PromptAcceptance]) -> Rates:

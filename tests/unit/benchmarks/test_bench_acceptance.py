@@ -12,7 +12,6 @@ from toy_engine import ToyEngine, toy_logits
 from benchmarks.acceptance import (
     AcceptanceOptions,
     PromptAcceptance,
-    conditional_acceptance,
     render,
     summarise,
 )
@@ -28,6 +27,7 @@ from benchmarks.acceptance_reading import (
 from deploy.cli.main import main
 from outrider.drafting.ngram import NgramDrafter
 from outrider.errors import ConfigError
+from outrider.speculation.acceptance import conditional_acceptance
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import COUNT_TOTAL
 from outrider.speculation.sampling import Rule

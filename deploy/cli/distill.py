@@ -1,0 +1,210 @@
+"""`outrider distill TARGET --out DIR`: makes a drafter for a target."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from benchmarks.prompts import read_prompts
+from outrider.config import DTYPES, TargetConfig
+from outrider.distillation.options import DistillOptions
+from outrider.errors import BadRequest, SettingError
+from outrider.hosting import available_cores, use_threads
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from outrider.distillation.distilling import Distilled, Report, Target
+    from outrider.distillation.training import Point
+    from outrider.distillation.writing import Template
+    from outrider.text import TokenizerText
+
+_TURNS: Final = ("one", "Two?")
+"""Two user turns with nothing in common."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares its arguments."""
+    defaults = DistillOptions(out=Path())
+    parser.epilog = (
+        "A run that is killed goes on where it was when the same command is given again: what it "
+        "has made lies in $OUTRIDER_CACHE/distillation."
+    )
+    parser.add_argument(
+        "target", metavar="TARGET", help="`demo`, a directory, a .gguf file, or a hub id"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="the drafter's directory"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=defaults.minutes, metavar="N",
+        help="for the whole run, on a CPU or on a GPU [%(default)g]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--layers", type=int, default=defaults.layers, metavar="N",
+        help="of the drafter, from the target's, spread evenly [%(default)s]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--draft-vocab", type=int, default=defaults.draft_vocab, metavar="N",
+        help="tokens that the drafter can propose [%(default)s]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE",
+        help="JSONL of `prompt`: the target answers these before it asks itself",
+    )  # fmt: skip
+    parser.add_argument(
+        "--corpus", type=Path, metavar="DIR",
+        help="folder of .txt, .md and .jsonl(.gz) to learn from, too: lines of `text`, or of "
+        "`prompt`, `answer` (token ids) and `temperature` that the target wrote before",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seed", type=int, default=defaults.seed, metavar="N", help="[%(default)s]"
+    )
+    parser.add_argument(
+        "--tokens", type=int, metavar="N",
+        help="that the target writes [what the minutes allow]; with --steps and without a GPU, a "
+        "run can be repeated exactly",
+    )  # fmt: skip
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="of training [what the minutes allow]"
+    )
+    config = TargetConfig()
+    parser.add_argument("--dtype", choices=DTYPES, default=config.dtype, help="[%(default)s]")
+    parser.add_argument(
+        "--device", default=config.device, help="`auto`, `cpu`, `cuda` or `cuda:N` [%(default)s]"
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code of the model's files"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on standard output"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Makes it, with a progress bar on standard error."""
+    options = DistillOptions(
+        out=arguments.out, minutes=arguments.minutes, layers=arguments.layers,
+        draft_vocab=arguments.draft_vocab, corpus=arguments.corpus, seed=arguments.seed,
+        tokens=arguments.tokens, steps=arguments.steps,
+    )  # fmt: skip
+    TargetConfig(device=arguments.device)  # Raises for one that is none.
+    use_threads(available_cores())  # Before torch is imported.
+    from outrider.distillation.distilling import check_out, distill
+    from outrider.engine.sources import cache_dir
+
+    check_out(options.out)
+    target, text = _target(arguments)
+    options = replace(options, prompts=_prompts(arguments.prompts, text))
+    with _bar() as bar:
+        found = distill(options, target, cache_dir(), _reporting(bar))
+    if arguments.json:
+        print(json.dumps(_summary(found)))
+    else:
+        print(
+            f"{found.out}: {found.num_steps} steps in {found.seconds / 60:.1f} minutes; held-out "
+            f"acceptance {found.measured.greedy:.3f} at temperature 0, "
+            f"{found.measured.sampled:.3f} at 1\n"
+            f"outrider serve {arguments.target} --draft-model {found.out}"
+        )
+    return 0
+
+
+def _target(arguments: argparse.Namespace) -> tuple[Target, TokenizerText | None]:
+    from outrider.distillation.distilling import Target
+    from outrider.engine.loading import load_tokenizer
+    from outrider.engine.sources import resolve_model
+    from outrider.text import TokenizerText
+
+    name, trust = arguments.target, arguments.trust_remote_code
+    directory = resolve_model(name, trust_remote_code=trust)
+    tokenizer = load_tokenizer(directory, trust_remote_code=trust)
+    text = None if tokenizer is None else TokenizerText(tokenizer, name)
+    target = Target(
+        name=name,
+        directory=directory,
+        template=_template(text),
+        encode=None if text is None else text.encode,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        trust_remote_code=trust,
+    )
+    return target, text
+
+
+def _template(text: TokenizerText | None) -> Template:
+    """What stands around a user's turn: what two conversations of other turns have in common."""
+    from outrider.distillation.writing import Template
+
+    if text is None:
+        return Template((), ())
+    try:
+        one, other = (text.encode_chat([{"role": "user", "content": c}]) for c in _TURNS)
+    except BadRequest:  # no chat template
+        return Template(tuple(text.encode("")), ())
+    before = _common(one, other)
+    after = _common(one[before:][::-1], other[before:][::-1])
+    return Template(tuple(one[:before]), tuple(one[len(one) - after :]))
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens that both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _prompts(path: Path | None, text: TokenizerText | None) -> tuple[tuple[int, ...], ...]:
+    if path is None:
+        return ()
+    if text is None:
+        raise SettingError("prompts", "the target has no tokenizer, and takes no text")
+    found = []
+    for prompt in read_prompts(path):
+        try:
+            ids = text.encode_chat([{"role": "user", "content": prompt.text}])
+        except BadRequest:
+            ids = text.encode(prompt.text)
+        found.append(tuple(ids))
+    return tuple(found)
+
+
+def _bar() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    return Progress(
+        TextColumn("{task.description:<9}"), BarColumn(), TaskProgressColumn(),
+        TimeElapsedColumn(), TextColumn("{task.fields[found]}"),
+        console=Console(stderr=True),
+    )  # fmt: skip
+
+
+def _reporting(bar: Progress) -> Report:
+    """Shows a line for each stage; that of training with what was measured last."""
+    tasks: dict[str, Any] = {}
+
+    def report(stage: str, part: float, point: Point | None) -> None:
+        if stage not in tasks:
+            tasks[stage] = bar.add_task(stage, total=1.0, found="")
+        found = ""
+        if point is not None:
+            found = f"accepted {point.greedy:.3f} at T=0, {point.sampled:.3f} at T=1"
+        bar.update(tasks[stage], completed=part, found=found)
+
+    return report
+
+
+def _summary(found: Distilled) -> dict[str, object]:
+    return {
+        "out": str(found.out),
+        "steps": found.num_steps,
+        "seconds": round(found.seconds, 1),
+        "greedy": found.measured.greedy,
+        "sampled": found.measured.sampled,
+        "by_position": found.measured.by_position,
+        "num_positions": found.measured.num_tokens,
+    }

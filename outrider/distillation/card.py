@@ -1,0 +1,141 @@
+"""The model card: what a drafter was made from, in what time, and how much of it is accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Final
+
+from outrider.distillation.measuring import Measured
+from outrider.distillation.training import Point
+
+PLOT_FILE: Final = "loss.svg"
+_WIDTH, _HEIGHT, _MARGIN = 640, 300, 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardFacts:
+    """What the card says."""
+
+    target: str
+    target_fingerprint: str
+    layers: Sequence[int]
+    """Of the target's, that the student started from."""
+    num_parameters: int
+    """Without the embeddings."""
+    draft_vocab_size: int
+    covered: float
+    """Part of the target's probability that the head's tokens have."""
+    num_documents: dict[str, int]
+    num_tokens: dict[str, int]
+    """Learned tokens, by where they come from."""
+    seconds: dict[str, float]
+    """By stage."""
+    seed: int
+    num_steps: int
+    num_trained_tokens: int
+    """Repetitions included."""
+    measured: Measured
+    points: Sequence[Point]
+
+
+def render_card(facts: CardFacts) -> str:
+    """The card, in Markdown."""
+    measured = facts.measured
+    data = "\n".join(
+        f"| {source} | {facts.num_documents[source]:,} | {tokens:,} |"
+        for source, tokens in facts.num_tokens.items()
+    )
+    times = ", ".join(f"{stage} {seconds / 60:.1f} min" for stage, seconds in facts.seconds.items())
+    temperatures = "\n".join(
+        f"| {'others' if r.temperature is None else f'target, {r.temperature:g}'} "
+        f"| {r.num_tokens:,} | {r.greedy:.3f} | {r.sampled:.3f} |"
+        for r in measured.by_temperature
+    )
+    positions = " | ".join("-" if p is None else f"{p:.3f}" for p in measured.by_position)
+    depths = " | ".join(str(depth + 1) for depth in range(len(measured.by_position)))
+    rule = "|".join(["---"] * (len(measured.by_position) + 1))
+    return f"""# A drafter for {facts.target}
+
+Made by `outrider distill` for speculative decoding of the target {facts.target} with weights
+`{facts.target_fingerprint}`, and for no other: its embeddings are the target's and are not stored
+here. Serve it with `outrider serve {facts.target} --draft-model DIR`.
+
+- {facts.num_parameters / 1e6:.1f} million parameters without the embeddings: the target's layers
+  {", ".join(map(str, facts.layers))} and a head for {facts.draft_vocab_size:,} tokens, to which the
+  target gives {facts.covered:.1%} of its probability; other tokens are never proposed.
+- Matrices are stored as int8 with one scale a row. What is measured here was measured after that.
+- {facts.num_steps:,} steps over {facts.num_trained_tokens:,} tokens, repetitions included; seed
+  {facts.seed}; {times}.
+
+## Data
+
+| written by | documents | tokens learned from |
+| --- | --- | --- |
+{data}
+
+The target's 64 likeliest tokens at every place were what was learned: first by cross-entropy, then
+by the likelihood that a draft is accepted.
+
+## Acceptance on held-out documents
+
+`greedy` is the share of places where target and drafter find the same token likeliest, `sampled`
+the mean of sum min(p, q) at temperature 1, with q as it goes on the wire.
+
+| written by, at temperature | places | greedy | sampled |
+| --- | --- | --- | --- |
+{temperatures}
+
+Given that all draft tokens before it were accepted, at temperature 1:
+
+| draft token | {depths} |
+|{rule}|
+| accepted | {positions} |
+
+## Training
+
+![Loss and acceptance over the steps]({PLOT_FILE})
+"""
+
+
+def render_plot(points: Sequence[Point]) -> str:
+    """Loss (left) and running acceptance (right) over the steps, as an SVG."""
+    learned = points[1:]
+    steps = max(point.step for point in points) or 1
+    most = max((point.loss for point in learned), default=1.0) or 1.0
+
+    def line(pairs: Sequence[tuple[int, float]], colour: str) -> str:
+        places = " ".join(
+            f"{_MARGIN + step / steps * (_WIDTH - 2 * _MARGIN):.1f},"
+            f"{_HEIGHT - _MARGIN - value * (_HEIGHT - 2 * _MARGIN):.1f}"
+            for step, value in pairs
+        )
+        return f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{places}"/>'
+
+    def text(x: float, y: float, words: str, anchor: str, colour: str = "#333") -> str:
+        return (
+            f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}">{escape(words)}</text>'
+        )
+
+    right, bottom = _WIDTH - _MARGIN, _HEIGHT - _MARGIN
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
+        f'<path d="M{_MARGIN},{_MARGIN} V{bottom} H{right} V{_MARGIN}" fill="none" stroke="#999"/>',
+        line([(point.step, point.loss / most) for point in learned], "#c0392b"),
+        line([(point.step, point.greedy) for point in points], "#2471a3"),
+        line([(point.step, point.sampled) for point in points], "#1e8449"),
+        text(_MARGIN - 4, _MARGIN + 4, f"{most:.2f}", "end"),
+        text(_MARGIN - 4, bottom, "0", "end"),
+        text(right + 4, _MARGIN + 4, "1", "start"),
+        text(right + 4, bottom, "0", "start"),
+        text(_MARGIN, bottom + 18, "0", "middle"),
+        text(right, bottom + 18, f"{steps:,} steps", "end"),
+        text(_MARGIN, _MARGIN - 16, "loss (cross-entropy, then likelihood)", "start", "#c0392b"),
+        text(_WIDTH / 2 + 40, _MARGIN - 16, "greedy", "start", "#2471a3"),
+        text(_WIDTH / 2 + 100, _MARGIN - 16, "sampled acceptance, held out", "start", "#1e8449"),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"

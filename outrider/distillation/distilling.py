@@ -1,0 +1,290 @@
+"""From a target to a drafter's directory: corpus, the target's answers, training, card.
+
+Everything on the way lies in `$OUTRIDER_CACHE/distillation/<target>/`, so that a run that is killed
+goes on where it was, and a later one finds what an earlier one wrote:
+
+folder              what it holds                       depends on
+`written-<key>`     what the target wrote               seed, prompts
+`given-<key>`       its answers about `--corpus`        the files
+`student-<key>`     checkpoint and measurements         all that is asked for
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from outrider.distillation.card import PLOT_FILE, CardFacts, render_card, render_plot
+from outrider.distillation.documents import (
+    DOCUMENT_TOKENS_MAX,
+    Document,
+    Encode,
+    corpus_files,
+    fingerprint_of,
+)
+from outrider.distillation.documents import read_corpus as read_documents
+from outrider.distillation.learning import HELD_OUT_EVERY, Lessons
+from outrider.distillation.measuring import Measured, measure
+from outrider.distillation.options import DistillOptions
+from outrider.distillation.student import likeliest_tokens, make_student, spread_layers
+from outrider.distillation.teacher import TeacherCache, check_head
+from outrider.distillation.training import Budget, Point, Trainer
+from outrider.distillation.writing import Template, Wanted, WrittenCorpus
+from outrider.engine.fingerprints import tensors_fingerprint
+from outrider.engine.interface import ModelInfo
+from outrider.engine.kv_cache import memory_budget
+from outrider.engine.loading import load_model
+from outrider.engine.modules.swaps import speed_up
+from outrider.engine.paged_engine import PagedEngine
+from outrider.engine.trained_drafters import (
+    FORMAT,
+    DrafterDescription,
+    as_stored,
+    is_trained_drafter,
+    save_drafter,
+)
+from outrider.errors import SettingError
+
+WRITING_SHARE: Final = 0.4
+READING_SHARE: Final = 0.15
+"""Parts of the time for the target: to write, and to answer about what was written or given. What
+is left is for training, and never less than ..."""
+TRAINING_SHARE: Final = 1 - WRITING_SHARE - READING_SHARE
+"""... this part."""
+TOKENS_A_SECOND: Final = {"cpu": 500, "cuda": 20_000}
+"""Given texts of so many tokens for each second of the whole time are enough: writing is needless,
+and half of its time is for reading them."""
+_TOGETHER: Final = {"cpu": 96, "cuda": 512}
+"""Conversations that are written side by side."""
+_GPU_SHARE: Final = 0.6
+Report = Callable[[str, float, Point | None], None]
+"""Hears which stage goes on, what part of it is done, and what was measured last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The model that a drafter is made for."""
+
+    name: str
+    directory: Path
+    template: Template
+    encode: Encode | None
+    """None for a target without a tokenizer."""
+    dtype: str = "auto"
+    device: str = "auto"
+    trust_remote_code: bool = False
+
+    def load(self) -> tuple[Any, ModelInfo]:
+        """A module of its own for each stage. Raises `ConfigError`."""
+        return load_model(
+            self.directory, name=self.name, dtype=self.dtype, device=self.device,
+            trust_remote_code=self.trust_remote_code,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Distilled:
+    """What came out."""
+
+    out: Path
+    measured: Measured
+    num_steps: int
+    seconds: float
+
+
+def distill(options: DistillOptions, target: Target, cache: Path, report: Report) -> Distilled:
+    """Makes the drafter. Raises `SettingError` for what cannot be had, before anything is run."""
+    check_out(options.out)
+    files = [] if options.corpus is None else corpus_files(options.corpus)
+    run = _Run(options, target, cache, files, report)
+    return run.finish()
+
+
+def check_out(out: Path) -> None:
+    """Raises `SettingError` unless a drafter can be written there without losing anything else."""
+    if out.exists() and not (out.is_dir() and (is_trained_drafter(out) or not any(out.iterdir()))):
+        raise SettingError("out", f"{out} is there already, and is no drafter's directory")
+
+
+class _Run:
+    """One call of `distill`; each stage leaves what the next one needs."""
+
+    def __init__(
+        self,
+        options: DistillOptions,
+        target: Target,
+        cache: Path,
+        files: list[Path],
+        report: Report,
+    ) -> None:
+        self._options, self._target, self._report = options, target, report
+        self._fingerprint = tensors_fingerprint(target.directory)
+        self._place = cache / "distillation" / self._fingerprint[:16]
+        module, info = target.load()
+        check_head(module)
+        self._vocab_size = module.get_input_embeddings().weight.shape[0]
+        self._layers = spread_layers(
+            options.layers, module.config.get_text_config().num_hidden_layers
+        )
+        self._module, self._info = module, info
+        self._seconds = options.minutes * 60
+        self._files_key = fingerprint_of(files)
+        self._tokens_max = min(DOCUMENT_TOKENS_MAX, info.max_model_len)
+        self._given = read_documents(files, self._vocab_size, target.encode, self._tokens_max)
+        for number, prompt in enumerate(options.prompts, start=1):
+            if not 0 < len(prompt) < self._tokens_max:
+                raise SettingError(
+                    "prompts",
+                    f"number {number} has {len(prompt)} tokens; 1 to {self._tokens_max - 1} leave "
+                    "room for an answer",
+                )
+
+    def finish(self) -> Distilled:
+        """All stages."""
+        corpus = self._write()
+        caches = self._ask(corpus)
+        before = corpus.spent.seconds + sum(cache.spent.seconds for cache in caches.values())
+        token_ids, covered = likeliest_tokens(
+            list(caches.values()), min(self._options.draft_vocab, self._vocab_size),
+            self._vocab_size,
+        )  # fmt: skip
+        lessons = Lessons(list(caches.values()), token_ids, self._vocab_size, self._module.device)
+        trainer = self._train(lessons, token_ids, before)
+        with torch.no_grad():
+            for weight in trainer.weights.values():
+                weight.copy_(as_stored(weight.detach()))
+        self._report("measuring", 0.0, None)
+        measured = measure(trainer.student, lessons, lessons.held_out)
+        spent = {
+            "writing": corpus.spent.seconds,
+            "the target's answers": before - corpus.spent.seconds,
+            "training": trainer.spent.seconds,
+        }
+        facts = CardFacts(
+            target=self._target.name,
+            target_fingerprint=self._fingerprint,
+            layers=self._layers,
+            num_parameters=sum(weight.numel() for weight in trainer.weights.values()),
+            draft_vocab_size=len(token_ids),
+            covered=covered,
+            num_documents={name: cache.num_documents for name, cache in caches.items()},
+            num_tokens=lessons.num_tokens_by(caches),
+            seconds=spent,
+            seed=self._options.seed,
+            num_steps=trainer.num_steps,
+            num_trained_tokens=trainer.num_tokens,
+            measured=measured,
+            points=trainer.points,
+        )
+        self._save(trainer.student, torch.from_numpy(token_ids), facts)
+        return Distilled(self._options.out, measured, trainer.num_steps, sum(spent.values()))
+
+    def _write(self) -> WrittenCorpus:
+        options = self._options
+        key = _key(options.seed, options.prompts, self._target.template)
+        corpus = WrittenCorpus(
+            self._place / f"written-{key}", self._target.template, options.prompts, options.seed,
+            self._tokens_max,
+        )  # fmt: skip
+        wanted = Wanted(options.tokens, WRITING_SHARE * self._missing * self._seconds)
+        if not corpus.is_enough(wanted):
+            engine = self._engine()
+            together = _TOGETHER["cpu" if self._is_cpu else "cuda"]
+            corpus.write(engine, together, wanted, lambda part: self._report("writing", part, None))
+        return corpus
+
+    @property
+    def _missing(self) -> float:
+        """Part of what should be learned from that is not given."""
+        given = sum(document.num_learned for document in self._given)
+        enough = TOKENS_A_SECOND["cpu" if self._is_cpu else "cuda"] * self._seconds
+        return max(0.0, 1 - given / enough)
+
+    @property
+    def _is_cpu(self) -> bool:
+        return bool(self._module.device.type == "cpu")
+
+    def _engine(self) -> PagedEngine:
+        module, info = self._target.load()
+        speed_up(module)
+        num_bytes = memory_budget(module.device, _GPU_SHARE, None)
+        together = _TOGETHER["cpu" if self._is_cpu else "cuda"]
+        return PagedEngine(module, info, max_num_seqs=together, kv_cache_memory_bytes=num_bytes)
+
+    def _ask(self, corpus: WrittenCorpus) -> dict[str, TeacherCache]:
+        key = _key(self._options.seed, self._options.prompts, self._target.template)
+        written = corpus.documents(self._options.tokens)
+        sources: dict[str, tuple[str, list[Document]]] = {
+            "the target, for this": (f"written-{key}/answers-{self._options.tokens}", written),
+            "given by --corpus": (f"given-{self._files_key}", self._given),
+        }
+        found: dict[str, TeacherCache] = {}
+        for name, (folder, documents) in sources.items():
+            if documents:
+                known = TeacherCache(self._place / folder, documents, self._vocab_size)
+                # Told by steps alone, a run must not depend on the time.
+                endless = self._options.steps is not None
+                share = READING_SHARE + (1 - self._missing) * WRITING_SHARE / 2
+                seconds = float("inf") if endless else share * self._seconds
+                known.fill(self._module, seconds, lambda part: self._report("reading", part, None))
+                found[name] = known
+        if sum(cache.num_documents for cache in found.values()) < HELD_OUT_EVERY:
+            raise SettingError(
+                "tokens" if self._options.tokens is not None else "minutes",
+                f"too few: fewer than {HELD_OUT_EVERY} texts were written or given, and read",
+            )
+        return found
+
+    def _train(
+        self, lessons: Lessons, token_ids: npt.NDArray[np.int64], seconds_before: float
+    ) -> Trainer:
+        options = self._options
+        key = _key(
+            options.seed, options.prompts, self._target.template, self._layers, len(token_ids),
+            options.minutes, options.steps, options.tokens, self._files_key,
+            len(lessons.learned), self._target.dtype,
+        )  # fmt: skip
+        student = make_student(self._module, self._layers, token_ids)
+        left = max(TRAINING_SHARE * self._seconds, self._seconds - seconds_before)
+        directory = self._place / f"student-{key}"
+        trainer = Trainer(student, lessons, directory, options.seed, Budget(options.steps, left))
+        trainer.run(lambda part, point: self._report("training", part, point))
+        return trainer
+
+    def _save(self, student: Any, token_ids: torch.Tensor, facts: CardFacts) -> None:
+        """The whole directory at once, in place of an earlier drafter's."""
+        out = self._options.out
+        out.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        try:
+            description = DrafterDescription(
+                format=FORMAT,
+                target=self._target.name,
+                target_fingerprint=self._fingerprint,
+                vocab_size=self._vocab_size,
+                draft_vocab_size=len(token_ids),
+            )
+            save_drafter(work, student, token_ids, description)
+            (work / "README.md").write_text(render_card(facts), encoding="utf-8")
+            (work / PLOT_FILE).write_text(render_plot(facts.points), encoding="utf-8")
+            work.chmod(0o755)
+            check_out(out)
+            if out.exists():
+                shutil.rmtree(out)
+            work.rename(out)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def _key(*parts: object) -> str:
+    """Names what these parts say, in every process."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,168 @@
+"""Texts as the token ids that a student learns from, and where they come from.
+
+file in `--corpus`          what it is
+`.txt`, `.md`               one text
+`.jsonl`, `.jsonl.gz`       a line each: `text`; or `prompt` and `answer` as token ids, with the
+                            `temperature` that the target wrote the answer at
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.errors import SettingError
+
+DOCUMENT_TOKENS_MAX: Final = 512
+"""Longer texts are cut into pieces; of a conversation that is longer the end is left out. Targets
+may take less."""
+CORPUS_FILES_MAX: Final = 100_000
+_SUFFIXES: Final = (".txt", ".md", ".jsonl", ".jsonl.gz")
+Encode = Callable[[str], Sequence[int]]
+"""A text's token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text. Tokens from `first` on are learned; those before are only read."""
+
+    token_ids: npt.NDArray[np.int32]
+    first: int
+    """At least 1: nothing says what begins a text."""
+    temperature: float | None
+    """That the target wrote it at; None for a text by others."""
+
+    @property
+    def num_learned(self) -> int:
+        """Tokens from `first` on."""
+        return len(self.token_ids) - self.first
+
+
+def conversation(
+    prompt: Sequence[int], answer: Sequence[int], first: int, temperature: float, tokens_max: int
+) -> Document | None:
+    """One that the target wrote, from `first` of the prompt on; None where nothing of the answer
+    fits into `tokens_max`."""
+    if len(prompt) >= tokens_max or not answer:
+        return None
+    token_ids = np.array([*prompt, *answer][:tokens_max], dtype=np.int32)
+    return Document(token_ids, max(1, first), temperature)
+
+
+def fingerprint_of(paths: Sequence[Path]) -> str:
+    """Of the contents of these files, whatever they are called."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in paths:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "blake2b").digest())
+    return digest.hexdigest()
+
+
+def corpus_files(directory: Path) -> list[Path]:
+    """The files that are read, sorted. Raises `SettingError` where there are none."""
+    if not directory.is_dir():
+        raise SettingError("corpus", f"{directory} is not a folder")
+    found = sorted(
+        path for path in directory.rglob("*") if path.is_file() and path.name.endswith(_SUFFIXES)
+    )
+    if not found or len(found) > CORPUS_FILES_MAX:
+        raise SettingError(
+            "corpus",
+            f"{directory} holds {len(found)} files of {', '.join(_SUFFIXES)}; "
+            f"1 to {CORPUS_FILES_MAX} are read",
+        )
+    return found
+
+
+def read_corpus(
+    paths: Sequence[Path], vocab_size: int, encode: Encode | None, tokens_max: int
+) -> list[Document]:
+    """The documents of these files, in order, of at most so many tokens. `encode` is None for a
+    target without a tokenizer. Raises `SettingError` naming file and line."""
+    found: list[Document] = []
+    for path in paths:
+        if path.name.endswith((".txt", ".md")):
+            found += _pieces(_text(path), path.name, encode, tokens_max)
+            continue
+        records = list(_records(path, vocab_size))
+        first = _common_prefix([record["prompt"] for record in records if "prompt" in record])
+        for number, record in enumerate(records, start=1):
+            if "text" in record:
+                found += _pieces(record["text"], f"{path.name}:{number}", encode, tokens_max)
+            else:
+                known = conversation(
+                    record["prompt"],
+                    record["answer"],
+                    first,
+                    float(record["temperature"]),
+                    tokens_max,
+                )
+                found += [] if known is None else [known]
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SettingError("corpus", f"{path} is not UTF-8: {error.reason}") from error
+
+
+def _pieces(text: str, place: str, encode: Encode | None, tokens_max: int) -> Iterator[Document]:
+    if encode is None:
+        raise SettingError("corpus", f"{place}: the target has no tokenizer, and takes no text")
+    ids = np.array(encode(text), dtype=np.int32)
+    for start in range(0, len(ids), tokens_max):
+        piece = ids[start : start + tokens_max]
+        if len(piece) > 1:
+            yield Document(piece, 1, None)
+
+
+def _records(path: Path, vocab_size: int) -> Iterator[dict[str, Any]]:
+    opened = gzip.open if path.name.endswith(".gz") else open
+    with opened(path, "rt", encoding="utf-8") as lines:
+        try:
+            for number, line in enumerate(lines, start=1):
+                record = json.loads(line)
+                if not _is_record(record, vocab_size):
+                    raise SettingError(
+                        "corpus",
+                        f"{path}:{number}: a line has `text`, or `prompt` and `answer` as ids "
+                        f"below {vocab_size} and `temperature`",
+                    )
+                yield record
+        except (OSError, EOFError, ValueError) as error:
+            raise SettingError("corpus", f"{path} cannot be read: {error}") from error
+
+
+def _is_record(record: Any, vocab_size: int) -> bool:
+    if not isinstance(record, dict):
+        return False
+    if "text" in record:
+        return isinstance(record["text"], str)
+    parts = [record.get("prompt"), record.get("answer")]
+    if not isinstance(record.get("temperature"), (int, float)):
+        return False
+    return all(
+        isinstance(part, list)
+        and len(part) > 0
+        and all(type(v) is int and 0 <= v < vocab_size for v in part)
+        for part in parts
+    )
+
+
+def _common_prefix(prompts: Sequence[list[int]]) -> int:
+    """Tokens that all prompts begin with: a template's, which nobody wrote."""
+    if len(prompts) < 2:
+        return len(prompts[0]) if prompts else 1
+    low, high = min(prompts), max(prompts)
+    pairs = zip(low, high, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(low), len(high)))

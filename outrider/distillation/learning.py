@@ -1,0 +1,124 @@
+"""What a student learns from: the documents that the target was asked about, in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from outrider.distillation.documents import Document
+from outrider.distillation.losses import TeacherRows
+from outrider.distillation.teacher import TeacherCache, by_length, in_batches, packed
+
+HELD_OUT_EVERY: Final = 32
+"""Every so manieth document is never learned from."""
+_POOL: Final = 1024
+"""Documents that are sorted by length together, so that batches need little padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One document, and where its answers stand."""
+
+    cache: int
+    index: int
+    document: Document
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """B documents side by side."""
+
+    token_ids: torch.Tensor
+    """[B, T]; zeros behind the shorter ones, where nobody looks."""
+    rows: torch.Tensor
+    """[R]: those of the B * T places that are followed by a learned token."""
+    following: torch.Tensor
+    """[R]: the columns of those tokens; -1 where the head has none."""
+    written: torch.Tensor
+    """[R]: the target's log-probability of each."""
+    teacher: TeacherRows
+
+
+class Lessons:
+    """Documents with the target's answers, for a head over `token_ids` [N], ascending."""
+
+    def __init__(
+        self,
+        caches: Sequence[TeacherCache],
+        token_ids: npt.NDArray[np.int64],
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self._caches = caches
+        self._arrays = [cache.arrays() for cache in caches]
+        self._device = device
+        self._columns = np.full(vocab_size, -1, dtype=np.int64)
+        self._columns[token_ids] = np.arange(len(token_ids))
+        places = [
+            Place(number, index, cache.documents[index])
+            for number, cache in enumerate(caches)
+            for index in range(cache.num_documents)
+        ]
+        self.held_out = [place for place in places if place.index % HELD_OUT_EVERY == 0]
+        self.learned = [place for place in places if place.index % HELD_OUT_EVERY]
+
+    def num_tokens_by(self, names: Iterable[str]) -> dict[str, int]:
+        """Learned tokens of each cache, by these names."""
+        found = dict.fromkeys(names, 0)
+        for name, number in zip(found, range(len(self._caches)), strict=True):
+            places = (place for place in self.learned if place.cache == number)
+            found[name] = sum(place.document.num_learned for place in places)
+        return found
+
+    def epoch(self, seed: int, number: int, batch_tokens: int) -> list[list[Place]]:
+        """All learned documents once, in batches of about so many tokens, padding included; a
+        function of seed and number alone."""
+        random = np.random.default_rng((seed, number))
+        order = random.permutation(len(self.learned))
+        batches: list[list[Place]] = []
+        for start in range(0, len(order), _POOL):
+            pool = [self.learned[i] for i in order[start : start + _POOL]]
+            batches += alike(pool, batch_tokens)
+        return [batches[i] for i in random.permutation(len(batches))]
+
+    def batch(self, places: Sequence[Place]) -> Batch:
+        """These documents and the target's answers, on the device."""
+        ids, rows, following = packed([place.document for place in places])
+        answers: dict[str, Any] = {
+            name: np.concatenate(
+                [
+                    self._arrays[place.cache][name][self._caches[place.cache].rows(place.index)]
+                    for place in places
+                ]
+            )
+            for name in ("ids", "logprobs", "written")
+        }
+        columns = self._columns[answers["ids"]]
+        mass = np.where(columns < 0, 0.0, np.exp(answers["logprobs"].astype(np.float32)))
+        teacher = TeacherRows(
+            columns=self._put(columns.clip(0)),
+            mass=self._put(mass.astype(np.float32)),
+            hit=self._put(columns[:, 0]),
+        )
+        return Batch(
+            token_ids=self._put(ids),
+            rows=self._put(rows),
+            following=self._put(self._columns[following]),
+            written=self._put(answers["written"].astype(np.float32)),
+            teacher=teacher,
+        )
+
+    def _put(self, values: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+
+def alike(places: Sequence[Place], batch_tokens: int) -> list[list[Place]]:
+    """In batches of similar length, of up to so many tokens with padding."""
+    documents = [place.document for place in places]
+    batches = in_batches(documents, by_length(documents), batch_tokens)
+    return [[places[index] for index in batch] for batch in batches]

@@ -1,0 +1,126 @@
+"""The loss of a student against the target's likeliest tokens, and its gradient, in one pass.
+
+With p the target's probability of each listed token and q the student's over its whole head, per
+row:
+
+    cross-entropy   -sum_v p(v) log q(v)
+    likelihood      -log A,  A = sum_v min(p(v), q(v))      the chance that a draft is accepted
+
+(LK losses, arXiv 2602.23881: the gradient of -log A is that of total variation, divided by A, so
+that rows where the student is far off are not left behind.) What p lists is the few dozen likeliest
+tokens; what it leaves out is taken as 0.
+
+Both gradients by the logits are s * q(v), with one number s a row, less something at the listed
+tokens alone: so there is one softmax over the head, done in place, and no other pass over it.
+Logits of many rows at once would not fit a cache; they are made block by block and never kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+ROWS_OF_A_BLOCK: Final = {"cpu": 256, "cuda": 8192}
+"""Rows of logits that are made at once."""
+_LEAST_OVERLAP: Final = 1e-3
+"""A below it counts as this in the gradient of -log A."""
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherRows:
+    """What the target says at R places."""
+
+    columns: torch.Tensor
+    """[R, M]: of the head, for each listed token; any where `mass` is 0."""
+    mass: torch.Tensor
+    """[R, M], float32: p of each; 0 for a token that the head has no row for."""
+    hit: torch.Tensor
+    """[R]: the column of the likeliest token, -1 where the head has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowScores:
+    """How R places went; sums, on the device, that nobody has to wait for."""
+
+    overlap: torch.Tensor
+    """Of sum min(p, q)."""
+    hits: torch.Tensor
+    """Places where both find the same token likeliest."""
+    loss: torch.Tensor
+    """Mean over the places."""
+
+
+def overlap_loss(
+    hidden: torch.Tensor, head: torch.Tensor, teacher: TeacherRows, likelihood_share: float
+) -> tuple[torch.Tensor, RowScores]:
+    """The mean loss over R rows, to be differentiated, and how they went. `hidden` [R, D] and
+    `head` [N, D] of one dtype; cross-entropy and likelihood are mixed by `likelihood_share`."""
+    overlap, hits = (
+        hidden.new_zeros((), dtype=torch.float32),
+        hidden.new_zeros((), dtype=torch.long),
+    )
+    arguments = (hidden, head, teacher, likelihood_share, overlap, hits)
+    loss = _OverlapLoss.apply(*arguments)  # type: ignore[no-untyped-call]
+    return loss, RowScores(overlap, hits, loss.detach())
+
+
+class _OverlapLoss(torch.autograd.Function):
+    """Makes both gradients on the way forward, where the logits are."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        head: torch.Tensor,
+        teacher: TeacherRows,
+        share: float,
+        overlap: torch.Tensor,
+        hits: torch.Tensor,
+    ) -> torch.Tensor:
+        num_rows = len(hidden)
+        size = ROWS_OF_A_BLOCK["cpu" if hidden.device.type == "cpu" else "cuda"]
+        by_hidden = torch.empty_like(hidden)
+        by_head = torch.zeros(head.shape, dtype=torch.float32, device=head.device)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for start in range(0, num_rows, size):
+            rows = slice(start, min(start + size, num_rows))
+            q = (hidden[rows] @ head.t()).float()
+            part = TeacherRows(teacher.columns[rows], teacher.mass[rows], teacher.hit[rows])
+            hits += (q.argmax(dim=1) == part.hit).sum()
+            loss, found = _differentiate(q, part, share)
+            total += loss
+            overlap += found
+            slope = q.div_(num_rows).to(hidden.dtype)
+            torch.mm(slope, head, out=by_hidden[rows])
+            by_head += slope.t() @ hidden[rows]
+        ctx.save_for_backward(by_hidden, by_head.to(head.dtype))
+        return total / num_rows
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        by_hidden, by_head = ctx.saved_tensors
+        slope = slopes[0]
+        return by_hidden * slope.to(by_hidden), by_head * slope.to(by_head), None, None, None, None
+
+
+def _differentiate(
+    logits: torch.Tensor, teacher: TeacherRows, share: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss over all rows of `logits` [R, N], float32, which become its gradient; and the
+    overlap over all rows."""
+    top = logits.amax(dim=1, keepdim=True)
+    weights = logits.sub_(top).exp_()
+    total = weights.sum(dim=1, keepdim=True)
+    p, columns = teacher.mass, teacher.columns
+    listed = weights.gather(1, columns) / total
+    overlaps = torch.minimum(p, listed).sum(dim=1, keepdim=True)
+    entropy = -(p * listed.clamp(min=torch.finfo(torch.float32).tiny).log()).sum(dim=1)
+    likelihood = overlaps.clamp(min=_LEAST_OVERLAP)
+    loss = (1 - share) * entropy - share * likelihood.log()[:, 0]
+    short = torch.where(listed < p, listed, 0.0) / likelihood
+    scale = (1 - share) * p.sum(dim=1, keepdim=True) + share * short.sum(dim=1, keepdim=True)
+    weights.mul_(scale / total)
+    weights.scatter_add_(1, columns, -((1 - share) * p + share * short))
+    return loss.sum(), overlaps.sum()

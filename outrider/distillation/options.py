@@ -1,0 +1,52 @@
+"""What `outrider distill` is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from outrider.errors import SettingError
+from outrider.limits import SEED_MAX
+
+MINUTES_MAX: Final = 7 * 24 * 60.0
+LAYERS_MAX: Final = 256
+DRAFT_VOCAB_MAX: Final = 2**20
+TOKENS_MAX: Final = 2**26
+"""Tokens that the target writes, at most; the teacher's cache takes some 260 bytes for each."""
+STEPS_MAX: Final = 10**7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillOptions:
+    """Wrong values raise `SettingError`."""
+
+    out: Path
+    """The drafter's directory; it must not exist, or hold a drafter that is replaced."""
+    minutes: float = 30.0
+    """For writing, reading and training together, earlier parts of the same run included."""
+    layers: int = 4
+    """Of the student, taken from the target's, spread evenly."""
+    draft_vocab: int = 8192
+    """Rows of the student's head."""
+    prompts: tuple[tuple[int, ...], ...] = ()
+    """Token ids that the target answers before it asks itself."""
+    corpus: Path | None = None
+    """Folder of texts, and of conversations that the target wrote before."""
+    seed: int = 0
+    tokens: int | None = None
+    """That the target writes; None = what the minutes allow."""
+    steps: int | None = None
+    """Of training; None = what the minutes allow."""
+
+    def __post_init__(self) -> None:
+        for name, value, low, high in (
+            ("minutes", self.minutes, 0.01, MINUTES_MAX),
+            ("layers", self.layers, 1, LAYERS_MAX),
+            ("draft_vocab", self.draft_vocab, 2, DRAFT_VOCAB_MAX),
+            ("seed", self.seed, 0, SEED_MAX),
+            ("tokens", self.tokens, 0, TOKENS_MAX),
+            ("steps", self.steps, 1, STEPS_MAX),
+        ):
+            if value is not None and not low <= value <= high:
+                raise SettingError(name, f"{value} is wrong; it must be from {low} to {high}")

@@ -1,0 +1,61 @@
+"""Files that survive a kill: whole or not there, and how long each stage has worked so far."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+_SPENT: Final = "spent.json"
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Puts `data` there at once: a reader finds all of it, or what was there before."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def read_json(path: Path) -> Any:
+    """What was written there; None where nothing was."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+class Spent:
+    """Seconds of work on what a folder holds, over all runs that worked on it."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._path = directory / _SPENT
+        self._before = float(read_json(self._path) or 0.0)
+        self._start: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """So far."""
+        running = 0.0 if self._start is None else time.monotonic() - self._start
+        return self._before + running
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Time within it counts, and is kept."""
+        self._start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._before, self._start = self.seconds, None
+            self.save()
+
+    def save(self) -> None:
+        """For the next run, if this one is killed."""
+        write_whole(self._path, json.dumps(round(self.seconds, 3)).encode())

@@ -1,0 +1,239 @@
+"""Trains a student: cross-entropy first, then the likelihood of acceptance.
+
+The budget is a number of steps, or of seconds; what part of it is over says the learning rate and
+the loss. A checkpoint holds all that the rest depends on, so that a run that is killed goes on as
+if it had not been.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from outrider.distillation.learning import Lessons, Place
+from outrider.distillation.losses import overlap_loss
+from outrider.distillation.measuring import measure
+from outrider.distillation.storage import Spent
+
+BATCH_TOKENS: Final = {"cpu": 4096, "cuda": 32_768}
+_PEAK_RATE: Final = 1e-3
+_WARM_UP: Final = 0.02
+_LIKELIHOOD_FROM: Final = 0.25
+_LIKELIHOOD_UP_TO: Final = 0.5
+_LIKELIHOOD_SHARE: Final = 0.9
+"""Until the first part of the budget cross-entropy alone; from the second on so much of the loss is
+the likelihood of acceptance; linear between them."""
+_WEIGHT_DECAY: Final = 0.05
+_BETAS: Final = (0.9, 0.98)
+_LARGEST_GRADIENT: Final = 1.0
+_NUM_MEASUREMENTS: Final = 20
+_RUNNING_TOKENS: Final = 8192
+"""Held-out tokens that each of them reads."""
+_CHECKPOINT_S: Final = 60.0
+_CHECKPOINT: Final = "checkpoint.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One measurement while training."""
+
+    step: int
+    seconds: float
+    num_tokens: int
+    """Learned so far, repetitions included."""
+    loss: float
+    """Mean since the measurement before; of what the loss was then."""
+    greedy: float
+    sampled: float
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much training: steps, or seconds where that is None."""
+
+    steps: int | None
+    seconds: float
+
+
+def learning_rate(part: float) -> float:
+    """After this part of the budget: linear up, then linear down to nothing."""
+    rise = part / _WARM_UP
+    return _PEAK_RATE * max(0.0, min(rise, (1 - part) / (1 - _WARM_UP), 1.0))
+
+
+def likelihood_share(part: float) -> float:
+    """Of the loss, after this part of the budget."""
+    over = (part - _LIKELIHOOD_FROM) / (_LIKELIHOOD_UP_TO - _LIKELIHOOD_FROM)
+    return _LIKELIHOOD_SHARE * min(1.0, max(0.0, over))
+
+
+class Trainer:
+    """One student on its way, in a folder of its own. `weights` are those that are trained, by
+    name; float32 masters of them take the steps."""
+
+    def __init__(
+        self, student: Any, lessons: Lessons, directory: Path, seed: int, budget: Budget
+    ) -> None:
+        self.student = student
+        self._lessons = lessons
+        self._seed = seed
+        self._budget = budget
+        self._path = directory / _CHECKPOINT
+        self.spent = Spent(directory)
+        self._device = student.get_output_embeddings().weight.device
+        self._batch_tokens = BATCH_TOKENS["cpu" if self._device.type == "cpu" else "cuda"]
+        self.weights = {
+            name: weight for name, weight in student.named_parameters() if weight.requires_grad
+        }
+        self._masters = {
+            name: torch.nn.Parameter(weight.detach().float().clone())
+            for name, weight in self.weights.items()
+        }
+        decayed = [values for values in self._masters.values() if values.dim() > 1]
+        others = [values for values in self._masters.values() if values.dim() <= 1]
+        self._optimizer = torch.optim.AdamW(
+            [
+                {"params": decayed, "weight_decay": _WEIGHT_DECAY},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            betas=_BETAS,
+            fused=True,
+        )
+        self.points: list[Point] = []
+        self.num_steps = 0
+        self.num_tokens = 0
+        self._epoch = 0
+        self._done_of_epoch = 0
+        self._loss_sum = 0.0
+        self._loss_steps = 0
+        if self._path.exists():
+            self._resume()
+        self._running = _first_tokens(lessons.held_out, _RUNNING_TOKENS)
+
+    @property
+    def part(self) -> float:
+        """Of the budget, that is over."""
+        if self._budget.steps is not None:
+            return min(1.0, self.num_steps / self._budget.steps)
+        return min(1.0, self.spent.seconds / max(self._budget.seconds, 1e-9))
+
+    def run(self, progress: Callable[[float, Point], None]) -> None:
+        """Trains until the budget is over; tells `progress` what part is, and what was measured
+        last."""
+        with self.spent.working():
+            if not self.points:
+                self._measure()
+            saved = time.monotonic()
+            batches = self._batches()
+            while self.part < 1.0:
+                self._step(next(batches))
+                is_due = self.part * _NUM_MEASUREMENTS >= len(self.points)
+                if is_due:
+                    self._measure()
+                if is_due or time.monotonic() - saved > _CHECKPOINT_S:
+                    self._save()
+                    saved = time.monotonic()
+                progress(self.part, self.points[-1])
+
+    def _batches(self) -> Iterator[list[Place]]:
+        while True:
+            batches = self._lessons.epoch(self._seed, self._epoch, self._batch_tokens)
+            for batch in batches[self._done_of_epoch :]:
+                self._done_of_epoch += 1
+                yield batch
+            self._epoch += 1
+            self._done_of_epoch = 0
+
+    def _step(self, places: list[Place]) -> None:
+        batch = self._lessons.batch(places)
+        part = self.part
+        hidden = self.student.base_model(
+            input_ids=batch.token_ids, use_cache=False
+        ).last_hidden_state
+        wanted = hidden.reshape(-1, hidden.shape[-1])[batch.rows]
+        head = self.student.get_output_embeddings().weight
+        loss, scores = overlap_loss(wanted, head, batch.teacher, likelihood_share(part))
+        loss.backward()  # type: ignore[no-untyped-call]
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate(part)
+        for name, weight in self.weights.items():
+            self._masters[name].grad = None if weight.grad is None else weight.grad.float()
+            weight.grad = None
+        torch.nn.utils.clip_grad_norm_(list(self._masters.values()), _LARGEST_GRADIENT)
+        self._optimizer.step()
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                weight.copy_(self._masters[name])
+        self.num_steps += 1
+        self.num_tokens += len(batch.rows)
+        self._loss_sum += float(scores.loss)
+        self._loss_steps += 1
+
+    def _measure(self) -> None:
+        measured = measure(self.student, self._lessons, self._running)
+        loss = self._loss_sum / max(self._loss_steps, 1)
+        point = Point(
+            step=self.num_steps,
+            seconds=round(self.spent.seconds, 1),
+            num_tokens=self.num_tokens,
+            loss=loss,
+            greedy=measured.greedy,
+            sampled=measured.sampled,
+        )
+        self.points.append(point)
+        self._loss_sum, self._loss_steps = 0.0, 0
+
+    def _save(self) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        for name, master in self._masters.items():
+            tensors[name] = master.detach()
+            for key, values in self._optimizer.state[master].items():
+                tensors[f"{name}:{key}"] = values
+        state = {
+            "num_steps": self.num_steps, "num_tokens": self.num_tokens, "epoch": self._epoch,
+            "done_of_epoch": self._done_of_epoch, "loss_sum": self._loss_sum,
+            "loss_steps": self._loss_steps, "points": [asdict(point) for point in self.points],
+        }  # fmt: skip
+        partial = self._path.with_name(f".{self._path.name}.partial")
+        save_file(tensors, str(partial), metadata={"state": json.dumps(state)})
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(self._path)
+        self.spent.save()
+
+    def _resume(self) -> None:
+        with safe_open(str(self._path), framework="pt", device=str(self._device)) as file:
+            state = json.loads(file.metadata()["state"])
+            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                parameter, _, key = name.partition(":")
+                master = self._masters[parameter]
+                if key:
+                    self._optimizer.state[master][key] = file.get_tensor(name)
+                else:
+                    master.data.copy_(file.get_tensor(name))
+        for name, weight in self.weights.items():
+            weight.data.copy_(self._masters[name])
+        self.points = [Point(**point) for point in state["points"]]
+        self.num_steps, self.num_tokens = state["num_steps"], state["num_tokens"]
+        self._epoch, self._done_of_epoch = state["epoch"], state["done_of_epoch"]
+        self._loss_sum, self._loss_steps = state["loss_sum"], state["loss_steps"]
+
+
+def _first_tokens(places: list[Place], num_tokens: int) -> list[Place]:
+    """The first of these documents that have so many learned tokens together."""
+    found: list[Place] = []
+    for place in places:
+        found.append(place)
+        num_tokens -= place.document.num_learned
+        if num_tokens <= 0:
+            break
+    return found

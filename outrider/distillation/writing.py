@@ -1,0 +1,254 @@
+"""The target writes its own corpus: user turns from the chat template alone, and the answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from outrider.distillation.documents import Document, conversation
+from outrider.distillation.storage import Spent
+from outrider.engine.interface import Engine, SequenceStep
+from outrider.limits import PAGE_SIZE
+from outrider.speculation.noise import RoundNoise, choice_seed
+from outrider.speculation.sampling import Rule
+
+TEMPERATURES: Final = (0.0, 0.7, 1.0)
+"""Of answers, in turn."""
+_TURN_MIN_P: Final = 0.03
+"""User turns are drawn at temperature 1 without what is less likely than this part of the
+likeliest token: so they stay sensible, and differ."""
+_TURN_TOKENS_MAX: Final = 128
+_ANSWER_TOKENS_MAX: Final = 320
+_FILE: Final = "conversations.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """What surrounds a user's turn, as token ids; for a model without one, a text's beginning and
+    no turn."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    """Up to where the answer begins; empty = there are no turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """When enough has been written."""
+
+    tokens: int | None
+    """That many; or None ..."""
+    seconds: float
+    """... as many as this time allows, earlier runs included."""
+
+
+class _Conversation:
+    """One as it grows."""
+
+    def __init__(
+        self,
+        index: int,
+        seed: int,
+        template: Template,
+        prompt: Sequence[int],
+        vocab_size: int,
+        tokens_max: int,
+    ) -> None:
+        self.index = index
+        self.name = f"conversation-{index}"
+        self.seed = choice_seed(seed, index + 1)
+        self.temperature = TEMPERATURES[index % len(TEMPERATURES)]
+        self._template = template
+        self.is_turn = bool(template.after) and not prompt
+        # Where nothing begins a text, any token does.
+        self.prompt = [*(prompt or template.before or (self.seed % vocab_size,))]
+        self.answer: list[int] = []
+        self._tokens_max = tokens_max
+        room = tokens_max - len(template.before) - len(template.after)
+        self._turn_tokens_max = max(1, min(_TURN_TOKENS_MAX, room // 2))
+        self.unseen = tuple(self.prompt)
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.answer)
+
+    @property
+    def drawing(self) -> tuple[float, float]:
+        """Temperature and min-p of the next token."""
+        return (1.0, _TURN_MIN_P) if self.is_turn else (self.temperature, 0.0)
+
+    def uniform(self) -> float:
+        """The number that draws the token at the place that comes next."""
+        noise = RoundNoise(self.seed, Rule.TOKEN, self.length)
+        return next(iter(noise.accept_uniforms(1)))
+
+    def take(self, token_id: int, eos: frozenset[int]) -> bool:
+        """Goes on with a token; whether the conversation is complete then."""
+        self.unseen = (token_id,)
+        if not self.is_turn:
+            self.answer.append(token_id)
+            full = len(self.answer) == _ANSWER_TOKENS_MAX or self.length == self._tokens_max
+            return full or token_id in eos
+        after = self._template.after
+        ends = token_id in eos or token_id == after[0]
+        turn = len(self.prompt) - len(self._template.before)
+        if ends or turn >= self._turn_tokens_max:
+            self.is_turn = False
+            self.unseen = after if ends else (token_id, *after)
+        self.prompt.extend(self.unseen)
+        return False
+
+    def record(self) -> dict[str, Any]:
+        """As it is stored."""
+        return {"index": self.index, "prompt": self.prompt, "answer": self.answer,
+                "temperature": self.temperature}  # fmt: skip
+
+
+class WrittenCorpus:
+    """Conversations in a folder, one a line; a line that a kill has torn is written anew.
+
+    Each is a function of seed, index and target alone, up to the rounding of the target's steps."""
+
+    def __init__(
+        self,
+        directory: Path,
+        template: Template,
+        prompts: Sequence[Sequence[int]],
+        seed: int,
+        tokens_max: int,
+    ) -> None:
+        """Of at most `tokens_max` tokens each, which is more than any prompt has."""
+        self._tokens_max = tokens_max
+        self._template = template
+        self._prompts = prompts
+        self._seed = seed
+        self.spent = Spent(directory)
+        self._path = directory / _FILE
+        self._records: dict[int, dict[str, Any]] = {}
+        if self._path.exists():
+            self._read()
+
+    def documents(self, tokens: int | None = None) -> list[Document]:
+        """What has been written: in the order in which it was finished; or, in their own order, the
+        first conversations with so many answered tokens together."""
+        found: list[Document] = []
+        for index in list(self._records) if tokens is None else range(self._whole(tokens)):
+            record = self._records[index]
+            prompt: list[int] = record["prompt"]
+            first = len(self._template.before) if index >= len(self._prompts) else len(prompt)
+            known = conversation(
+                prompt, record["answer"], first, record["temperature"], self._tokens_max
+            )
+            found += [] if known is None else [known]
+        return found
+
+    def is_enough(self, wanted: Wanted) -> bool:
+        """Whether writing can stop."""
+        if wanted.tokens is None:
+            return self.spent.seconds >= wanted.seconds
+        return self._sum(self._whole(wanted.tokens)) >= wanted.tokens
+
+    def write(
+        self, engine: Engine, num_together: int, wanted: Wanted, progress: Callable[[float], None]
+    ) -> None:
+        """Lets the target write so many conversations side by side, or as many as its pages hold,
+        until it is enough; tells `progress` the part that is done."""
+        room = engine.page_counts().num_pages * PAGE_SIZE // self._tokens_max
+        num_together = max(1, min(num_together, room))
+        eos = frozenset(engine.info.eos_token_ids)
+        running: list[_Conversation] = []
+        following = 0
+        with self.spent.working(), self._path.open("a", encoding="utf-8") as file:
+            while not self.is_enough(wanted):
+                while len(running) < num_together:
+                    while following in self._records:
+                        following += 1
+                    running.append(self._begin(engine, following))
+                    following += 1
+                ended = [
+                    one
+                    for one, token_id in zip(running, _next_tokens(engine, running), strict=True)
+                    if one.take(token_id, eos)
+                ]
+                for one in ended:
+                    running.remove(one)
+                    engine.release(one.name)
+                    self._records[one.index] = one.record()
+                    file.write(json.dumps(one.record()) + "\n")
+                if ended:
+                    file.flush()
+                    self.spent.save()
+                progress(self._part(wanted))
+        for one in running:
+            engine.release(one.name)
+
+    def _begin(self, engine: Engine, index: int) -> _Conversation:
+        prompt = self._prompts[index] if index < len(self._prompts) else ()
+        one = _Conversation(
+            index, self._seed, self._template, prompt, engine.info.vocab_size, self._tokens_max
+        )
+        one.unseen = one.unseen[engine.attach(one.name, one.unseen) :]
+        return one
+
+    def _whole(self, tokens: int) -> int:
+        """How many of the first conversations are there without a gap, up to so many tokens."""
+        index = written = 0
+        while index in self._records and written < tokens:
+            written += len(self._records[index]["answer"])
+            index += 1
+        return index
+
+    def _sum(self, num: int) -> int:
+        return sum(len(self._records[i]["answer"]) for i in range(num))
+
+    def _part(self, wanted: Wanted) -> float:
+        if wanted.tokens is None:
+            return min(1.0, self.spent.seconds / max(wanted.seconds, 1e-9))
+        return min(1.0, self._sum(self._whole(wanted.tokens)) / max(wanted.tokens, 1))
+
+    def _read(self) -> None:
+        data = self._path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        for line in whole.splitlines():
+            record = json.loads(line)
+            self._records[record["index"]] = record
+        if len(whole) < len(data):
+            with self._path.open("r+b") as file:
+                file.truncate(len(whole))
+
+
+def _next_tokens(engine: Engine, running: Sequence[_Conversation]) -> list[int]:
+    """One step of all; the next token of each."""
+    steps = [SequenceStep(one.name, one.unseen, 1) for one in running]
+    logits = torch.cat(engine.forward(steps))
+    temperatures, floors = zip(*(one.drawing for one in running), strict=True)
+    uniforms = [one.uniform() for one in running]
+    return draw(logits, temperatures, floors, uniforms)
+
+
+def draw(
+    logits: torch.Tensor,
+    temperatures: Sequence[float],
+    floors: Sequence[float],
+    uniforms: Sequence[float],
+) -> list[int]:
+    """One token a row of `logits` [B, V]: the likeliest at temperature 0, else where the cumulative
+    distribution passes the row's number in (0, 1), without what is below the floor."""
+
+    def column(values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
+
+    heat, floor = column(temperatures), column(floors)
+    weights = (logits - logits.amax(dim=1, keepdim=True)) / heat.clamp(min=1e-4)
+    weights.exp_()
+    weights.masked_fill_(weights < floor, 0.0)
+    mass = weights.cumsum(dim=1)
+    places = torch.searchsorted(mass, column(uniforms) * mass[:, -1:])[:, 0]
+    likeliest = logits.argmax(dim=1)
+    drawn = torch.where(heat[:, 0] == 0, likeliest, places.clamp(max=logits.shape[1] - 1))
+    return drawn.tolist()

@@ -1,0 +1,199 @@
+"""`outrider distill` from nothing on a tiny random target: it gets better, and a run that is killed
+at any stage ends as one that was not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from models import byte_level_tokenizer, save_tiny_model
+from safetensors.torch import load_file
+
+from deploy.cli.main import main
+from outrider.distillation import teacher, training
+from outrider.distillation.distilling import Distilled, Target, distill
+from outrider.distillation.options import DistillOptions
+from outrider.distillation.training import Point, learning_rate, likelihood_share
+from outrider.distillation.writing import Template
+from outrider.engine.trained_drafters import load_drafter
+from outrider.errors import SettingError
+
+OPTIONS = DistillOptions(out=Path(), layers=1, draft_vocab=24, tokens=2500, steps=30, seed=3)
+TEMPLATE = Template((0, 5), (3, 6))
+Report = Callable[[str, float, Point | None], None]
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that there are several of each."""
+    torch.set_num_threads(1)
+    monkeypatch.setitem(training.BATCH_TOKENS, "cpu", 512)
+    monkeypatch.setattr(teacher, "_POOL", 32)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    path = save_tiny_model(tmp_path_factory.mktemp("target"), eos_token_id=3)
+    return Target("tiny", path, TEMPLATE, None)
+
+
+def silent(stage: str, part: float, point: Point | None) -> None:
+    """Hears nothing."""
+
+
+def run(target: Target, place: Path, report: Report = silent, **changes: object) -> Distilled:
+    options = replace(OPTIONS, **({"out": place / "out"} | changes))  # type: ignore[arg-type]
+    return distill(options, target, place / "cache", report)
+
+
+def weights(place: Path) -> dict[str, torch.Tensor]:
+    return load_file(place / "out" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Point]]:
+    """A run that nobody killed, and what it measured."""
+    place = tmp_path_factory.mktemp("whole")
+    torch.set_num_threads(1)
+    points: list[Point] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(training.BATCH_TOKENS, "cpu", 512)
+        patch.setattr(teacher, "_POOL", 32)
+        run(target, place, lambda stage, part, point: points.extend([point] if point else []))
+    return place, points
+
+
+def test_acceptance_grows(whole: tuple[Path, list[Point]]) -> None:
+    first, last = whole[1][0], whole[1][-1]
+    assert last.sampled > first.sampled + 0.03
+    assert last.greedy >= first.greedy
+    assert last.step == OPTIONS.steps
+
+
+def test_what_comes_out_is_a_drafter_with_its_card(
+    target: Target, whole: tuple[Path, list[Point]]
+) -> None:
+    out = whole[0] / "out"
+    module, info = load_drafter(out, target.directory, name="out", target="tiny")
+    assert len(info.logit_token_ids) == OPTIONS.draft_vocab
+    assert module(torch.tensor([[0, 5, 1]])).logits.shape == (1, 3, OPTIONS.draft_vocab)
+    card = (out / "README.md").read_text()
+    for words in ("30 steps", "seed\n  3", "target, 0.7", "(loss.svg)", "| draft token | 1 |"):
+        assert words in card, words
+    assert (out / "loss.svg").read_text().startswith("<svg ")
+    assert sorted(path.name for path in out.parent.iterdir()) == ["cache", "out"]
+
+
+@pytest.mark.parametrize(("stage", "part"), [("writing", 0.5), ("reading", 0.4), ("training", 0.6)])
+def test_a_run_that_is_killed_ends_as_one_that_was_not(
+    target: Target, whole: tuple[Path, list[Point]], tmp_path: Path, stage: str, part: float
+) -> None:
+    """Bit for bit, on one machine: the same text, answers and steps."""
+
+    def kill(now: str, done: float, point: Point | None) -> None:
+        if now == stage and done >= part:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(target, tmp_path, kill)
+    assert not (tmp_path / "out").exists()
+    heard: list[tuple[str, float]] = []
+    run(target, tmp_path, lambda now, done, point: heard.append((now, done)))
+    first = {now: next(done for name, done in heard if name == now) for now, _ in heard}
+    assert first[stage] > part / 2  # It did not begin anew.
+    expected = weights(whole[0])
+    for name, values in weights(tmp_path).items():
+        assert torch.equal(values, expected[name]), name
+
+
+def test_another_seed_is_another_drafter(
+    target: Target, whole: tuple[Path, list[Point]], tmp_path: Path
+) -> None:
+    run(target, tmp_path, seed=4, steps=2)
+    assert not torch.equal(weights(tmp_path)["lm_head.weight"], weights(whole[0])["lm_head.weight"])
+
+
+def test_a_folder_with_something_else_is_kept(target: Target, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("x")
+    with pytest.raises(SettingError, match="is no drafter's directory") as bad:
+        run(target, tmp_path)
+    assert bad.value.key == "out"
+    assert (tmp_path / "out" / "thesis.tex").exists()
+
+
+def test_tokens_that_are_too_few_are_said_to_be(target: Target, tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="too few") as bad:
+        run(target, tmp_path, tokens=20)
+    assert bad.value.key == "tokens"
+
+
+def test_rate_and_loss_follow_the_budget() -> None:
+    assert learning_rate(0.0) == learning_rate(1.0) == 0.0
+    assert learning_rate(0.02) == max(learning_rate(part / 100) for part in range(101))
+    shares = [likelihood_share(part / 20) for part in range(21)]
+    assert shares[:6] == [0.0] * 6
+    assert shares == sorted(shares)
+    assert shares[10:] == [0.9] * 11
+
+
+def test_the_command_makes_one_that_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a chat template, prompts, texts and conversations of its own; one JSON object."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    model = save_tiny_model(
+        tmp_path / "target", vocab_size=336, eos_token_id=0, tokenizer=byte_level_tokenizer()
+    )
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    lines = [
+        {"prompt": [1, 2, 10 + i], "answer": [i + 3] * 9, "temperature": 0.7} for i in range(40)
+    ]
+    (corpus / "b.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Why?"}\n{"prompt": "How so?"}\n')
+    code = main(
+        [
+            "distill", str(model), "--out", str(tmp_path / "out"), "--layers", "1",
+            "--draft-vocab", "64", "--tokens", "300", "--steps", "4", "--json",
+            "--corpus", str(corpus), "--prompts", str(prompts),
+        ]
+    )  # fmt: skip
+    assert code == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert found["steps"] == 4
+    assert 0 < found["sampled"] < 1
+    assert "training" in captured.err
+    load_drafter(tmp_path / "out", model, name="out", target="target")
+    [written] = (tmp_path / "cache" / "distillation").glob("*/written-*/conversations.jsonl")
+    conversations = [json.loads(line) for line in written.read_text().splitlines()]
+    assert [c["temperature"] for c in sorted(conversations, key=lambda c: c["index"])][:3] == [
+        0.0, 0.7, 1.0,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--layers", "9"], "--layers: 9 is more than the target's 2"),
+        (["--draft-vocab", "1"], "--draft-vocab: 1 is wrong"),
+        (["--minutes", "nan"], "--minutes: nan is wrong"),
+        (["--corpus", "nowhere"], "--corpus: nowhere is not a folder"),
+        (["--prompts", "nowhere"], "--prompts: "),
+        (["--device", "tpu"], "--device: 'tpu' is wrong"),
+    ],
+)
+def test_errors_name_the_flag(
+    target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str],
+    message: str,
+) -> None:  # fmt: skip
+    code = main(["distill", str(target.directory), "--out", str(tmp_path / "out"), *flags])
+    assert code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,173 @@
+"""Texts that are given, the batches that are learned from, and what is measured on the rest."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import tiny_config, tiny_module
+
+from outrider.distillation.documents import Document, corpus_files, fingerprint_of, read_corpus
+from outrider.distillation.learning import HELD_OUT_EVERY, Lessons
+from outrider.distillation.measuring import measure
+from outrider.distillation.student import make_student
+from outrider.distillation.teacher import TeacherCache
+from outrider.errors import SettingError
+from outrider.speculation.acceptance import conditional_acceptance
+from outrider.speculation.drafting import quantise
+from outrider.speculation.proposal import COUNT_TOTAL
+
+VOCAB = 48
+TOKEN_IDS = np.array([1, 2, 5, 7, 8, 20, 30, 31, 40])
+
+
+def write_conversations(path: Path, *records: Any) -> Path:
+    with gzip.open(path, "wt") as file:
+        file.write("\n".join(map(json.dumps, records)))
+    return path
+
+
+def test_a_folder_of_texts_and_conversations_is_read(tmp_path: Path) -> None:
+    """Long texts in pieces; of conversations what all prompts begin with is not learned, and what
+    does not fit is left out."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "b.md").write_text("x" * 25)
+    (tmp_path / "ignored.py").write_text("x")
+    write_conversations(
+        tmp_path / "a.jsonl.gz",
+        {"prompt": [1, 2, 3, 4], "answer": [5] * 20, "temperature": 0},
+        {"prompt": [1, 2, 9, 9], "answer": [6], "temperature": 1.0},
+        {"prompt": [1] * 10, "answer": [6], "temperature": 1.0},
+    )
+    files = corpus_files(tmp_path)
+    found = read_corpus(files, 50, lambda text: [7] * len(text), 10)
+    assert [len(document.token_ids) for document in found] == [10, 5, 10, 10, 5]
+    assert [document.first for document in found] == [1, 1, 1, 1, 1]
+    assert [document.temperature for document in found] == [0.0, 1.0, None, None, None]
+    write_conversations(
+        tmp_path / "a.jsonl.gz",
+        {"prompt": [1, 2, 3, 4], "answer": [5, 5], "temperature": 0},
+        {"prompt": [1, 2, 9, 9], "answer": [6], "temperature": 1.0},
+    )
+    assert [document.first for document in read_corpus(files[:1], 50, None, 10)] == [2, 2]
+    before = fingerprint_of(files)
+    (tmp_path / "sub" / "b.md").write_text("y" * 25)
+    assert fingerprint_of(files) != before
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": [1], "answer": [50], "temperature": 1},
+        {"prompt": [], "answer": [5], "temperature": 1},
+        {"prompt": [1], "answer": [True], "temperature": 1},
+        {"prompt": [1], "answer": [5]},
+        {"text": 5},
+        [1],
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, record: Any) -> None:
+    path = write_conversations(tmp_path / "a.jsonl.gz", {"text": ""}, record)
+    with pytest.raises(SettingError, match=r"a\.jsonl\.gz:2: ") as bad:
+        read_corpus([path], 50, lambda text: [1], 10)
+    assert bad.value.key == "corpus"
+
+
+def test_folders_without_texts_and_texts_without_tokenizer_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="holds 0 files"):
+        corpus_files(tmp_path)
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(SettingError, match="no tokenizer"):
+        read_corpus(corpus_files(tmp_path), 50, None, 10)
+    (tmp_path / "a.txt").write_bytes(b"\xff")
+    with pytest.raises(SettingError, match="not UTF-8"):
+        read_corpus(corpus_files(tmp_path), 50, lambda text: [1], 10)
+
+
+@pytest.fixture(scope="module")
+def module() -> Any:
+    return tiny_module(tiny_config("llama", VOCAB))
+
+
+@pytest.fixture
+def lessons(module: Any, tmp_path: Path) -> Lessons:
+    random = np.random.default_rng(0)
+    documents = [
+        Document(
+            random.integers(0, VOCAB, 4 + i % 9).astype(np.int32), 1 + i % 3, (0.0, 1.0)[i % 2]
+        )
+        for i in range(3 * HELD_OUT_EVERY)
+    ]
+    documents[HELD_OUT_EVERY] = Document(documents[HELD_OUT_EVERY].token_ids, 1, 1.0)
+    cache = TeacherCache(tmp_path, documents, VOCAB)
+    cache.fill(module, 1e9, lambda part: None)
+    return Lessons([cache], TOKEN_IDS, VOCAB, torch.device("cpu"))
+
+
+def test_an_epoch_is_every_learned_document_once(lessons: Lessons) -> None:
+    """In batches within their size, in an order that seed and number give; none held out."""
+    batches = lessons.epoch(1, 0, 60)
+    indices = [place.index for batch in batches for place in batch]
+    assert sorted(indices) == [i for i in range(3 * HELD_OUT_EVERY) if i % HELD_OUT_EVERY]
+    for batch in batches:
+        assert max(len(place.document.token_ids) for place in batch) * len(batch) <= 60
+    assert lessons.epoch(1, 0, 60) == batches
+    assert lessons.epoch(1, 1, 60) != batches
+    assert lessons.epoch(2, 0, 60) != batches
+
+
+def test_a_batch_has_the_targets_answers_by_column(module: Any, lessons: Lessons) -> None:
+    """Of every learned place: p of the tokens that the head has, and the column of the token there
+    and of the likeliest, -1 where it has none."""
+    places = lessons.learned[:5]
+    batch = lessons.batch(places)
+    p = torch.zeros(len(batch.rows), len(TOKEN_IDS))
+    p.scatter_add_(1, batch.teacher.columns, batch.teacher.mass)
+    row = 0
+    for place in places:
+        ids = torch.from_numpy(place.document.token_ids.astype(np.int64))
+        for at in range(place.document.first, len(ids)):
+            expected = module(ids[None, :at]).logits[0, -1].softmax(0)
+            torch.testing.assert_close(p[row], expected[TOKEN_IDS], atol=1e-3, rtol=1e-2)
+            columns = [-1, -1]
+            for slot, token_id in enumerate((int(expected.argmax()), int(ids[at]))):
+                if token_id in TOKEN_IDS:
+                    columns[slot] = TOKEN_IDS.tolist().index(token_id)
+            assert [int(batch.teacher.hit[row]), int(batch.following[row])] == columns
+            row += 1
+    assert row == len(batch.rows)
+
+
+def test_what_is_measured_is_what_serving_would_find(module: Any, lessons: Lessons) -> None:
+    """Against the definition, with q as it goes on the wire, text by text."""
+    student = make_student(module, [1], TOKEN_IDS)
+    measured = measure(student, lessons, lessons.held_out)
+    hits: dict[float, list[bool]] = {0.0: [], 1.0: []}
+    overlaps: dict[float, list[float]] = {0.0: [], 1.0: []}
+    texts = []
+    for place in lessons.held_out:
+        document = place.document
+        ids = torch.from_numpy(document.token_ids.astype(np.int64))[None]
+        p = module(ids).logits[0].double().softmax(1)
+        q = student(ids).logits[0].detach().double().softmax(1)
+        ratios = []
+        for at in range(document.first, ids.shape[1]):
+            wire = quantise(q[at - 1], 64)
+            drafted = np.zeros(VOCAB)
+            drafted[TOKEN_IDS[list(wire.token_ids)]] = np.array(wire.counts) / COUNT_TOTAL
+            target = p[at - 1].numpy()
+            hits[document.temperature].append(TOKEN_IDS[q[at - 1].argmax()] == target.argmax())
+            overlaps[document.temperature].append(np.minimum(target, drafted).sum())
+            written = int(ids[0, at])
+            ratios.append(min(1.0, drafted[written] / target[written]))
+        if document.temperature == 1.0:
+            texts.append(ratios)
+    assert measured.greedy == pytest.approx(np.mean(hits[0.0]))
+    assert measured.sampled == pytest.approx(np.mean(overlaps[1.0]), abs=2e-3)
+    for ours, expected in zip(measured.by_position, conditional_acceptance(texts), strict=True):
+        assert ours == (None if expected is None else pytest.approx(expected, abs=1e-2))

@@ -1,0 +1,150 @@
+"""What the target is asked, and what is kept of its answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import tiny_config, tiny_module
+
+from outrider.distillation import teacher
+from outrider.distillation.documents import Document
+from outrider.distillation.student import likeliest_tokens, make_student, spread_layers
+from outrider.distillation.teacher import TeacherCache, check_head, largest
+from outrider.errors import ConfigError, SettingError
+
+VOCAB = 160
+LENGTHS = (9, 3, 14, 2, 7, 7, 21, 5)
+
+
+@pytest.fixture(scope="module")
+def module() -> Any:
+    return tiny_module(tiny_config("llama", VOCAB))
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[Document]:
+    random = np.random.default_rng(0)
+    ids = [random.integers(0, VOCAB, length).astype(np.int32) for length in LENGTHS]
+    return [Document(row, 1 + number % 2, 1.0) for number, row in enumerate(ids)]
+
+
+def test_answers_are_the_targets_distribution(
+    module: Any, documents: list[Document], tmp_path: Path
+) -> None:
+    """Of every learned token, from the tokens before it alone: the likeliest in order, and the
+    token that stands there; documents of other lengths beside it change nothing."""
+    cache = TeacherCache(tmp_path, documents, VOCAB)
+    cache.fill(module, 1e9, lambda part: None)
+    assert cache.is_whole
+    arrays = cache.arrays()
+    for index, document in enumerate(documents):
+        rows = cache.rows(index)
+        ids = torch.from_numpy(document.token_ids.astype(np.int64))
+        logprobs = module(ids[None]).logits[0, document.first - 1 : -1].log_softmax(1)
+        top = logprobs.topk(64)
+        assert arrays["ids"][rows].tolist() == top.indices.tolist()
+        np.testing.assert_allclose(arrays["logprobs"][rows], top.values.numpy(), atol=0.02)
+        written = logprobs.gather(1, ids[document.first :, None])[:, 0]
+        np.testing.assert_allclose(arrays["written"][rows], written.numpy(), atol=0.02)
+
+
+def test_a_kill_between_two_pools_costs_one(
+    module: Any, documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written and not yet said to be there is asked again, and stands there once."""
+    monkeypatch.setattr(teacher, "_POOL", 3)
+    whole = TeacherCache(tmp_path / "whole", documents, VOCAB)
+    whole.fill(module, 1e9, lambda part: None)
+    parts: list[float] = []
+
+    def stop(part: float) -> None:
+        parts.append(part)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        TeacherCache(tmp_path / "cut", documents, VOCAB).fill(module, 1e9, stop)
+    with (tmp_path / "cut" / "logprobs.bin").open("ab") as file:
+        file.write(b"torn")
+    again = TeacherCache(tmp_path / "cut", documents, VOCAB)
+    assert again.num_documents == 3
+    again.fill(module, 1e9, parts.append)
+    for name, rows in whole.arrays().items():
+        assert np.array_equal(rows, again.arrays()[name])
+    assert parts == [3 / 8, 6 / 8, 1.0]
+
+
+def test_time_that_is_over_ends_the_asking(
+    module: Any, documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not before there is something to learn from; earlier runs' time counts."""
+    monkeypatch.setattr(teacher, "_POOL", 3)
+    assert len(TeacherCache(tmp_path, documents, VOCAB).arrays()["ids"]) == 0
+    for _ in range(2):
+        cache = TeacherCache(tmp_path, documents, VOCAB)
+        cache.fill(module, 0.0, lambda part: None)
+        assert cache.num_documents == 3
+        assert cache.spent.seconds > 0
+
+
+@pytest.mark.parametrize("width", [640, 64 * 20, 1000])
+def test_the_largest_are_found_by_their_groups(width: int) -> None:
+    logits = torch.randn(30, width)
+    logits[3] = torch.arange(width).flip(0)
+    values, ids = largest(logits, 8)
+    expected = logits.topk(8)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(ids, expected.indices)
+
+
+def test_the_head_is_for_the_tokens_with_most_of_the_mass(
+    module: Any, documents: list[Document], tmp_path: Path
+) -> None:
+    cache = TeacherCache(tmp_path, documents, VOCAB)
+    cache.fill(module, 1e9, lambda part: None)
+    arrays = cache.arrays()
+    mass = np.zeros(VOCAB)
+    for ids, logprobs in zip(arrays["ids"], arrays["logprobs"], strict=True):
+        mass[ids] += np.exp(logprobs.astype(np.float32))
+    chosen, covered = likeliest_tokens([cache], 30, VOCAB)
+    assert chosen.tolist() == sorted(np.argsort(-mass)[:30].tolist())
+    assert covered == pytest.approx(np.sort(mass)[-30:].sum() / mass.sum(), rel=1e-5)
+
+
+def test_a_student_starts_as_the_target(module: Any) -> None:
+    """With all its layers and tokens it computes the same; only the embeddings are shared, and
+    they are not trained."""
+    token_ids = np.array([0, 5, 9, 80, 159])
+    student = make_student(module, [0, 1], token_ids)
+    ids = torch.randint(0, VOCAB, (2, 11))
+    torch.testing.assert_close(student(ids).logits, module(ids).logits[..., token_ids])
+    shared = module.get_input_embeddings().weight
+    assert student.get_input_embeddings().weight is shared
+    trained = {name for name, values in student.named_parameters() if values.requires_grad}
+    assert trained == {name for name, _ in student.named_parameters() if "embed" not in name}
+    one = make_student(module, [1], token_ids)
+    mine, theirs = one.model.layers[0].mlp.up_proj, module.model.layers[1].mlp.up_proj
+    assert torch.equal(mine.weight, theirs.weight)
+    assert mine.weight is not theirs.weight
+
+
+def test_layers_are_spread_with_both_ends() -> None:
+    assert spread_layers(4, 30) == [0, 10, 19, 29]
+    assert spread_layers(1, 30) == [0]
+    assert spread_layers(2, 2) == [0, 1]
+    with pytest.raises(SettingError, match="more than the target's 30") as bad:
+        spread_layers(31, 30)
+    assert bad.value.key == "layers"
+
+
+def test_targets_whose_logits_are_more_than_the_heads_are_refused(module: Any) -> None:
+    check_head(module)
+    with pytest.raises(ConfigError, match="Gemma2ForCausalLM"):
+        config = tiny_config("gemma2", VOCAB)
+        config.final_logit_softcapping = 0.5
+        check_head(tiny_module(config))
+    with pytest.raises(ConfigError, match="no list of layers"):
+        make_student(tiny_module(tiny_config("gpt2", VOCAB)), [0], np.array([1, 2]))

@@ -1,0 +1,100 @@
+"""What the target writes by itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from toy_engine import ToyEngine
+
+from outrider.distillation.writing import TEMPERATURES, Template, Wanted, WrittenCorpus, draw
+
+TEMPLATE = Template(before=(0, 1), after=(2, 3, 4))
+VOCAB = 12
+
+
+def corpus(directory: Path, **changes: object) -> WrittenCorpus:
+    values = {"template": TEMPLATE, "prompts": (), "seed": 5, "tokens_max": 40} | changes
+    return WrittenCorpus(directory, **values)  # type: ignore[arg-type]
+
+
+def write(found: WrittenCorpus, tokens: int, together: int = 4) -> WrittenCorpus:
+    engine = ToyEngine(vocab_size=VOCAB, salt=7)
+    found.write(engine, together, Wanted(tokens, 0.0), lambda part: None)
+    return found
+
+
+def lines(directory: Path) -> dict[int, dict[str, object]]:
+    text = (directory / "conversations.jsonl").read_text()
+    return {record["index"]: record for record in map(json.loads, text.splitlines())}
+
+
+def test_a_conversation_has_the_templates_form(tmp_path: Path) -> None:
+    """A turn between what the template puts around it, drawn by the target, then the answer; what
+    is learned begins with the turn."""
+    found = write(corpus(tmp_path), 200)
+    for index, record in lines(tmp_path).items():
+        prompt = record["prompt"]
+        assert prompt[:2] == [0, 1]
+        assert prompt[-3:] == [2, 3, 4]
+        assert 2 not in prompt[2:-3]  # The token that ends a turn.
+        assert record["temperature"] == TEMPERATURES[index % 3]
+        assert len(prompt) + len(record["answer"]) <= 40
+    documents = found.documents(200)
+    assert all(document.first == 2 for document in documents)
+    assert sum(len(d.token_ids) for d in documents) >= 200
+
+
+def test_text_depends_on_seed_and_index_alone(tmp_path: Path) -> None:
+    """Not on how many are written side by side."""
+    write(corpus(tmp_path / "few"), 120, together=2)
+    write(corpus(tmp_path / "many"), 120, together=7)
+    write(corpus(tmp_path / "other", seed=6), 120)
+    few, many, other = (lines(tmp_path / name) for name in ("few", "many", "other"))
+    shared = few.keys() & many.keys()
+    assert len(shared) >= 4
+    assert all(few[index] == many[index] for index in shared)
+    assert any(few[index] != other[index] for index in few.keys() & other.keys())
+
+
+def test_a_torn_line_is_written_anew(tmp_path: Path) -> None:
+    whole = write(corpus(tmp_path / "whole"), 150).documents(150)
+    path = tmp_path / "torn" / "conversations.jsonl"
+    write(corpus(tmp_path / "torn"), 60)
+    path.write_bytes(path.read_bytes()[:-9])
+    again = write(corpus(tmp_path / "torn"), 150).documents(150)
+    assert [d.token_ids.tolist() for d in again] == [d.token_ids.tolist() for d in whole]
+
+
+def test_prompts_are_answered_first(tmp_path: Path) -> None:
+    """And are not learned, for the target did not write them."""
+    prompts = ((0, 1, 9, 2, 3, 4), (0, 1, 8, 8, 2, 3, 4))
+    documents = write(corpus(tmp_path, prompts=prompts), 100).documents(100)
+    assert [record["prompt"] for record in lines(tmp_path).values()].count(list(prompts[1])) == 1
+    assert documents[1].first == len(prompts[1])
+
+
+def test_without_a_template_any_token_begins_a_text(tmp_path: Path) -> None:
+    write(corpus(tmp_path, template=Template((), ())), 200)
+    firsts = {record["prompt"][0] for record in lines(tmp_path).values()}
+    assert len(firsts) > 2
+    assert all(len(record["prompt"]) == 1 for record in lines(tmp_path).values())
+
+
+def test_tokens_are_drawn_from_the_distribution() -> None:
+    """Evenly spread numbers hit each token as often as it is likely, to one of them; greedy rows
+    take the likeliest, and a floor leaves out what is far below it."""
+    num = 4000
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, -4.0])
+    uniforms = ((np.arange(num) + 0.5) / num).tolist()
+    for temperature in (0.7, 1.0):
+        rows = logits.expand(num, -1)
+        drawn = draw(rows, [temperature] * num, [0.0] * num, uniforms)
+        expected = (logits.double() / temperature).softmax(0) * num
+        counts = np.bincount(drawn, minlength=5)
+        assert np.abs(counts - expected.numpy()).max() <= 1.5
+    assert draw(logits.expand(2, -1), [0.0, 0.0], [0.0, 0.0], [0.1, 0.9]) == [3, 3]
+    floored = draw(logits.expand(num, -1), [1.0] * num, [0.2] * num, uniforms)
+    assert set(floored) == {1, 3}
