@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from outrider.distillation.card import PLOT_FILE, CardFacts, render_card, render_plot
+from outrider.distillation.dense_attention import use_dense_attention
 from outrider.distillation.documents import (
     DOCUMENT_TOKENS_MAX,
     Document,
@@ -131,6 +132,7 @@ class _Run:
         self._place = cache / "distillation" / self._fingerprint[:16]
         module, info = target.load()
         check_head(module)
+        use_dense_attention(module)
         self._vocab_size = module.get_input_embeddings().weight.shape[0]
         self._layers = spread_layers(
             options.layers, module.config.get_text_config().num_hidden_layers
@@ -254,6 +256,7 @@ class _Run:
             len(lessons.learned), self._target.dtype,
         )  # fmt: skip
         student = make_student(self._module, self._layers, token_ids)
+        use_dense_attention(student)
         left = max(TRAINING_SHARE * self._seconds, self._seconds - seconds_before)
         directory = self._place / f"student-{key}"
         trainer = Trainer(student, lessons, directory, options.seed, Budget(options.steps, left))

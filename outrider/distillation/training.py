@@ -25,8 +25,14 @@ from outrider.distillation.measuring import measure
 from outrider.distillation.storage import Spent
 
 BATCH_TOKENS: Final = {"cpu": 4096, "cuda": 32_768}
-_PEAK_RATE: Final = 1e-3
-_WARM_UP: Final = 0.02
+"""In a batch late in the budget, padding included; an epoch that begins ..."""
+_BATCH_PARTS: Final = ((0.15, 0.25), (0.5, 0.5))
+"""... before this part of the budget has batches of that part of it: small steps soon do most at
+first, and quieter ones late."""
+_PEAK_RATE_BY_WIDTH: Final = 0.6
+_PEAK_RATE_MAX: Final = 2e-3
+"""The highest learning rate is the former divided by the model's width, at most the latter."""
+_WARM_UP: Final = 0.04
 _LIKELIHOOD_FROM: Final = 0.25
 _LIKELIHOOD_UP_TO: Final = 0.5
 _LIKELIHOOD_SHARE: Final = 0.9
@@ -64,10 +70,16 @@ class Budget:
     seconds: float
 
 
-def learning_rate(part: float) -> float:
+def learning_rate(part: float, width: int) -> float:
     """After this part of the budget: linear up, then linear down to nothing."""
-    rise = part / _WARM_UP
-    return _PEAK_RATE * max(0.0, min(rise, (1 - part) / (1 - _WARM_UP), 1.0))
+    peak = min(_PEAK_RATE_BY_WIDTH / width, _PEAK_RATE_MAX)
+    return peak * max(0.0, min(part / _WARM_UP, (1 - part) / (1 - _WARM_UP)))
+
+
+def batch_tokens(part: float, most: int) -> int:
+    """Of the batches of an epoch that begins after this part of the budget."""
+    shares = (share for until, share in _BATCH_PARTS if part < until)
+    return int(most * next(shares, 1.0))
 
 
 def likelihood_share(part: float) -> float:
@@ -90,7 +102,8 @@ class Trainer:
         self._path = directory / _CHECKPOINT
         self.spent = Spent(directory)
         self._device = student.get_output_embeddings().weight.device
-        self._batch_tokens = BATCH_TOKENS["cpu" if self._device.type == "cpu" else "cuda"]
+        self._batch_tokens_max = BATCH_TOKENS["cpu" if self._device.type == "cpu" else "cuda"]
+        self._batch_tokens = batch_tokens(0.0, self._batch_tokens_max)
         self.weights = {
             name: weight for name, weight in student.named_parameters() if weight.requires_grad
         }
@@ -152,6 +165,7 @@ class Trainer:
                 yield batch
             self._epoch += 1
             self._done_of_epoch = 0
+            self._batch_tokens = batch_tokens(self.part, self._batch_tokens_max)
 
     def _step(self, places: list[Place]) -> None:
         batch = self._lessons.batch(places)
@@ -164,7 +178,7 @@ class Trainer:
         loss, scores = overlap_loss(wanted, head, batch.teacher, likelihood_share(part))
         loss.backward()  # type: ignore[no-untyped-call]
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(part)
+            group["lr"] = learning_rate(part, hidden.shape[-1])
         for name, weight in self.weights.items():
             self._masters[name].grad = None if weight.grad is None else weight.grad.float()
             weight.grad = None
@@ -200,7 +214,8 @@ class Trainer:
                 tensors[f"{name}:{key}"] = values
         state = {
             "num_steps": self.num_steps, "num_tokens": self.num_tokens, "epoch": self._epoch,
-            "done_of_epoch": self._done_of_epoch, "loss_sum": self._loss_sum,
+            "done_of_epoch": self._done_of_epoch,
+            "batch_tokens": self._batch_tokens, "loss_sum": self._loss_sum,
             "loss_steps": self._loss_steps, "points": [asdict(point) for point in self.points],
         }  # fmt: skip
         partial = self._path.with_name(f".{self._path.name}.partial")
@@ -225,6 +240,7 @@ class Trainer:
         self.points = [Point(**point) for point in state["points"]]
         self.num_steps, self.num_tokens = state["num_steps"], state["num_tokens"]
         self._epoch, self._done_of_epoch = state["epoch"], state["done_of_epoch"]
+        self._batch_tokens = state["batch_tokens"]
         self._loss_sum, self._loss_steps = state["loss_sum"], state["loss_steps"]
 
 

@@ -17,7 +17,12 @@ from deploy.cli.main import main
 from outrider.distillation import teacher, training
 from outrider.distillation.distilling import Distilled, Target, distill
 from outrider.distillation.options import DistillOptions
-from outrider.distillation.training import Point, learning_rate, likelihood_share
+from outrider.distillation.training import (
+    Point,
+    batch_tokens,
+    learning_rate,
+    likelihood_share,
+)
 from outrider.distillation.writing import Template
 from outrider.engine.trained_drafters import load_drafter
 from outrider.errors import SettingError
@@ -133,8 +138,12 @@ def test_tokens_that_are_too_few_are_said_to_be(target: Target, tmp_path: Path) 
 
 
 def test_rate_and_loss_follow_the_budget() -> None:
-    assert learning_rate(0.0) == learning_rate(1.0) == 0.0
-    assert learning_rate(0.02) == max(learning_rate(part / 100) for part in range(101))
+    rates = [learning_rate(part / 100, 576) for part in range(101)]
+    assert rates[0] == rates[100] == 0.0
+    assert rates[4] == max(rates) == pytest.approx(0.6 / 576)
+    assert learning_rate(0.04, 1152) == pytest.approx(rates[4] / 2)
+    sizes = [batch_tokens(part / 20, 4096) for part in range(21)]
+    assert sizes == [1024] * 3 + [2048] * 7 + [4096] * 11
     shares = [likelihood_share(part / 20) for part in range(21)]
     assert shares[:6] == [0.0] * 6
     assert shares == sorted(shares)
