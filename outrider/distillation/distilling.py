@@ -141,7 +141,9 @@ class _Run:
         self._seconds = options.minutes * 60
         self._files_key = fingerprint_of(files)
         self._tokens_max = min(DOCUMENT_TOKENS_MAX, info.max_model_len)
-        self._given = read_documents(files, self._vocab_size, target.encode, self._tokens_max)
+        given = read_documents(files, self._vocab_size, target.encode, self._tokens_max)
+        # Always the same order, in which those that are read in time are a fair sample.
+        self._given = [given[i] for i in np.random.default_rng(0).permutation(len(given))]
         for number, prompt in enumerate(options.prompts, start=1):
             if not 0 < len(prompt) < self._tokens_max:
                 raise SettingError(

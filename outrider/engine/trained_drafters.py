@@ -158,6 +158,7 @@ def save_drafter(
             tensors |= _stored(name, values.detach().cpu())
     module.config.save_pretrained(directory)
     save_file(tensors, str(directory / WEIGHTS_FILE), metadata={"format": "pt"})
+    (directory / WEIGHTS_FILE).chmod(0o644)  # The library lets nobody else read it.
     text = json.dumps(asdict(description), indent=2)
     (directory / DESCRIPTION_FILE).write_text(text + "\n", encoding="utf-8")
 
