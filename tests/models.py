@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from outrider.engine.fingerprints import tensors_fingerprint
-from outrider.engine.trained_drafters import FORMAT, DrafterDescription, save_drafter
+from outrider.engine.trained_drafters import FORMAT, TrainedDescription, save_drafter
 
 MAX_MODEL_LEN = 128
 _SPREAD = 0.4
@@ -166,7 +166,7 @@ def save_tiny_drafter(
     """Saves such a drafter of the model in `target`; returns `directory`."""
     module = AutoModelForCausalLM.from_pretrained(target)
     drafter = tiny_drafter(module, token_ids, num_layers, seed)
-    description = DrafterDescription(
+    description = TrainedDescription(
         format=FORMAT, target="tiny", target_fingerprint=tensors_fingerprint(target),
         vocab_size=module.config.vocab_size, draft_vocab_size=len(token_ids),
     )  # fmt: skip

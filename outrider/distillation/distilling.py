@@ -40,6 +40,7 @@ from outrider.distillation.student import likeliest_tokens, make_student, spread
 from outrider.distillation.teacher import TeacherCache, check_head
 from outrider.distillation.training import Budget, Point, Trainer
 from outrider.distillation.writing import Template, Wanted, WrittenCorpus
+from outrider.engine.cuda.acceleration import find_acceleration
 from outrider.engine.fingerprints import tensors_fingerprint
 from outrider.engine.interface import ModelInfo
 from outrider.engine.kv_cache import memory_budget
@@ -48,7 +49,7 @@ from outrider.engine.modules.swaps import speed_up
 from outrider.engine.paged_engine import PagedEngine
 from outrider.engine.trained_drafters import (
     FORMAT,
-    DrafterDescription,
+    TrainedDescription,
     as_stored,
     is_trained_drafter,
     save_drafter,
@@ -143,7 +144,8 @@ class _Run:
         self._tokens_max = min(DOCUMENT_TOKENS_MAX, info.max_model_len)
         given = read_documents(files, self._vocab_size, target.encode, self._tokens_max)
         # Always the same order, in which those that are read in time are a fair sample.
-        self._given = [given[i] for i in np.random.default_rng(0).permutation(len(given))]
+        order: list[int] = np.random.default_rng(0).permutation(len(given)).tolist()
+        self._given = [given[index] for index in order]
         for number, prompt in enumerate(options.prompts, start=1):
             if not 0 < len(prompt) < self._tokens_max:
                 raise SettingError(
@@ -219,10 +221,17 @@ class _Run:
 
     def _engine(self) -> PagedEngine:
         module, info = self._target.load()
+        acceleration = find_acceleration(module.device, module.dtype)
         speed_up(module)
         num_bytes = memory_budget(module.device, _GPU_SHARE, None)
         together = _TOGETHER["cpu" if self._is_cpu else "cuda"]
-        return PagedEngine(module, info, max_num_seqs=together, kv_cache_memory_bytes=num_bytes)
+        return PagedEngine(
+            module,
+            info,
+            max_num_seqs=together,
+            kv_cache_memory_bytes=num_bytes,
+            acceleration=acceleration,
+        )
 
     def _ask(self, corpus: WrittenCorpus) -> dict[str, TeacherCache]:
         key = _key(self._options.seed, self._options.prompts, self._target.template)
@@ -271,7 +280,7 @@ class _Run:
         out.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         try:
-            description = DrafterDescription(
+            description = TrainedDescription(
                 format=FORMAT,
                 target=self._target.name,
                 target_fingerprint=self._fingerprint,

@@ -3,7 +3,7 @@ does not share with that target.
 
 file                what it holds
 `config.json`       the drafter's own architecture; its vocabulary is the target's
-`drafter.json`      whose drafter it is (`DrafterDescription`)
+`drafter.json`      whose drafter it is (`TrainedDescription`)
 `model.safetensors` every weight but the embeddings, which are the target's; matrices as int8 with
                     one scale a row (`NAME.scale`); `draft_token_ids`, the token of each row of the
                     head, ascending
@@ -45,7 +45,7 @@ _INT8_MAX: Final = 127
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterDescription:
+class TrainedDescription:
     """Whose drafter it is."""
 
     format: int
@@ -65,7 +65,7 @@ def is_trained_drafter(directory: Path) -> bool:
     return (directory / DESCRIPTION_FILE).is_file()
 
 
-def read_description(directory: Path, name: str) -> DrafterDescription:
+def read_description(directory: Path, name: str) -> TrainedDescription:
     """What `drafter.json` says. Raises `ConfigError` where it says it otherwise than it must."""
     path = directory / DESCRIPTION_FILE
     try:
@@ -73,14 +73,14 @@ def read_description(directory: Path, name: str) -> DrafterDescription:
     except (OSError, ValueError) as error:
         raise ConfigError(f"drafter {name}: {path} cannot be read: {error}") from error
     kinds = {"target": str, "target_fingerprint": str}
-    expected = {field.name: kinds.get(field.name, int) for field in fields(DrafterDescription)}
+    expected = {field.name: kinds.get(field.name, int) for field in fields(TrainedDescription)}
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise ConfigError(f"drafter {name}: {path} is not of format {FORMAT}, which is read here")
     found = {key: type(value) for key, value in values.items()}
     if found != expected:
         wrong = sorted(key for key in found | expected if found.get(key) != expected.get(key))
         raise ConfigError(f"drafter {name}: {path}: {wrong[0]} is missing, wrong or not known")
-    return DrafterDescription(**values)
+    return TrainedDescription(**values)
 
 
 def check_target(directory: Path, name: str, target_directory: Path, target: str) -> None:
@@ -147,7 +147,7 @@ def narrow_head(module: Any, num_rows: int) -> nn.Linear:
 
 
 def save_drafter(
-    directory: Path, module: Any, token_ids: torch.Tensor, description: DrafterDescription
+    directory: Path, module: Any, token_ids: torch.Tensor, description: TrainedDescription
 ) -> None:
     """Writes configuration, description and weights of a drafter whose head has a row for each of
     `token_ids` [N]; its embeddings are left out."""
