@@ -19,9 +19,11 @@ from outrider.settings import blaming
 from outrider.telemetry.logs import JsonLines
 
 if TYPE_CHECKING:
+    import torch
+
     from outrider.drafting.lookup import LookupDrafter
     from outrider.engine.costs import StepCosts
-    from outrider.engine.interface import Engine
+    from outrider.engine.interface import Engine, ModelInfo
     from outrider.engine.parallel.sharding import Ranks
 
 T = TypeVar("T")
@@ -118,31 +120,11 @@ def build_engine(
         return EmulatedEngine(EmulatedSpec.parse(config.emulated), role, config.max_num_seqs)
     from outrider.engine.cuda.acceleration import find_acceleration
     from outrider.engine.kv_cache import memory_budget
-    from outrider.engine.loading import load_model
     from outrider.engine.modules.swaps import speed_up
     from outrider.engine.paged_engine import PagedEngine
-    from outrider.engine.parallel.shard_loading import load_shard
     from outrider.engine.parallel.sharding import least
-    from outrider.engine.trained_drafters import load_drafter
 
-    path = Path(config.directory)
-    options: dict[str, Any] = {
-        "name": config.model,
-        "dtype": config.dtype,
-        "device": config.device,
-        "num_threads": num_threads,
-        "max_model_len": config.max_model_len or None,
-        "trust_remote_code": config.trust_remote_code,
-    }
-    if isinstance(config, DraftConfig) and config.target_directory:
-        module, info = load_drafter(
-            path, Path(config.target_directory), target=config.target, **options
-        )
-    elif ranks is None:
-        module, info = load_model(path, **options)
-    else:
-        key = "tensor_parallel_size" if role == "target" else "draft_tensor_parallel_size"
-        module, info = load_shard(path, ranks, key=key, **options)
+    module, info = _load(config, role, num_threads, ranks)
     weight = next(module.parameters())
     device = weight.device
     # Ranks wait for each other within a step: one that fails to record it would hold up the others.
@@ -178,6 +160,34 @@ def build_engine(
         acceleration=acceleration,
         all_agree=all_agree,
     )
+
+
+def _load(
+    config: TargetConfig | DraftConfig,
+    role: Literal["target", "draft"],
+    num_threads: int,
+    ranks: Ranks | None,
+) -> tuple[torch.nn.Module, ModelInfo]:
+    """The model, or one rank's share of it, and what is known of it."""
+    from outrider.engine.loading import load_model
+    from outrider.engine.parallel.shard_loading import load_shard
+    from outrider.engine.trained_drafters import load_drafter
+
+    path = Path(config.directory)
+    options: dict[str, Any] = {
+        "name": config.model,
+        "dtype": config.dtype,
+        "device": config.device,
+        "num_threads": num_threads,
+        "max_model_len": config.max_model_len or None,
+        "trust_remote_code": config.trust_remote_code,
+    }
+    if isinstance(config, DraftConfig) and config.target_directory:
+        return load_drafter(path, Path(config.target_directory), target=config.target, **options)
+    if ranks is None:
+        return load_model(path, **options)
+    key = "tensor_parallel_size" if role == "target" else "draft_tensor_parallel_size"
+    return load_shard(path, ranks, key=key, **options)
 
 
 def _bits(config: TargetConfig | DraftConfig) -> int | None:
