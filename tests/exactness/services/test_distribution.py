@@ -150,7 +150,16 @@ WIDE_GRID = [
         )
     ),
     *(
-        Cell(rule, 4, PLAIN, draft_seed=3, draft_bits=8, num_tokens=4, max_tokens=6)
+        Cell(
+            rule,
+            4,
+            PLAIN,
+            draft_seed=3,
+            draft_bits=8,
+            num_tokens=4,
+            max_tokens=6,
+            num_samples=13_500,
+        )
         for rule in (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED)
     ),
     Cell(Rule.TOKEN, 4, PLAIN, num_tokens=1, max_tokens=1, num_samples=7_600),
