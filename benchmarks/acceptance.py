@@ -16,8 +16,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from outrider.errors import SettingError, check
+from outrider.errors import check
 from outrider.limits import MAX_TOKENS_DEFAULT, SEED_MAX
+from outrider.settings import check_range
 from outrider.speculation.acceptance import conditional_acceptance
 
 from .figures import to_json
@@ -45,8 +46,7 @@ class AcceptanceOptions:
             ("max_tokens", self.max_tokens, 1, MAX_TOKENS_DEFAULT),
             ("seed", self.seed, 0, SEED_MAX),
         ):
-            if value is not None and not low <= value <= high:
-                raise SettingError(name, f"{value} is wrong; it must be from {low} to {high}")
+            check_range(name, value, low, high)
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> AcceptanceOptions:

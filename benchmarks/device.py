@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final, TextIO
 
-from outrider.errors import ConfigError, SettingError
+from outrider.errors import ConfigError
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
+from outrider.settings import check_range
 
 from .figures import figures_table, to_json
 
@@ -23,6 +24,7 @@ CONTEXT_TOKENS: Final = 256
 NUM_DRAFT_TOKENS: Final = 8
 REPETITIONS: Final = 50
 _CONTEXT_MAX: Final = 1_000_000
+_REPETITIONS_MAX: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +42,9 @@ class DeviceOptions:
         for name, value, high in (
             ("context_tokens", self.context_tokens, _CONTEXT_MAX),
             ("num_draft_tokens", self.num_draft_tokens, NUM_DRAFT_TOKENS_MAX),
-            ("repetitions", self.repetitions, 10_000),
+            ("repetitions", self.repetitions, _REPETITIONS_MAX),
         ):
-            if not 1 <= value <= high:
-                raise SettingError(name, f"{value} is wrong; it must be from 1 to {high}")
+            check_range(name, value, 1, high)
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> DeviceOptions:

@@ -18,7 +18,7 @@ from typing import Any, Final
 from rich.table import Table
 
 from outrider.config import TargetConfig
-from outrider.errors import SettingError
+from outrider.settings import check_range
 from outrider.wire.grpc_link import target_link
 
 from .answering import AnsweringProcess
@@ -59,8 +59,7 @@ class EngineOptions:
             ("prompt_tokens", self.prompt_tokens, 1, TOKENS_MAX),
             ("new_tokens", self.new_tokens, 1, TOKENS_MAX),
         ):
-            if not low <= value <= high:
-                raise SettingError(name, f"{value} is wrong; it must be from {low} to {high}")
+            check_range(name, value, low, high)
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> EngineOptions:

@@ -27,10 +27,11 @@ from rich.table import Table
 
 from outrider.client import Client
 from outrider.config import TargetConfig
-from outrider.errors import SettingError, Unavailable
+from outrider.errors import Unavailable
 from outrider.generation import GenerateRequest
 from outrider.limits import DEADLINE_MS_MAX
 from outrider.sessions.embedded import EmbeddedRedis
+from outrider.settings import check_range
 from outrider.speculation.sampling import Rule, SamplingParams
 
 from .figures import figures_table, percentile, to_json
@@ -64,8 +65,7 @@ class OverheadOptions:
             ("rounds", self.rounds, 1, ROUNDS_MAX),
             ("probes", self.probes, 0, PROBES_MAX),
         ):
-            if not low <= value <= high:
-                raise SettingError(name, f"{value} is wrong; it must be from {low} to {high}")
+            check_range(name, value, low, high)
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> OverheadOptions:

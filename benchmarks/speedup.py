@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -24,6 +23,7 @@ from outrider.limits import (
     TEMPERATURE_MAX,
 )
 from outrider.sessions.store import FinishReason
+from outrider.settings import check_range
 from outrider.speculation.sampling import Rule, SamplingParams, resolve_rule
 
 from .measurement import BenchClient, Completion, Contestant, Decoding, Progress, Side, measure
@@ -60,12 +60,12 @@ class SpeedupOptions:
     """Whether the engine alone and the library's `generate` are measured too."""
 
     def __post_init__(self) -> None:
-        _check_range("num_prompts", self.num_prompts, 1, PROMPTS_MAX)
-        _check_range("max_tokens", self.max_tokens, 1, MAX_TOKENS_DEFAULT)
-        _check_range("temperature", self.temperature, 0, TEMPERATURE_MAX)
-        _check_range("num_draft_tokens", self.num_draft_tokens, 1, NUM_DRAFT_TOKENS_MAX)
-        _check_range("concurrency", self.concurrency, 1, SESSIONS_PER_COORDINATOR_MAX)
-        _check_range("seed", self.seed, 0, SEED_MAX)
+        check_range("num_prompts", self.num_prompts, 1, PROMPTS_MAX)
+        check_range("max_tokens", self.max_tokens, 1, MAX_TOKENS_DEFAULT)
+        check_range("temperature", self.temperature, 0, TEMPERATURE_MAX)
+        check_range("num_draft_tokens", self.num_draft_tokens, 1, NUM_DRAFT_TOKENS_MAX)
+        check_range("concurrency", self.concurrency, 1, SESSIONS_PER_COORDINATOR_MAX)
+        check_range("seed", self.seed, 0, SEED_MAX)
         if self.rule not in RULES:
             allowed = ", ".join(rule.value for rule in RULES)
             raise SettingError("rule", f"{self.rule.value!r} is wrong; it must be one of {allowed}")
@@ -247,10 +247,3 @@ def _service_prompt(prompt: BenchPrompt, raw: bool) -> Prompt:
 
 def _to_standard_error(line: str) -> None:
     sys.stderr.write(line + "\n")
-
-
-def _check_range(name: str, value: float | None, lowest: float, highest: float) -> None:
-    if value is None:
-        return
-    if not math.isfinite(value) or not lowest <= value <= highest:
-        raise SettingError(name, f"{value} is wrong; it must be from {lowest} to {highest}")

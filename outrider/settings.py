@@ -188,6 +188,12 @@ def verify_settings(config: object) -> None:
         found.verify(getattr(config, name), found.key)
 
 
+def check_range(key: str, value: float | None, lowest: float, highest: float) -> None:
+    """Raises `SettingError` unless an option of a command is in these bounds, or not given."""
+    if value is not None and not lowest <= value <= highest:
+        raise SettingError(key, f"{value} is wrong; it must be from {lowest} to {highest}")
+
+
 @contextmanager
 def blaming(key: str) -> Iterator[None]:
     """Turns a `ConfigError` that names no setting into a `SettingError` of this one."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from outrider.errors import SettingError
 from outrider.limits import SEED_MAX
+from outrider.settings import check_range
 
 MINUTES_MAX: Final = 7 * 24 * 60.0
 LAYERS_MAX: Final = 256
@@ -48,5 +48,4 @@ class DistillOptions:
             ("tokens", self.tokens, 0, TOKENS_MAX),
             ("steps", self.steps, 1, STEPS_MAX),
         ):
-            if value is not None and not low <= value <= high:
-                raise SettingError(name, f"{value} is wrong; it must be from {low} to {high}")
+            check_range(name, value, low, high)
