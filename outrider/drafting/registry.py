@@ -112,7 +112,7 @@ DRAFTERS: Final = (
         proposes="what a model of the target's tokenizer draws",
         files="the model's",
         memory="its weights, keys and values",
-        training="done, or by `outrider distill`",
+        training="done",
         q="sparse",
     ),
     DrafterDescription(
