@@ -149,13 +149,13 @@ def depth_cut(source: Path, directory: Path, num_layers: int) -> Path:
 
 
 def tiny_drafter(target: Any, token_ids: Sequence[int], num_layers: int = 1, seed: int = 1) -> Any:
-    """A random module with the target's embeddings and a head for `token_ids` alone."""
+    """A random module with the target's embeddings and its head's rows for `token_ids` alone."""
     config = copy.deepcopy(target.config)
     config.num_hidden_layers, config.tie_word_embeddings = num_layers, False
     module = tiny_module(config, seed)
     module.get_input_embeddings().weight = target.get_input_embeddings().weight
     head = torch.nn.Linear(config.hidden_size, len(token_ids), bias=False)
-    head.weight = torch.nn.Parameter(module.lm_head.weight[list(token_ids)], requires_grad=False)
+    head.weight = torch.nn.Parameter(target.lm_head.weight[list(token_ids)], requires_grad=False)
     module.set_output_embeddings(head)
     return module
 

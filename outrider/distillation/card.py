@@ -23,7 +23,7 @@ class CardFacts:
     layers: Sequence[int]
     """Of the target's, that the student started from."""
     num_parameters: int
-    """Without the embeddings."""
+    """Without embeddings and head."""
     draft_vocab_size: int
     covered: float
     """Part of the target's probability that the head's tokens have."""
@@ -59,12 +59,13 @@ def render_card(facts: CardFacts) -> str:
     return f"""# A drafter for {facts.target}
 
 Made by `outrider distill` for speculative decoding of the target {facts.target} with weights
-`{facts.target_fingerprint}`, and for no other: its embeddings are the target's and are not stored
-here. Serve it with `outrider serve {facts.target} --draft-model DIR`.
+`{facts.target_fingerprint}`, and for no other: its embeddings and head are the target's and are not
+stored here. Serve it with `outrider serve {facts.target} --draft-model DIR`.
 
-- {facts.num_parameters / 1e6:.1f} million parameters without the embeddings: the target's layers
-  {", ".join(map(str, facts.layers))} and a head for {facts.draft_vocab_size:,} tokens, to which the
-  target gives {facts.covered:.1%} of its probability; other tokens are never proposed.
+- {facts.num_parameters / 1e6:.1f} million parameters of its own, begun as the target's layers
+  {", ".join(map(str, facts.layers))}. Of the head it has the rows for {facts.draft_vocab_size:,}
+  tokens, to which the target gives {facts.covered:.1%} of its probability; other tokens are never
+  proposed.
 - Matrices are stored as int8 with one scale a row. What is measured here was measured after that.
 - {facts.num_steps:,} steps over {facts.num_trained_tokens:,} tokens, repetitions included; seed
   {facts.seed}; {times}.

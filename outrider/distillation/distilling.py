@@ -36,7 +36,7 @@ from outrider.distillation.documents import read_corpus as read_documents
 from outrider.distillation.learning import HELD_OUT_EVERY, Lessons
 from outrider.distillation.measuring import Measured, measure
 from outrider.distillation.options import DistillOptions
-from outrider.distillation.student import likeliest_tokens, make_student, spread_layers
+from outrider.distillation.student import kept_layers, likeliest_tokens, make_student
 from outrider.distillation.teacher import TeacherCache, check_head
 from outrider.distillation.training import Budget, Point, Trainer
 from outrider.distillation.writing import Template, Wanted, WrittenCorpus
@@ -135,7 +135,7 @@ class _Run:
         check_head(module)
         use_dense_attention(module)
         self._vocab_size = module.get_input_embeddings().weight.shape[0]
-        self._layers = spread_layers(
+        self._layers = kept_layers(
             options.layers, module.config.get_text_config().num_hidden_layers
         )
         self._module, self._info = module, info

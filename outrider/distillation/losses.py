@@ -10,9 +10,9 @@ row:
 that rows where the student is far off are not left behind.) What p lists is the few dozen likeliest
 tokens; what it leaves out is taken as 0.
 
-Both gradients by the logits are s * q(v), with one number s a row, less something at the listed
-tokens alone: so there is one softmax over the head, done in place, and no other pass over it.
-Logits of many rows at once would not fit a cache; they are made block by block and never kept.
+The gradient of either by the logits is s * q(v), with one number s a row, less something at the
+listed tokens alone: so there is one softmax over the head, done in place, and no other pass over
+it. Logits of many rows at once would not fit a cache; they are made block by block and never kept.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class RowScores:
 def overlap_loss(
     hidden: torch.Tensor, head: torch.Tensor, teacher: TeacherRows, likelihood_share: float
 ) -> tuple[torch.Tensor, RowScores]:
-    """The mean loss over R rows, to be differentiated, and how they went. `hidden` [R, D] and
-    `head` [N, D] of one dtype; cross-entropy and likelihood are mixed by `likelihood_share`."""
+    """The mean loss over R rows, to be differentiated by `hidden` alone, and how they went.
+    `hidden` [R, D] and `head` [N, D] of one dtype; cross-entropy and likelihood are mixed by
+    `likelihood_share`."""
     overlap, hits = (
         hidden.new_zeros((), dtype=torch.float32),
         hidden.new_zeros((), dtype=torch.long),
@@ -67,7 +68,7 @@ def overlap_loss(
 
 
 class _OverlapLoss(torch.autograd.Function):
-    """Makes both gradients on the way forward, where the logits are."""
+    """Makes the gradient on the way forward, where the logits are."""
 
     @staticmethod
     def forward(
@@ -82,7 +83,6 @@ class _OverlapLoss(torch.autograd.Function):
         num_rows = len(hidden)
         size = ROWS_OF_A_BLOCK["cpu" if hidden.device.type == "cpu" else "cuda"]
         by_hidden = torch.empty_like(hidden)
-        by_head = torch.zeros(head.shape, dtype=torch.float32, device=head.device)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for start in range(0, num_rows, size):
             rows = slice(start, min(start + size, num_rows))
@@ -92,17 +92,14 @@ class _OverlapLoss(torch.autograd.Function):
             loss, found = _differentiate(q, part, share)
             total += loss
             overlap += found
-            slope = q.div_(num_rows).to(hidden.dtype)
-            torch.mm(slope, head, out=by_hidden[rows])
-            by_head += slope.t() @ hidden[rows]
-        ctx.save_for_backward(by_hidden, by_head.to(head.dtype))
+            torch.mm(q.div_(num_rows).to(hidden.dtype), head, out=by_hidden[rows])
+        ctx.save_for_backward(by_hidden)
         return total / num_rows
 
     @staticmethod
     def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        by_hidden, by_head = ctx.saved_tensors
-        slope = slopes[0]
-        return by_hidden * slope.to(by_hidden), by_head * slope.to(by_head), None, None, None, None
+        [by_hidden] = ctx.saved_tensors
+        return by_hidden * slopes[0].to(by_hidden), None, None, None, None, None
 
 
 def _differentiate(

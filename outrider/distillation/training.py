@@ -26,10 +26,10 @@ from outrider.distillation.storage import Spent
 
 BATCH_TOKENS: Final = {"cpu": 4096, "cuda": 32_768}
 """In a batch late in the budget, padding included; an epoch that begins ..."""
-_BATCH_PARTS: Final = ((0.15, 0.25), (0.5, 0.5))
+_BATCH_PARTS: Final = ((0.5, 0.25), (0.8, 0.5))
 """... before this part of the budget has batches of that part of it: small steps soon do most at
 first, and quieter ones late."""
-_PEAK_RATE_BY_WIDTH: Final = 0.6
+_PEAK_RATE_BY_WIDTH: Final = 0.864
 _PEAK_RATE_MAX: Final = 2e-3
 """The highest learning rate is the former divided by the model's width, at most the latter."""
 _WARM_UP: Final = 0.04

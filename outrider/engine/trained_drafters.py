@@ -4,9 +4,9 @@ does not share with that target.
 file                what it holds
 `config.json`       the drafter's own architecture; its vocabulary is the target's
 `drafter.json`      whose drafter it is (`TrainedDescription`)
-`model.safetensors` every weight but the embeddings, which are the target's; matrices as int8 with
-                    one scale a row (`NAME.scale`); `draft_token_ids`, the token of each row of the
-                    head, ascending
+`model.safetensors` every weight but those of embeddings and head, which are the target's; matrices
+                    as int8 with one scale a row (`NAME.scale`); `draft_token_ids`, ascending, the
+                    tokens whose rows of the target's head it has
 `README.md`         the model card, with `loss.svg`
 """
 
@@ -38,7 +38,7 @@ from outrider.errors import ConfigError, check
 
 DESCRIPTION_FILE: Final = "drafter.json"
 WEIGHTS_FILE: Final = "model.safetensors"
-FORMAT: Final = 1
+FORMAT: Final = 2
 _TOKEN_IDS: Final = "draft_token_ids"  # noqa: S105 (a tensor's name)
 _SCALE: Final = ".scale"
 _INT8_MAX: Final = 127
@@ -90,8 +90,8 @@ def check_target(directory: Path, name: str, target_directory: Path, target: str
     if description.target_fingerprint != found:
         raise ConfigError(
             f"drafter {name} was made for the target {description.target} with weights "
-            f"{description.target_fingerprint}, and takes its embeddings from there; {target} has "
-            f"weights {found}. Make one for it: outrider distill {target} --out DIR"
+            f"{description.target_fingerprint}, and takes embeddings and head from there; {target} "
+            f"has weights {found}. Make one for it: outrider distill {target} --out DIR"
         )
 
 
@@ -108,8 +108,8 @@ def load_drafter(
     max_model_len: int | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[nn.Module, ModelInfo]:
-    """The drafter in `path` with the embeddings of the target in `target_directory`, otherwise as
-    `load_model`. Its logits are [.., N], for the `logit_token_ids` of what it is. Raises
+    """The drafter in `path` with embeddings and head of the target in `target_directory`; otherwise
+    as `load_model`. Its logits are [.., N], for the `logit_token_ids` of what it is. Raises
     `ConfigError`, also for a target that it was not made for."""
     check_target(path, name, target_directory, target)
     description = read_description(path, name)
@@ -149,12 +149,12 @@ def narrow_head(module: Any, num_rows: int) -> nn.Linear:
 def save_drafter(
     directory: Path, module: Any, token_ids: torch.Tensor, description: TrainedDescription
 ) -> None:
-    """Writes configuration, description and weights of a drafter whose head has a row for each of
-    `token_ids` [N]; its embeddings are left out."""
-    embeddings = _name_of(module, module.get_input_embeddings().weight)
+    """Writes configuration, description and weights of a drafter whose head has the target's rows
+    of `token_ids` [N]; its embeddings and its head are left out."""
     tensors: dict[str, torch.Tensor] = {_TOKEN_IDS: token_ids.to(torch.int32)}
+    shared = _shared_with_target(module)
     for name, values in module.named_parameters():
-        if name != embeddings:
+        if name not in shared:
             tensors |= _stored(name, values.detach().cpu())
     module.config.save_pretrained(directory)
     save_file(tensors, str(directory / WEIGHTS_FILE), metadata={"format": "pt"})
@@ -184,23 +184,31 @@ def _restored(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return values.float() * tensors[name + _SCALE][:, None]
 
 
-def _name_of(module: nn.Module, parameter: torch.Tensor) -> str:
-    return next(name for name, found in module.named_parameters() if found is parameter)
+def _shared_with_target(module: Any) -> tuple[str, str]:
+    """The names of the embeddings and of the head, which is a part of the target's."""
+    wanted = (module.get_input_embeddings().weight, module.get_output_embeddings().weight)
+    names = {id(found): name for name, found in module.named_parameters()}
+    embeddings, head = (names[id(parameter)] for parameter in wanted)
+    return embeddings, head
 
 
 def _fill(module: Any, path: Path, target_directory: Path, name: str) -> tuple[int, ...]:
     """Gives every parameter its values; the tokens of the head's rows."""
     wanted = dict(module.named_parameters())
-    embeddings = _name_of(module, module.get_input_embeddings().weight)
-    with open_weights(target_directory) as files:
-        stored = stored_names(module, wanted, files).get(embeddings)
-        if stored is None:
-            raise ConfigError(f"drafter {name}: the target's files lack the weights {embeddings}")
-        values = {embeddings: files[stored].get_tensor(stored)}
+    embeddings, head = _shared_with_target(module)
     with open_weights(path) as files:
         tensors = {key: file.get_tensor(key) for key, file in files.items()}
+    token_ids = tensors[_TOKEN_IDS].long()
+    with open_weights(target_directory) as files:
+        stored = stored_names(module, wanted, files)
+        if embeddings not in stored:
+            raise ConfigError(f"drafter {name}: the target's files lack the weights {embeddings}")
+        values = {embeddings: files[stored[embeddings]].get_tensor(stored[embeddings])}
+        # A target without a head in its files has its embeddings for one.
+        heads = stored.get(head, stored[embeddings])
+        values[head] = files[heads].get_tensor(heads)[token_ids]
     for key, parameter in wanted.items():
-        if key != embeddings:
+        if key not in values:
             if key not in tensors:
                 raise ConfigError(f"drafter {name}: its files lack the weights {key}")
             values[key] = _restored(key, tensors)
@@ -209,4 +217,4 @@ def _fill(module: Any, path: Path, target_directory: Path, name: str) -> tuple[i
         owner, _, attribute = key.rpartition(".")
         new = nn.Parameter(values[key].to(parameter.dtype), requires_grad=False)
         setattr(module.get_submodule(owner), attribute, new)
-    return tuple(tensors[_TOKEN_IDS].tolist())
+    return tuple(token_ids.tolist())

@@ -12,7 +12,7 @@ from models import tiny_config, tiny_module
 
 from outrider.distillation import teacher
 from outrider.distillation.documents import Document
-from outrider.distillation.student import likeliest_tokens, make_student, spread_layers
+from outrider.distillation.student import kept_layers, likeliest_tokens, make_student
 from outrider.distillation.teacher import TeacherCache, check_head, largest
 from outrider.errors import ConfigError, SettingError
 
@@ -124,19 +124,20 @@ def test_a_student_starts_as_the_target(module: Any) -> None:
     shared = module.get_input_embeddings().weight
     assert student.get_input_embeddings().weight is shared
     trained = {name for name, values in student.named_parameters() if values.requires_grad}
-    assert trained == {name for name, _ in student.named_parameters() if "embed" not in name}
+    kept = {"model.embed_tokens.weight", "lm_head.weight"}
+    assert trained == {name for name, _ in student.named_parameters()} - kept
     one = make_student(module, [1], token_ids)
     mine, theirs = one.model.layers[0].mlp.up_proj, module.model.layers[1].mlp.up_proj
     assert torch.equal(mine.weight, theirs.weight)
     assert mine.weight is not theirs.weight
 
 
-def test_layers_are_spread_with_both_ends() -> None:
-    assert spread_layers(4, 30) == [0, 10, 19, 29]
-    assert spread_layers(1, 30) == [0]
-    assert spread_layers(2, 2) == [0, 1]
+def test_the_first_layers_and_the_last_are_kept() -> None:
+    assert kept_layers(4, 30) == [0, 1, 2, 29]
+    assert kept_layers(1, 30) == [0]
+    assert kept_layers(2, 2) == [0, 1]
     with pytest.raises(SettingError, match="more than the target's 30") as bad:
-        spread_layers(31, 30)
+        kept_layers(31, 30)
     assert bad.value.key == "layers"
 
 
