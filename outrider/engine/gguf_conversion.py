@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,18 +24,32 @@ def converted(gguf: Path, cache: Path) -> Path:
     """The safetensors directory of a GGUF file, converted now if the cache has none.
 
     Weights are dequantised to bfloat16; tokenizer, chat template and generation settings are kept.
-    The name holds the file's fingerprint, so a changed file is converted anew. A directory is
-    complete once it has its name. Raises `ConfigError` where the file is no model that can be read.
+    Raises `ConfigError` where the file is no model that can be read.
     """
-    models = cache / "models"
-    models.mkdir(parents=True, exist_ok=True)
-    directory = models / f"{gguf.stem}-{file_fingerprint(gguf)[:16]}-bf16-v{CONVERSION_VERSION}"
-    if directory.is_dir():
-        return directory
-    with _lock(models / f"{directory.name}.lock"):
-        if not directory.is_dir():  # another process may have been first
-            _convert(gguf, directory)
-    return directory
+    return made_once(cached_path(gguf, cache), lambda directory: _convert(gguf, directory))
+
+
+def cached_path(gguf: Path, cache: Path, suffix: str = "") -> Path:
+    """Where the cache keeps what is made of a GGUF file. The name holds the file's fingerprint, so
+    a changed file is converted anew."""
+    fingerprint = file_fingerprint(gguf)[:16]
+    return cache / "models" / f"{gguf.stem}-{fingerprint}-bf16-v{CONVERSION_VERSION}{suffix}"
+
+
+def made_once(path: Path, make: Callable[[Path], None]) -> Path:
+    """`path`, a file or a directory, made now if it is not there: `make` is given another path of
+    the same name to write to. One process does it while others wait; what has its name is
+    complete."""
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(path.with_name(f"{path.name}.lock")):
+        if not path.exists():  # another process may have been first
+            with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as work:
+                made = Path(work) / path.name
+                make(made)
+                made.rename(path)
+    return path
 
 
 @contextmanager
@@ -49,15 +62,10 @@ def _lock(path: Path) -> Iterator[None]:
 
 def _convert(gguf: Path, directory: Path) -> None:
     _log.info("converting %s to safetensors; this happens once", gguf.name)
-    work = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-    try:
-        _write_model(gguf, work)
-        _write_tokenizer(gguf, work)
-        work.chmod(0o755)
-        work.rename(directory)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    _log.info("converted to %s", directory)
+    directory.mkdir()
+    _write_model(gguf, directory)
+    _write_tokenizer(gguf, directory)
+    _log.info("converted %s", gguf.name)
 
 
 def _write_model(gguf: Path, directory: Path) -> None:

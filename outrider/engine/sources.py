@@ -42,15 +42,23 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> Path:
     # Imports the tensor library, which `check_name` does without.
     from outrider.engine.gguf_conversion import converted
 
-    if name == DEMO_MODEL:
-        return converted(_demo_gguf(), cache_dir())
+    gguf = gguf_file(name)
+    if gguf is not None:
+        return converted(gguf, cache_dir())
     path = Path(name).expanduser()
-    if path.is_file():
-        return converted(path, cache_dir())
     if not path.is_dir():
         path = _snapshot(name, trust_remote_code)
         check_weights(path, name)
     return path
+
+
+def gguf_file(name: str) -> Path | None:
+    """The GGUF file that a model is converted from; None for one that comes otherwise. Raises
+    `ConfigError` where the demo is not installed."""
+    if name == DEMO_MODEL:
+        return _demo_gguf()
+    path = Path(name).expanduser()
+    return path if path.is_file() else None
 
 
 def check_name(name: str) -> None:
