@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -35,10 +35,12 @@ class AnsweringProcess:
         *,
         advice: str = "",
         environment: Mapping[str, str] | None = None,
+        python: Sequence[str] = (sys.executable, "-m"),
     ) -> None:
-        """Runs `python -m module`, called `name` in errors; `setup` is its first line. `advice`
-        follows the news that it has ended. `environment` replaces this process's own."""
-        self._module = module
+        """Runs `module`, called `name` in errors; `setup` is its first line. `advice` follows the
+        news that it has ended. `environment` replaces this process's own; `python` is the
+        interpreter, and what it is told before `module`."""
+        self._command = (*python, module)
         self._name = name
         self._setup = setup
         self._advice = advice
@@ -49,9 +51,7 @@ class AnsweringProcess:
 
     async def __aenter__(self) -> Self:
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            self._module,
+            *self._command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=LINE_BYTES_MAX,

@@ -36,6 +36,14 @@ class Side(StrEnum):
     """The engine in a process, without services."""
     TRANSFORMERS = "transformers"
     """The library's own `generate` in a process."""
+    ASSISTED = "transformers assisted"
+    """The same, with the draft as its assistant."""
+    PROMPT_LOOKUP = "transformers prompt lookup"
+    """The same, which copies from the text so far."""
+    LLAMA_CPP = "llama.cpp plain"
+    """llama.cpp in a process, with the target alone."""
+    LLAMA_CPP_LOOKUP = "llama.cpp prompt lookup"
+    """The same, which copies from the text so far."""
 
 
 @dataclass(frozen=True, slots=True)

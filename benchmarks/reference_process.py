@@ -1,7 +1,8 @@
 """The process behind `references.ReferenceProcess`.
 
 Reads JSON lines: first which model to load and how, answered when it is loaded, then one request
-after the other, until its input ends. An answer is `{}`, `{"token_ids", "seconds"}` or `{"error"}`.
+after the other, until its input ends. An answer is `{"eos_token_ids"}`, `{"token_ids", "seconds"}`
+or `{"error"}`.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
 
 from outrider.config import TargetConfig
-from outrider.engine.interface import Engine, SequenceStep
+from outrider.engine.interface import Engine, ModelInfo, SequenceStep
 from outrider.engine.loading import load_model
 from outrider.errors import OutriderError
 from outrider.hosting import build_engine
@@ -27,7 +29,9 @@ from outrider.speculation.verdicts import verdict_from_logits
 from outrider.text import TokenizerText
 
 from .answering import LINE_BYTES_MAX, AnswerWriter
+from .assistants import load_assistant
 from .measurement import Side
+from .references import PROMPT_LOOKUP_TOKENS
 
 _SEQUENCE: Final = "bench"
 
@@ -70,9 +74,11 @@ class EngineDecoder:
 class LibraryDecoder:
     """The library's `generate`."""
 
-    def __init__(self, module: Any, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, module: Any, eos_token_ids: tuple[int, ...], **drafting: object) -> None:
+        """`drafting` is what `generate` is told besides."""
         self._module = module
         self._eos = list(eos_token_ids)
+        self._drafting = drafting
 
     def decode(self, prompt_ids: tuple[int, ...], request: dict[str, Any]) -> list[int]:
         """Greedy at rule greedy, else sampled at the temperature and nothing else."""
@@ -90,9 +96,20 @@ class LibraryDecoder:
                 eos_token_id=self._eos or None,
                 pad_token_id=self._eos[0] if self._eos else 0,
                 **sampling,
+                **self._drafting,
             )
         completion: list[int] = output[0, len(prompt_ids) :].tolist()
         return completion
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """What a process is once it has been set up."""
+
+    text: TokenizerText
+    decoder: _Decoder
+    raw: bool
+    eos_token_ids: tuple[int, ...]
 
 
 def main() -> None:
@@ -103,29 +120,42 @@ def main() -> None:
     if not setup:
         return  # whoever started this ended first
     try:
-        text, decoder, raw = _load(json.loads(setup))
+        reference = _load(json.loads(setup))
     except OutriderError as error:
         answers.write({"error": error.message})
         return
-    answers.write({})
+    answers.write({"eos_token_ids": reference.eos_token_ids})
     while line := requests.readline(LINE_BYTES_MAX):
-        answers.write(_decode(text, decoder, raw, json.loads(line)))
+        answers.write(_decode(reference, json.loads(line)))
 
 
-def _load(setup: dict[str, Any]) -> tuple[TokenizerText, _Decoder, bool]:
+def _load(setup: dict[str, Any]) -> _Reference:
     side = Side(setup["side"])
     path = Path(setup["directory"])
     text = TokenizerText.load(path, trust_remote_code=setup["trust_remote_code"])
     if side is Side.ENGINE:
-        return text, EngineDecoder(_engine(setup)), setup["raw"]
+        engine = _engine(setup)
+        return _Reference(text, EngineDecoder(engine), setup["raw"], engine.info.eos_token_ids)
     module, info = load_model(
         path,
         dtype=setup["dtype"],
         device=setup["device"],
-        num_threads=None,
+        num_threads=None if side is Side.TRANSFORMERS else setup["num_threads"],
         trust_remote_code=setup["trust_remote_code"],
     )
-    return text, LibraryDecoder(module, info.eos_token_ids), setup["raw"]
+    eos = info.eos_token_ids
+    return _Reference(
+        text, LibraryDecoder(module, eos, **_drafting(side, setup, info)), setup["raw"], eos
+    )
+
+
+def _drafting(side: Side, setup: dict[str, Any], target: ModelInfo) -> dict[str, object]:
+    """What `generate` is told of drafts."""
+    if side is Side.PROMPT_LOOKUP:
+        return {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
+    if side is Side.ASSISTED:
+        return {"assistant_model": load_assistant(setup, target)}
+    return {}
 
 
 def _engine(setup: dict[str, Any]) -> Engine:
@@ -141,16 +171,15 @@ def _engine(setup: dict[str, Any]) -> Engine:
     return build_engine(config, "target", config.num_threads)
 
 
-def _decode(
-    text: TokenizerText, decoder: _Decoder, raw: bool, request: dict[str, Any]
-) -> dict[str, object]:
+def _decode(reference: _Reference, request: dict[str, Any]) -> dict[str, object]:
     started_s = time.perf_counter()
-    prompt = request["prompt"]
+    text, prompt = reference.text, request["prompt"]
     try:
-        ids = (
-            text.encode(prompt) if raw else text.encode_chat([{"role": "user", "content": prompt}])
-        )
-        token_ids = decoder.decode(tuple(ids), request)
+        if reference.raw:
+            ids = text.encode(prompt)
+        else:
+            ids = text.encode_chat([{"role": "user", "content": prompt}])
+        token_ids = reference.decoder.decode(tuple(ids), request)
     except OutriderError as error:
         return {"error": error.message}
     return {"token_ids": token_ids, "seconds": time.perf_counter() - started_s}

@@ -98,12 +98,9 @@ def summarise(
         len(prompts) == len(plain.completions) == len(speculative.completions) > 0,
         "both sides must have decoded every prompt",
     )
-    members: dict[str, list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        members.setdefault(prompt.category, []).append(index)
     categories = {
-        name: compare(_part(plain, chosen), _part(speculative, chosen), several)
-        for name, chosen in members.items()
+        name: compare(part(plain, chosen), part(speculative, chosen), several)
+        for name, chosen in places_by_category(prompts).items()
     }
     return SpeedupReport(
         setup=setup,
@@ -163,7 +160,16 @@ def warnings(report: SpeedupReport) -> list[str]:
     ]
 
 
-def _part(result: SideResult, chosen: Sequence[int]) -> SideResult:
+def places_by_category(prompts: Sequence[BenchPrompt]) -> dict[str, list[int]]:
+    """Where the prompts of each category stand, in the order of the prompts."""
+    places: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        places.setdefault(prompt.category, []).append(index)
+    return places
+
+
+def part(result: SideResult, chosen: Sequence[int]) -> SideResult:
+    """What a side did of the chosen prompts alone; its time is the sum over them."""
     completions = tuple(result.completions[index] for index in chosen)
     return SideResult(completions, sum(completion.seconds for completion in completions))
 

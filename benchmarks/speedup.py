@@ -7,131 +7,61 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Final
+from dataclasses import dataclass, replace
 
 from outrider.client import Client
-from outrider.errors import SettingError, Unavailable
+from outrider.errors import Unavailable
 from outrider.generation import ChatMessage, GenerateRequest, Prompt
-from outrider.limits import (
-    DEADLINE_MS_MAX,
-    MAX_TOKENS_DEFAULT,
-    NUM_DRAFT_TOKENS_MAX,
-    SEED_MAX,
-    SESSIONS_PER_COORDINATOR_MAX,
-    TEMPERATURE_MAX,
-)
+from outrider.limits import DEADLINE_MS_MAX, SESSIONS_PER_COORDINATOR_MAX
 from outrider.sessions.store import FinishReason
 from outrider.settings import check_range
-from outrider.speculation.sampling import Rule, SamplingParams, resolve_rule
+from outrider.speculation.sampling import SamplingParams
 
+from .decoding_options import DecodingOptions, add_decoding_arguments, decoding_values
 from .measurement import BenchClient, Completion, Contestant, Decoding, Progress, Side, measure
-from .prompts import PROMPTS_MAX, BenchPrompt, built_in_prompts, read_prompts, select_prompts
+from .prompts import BenchPrompt
 from .references import ReferenceModel, ReferenceProcess
 from .report import Setup, SpeedupReport, summarise
 
-RULES: Final = (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED)
-"""Rules of a temperature above 0."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpeedupOptions:
+class SpeedupOptions(DecodingOptions):
     """What `bench speedup` is asked for. Wrong values raise `SettingError`."""
 
-    prompts: Path | None = None
-    """JSONL file of `prompt` and, if wanted, `category`; None = the built-in prompts."""
-    num_prompts: int | None = None
-    """Of all categories together; None = all."""
-    max_tokens: int = 256
-    """Of a completion; an EOS ends it sooner."""
-    temperature: float = 0.0
-    rule: Rule = Rule.TOKEN
-    """Of a temperature above 0."""
-    num_draft_tokens: int | None = None
-    """Bound K; None = the deployment's own."""
     concurrency: int = 1
     """Requests at a time."""
-    seed: int = 0
-    """Of the first prompt; each one after it has the next."""
-    raw: bool = False
-    """Whether prompts go in as they are, without the model's chat template."""
     reference: bool = True
     """Whether the engine alone and the library's `generate` are measured too."""
 
     def __post_init__(self) -> None:
-        check_range("num_prompts", self.num_prompts, 1, PROMPTS_MAX)
-        check_range("max_tokens", self.max_tokens, 1, MAX_TOKENS_DEFAULT)
-        check_range("temperature", self.temperature, 0, TEMPERATURE_MAX)
-        check_range("num_draft_tokens", self.num_draft_tokens, 1, NUM_DRAFT_TOKENS_MAX)
+        DecodingOptions.__post_init__(self)
         check_range("concurrency", self.concurrency, 1, SESSIONS_PER_COORDINATOR_MAX)
-        check_range("seed", self.seed, 0, SEED_MAX)
-        if self.rule not in RULES:
-            allowed = ", ".join(rule.value for rule in RULES)
-            raise SettingError("rule", f"{self.rule.value!r} is wrong; it must be one of {allowed}")
 
     @classmethod
     def from_arguments(
         cls, arguments: argparse.Namespace, *, num_draft_tokens: int | None = None
     ) -> SpeedupOptions:
-        """From what a parser with `add_arguments` returned. `num_draft_tokens` is not among those:
-        it is a setting of the deployment as well, whose flag the caller has."""
+        """From what a parser with `add_arguments` returned, and the bound K."""
         return cls(
-            prompts=arguments.prompts,
-            num_prompts=arguments.num_prompts,
-            max_tokens=arguments.max_tokens,
-            temperature=arguments.temperature,
-            rule=Rule(arguments.rule),
+            **decoding_values(arguments),
             num_draft_tokens=num_draft_tokens,
             concurrency=arguments.concurrency,
-            raw=arguments.raw,
             reference=not arguments.no_reference,
         )
-
-    def load_prompts(self) -> tuple[BenchPrompt, ...]:
-        """The prompts to measure with. Raises `SettingError` for a file that is wrong."""
-        prompts = built_in_prompts() if self.prompts is None else read_prompts(self.prompts)
-        return prompts if self.num_prompts is None else select_prompts(prompts, self.num_prompts)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench speedup`, but for those that describe a deployment."""
-    defaults = SpeedupOptions()
+    add_decoding_arguments(parser)
     parser.add_argument(
-        "--prompts", type=Path, metavar="FILE",
-        help="JSONL of `prompt` and, if wanted, `category` [48 built-in prompts]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--num-prompts", type=int, metavar="N",
-        help="take the first N/categories of each category, one at least [all]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-tokens", type=int, default=defaults.max_tokens, metavar="N",
-        help="tokens of a completion [%(default)s]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--temperature", type=float, default=defaults.temperature, metavar="T",
-        help="0 = always the likeliest token [%(default)s]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--rule", choices=[rule.value for rule in RULES], default=defaults.rule.value,
-        help="how drafts are accepted at a temperature above 0 [%(default)s]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--concurrency", type=int, default=defaults.concurrency, metavar="N",
+        "--concurrency", type=int, default=SpeedupOptions().concurrency, metavar="N",
         help="requests at a time; above 1 the speed-up is the ratio of totals "
         "[%(default)s]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--raw", action="store_true", help="do not apply the model's chat template"
     )  # fmt: skip
     parser.add_argument(
         "--no-reference", action="store_true",
         help="do not measure the engine alone and transformers generate beside it",
     )  # fmt: skip
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object on standard output"
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,37 +120,23 @@ async def run(
     Raises `SettingError` for prompts that are wrong, and what a side refuses a request with."""
     progress = progress or _to_standard_error
     prompts = options.load_prompts()
-    rule = resolve_rule(SamplingParams(temperature=options.temperature), options.rule, seeded=True)
-    bound = options.num_draft_tokens or subject.num_draft_tokens
-    if bound == 0:
-        raise SettingError("num_draft_tokens", "0 is plain decoding; there is nothing to compare")
-
-    def contestant(side: Side, client: BenchClient, num_draft_tokens: int) -> Contestant:
-        decoding = Decoding(
-            max_tokens=options.max_tokens,
-            temperature=options.temperature,
-            rule=rule,
-            seed=options.seed,
-            num_draft_tokens=num_draft_tokens,
-        )
-        services = side in (Side.PLAIN, Side.SPECULATIVE)
-        return Contestant(side, client, decoding, options.concurrency if services else 1)
-
+    drafted = options.drafted(subject.num_draft_tokens)
+    plain = replace(drafted, num_draft_tokens=0)
     async with _references(options, subject, progress) as references:
         contestants = [
-            contestant(Side.PLAIN, subject.client, 0),
-            contestant(Side.SPECULATIVE, subject.client, bound),
-            *(contestant(side, client, 0) for side, client in references.items()),
+            Contestant(Side.PLAIN, subject.client, plain, options.concurrency),
+            Contestant(Side.SPECULATIVE, subject.client, drafted, options.concurrency),
+            *(Contestant(side, client, plain, 1) for side, client in references.items()),
         ]
         results = await measure(prompts, contestants, progress)
     setup = Setup(
         model=subject.model,
         draft_model=subject.draft_model,
         dtype=subject.dtype,
-        num_draft_tokens=bound,
+        num_draft_tokens=drafted.num_draft_tokens,
         max_tokens=options.max_tokens,
         temperature=options.temperature,
-        rule=rule.value,
+        rule=drafted.rule.value,
         concurrency=options.concurrency,
     )
     return summarise(setup, prompts, results)
@@ -236,7 +152,12 @@ async def _references(
         if options.reference and subject.reference is not None:
             for side in (Side.ENGINE, Side.TRANSFORMERS):
                 progress(f"loading the model once more: {side.value}")
-                process = ReferenceProcess(side, subject.reference, raw=options.raw)
+                process = ReferenceProcess(
+                    side,
+                    subject.reference,
+                    raw=options.raw,
+                    advice=" (--no-reference measures without it)",
+                )
                 references[side] = await stack.enter_async_context(process)
         yield references
 
