@@ -6,11 +6,13 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
-from benchmarks import acceptance, device, engine, overhead, speedup
+from benchmarks import acceptance, device, engine, overhead, peers, speedup
 from deploy.models import resolve_models
 from outrider.config import (
     CoordinatorConfig,
@@ -19,6 +21,7 @@ from outrider.config import (
     TargetConfig,
     deployment_settings,
 )
+from outrider.drafting.registry import parse_drafter
 from outrider.errors import SettingError
 from outrider.hosting import available_cores, build_engine, build_lookup, use_threads
 
@@ -28,6 +31,7 @@ from .settings import add_setting_flags, deployment_config
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from benchmarks.peers_report import PeersReport
     from benchmarks.references import ReferenceModel
     from benchmarks.report import SpeedupReport
     from outrider.engine.interface import Engine
@@ -62,11 +66,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "speedup", "speculative against plain decoding, prompt by prompt", _run_speedup
     )
     speedup.add_arguments(parser)
-    parser.add_argument(
-        "--num-draft-tokens", type=int, metavar="K",
-        help="draft tokens a round [the deployment's own]",
-    )  # fmt: skip
-    add_connection_flags(parser, without=OWN_FLAGS)
+    _add_deployment_flags(parser)
+    parser = measurement(
+        "peers",
+        "speculative decoding beside transformers' assisted generation and prompt lookup, and "
+        "beside llama.cpp, with the same models, prompts and threads",
+        _run_peers,
+    )
+    peers.add_arguments(parser)
+    _add_deployment_flags(parser)
     parser = measurement("core", "what verdicts and draft draws cost, on one thread", _run_core)
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object on standard output"
@@ -89,6 +97,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     acceptance.add_arguments(parser)
     _add_model_flags(parser, (*TARGET_FLAGS, *DRAFT_FLAGS))
+
+
+def _add_deployment_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--num-draft-tokens", type=int, metavar="K",
+        help="draft tokens a round [the deployment's own]",
+    )  # fmt: skip
+    add_connection_flags(parser, without=OWN_FLAGS)
 
 
 def _add_model_flags(parser: argparse.ArgumentParser, wanted: Collection[str]) -> None:
@@ -122,6 +138,22 @@ def _run_speedup(arguments: argparse.Namespace) -> int:
         f"({found.speculative_tokens_per_second:.1f} against "
         f"{found.plain_tokens_per_second:.1f} tokens/s over all)"
     )
+    return 0
+
+
+def _run_peers(arguments: argparse.Namespace) -> int:
+    options = peers.PeersOptions.from_arguments(
+        arguments, num_draft_tokens=arguments.num_draft_tokens
+    )
+    options.load_prompts()  # What is wrong with them shows before anything is started.
+    options.check_llama_cpp()
+    report = asyncio.run(_peers(options, arguments))
+    from benchmarks.peers_report import render
+
+    if arguments.json:
+        print(report.to_json())
+    else:
+        _show(render(report))
     return 0
 
 
@@ -240,21 +272,36 @@ def _engine(config: TargetConfig | DraftConfig, role: Literal["target", "draft"]
 
 
 async def _speedup(options: speedup.SpeedupOptions, arguments: argparse.Namespace) -> SpeedupReport:
+    async with _subject(arguments, options.raw, _reference) as subject:
+        return await speedup.run(options, subject, _progress)
+
+
+async def _peers(options: peers.PeersOptions, arguments: argparse.Namespace) -> PeersReport:
+    async with _subject(arguments, options.raw, _drafting_reference) as subject:
+        return await peers.run(options, subject, _progress)
+
+
+@asynccontextmanager
+async def _subject(
+    arguments: argparse.Namespace,
+    raw: bool,
+    reference: Callable[[Connection], ReferenceModel | None],
+) -> AsyncIterator[speedup.Subject]:
+    """The deployment that is measured: the one that is named, the one that runs, or an own one."""
     from outrider.client import Client
 
     async with connected(arguments) as connection, Client(connection.address) as client:
         settings = connection.settings
-        subject = speedup.Subject(
-            client=speedup.ServiceClient(client, raw=options.raw),
+        yield speedup.Subject(
+            client=speedup.ServiceClient(client, raw=raw),
             model=str(settings.get("model", connection.address)),
             draft_model=str(settings.get("draft_model", "its own")),
             dtype=_dtype(connection),
             num_draft_tokens=int(
                 settings.get("num_draft_tokens") or CoordinatorConfig().num_draft_tokens
             ),
-            reference=_reference(connection),
+            reference=reference(connection),
         )
-        return await speedup.run(options, subject, _progress)
 
 
 def _progress(line: str) -> None:
@@ -285,3 +332,24 @@ def _reference(connection: Connection) -> ReferenceModel | None:
         num_threads=int(settings["target_num_threads"] or available_cores()),
         trust_remote_code=bool(settings["trust_remote_code"]),
     )
+
+
+def _drafting_reference(connection: Connection) -> ReferenceModel | None:
+    """The target and, where a model drafts, that model once more, on as many threads as the
+    services have in all: theirs take turns."""
+    target = _reference(connection)
+    if target is None:
+        return None
+    from benchmarks.references import ReferenceDrafter
+    from outrider.engine.sources import resolve_model
+
+    settings = connection.settings
+    num_threads = max(target.num_threads, int(settings["draft_num_threads"] or 0))
+    model = parse_drafter(str(settings["draft_model"])).model
+    if model is None or model.name is None:
+        return replace(target, num_threads=num_threads)
+    directory = resolve_model(model.name, trust_remote_code=target.trust_remote_code)
+    drafter = ReferenceDrafter(
+        directory=str(directory), name=model.name, dtype=str(settings["draft_dtype"])
+    )
+    return replace(target, num_threads=num_threads, drafter=drafter)
