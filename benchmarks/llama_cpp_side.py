@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from outrider.errors import SettingError
+from outrider.speculation.sampling import Rule
 
 from .answering import AnsweringProcess
 from .measurement import Completion, Decoding, Side
@@ -67,7 +68,7 @@ class LlamaCppProcess(AnsweringProcess):
         request = {
             "prompt_ids": self._encode(prompt),
             "max_tokens": decoding.max_tokens,
-            "temperature": decoding.temperature,
+            "temperature": 0.0 if decoding.rule is Rule.GREEDY else decoding.temperature,
             "seed": decoding.seed,
         }
         return await decoded(self, request)

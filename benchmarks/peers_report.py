@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.errors import check
+from outrider.speculation.sampling import Rule
 
 from .figures import to_json
 from .measurement import Side, SideResult
@@ -121,7 +122,7 @@ def summarise(
         all(len(found.completions) == len(prompts) > 0 for found in results.values()),
         "every side must have decoded every prompt",
     )
-    exact = setup.temperature == 0
+    exact = setup.rule == Rule.GREEDY.value
     categories = {
         name: _compare_all({side: part(found, chosen) for side, found in results.items()}, exact)
         for name, chosen in places_by_category(prompts).items()

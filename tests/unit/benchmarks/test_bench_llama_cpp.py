@@ -82,7 +82,7 @@ def model(python: Path, gguf: Path) -> LlamaCppModel:
 
 
 def decoding(max_tokens: int = 4, temperature: float = 0.0, seed: int = 0) -> Decoding:
-    rule = Rule.TOKEN if temperature else Rule.GREEDY
+    rule = Rule.TOKEN if temperature > 1e-5 else Rule.GREEDY
     return Decoding(
         max_tokens=max_tokens, temperature=temperature, rule=rule, seed=seed, num_draft_tokens=0
     )
@@ -104,7 +104,7 @@ async def test_the_binding_is_told_everything_and_its_tokens_come_back(
     stops at the EOS, which is among the tokens, and at the most tokens wanted."""
     gguf = tmp_path / "m.gguf"
     async with LlamaCppProcess(side, model(python, gguf), length) as process:
-        first = await process.generate(PROMPT, decoding(4, seed=2**40 + 5))
+        first = await process.generate(PROMPT, decoding(4, 1e-6, seed=2**40 + 5))
         ended = await process.generate(BenchPrompt("x" * (EOS - 3), "chat"), decoding(9, 0.5))
     assert first.token_ids == (8, 9, 10, 11)
     assert ended.token_ids == (EOS - 2, EOS - 1, EOS)

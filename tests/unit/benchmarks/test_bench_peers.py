@@ -76,7 +76,7 @@ def result(*pairs: tuple[int, float]) -> SideResult:
     return SideResult(completions, sum(seconds for _, seconds in pairs))
 
 
-def report(temperature: float = 0.0) -> PeersReport:
+def report(temperature: float = 0.0, rule: str = "greedy") -> PeersReport:
     """Ours writes 20 tokens a second on every prompt. The ratios to the assisted peer are 2, 4 and
     10; to plain llama.cpp, which ends the first text sooner, 0.5, 0.5 and 1."""
     results = {
@@ -86,7 +86,7 @@ def report(temperature: float = 0.0) -> PeersReport:
     }
     setup = PeersSetup(
         model="demo", draft_model="mine", dtype="bfloat16", num_draft_tokens=5, max_tokens=40,
-        temperature=temperature, rule="greedy", threads=2,
+        temperature=temperature, rule=rule, threads=2,
     )  # fmt: skip
     return summarise(setup, PROMPTS, results, NOTES)
 
@@ -109,7 +109,8 @@ def test_a_ratio_is_the_median_of_ours_over_theirs_and_rates_are_totals() -> Non
 def test_same_tokens_are_counted_where_all_must_write_the_same() -> None:
     assert report().overall.peers[Side.ASSISTED].same_tokens == 3
     assert report().overall.peers[Side.LLAMA_CPP].same_tokens == 2
-    assert report(1.0).overall.peers[Side.LLAMA_CPP].same_tokens is None
+    assert report(1e-6).overall.peers[Side.LLAMA_CPP].same_tokens == 2  # as good as 0
+    assert report(1.0, "token").overall.peers[Side.LLAMA_CPP].same_tokens is None
 
 
 def test_json_holds_every_peer_also_those_that_were_not_measured() -> None:
