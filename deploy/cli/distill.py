@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--layers", type=int, default=defaults.layers, metavar="N",
-        help="of the drafter: the target's first ones and its last [%(default)s]",
+        help="of the drafter: the target's first ones, two that copy, and its last [%(default)s]",
     )  # fmt: skip
     parser.add_argument(
         "--draft-vocab", type=int, default=defaults.draft_vocab, metavar="N",

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from outrider.distillation.card import PLOT_FILE, CardFacts, render_card, render_plot
+from outrider.distillation.copying import copying_layers
 from outrider.distillation.dense_attention import use_dense_attention
 from outrider.distillation.documents import (
     DOCUMENT_TOKENS_MAX,
@@ -136,7 +137,9 @@ class _Run:
         use_dense_attention(module)
         self._vocab_size = module.get_input_embeddings().weight.shape[0]
         self._layers = kept_layers(
-            options.layers, module.config.get_text_config().num_hidden_layers
+            options.layers,
+            module.config.get_text_config().num_hidden_layers,
+            copying_layers(module),
         )
         self._module, self._info = module, info
         self._seconds = options.minutes * 60

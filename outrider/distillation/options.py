@@ -25,8 +25,8 @@ class DistillOptions:
     """The drafter's directory; it must not exist, or hold a drafter that is replaced."""
     minutes: float = 30.0
     """For writing, reading and training together, earlier parts of the same run included."""
-    layers: int = 4
-    """Of the student: the target's first ones and its last."""
+    layers: int = 5
+    """Of the student, taken from the target's: see `kept_layers`."""
     draft_vocab: int = 8192
     """Rows of the target's head that the student has."""
     prompts: tuple[tuple[int, ...], ...] = ()

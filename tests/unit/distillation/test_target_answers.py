@@ -132,10 +132,14 @@ def test_a_student_starts_as_the_target(module: Any) -> None:
     assert mine.weight is not theirs.weight
 
 
-def test_the_first_layers_and_the_last_are_kept() -> None:
+def test_the_first_layers_the_last_and_two_that_copy_are_kept() -> None:
     assert kept_layers(4, 30) == [0, 1, 2, 29]
     assert kept_layers(1, 30) == [0]
     assert kept_layers(2, 2) == [0, 1]
+    assert kept_layers(3, 30, (16, 18)) == [0, 1, 29]
+    assert kept_layers(4, 30, (16, 18)) == [0, 16, 18, 29]
+    assert kept_layers(5, 30, (16, 18)) == [0, 1, 16, 18, 29]
+    assert kept_layers(5, 30, (0, 29)) == [0, 1, 2, 3, 29]
     with pytest.raises(SettingError, match="more than the target's 30") as bad:
         kept_layers(31, 30)
     assert bad.value.key == "layers"
