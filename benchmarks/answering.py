@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -91,8 +92,7 @@ class AnsweringProcess:
         if not line.endswith(b"\n"):
             status = await process.wait()
             raise Unavailable(
-                f"{self._name} ended with exit status {status}; what it said is on standard "
-                f"error{self._advice}"
+                f"{self._name} {ending(status)}; what it said is on standard error{self._advice}"
             )
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
@@ -128,3 +128,10 @@ class AnswerWriter:
         """Answers the line that was read last."""
         self._output.write(json.dumps(answer) + "\n")
         self._output.flush()
+
+
+def ending(status: int) -> str:
+    """How a process ended, by what waiting for it returned."""
+    if status != -signal.SIGKILL:
+        return f"ended with exit status {status}"
+    return "was killed, as the system does where memory runs out"

@@ -32,6 +32,7 @@ from .references import reference_environment
 PROMPT_TOKENS: Final = 256
 NEW_TOKENS: Final = 128
 SESSIONS: Final = (1, 4, 16, 32)
+_WARM_UP_SESSIONS: Final = (1, 4)
 LIBRARY_SESSIONS: Final = 16
 """Prompts that the library's continuous batching is given at once."""
 ONE_BY_ONE: Final = 4
@@ -146,9 +147,7 @@ async def run(
         stack.push_async_callback(link.close)
         load = Load(link)
         sides = _Sides(options, prompts, load, processes)
-        for number in (1, 4):
-            progress(f"warming up: {number} sessions")
-            await sides.warm_up(number)
+        await sides.warm_up(progress)
         rates = [await sides.rates(progress) for _ in range(options.repetitions)]
         progress("waits")
         described = await link.describe(DESCRIBE_TIMEOUT_S)
@@ -163,7 +162,7 @@ async def run(
     middle = {name: median(rate[name] for rate in rates) for name in rates[0]}
     return EngineReport(
         model=target.model,
-        dtype=target.dtype,
+        dtype=str(processes["engine"].ready["dtype"]),
         prompt_tokens=options.prompt_tokens,
         new_tokens=options.new_tokens,
         repetitions=options.repetitions,
@@ -200,11 +199,15 @@ class _Sides:
         self._load = load
         self._processes = processes
 
-    async def warm_up(self, number: int) -> None:
-        """What is slow only once is over afterwards."""
-        await self._served(number)
-        await self._alone(number)
-        await self._of_library("generate_batch", number)
+    async def warm_up(self, progress: Progress) -> None:
+        """What is slow only once is over afterwards. The first call of `generate_batch` says how
+        many sessions it will ever take side by side."""
+        for number in _WARM_UP_SESSIONS:
+            progress(f"warming up: {number} sessions")
+            await self._served(number)
+            await self._alone(number)
+        progress("warming up: the library")
+        await self._of_library("generate_batch", LIBRARY_SESSIONS)
         await self._of_library("generate", 1)
 
     async def rates(self, progress: Progress) -> dict[str, float]:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from outrider.engine.interface import Engine
 
 _GRACE_S: Final = 1.0
+_MEMORY_PART: Final = 0.2
+"""Of the machine's memory, for the keys and values of the library's continuous batching."""
 
 
 @asynccontextmanager
@@ -55,7 +57,7 @@ async def _engine(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
             return step_times(engine, module, question["prompts"])
         return generic_step_times(module.device, deterministic=config.deterministic)
 
-    yield Role({}, answer)
+    yield Role({"dtype": engine.info.dtype}, answer)
 
 
 @asynccontextmanager
@@ -106,9 +108,16 @@ def _one_by_one(module: Any, config: Any, prompts: Sequence[Sequence[int]]) -> i
 
 
 def _in_a_batch(module: Any, config: Any, prompts: Sequence[Sequence[int]]) -> int:
-    """Its manager stays, so that what it does once is done before anything is measured."""
+    """Its manager stays, so that what it does once is done before anything is measured; of the
+    memory it gets less than by default, which others need beside it."""
+    from transformers import ContinuousBatchingConfig
+
     outputs = module.generate_batch(
-        [*prompts], generation_config=config, persistent_manager=True, progress_bar=False
+        [*prompts],
+        generation_config=config,
+        continuous_batching_config=ContinuousBatchingConfig(max_memory_percent=_MEMORY_PART),
+        persistent_manager=True,
+        progress_bar=False,
     )
     return sum(len(output.generated_tokens) for output in outputs.values())
 

@@ -176,8 +176,9 @@ class Cluster:
         Raises `ConfigError` naming those that found no place within `timeout_s`, or can never find
         one on a cluster of our own, and `Unavailable` for one that died; then none is left
         running."""
-        if self.local and (too_much := beyond([d for d, *_ in actors], self.resources())):
-            raise ConfigError(self._no_place(too_much, "there is no place"))
+        demands = [demand for demand, *_ in actors]
+        if self.local and (too_much := beyond(demands, self.resources())):
+            raise ConfigError(self._no_place(too_much, demands, "there is no place"))
         placed = [
             actor
             for demand, leader, follower in actors
@@ -191,8 +192,8 @@ class Cluster:
                 if not runs
             }
             if homeless:
-                missing = list(homeless.values())
-                raise ConfigError(self._no_place(missing, f"no place within {timeout_s:g} s"))
+                missing, what = list(homeless.values()), f"no place within {timeout_s:g} s"
+                raise ConfigError(self._no_place(missing, demands, what))
         except BaseException:
             await self.remove(placed)
             raise
@@ -245,16 +246,22 @@ class Cluster:
             for rank in range(demand.num_ranks)
         ]
 
-    def _no_place(self, homeless: Sequence[Demand], what: str) -> str:
+    def _no_place(self, homeless: Sequence[Demand], demands: Sequence[Demand], what: str) -> str:
         import ray
 
-        free = ray.available_resources()
-        has = _amounts(self.resources())
+        free = _amounts(ray.available_resources())
         asked = "; ".join(f"the {demand.role} actor asks for {demand}" for demand in homeless)
-        flags = ", ".join(f"--{demand.role}-num-cpus" for demand in homeless)
+        together = _amounts(
+            {
+                "CPU": sum(demand.num_cpus * demand.num_ranks for demand in demands),
+                "GPU": sum(demand.num_gpus * demand.num_ranks for demand in demands),
+            }
+        )
+        flags = ", ".join(f"--{demand.role}-num-cpus" for demand in demands)
         return (
-            f"{what} for {len(homeless)} of the actors: {asked}; the cluster has {has}, of which "
-            f"{_amounts(free)} are free (see {flags} and the like for GPUs)"
+            f"{what} for {len(homeless)} of the actors: {asked}. All together ask for {together}; "
+            f"the cluster has {_amounts(self.resources())}, and now {free} free (see {flags} and "
+            "the like for GPUs)"
         )
 
     async def disconnect(self) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from outrider.config import DraftConfig, TargetConfig
 from outrider.drafting.registry import LookupKind
-from outrider.settings import blaming
+from outrider.settings import blaming, by_its_keys
 from outrider.telemetry.logs import JsonLines
 
 if TYPE_CHECKING:
@@ -150,16 +150,17 @@ def build_engine(
     def all_agree(fine: bool) -> bool:
         return fine if ranks is None else bool(least(ranks, fine, device))
 
-    return PagedEngine(
-        module,
-        info,
-        max_num_seqs=config.max_num_seqs,
-        kv_cache_memory_bytes=num_bytes,
-        narrow_threads=max(1, num_threads - 1) if shares_cores else None,
-        deterministic=config.deterministic,
-        acceleration=acceleration,
-        all_agree=all_agree,
-    )
+    with by_its_keys(type(config)):
+        return PagedEngine(
+            module,
+            info,
+            max_num_seqs=config.max_num_seqs,
+            kv_cache_memory_bytes=num_bytes,
+            narrow_threads=max(1, num_threads - 1) if shares_cores else None,
+            deterministic=config.deterministic,
+            acceleration=acceleration,
+            all_agree=all_agree,
+        )
 
 
 def _load(

@@ -205,6 +205,18 @@ def blaming(key: str) -> Iterator[None]:
         raise SettingError(key, error.message) from error
 
 
+@contextmanager
+def by_its_keys(config: type) -> Iterator[None]:
+    """Lets a `SettingError` that names a field of this configuration name that field's setting."""
+    try:
+        yield
+    except SettingError as error:
+        found = settings_of(config).get(error.key)
+        if found is None:
+            raise
+        raise SettingError(found.key, error.reason) from error
+
+
 def build(config: type[Config], values: Mapping[str, Value], **internal: Any) -> Config:
     """A configuration from values by key; those that `values` lacks keep their default."""
     named = {

@@ -158,6 +158,16 @@ def test_a_rounded_draft_is_near_its_target_and_not_it(
     assert bad.value.key == "draft_model"
 
 
+def test_too_little_memory_names_the_setting_of_its_role(tmp_path: Path) -> None:
+    directory = str(save_tiny_model(tmp_path))
+    target = TargetConfig(directory=directory, kv_cache_memory_bytes=5)
+    draft = DraftConfig(model="tiny", directory=directory, kv_cache_memory_bytes=5)
+    for config, role in ((target, "target"), (draft, "draft")):
+        with pytest.raises(SettingError, match="5 bytes hold no page") as bad:
+            build_engine(config, role, 1)
+        assert bad.value.key == {"target": "", "draft": "draft_"}[role] + "kv_cache_memory_bytes"
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

@@ -5,13 +5,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from models import byte_level_tokenizer, save_tiny_model
 from toy_engine import ToyEngine, toy_logits
 
-from benchmarks.engine import EngineOptions
+from benchmarks.engine import LIBRARY_SESSIONS, EngineOptions, _Sides
 from benchmarks.engine_load import Load, Prompts
 from benchmarks.engine_roles import _decode
 from benchmarks.engine_steps import GENERIC_SHAPE, alternately, generic_step_times
@@ -162,3 +163,30 @@ def test_one_run_prints_every_figure(tmp_path: Path, capsys: pytest.CaptureFixtu
     ):  # fmt: skip
         assert found[name] > 0
     assert all(found[field.name] is None for field in fields(Waits)), "for 512 tokens"
+
+
+class _Asked:
+    """A process or a load generator that notes how many prompts it is given for what."""
+
+    def __init__(self) -> None:
+        self.prompts: list[tuple[str, int]] = []
+
+    async def ask(self, question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        self.prompts.append((question["measure"], len(question["prompts"])))
+        return {"seconds": 1.0, "num_tokens": 1}
+
+    async def decode(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
+        return 1.0
+
+
+def test_the_library_first_gets_as_many_prompts_as_are_measured() -> None:
+    """The first ones decide for how many it makes room."""
+    asked = _Asked()
+    processes: Any = dict.fromkeys(("engine", "generate_batch", "generate"), asked)
+    load: Any = asked
+    sides = _Sides(EngineOptions(), Prompts(range(4096)), load, processes)
+    asyncio.run(sides.warm_up(lambda _: None))
+    warmed = [number for measure, number in asked.prompts if measure == "generate_batch"]
+    asyncio.run(sides.rates(lambda _: None))
+    assert warmed == [LIBRARY_SESSIONS]
+    assert ("generate_batch", LIBRARY_SESSIONS) in asked.prompts[len(warmed) :]
