@@ -97,7 +97,7 @@ class ModelDrafter:
             for branch in branches
         ]
         num_depths = max(branch.num_wanted for branch in branches)
-        draws = DeviceDraws(drawings, num_depths, self._entries_max)
+        draws = DeviceDraws(drawings, num_depths, self._entries_max, self._vocabulary)
         drawn = engine.draw_chains(
             [Chain(_step(branch), branch.num_wanted) for branch in branches], draws
         )

@@ -117,9 +117,10 @@ class EngineMaker:
         narrow_threads: int | None = None,
         deterministic: bool = False,
         acceleration: Acceleration | None = None,
+        logit_token_ids: tuple[int, ...] = (),
     ) -> WatchedEngine:
         dtype = str(module.dtype).removeprefix("torch.")
-        info = ModelInfo("tiny", VOCAB, max_model_len, dtype, (), "", "")
+        info = ModelInfo("tiny", VOCAB, max_model_len, dtype, (), "", "", logit_token_ids)
         engine = WatchedEngine(
             module,
             info,

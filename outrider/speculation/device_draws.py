@@ -20,6 +20,7 @@ from outrider.speculation.drafting import DraftedToken
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.philox import all_uniforms_on_device, uniforms_on_device
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution
+from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.transforms import check_maxima
 
@@ -59,11 +60,19 @@ def can_draw(sampling: SamplingParams) -> bool:
 class DeviceDraws:
     """Draws for S sessions at depths 0..`num_depths` - 1; implements the engine's `Draws`."""
 
-    def __init__(self, drawings: Sequence[Drawing], num_depths: int, entries_max: int) -> None:
-        """Of each distribution `entries_max` tokens at most are kept."""
+    def __init__(
+        self,
+        drawings: Sequence[Drawing],
+        num_depths: int,
+        entries_max: int,
+        vocabulary: ReducedVocabulary | None = None,
+    ) -> None:
+        """Of each distribution `entries_max` tokens at most are kept. With a `vocabulary` logits
+        are [S, N], of its columns; tokens, distributions and noise have the target's ids."""
         self._drawings = drawings
         self._num_depths = num_depths
         self._entries_max = entries_max
+        self._vocabulary = vocabulary
         kinds = {drawing.kind for drawing in drawings}
         self._any_coupled = _COUPLED in kinds
         self._any_quantised = _QUANTISED in kinds
@@ -71,9 +80,9 @@ class DeviceDraws:
 
     @property
     def key(self) -> Hashable:
-        """See `Draws.key`."""
+        """See `Draws.key`. It keeps the vocabulary, whose table recorded work reads."""
         return (
-            "draft", self._num_depths, self._entries_max,
+            "draft", self._num_depths, self._entries_max, self._vocabulary,
             self._any_coupled, self._any_quantised, self._any_filter,
         )  # fmt: skip
 
@@ -87,7 +96,7 @@ class DeviceDraws:
         rows = words.view(len(logits), -1)
         kinds = rows[:, _REALS]
         largest = logits.double().amax(dim=1)
-        token = logits.argmax(dim=1)
+        token = self._token_ids(logits.argmax(dim=1))
         drawn = [token, largest.view(torch.int64)]
         if self._any_coupled or self._any_quantised:
             temperature, min_p, top_p = rows[:, :_REALS].contiguous().view(torch.float64).unbind(1)
@@ -97,15 +106,15 @@ class DeviceDraws:
             )  # fmt: skip
             place = rows[:, _FIXED + 2 * depth : _FIXED + 2 * depth + 2]
             low, high, stream = rows[:, _REALS + 2 : _FIXED].unbind(1)
-            columns = (low[:, None], high[:, None], place[:, :1], place[:, 1:], stream[:, None])
+            keys = (low[:, None], high[:, None], place[:, :1], place[:, 1:], stream[:, None])
             if self._any_coupled:
-                numbers = all_uniforms_on_device(columns, logits.shape[1]).gather(1, ids)
+                numbers = self._uniforms(keys, ids)
                 token = torch.where(kinds == _COUPLED, _winner(ids, weights, numbers), token)
             if self._any_quantised:
                 ids, counts = _quantised(
                     ids[:, : self._entries_max], weights[:, : self._entries_max]
                 )
-                winner = _winner(ids, counts, uniforms_on_device(columns, ids))
+                winner = _winner(ids, counts, uniforms_on_device(keys, ids))
                 token = torch.where(kinds == _QUANTISED, winner, token)
                 drawn += [*ids.unbind(1), *counts.long().unbind(1)]
         drawn[_TOKEN] = token
@@ -124,13 +133,26 @@ class DeviceDraws:
             return token_id, None
         return token_id, DraftDistribution(tuple(ids[kept].tolist()), tuple(counts[kept].tolist()))
 
+    def _token_ids(self, columns: torch.Tensor) -> torch.Tensor:
+        """The tokens of columns of the logits."""
+        if self._vocabulary is None:
+            return columns
+        return self._vocabulary.table(columns.device)[columns]
+
+    def _uniforms(self, keys: tuple[torch.Tensor, ...], ids: torch.Tensor) -> torch.Tensor:
+        """Numbers of the tokens `ids`, all that have a column: [S, N]."""
+        if self._vocabulary is None:
+            return all_uniforms_on_device(keys, ids.shape[1]).gather(1, ids)
+        return uniforms_on_device(keys, ids)
+
     def _ranked(
         self, weights: torch.Tensor, min_p: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and `weights` [S, V] after all filters, the largest first (ties: lowest id)."""
         if self._any_filter:
             weights = weights.masked_fill(weights < min_p[:, None], 0.0)
-        weights, ids = weights.sort(dim=1, descending=True, stable=True)
+        weights, columns = weights.sort(dim=1, descending=True, stable=True)
+        ids = self._token_ids(columns)
         if not self._any_filter:
             return ids, weights
         ranks = torch.arange(weights.shape[1], device=weights.device)

@@ -117,8 +117,8 @@ def _raced(
     """The race's winner in each row, whose noise is that of the tokens and not of the columns."""
     if vocabulary is None:
         return race(probabilities, keys)
-    token_ids = torch.from_numpy(vocabulary.token_ids).to(probabilities.device)
-    return race_at(token_ids.expand(probabilities.shape), probabilities, keys)
+    token_ids = vocabulary.table(probabilities.device).expand(probabilities.shape)
+    return race_at(token_ids, probabilities, keys)
 
 
 def quantise(

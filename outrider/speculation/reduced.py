@@ -8,9 +8,10 @@ target's ids all along. A token without a column has q = 0, which is exact under
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 
 from outrider.errors import check
 from outrider.speculation.sampling import SamplingParams
@@ -24,6 +25,7 @@ class ReducedVocabulary:
 
     token_ids: IdArray
     """[N], ascending: so the lowest column of a tie is the lowest id, and lists stay in order."""
+    _tables: dict[torch.device, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         ascends = bool((np.diff(self.token_ids) > 0).all())
@@ -33,6 +35,12 @@ class ReducedVocabulary:
     def of(cls, token_ids: Sequence[int]) -> ReducedVocabulary | None:
         """That of these tokens; None where none are listed, for every column is its token."""
         return cls(np.array(token_ids, dtype=np.int64)) if token_ids else None
+
+    def table(self, device: torch.device) -> torch.Tensor:
+        """`token_ids` on the device; the same tensor each time, there as long as `self` is."""
+        if device not in self._tables:
+            self._tables[device] = torch.from_numpy(self.token_ids).to(device)
+        return self._tables[device]
 
     def columns(self, token_ids: Sequence[int]) -> tuple[IdArray, IdArray]:
         """Which of `token_ids` have a column, by their index, and those columns."""
