@@ -78,6 +78,7 @@ class LookupReader:
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
+        self._num_read = 0
 
     def likeliest(self, token_ids: Sequence[int], first: int) -> list[int | None]:
         """See `Reader.likeliest`."""
@@ -93,22 +94,26 @@ class LookupReader:
     def _proposed(
         self, token_ids: Sequence[int], first: int, sampling: SamplingParams, rule: Rule
     ) -> Iterator[int | None]:
+        # As in a deployment every text is a session of its own, with its own seed.
+        seed = self._num_read
+        self._num_read += 1
+        session_id = f"{_SEQUENCE}-{seed}"
         try:
             for length in range(first, len(token_ids)):
                 request = DraftRequest(
-                    session_id=_SEQUENCE,
+                    session_id=session_id,
                     tenant=rule.value,  # So that what one pass wrote is no history of the other.
                     token_ids=token_ids[:length],
                     prompt_length=first,
                     num_draft_tokens=1,
                     sampling=sampling,
                     rule=rule,
-                    noise=RoundNoise(0, rule, length),
+                    noise=RoundNoise(seed, rule, length),
                 )
                 [proposal] = self._drafter.propose([request])
                 yield proposal.token_ids[0] if proposal else None
         finally:
-            self._drafter.release(_SEQUENCE)
+            self._drafter.release(session_id)
 
 
 def measure(

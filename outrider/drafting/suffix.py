@@ -82,10 +82,11 @@ class _SessionText(TextIndex):
 class SuffixDrafter(LookupDrafter):
     """Looks up a session's own text, and the finished outputs of its tenant.
 
-    Of the sessions of a tenant with one seed only the first writes history. The others have the
-    same noise: under rules whose noise belongs to the round, what it made of the first would steer
-    their drafts, and the test of a draft with the very numbers that chose it is biased. So under
-    these rules the others do not read history either, which may depend on the first one's length.
+    Of the sessions of a tenant with one seed only the first writes history, when it ends. The
+    others have the same noise: under rules whose noise belongs to the round, what it made of the
+    first would steer their drafts, and the test of a draft with the very numbers that chose it is
+    biased. So under these rules the others do not read history either, which may depend on the
+    first one's length. Where a seed is forgotten, so is what its session wrote.
 
     A round costs O(occurrences_max * (depth + distinct match lengths * K)) at worst; an appended
     token, or one that is forgotten, O(1). Memory: see `TextIndex`.
@@ -95,13 +96,17 @@ class SuffixDrafter(LookupDrafter):
         self,
         config: SuffixConfig | None = None,
         sequences_max: int = SEQUENCES_PER_REPLICA_MAX,
+        seeds_max: int = SUFFIX_SEEDS_MAX,
     ) -> None:
+        """`seeds_max`: seeds of which it remembers who had them first."""
         self._config = config or SuffixConfig()
         self._texts: SessionTexts[_SessionText] = SessionTexts(_SessionText, sequences_max)
         self._history = History(
             MATCH_IN_HISTORY_MIN, self._config.tokens_per_tenant, self._config.tokens_total
         )
-        self._first_of_seed: OrderedDict[tuple[str, int], str] = OrderedDict()
+        self._seeds_max = seeds_max
+        self._first_of_seed: OrderedDict[tuple[str, int], str | None] = OrderedDict()
+        """Tenant and seed, the oldest first -> its first session; None once that has ended."""
 
     def guess(self, request: DraftRequest) -> Guess:
         """See `LookupDrafter.guess`."""
@@ -123,16 +128,18 @@ class SuffixDrafter(LookupDrafter):
         text = self._texts.release(session_id)
         if text is None or self._first_of_seed.get((text.tenant, text.seed)) != session_id:
             return
+        self._first_of_seed[text.tenant, text.seed] = None
         if text.end > text.prompt_length:
             start = max(0, text.prompt_length - self._config.depth)
-            self._history.add(text.tenant, text.slice(start, text.end))
+            self._history.add(text.tenant, text.seed, text.slice(start, text.end))
 
     def _is_first(self, request: DraftRequest) -> bool:
         """Whether no other session of the tenant has been seen with the seed."""
         key = request.tenant, request.noise.seed
         first = self._first_of_seed.setdefault(key, request.session_id)
-        if len(self._first_of_seed) > SUFFIX_SEEDS_MAX:
-            self._first_of_seed.popitem(last=False)
+        if len(self._first_of_seed) > self._seeds_max:
+            forgotten, _ = self._first_of_seed.popitem(last=False)
+            self._history.forget(*forgotten)
         return first == request.session_id
 
     def _occurrences(

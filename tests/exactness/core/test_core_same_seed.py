@@ -29,16 +29,18 @@ def play(proposal: Proposal, noise: RoundNoise) -> int:
     return decide(verdict, proposal.token_ids, noise.rule, uniforms).token_ids[0]
 
 
+@pytest.mark.parametrize("is_forgotten", [False, True])
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK, Rule.COUPLED])
-def test_what_a_seed_was_answered_before_does_not_bias_it(rule: Rule) -> None:
+def test_what_a_seed_was_answered_before_does_not_bias_it(rule: Rule, is_forgotten: bool) -> None:
     """The second session has the target's law with suffix decoding, whose history holds what the
-    first was answered under the same seed; under token and block it has not if it is drafted just
-    that. False alarm 1e-6 for each."""
+    first was answered under the same seed, also where a session of another tenant has pushed that
+    seed out of those that are remembered; under token and block it has not if it is drafted just
+    that answer. False alarm 1e-6 for each."""
 
-    def request(name: str, token_ids: tuple[int, ...], seed: int) -> DraftRequest:
+    def request(name: str, token_ids: tuple[int, ...], seed: int, tenant: str = "") -> DraftRequest:
         noise = RoundNoise(seed, rule, len(token_ids))
         return DraftRequest(
-            session_id=name, tenant="", token_ids=token_ids, prompt_length=len(PROMPT),
+            session_id=name, tenant=tenant, token_ids=token_ids, prompt_length=len(PROMPT),
             num_draft_tokens=1, sampling=SamplingParams(), rule=rule, noise=noise,
         )  # fmt: skip
 
@@ -48,14 +50,16 @@ def test_what_a_seed_was_answered_before_does_not_bias_it(rule: Rule) -> None:
         noise = RoundNoise(seed, rule, len(PROMPT))
         q = (None,) if rule.needs_q else ()
         answer = play(Proposal((1,), q), noise)
-        drafter = SuffixDrafter()
+        drafter = SuffixDrafter(seeds_max=1)
         drafter.propose([request("first", (*PROMPT, answer), seed)])
         drafter.release("first")
+        if is_forgotten:
+            drafter.propose([request("another", PROMPT, seed, tenant="another")])
         proposal = drafter.propose([request("second", PROMPT, seed)])[0]
         drafted.append((play(proposal, noise),))
         copied.append((play(Proposal((answer,), q), noise),))
         if rule is Rule.COUPLED:
-            assert proposal.token_ids == (answer,)
+            assert proposal.token_ids == (() if is_forgotten else (answer,))
     law = {(token_id,): p for token_id, p in enumerate(P)}
     assert fit(drafted, law, 0.05).p_value >= FALSE_ALARM
     assert (fit(copied, law, 0.05).p_value < FALSE_ALARM) == rule.needs_q

@@ -26,6 +26,7 @@ from benchmarks.acceptance_reading import (
 )
 from deploy.cli.main import main
 from outrider.drafting.ngram import NgramDrafter
+from outrider.drafting.suffix import SuffixDrafter
 from outrider.errors import ConfigError
 from outrider.speculation.acceptance import conditional_acceptance
 from outrider.speculation.noise import RoundNoise
@@ -110,6 +111,19 @@ def test_lookup_proposes_what_followed_before_or_nothing() -> None:
     assert [entry and (entry.token_ids, entry.counts) for entry in q] == [
         None, None, ((6,), (COUNT_TOTAL,)), ((7,), (COUNT_TOTAL,)), ((5,), (COUNT_TOTAL,)),
         ((6,), (COUNT_TOTAL,)),
+    ]  # fmt: skip
+
+
+def test_suffix_decoding_has_what_the_same_pass_read_before_as_its_history() -> None:
+    """At either temperature, and nothing of the other pass. Nobody has asked behind the last token,
+    so that it is not known."""
+    reader = LookupReader(SuffixDrafter())
+    text = (5, 6, 7, 8, 9)
+    assert reader.likeliest(text, 2) == [None] * 3
+    assert reader.distributions(text, 2) == [None] * 3
+    assert reader.likeliest(text, 2) == [7, 8, None]
+    assert [entry and entry.token_ids for entry in reader.distributions(text, 2)] == [
+        (7,), (8,), None
     ]  # fmt: skip
 
 

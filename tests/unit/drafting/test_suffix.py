@@ -13,7 +13,6 @@ from lookup_requests import request
 
 from outrider.drafting.history import END, History
 from outrider.drafting.suffix import SuffixConfig, SuffixDrafter
-from outrider.limits import SUFFIX_SEEDS_MAX
 from outrider.speculation.sampling import Rule
 from outrider.tokens import TokenSequence
 
@@ -151,12 +150,45 @@ def test_a_seed_that_was_had_before_steers_no_draft(rule: Rule) -> None:
     assert drafter.guess(replace(first, token_ids=(5, 6, 7))).token_ids == ()
 
 
-def test_the_seeds_that_are_remembered_are_bounded() -> None:
+def test_a_session_that_comes_back_is_not_the_first_any_more() -> None:
+    """What it wrote when it was released is not read with its own noise."""
     drafter = SuffixDrafter(SuffixConfig())
-    for seed in range(SUFFIX_SEEDS_MAX + 5):
-        drafter.propose([request((1,), session_id=f"s{seed}", seed=seed)])
-        drafter.release(f"s{seed}")
-    assert len(drafter._first_of_seed) == SUFFIX_SEEDS_MAX
+    finish(drafter, "first", (1, 2, 3, 4), seed=7)
+    again = request((5, 1, 2), session_id="first", seed=7)
+    assert drafter.guess(again).token_ids == ()
+    finish(drafter, "first", (1, 2, 9, 9), seed=7)
+    assert drafter.guess(request((5, 1, 2), session_id="other", seed=8)).token_ids == (3, 4)
+
+
+def test_a_seed_is_forgotten_with_what_its_session_wrote() -> None:
+    """Sessions of another tenant push it out, which leaves what was written after it: a later
+    session of that seed is drafted this, and nothing of the first."""
+    drafter = SuffixDrafter(SuffixConfig(), seeds_max=3)
+    for seed, tenant in enumerate(["one", "two", "one", "two"]):
+        first = 10 * seed
+        finish(drafter, f"s{seed}", range(first, first + 4), tenant=tenant, seed=seed)
+    last = request((9, 1, 2), session_id="last", tenant="one", seed=0)
+    assert drafter.guess(last).token_ids == ()
+    assert drafter.guess(replace(last, token_ids=(9, 21, 22))).token_ids == (23,)
+
+
+@given(
+    sessions=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 5), TEXTS), max_size=40),
+    seeds_max=st.integers(1, 5), per_tenant=st.integers(0, 40),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_of_every_seed_with_an_answer_it_is_known_who_had_it(
+    sessions: list[tuple[str, int, list[int]]], seeds_max: int, per_tenant: int
+) -> None:
+    """However many seeds there are, of which no more than the bound are remembered."""
+    config = replace(SMALL, tokens_per_tenant=per_tenant, tokens_total=60)
+    drafter = SuffixDrafter(config, seeds_max=seeds_max)
+    for number, (tenant, seed, token_ids) in enumerate(sessions):
+        finish(drafter, str(number), (0, 0, *token_ids), tenant=tenant, seed=seed)
+        known = drafter._first_of_seed
+        assert len(known) <= seeds_max
+        for name, history in drafter._history._tenants.items():
+            assert all((name, held) in known for held in history.lengths)
 
 
 @given(
@@ -171,8 +203,8 @@ def test_a_history_holds_the_latest_answers_within_its_bounds(
     and everything of those that were not."""
     history = History(2, per_tenant, total)
     everything: dict[str, list[int]] = {}
-    for tenant, token_ids in added:
-        history.add(tenant, token_ids)
+    for seed, (tenant, token_ids) in enumerate(added):
+        history.add(tenant, seed, token_ids)
         everything.setdefault(tenant, []).extend([*token_ids, END])
         assert len(history) <= total
     texts = {tenant: history.of(tenant) for tenant in everything}
