@@ -28,10 +28,6 @@ from .references import PROMPT_LOOKUP_TOKENS, ReferenceModel, ReferenceProcess
 from .speedup import Subject
 
 LLAMA_CPP_SIDES: Final = (Side.LLAMA_CPP, Side.LLAMA_CPP_LOOKUP)
-_ASSISTED_NOTE: Final = (
-    "the same drafter as assistant_model, its logits widened to the target's vocabulary; the "
-    "library's own number of assistant tokens, schedule and confidence threshold"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +103,18 @@ async def run(options: PeersOptions, subject: Subject, progress: Progress) -> Pe
     return summarise(setup, prompts, results, peers.notes)
 
 
+def assisted_note(draft_model: str) -> str:
+    """What the library has of a drafter, and how it is set up."""
+    choice = parse_drafter(draft_model)
+    given = f"the drafter {draft_model}"
+    if choice.lookup is not None and choice.model is not None:
+        given = f"of {draft_model} the model {choice.model.name} alone, without the look-up,"
+    return (
+        f"{given} as assistant_model, its logits widened to the target's vocabulary; the library's "
+        "own number of assistant tokens, schedule and confidence threshold"
+    )
+
+
 class _Peers:
     """Starts the sides beside the services; they end with the stack."""
 
@@ -131,7 +139,7 @@ class _Peers:
         """Starts the library's two, of which the look-up is always there; what ends a text."""
         missing = self._no_assistant()
         if missing is None:
-            self.notes[Side.ASSISTED] = _ASSISTED_NOTE
+            self.notes[Side.ASSISTED] = assisted_note(self._subject.draft_model)
             await self._start(self._library(Side.ASSISTED), Side.ASSISTED)
         else:
             self.notes[Side.ASSISTED] = f"not measured: {missing}"

@@ -17,7 +17,7 @@ from test_bench_llama_cpp import environment
 from tiny_gguf import save_tiny_gguf
 
 from benchmarks.measurement import Completion, Side, SideResult
-from benchmarks.peers import PeersOptions, add_arguments, run
+from benchmarks.peers import PeersOptions, add_arguments, assisted_note, run
 from benchmarks.peers_report import PEERS, PeersReport, PeersSetup, render, summarise
 from benchmarks.prompts import BenchPrompt
 from benchmarks.references import ReferenceDrafter, ReferenceModel
@@ -186,6 +186,13 @@ def target(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return resolve_model(str(tiny))
 
 
+def test_the_assistants_note_says_what_the_library_was_given() -> None:
+    """Of a hybrid less than the services have."""
+    assert assisted_note("mine").startswith("the drafter mine as assistant_model, ")
+    found = assisted_note("hybrid:suffix,mine")
+    assert found.startswith("of hybrid:suffix,mine the model mine alone, without the look-up, as ")
+
+
 async def test_every_peer_decodes_every_prompt(tiny: Path, target: Path, tmp_path: Path) -> None:
     """The library's two in processes of their own, and llama.cpp's two with a stand-in for the
     binding, which is given a file with the target's weights. All of ours write `0, 1, 2`."""
@@ -201,14 +208,16 @@ async def test_every_peer_decodes_every_prompt(tiny: Path, target: Path, tmp_pat
     )
     lines: list[str] = []
     ours = subject(
-        ScriptedSide(lambda prompt, decoding: (3, 1.0)), reference, str(tiny), str(drafter)
-    )
+        ScriptedSide(lambda prompt, decoding: (3, 1.0)), reference, str(tiny),
+        f"hybrid:suffix,{drafter}",
+    )  # fmt: skip
     found = json.loads((await run(options, ours, lines.append)).to_json())
     for key in PEERS.values():
         assert found[key]["tokens_per_second"] > 0
         assert found[key]["num_tokens"] <= 6
     assert found["llama_cpp_plain"]["num_tokens"] == 6
     assert "9.8.7" in found["llama_cpp_prompt_lookup"]["note"]
+    assert f"the model {drafter} alone" in found["transformers_assisted"]["note"]
     assert set(found["categories"]) == {"other", "cat"}
     assert list((tmp_path / "cache" / "models").glob("tiny.Q8_0-*.gguf"))
     assert found["threads"] == 1
