@@ -127,8 +127,10 @@ async def measure(
     for contestant in contestants:
         progress(f"warming up: {contestant.side.value}")
         short = min(WARM_UP_TOKENS_MAX, contestant.decoding.max_tokens)
-        decoding = replace(contestant.decoding, max_tokens=short)
-        for prompt in WARM_UP_PROMPTS:
+        for index, prompt in enumerate(WARM_UP_PROMPTS, start=1):
+            # Seeds that no prompt has: the second session of a seed may be drafted otherwise.
+            seed = (contestant.decoding.seed - index) & SEED_MAX
+            decoding = replace(contestant.decoding, max_tokens=short, seed=seed)
             await contestant.client.generate(prompt, decoding)
     completions: dict[Side, list[Completion]] = {c.side: [] for c in contestants}
     seconds = dict.fromkeys(completions, 0.0)

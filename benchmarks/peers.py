@@ -80,6 +80,8 @@ async def run(options: PeersOptions, subject: Subject, progress: Progress) -> Pe
     drafted = options.drafted(subject.num_draft_tokens)
     if subject.reference is None:
         raise SettingError("server", "the target's files are not known here; its peers need them")
+    for warning in subject.replay_warnings(prompts):
+        progress(warning)
     async with AsyncExitStack() as stack:
         peers = _Peers(options, subject, subject.reference, stack, progress)
         eos_token_ids = await peers.start_library()

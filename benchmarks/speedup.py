@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -77,6 +77,29 @@ class Subject:
     """What it drafts where a request does not say."""
     reference: ReferenceModel | None
     """The target's files; None where there are none to run without services."""
+    keeps_answers: bool
+    """Whether its drafts may copy from what it answered before, as suffix decoding does."""
+    is_fresh: bool
+    """Whether it has answered nothing yet."""
+
+    def replay_warnings(self, prompts: Sequence[BenchPrompt]) -> list[str]:
+        """Why its speed may be that of repeating itself, a line each."""
+        if not self.keeps_answers:
+            return []
+        found = []
+        if not self.is_fresh:
+            found.append(
+                "warning: drafts may copy from earlier answers, and this deployment ran before: "
+                "prompts that it was asked already are not measured as new ones are. One that the "
+                "command starts, where none runs, has nothing to copy"
+            )
+        num_again = len(prompts) - len({prompt.text for prompt in prompts})
+        if num_again:
+            found.append(
+                f"warning: drafts may copy from earlier answers, and {num_again} of the prompts "
+                "are there already: their speed is that of repeating an answer"
+            )
+        return found
 
 
 class ServiceClient:
@@ -122,6 +145,8 @@ async def run(
     prompts = options.load_prompts()
     drafted = options.drafted(subject.num_draft_tokens)
     plain = replace(drafted, num_draft_tokens=0)
+    for warning in subject.replay_warnings(prompts):
+        progress(warning)
     async with _references(options, subject, progress) as references:
         contestants = [
             Contestant(Side.PLAIN, subject.client, plain, options.concurrency),

@@ -21,7 +21,7 @@ from outrider.config import (
     TargetConfig,
     deployment_settings,
 )
-from outrider.drafting.registry import parse_drafter
+from outrider.drafting.registry import LookupKind, parse_drafter
 from outrider.errors import SettingError
 from outrider.hosting import available_cores, build_engine, build_lookup, use_threads
 
@@ -301,11 +301,22 @@ async def _subject(
                 settings.get("num_draft_tokens") or CoordinatorConfig().num_draft_tokens
             ),
             reference=reference(connection),
+            keeps_answers=_keeps_answers(connection),
+            is_fresh=connection.is_own,
         )
 
 
 def _progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def _keeps_answers(connection: Connection) -> bool:
+    """Whether drafts copy from earlier answers; true where nothing is known of them."""
+    settings = connection.settings
+    if not settings:
+        return True
+    rooms = (settings["suffix_tokens_per_tenant"], settings["suffix_tokens_total"])
+    return parse_drafter(str(settings["draft_model"])).lookup is LookupKind.SUFFIX and all(rooms)
 
 
 def _dtype(connection: Connection) -> str:

@@ -39,6 +39,8 @@ class Connection:
     tokenizer_directory: str = ""
     settings: Mapping[str, Value] = field(default_factory=dict)
     """Of the deployment, by key; empty for a server that only an address is known of."""
+    is_own: bool = False
+    """Whether the command started it, so that it has answered nobody else."""
 
 
 def add_connection_flags(parser: argparse.ArgumentParser, without: Collection[str]) -> None:
@@ -136,4 +138,5 @@ async def _own_deployment(config: DeploymentConfig) -> AsyncIterator[Connection]
                 found.target.directory,
                 found.coordinator.tokenizer_directory,
                 public_settings(found),
+                is_own=True,
             )

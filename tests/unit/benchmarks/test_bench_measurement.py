@@ -54,6 +54,8 @@ async def test_every_side_is_warmed_up_on_two_prompts_that_are_not_measured() ->
     assert [entry[1] for entry in side.log[:4]] == ["plain", "plain", "drafted", "drafted"]
     assert all(found.max_tokens <= 32 for _, found in side.calls[:4])
     assert all(found.max_tokens == 64 for _, found in side.calls[4:])
+    warm_up_seeds = [found.seed for _, found in side.calls[:4]]
+    assert warm_up_seeds == [SEED_MAX, SEED_MAX - 1] * 2  # those before the first prompt's 0
     assert not set(WARM_UPS) & {prompt.text for prompt in PROMPTS}
     assert {len(result.completions) for result in results.values()} == {1}
 

@@ -158,7 +158,7 @@ def subject(
 ) -> Subject:
     return Subject(
         client=side, model=model, draft_model=draft_model, dtype="bfloat16", num_draft_tokens=8,
-        reference=reference,
+        reference=reference, keeps_answers=draft_model.startswith("hybrid:suffix"), is_fresh=False,
     )  # fmt: skip
 
 
@@ -169,7 +169,7 @@ async def test_a_deployment_whose_files_are_elsewhere_has_no_peers() -> None:
     with pytest.raises(ConfigError, match="num_draft_tokens: 0"):
         plain = Subject(
             client=side, model="far", draft_model="ngram", dtype="bfloat16", num_draft_tokens=0,
-            reference=None,
+            reference=None, keeps_answers=False, is_fresh=True,
         )  # fmt: skip
         await run(PeersOptions(), plain, lambda line: None)
     assert not side.calls
@@ -217,6 +217,7 @@ async def test_every_peer_decodes_every_prompt(tiny: Path, target: Path, tmp_pat
         assert found[key]["num_tokens"] <= 6
     assert found["llama_cpp_plain"]["num_tokens"] == 6
     assert "9.8.7" in found["llama_cpp_prompt_lookup"]["note"]
+    assert sum(line.startswith("warning: drafts may copy") for line in lines) == 1
     assert f"the model {drafter} alone" in found["transformers_assisted"]["note"]
     assert set(found["categories"]) == {"other", "cat"}
     assert list((tmp_path / "cache" / "models").glob("tiny.Q8_0-*.gguf"))

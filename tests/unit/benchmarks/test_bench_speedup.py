@@ -1,6 +1,7 @@
 """Options, requests and the whole of `bench speedup` over a side that decodes nothing."""
 
 import argparse
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,12 @@ def parse(*words: str) -> SpeedupOptions:
     return SpeedupOptions.from_arguments(parser.parse_args(words))
 
 
-def subject(side: ScriptedSide, num_draft_tokens: int = 8) -> Subject:
+def subject(
+    side: ScriptedSide,
+    num_draft_tokens: int = 8,
+    keeps_answers: bool = False,
+    is_fresh: bool = False,
+) -> Subject:
     return Subject(
         client=side,
         model="demo",
@@ -30,6 +36,8 @@ def subject(side: ScriptedSide, num_draft_tokens: int = 8) -> Subject:
         dtype="bfloat16",
         num_draft_tokens=num_draft_tokens,
         reference=None,
+        keeps_answers=keeps_answers,
+        is_fresh=is_fresh,
     )
 
 
@@ -167,6 +175,31 @@ async def test_a_deployment_that_drafts_nothing_has_nothing_to_compare() -> None
     with pytest.raises(ConfigError, match="num_draft_tokens: 0"):
         await run(SpeedupOptions(), subject(side, 0), lambda line: None)
     assert not side.calls
+
+
+@pytest.mark.parametrize(
+    ("keeps_answers", "is_fresh", "texts", "warned"),
+    [
+        (False, False, "aab", []),
+        (True, True, "abc", []),
+        (True, False, "abc", ["this deployment ran before"]),
+        (True, True, "aaba", ["2 of the prompts are there already"]),
+        (True, False, "aa", ["this deployment ran before", "1 of the prompts are there already"]),
+    ],
+)
+async def test_what_may_be_copied_from_earlier_answers_is_warned_of(
+    tmp_path: Path, keeps_answers: bool, is_fresh: bool, texts: str, warned: list[str]
+) -> None:
+    """Those of an earlier run, and those of a prompt that is listed twice."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    side = ScriptedSide(lambda prompt, decoding: (12, 1.0))
+    lines: list[str] = []
+    found = subject(side, keeps_answers=keeps_answers, is_fresh=is_fresh)
+    await run(SpeedupOptions(prompts=path), found, lines.append)
+    warnings = [line for line in lines if line.startswith("warning: drafts may copy")]
+    assert len(warnings) == len(warned)
+    assert all(words in line for words, line in zip(warned, warnings, strict=True))
 
 
 async def test_a_wrong_prompt_file_stops_before_anything_is_sent(tmp_path: Path) -> None:

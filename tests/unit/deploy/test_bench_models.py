@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from models import save_tiny_model
 
-from deploy.cli.bench import _drafting_reference
+from deploy import launcher
+from deploy.cli.bench import _drafting_reference, _keeps_answers, _subject, add_arguments
 from deploy.cli.connection import Connection
+from deploy.cli.settings import public_settings
 from outrider.config import DeploymentConfig
 from outrider.hosting import available_cores
 
@@ -56,3 +61,50 @@ def test_a_model_that_drafts_assists(tmp_path: Path, form: str) -> None:
 
 def test_a_target_whose_files_are_elsewhere_has_no_peers() -> None:
     assert _drafting_reference(connection("")) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"draft_model": "suffix"}, True),
+        ({"draft_model": "hybrid:suffix,quantized:8"}, True),
+        ({"draft_model": "hybrid:ngram,quantized:8"}, False),
+        ({"draft_model": "some/model"}, False),
+        ({"draft_model": "suffix", "suffix_tokens_per_tenant": 0}, False),
+        ({"draft_model": "suffix", "suffix_tokens_total": 0}, False),
+    ],
+)
+def test_suffix_decoding_keeps_answers(settings: dict[str, object], expected: bool) -> None:
+    known = public_settings(DeploymentConfig()) | settings
+    assert _keeps_answers(Connection("127.0.0.1:1", settings=known)) == expected  # type: ignore[arg-type]
+
+
+def test_of_a_server_by_its_address_answers_may_be_kept() -> None:
+    assert _keeps_answers(Connection("127.0.0.1:1"))
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+async def test_a_deployment_that_the_command_starts_is_fresh(
+    monkeypatch: pytest.MonkeyPatch, is_own: bool
+) -> None:
+    """And one that is named is not."""
+
+    class Started:
+        def __init__(self, config: DeploymentConfig, *_: Any, **__: Any) -> None:
+            self.config = config
+            self.endpoints = SimpleNamespace(coordinator="127.0.0.1:1")
+
+        async def __aenter__(self) -> Started:
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            return None
+
+    monkeypatch.setattr(launcher, "Deployment", Started)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = ["--draft-model", "suffix"] if is_own else ["--server", "127.0.0.1:1"]
+    arguments = parser.parse_args(["speedup", *words])
+    async with _subject(arguments, raw=True, reference=lambda _: None) as subject:
+        assert subject.is_fresh == is_own
+        assert subject.keeps_answers
