@@ -14,6 +14,18 @@ PLOT_FILE: Final = "loss.svg"
 _WIDTH, _HEIGHT, _MARGIN = 640, 300, 48
 
 
+@dataclass(frozen=True, slots=True)
+class SourceFacts:
+    """How much came from one source."""
+
+    num_learned: int
+    """Documents to learn from."""
+    num_tokens: int
+    """Of these, to be learned."""
+    num_held_out: int
+    """Documents that were held out."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardFacts:
     """What the card says."""
@@ -26,10 +38,10 @@ class CardFacts:
     """Without embeddings and head."""
     draft_vocab_size: int
     covered: float
-    """Part of the target's probability that the head's tokens have."""
-    num_documents: dict[str, int]
-    num_tokens: dict[str, int]
-    """Learned tokens, by where they come from."""
+    """Part of the target's probability that the head's tokens have in held-out answers, at least;
+    of 1."""
+    sources: dict[str, SourceFacts]
+    """By what wrote the documents."""
     seconds: dict[str, float]
     """By stage."""
     seed: int
@@ -44,9 +56,10 @@ def render_card(facts: CardFacts) -> str:
     """The card, in Markdown."""
     measured = facts.measured
     data = "\n".join(
-        f"| {source} | {facts.num_documents[source]:,} | {tokens:,} |"
-        for source, tokens in facts.num_tokens.items()
+        f"| {name} | {source.num_learned:,} | {source.num_tokens:,} | {source.num_held_out:,} |"
+        for name, source in facts.sources.items()
     )
+    passes = facts.num_trained_tokens / sum(s.num_tokens for s in facts.sources.values())
     times = ", ".join(f"{stage} {seconds / 60:.1f} min" for stage, seconds in facts.seconds.items())
     temperatures = "\n".join(
         f"| {'others' if r.temperature is None else f'target, {r.temperature:g}'} "
@@ -64,22 +77,25 @@ stored here. Serve it with `outrider serve {facts.target} --draft-model DIR`.
 
 - {facts.num_parameters / 1e6:.1f} million parameters of its own, begun as the target's layers
   {", ".join(map(str, facts.layers))}. Of the head it has the rows for {facts.draft_vocab_size:,}
-  tokens, to which the target gives {facts.covered:.1%} of its probability; other tokens are never
-  proposed.
+  tokens, to which the target gives at least {facts.covered:.1%} of its probability in held-out
+  answers; other tokens are never proposed.
 - Matrices are stored as int8 with one scale a row. What is measured here was measured after that.
-- {facts.num_steps:,} steps over {facts.num_trained_tokens:,} tokens, repetitions included; seed
-  {facts.seed}; {times}.
+- {facts.num_steps:,} steps over {facts.num_trained_tokens:,} tokens, repetitions included: all that
+  there is to learn from {passes:,.2f} times. Seed {facts.seed}; {times}.
 
 ## Data
 
-| written by | documents | tokens learned from |
-| --- | --- | --- |
+| written by | documents to learn from | tokens of these | documents held out |
+| --- | --- | --- | --- |
 {data}
 
 The target's 64 likeliest tokens at every place were what was learned: first by cross-entropy, then
 by the likelihood that a draft is accepted.
 
-## Acceptance on held-out documents
+## Acceptance in answers of held-out documents
+
+Of conversations the answers alone are measured, which the target wrote at the temperature that is
+stated; of texts by others everything.
 
 `greedy` is the share of places where target and drafter find the same token likeliest, `sampled`
 the mean of sum min(p, q) at temperature 1, with q as it goes on the wire.

@@ -23,18 +23,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from outrider.distillation.card import PLOT_FILE, CardFacts, render_card, render_plot
+from outrider.distillation.card import PLOT_FILE, CardFacts, SourceFacts, render_card, render_plot
 from outrider.distillation.copying import copying_layers
 from outrider.distillation.dense_attention import use_dense_attention
 from outrider.distillation.documents import (
     DOCUMENT_TOKENS_MAX,
+    HELD_OUT_EVERY,
     Document,
     Encode,
     corpus_files,
     fingerprint_of,
+    held_out,
 )
 from outrider.distillation.documents import read_corpus as read_documents
-from outrider.distillation.learning import HELD_OUT_EVERY, Lessons
+from outrider.distillation.learning import Lessons
 from outrider.distillation.measuring import Measured, measure
 from outrider.distillation.options import DistillOptions
 from outrider.distillation.student import kept_layers, likeliest_tokens, make_student
@@ -148,7 +150,7 @@ class _Run:
         given = read_documents(files, self._vocab_size, target.encode, self._tokens_max)
         # Always the same order, in which those that are read in time are a fair sample.
         order: list[int] = np.random.default_rng(0).permutation(len(given)).tolist()
-        self._given = [given[index] for index in order]
+        self._given = held_out([given[index] for index in order])
         for number, prompt in enumerate(options.prompts, start=1):
             if not 0 < len(prompt) < self._tokens_max:
                 raise SettingError(
@@ -185,8 +187,7 @@ class _Run:
             num_parameters=sum(weight.numel() for weight in trainer.weights.values()),
             draft_vocab_size=len(token_ids),
             covered=covered,
-            num_documents={name: cache.num_documents for name, cache in caches.items()},
-            num_tokens=lessons.num_tokens_by(caches),
+            sources={name: _facts(cache) for name, cache in caches.items()},
             seconds=spent,
             seed=self._options.seed,
             num_steps=trainer.num_steps,
@@ -300,6 +301,12 @@ class _Run:
             work.rename(out)
         finally:
             shutil.rmtree(work, ignore_errors=True)
+
+
+def _facts(cache: TeacherCache) -> SourceFacts:
+    documents = cache.documents[: cache.num_documents]
+    learned = [document.num_learned for document in documents if not document.is_held_out]
+    return SourceFacts(len(learned), sum(learned), len(documents) - len(learned))
 
 
 def _key(*parts: object) -> str:

@@ -12,7 +12,7 @@ import gzip
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +21,8 @@ import numpy.typing as npt
 
 from outrider.errors import SettingError
 
+HELD_OUT_EVERY: Final = 32
+"""Every so manieth document is never learned from."""
 DOCUMENT_TOKENS_MAX: Final = 512
 """Longer texts are cut into pieces; of a conversation that is longer the end is left out. Targets
 may take less."""
@@ -37,13 +39,23 @@ class Document:
     token_ids: npt.NDArray[np.int32]
     first: int
     """At least 1: nothing says what begins a text."""
+    answer_first: int
+    """Where begins what is measured, at `first` or behind it: of a conversation the answer, for the
+    target writes turns otherwise than answers."""
     temperature: float | None
-    """That the target wrote it at; None for a text by others."""
+    """That the target wrote the answer at; None for a text by others."""
+    is_held_out: bool = False
+    """Whether it is never learned from, but measured on."""
 
     @property
     def num_learned(self) -> int:
         """Tokens from `first` on."""
         return len(self.token_ids) - self.first
+
+    @property
+    def num_before_answer(self) -> int:
+        """Of these, those that are not measured."""
+        return self.answer_first - self.first
 
 
 def conversation(
@@ -54,7 +66,15 @@ def conversation(
     if len(prompt) >= tokens_max or not answer:
         return None
     token_ids = np.array([*prompt, *answer][:tokens_max], dtype=np.int32)
-    return Document(token_ids, max(1, first), temperature)
+    return Document(token_ids, max(1, first), len(prompt), temperature)
+
+
+def held_out(documents: Sequence[Document]) -> list[Document]:
+    """These, of which every so manieth is not to be learned from."""
+    return [
+        replace(document, is_held_out=index % HELD_OUT_EVERY == 0)
+        for index, document in enumerate(documents)
+    ]
 
 
 def fingerprint_of(paths: Sequence[Path]) -> str:
@@ -123,7 +143,7 @@ def _pieces(text: str, place: str, encode: Encode | None, tokens_max: int) -> It
     for start in range(0, len(ids), tokens_max):
         piece = ids[start : start + tokens_max]
         if len(piece) > 1:
-            yield Document(piece, 1, None)
+            yield Document(piece, 1, 1, None)
 
 
 def _records(path: Path, vocab_size: int) -> Iterator[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,8 +14,6 @@ from outrider.distillation.documents import Document
 from outrider.distillation.losses import TeacherRows
 from outrider.distillation.teacher import TeacherCache, by_length, in_batches, packed
 
-HELD_OUT_EVERY: Final = 32
-"""Every so manieth document is never learned from."""
 _POOL: Final = 1024
 """Documents that are sorted by length together, so that batches need little padding."""
 
@@ -64,16 +62,8 @@ class Lessons:
             for number, cache in enumerate(caches)
             for index in range(cache.num_documents)
         ]
-        self.held_out = [place for place in places if place.index % HELD_OUT_EVERY == 0]
-        self.learned = [place for place in places if place.index % HELD_OUT_EVERY]
-
-    def num_tokens_by(self, names: Iterable[str]) -> dict[str, int]:
-        """Learned tokens of each cache, by these names."""
-        found = dict.fromkeys(names, 0)
-        for name, number in zip(found, range(len(self._caches)), strict=True):
-            places = (place for place in self.learned if place.cache == number)
-            found[name] = sum(place.document.num_learned for place in places)
-        return found
+        self.held_out = [place for place in places if place.document.is_held_out]
+        self.learned = [place for place in places if not place.document.is_held_out]
 
     def epoch(self, seed: int, number: int, batch_tokens: int) -> list[list[Place]]:
         """All learned documents once, in batches of about so many tokens, padding included; a

@@ -1,4 +1,4 @@
-"""How much of the held-out documents a student would have proposed rightly."""
+"""How much of the held-out documents' answers a student would have proposed rightly."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class TemperatureRates:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Acceptance on held-out documents. Of p the 64 likeliest tokens count; the rest, of which the
-    student would have a little too, counts as refused."""
+    """Acceptance in answers of held-out documents. Of p the 64 likeliest tokens count; the rest, of
+    which the student would have a little too, counts as refused."""
 
     by_temperature: tuple[TemperatureRates, ...]
     by_position: tuple[float | None, ...]
@@ -62,7 +62,8 @@ class Measured:
 
 
 def measure(student: Any, lessons: Lessons, places: Sequence[Place]) -> Measured:
-    """Reads these documents with the student. Temperatures of the target's texts and of the two
+    """Reads these documents with the student. What stands before their answers is not measured: the
+    target did not write it as it writes answers. Temperatures of the target's texts and of the two
     distributions are different things: the latter are always at temperature 1."""
     found: dict[float | None, list[tuple[float, float, int]]] = {}
     texts: list[list[float]] = []
@@ -71,7 +72,8 @@ def measure(student: Any, lessons: Lessons, places: Sequence[Place]) -> Measured
         hits, overlaps, ratios = _read(student, batch)
         sizes = [place.document.num_learned for place in batch_places]
         bounds = np.concatenate([[0], np.cumsum(sizes)]).tolist()
-        for place, (start, end) in zip(batch_places, pairwise(bounds), strict=True):
+        for place, (first, end) in zip(batch_places, pairwise(bounds), strict=True):
+            start = first + place.document.num_before_answer
             sums = (float(hits[start:end].sum()), float(overlaps[start:end].sum()), end - start)
             found.setdefault(place.document.temperature, []).append(sums)
             if place.document.temperature == 1.0:

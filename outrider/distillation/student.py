@@ -16,7 +16,7 @@ from outrider.distillation.teacher import TeacherCache
 from outrider.engine.trained_drafters import narrow_head
 from outrider.errors import ConfigError, SettingError
 
-_ROWS_AT_ONCE = 2**18
+_DOCUMENTS_AT_ONCE = 512
 _LAYERS_TO_COPY = 4
 """A student of fewer has the first layers and the last alone."""
 
@@ -44,17 +44,35 @@ def kept_layers(
 def likeliest_tokens(
     caches: Sequence[TeacherCache], num_wanted: int, vocab_size: int
 ) -> tuple[npt.NDArray[np.int64], float]:
-    """The tokens [N], ascending, with the most of the target's probability over all that it was
-    asked, and the part that they have of it. Ties: lowest ids."""
-    mass = np.zeros(vocab_size)
+    """The tokens [N], ascending, with the most of the target's probability over the documents that
+    are learned from (ties: lowest ids), and the part that they have of it in the answers of those
+    that are held out. Tokens that the target did not list count as impossible: it is no less."""
+    learned, held_out = np.zeros(vocab_size), np.zeros(vocab_size)
+    num_rows = 0
     for cache in caches:
-        arrays = cache.arrays()
-        for start in range(0, len(arrays["ids"]), _ROWS_AT_ONCE):
-            rows = slice(start, start + _ROWS_AT_ONCE)
-            weights = np.exp(arrays["logprobs"][rows].astype(np.float32)).ravel()
-            mass += np.bincount(arrays["ids"][rows].ravel(), weights, minlength=vocab_size)
-    chosen = np.sort(np.argsort(-mass, kind="stable")[:num_wanted])
-    return chosen, float(mass[chosen].sum() / max(mass.sum(), 1e-9))
+        documents = cache.documents[: cache.num_documents]
+        rows = [cache.rows(i) for i, d in enumerate(documents) if not d.is_held_out]
+        learned += _mass(cache, rows, vocab_size)
+        rows = [cache.answer_rows(i) for i, d in enumerate(documents) if d.is_held_out]
+        held_out += _mass(cache, rows, vocab_size)
+        num_rows += sum(part.stop - part.start for part in rows)
+    chosen = np.sort(np.argsort(-learned, kind="stable")[:num_wanted])
+    return chosen, float(held_out[chosen].sum() / max(num_rows, 1))
+
+
+def _mass(cache: TeacherCache, rows: Sequence[slice], vocab_size: int) -> npt.NDArray[np.float64]:
+    """The target's probability of each token [V], summed over these rows."""
+    arrays = cache.arrays()
+    mass = np.zeros(vocab_size)
+    for start in range(0, len(rows), _DOCUMENTS_AT_ONCE):
+        parts = rows[start : start + _DOCUMENTS_AT_ONCE]
+        ids, logprobs = (
+            np.concatenate([arrays[name][part] for part in parts]).ravel()
+            for name in ("ids", "logprobs")
+        )
+        weights = np.exp(logprobs.astype(np.float32))
+        mass += np.bincount(ids, weights, minlength=vocab_size)
+    return mass
 
 
 def make_student(target: Any, layers: Sequence[int], token_ids: npt.NDArray[np.int64]) -> Any:

@@ -68,6 +68,11 @@ class TeacherCache:
         """Where the learned tokens of a document stand in the arrays."""
         return slice(int(self._starts[index]), int(self._starts[index + 1]))
 
+    def answer_rows(self, index: int) -> slice:
+        """Of these, those of the document's answer."""
+        rows = self.rows(index)
+        return slice(rows.start + self.documents[index].num_before_answer, rows.stop)
+
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """The three, memory-mapped."""
         num = int(self._starts[self._num_documents])

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from outrider.distillation.documents import Document, conversation
+from outrider.distillation.documents import Document, conversation, held_out
 from outrider.distillation.storage import Spent
 from outrider.engine.interface import Engine, SequenceStep
 from outrider.limits import PAGE_SIZE
@@ -135,7 +135,7 @@ class WrittenCorpus:
 
     def documents(self, tokens: int | None = None) -> list[Document]:
         """What has been written: in the order in which it was finished; or, in their own order, the
-        first conversations with so many answered tokens together."""
+        first conversations with so many answered tokens together. Some are held out."""
         found: list[Document] = []
         for index in list(self._records) if tokens is None else range(self._whole(tokens)):
             record = self._records[index]
@@ -145,7 +145,7 @@ class WrittenCorpus:
                 prompt, record["answer"], first, record["temperature"], self._tokens_max
             )
             found += [] if known is None else [known]
-        return found
+        return held_out(found)
 
     def is_enough(self, wanted: Wanted) -> bool:
         """Whether writing can stop."""

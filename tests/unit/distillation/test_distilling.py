@@ -4,6 +4,7 @@ at any stage ends as one that was not."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -59,6 +60,10 @@ def weights(place: Path) -> dict[str, torch.Tensor]:
     return load_file(place / "out" / "model.safetensors")
 
 
+def number(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
 @pytest.fixture(scope="module")
 def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Point]]:
     """A run that nobody killed, and what it measured."""
@@ -87,8 +92,11 @@ def test_what_comes_out_is_a_drafter_with_its_card(
     assert len(info.logit_token_ids) == OPTIONS.draft_vocab
     assert module(torch.tensor([[0, 5, 1]])).logits.shape == (1, 3, OPTIONS.draft_vocab)
     card = (out / "README.md").read_text()
-    for words in ("30 steps", "seed\n  3", "target, 0.7", "(loss.svg)", "| draft token | 1 |"):
+    for words in ("30 steps", "Seed 3;", "target, 0.7", "(loss.svg)", "| draft token | 1 |"):
         assert words in card, words
+    [(trained, passes)] = re.findall(r"over ([\d,]+) tokens.*\n.* from ([\d.]+) times", card)
+    [there] = re.findall(r"\| the target, for this \| [\d,]+ \| ([\d,]+) \| \d+ \|", card)
+    assert 0 < float(passes) == pytest.approx(number(trained) / number(there), abs=0.01)
     assert (out / "loss.svg").read_text().startswith("<svg ")
     assert sorted(path.name for path in out.parent.iterdir()) == ["cache", "out"]
 

@@ -12,8 +12,15 @@ import pytest
 import torch
 from models import tiny_config, tiny_module
 
-from outrider.distillation.documents import Document, corpus_files, fingerprint_of, read_corpus
-from outrider.distillation.learning import HELD_OUT_EVERY, Lessons
+from outrider.distillation.documents import (
+    HELD_OUT_EVERY,
+    Document,
+    corpus_files,
+    fingerprint_of,
+    held_out,
+    read_corpus,
+)
+from outrider.distillation.learning import Lessons
 from outrider.distillation.measuring import measure
 from outrider.distillation.student import make_student
 from outrider.distillation.teacher import TeacherCache
@@ -54,7 +61,8 @@ def test_a_folder_of_texts_and_conversations_is_read(tmp_path: Path) -> None:
         {"prompt": [1, 2, 3, 4], "answer": [5, 5], "temperature": 0},
         {"prompt": [1, 2, 9, 9], "answer": [6], "temperature": 1.0},
     )
-    assert [document.first for document in read_corpus(files[:1], 50, None, 10)] == [2, 2]
+    found = read_corpus(files[:1], 50, None, 10)
+    assert [(document.first, document.answer_first) for document in found] == [(2, 4), (2, 4)]
     before = fingerprint_of(files)
     (tmp_path / "sub" / "b.md").write_text("y" * 25)
     assert fingerprint_of(files) != before
@@ -97,14 +105,12 @@ def module() -> Any:
 @pytest.fixture
 def lessons(module: Any, tmp_path: Path) -> Lessons:
     random = np.random.default_rng(0)
+    ids = [random.integers(0, VOCAB, 6 + i % 9).astype(np.int32) for i in range(3 * HELD_OUT_EVERY)]
     documents = [
-        Document(
-            random.integers(0, VOCAB, 4 + i % 9).astype(np.int32), 1 + i % 3, (0.0, 1.0)[i % 2]
-        )
-        for i in range(3 * HELD_OUT_EVERY)
+        Document(row, 1 + i % 3, 2 + i % 4, (0.0, 1.0)[i % 2]) for i, row in enumerate(ids)
     ]
-    documents[HELD_OUT_EVERY] = Document(documents[HELD_OUT_EVERY].token_ids, 1, 1.0)
-    cache = TeacherCache(tmp_path, documents, VOCAB)
+    documents[HELD_OUT_EVERY] = Document(ids[HELD_OUT_EVERY], 1, 3, 1.0)
+    cache = TeacherCache(tmp_path, held_out(documents), VOCAB)
     cache.fill(module, 1e9, lambda part: None)
     return Lessons([cache], TOKEN_IDS, VOCAB, torch.device("cpu"))
 
@@ -144,7 +150,8 @@ def test_a_batch_has_the_targets_answers_by_column(module: Any, lessons: Lessons
 
 
 def test_what_is_measured_is_what_serving_would_find(module: Any, lessons: Lessons) -> None:
-    """Against the definition, with q as it goes on the wire, text by text."""
+    """Against the definition, with q as it goes on the wire, text by text; answers alone, which the
+    target wrote at the temperature that is stated."""
     student = make_student(module, [1], TOKEN_IDS)
     measured = measure(student, lessons, lessons.held_out)
     hits: dict[float, list[bool]] = {0.0: [], 1.0: []}
@@ -156,7 +163,7 @@ def test_what_is_measured_is_what_serving_would_find(module: Any, lessons: Lesso
         p = module(ids).logits[0].double().softmax(1)
         q = student(ids).logits[0].detach().double().softmax(1)
         ratios = []
-        for at in range(document.first, ids.shape[1]):
+        for at in range(document.answer_first, ids.shape[1]):
             wire = quantise(q[at - 1], 64)
             drafted = np.zeros(VOCAB)
             drafted[TOKEN_IDS[list(wire.token_ids)]] = np.array(wire.counts) / COUNT_TOTAL
@@ -169,5 +176,8 @@ def test_what_is_measured_is_what_serving_would_find(module: Any, lessons: Lesso
             texts.append(ratios)
     assert measured.greedy == pytest.approx(np.mean(hits[0.0]))
     assert measured.sampled == pytest.approx(np.mean(overlaps[1.0]), abs=2e-3)
+    assert {rates.temperature: rates.num_tokens for rates in measured.by_temperature} == {
+        temperature: len(found) for temperature, found in hits.items()
+    }
     for ours, expected in zip(measured.by_position, conditional_acceptance(texts), strict=True):
         assert ours == (None if expected is None else pytest.approx(expected, abs=1e-2))

@@ -44,6 +44,9 @@ def test_a_conversation_has_the_templates_form(tmp_path: Path) -> None:
         assert len(prompt) + len(record["answer"]) <= 40
     documents = found.documents(200)
     assert all(document.first == 2 for document in documents)
+    assert all(
+        2 < d.answer_first == len(lines(tmp_path)[i]["prompt"]) for i, d in enumerate(documents)
+    )
     assert sum(len(d.token_ids) for d in documents) >= 200
 
 
