@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from outrider.distillation.teacher import TeacherCache
+from outrider.engine.empty_models import parameters_on_meta
 from outrider.engine.trained_drafters import narrow_head
 from outrider.errors import ConfigError, SettingError
 
@@ -78,7 +79,7 @@ def _mass(cache: TeacherCache, rows: Sequence[slice], vocab_size: int) -> npt.ND
 def make_student(target: Any, layers: Sequence[int], token_ids: npt.NDArray[np.int64]) -> Any:
     """A module of the target's architecture with its embeddings, its head's rows for `token_ids`,
     and copies of these layers of it. Embeddings and head stay as they are: so students need less
-    data, and nothing of both has to be kept."""
+    data, and nothing of both has to be kept. It learns as it is served, without dropout."""
     found = _layers_of(target)
     config = copy.deepcopy(target.config)
     text_config = config.get_text_config()
@@ -88,19 +89,25 @@ def make_student(target: Any, layers: Sequence[int], token_ids: npt.NDArray[np.i
         text_config.layer_types = [kinds[index] for index in layers]
     config.tie_word_embeddings = text_config.tie_word_embeddings = False
     embedding = target.get_input_embeddings().weight
-    student: Any = type(target)(config).to(device=embedding.device, dtype=embedding.dtype)
-    kept = {name: values for name, values in target.state_dict().items() if ".layers." not in name}
-    student.load_state_dict(kept, strict=False)
-    for mine, index in zip(_layers_of(student), layers, strict=True):
-        mine.load_state_dict(found[index].state_dict())
-    student.get_input_embeddings().weight = embedding
-    rows = torch.from_numpy(token_ids).to(embedding.device)
+    with parameters_on_meta():
+        # In this way rotations keep float32, which a `to(dtype)` would take from them.
+        student: Any = type(target)._from_config(config, dtype=embedding.dtype)
     before = target.get_output_embeddings().weight.detach()
+    shared = {embedding.data_ptr(), before.data_ptr()}
+    kept = {
+        name: values.clone()
+        for name, values in target.state_dict().items()
+        if ".layers." not in name and values.data_ptr() not in shared
+    }
+    student.load_state_dict(kept, strict=False, assign=True)
+    for mine, index in zip(_layers_of(student), layers, strict=True):
+        copies = {name: values.clone() for name, values in found[index].state_dict().items()}
+        mine.load_state_dict(copies, assign=True)
     student.requires_grad_(True)
-    embedding.requires_grad_(False)
-    head = nn.Parameter(before[rows].clone(), requires_grad=False)
-    narrow_head(student, len(token_ids)).weight = head
-    return student
+    student.get_input_embeddings().weight = embedding.requires_grad_(False)
+    rows = torch.from_numpy(token_ids).to(embedding.device)
+    narrow_head(student, len(token_ids)).weight = nn.Parameter(before[rows], requires_grad=False)
+    return student.to(embedding.device).eval()
 
 
 def _layers_of(module: Any) -> nn.ModuleList:

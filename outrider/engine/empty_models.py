@@ -27,7 +27,7 @@ def empty_model(
         config = AutoConfig.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=trust_remote_code
         )
-        with _parameters_on_meta():
+        with parameters_on_meta():
             module = AutoModelForCausalLM.from_config(
                 config,
                 dtype=_resolve_stored_dtype(config, dtype, path),
@@ -57,7 +57,7 @@ def _resolve_stored_dtype(config: Any, dtype: str, path: Path) -> torch.dtype:
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """Within, every new parameter loses its values as soon as a module registers it, so that the
     memory it was given has never been written to."""
 

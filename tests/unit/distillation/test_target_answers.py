@@ -136,10 +136,26 @@ def test_a_student_starts_as_the_target(module: Any) -> None:
     trained = {name for name, values in student.named_parameters() if values.requires_grad}
     kept = {"model.embed_tokens.weight", "lm_head.weight"}
     assert trained == {name for name, _ in student.named_parameters()} - kept
+    assert not student.training
     one = make_student(module, [1], token_ids)
     mine, theirs = one.model.layers[0].mlp.up_proj, module.model.layers[1].mlp.up_proj
     assert torch.equal(mine.weight, theirs.weight)
     assert mine.weight is not theirs.weight
+
+
+def test_nothing_of_a_student_is_made_anew() -> None:
+    """In half precision, too, in which the library rounds no rotation; and no random weights are
+    made to be thrown away, of which embeddings and head would be the most."""
+    module = tiny_module(tiny_config("llama", VOCAB), dtype=torch.bfloat16)
+    random = torch.get_rng_state()
+    student = make_student(module, [0, 1], np.arange(VOCAB))
+    assert torch.equal(torch.get_rng_state(), random)
+    theirs = {**module.state_dict(), **dict(module.named_buffers())}
+    found = {**student.state_dict(), **dict(student.named_buffers())}
+    assert found.keys() == theirs.keys()
+    for name, values in found.items():
+        assert values.dtype == theirs[name].dtype, name
+        assert torch.equal(values, theirs[name]), name
 
 
 def test_the_first_layers_the_last_and_two_that_copy_are_kept() -> None:
