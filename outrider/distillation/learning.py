@@ -39,6 +39,8 @@ class Batch:
     """[R]: the columns of those tokens; -1 where the head has none."""
     written: torch.Tensor
     """[R]: the target's log-probability of each."""
+    likeliest: torch.Tensor
+    """[R]: the columns of the target's likeliest tokens; -1 where the head has none."""
     teacher: TeacherRows
 
 
@@ -93,13 +95,13 @@ class Lessons:
         teacher = TeacherRows(
             columns=self._put(columns.clip(0)),
             mass=self._put(mass.astype(np.float32)),
-            hit=self._put(columns[:, 0]),
         )
         return Batch(
             token_ids=self._put(ids),
             rows=self._put(rows),
             following=self._put(self._columns[following]),
             written=self._put(answers["written"].astype(np.float32)),
+            likeliest=self._put(columns[:, 0]),
             teacher=teacher,
         )
 

@@ -36,35 +36,16 @@ class TeacherRows:
     """[R, M]: of the head, for each listed token; any where `mass` is 0."""
     mass: torch.Tensor
     """[R, M], float32: p of each; 0 for a token that the head has no row for."""
-    hit: torch.Tensor
-    """[R]: the column of the likeliest token, -1 where the head has none."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowScores:
-    """How R places went; sums, on the device, that nobody has to wait for."""
-
-    overlap: torch.Tensor
-    """Of sum min(p, q)."""
-    hits: torch.Tensor
-    """Places where both find the same token likeliest."""
-    loss: torch.Tensor
-    """Mean over the places."""
 
 
 def overlap_loss(
     hidden: torch.Tensor, head: torch.Tensor, teacher: TeacherRows, likelihood_share: float
-) -> tuple[torch.Tensor, RowScores]:
-    """The mean loss over R rows, to be differentiated by `hidden` alone, and how they went.
-    `hidden` [R, D] and `head` [N, D] of one dtype; cross-entropy and likelihood are mixed by
-    `likelihood_share`."""
-    overlap, hits = (
-        hidden.new_zeros((), dtype=torch.float32),
-        hidden.new_zeros((), dtype=torch.long),
-    )
-    arguments = (hidden, head, teacher, likelihood_share, overlap, hits)
-    loss = _OverlapLoss.apply(*arguments)  # type: ignore[no-untyped-call]
-    return loss, RowScores(overlap, hits, loss.detach())
+) -> torch.Tensor:
+    """The mean loss over R rows, to be differentiated by `hidden` alone. `hidden` [R, D] and `head`
+    [N, D] of one dtype; cross-entropy and likelihood are mixed by `likelihood_share`."""
+    arguments = (hidden, head, teacher, likelihood_share)
+    loss: torch.Tensor = _OverlapLoss.apply(*arguments)  # type: ignore[no-untyped-call]
+    return loss
 
 
 class _OverlapLoss(torch.autograd.Function):
@@ -77,8 +58,6 @@ class _OverlapLoss(torch.autograd.Function):
         head: torch.Tensor,
         teacher: TeacherRows,
         share: float,
-        overlap: torch.Tensor,
-        hits: torch.Tensor,
     ) -> torch.Tensor:
         num_rows = len(hidden)
         size = ROWS_OF_A_BLOCK["cpu" if hidden.device.type == "cpu" else "cuda"]
@@ -87,11 +66,8 @@ class _OverlapLoss(torch.autograd.Function):
         for start in range(0, num_rows, size):
             rows = slice(start, min(start + size, num_rows))
             q = (hidden[rows] @ head.t()).float()
-            part = TeacherRows(teacher.columns[rows], teacher.mass[rows], teacher.hit[rows])
-            hits += (q.argmax(dim=1) == part.hit).sum()
-            loss, found = _differentiate(q, part, share)
-            total += loss
-            overlap += found
+            part = TeacherRows(teacher.columns[rows], teacher.mass[rows])
+            total += _differentiate(q, part, share)
             torch.mm(q.div_(num_rows).to(hidden.dtype), head, out=by_hidden[rows])
         ctx.save_for_backward(by_hidden)
         return total / num_rows
@@ -99,14 +75,11 @@ class _OverlapLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         [by_hidden] = ctx.saved_tensors
-        return by_hidden * slopes[0].to(by_hidden), None, None, None, None, None
+        return by_hidden * slopes[0].to(by_hidden), None, None, None
 
 
-def _differentiate(
-    logits: torch.Tensor, teacher: TeacherRows, share: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss over all rows of `logits` [R, N], float32, which become its gradient; and the
-    overlap over all rows."""
+def _differentiate(logits: torch.Tensor, teacher: TeacherRows, share: float) -> torch.Tensor:
+    """The loss, summed over all rows of `logits` [R, N], float32, which become its gradient."""
     top = logits.amax(dim=1, keepdim=True)
     weights = logits.sub_(top).exp_()
     total = weights.sum(dim=1, keepdim=True)
@@ -120,4 +93,4 @@ def _differentiate(
     scale = (1 - share) * p.sum(dim=1, keepdim=True) + share * short.sum(dim=1, keepdim=True)
     weights.mul_(scale / total)
     weights.scatter_add_(1, columns, -((1 - share) * p + share * short))
-    return loss.sum(), overlaps.sum()
+    return loss.sum()

@@ -105,6 +105,6 @@ def _read(student: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch
             following = batch.following[rows]
             drafted = q.gather(1, following.clamp(min=0)[:, None])[:, 0] * (following >= 0)
             ratio = (drafted / batch.written[rows].exp()).clamp(max=1.0)
-            parts.append((likeliest == batch.teacher.hit[rows], overlap, ratio))
+            parts.append((likeliest == batch.likeliest[rows], overlap, ratio))
     hits, overlaps, ratios = (torch.cat(column).cpu() for column in zip(*parts, strict=True))
     return hits, overlaps, ratios

@@ -175,7 +175,7 @@ class Trainer:
         ).last_hidden_state
         wanted = hidden.reshape(-1, hidden.shape[-1])[batch.rows]
         head = self.student.get_output_embeddings().weight
-        loss, scores = overlap_loss(wanted, head, batch.teacher, likelihood_share(part))
+        loss = overlap_loss(wanted, head, batch.teacher, likelihood_share(part))
         loss.backward()  # type: ignore[no-untyped-call]
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(part, hidden.shape[-1])
@@ -189,7 +189,7 @@ class Trainer:
                 weight.copy_(self._masters[name])
         self.num_steps += 1
         self.num_tokens += len(batch.rows)
-        self._loss_sum += float(scores.loss)
+        self._loss_sum += float(loss.detach())
         self._loss_steps += 1
 
     def _measure(self) -> None:

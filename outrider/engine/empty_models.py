@@ -39,7 +39,10 @@ def empty_model(
     except LOADING_ERRORS as error:
         raise ConfigError(f"model {name}: cannot be loaded: {error}") from error
     if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(f"model {name}: its weights are quantised; several ranks cannot share it")
+        raise ConfigError(
+            f"model {name}: its configuration has a quantization_config, which no model that "
+            "several ranks share, nor a drafter that was made for a target, may have"
+        )
     return module
 
 

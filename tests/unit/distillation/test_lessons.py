@@ -144,7 +144,7 @@ def test_a_batch_has_the_targets_answers_by_column(module: Any, lessons: Lessons
             for slot, token_id in enumerate((int(expected.argmax()), int(ids[at]))):
                 if token_id in TOKEN_IDS:
                     columns[slot] = TOKEN_IDS.tolist().index(token_id)
-            assert [int(batch.teacher.hit[row]), int(batch.following[row])] == columns
+            assert [int(batch.likeliest[row]), int(batch.following[row])] == columns
             row += 1
     assert row == len(batch.rows)
 

@@ -119,6 +119,14 @@ def test_a_wrong_description_is_refused(
         load(drafter, target)
 
 
+def test_a_quantised_configuration_is_refused_for_what_it_is(target: Path, drafter: Path) -> None:
+    path = drafter / "config.json"
+    quantised = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | quantised))
+    with pytest.raises(ConfigError, match=r"has a quantization_config, .* nor a drafter"):
+        load(drafter, target)
+
+
 def test_a_description_that_is_no_json_is_refused(target: Path, drafter: Path) -> None:
     (drafter / DESCRIPTION_FILE).write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
