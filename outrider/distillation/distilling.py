@@ -3,15 +3,14 @@
 Everything on the way lies in `$OUTRIDER_CACHE/distillation/<target>/`, so that a run that is killed
 goes on where it was, and a later one finds what an earlier one wrote:
 
-folder              what it holds                       depends on
-`written-<key>`     what the target wrote               seed, prompts
-`given-<key>`       its answers about `--corpus`        the files
-`student-<key>`     checkpoint and measurements         all that is asked for
+folder              what it holds                   its key names
+`written-<key>`     what the target wrote           dtype, seed, prompts, template, lengths
+`answers-<key>`     its answers about documents     dtype, and every token of these, in order
+`student-<key>`     checkpoint and measurements     the answers, and all that is asked for
 """
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -29,7 +28,6 @@ from outrider.distillation.dense_attention import use_dense_attention
 from outrider.distillation.documents import (
     DOCUMENT_TOKENS_MAX,
     HELD_OUT_EVERY,
-    Document,
     Encode,
     corpus_files,
     fingerprint_of,
@@ -39,6 +37,7 @@ from outrider.distillation.documents import read_corpus as read_documents
 from outrider.distillation.learning import Lessons
 from outrider.distillation.measuring import Measured, measure
 from outrider.distillation.options import DistillOptions
+from outrider.distillation.storage import folder_name
 from outrider.distillation.student import kept_layers, likeliest_tokens, make_student
 from outrider.distillation.teacher import TeacherCache, check_head
 from outrider.distillation.training import Budget, Point, Trainer
@@ -144,8 +143,8 @@ class _Run:
             copying_layers(module),
         )
         self._module, self._info = module, info
+        self._dtype = str(module.dtype)
         self._seconds = options.minutes * 60
-        self._files_key = fingerprint_of(files)
         self._tokens_max = min(DOCUMENT_TOKENS_MAX, info.max_model_len)
         given = read_documents(files, self._vocab_size, target.encode, self._tokens_max)
         # Always the same order, in which those that are read in time are a fair sample.
@@ -169,7 +168,8 @@ class _Run:
             self._vocab_size,
         )  # fmt: skip
         lessons = Lessons(list(caches.values()), token_ids, self._vocab_size, self._module.device)
-        trainer = self._train(lessons, token_ids, before)
+        known = [(cache.name, cache.num_documents) for cache in caches.values()]
+        trainer = self._train(lessons, known, token_ids, before)
         with torch.no_grad():
             for weight in trainer.weights.values():
                 weight.copy_(as_stored(weight.detach()))
@@ -200,11 +200,13 @@ class _Run:
 
     def _write(self) -> WrittenCorpus:
         options = self._options
-        key = _key(options.seed, options.prompts, self._target.template)
+        template, eos = self._target.template, sorted(self._info.eos_token_ids)
+        name = folder_name(
+            "written", self._dtype, options.seed, options.prompts, template, eos, self._tokens_max
+        )
         corpus = WrittenCorpus(
-            self._place / f"written-{key}", self._target.template, options.prompts, options.seed,
-            self._tokens_max,
-        )  # fmt: skip
+            self._place / name, template, options.prompts, options.seed, self._tokens_max
+        )
         wanted = Wanted(options.tokens, WRITING_SHARE * self._missing * self._seconds)
         if not corpus.is_enough(wanted):
             engine = self._engine()
@@ -238,15 +240,14 @@ class _Run:
         )
 
     def _ask(self, corpus: WrittenCorpus) -> dict[str, TeacherCache]:
-        key = _key(self._options.seed, self._options.prompts, self._target.template)
-        written = corpus.documents(self._options.tokens)
-        sources: dict[str, tuple[str, list[Document]]] = {
-            "the target, for this": (f"written-{key}/answers-{self._options.tokens}", written),
-            "given by --corpus": (f"given-{self._files_key}", self._given),
+        sources = {
+            "the target, for this": corpus.documents(self._options.tokens),
+            "given by --corpus": self._given,
         }
         found: dict[str, TeacherCache] = {}
-        for name, (folder, documents) in sources.items():
+        for name, documents in sources.items():
             if documents:
+                folder = folder_name("answers", self._dtype, fingerprint_of(documents))
                 known = TeacherCache(self._place / folder, documents, self._vocab_size)
                 # Told by steps alone, a run must not depend on the time.
                 endless = self._options.steps is not None
@@ -262,19 +263,18 @@ class _Run:
         return found
 
     def _train(
-        self, lessons: Lessons, token_ids: npt.NDArray[np.int64], seconds_before: float
+        self, lessons: Lessons, known: object, token_ids: npt.NDArray[np.int64], before: float
     ) -> Trainer:
         options = self._options
-        key = _key(
-            options.seed, options.prompts, self._target.template, self._layers, len(token_ids),
-            options.minutes, options.steps, options.tokens, self._files_key,
-            len(lessons.learned), self._target.dtype,
+        name = folder_name(
+            "student", known, options.seed, self._layers, len(token_ids), options.minutes,
+            options.steps,
         )  # fmt: skip
         student = make_student(self._module, self._layers, token_ids)
         use_dense_attention(student)
-        left = max(TRAINING_SHARE * self._seconds, self._seconds - seconds_before)
-        directory = self._place / f"student-{key}"
-        trainer = Trainer(student, lessons, directory, options.seed, Budget(options.steps, left))
+        left = max(TRAINING_SHARE * self._seconds, self._seconds - before)
+        budget = Budget(options.steps, left)
+        trainer = Trainer(student, lessons, self._place / name, options.seed, budget)
         trainer.run(lambda part, point: self._report("training", part, point))
         return trainer
 
@@ -307,8 +307,3 @@ def _facts(cache: TeacherCache) -> SourceFacts:
     documents = cache.documents[: cache.num_documents]
     learned = [document.num_learned for document in documents if not document.is_held_out]
     return SourceFacts(len(learned), sum(learned), len(documents) - len(learned))
-
-
-def _key(*parts: object) -> str:
-    """Names what these parts say, in every process."""
-    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+CACHE_VERSION: Final = 1
+"""Grows when the same folder would be filled otherwise; what older versions left is not used."""
 _SPENT: Final = "spent.json"
 
 
@@ -29,6 +32,12 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+
+
+def folder_name(kind: str, *parts: object) -> str:
+    """Of a folder whose content depends on these parts, as they print, and on nothing else."""
+    key = hashlib.blake2b(repr((CACHE_VERSION, *parts)).encode(), digest_size=8).hexdigest()
+    return f"{kind}-{key}"
 
 
 class Spent:

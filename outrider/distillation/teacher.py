@@ -55,6 +55,11 @@ class TeacherCache:
         check(self._num_documents <= len(documents), "a cache is of these documents or fewer")
 
     @property
+    def name(self) -> str:
+        """Of its folder."""
+        return self._directory.name
+
+    @property
     def num_documents(self) -> int:
         """The first so many documents are known."""
         return self._num_documents

@@ -8,6 +8,7 @@ if it had not been.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -46,6 +47,8 @@ _RUNNING_TOKENS: Final = 8192
 """Held-out tokens that each of them reads."""
 _CHECKPOINT_S: Final = 60.0
 _CHECKPOINT: Final = "checkpoint.safetensors"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +230,14 @@ class Trainer:
 
     def _resume(self) -> None:
         with safe_open(str(self._path), framework="pt", device=str(self._device)) as file:
+            stored = {
+                name: tuple(file.get_slice(name).get_shape())
+                for name in file.keys()  # noqa: SIM118 (it is no mapping)
+                if ":" not in name
+            }
+            if stored != {name: tuple(values.shape) for name, values in self._masters.items()}:
+                _log.warning("%s is of another student; training begins anew", self._path)
+                return
             state = json.loads(file.metadata()["state"])
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
                 parameter, _, key = name.partition(":")

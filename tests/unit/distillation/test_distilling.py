@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from models import byte_level_tokenizer, save_tiny_model
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from deploy.cli.main import main
 from outrider.distillation import teacher, training
@@ -129,6 +131,49 @@ def test_another_seed_is_another_drafter(
     run(target, tmp_path, seed=4, steps=2)
     name = "model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(weights(tmp_path)[name], weights(whole[0])[name])
+
+
+def test_another_dtype_and_other_learned_tokens_find_nothing_of_the_former(
+    target: Target, tmp_path: Path
+) -> None:
+    """Neither text, nor answers, nor a student: what they hold would be another's."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    lines = [
+        {"prompt": [1, 2, 9 + i % 9], "answer": [i % 30] * 9, "temperature": 1} for i in range(40)
+    ]
+    (corpus / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+    def folders(**changes: object) -> dict[str, set[str]]:
+        run(replace(target, **changes), tmp_path, steps=1, tokens=100, corpus=corpus)  # type: ignore[arg-type]
+        names = [path.name for path in tmp_path.glob("cache/distillation/*/*-*")]
+        kinds = {name.partition("-")[0] for name in names}
+        return {kind: {name for name in names if name.startswith(kind)} for kind in kinds}
+
+    first = folders()
+    assert {kind: len(names) for kind, names in first.items()} == {
+        "written": 1, "answers": 2, "student": 1,
+    }  # fmt: skip
+    assert folders(dtype="float32") == first  # Which this target has.
+    other = folders(dtype="bfloat16")
+    assert {kind: len(names) for kind, names in other.items()} == {
+        "written": 2, "answers": 4, "student": 2,
+    }  # fmt: skip
+
+
+def test_a_checkpoint_of_another_student_is_not_gone_on_with(
+    target: Target, whole: tuple[Path, list[Point]], tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    shutil.copytree(whole[0] / "cache", tmp_path / "cache")
+    [checkpoint] = (tmp_path / "cache").rglob("checkpoint.safetensors")
+    with safe_open(checkpoint, "pt") as file:
+        state = file.metadata()
+    save_file(load_file(checkpoint) | {"lm_head.weight": torch.ones(2)}, checkpoint, state)
+    run(target, tmp_path)
+    assert "another student" in caplog.text
+    expected = weights(whole[0])
+    assert all(torch.equal(values, expected[name]) for name, values in weights(tmp_path).items())
 
 
 def test_a_folder_with_something_else_is_kept(target: Target, tmp_path: Path) -> None:

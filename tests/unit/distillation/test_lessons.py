@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,23 @@ def test_a_folder_of_texts_and_conversations_is_read(tmp_path: Path) -> None:
     )
     found = read_corpus(files[:1], 50, None, 10)
     assert [(document.first, document.answer_first) for document in found] == [(2, 4), (2, 4)]
-    before = fingerprint_of(files)
-    (tmp_path / "sub" / "b.md").write_text("y" * 25)
-    assert fingerprint_of(files) != before
+
+
+def test_a_fingerprint_is_of_tokens_and_order_and_what_is_learned() -> None:
+    def document(first: int, *ids: int) -> Document:
+        return Document(np.array(ids, np.int32), first, first, None)
+
+    lists = [
+        [document(1, 5, 6, 7), document(1, 8, 9)],
+        [document(1, 8, 9), document(1, 5, 6, 7)],
+        [document(2, 5, 6, 7), document(1, 8, 9)],
+        [document(1, 5, 6, 4), document(1, 8, 9)],
+        [document(1, 5, 6), document(1, 7, 8, 9)],
+        [document(1, 5, 6, 7)],
+    ]
+    assert len({fingerprint_of(documents) for documents in lists}) == len(lists)
+    others = [replace(document, temperature=0.5) for document in held_out(lists[0])]
+    assert fingerprint_of(others) == fingerprint_of(lists[0])
 
 
 @pytest.mark.parametrize(
