@@ -37,7 +37,7 @@ from outrider.distillation.documents import read_corpus as read_documents
 from outrider.distillation.learning import Lessons
 from outrider.distillation.measuring import Measured, measure
 from outrider.distillation.options import DistillOptions
-from outrider.distillation.storage import folder_name
+from outrider.distillation.storage import alone_in, folder_name
 from outrider.distillation.student import kept_layers, likeliest_tokens, make_student
 from outrider.distillation.teacher import TeacherCache, check_head
 from outrider.distillation.training import Budget, Point, Trainer
@@ -106,11 +106,14 @@ class Distilled:
 
 
 def distill(options: DistillOptions, target: Target, cache: Path, report: Report) -> Distilled:
-    """Makes the drafter. Raises `SettingError` for what cannot be had, before anything is run."""
+    """Makes the drafter. Raises `SettingError` for what cannot be had, before anything is run, and
+    `ConfigError` while another run for this target goes on."""
     check_out(options.out)
     files = [] if options.corpus is None else corpus_files(options.corpus)
-    run = _Run(options, target, cache, files, report)
-    return run.finish()
+    fingerprint = tensors_fingerprint(target.directory)
+    place = cache / "distillation" / fingerprint[:16]
+    with alone_in(place):
+        return _Run(options, target, fingerprint, place, files, report).finish()
 
 
 def check_out(out: Path) -> None:
@@ -126,13 +129,13 @@ class _Run:
         self,
         options: DistillOptions,
         target: Target,
-        cache: Path,
+        fingerprint: str,
+        place: Path,
         files: list[Path],
         report: Report,
     ) -> None:
         self._options, self._target, self._report = options, target, report
-        self._fingerprint = tensors_fingerprint(target.directory)
-        self._place = cache / "distillation" / self._fingerprint[:16]
+        self._fingerprint, self._place = fingerprint, place
         module, info = target.load()
         check_head(module)
         use_dense_attention(module)

@@ -7,13 +7,17 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
+
+from outrider.errors import ConfigError
+from outrider.file_lock import locked
 
 CACHE_VERSION: Final = 1
 """Grows when the same folder would be filled otherwise; what older versions left is not used."""
 _SPENT: Final = "spent.json"
+_LOCK: Final = "lock"
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -32,6 +36,22 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+
+
+@contextmanager
+def alone_in(directory: Path) -> Iterator[None]:
+    """Within, no other run writes there: two would tear each other's files. Raises `ConfigError`
+    where one does."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(directory / _LOCK, wait=False))
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another `outrider distill` of this target is at work in {directory}; wait until "
+                "it is done, or set OUTRIDER_CACHE to another folder"
+            ) from error
+        yield
 
 
 def folder_name(kind: str, *parts: object) -> str:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from outrider.engine.fingerprints import file_fingerprint
 from outrider.errors import ConfigError
+from outrider.file_lock import locked
 
 CONVERSION_VERSION = 1
 """Grows when the same file would be converted differently; older results are not used then."""
@@ -43,21 +42,13 @@ def made_once(path: Path, make: Callable[[Path], None]) -> Path:
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(path.with_name(f"{path.name}.lock")):
+    with locked(path.with_name(f"{path.name}.lock")):
         if not path.exists():  # another process may have been first
             with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as work:
                 made = Path(work) / path.name
                 make(made)
                 made.rename(path)
     return path
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """One process at a time; the lock falls with its holder, so nobody waits for a dead one."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _convert(gguf: Path, directory: Path) -> None:

@@ -28,7 +28,7 @@ from outrider.distillation.training import (
 )
 from outrider.distillation.writing import Template
 from outrider.engine.trained_drafters import load_drafter
-from outrider.errors import SettingError
+from outrider.errors import ConfigError, SettingError
 
 OPTIONS = DistillOptions(out=Path(), layers=1, draft_vocab=24, tokens=2500, steps=30, seed=3)
 TEMPLATE = Template((0, 5), (3, 6))
@@ -183,6 +183,23 @@ def test_a_folder_with_something_else_is_kept(target: Target, tmp_path: Path) ->
         run(target, tmp_path)
     assert bad.value.key == "out"
     assert (tmp_path / "out" / "thesis.tex").exists()
+
+
+def test_two_runs_for_one_target_do_not_mix(target: Target, tmp_path: Path) -> None:
+    """The second is refused at every stage of the first, which it leaves as it is."""
+    stages: set[str] = set()
+
+    def meanwhile(stage: str, part: float, point: Point | None) -> None:
+        if stage not in stages:
+            stages.add(stage)
+            with pytest.raises(ConfigError, match="another `outrider distill` of this target"):
+                run(target, tmp_path, out=tmp_path / "second", steps=2)
+
+    run(target, tmp_path, meanwhile, steps=2)
+    assert stages == {"writing", "reading", "training", "measuring"}
+    run(target, tmp_path, out=tmp_path / "second", steps=2)
+    name = "model.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
 
 
 def test_tokens_that_are_too_few_are_said_to_be(target: Target, tmp_path: Path) -> None:
