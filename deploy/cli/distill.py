@@ -94,7 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     TargetConfig(device=arguments.device)  # Raises for one that is none.
     use_threads(available_cores())  # Before torch is imported.
-    from outrider.distillation.distilling import check_out, distill
+    from outrider.distillation.distilling import distill
+    from outrider.distillation.output import check_out
     from outrider.engine.sources import cache_dir
 
     check_out(options.out)

@@ -10,6 +10,7 @@ from typing import Final
 from outrider.distillation.measuring import Measured
 from outrider.distillation.training import Point
 
+CARD_FILE: Final = "README.md"
 PLOT_FILE: Final = "loss.svg"
 _WIDTH, _HEIGHT, _MARGIN = 640, 300, 48
 

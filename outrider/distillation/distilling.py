@@ -11,10 +11,8 @@ folder              what it holds                   its key names
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +20,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from outrider.distillation.card import PLOT_FILE, CardFacts, SourceFacts, render_card, render_plot
+from outrider.distillation.card import (
+    CARD_FILE,
+    PLOT_FILE,
+    CardFacts,
+    SourceFacts,
+    render_card,
+    render_plot,
+)
 from outrider.distillation.copying import copying_layers
 from outrider.distillation.dense_attention import use_dense_attention
 from outrider.distillation.documents import (
@@ -37,6 +42,7 @@ from outrider.distillation.documents import read_corpus as read_documents
 from outrider.distillation.learning import Lessons
 from outrider.distillation.measuring import Measured, measure
 from outrider.distillation.options import DistillOptions
+from outrider.distillation.output import check_out, filled
 from outrider.distillation.storage import alone_in, folder_name
 from outrider.distillation.student import kept_layers, likeliest_tokens, make_student
 from outrider.distillation.teacher import TeacherCache, check_head
@@ -53,7 +59,6 @@ from outrider.engine.trained_drafters import (
     FORMAT,
     TrainedDescription,
     as_stored,
-    is_trained_drafter,
     save_drafter,
 )
 from outrider.errors import SettingError
@@ -108,18 +113,12 @@ class Distilled:
 def distill(options: DistillOptions, target: Target, cache: Path, report: Report) -> Distilled:
     """Makes the drafter. Raises `SettingError` for what cannot be had, before anything is run, and
     `ConfigError` while another run for this target goes on."""
-    check_out(options.out)
+    options = replace(options, out=check_out(options.out))
     files = [] if options.corpus is None else corpus_files(options.corpus)
     fingerprint = tensors_fingerprint(target.directory)
     place = cache / "distillation" / fingerprint[:16]
     with alone_in(place):
         return _Run(options, target, fingerprint, place, files, report).finish()
-
-
-def check_out(out: Path) -> None:
-    """Raises `SettingError` unless a drafter can be written there without losing anything else."""
-    if out.exists() and not (out.is_dir() and (is_trained_drafter(out) or not any(out.iterdir()))):
-        raise SettingError("out", f"{out} is there already, and is no drafter's directory")
 
 
 class _Run:
@@ -283,27 +282,17 @@ class _Run:
 
     def _save(self, student: Any, token_ids: torch.Tensor, facts: CardFacts) -> None:
         """The whole directory at once, in place of an earlier drafter's."""
-        out = self._options.out
-        out.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-        try:
-            description = TrainedDescription(
-                format=FORMAT,
-                target=self._target.name,
-                target_fingerprint=self._fingerprint,
-                vocab_size=self._vocab_size,
-                draft_vocab_size=len(token_ids),
-            )
-            save_drafter(work, student, token_ids, description)
-            (work / "README.md").write_text(render_card(facts), encoding="utf-8")
-            (work / PLOT_FILE).write_text(render_plot(facts.points), encoding="utf-8")
-            work.chmod(0o755)
-            check_out(out)
-            if out.exists():
-                shutil.rmtree(out)
-            work.rename(out)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+        description = TrainedDescription(
+            format=FORMAT,
+            target=self._target.name,
+            target_fingerprint=self._fingerprint,
+            vocab_size=self._vocab_size,
+            draft_vocab_size=len(token_ids),
+        )
+        with filled(self._options.out) as directory:
+            save_drafter(directory, student, token_ids, description)
+            (directory / CARD_FILE).write_text(render_card(facts), encoding="utf-8")
+            (directory / PLOT_FILE).write_text(render_plot(facts.points), encoding="utf-8")
 
 
 def _facts(cache: TeacherCache) -> SourceFacts:

@@ -22,7 +22,8 @@ class DistillOptions:
     """Wrong values raise `SettingError`."""
 
     out: Path
-    """The drafter's directory; it must not exist, or hold a drafter that is replaced."""
+    """The drafter's directory; it must not exist, be empty, or hold a drafter alone, which is
+    replaced."""
     minutes: float = 30.0
     """For writing, reading and training together, earlier parts of the same run included."""
     layers: int = 5

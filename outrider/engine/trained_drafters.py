@@ -36,6 +36,7 @@ from outrider.engine.loading import (
 from outrider.engine.weight_files import open_weights, stored_names
 from outrider.errors import ConfigError, check
 
+CONFIG_FILE: Final = "config.json"
 DESCRIPTION_FILE: Final = "drafter.json"
 WEIGHTS_FILE: Final = "model.safetensors"
 FORMAT: Final = 2
