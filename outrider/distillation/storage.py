@@ -60,13 +60,11 @@ def folder_name(kind: str, *parts: object) -> str:
     return f"{kind}-{key}"
 
 
-class Spent:
-    """Seconds of work on what a folder holds, over all runs that worked on it."""
+class Stopwatch:
+    """Seconds of work, with those of earlier runs."""
 
-    def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self._path = directory / _SPENT
-        self._before = float(read_json(self._path) or 0.0)
+    def __init__(self, before: float = 0.0) -> None:
+        self._before = before
         self._start: float | None = None
 
     @property
@@ -77,12 +75,29 @@ class Spent:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Time within it counts, and is kept."""
+        """Time within it counts."""
         self._start = time.monotonic()
         try:
             yield
         finally:
             self._before, self._start = self.seconds, None
+
+
+class Spent(Stopwatch):
+    """Of work on what a folder holds, which keeps them."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._path = directory / _SPENT
+        super().__init__(float(read_json(self._path) or 0.0))
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Time within it counts, and is kept."""
+        try:
+            with super().working():
+                yield
+        finally:
             self.save()
 
     def save(self) -> None:

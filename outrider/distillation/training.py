@@ -1,8 +1,8 @@
 """Trains a student: cross-entropy first, then the likelihood of acceptance.
 
 The budget is a number of steps, or of seconds; what part of it is over says the learning rate and
-the loss. A checkpoint holds all that the rest depends on, so that a run that is killed goes on as
-if it had not been.
+the loss. A checkpoint holds all that the rest depends on, the seconds so far among it, so that a
+run that is killed goes on from there as if it had not been.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from outrider.distillation.learning import Lessons, Place
 from outrider.distillation.losses import overlap_loss
 from outrider.distillation.measuring import measure
-from outrider.distillation.storage import Spent
+from outrider.distillation.storage import Stopwatch
 
 BATCH_TOKENS: Final = {"cpu": 4096, "cuda": 32_768}
 """In a batch late in the budget, padding included; an epoch that begins ..."""
@@ -102,8 +102,11 @@ class Trainer:
         self._lessons = lessons
         self._seed = seed
         self._budget = budget
+        directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / _CHECKPOINT
-        self.spent = Spent(directory)
+        self.spent = Stopwatch()
+        self._is_between_steps = True
+        self._num_saved = 0
         self._device = student.get_output_embeddings().weight.device
         self._batch_tokens_max = BATCH_TOKENS["cpu" if self._device.type == "cpu" else "cuda"]
         self._batch_tokens = batch_tokens(0.0, self._batch_tokens_max)
@@ -144,28 +147,30 @@ class Trainer:
 
     def run(self, progress: Callable[[float, Point], None]) -> None:
         """Trains until the budget is over; tells `progress` what part is, and what was measured
-        last."""
+        last. However it ends, what was learned is kept, but for a step that was broken off."""
         with self.spent.working():
             if not self.points:
                 self._measure()
             saved = time.monotonic()
             batches = self._batches()
-            while self.part < 1.0:
-                self._step(next(batches))
-                is_due = self.part * _NUM_MEASUREMENTS >= len(self.points)
-                if is_due:
-                    self._measure()
-                if is_due or time.monotonic() - saved > _CHECKPOINT_S:
+            try:
+                while self.part < 1.0:
+                    self._step(next(batches))
+                    is_due = self.part * _NUM_MEASUREMENTS >= len(self.points)
+                    if is_due:
+                        self._measure()
+                    if is_due or time.monotonic() - saved > _CHECKPOINT_S:
+                        self._save()
+                        saved = time.monotonic()
+                    progress(self.part, self.points[-1])
+            finally:
+                if self._is_between_steps and self._num_saved < self.num_steps:
                     self._save()
-                    saved = time.monotonic()
-                progress(self.part, self.points[-1])
 
     def _batches(self) -> Iterator[list[Place]]:
         while True:
             batches = self._lessons.epoch(self._seed, self._epoch, self._batch_tokens)
-            for batch in batches[self._done_of_epoch :]:
-                self._done_of_epoch += 1
-                yield batch
+            yield from batches[self._done_of_epoch :]
             self._epoch += 1
             self._done_of_epoch = 0
             self._batch_tokens = batch_tokens(self.part, self._batch_tokens_max)
@@ -186,6 +191,7 @@ class Trainer:
             self._masters[name].grad = None if weight.grad is None else weight.grad.float()
             weight.grad = None
         torch.nn.utils.clip_grad_norm_(list(self._masters.values()), _LARGEST_GRADIENT)
+        self._is_between_steps = False
         self._optimizer.step()
         with torch.no_grad():
             for name, weight in self.weights.items():
@@ -194,6 +200,8 @@ class Trainer:
         self.num_tokens += len(batch.rows)
         self._loss_sum += float(loss.detach())
         self._loss_steps += 1
+        self._done_of_epoch += 1
+        self._is_between_steps = True
 
     def _measure(self) -> None:
         measured = measure(self.student, self._lessons, self._running)
@@ -218,15 +226,16 @@ class Trainer:
         state = {
             "num_steps": self.num_steps, "num_tokens": self.num_tokens, "epoch": self._epoch,
             "done_of_epoch": self._done_of_epoch,
-            "batch_tokens": self._batch_tokens, "loss_sum": self._loss_sum,
-            "loss_steps": self._loss_steps, "points": [asdict(point) for point in self.points],
+            "seconds": self.spent.seconds, "batch_tokens": self._batch_tokens,
+            "loss_sum": self._loss_sum, "loss_steps": self._loss_steps,
+            "points": [asdict(point) for point in self.points],
         }  # fmt: skip
         partial = self._path.with_name(f".{self._path.name}.partial")
         save_file(tensors, str(partial), metadata={"state": json.dumps(state)})
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(self._path)
-        self.spent.save()
+        self._num_saved = self.num_steps
 
     def _resume(self) -> None:
         with safe_open(str(self._path), framework="pt", device=str(self._device)) as file:
@@ -249,7 +258,9 @@ class Trainer:
         for name, weight in self.weights.items():
             weight.data.copy_(self._masters[name])
         self.points = [Point(**point) for point in state["points"]]
-        self.num_steps, self.num_tokens = state["num_steps"], state["num_tokens"]
+        self.num_steps = self._num_saved = state["num_steps"]
+        self.num_tokens = state["num_tokens"]
+        self.spent = Stopwatch(state["seconds"])
         self._epoch, self._done_of_epoch = state["epoch"], state["done_of_epoch"]
         self._batch_tokens = state["batch_tokens"]
         self._loss_sum, self._loss_steps = state["loss_sum"], state["loss_steps"]

@@ -6,9 +6,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import pytest
 import torch
@@ -30,7 +34,8 @@ from outrider.distillation.writing import Template
 from outrider.engine.trained_drafters import load_drafter
 from outrider.errors import ConfigError, SettingError
 
-OPTIONS = DistillOptions(out=Path(), layers=1, draft_vocab=24, tokens=2500, steps=30, seed=3)
+WISHES: Final = {"layers": 1, "draft_vocab": 24, "tokens": 2500, "steps": 30, "seed": 3}
+OPTIONS = DistillOptions(out=Path(), **WISHES)  # type: ignore[arg-type]
 TEMPLATE = Template((0, 5), (3, 6))
 Report = Callable[[str, float, Point | None], None]
 
@@ -123,6 +128,41 @@ def test_a_run_that_is_killed_ends_as_one_that_was_not(
     expected = weights(whole[0])
     for name, values in weights(tmp_path).items():
         assert torch.equal(values, expected[name]), name
+
+
+KILLED: Final = """
+import json, os, signal, sys, torch
+from pathlib import Path
+from outrider.distillation import teacher, training
+from outrider.distillation.distilling import Target, distill
+from outrider.distillation.options import DistillOptions
+from outrider.distillation.writing import Template
+
+wishes, target, out, cache, stage, part = sys.argv[1:]
+torch.set_num_threads(1)
+training.BATCH_TOKENS["cpu"], teacher._POOL = 512, 32
+
+def kill(now, done, point):
+    if now == stage and done >= float(part):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+options = DistillOptions(out=Path(out), **json.loads(wishes))
+distill(options, Target("tiny", Path(target), Template((0, 5), (3, 6)), None), Path(cache), kill)
+"""
+
+
+def test_a_process_that_is_killed_is_gone_on_with(
+    target: Target, whole: tuple[Path, list[Point]], tmp_path: Path
+) -> None:
+    """At every stage, one after another, by a signal that nothing in it hears of; bit for bit."""
+    paths = [str(target.directory), str(tmp_path / "out"), str(tmp_path / "cache")]
+    command = [sys.executable, "-c", KILLED, json.dumps(WISHES), *paths]
+    for stage, part in (("writing", "0.5"), ("reading", "0.4"), ("training", "0.6")):
+        ended = subprocess.run([*command, stage, part], check=False)
+        assert ended.returncode == -signal.SIGKILL
+    run(target, tmp_path)
+    expected = weights(whole[0])
+    assert all(torch.equal(values, expected[name]) for name, values in weights(tmp_path).items())
 
 
 def test_another_seed_is_another_drafter(
