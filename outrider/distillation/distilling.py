@@ -36,9 +36,9 @@ from outrider.distillation.documents import (
     Encode,
     corpus_files,
     fingerprint_of,
-    held_out,
+    read_corpus,
+    sampled,
 )
-from outrider.distillation.documents import read_corpus as read_documents
 from outrider.distillation.learning import Lessons
 from outrider.distillation.measuring import Measured, measure
 from outrider.distillation.options import DistillOptions
@@ -148,10 +148,8 @@ class _Run:
         self._dtype = str(module.dtype)
         self._seconds = options.minutes * 60
         self._tokens_max = min(DOCUMENT_TOKENS_MAX, info.max_model_len)
-        given = read_documents(files, self._vocab_size, target.encode, self._tokens_max)
-        # Always the same order, in which those that are read in time are a fair sample.
-        order: list[int] = np.random.default_rng(0).permutation(len(given)).tolist()
-        self._given = held_out([given[index] for index in order])
+        given = read_corpus(files, self._vocab_size, target.encode, self._tokens_max)
+        self._given = sampled(given)
         for number, prompt in enumerate(options.prompts, start=1):
             if not 0 < len(prompt) < self._tokens_max:
                 raise SettingError(
@@ -257,10 +255,12 @@ class _Run:
                 seconds = float("inf") if endless else share * self._seconds
                 known.fill(self._module, seconds, lambda part: self._report("reading", part, None))
                 found[name] = known
-        if sum(cache.num_documents for cache in found.values()) < HELD_OUT_EVERY:
+        read = [document for cache in found.values() for document in cache.known]
+        if len(read) < HELD_OUT_EVERY or len({document.is_held_out for document in read}) < 2:
             raise SettingError(
                 "tokens" if self._options.tokens is not None else "minutes",
-                f"too few: fewer than {HELD_OUT_EVERY} texts were written or given, and read",
+                f"too few: of at least {HELD_OUT_EVERY} texts that are written or given, and read, "
+                "one is held out",
             )
         return found
 
@@ -296,6 +296,5 @@ class _Run:
 
 
 def _facts(cache: TeacherCache) -> SourceFacts:
-    documents = cache.documents[: cache.num_documents]
-    learned = [document.num_learned for document in documents if not document.is_held_out]
-    return SourceFacts(len(learned), sum(learned), len(documents) - len(learned))
+    learned = [document.num_learned for document in cache.known if not document.is_held_out]
+    return SourceFacts(len(learned), sum(learned), cache.num_documents - len(learned))

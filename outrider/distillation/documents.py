@@ -22,7 +22,7 @@ import numpy.typing as npt
 from outrider.errors import SettingError
 
 HELD_OUT_EVERY: Final = 32
-"""Every so manieth document is never learned from."""
+"""Every so manieth text is never learned from, with all its pieces."""
 DOCUMENT_TOKENS_MAX: Final = 512
 """Longer texts are cut into pieces; of a conversation that is longer the end is left out. Targets
 may take less."""
@@ -34,7 +34,7 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text. Tokens from `first` on are learned; those before are only read."""
+    """A text or a piece of one. Tokens from `first` on are learned; those before are only read."""
 
     token_ids: npt.NDArray[np.int32]
     first: int
@@ -70,11 +70,29 @@ def conversation(
 
 
 def held_out(documents: Sequence[Document]) -> list[Document]:
-    """These, of which every so manieth is not to be learned from."""
+    """These, each a text of its own, of which every so manieth is not to be learned from."""
     return [
         replace(document, is_held_out=index % HELD_OUT_EVERY == 0)
         for index, document in enumerate(documents)
     ]
+
+
+def sampled(texts: Sequence[Sequence[Document]]) -> list[Document]:
+    """The pieces of these texts in an order that depends on their number alone, so that those that
+    are read in time are a fair sample. Texts are held out whole, for their pieces are alike; of
+    fewer than `HELD_OUT_EVERY` texts none, for it might be most of what there is."""
+    places = np.argsort(_order(len(texts)))
+    held = (places % HELD_OUT_EVERY == 0) & (len(texts) >= HELD_OUT_EVERY)
+    pieces = [
+        replace(piece, is_held_out=bool(held[number]))
+        for number, text in enumerate(texts)
+        for piece in text
+    ]
+    return [pieces[index] for index in _order(len(pieces))]
+
+
+def _order(num: int) -> npt.NDArray[np.int64]:
+    return np.random.default_rng(0).permutation(num)
 
 
 def fingerprint_of(documents: Sequence[Document]) -> str:
@@ -105,19 +123,20 @@ def corpus_files(directory: Path) -> list[Path]:
 
 def read_corpus(
     paths: Sequence[Path], vocab_size: int, encode: Encode | None, tokens_max: int
-) -> list[Document]:
-    """The documents of these files, in order, of at most so many tokens. `encode` is None for a
-    target without a tokenizer. Raises `SettingError` naming file and line."""
-    found: list[Document] = []
+) -> list[list[Document]]:
+    """The texts of these files, in order, in pieces of at most so many tokens. `encode` is None for
+    a target without a tokenizer. Raises `SettingError` naming file and line."""
+    found: list[list[Document]] = []
     for path in paths:
         if path.name.endswith((".txt", ".md")):
-            found += _pieces(_text(path), path.name, encode, tokens_max)
+            found.append(_pieces(_text(path), path.name, encode, tokens_max))
             continue
         records = list(_records(path, vocab_size))
         first = _common_prefix([record["prompt"] for record in records if "prompt" in record])
         for number, record in enumerate(records, start=1):
             if "text" in record:
-                found += _pieces(record["text"], f"{path.name}:{number}", encode, tokens_max)
+                place = f"{path.name}:{number}"
+                found.append(_pieces(record["text"], place, encode, tokens_max))
             else:
                 known = conversation(
                     record["prompt"],
@@ -126,8 +145,8 @@ def read_corpus(
                     float(record["temperature"]),
                     tokens_max,
                 )
-                found += [] if known is None else [known]
-    return found
+                found.append([] if known is None else [known])
+    return [pieces for pieces in found if pieces]
 
 
 def _text(path: Path) -> str:
@@ -137,14 +156,12 @@ def _text(path: Path) -> str:
         raise SettingError("corpus", f"{path} is not UTF-8: {error.reason}") from error
 
 
-def _pieces(text: str, place: str, encode: Encode | None, tokens_max: int) -> Iterator[Document]:
+def _pieces(text: str, place: str, encode: Encode | None, tokens_max: int) -> list[Document]:
     if encode is None:
         raise SettingError("corpus", f"{place}: the target has no tokenizer, and takes no text")
     ids = np.array(encode(text), dtype=np.int32)
-    for start in range(0, len(ids), tokens_max):
-        piece = ids[start : start + tokens_max]
-        if len(piece) > 1:
-            yield Document(piece, 1, 1, None)
+    pieces = [ids[start : start + tokens_max] for start in range(0, len(ids), tokens_max)]
+    return [Document(piece, 1, 1, None) for piece in pieces if len(piece) > 1]
 
 
 def _records(path: Path, vocab_size: int) -> Iterator[dict[str, Any]]:

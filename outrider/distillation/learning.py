@@ -60,9 +60,9 @@ class Lessons:
         self._columns = np.full(vocab_size, -1, dtype=np.int64)
         self._columns[token_ids] = np.arange(len(token_ids))
         places = [
-            Place(number, index, cache.documents[index])
+            Place(number, index, document)
             for number, cache in enumerate(caches)
-            for index in range(cache.num_documents)
+            for index, document in enumerate(cache.known)
         ]
         self.held_out = [place for place in places if place.document.is_held_out]
         self.learned = [place for place in places if not place.document.is_held_out]

@@ -51,10 +51,9 @@ def likeliest_tokens(
     learned, held_out = np.zeros(vocab_size), np.zeros(vocab_size)
     num_rows = 0
     for cache in caches:
-        documents = cache.documents[: cache.num_documents]
-        rows = [cache.rows(i) for i, d in enumerate(documents) if not d.is_held_out]
+        rows = [cache.rows(i) for i, d in enumerate(cache.known) if not d.is_held_out]
         learned += _mass(cache, rows, vocab_size)
-        rows = [cache.answer_rows(i) for i, d in enumerate(documents) if d.is_held_out]
+        rows = [cache.answer_rows(i) for i, d in enumerate(cache.known) if d.is_held_out]
         held_out += _mass(cache, rows, vocab_size)
         num_rows += sum(part.stop - part.start for part in rows)
     chosen = np.sort(np.argsort(-learned, kind="stable")[:num_wanted])

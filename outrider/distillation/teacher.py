@@ -65,6 +65,11 @@ class TeacherCache:
         return self._num_documents
 
     @property
+    def known(self) -> Sequence[Document]:
+        """These."""
+        return self.documents[: self._num_documents]
+
+    @property
     def is_whole(self) -> bool:
         """Whether all are."""
         return self._num_documents == len(self.documents)

@@ -248,6 +248,15 @@ def test_tokens_that_are_too_few_are_said_to_be(target: Target, tmp_path: Path) 
     assert bad.value.key == "tokens"
 
 
+def test_one_long_text_is_too_few(target: Target, tmp_path: Path) -> None:
+    """For one of its pieces says nothing about the others that they have not said."""
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "book.txt").write_text("Call me Ishmael. " * 600)
+    reads = replace(target, encode=lambda text: [ord(letter) % 30 for letter in text])
+    with pytest.raises(SettingError, match="at least 32 texts"):
+        run(reads, tmp_path, tokens=0, corpus=tmp_path / "corpus")
+
+
 def test_rate_and_loss_follow_the_budget() -> None:
     rates = [learning_rate(part / 100, 576) for part in range(101)]
     assert rates[0] == rates[100] == 0.0

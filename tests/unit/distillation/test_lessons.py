@@ -20,6 +20,7 @@ from outrider.distillation.documents import (
     fingerprint_of,
     held_out,
     read_corpus,
+    sampled,
 )
 from outrider.distillation.learning import Lessons
 from outrider.distillation.measuring import measure
@@ -53,7 +54,9 @@ def test_a_folder_of_texts_and_conversations_is_read(tmp_path: Path) -> None:
         {"prompt": [1] * 10, "answer": [6], "temperature": 1.0},
     )
     files = corpus_files(tmp_path)
-    found = read_corpus(files, 50, lambda text: [7] * len(text), 10)
+    texts = read_corpus(files, 50, lambda text: [7] * len(text), 10)
+    assert [len(text) for text in texts] == [1, 1, 3]
+    found = [document for text in texts for document in text]
     assert [len(document.token_ids) for document in found] == [10, 5, 10, 10, 5]
     assert [document.first for document in found] == [1, 1, 1, 1, 1]
     assert [document.temperature for document in found] == [0.0, 1.0, None, None, None]
@@ -62,8 +65,41 @@ def test_a_folder_of_texts_and_conversations_is_read(tmp_path: Path) -> None:
         {"prompt": [1, 2, 3, 4], "answer": [5, 5], "temperature": 0},
         {"prompt": [1, 2, 9, 9], "answer": [6], "temperature": 1.0},
     )
-    found = read_corpus(files[:1], 50, None, 10)
-    assert [(document.first, document.answer_first) for document in found] == [(2, 4), (2, 4)]
+    texts = read_corpus(files[:1], 50, None, 10)
+    assert [(document.first, document.answer_first) for [document] in texts] == [(2, 4), (2, 4)]
+
+
+@pytest.mark.parametrize(("num_texts", "num_held_out"), [(31, 0), (32, 1), (33, 2), (100, 4)])
+def test_texts_are_held_out_whole(num_texts: int, num_held_out: int) -> None:
+    """Every 32nd, however many pieces it has; all pieces are there once, those of a text apart."""
+    texts = [
+        [
+            Document(np.array([number, piece], np.int32), 1, 1, None)
+            for piece in range(number % 4 + 1)
+        ]
+        for number in range(num_texts)
+    ]
+    found = sampled(texts)
+    ids = [tuple(document.token_ids.tolist()) for document in found]
+    assert sorted(ids) == [
+        (number, piece) for number in range(num_texts) for piece in range(number % 4 + 1)
+    ]
+    assert ids != sorted(ids)
+    by_text: dict[int, set[bool]] = {}
+    for document in found:
+        by_text.setdefault(int(document.token_ids[0]), set()).add(document.is_held_out)
+    assert list(by_text.values()).count({True}) == num_held_out
+    assert list(by_text.values()).count({False}) == num_texts - num_held_out
+
+
+def test_texts_of_one_piece_are_held_out_by_their_place() -> None:
+    """In the order in which they are read: so what was kept of conversations stays of use."""
+    texts = [[Document(np.array([number, 0], np.int32), 1, 1, 0.0)] for number in range(100)]
+    order = np.random.default_rng(0).permutation(100)
+    expected = held_out([texts[index][0] for index in order])
+    found = sampled(texts)
+    assert [d.token_ids[0] for d in found] == [d.token_ids[0] for d in expected]
+    assert [d.is_held_out for d in found] == [d.is_held_out for d in expected]
 
 
 def test_a_fingerprint_is_of_tokens_and_order_and_what_is_learned() -> None:
