@@ -11,6 +11,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -154,6 +155,8 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise SettingError("corpus", f"{path} is not UTF-8: {error.reason}") from error
+    except OSError as error:
+        raise SettingError("corpus", f"{path} cannot be read: {error}") from error
 
 
 def _pieces(text: str, place: str, encode: Encode | None, tokens_max: int) -> list[Document]:
@@ -166,8 +169,8 @@ def _pieces(text: str, place: str, encode: Encode | None, tokens_max: int) -> li
 
 def _records(path: Path, vocab_size: int) -> Iterator[dict[str, Any]]:
     opened = gzip.open if path.name.endswith(".gz") else open
-    with opened(path, "rt", encoding="utf-8") as lines:
-        try:
+    try:
+        with opened(path, "rt", encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 record = json.loads(line)
                 if not _is_record(record, vocab_size):
@@ -177,8 +180,8 @@ def _records(path: Path, vocab_size: int) -> Iterator[dict[str, Any]]:
                         f"below {vocab_size} and `temperature`",
                     )
                 yield record
-        except (OSError, EOFError, ValueError) as error:
-            raise SettingError("corpus", f"{path} cannot be read: {error}") from error
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise SettingError("corpus", f"{path} cannot be read: {error}") from error
 
 
 def _is_record(record: Any, vocab_size: int) -> bool:

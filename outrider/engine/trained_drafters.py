@@ -81,7 +81,13 @@ def read_description(directory: Path, name: str) -> TrainedDescription:
     if found != expected:
         wrong = sorted(key for key in found | expected if found.get(key) != expected.get(key))
         raise ConfigError(f"drafter {name}: {path}: {wrong[0]} is missing, wrong or not known")
-    return TrainedDescription(**values)
+    description = TrainedDescription(**values)
+    if not 0 < description.draft_vocab_size <= description.vocab_size:
+        raise ConfigError(
+            f"drafter {name}: {path}: draft_vocab_size is {description.draft_vocab_size}; 1 to "
+            f"vocab_size, {description.vocab_size}, are allowed"
+        )
+    return description
 
 
 def check_target(directory: Path, name: str, target_directory: Path, target: str) -> None:
@@ -122,13 +128,14 @@ def load_drafter(
     )
     narrow_head(module, description.draft_vocab_size)
     try:
-        token_ids = _fill(module, path, target_directory, name)
+        if info.vocab_size != description.vocab_size:
+            raise ConfigError(
+                f"drafter {name}: {DESCRIPTION_FILE} has vocab_size {description.vocab_size}, "
+                f"{CONFIG_FILE} {info.vocab_size}"
+            )
+        token_ids = _fill(module, path, target_directory, name, description)
     except LOADING_ERRORS as error:
         raise ConfigError(f"drafter {name}: cannot be loaded: {error}") from error
-    ascends = all(a < b for a, b in pairwise(token_ids))
-    fits = token_ids[0] >= 0 and token_ids[-1] < info.vocab_size == description.vocab_size
-    if not (ascends and fits and len(token_ids) == description.draft_vocab_size):
-        raise ConfigError(f"drafter {name}: its {_TOKEN_IDS} do not fit {DESCRIPTION_FILE}")
     tokenizer = load_tokenizer(target_directory, trust_remote_code=trust_remote_code)
     fingerprint = "" if tokenizer is None else tokenizer_table(tokenizer).fingerprint
     info = replace(info, tokenizer_fingerprint=fingerprint, logit_token_ids=token_ids)
@@ -179,10 +186,14 @@ def _stored(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _restored(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Raises `ValueError` unless each row has its scale."""
     values = tensors[name]
     if values.dtype != torch.int8:
         return values
-    return values.float() * tensors[name + _SCALE][:, None]
+    scales = tensors[name + _SCALE]
+    if scales.shape != values.shape[:1]:
+        raise ValueError(f"{name + _SCALE} is {[*scales.shape]} for {[*values.shape]} values")
+    return values.float() * scales[:, None]
 
 
 def _shared_with_target(module: Any) -> tuple[str, str]:
@@ -193,13 +204,31 @@ def _shared_with_target(module: Any) -> tuple[str, str]:
     return embeddings, head
 
 
-def _fill(module: Any, path: Path, target_directory: Path, name: str) -> tuple[int, ...]:
+def _checked_token_ids(
+    tensors: Mapping[str, torch.Tensor], description: TrainedDescription
+) -> torch.Tensor:
+    """The tokens [N] of the head's rows. Raises `ValueError` for such as cannot be."""
+    token_ids = tensors[_TOKEN_IDS]
+    shape, num, vocab_size = (
+        [*token_ids.shape], description.draft_vocab_size, description.vocab_size,
+    )  # fmt: skip
+    if shape != [num] or token_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{_TOKEN_IDS} are {token_ids.dtype} {shape}, not {num} whole numbers")
+    found = token_ids.tolist()
+    if found[0] < 0 or found[-1] >= vocab_size or any(a >= b for a, b in pairwise(found)):
+        raise ValueError(f"{_TOKEN_IDS} do not ascend from 0 or more to below {vocab_size}")
+    return token_ids.long()
+
+
+def _fill(
+    module: Any, path: Path, target_directory: Path, name: str, description: TrainedDescription
+) -> tuple[int, ...]:
     """Gives every parameter its values; the tokens of the head's rows."""
     wanted = dict(module.named_parameters())
     embeddings, head = _shared_with_target(module)
     with open_weights(path) as files:
         tensors = {key: file.get_tensor(key) for key, file in files.items()}
-    token_ids = tensors[_TOKEN_IDS].long()
+    token_ids = _checked_token_ids(tensors, description)
     with open_weights(target_directory) as files:
         stored = stored_names(module, wanted, files)
         if embeddings not in stored:

@@ -148,6 +148,21 @@ def test_folders_without_texts_and_texts_without_tokenizer_are_refused(tmp_path:
         read_corpus(corpus_files(tmp_path), 50, lambda text: [1], 10)
 
 
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    """A broken, a cut and a false archive, and folders."""
+    path = write_conversations(tmp_path / "a.jsonl.gz", *[{"text": str(i**9)} for i in range(99)])
+    data = path.read_bytes()
+    for broken in (data[:60] + b"\xff" * 60 + data[120:], data[:-20], b"text"):
+        path.write_bytes(broken)
+        with pytest.raises(SettingError, match=r"a\.jsonl\.gz cannot be read") as bad:
+            read_corpus([path], 50, lambda text: [1, 2], 10)
+        assert bad.value.key == "corpus"
+    for name in ("a.txt", "a.jsonl", "b.jsonl.gz"):
+        (tmp_path / name).mkdir()
+        with pytest.raises(SettingError, match=f"{name} cannot be read"):
+            read_corpus([tmp_path / name], 50, lambda text: [1, 2], 10)
+
+
 @pytest.fixture(scope="module")
 def module() -> Any:
     return tiny_module(tiny_config("llama", VOCAB))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -106,8 +107,11 @@ def test_ranks_are_refused(target: Path, drafter: Path) -> None:
         ({"format": 1}, "format 2"),
         ({"colour": "red"}, "colour is missing, wrong or not known"),
         ({"vocab_size": "32"}, "vocab_size is missing"),
-        ({"draft_vocab_size": 6}, "does not fit"),
-        ({"vocab_size": 33}, "do not fit"),
+        ({"draft_vocab_size": 6}, r"draft_token_ids are torch.int32 \[7\], not 6"),
+        ({"draft_vocab_size": -3}, "draft_vocab_size is -3; 1 to vocab_size, 32, are allowed"),
+        ({"draft_vocab_size": 0}, "draft_vocab_size is 0"),
+        ({"draft_vocab_size": 33}, "draft_vocab_size is 33"),
+        ({"vocab_size": 33}, r"drafter.json has vocab_size 33, config.json 32"),
     ],
 )
 def test_a_wrong_description_is_refused(
@@ -139,9 +143,28 @@ def test_missing_and_misplaced_weights_are_refused(target: Path, drafter: Path) 
     save_file(without, drafter / WEIGHTS_FILE)
     with pytest.raises(ConfigError, match=r"lack the weights .*o_proj"):
         load(drafter, target)
-    unsorted = tensors | {"draft_token_ids": tensors["draft_token_ids"].flip(0)}
-    save_file(unsorted, drafter / WEIGHTS_FILE)
-    with pytest.raises(ConfigError, match="draft_token_ids do not fit"):
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("draft_token_ids", lambda ids: ids.flip(0), "draft_token_ids do not ascend"),
+        ("draft_token_ids", lambda ids: ids + 1, "to below 32"),
+        ("draft_token_ids", lambda ids: ids - 2, "from 0 or more"),
+        ("draft_token_ids", lambda ids: ids.float(), r"draft_token_ids are torch.float32 \[7\]"),
+        ("draft_token_ids", lambda ids: ids[:, None], r"draft_token_ids are torch.int32 \[7, 1\]"),
+        ("model.layers.0.mlp.up_proj.weight.scale", lambda scales: scales[:1], r"is \[1\] for"),
+        ("model.layers.0.mlp.up_proj.weight.scale", lambda scales: scales[0], r"is \[\] for"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(
+    target: Path, drafter: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor],
+    message: str,
+) -> None:  # fmt: skip
+    tensors = load_file(drafter / WEIGHTS_FILE)
+    tensors[name] = change(tensors[name]).clone(memory_format=torch.contiguous_format)
+    save_file(tensors, drafter / WEIGHTS_FILE)
+    with pytest.raises(ConfigError, match=message):
         load(drafter, target)
 
 
