@@ -222,6 +222,12 @@ class _Run:
         return max(0.0, 1 - given / enough)
 
     @property
+    def _reading_seconds(self) -> float:
+        """For all sources together. Told by steps alone, a run must not depend on the time."""
+        share = READING_SHARE + (1 - self._missing) * WRITING_SHARE / 2
+        return float("inf") if self._options.steps is not None else share * self._seconds
+
+    @property
     def _is_cpu(self) -> bool:
         return bool(self._module.device.type == "cpu")
 
@@ -244,16 +250,17 @@ class _Run:
             "the target, for this": corpus.documents(self._options.tokens),
             "given by --corpus": self._given,
         }
+        left = self._reading_seconds
+        tokens_left = sum(d.num_learned for documents in sources.values() for d in documents)
         found: dict[str, TeacherCache] = {}
         for name, documents in sources.items():
             if documents:
                 folder = folder_name("answers", self._dtype, fingerprint_of(documents))
                 known = TeacherCache(self._place / folder, documents, self._vocab_size)
-                # Told by steps alone, a run must not depend on the time.
-                endless = self._options.steps is not None
-                share = READING_SHARE + (1 - self._missing) * WRITING_SHARE / 2
-                seconds = float("inf") if endless else share * self._seconds
+                tokens = sum(document.num_learned for document in documents)
+                seconds = left * tokens / tokens_left
                 known.fill(self._module, seconds, lambda part: self._report("reading", part, None))
+                left, tokens_left = left - known.spent.seconds, tokens_left - tokens
                 found[name] = known
         read = [document for cache in found.values() for document in cache.known]
         if len(read) < HELD_OUT_EVERY or len({document.is_held_out for document in read}) < 2:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
@@ -21,9 +21,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from deploy.cli.main import main
-from outrider.distillation import teacher, training
+from outrider.distillation import distilling, teacher, training
 from outrider.distillation.distilling import Distilled, Target, distill
 from outrider.distillation.options import DistillOptions
+from outrider.distillation.storage import Stopwatch
+from outrider.distillation.teacher import TeacherCache
 from outrider.distillation.training import (
     Point,
     batch_tokens,
@@ -246,6 +248,29 @@ def test_tokens_that_are_too_few_are_said_to_be(target: Target, tmp_path: Path) 
     with pytest.raises(SettingError, match="too few") as bad:
         run(target, tmp_path, tokens=20)
     assert bad.value.key == "tokens"
+
+
+@pytest.mark.parametrize("used", [1.0, 0.25])
+def test_both_sources_are_read_in_one_share_of_the_time(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: float
+) -> None:
+    """In turn, by their tokens; what one leaves is the other's."""
+    asked: list[tuple[int, float]] = []
+
+    def fill(self: TeacherCache, module: Any, seconds: float, progress: Any) -> None:
+        asked.append((sum(document.num_learned for document in self.documents), seconds))
+        self.spent = Stopwatch(used * seconds)  # type: ignore[assignment]
+
+    monkeypatch.setattr(TeacherCache, "fill", fill)
+    (tmp_path / "corpus").mkdir()
+    line = json.dumps({"prompt": [1, 2], "answer": [5] * 9, "temperature": 1}) + "\n"
+    (tmp_path / "corpus" / "a.jsonl").write_text(line * 40)
+    with pytest.raises(SettingError, match="too few"):
+        run(target, tmp_path, steps=None, tokens=500, minutes=10.0, corpus=tmp_path / "corpus")
+    (written, first), (given, second) = asked
+    share = distilling.READING_SHARE + distilling.WRITING_SHARE / 2 * (given / 300_000)
+    assert first == pytest.approx(share * 600 * written / (written + given))
+    assert second == pytest.approx(share * 600 - used * first)
 
 
 def test_one_long_text_is_too_few(target: Target, tmp_path: Path) -> None:
