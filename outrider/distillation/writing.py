@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +131,8 @@ class WrittenCorpus:
         self.spent = Spent(directory)
         self._path = directory / _FILE
         self._records: dict[int, dict[str, Any]] = {}
+        self._sums = [0]
+        """Answered tokens of the first 0, 1, .. conversations, as far as there is no gap."""
         if self._path.exists():
             self._read()
 
@@ -137,7 +140,7 @@ class WrittenCorpus:
         """What has been written: in the order in which it was finished; or, in their own order, the
         first conversations with so many answered tokens together. Some are held out."""
         found: list[Document] = []
-        for index in list(self._records) if tokens is None else range(self._whole(tokens)):
+        for index in list(self._records) if tokens is None else range(self._num_first(tokens)):
             record = self._records[index]
             prompt: list[int] = record["prompt"]
             first = len(self._template.before) if index >= len(self._prompts) else len(prompt)
@@ -151,7 +154,7 @@ class WrittenCorpus:
         """Whether writing can stop."""
         if wanted.tokens is None:
             return self.spent.seconds >= wanted.seconds
-        return self._sum(self._whole(wanted.tokens)) >= wanted.tokens
+        return self._sums[-1] >= wanted.tokens
 
     def write(
         self, engine: Engine, num_together: int, wanted: Wanted, progress: Callable[[float], None]
@@ -178,7 +181,7 @@ class WrittenCorpus:
                 for one in ended:
                     running.remove(one)
                     engine.release(one.name)
-                    self._records[one.index] = one.record()
+                    self._keep(one.record())
                     file.write(json.dumps(one.record()) + "\n")
                 if ended:
                     file.flush()
@@ -195,28 +198,25 @@ class WrittenCorpus:
         one.unseen = one.unseen[engine.attach(one.name, one.unseen) :]
         return one
 
-    def _whole(self, tokens: int) -> int:
-        """How many of the first conversations are there without a gap, up to so many tokens."""
-        index = written = 0
-        while index in self._records and written < tokens:
-            written += len(self._records[index]["answer"])
-            index += 1
-        return index
+    def _keep(self, record: dict[str, Any]) -> None:
+        self._records[record["index"]] = record
+        while (following := len(self._sums) - 1) in self._records:
+            self._sums.append(self._sums[-1] + len(self._records[following]["answer"]))
 
-    def _sum(self, num: int) -> int:
-        return sum(len(self._records[i]["answer"]) for i in range(num))
+    def _num_first(self, tokens: int) -> int:
+        """How many of the first conversations have so many tokens, or as many as there are."""
+        return min(bisect_left(self._sums, tokens), len(self._sums) - 1)
 
     def _part(self, wanted: Wanted) -> float:
         if wanted.tokens is None:
             return min(1.0, self.spent.seconds / max(wanted.seconds, 1e-9))
-        return min(1.0, self._sum(self._whole(wanted.tokens)) / max(wanted.tokens, 1))
+        return min(1.0, self._sums[-1] / max(wanted.tokens, 1))
 
     def _read(self) -> None:
         data = self._path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
         for line in whole.splitlines():
-            record = json.loads(line)
-            self._records[record["index"]] = record
+            self._keep(json.loads(line))
         if len(whole) < len(data):
             with self._path.open("r+b") as file:
                 file.truncate(len(whole))

@@ -62,6 +62,35 @@ def test_text_depends_on_seed_and_index_alone(tmp_path: Path) -> None:
     assert any(few[index] != other[index] for index in few.keys() & other.keys())
 
 
+def test_the_first_conversations_are_told_by_their_tokens(tmp_path: Path) -> None:
+    """As many of them, without a gap, as have so many answered tokens; or all of those."""
+    found = write(corpus(tmp_path), 150, together=5)
+    records = lines(tmp_path)
+    firsts = [len(records[i]["answer"]) for i in range(len(found.documents(10**9)))]
+    assert len(firsts) not in records
+    for tokens in (0, 1, firsts[0], firsts[0] + 1, sum(firsts[:3]), 150, sum(firsts), 10**9):
+        enough = (n for n in range(len(firsts)) if sum(firsts[:n]) >= tokens)
+        assert len(found.documents(tokens)) == next(enough, len(firsts))
+        assert len(corpus(tmp_path).documents(tokens)) == len(found.documents(tokens))
+        assert found.is_enough(Wanted(tokens, 0.0)) == (sum(firsts) >= tokens)
+
+
+def test_a_token_step_looks_at_no_earlier_record(tmp_path: Path) -> None:
+    """Or a long corpus takes longer for each token the longer it is."""
+
+    class Watched(dict[int, object]):
+        num_read = 0
+
+        def __getitem__(self, key: int) -> object:
+            Watched.num_read += 1
+            return super().__getitem__(key)
+
+    found = corpus(tmp_path)
+    found._records = Watched()  # type: ignore[assignment]
+    write(found, 600)
+    assert Watched.num_read == len(found.documents(10**9))
+
+
 def test_a_torn_line_is_written_anew(tmp_path: Path) -> None:
     whole = write(corpus(tmp_path / "whole"), 150).documents(150)
     path = tmp_path / "torn" / "conversations.jsonl"
