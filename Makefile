@@ -38,9 +38,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## Start, generate with the real model, and print the speed-up against plain decoding.
 	@export OUTRIDER_STATE_DIR=$(DEMO_STATE); \
 	trap '$(BIN)/outrider stop --quiet' EXIT; \
-	$(BIN)/outrider serve demo --draft-model ngram --grpc-port 0 --detach; \
+	$(BIN)/outrider serve demo --grpc-port 0 --detach; \
 	$(BIN)/outrider generate --chat --max-tokens 64 "In two sentences: why is the sky blue?"; \
-	$(BIN)/outrider bench speedup --draft-model ngram --temperature 0 --no-reference \
+	$(BIN)/outrider bench speedup --temperature 0 --no-reference \
 		--prompts benchmarks/prompts/rewrite.jsonl --num-prompts 3 --max-tokens 96
 
 test: $(STAMP) ## Run every test but the whole grids.
@@ -65,7 +65,7 @@ proto: $(STAMP) ## Generate outrider/v1 from protos/.
 	$(call PROTOC,.)
 
 bench: $(STAMP) ## Measure the speed-up on the built-in prompts.
-	$(BIN)/outrider bench speedup --draft-model ngram --temperature 0
+	$(BIN)/outrider bench speedup --temperature 0
 
 sim: $(STAMP) ## Simulate SEEDS seeds of failures on a virtual clock.
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)

@@ -67,6 +67,7 @@ def _build(
         entries_max=config.support_entries,
         lookup=lookup,
         lookup_score=config.hybrid_min_score,
+        model_tokens=config.hybrid_model_tokens,
         costs=executor.call(lambda: step_costs(engine, config, "draft")),
         observer=observer,
     )

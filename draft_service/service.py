@@ -11,7 +11,12 @@ from outrider.engine.costs import StepCosts
 from outrider.engine.executor import StepExecutor
 from outrider.engine.interface import Engine
 from outrider.engine.token_budget import TokenBudget
-from outrider.limits import BATCHED_TOKENS_DEFAULT, DRAFT_SUPPORT_ENTRIES, HYBRID_SCORE_MIN
+from outrider.limits import (
+    BATCHED_TOKENS_DEFAULT,
+    DRAFT_SUPPORT_ENTRIES,
+    HYBRID_MODEL_TOKENS,
+    HYBRID_SCORE_MIN,
+)
 from outrider.messages import DraftAnswer, DraftItem, ReplicaDescription
 from outrider.stepped_service import SteppedService, describe_model
 from outrider.work import StepObserver
@@ -31,16 +36,19 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         entries_max: int = DRAFT_SUPPORT_ENTRIES,
         lookup: LookupDrafter | None = None,
         lookup_score: float = HYBRID_SCORE_MIN,
+        model_tokens: int = HYBRID_MODEL_TOKENS,
         costs: StepCosts | None = None,
         observer: StepObserver | None = None,
     ) -> DraftService:
         """Drafts with a model. A step runs as little as `TargetService` says; a distribution keeps
         `entries_max` tokens at most. A `lookup` answers in the model's place where it expects
-        `lookup_score` of its tokens to be accepted."""
+        `lookup_score` of its tokens to be accepted; beside one the model draws `model_tokens` of a
+        proposal at most."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         drafter: FallibleDrafter = ModelDrafter(engine, entries_max)
         if lookup is not None:
-            drafter = HybridDrafter(lookup, ModelDrafter(engine, entries_max), lookup_score)
+            model = ModelDrafter(engine, entries_max)
+            drafter = HybridDrafter(lookup, model, lookup_score, model_tokens)
         proposer = Proposer(drafter, engine, budget)
         return cls(proposer, executor, describe_model(engine.info, max_num_seqs, costs), observer)
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.drafting.registry import DrafterChoice, LookupKind, parse_drafter
+from outrider.drafting.registry import AUTO, DrafterChoice, drafter_for, parse_drafter
 from outrider.errors import SettingError
 from outrider.limits import (
     BATCHED_TOKENS_DEFAULT,
@@ -20,6 +20,7 @@ from outrider.limits import (
     DEADLINE_MS_DEFAULT,
     DEADLINE_MS_MAX,
     DRAFT_SUPPORT_ENTRIES,
+    HYBRID_MODEL_TOKENS,
     HYBRID_SCORE_MIN,
     NUM_DRAFT_TOKENS_MAX,
     RUN_AHEAD_ROUNDS_MAX,
@@ -135,12 +136,13 @@ class TargetConfig(ModelServerConfig):
     )
     dtype: str = setting("auto", "Of the target's weights.", choices=DTYPES)
     max_model_len: int = setting(
-        0, "Tokens of prompt and completion; 0 = what the model allows.", minimum=0,
-        maximum=MODEL_LEN_MAX,
+        0, "Tokens of prompt and completion; 0 = what the model allows and the memory for keys and "
+        "values holds.", minimum=0, maximum=MODEL_LEN_MAX,
     )  # fmt: skip
     kv_cache_memory_bytes: int = setting(
         0, "Bytes for the target's keys and values, on each rank; 0 = 1 GiB on CPU, on a GPU what "
-        "`gpu_memory_utilization` leaves.", minimum=0, maximum=MEMORY_BYTES_MAX,
+        "`gpu_memory_utilization` leaves. No more is taken than `max_num_seqs` sequences of full "
+        "length fill.", minimum=0, maximum=MEMORY_BYTES_MAX,
     )  # fmt: skip
     port: int = setting(
         0, "The target's gRPC port; 0 = any.", key="target_port", minimum=0, maximum=PORT_MAX
@@ -187,9 +189,9 @@ class DraftConfig(ModelServerConfig):
     """One draft replica."""
 
     model: str = setting(
-        LookupKind.NGRAM.value,
-        "The draft: `ngram` (prompt lookup), a model as for the target, or what else "
-        "`outrider drafters` lists.",
+        AUTO,
+        "The draft: `auto` (what is shipped for the target, else `ngram`), a model as for the "
+        "target, or what else `outrider drafters` lists.",
         key="draft_model",
     )
     dtype: str = setting("auto", "Of the draft's weights.", key="draft_dtype", choices=DTYPES)
@@ -247,6 +249,10 @@ class DraftConfig(ModelServerConfig):
     hybrid_min_score: float = setting(
         HYBRID_SCORE_MIN, "Tokens that a hybrid's look-up must expect to be accepted before it "
         "answers in the model's place.", minimum=0.1, maximum=NUM_DRAFT_TOKENS_MAX,
+    )  # fmt: skip
+    hybrid_model_tokens: int = setting(
+        HYBRID_MODEL_TOKENS, "Draft tokens that a hybrid's model draws in a round, at most; its "
+        "look-up may propose all that are asked for.", minimum=1, maximum=NUM_DRAFT_TOKENS_MAX,
     )  # fmt: skip
     directory: str = ""
     """Where the model's files are, once its name is resolved; empty without a model."""
@@ -396,6 +402,9 @@ class DeploymentConfig:
 
     def __post_init__(self) -> None:
         verify_settings(self)
+        if self.draft.model == AUTO:
+            named = drafter_for(None if self.target.emulated else self.target.model)
+            object.__setattr__(self, "draft", replace(self.draft, model=named))
 
     @property
     def served_model_name(self) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from outrider.config import DraftConfig, TargetConfig
 from outrider.drafting.registry import LookupKind
+from outrider.errors import SettingError
 from outrider.settings import blaming, by_its_keys
 from outrider.telemetry.logs import JsonLines
 
@@ -151,7 +152,7 @@ def build_engine(
         return fine if ranks is None else bool(least(ranks, fine, device))
 
     with by_its_keys(type(config)):
-        return PagedEngine(
+        engine = PagedEngine(
             module,
             info,
             max_num_seqs=config.max_num_seqs,
@@ -161,6 +162,13 @@ def build_engine(
             acceleration=acceleration,
             all_agree=all_agree,
         )
+        if engine.info.max_model_len < config.max_model_len:
+            raise SettingError(
+                "max_model_len",
+                f"{config.max_model_len} tokens are more than the memory for keys and values "
+                f"holds, which is {engine.info.max_model_len}",
+            )
+    return engine
 
 
 def _load(

@@ -39,8 +39,10 @@ SEQUENCES_PER_REPLICA_MAX: Final = 4096
 """Sessions whose tokens and epoch a replica remembers; the longest unused makes room."""
 ENGINE_SEQUENCES_MAX: Final = 64
 """Sequences in one step of an engine, by default (`--max-num-seqs`)."""
-HYBRID_SCORE_MIN: Final = 2.0
+HYBRID_SCORE_MIN: Final = 0.6
 """Tokens that a look-up must expect to be accepted before it stands in for a model, by default."""
+HYBRID_MODEL_TOKENS: Final = 1
+"""Draft tokens that a hybrid's model draws in a round, at most, by default."""
 SUFFIX_SEEDS_MAX: Final = 65_536
 """Seeds of which suffix decoding remembers who had them first."""
 TENSOR_PARALLEL_SIZE_MAX: Final = 64

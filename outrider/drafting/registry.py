@@ -8,11 +8,17 @@ from typing import Final
 
 from outrider.errors import SettingError
 
+AUTO: Final = "auto"
+"""The drafter that is shipped for the target, behind suffix decoding; else prompt lookup."""
+SHIPPED: Final = {"demo": "demo-drafter"}
+"""Targets with a drafter that is shipped with this package, and its name."""
 _QUANTIZED: Final = "quantized"
 _HYBRID: Final = "hybrid"
 QUANTIZED_BITS: Final = (8, 4)
 """Bits of a weight that a target can be made its own draft with."""
-_FORMS: Final = "`ngram`, `suffix`, a model, `quantized:8`, `quantized:4` or `hybrid:LOOKUP,MODEL`"
+_FORMS: Final = (
+    "`auto`, `ngram`, `suffix`, a model, `quantized:8`, `quantized:4` or `hybrid:LOOKUP,MODEL`"
+)
 
 
 class LookupKind(StrEnum):
@@ -43,8 +49,17 @@ class DrafterChoice:
     model: DraftModel | None
 
 
+def drafter_for(target: str | None) -> str:
+    """What `auto` is for a target of this name; None = one without weights."""
+    shipped = SHIPPED.get(target or "")
+    return LookupKind.NGRAM if shipped is None else f"{_HYBRID}:{LookupKind.SUFFIX},{shipped}"
+
+
 def parse_drafter(name: str) -> DrafterChoice:
-    """The drafter that a `--draft-model` names. Raises `SettingError`."""
+    """The drafter that a `--draft-model` names; `auto` is that of a target without one of its own.
+    Raises `SettingError`."""
+    if name == AUTO:
+        name = drafter_for(None)
     form, colon, rest = name.partition(":")
     if name in _LOOKUPS:
         return DrafterChoice(_LOOKUPS[name], None)
@@ -92,6 +107,14 @@ class DrafterDescription:
 
 DRAFTERS: Final = (
     DrafterDescription(
+        draft_model=AUTO,
+        proposes="as what is shipped for the target, behind suffix; else as ngram",
+        files="none",
+        memory="as that one",
+        training="done",
+        q="as that one",
+    ),
+    DrafterDescription(
         draft_model="ngram",
         proposes="what followed the longest earlier match in the session",
         files="none",
@@ -132,4 +155,4 @@ DRAFTERS: Final = (
         q="one-hot or sparse",
     ),
 )
-"""Every kind, the cheapest first."""
+"""What is taken by default, then every kind, the cheapest first."""

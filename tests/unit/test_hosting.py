@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -165,7 +166,12 @@ def test_too_little_memory_names_the_setting_of_its_role(tmp_path: Path) -> None
     for config, role in ((target, "target"), (draft, "draft")):
         with pytest.raises(SettingError, match="5 bytes hold no page") as bad:
             build_engine(config, role, 1)
-        assert bad.value.key == {"target": "", "draft": "draft_"}[role] + "kv_cache_memory_bytes"
+        prefix = {"target": "", "draft": "draft_"}[role]
+        assert bad.value.key == f"{prefix}kv_cache_memory_bytes"
+        long = replace(config, kv_cache_memory_bytes=20_000, max_model_len=128)
+        with pytest.raises(SettingError, match=r"128 tokens are more than .* holds") as bad:
+            build_engine(long, role, 1)
+        assert bad.value.key == f"{prefix}max_model_len"
 
 
 @pytest.mark.parametrize(

@@ -24,15 +24,21 @@ def _shares(gpus: float, **settings: object) -> tuple[tuple[float, str], tuple[f
     [
         (0, {}, (0, "cpu"), (0, "cpu")),
         (0, {"draft_model": "small"}, (0, "cpu"), (0, "cpu")),
-        (1, {}, (1, "cuda"), (0, "cpu")),
+        (1, {}, (0.5, "cuda"), (0.5, "cuda")),
+        (1, {"model": "small"}, (1, "cuda"), (0, "cpu")),
         (1, {"draft_model": "small"}, (0.5, "cuda"), (0.5, "cuda")),
         (1, {"draft_model": "suffix"}, (1, "cuda"), (0, "cpu")),
         (1, {"draft_model": "hybrid:suffix,quantized:8"}, (0.5, "cuda"), (0.5, "cuda")),
         (2, {"draft_model": "small"}, (1, "cuda"), (1, "cuda")),
         (2, {"draft_model": "small", "device": "cpu"}, (0, "cpu"), (0, "cpu")),
         (2, {"draft_model": "small", "draft_num_gpus": "0"}, (1, "cuda"), (0, "cpu")),
-        (1, {"target_num_gpus": "0.75", "device": "cuda:0"}, (0.75, "cuda:0"), (0, "cpu")),
-        (4, {"tensor_parallel_size": 4}, (1, "cuda"), (0, "cpu")),
+        (
+            1,
+            {"model": "small", "target_num_gpus": "0.75", "device": "cuda:0"},
+            (0.75, "cuda:0"),
+            (0, "cpu"),
+        ),
+        (4, {"model": "small", "tensor_parallel_size": 4}, (1, "cuda"), (0, "cpu")),
         (
             4,
             {"tensor_parallel_size": 2, "draft_model": "small", "draft_tensor_parallel_size": 2},
@@ -40,7 +46,7 @@ def _shares(gpus: float, **settings: object) -> tuple[tuple[float, str], tuple[f
             (1, "cuda"),
         ),
         (2, {"tensor_parallel_size": 3, "draft_model": "small"}, (0.5, "cuda"), (0.5, "cuda")),
-        (3, {"tensor_parallel_size": 4}, (0.5, "cuda"), (0, "cpu")),
+        (3, {"model": "small", "tensor_parallel_size": 4}, (0.5, "cuda"), (0, "cpu")),
         (4, {"engine": "emulated:", "draft_model": "small"}, (0, "cpu"), (0, "cpu")),
     ],
 )
@@ -105,7 +111,7 @@ def test_ranks_stand_on_one_machine_where_one_is_large_enough() -> None:
     ("settings", "key"),
     [
         ({"engine": "emulated:", "tensor_parallel_size": 2}, "tensor_parallel_size"),
-        ({"draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size"),
+        ({"draft_model": "ngram", "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size"),
     ],
 )
 def test_what_runs_no_model_has_no_ranks(settings: dict[str, object], key: str) -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from deploy.cli.main import main
-from outrider.config import DraftConfig
+from outrider.config import DraftConfig, load_config
 from outrider.drafting.registry import (
     DRAFTERS,
     DrafterChoice,
@@ -21,6 +21,7 @@ from outrider.errors import SettingError
 @pytest.mark.parametrize(
     ("name", "choice"),
     [
+        ("auto", DrafterChoice(LookupKind.NGRAM, None)),
         ("ngram", DrafterChoice(LookupKind.NGRAM, None)),
         ("suffix", DrafterChoice(LookupKind.SUFFIX, None)),
         ("owner/model", DrafterChoice(None, DraftModel("owner/model"))),
@@ -51,10 +52,25 @@ def test_a_name_says_who_proposes(name: str, choice: DrafterChoice) -> None:
     ],
 )
 def test_a_name_that_is_none_is_refused_with_those_that_are(name: str, says: str) -> None:
-    with pytest.raises(SettingError, match=r"must be `ngram`, `suffix`, a model") as caught:
+    with pytest.raises(SettingError, match=r"must be `auto`, `ngram`, `suffix`, a model") as caught:
         DraftConfig(model=name)
     assert caught.value.key == "draft_model"
     assert says in caught.value.reason
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({}, "hybrid:suffix,demo-drafter"),
+        ({"draft_model": "suffix"}, "suffix"),
+        ({"model": "owner/model"}, "ngram"),
+        ({"engine": "emulated:vocab_size=8"}, "ngram"),
+    ],
+)
+def test_a_target_is_drafted_by_what_is_shipped_for_it(
+    settings: dict[str, object], name: str
+) -> None:
+    assert load_config(settings, {}).draft.model == name
 
 
 def test_the_target_as_its_own_draft_needs_one_rank_and_a_real_model() -> None:

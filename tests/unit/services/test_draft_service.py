@@ -41,7 +41,11 @@ class Setting:
     a look-up alone. And a link to it."""
 
     def __init__(
-        self, engine: ToyEngine | None = None, *, lookup: LookupDrafter | None = None
+        self,
+        engine: ToyEngine | None = None,
+        *,
+        lookup: LookupDrafter | None = None,
+        model_tokens: int = 3,
     ) -> None:
         self.engine = engine or ToyEngine(salt=2)
         executor = InlineExecutor(self.engine.take_step_seconds)
@@ -49,7 +53,7 @@ class Setting:
             self.service = DraftService.without_model("lookup", lookup, executor, max_num_seqs=64)
         else:
             self.service = DraftService.with_model(
-                self.engine, executor, max_num_seqs=64, lookup=lookup
+                self.engine, executor, max_num_seqs=64, lookup=lookup, model_tokens=model_tokens
             )
         self.link: MemoryLink[DraftItem, DraftAnswer] = MemoryLink(self.service)
         self.listener = Listener(self.link)
@@ -297,21 +301,23 @@ async def test_suffix_decoding_remembers_answers_for_their_tenant() -> None:
 
 async def test_a_confident_look_up_spares_the_model_which_reads_what_it_missed_later() -> None:
     """Round by round: the prompt is run for a request of no tokens; a repetition is continued
-    without a pass; the next round without one runs what was committed meanwhile."""
-    setting = Setting(ToyEngine(vocab_size=16, salt=2), lookup=NgramDrafter())
+    without a pass, as long as is asked for; the next round without one runs what was committed
+    meanwhile, and draws as much as a hybrid's model may."""
+    setting = Setting(ToyEngine(vocab_size=16, salt=2), lookup=NgramDrafter(), model_tokens=3)
     engine, rule = setting.engine, Rule.TOKEN
     tokens = (5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6)
     prefill = await setting.proposed(DraftItem(make_head(tokens, rule=rule), 0))
     assert (prefill.cached_length, engine.counts) == (12, [[12]])
     head = make_head((*tokens, 7), 12, rule=rule, round_index=1)
-    copied = await setting.proposed(DraftItem(head, 3))
-    assert copied.proposal.token_ids == (8, 9, 5)
-    assert copied.proposal.open().q == (None, None, None)
+    copied = await setting.proposed(DraftItem(head, 5))
+    assert copied.proposal.token_ids == (8, 9, 5, 6, 7)
+    assert copied.proposal.open().q == (None,) * 5
     assert (copied.cached_length, len(engine.counts)) == (12, 1)
     head = make_head((*tokens, 7, 8, 9, 1), 12, rule=rule, round_index=2)
-    drawn = await setting.proposed(DraftItem(head, 2))
-    assert engine.counts[1:] == [[4], [1]]
-    assert drawn.cached_length == 17
+    drawn = await setting.proposed(DraftItem(head, 5))
+    assert len(drawn.proposal.token_ids) == 3
+    assert engine.counts[1:] == [[4], [1], [1]]
+    assert drawn.cached_length == 18
     assert None not in drawn.proposal.open().q
     setting.service.check_integrity()
     await setting.service.close()
