@@ -10,79 +10,34 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from outrider.errors import check
-from outrider.limits import MAX_TOKENS_DEFAULT, SEED_MAX
-from outrider.settings import check_range
 from outrider.speculation.acceptance import conditional_acceptance
 
 from .figures import to_json
-from .prompts import PROMPTS_MAX, BenchPrompt, built_in_prompts, read_prompts, select_prompts
+from .prompt_options import PromptOptions, add_prompt_arguments, prompt_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AcceptanceOptions:
+class AcceptanceOptions(PromptOptions):
     """What `bench acceptance` is asked for. Wrong values raise `SettingError`."""
 
-    prompts: Path | None = None
-    """JSONL file of `prompt` and, if wanted, `category`; None = the built-in prompts."""
-    num_prompts: int | None = None
-    """Of all categories together; None = all."""
     max_tokens: int = 128
-    """Of a completion; an EOS ends it sooner."""
-    seed: int = 0
-    """Of the first prompt; each one after it has the next."""
-    raw: bool = False
-    """Whether prompts go in as they are, without the model's chat template."""
-
-    def __post_init__(self) -> None:
-        for name, value, low, high in (
-            ("num_prompts", self.num_prompts, 1, PROMPTS_MAX),
-            ("max_tokens", self.max_tokens, 1, MAX_TOKENS_DEFAULT),
-            ("seed", self.seed, 0, SEED_MAX),
-        ):
-            check_range(name, value, low, high)
+    """As in `PromptOptions`, and fewer by default."""
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> AcceptanceOptions:
         """From what a parser with `add_arguments` returned."""
-        return cls(
-            prompts=arguments.prompts,
-            num_prompts=arguments.num_prompts,
-            max_tokens=arguments.max_tokens,
-            raw=arguments.raw,
-        )
-
-    def load_prompts(self) -> tuple[BenchPrompt, ...]:
-        """The prompts to measure with. Raises `SettingError` for a file that is wrong."""
-        prompts = built_in_prompts() if self.prompts is None else read_prompts(self.prompts)
-        return prompts if self.num_prompts is None else select_prompts(prompts, self.num_prompts)
+        return cls(**prompt_values(arguments))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench acceptance`, but for those that describe the models."""
-    defaults = AcceptanceOptions()
-    parser.add_argument(
-        "--prompts", type=Path, metavar="FILE",
-        help="JSONL of `prompt` and, if wanted, `category` [48 built-in prompts]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--num-prompts", type=int, metavar="N",
-        help="take the first N/categories of each category [all]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-tokens", type=int, default=defaults.max_tokens, metavar="N",
-        help="tokens of a completion [%(default)s]",
-    )  # fmt: skip
-    parser.add_argument("--raw", action="store_true", help="do not apply the model's chat template")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object on standard output"
-    )
+    add_prompt_arguments(parser, AcceptanceOptions())
 
 
 @dataclass(frozen=True, slots=True)
