@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.prompts import read_prompts
 from outrider.config import DTYPES, TargetConfig
-from outrider.distillation.options import DistillOptions
+from outrider.distillation.options import DRAFT_VOCAB, LAYERS, DistillOptions
 from outrider.errors import BadRequest, SettingError
 from outrider.hosting import available_cores, use_threads
+from outrider.settings import blaming
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from outrider.distillation.distilling import Distilled, Report, Target
+    from outrider.distillation.measuring import Measured
     from outrider.distillation.training import Point
     from outrider.distillation.writing import Template
     from outrider.text import TokenizerText
@@ -45,16 +47,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for the whole run, on a CPU or on a GPU [%(default)g]",
     )  # fmt: skip
     parser.add_argument(
-        "--layers", type=int, default=defaults.layers, metavar="N",
-        help="of the drafter: the target's first ones, two that copy, and its last [%(default)s]",
+        "--layers", type=int, metavar="N",
+        help="of the drafter: the target's first ones, two that copy, and its last "
+        f"[{LAYERS}]",
     )  # fmt: skip
     parser.add_argument(
-        "--draft-vocab", type=int, default=defaults.draft_vocab, metavar="N",
-        help="tokens that the drafter can propose [%(default)s]",
+        "--draft-vocab", type=int, metavar="N",
+        help=f"tokens that the drafter can propose [{DRAFT_VOCAB}]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--start-from", type=Path, metavar="DRAFTER",
+        help="a drafter of this target, made before, that learns on: a directory or a name that "
+        "`outrider drafters` lists",
     )  # fmt: skip
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE",
         help="JSONL of `prompt`: the target answers these before it asks itself",
+    )  # fmt: skip
+    parser.add_argument(
+        "--measure", type=Path, metavar="FILE",
+        help="JSONL of `prompt`: the card says what is accepted of the answers to these, which "
+        "are not learned from",
     )  # fmt: skip
     parser.add_argument(
         "--corpus", type=Path, metavar="DIR",
@@ -90,17 +103,24 @@ def run(arguments: argparse.Namespace) -> int:
     options = DistillOptions(
         out=arguments.out, minutes=arguments.minutes, layers=arguments.layers,
         draft_vocab=arguments.draft_vocab, corpus=arguments.corpus, seed=arguments.seed,
-        tokens=arguments.tokens, steps=arguments.steps,
+        tokens=arguments.tokens, steps=arguments.steps, start_from=arguments.start_from,
     )  # fmt: skip
     TargetConfig(device=arguments.device)  # Raises for one that is none.
     use_threads(available_cores())  # Before torch is imported.
     from outrider.distillation.distilling import distill
     from outrider.distillation.output import check_out
-    from outrider.engine.sources import cache_dir
+    from outrider.engine.sources import cache_dir, resolve_model
 
     check_out(options.out)
     target, text = _target(arguments)
-    options = replace(options, prompts=_prompts(arguments.prompts, text))
+    with blaming("start_from"):
+        start = options.start_from and resolve_model(str(options.start_from))
+    options = replace(
+        options,
+        prompts=_prompts("prompts", arguments.prompts, text),
+        measure=_prompts("measure", arguments.measure, text),
+        start_from=start,
+    )
     with _bar() as bar:
         found = distill(options, target, cache_dir(), _reporting(bar))
     if arguments.json:
@@ -158,13 +178,19 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _prompts(path: Path | None, text: TokenizerText | None) -> tuple[tuple[int, ...], ...]:
+def _prompts(
+    key: str, path: Path | None, text: TokenizerText | None
+) -> tuple[tuple[int, ...], ...]:
     if path is None:
         return ()
+    try:
+        prompts = read_prompts(path)
+    except SettingError as error:
+        raise SettingError(key, error.reason) from error
     if text is None:
-        raise SettingError("prompts", "the target has no tokenizer, and takes no text")
+        raise SettingError(key, "the target has no tokenizer, and takes no text")
     found = []
-    for prompt in read_prompts(path):
+    for prompt in prompts:
         try:
             ids = text.encode_chat([{"role": "user", "content": prompt.text}])
         except BadRequest:
@@ -204,8 +230,15 @@ def _summary(found: Distilled) -> dict[str, object]:
         "out": str(found.out),
         "steps": found.num_steps,
         "seconds": round(found.seconds, 1),
-        "greedy": found.measured.greedy,
-        "sampled": found.measured.sampled,
-        "by_position": found.measured.by_position,
-        "num_positions": found.measured.num_tokens,
+        **_acceptance(found.measured),
+        "of_prompts": None if found.of_prompts is None else _acceptance(found.of_prompts),
+    }
+
+
+def _acceptance(measured: Measured) -> dict[str, object]:
+    return {
+        "greedy": measured.greedy,
+        "sampled": measured.sampled,
+        "by_position": measured.by_position,
+        "num_positions": measured.num_tokens,
     }

@@ -33,8 +33,8 @@ class CardFacts:
 
     target: str
     target_fingerprint: str
-    layers: Sequence[int]
-    """Of the target's, that the student started from."""
+    start: str
+    """What the student began as."""
     num_parameters: int
     """Without embeddings and head."""
     draft_vocab_size: int
@@ -50,34 +50,39 @@ class CardFacts:
     num_trained_tokens: int
     """Repetitions included."""
     measured: Measured
+    """In held-out texts."""
+    of_prompts: Measured | None
+    """In answers to prompts that were given for that alone ..."""
+    num_prompts: int
+    """... and how many these are."""
     points: Sequence[Point]
 
 
 def render_card(facts: CardFacts) -> str:
     """The card, in Markdown."""
-    measured = facts.measured
     data = "\n".join(
         f"| {name} | {source.num_learned:,} | {source.num_tokens:,} | {source.num_held_out:,} |"
         for name, source in facts.sources.items()
     )
     passes = facts.num_trained_tokens / sum(s.num_tokens for s in facts.sources.values())
     times = ", ".join(f"{stage} {seconds / 60:.1f} min" for stage, seconds in facts.seconds.items())
-    temperatures = "\n".join(
-        f"| {'others' if r.temperature is None else f'target, {r.temperature:g}'} "
-        f"| {r.num_tokens:,} | {r.greedy:.3f} | {r.sampled:.3f} |"
-        for r in measured.by_temperature
-    )
-    positions = " | ".join("-" if p is None else f"{p:.3f}" for p in measured.by_position)
-    depths = " | ".join(str(depth + 1) for depth in range(len(measured.by_position)))
-    rule = "|".join(["---"] * (len(measured.by_position) + 1))
+    prompts = ""
+    if facts.of_prompts is not None:
+        prompts = f"""## Acceptance in answers to {facts.num_prompts:,} prompts
+
+The prompts were given to measure with, and are not learned from; nor are the target's answers.
+
+{_tables(facts.of_prompts)}
+
+"""
     return f"""# A drafter for {facts.target}
 
 Made by `outrider distill` for speculative decoding of the target {facts.target} with weights
 `{facts.target_fingerprint}`, and for no other: its embeddings and head are the target's and are not
 stored here. Serve it with `outrider serve {facts.target} --draft-model DIR`.
 
-- {facts.num_parameters / 1e6:.1f} million parameters of its own, begun as the target's layers
-  {", ".join(map(str, facts.layers))}. Of the head it has the rows for {facts.draft_vocab_size:,}
+- {facts.num_parameters / 1e6:.1f} million parameters of its own, begun as
+  {facts.start}. Of the head it has the rows for {facts.draft_vocab_size:,}
   tokens, to which the target gives at least {facts.covered:.1%} of its probability in held-out
   answers; other tokens are never proposed.
 - Matrices are stored as int8 with one scale a row. What is measured here was measured after that.
@@ -93,15 +98,33 @@ stored here. Serve it with `outrider serve {facts.target} --draft-model DIR`.
 The target's 64 likeliest tokens at every place were what was learned: first by cross-entropy, then
 by the likelihood that a draft is accepted.
 
-## Acceptance in answers of held-out documents
+`greedy` is the share of places where target and drafter find the same token likeliest, `sampled`
+the mean of sum min(p, q) at temperature 1, with q as it goes on the wire.
+
+{prompts}## Acceptance in answers of held-out documents
 
 Of conversations the answers alone are measured, which the target wrote at the temperature that is
 stated; of texts by others everything.
 
-`greedy` is the share of places where target and drafter find the same token likeliest, `sampled`
-the mean of sum min(p, q) at temperature 1, with q as it goes on the wire.
+{_tables(facts.measured)}
 
-| written by, at temperature | places | greedy | sampled |
+## Training
+
+![Loss and acceptance over the steps]({PLOT_FILE})
+"""
+
+
+def _tables(measured: Measured) -> str:
+    """By temperature and by position."""
+    temperatures = "\n".join(
+        f"| {'others' if r.temperature is None else f'target, {r.temperature:g}'} "
+        f"| {r.num_tokens:,} | {r.greedy:.3f} | {r.sampled:.3f} |"
+        for r in measured.by_temperature
+    )
+    positions = " | ".join("-" if p is None else f"{p:.3f}" for p in measured.by_position)
+    depths = " | ".join(str(depth + 1) for depth in range(len(measured.by_position)))
+    rule = "|".join(["---"] * (len(measured.by_position) + 1))
+    return f"""| written by, at temperature | places | greedy | sampled |
 | --- | --- | --- | --- |
 {temperatures}
 
@@ -109,12 +132,7 @@ Given that all draft tokens before it were accepted, at temperature 1:
 
 | draft token | {depths} |
 |{rule}|
-| accepted | {positions} |
-
-## Training
-
-![Loss and acceptance over the steps]({PLOT_FILE})
-"""
+| accepted | {positions} |"""
 
 
 def render_plot(points: Sequence[Point]) -> str:

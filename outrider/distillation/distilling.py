@@ -11,13 +11,11 @@ folder              what it holds                   its key names
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from outrider.distillation.card import (
@@ -40,11 +38,23 @@ from outrider.distillation.documents import (
     sampled,
 )
 from outrider.distillation.learning import Lessons
-from outrider.distillation.measuring import Measured, measure
-from outrider.distillation.options import DistillOptions
+from outrider.distillation.measuring import (
+    MEASURED_TEMPERATURES,
+    MEASURED_TOKENS_MAX,
+    Measured,
+    measure,
+)
+from outrider.distillation.options import DRAFT_VOCAB, LAYERS, DistillOptions
 from outrider.distillation.output import check_out, filled
 from outrider.distillation.storage import alone_in, folder_name
-from outrider.distillation.student import kept_layers, likeliest_tokens, make_student
+from outrider.distillation.student import (
+    Start,
+    covered_share,
+    kept_layers,
+    likeliest_tokens,
+    load_student,
+    make_student,
+)
 from outrider.distillation.teacher import TeacherCache, check_head
 from outrider.distillation.training import Budget, Point, Trainer
 from outrider.distillation.writing import Template, Wanted, WrittenCorpus
@@ -106,6 +116,9 @@ class Distilled:
 
     out: Path
     measured: Measured
+    """In held-out texts."""
+    of_prompts: Measured | None
+    """In answers to the prompts that it was to be measured with."""
     num_steps: int
     seconds: float
 
@@ -139,42 +152,43 @@ class _Run:
         check_head(module)
         use_dense_attention(module)
         self._vocab_size = module.get_input_embeddings().weight.shape[0]
-        self._layers = kept_layers(
-            options.layers,
-            module.config.get_text_config().num_hidden_layers,
-            copying_layers(module),
-        )
         self._module, self._info = module, info
+        if options.start_from is not None:
+            self._drafter: Start | None = load_student(
+                options.start_from, target.directory, target.name, target.dtype, target.device
+            )
+        else:
+            self._drafter = None
+            num_layers = module.config.get_text_config().num_hidden_layers
+            self._layers = kept_layers(options.layers or LAYERS, num_layers, copying_layers(module))
         self._dtype = str(module.dtype)
         self._seconds = options.minutes * 60
         self._tokens_max = min(DOCUMENT_TOKENS_MAX, info.max_model_len)
         given = read_corpus(files, self._vocab_size, target.encode, self._tokens_max)
         self._given = sampled(given)
-        for number, prompt in enumerate(options.prompts, start=1):
-            if not 0 < len(prompt) < self._tokens_max:
-                raise SettingError(
-                    "prompts",
-                    f"number {number} has {len(prompt)} tokens; 1 to {self._tokens_max - 1} leave "
-                    "room for an answer",
-                )
+        _check_prompts("prompts", options.prompts, self._tokens_max - 1)
+        _check_prompts("measure", options.measure, info.max_model_len - 1)
 
     def finish(self) -> Distilled:
         """All stages."""
         corpus = self._write()
         caches = self._ask(corpus)
+        asked = self._ask_to_measure() if self._options.measure else None
         before = corpus.spent.seconds + sum(cache.spent.seconds for cache in caches.values())
-        token_ids, covered = likeliest_tokens(
-            list(caches.values()), min(self._options.draft_vocab, self._vocab_size),
-            self._vocab_size,
-        )  # fmt: skip
+        start = self._start(list(caches.values()))
+        token_ids = start.token_ids
         lessons = Lessons(list(caches.values()), token_ids, self._vocab_size, self._module.device)
         known = [(cache.name, cache.num_documents) for cache in caches.values()]
-        trainer = self._train(lessons, known, token_ids, before)
+        trainer = self._train(lessons, known, start, before)
         with torch.no_grad():
             for weight in trainer.weights.values():
                 weight.copy_(as_stored(weight.detach()))
         self._report("measuring", 0.0, None)
         measured = measure(trainer.student, lessons, lessons.held_out)
+        of_prompts = None
+        if asked is not None:
+            answers = Lessons([asked], token_ids, self._vocab_size, self._module.device)
+            of_prompts = measure(trainer.student, answers, answers.held_out)
         spent = {
             "writing": corpus.spent.seconds,
             "the target's answers": before - corpus.spent.seconds,
@@ -183,20 +197,32 @@ class _Run:
         facts = CardFacts(
             target=self._target.name,
             target_fingerprint=self._fingerprint,
-            layers=self._layers,
+            start=start.name,
             num_parameters=sum(weight.numel() for weight in trainer.weights.values()),
             draft_vocab_size=len(token_ids),
-            covered=covered,
+            covered=covered_share(list(caches.values()), token_ids, self._vocab_size),
             sources={name: _facts(cache) for name, cache in caches.items()},
             seconds=spent,
             seed=self._options.seed,
             num_steps=trainer.num_steps,
             num_trained_tokens=trainer.num_tokens,
             measured=measured,
+            of_prompts=of_prompts,
+            num_prompts=len(self._options.measure),
             points=trainer.points,
         )
         self._save(trainer.student, torch.from_numpy(token_ids), facts)
-        return Distilled(self._options.out, measured, trainer.num_steps, sum(spent.values()))
+        return Distilled(
+            self._options.out, measured, of_prompts, trainer.num_steps, sum(spent.values())
+        )
+
+    def _start(self, caches: Sequence[TeacherCache]) -> Start:
+        """What learns: the drafter that was named, else a few of the target's layers."""
+        if self._drafter is not None:
+            return self._drafter
+        num_wanted = min(self._options.draft_vocab or DRAFT_VOCAB, self._vocab_size)
+        token_ids = likeliest_tokens(caches, num_wanted, self._vocab_size)
+        return make_student(self._module, self._layers, token_ids)
 
     def _write(self) -> WrittenCorpus:
         options = self._options
@@ -271,19 +297,44 @@ class _Run:
             )
         return found
 
-    def _train(
-        self, lessons: Lessons, known: object, token_ids: npt.NDArray[np.int64], before: float
-    ) -> Trainer:
+    def _ask_to_measure(self) -> TeacherCache:
+        """The target's answers to prompts that are not learned from, and what it says of them."""
+        options, template = self._options, self._target.template
+        prompts = [prompt for prompt in options.measure for _ in MEASURED_TEMPERATURES]
+        eos, tokens_max = sorted(self._info.eos_token_ids), self._info.max_model_len
+        name = folder_name("measured", self._dtype, options.seed, prompts, eos, tokens_max)
+        corpus = WrittenCorpus(
+            self._place / name,
+            template,
+            prompts,
+            options.seed,
+            tokens_max,
+            MEASURED_TEMPERATURES,
+            MEASURED_TOKENS_MAX,
+        )
+        wanted = Wanted(None, float("inf"), prompts_alone=True)
+        if not corpus.is_enough(wanted):
+            together = _TOGETHER["cpu" if self._is_cpu else "cuda"]
+            corpus.write(
+                self._engine(), together, wanted, lambda part: self._report("prompts", part, None)
+            )
+        documents = [replace(document, is_held_out=True) for document in corpus.documents()]
+        folder = folder_name("answers", self._dtype, fingerprint_of(documents))
+        cache = TeacherCache(self._place / folder, documents, self._vocab_size)
+        cache.fill(self._module, float("inf"), lambda part: self._report("prompts", part, None))
+        return cache
+
+    def _train(self, lessons: Lessons, known: object, start: Start, before: float) -> Trainer:
         options = self._options
         name = folder_name(
-            "student", known, options.seed, self._layers, len(token_ids), options.minutes,
-            options.steps,
-        )  # fmt: skip
-        student = make_student(self._module, self._layers, token_ids)
-        use_dense_attention(student)
+            "student", known, options.seed, start.key, options.minutes, options.steps
+        )
+        use_dense_attention(start.student)
         left = max(TRAINING_SHARE * self._seconds, self._seconds - before)
         budget = Budget(options.steps, left)
-        trainer = Trainer(student, lessons, self._place / name, options.seed, budget)
+        trainer = Trainer(
+            start.student, lessons, self._place / name, options.seed, budget, start.is_trained
+        )
         trainer.run(lambda part, point: self._report("training", part, point))
         return trainer
 
@@ -300,6 +351,17 @@ class _Run:
             save_drafter(directory, student, token_ids, description)
             (directory / CARD_FILE).write_text(render_card(facts), encoding="utf-8")
             (directory / PLOT_FILE).write_text(render_plot(facts.points), encoding="utf-8")
+
+
+def _check_prompts(name: str, prompts: Sequence[Sequence[int]], length_max: int) -> None:
+    """Raises `SettingError` for a prompt that leaves no room for an answer."""
+    for number, prompt in enumerate(prompts, start=1):
+        if not 0 < len(prompt) <= length_max:
+            raise SettingError(
+                name,
+                f"number {number} has {len(prompt)} tokens; 1 to {length_max} leave room for an "
+                "answer",
+            )
 
 
 def _facts(cache: TeacherCache) -> SourceFacts:

@@ -24,7 +24,7 @@ from outrider.errors import SettingError
 
 HELD_OUT_EVERY: Final = 32
 """Every so manieth text is never learned from, with all its pieces."""
-DOCUMENT_TOKENS_MAX: Final = 512
+DOCUMENT_TOKENS_MAX: Final = 1024
 """Longer texts are cut into pieces; of a conversation that is longer the end is left out. Targets
 may take less."""
 CORPUS_FILES_MAX: Final = 100_000

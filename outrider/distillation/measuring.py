@@ -14,6 +14,10 @@ from outrider.distillation.learning import Batch, Lessons, Place, alike
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.speculation.acceptance import conditional_acceptance
 
+MEASURED_TEMPERATURES: Final = (0.0, 1.0)
+"""Of the answers to each prompt that a drafter is to be measured with, ..."""
+MEASURED_TOKENS_MAX: Final = 128
+"""... and their greatest length: as `outrider bench acceptance` does by default."""
 _ROWS_OF_A_BLOCK: Final = 512
 _TOKENS_OF_A_PASS: Final = 4096
 

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from outrider.errors import SettingError
 from outrider.limits import SEED_MAX
 from outrider.settings import check_range
 
 MINUTES_MAX: Final = 7 * 24 * 60.0
+LAYERS: Final = 5
 LAYERS_MAX: Final = 256
+DRAFT_VOCAB: Final = 8192
 DRAFT_VOCAB_MAX: Final = 2**20
 TOKENS_MAX: Final = 2**26
 """Tokens that the target writes, at most; the teacher's cache takes some 260 bytes for each."""
@@ -26,12 +29,19 @@ class DistillOptions:
     replaced."""
     minutes: float = 30.0
     """For writing, reading and training together, earlier parts of the same run included."""
-    layers: int = 5
-    """Of the student, taken from the target's: see `kept_layers`."""
-    draft_vocab: int = 8192
-    """Rows of the target's head that the student has."""
+    layers: int | None = None
+    """Of the student, taken from the target's: see `kept_layers`; None = `LAYERS`, or those of
+    `start_from`."""
+    draft_vocab: int | None = None
+    """Rows of the target's head that the student has; None = `DRAFT_VOCAB`, or those of
+    `start_from`."""
+    start_from: Path | None = None
+    """A drafter of this target that learns on, in place of a new student."""
     prompts: tuple[tuple[int, ...], ...] = ()
     """Token ids that the target answers before it asks itself."""
+    measure: tuple[tuple[int, ...], ...] = ()
+    """Token ids of prompts that are never learned from; the card says what is accepted of the
+    answers to these."""
     corpus: Path | None = None
     """Folder of texts, and of conversations that the target wrote before."""
     seed: int = 0
@@ -50,3 +60,6 @@ class DistillOptions:
             ("steps", self.steps, 1, STEPS_MAX),
         ):
             check_range(name, value, low, high)
+        for name in ("layers", "draft_vocab"):
+            if self.start_from is not None and getattr(self, name) is not None:
+                raise SettingError(name, "the drafter that is started from keeps what it has")

@@ -14,7 +14,7 @@ from typing import Any, Final
 from outrider.errors import ConfigError
 from outrider.file_lock import locked
 
-CACHE_VERSION: Final = 1
+CACHE_VERSION: Final = 2
 """Grows when the same folder would be filled otherwise; what older versions left is not used."""
 _SPENT: Final = "spent.json"
 _LOCK: Final = "lock"

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,10 @@ from torch import nn
 
 from outrider.distillation.teacher import TeacherCache
 from outrider.engine.empty_models import parameters_on_meta
-from outrider.engine.trained_drafters import narrow_head
+from outrider.engine.fingerprints import tensors_fingerprint
+from outrider.engine.trained_drafters import load_drafter, narrow_head
 from outrider.errors import ConfigError, SettingError
+from outrider.settings import blaming
 
 _DOCUMENTS_AT_ONCE = 512
 _LAYERS_TO_COPY = 4
@@ -44,20 +48,27 @@ def kept_layers(
 
 def likeliest_tokens(
     caches: Sequence[TeacherCache], num_wanted: int, vocab_size: int
-) -> tuple[npt.NDArray[np.int64], float]:
+) -> npt.NDArray[np.int64]:
     """The tokens [N], ascending, with the most of the target's probability over the documents that
-    are learned from (ties: lowest ids), and the part that they have of it in the answers of those
-    that are held out. Tokens that the target did not list count as impossible: it is no less."""
-    learned, held_out = np.zeros(vocab_size), np.zeros(vocab_size)
-    num_rows = 0
+    are learned from (ties: lowest ids)."""
+    learned = np.zeros(vocab_size)
     for cache in caches:
         rows = [cache.rows(i) for i, d in enumerate(cache.known) if not d.is_held_out]
         learned += _mass(cache, rows, vocab_size)
+    return np.sort(np.argsort(-learned, kind="stable")[:num_wanted])
+
+
+def covered_share(
+    caches: Sequence[TeacherCache], token_ids: npt.NDArray[np.int64], vocab_size: int
+) -> float:
+    """The part of the target's probability that these tokens have in the answers of held-out
+    documents, of 1. Tokens that the target did not list count as impossible: it is no less."""
+    mass, num_rows = np.zeros(vocab_size), 0
+    for cache in caches:
         rows = [cache.answer_rows(i) for i, d in enumerate(cache.known) if d.is_held_out]
-        held_out += _mass(cache, rows, vocab_size)
+        mass += _mass(cache, rows, vocab_size)
         num_rows += sum(part.stop - part.start for part in rows)
-    chosen = np.sort(np.argsort(-learned, kind="stable")[:num_wanted])
-    return chosen, float(held_out[chosen].sum() / max(num_rows, 1))
+    return float(mass[token_ids].sum() / max(num_rows, 1))
 
 
 def _mass(cache: TeacherCache, rows: Sequence[slice], vocab_size: int) -> npt.NDArray[np.float64]:
@@ -75,7 +86,22 @@ def _mass(cache: TeacherCache, rows: Sequence[slice], vocab_size: int) -> npt.ND
     return mass
 
 
-def make_student(target: Any, layers: Sequence[int], token_ids: npt.NDArray[np.int64]) -> Any:
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A student before it learns."""
+
+    student: Any
+    token_ids: npt.NDArray[np.int64]
+    """[N], ascending: those of its head."""
+    name: str
+    """What it begins as; for people."""
+    key: str
+    """What tells it from every other of the same target and texts."""
+    is_trained: bool
+    """Whether it has learned before."""
+
+
+def make_student(target: Any, layers: Sequence[int], token_ids: npt.NDArray[np.int64]) -> Start:
     """A module of the target's architecture with its embeddings, its head's rows for `token_ids`,
     and copies of these layers of it. Embeddings and head stay as they are: so students need less
     data, and nothing of both has to be kept. It learns as it is served, without dropout."""
@@ -102,11 +128,32 @@ def make_student(target: Any, layers: Sequence[int], token_ids: npt.NDArray[np.i
     for mine, index in zip(_layers_of(student), layers, strict=True):
         copies = {name: values.clone() for name, values in found[index].state_dict().items()}
         mine.load_state_dict(copies, assign=True)
-    student.requires_grad_(True)
-    student.get_input_embeddings().weight = embedding.requires_grad_(False)
+    student.get_input_embeddings().weight = embedding
     rows = torch.from_numpy(token_ids).to(embedding.device)
-    narrow_head(student, len(token_ids)).weight = nn.Parameter(before[rows], requires_grad=False)
-    return student.to(embedding.device).eval()
+    narrow_head(student, len(token_ids)).weight = nn.Parameter(before[rows])
+    student = _learning(student).to(embedding.device).eval()
+    name = f"the target's layers {', '.join(map(str, layers))}"
+    return Start(student, token_ids, name, f"{layers}, {len(token_ids)}", is_trained=False)
+
+
+def load_student(drafter: Path, target: Path, name: str, dtype: str, device: str) -> Start:
+    """A drafter of this target, which is called `name`, to learn on. Raises `SettingError` for one
+    that was made for another, or that cannot be read."""
+    with blaming("start_from"):
+        student, info = load_drafter(
+            drafter, target, name=str(drafter), target=name, dtype=dtype, device=device
+        )
+        key = tensors_fingerprint(drafter)
+    token_ids = np.array(info.logit_token_ids, dtype=np.int64)
+    return Start(_learning(student), token_ids, f"the drafter {drafter.name}", key, is_trained=True)
+
+
+def _learning(student: Any) -> Any:
+    """All of it learns but what is the target's: embeddings and head."""
+    student.requires_grad_(True)
+    for shared in (student.get_input_embeddings(), student.get_output_embeddings()):
+        shared.weight.requires_grad_(False)
+    return student
 
 
 def _layers_of(module: Any) -> nn.ModuleList:

@@ -33,6 +33,8 @@ first, and quieter ones late."""
 _PEAK_RATE_BY_WIDTH: Final = 0.864
 _PEAK_RATE_MAX: Final = 2e-3
 """The highest learning rate is the former divided by the model's width, at most the latter."""
+_TRAINED_RATE: Final = 0.5
+"""Part of the peak for a student that has learned before."""
 _WARM_UP: Final = 0.04
 _LIKELIHOOD_FROM: Final = 0.25
 _LIKELIHOOD_UP_TO: Final = 0.5
@@ -73,9 +75,9 @@ class Budget:
     seconds: float
 
 
-def learning_rate(part: float, width: int) -> float:
+def learning_rate(part: float, width: int, is_trained: bool) -> float:
     """After this part of the budget: linear up, then linear down to nothing."""
-    peak = min(_PEAK_RATE_BY_WIDTH / width, _PEAK_RATE_MAX)
+    peak = min(_PEAK_RATE_BY_WIDTH / width, _PEAK_RATE_MAX) * (_TRAINED_RATE if is_trained else 1)
     return peak * max(0.0, min(part / _WARM_UP, (1 - part) / (1 - _WARM_UP)))
 
 
@@ -85,8 +87,10 @@ def batch_tokens(part: float, most: int) -> int:
     return int(most * next(shares, 1.0))
 
 
-def likelihood_share(part: float) -> float:
+def likelihood_share(part: float, is_trained: bool) -> float:
     """Of the loss, after this part of the budget."""
+    if is_trained:
+        return _LIKELIHOOD_SHARE
     over = (part - _LIKELIHOOD_FROM) / (_LIKELIHOOD_UP_TO - _LIKELIHOOD_FROM)
     return _LIKELIHOOD_SHARE * min(1.0, max(0.0, over))
 
@@ -96,9 +100,17 @@ class Trainer:
     name; float32 masters of them take the steps."""
 
     def __init__(
-        self, student: Any, lessons: Lessons, directory: Path, seed: int, budget: Budget
+        self,
+        student: Any,
+        lessons: Lessons,
+        directory: Path,
+        seed: int,
+        budget: Budget,
+        is_trained: bool,
     ) -> None:
+        """`is_trained`: the student has learned before."""
         self.student = student
+        self._is_trained = is_trained
         self._lessons = lessons
         self._seed = seed
         self._budget = budget
@@ -183,10 +195,10 @@ class Trainer:
         ).last_hidden_state
         wanted = hidden.reshape(-1, hidden.shape[-1])[batch.rows]
         head = self.student.get_output_embeddings().weight
-        loss = overlap_loss(wanted, head, batch.teacher, likelihood_share(part))
+        loss = overlap_loss(wanted, head, batch.teacher, likelihood_share(part, self._is_trained))
         loss.backward()  # type: ignore[no-untyped-call]
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(part, hidden.shape[-1])
+            group["lr"] = learning_rate(part, hidden.shape[-1], self._is_trained)
         for name, weight in self.weights.items():
             self._masters[name].grad = None if weight.grad is None else weight.grad.float()
             weight.grad = None

@@ -23,7 +23,7 @@ TEMPERATURES: Final = (0.0, 0.7, 1.0)
 _TURN_MIN_P: Final = 0.03
 """User turns are drawn at temperature 1 without what is less likely than this part of the
 likeliest token: so they stay sensible, and differ."""
-_TURN_TOKENS_MAX: Final = 128
+_TURN_TOKENS_MAX: Final = 512
 _ANSWER_TOKENS_MAX: Final = 320
 _FILE: Final = "conversations.jsonl"
 
@@ -46,6 +46,8 @@ class Wanted:
     """That many; or None ..."""
     seconds: float
     """... as many as this time allows, earlier runs included."""
+    prompts_alone: bool = False
+    """Whether nothing but the answers to the given prompts is wanted, and all of these."""
 
 
 class _Conversation:
@@ -59,17 +61,20 @@ class _Conversation:
         prompt: Sequence[int],
         vocab_size: int,
         tokens_max: int,
+        temperature: float,
+        answer_tokens_max: int,
     ) -> None:
         self.index = index
         self.name = f"conversation-{index}"
         self.seed = choice_seed(seed, index + 1)
-        self.temperature = TEMPERATURES[index % len(TEMPERATURES)]
+        self.temperature = temperature
         self._template = template
         self.is_turn = bool(template.after) and not prompt
         # Where nothing begins a text, any token does.
         self.prompt = [*(prompt or template.before or (self.seed % vocab_size,))]
         self.answer: list[int] = []
         self._tokens_max = tokens_max
+        self._answer_tokens_max = answer_tokens_max
         room = tokens_max - len(template.before) - len(template.after)
         self._turn_tokens_max = max(1, min(_TURN_TOKENS_MAX, room // 2))
         self.unseen = tuple(self.prompt)
@@ -93,7 +98,7 @@ class _Conversation:
         self.unseen = (token_id,)
         if not self.is_turn:
             self.answer.append(token_id)
-            full = len(self.answer) == _ANSWER_TOKENS_MAX or self.length == self._tokens_max
+            full = len(self.answer) == self._answer_tokens_max or self.length == self._tokens_max
             return full or token_id in eos
         after = self._template.after
         ends = token_id in eos or token_id == after[0]
@@ -122,9 +127,14 @@ class WrittenCorpus:
         prompts: Sequence[Sequence[int]],
         seed: int,
         tokens_max: int,
+        temperatures: Sequence[float] = TEMPERATURES,
+        answer_tokens_max: int = _ANSWER_TOKENS_MAX,
     ) -> None:
-        """Of at most `tokens_max` tokens each, which is more than any prompt has."""
+        """Of at most `tokens_max` tokens each, which is more than any prompt has. Answers are
+        written at these temperatures in turn."""
         self._tokens_max = tokens_max
+        self._temperatures = temperatures
+        self._answer_tokens_max = answer_tokens_max
         self._template = template
         self._prompts = prompts
         self._seed = seed
@@ -152,6 +162,8 @@ class WrittenCorpus:
 
     def is_enough(self, wanted: Wanted) -> bool:
         """Whether writing can stop."""
+        if wanted.prompts_alone:
+            return len(self._records) == len(self._prompts)
         if wanted.tokens is None:
             return self.spent.seconds >= wanted.seconds
         return self._sums[-1] >= wanted.tokens
@@ -163,15 +175,15 @@ class WrittenCorpus:
         until it is enough; tells `progress` the part that is done."""
         room = engine.page_counts().num_pages * PAGE_SIZE // self._tokens_max
         num_together = max(1, min(num_together, room))
+        end = len(self._prompts) if wanted.prompts_alone else None
         eos = frozenset(engine.info.eos_token_ids)
         running: list[_Conversation] = []
         following = 0
         with self.spent.working(), self._path.open("a", encoding="utf-8") as file:
             while not self.is_enough(wanted):
-                while len(running) < num_together:
-                    while following in self._records:
-                        following += 1
-                    running.append(self._begin(engine, following))
+                while len(running) < num_together and following != end:
+                    if following not in self._records:
+                        running.append(self._begin(engine, following))
                     following += 1
                 ended = [
                     one
@@ -193,7 +205,14 @@ class WrittenCorpus:
     def _begin(self, engine: Engine, index: int) -> _Conversation:
         prompt = self._prompts[index] if index < len(self._prompts) else ()
         one = _Conversation(
-            index, self._seed, self._template, prompt, engine.info.vocab_size, self._tokens_max
+            index,
+            self._seed,
+            self._template,
+            prompt,
+            engine.info.vocab_size,
+            self._tokens_max,
+            self._temperatures[index % len(self._temperatures)],
+            self._answer_tokens_max,
         )
         one.unseen = one.unseen[engine.attach(one.name, one.unseen) :]
         return one
@@ -208,6 +227,8 @@ class WrittenCorpus:
         return min(bisect_left(self._sums, tokens), len(self._sums) - 1)
 
     def _part(self, wanted: Wanted) -> float:
+        if wanted.prompts_alone:
+            return len(self._records) / len(self._prompts)
         if wanted.tokens is None:
             return min(1.0, self.spent.seconds / max(wanted.seconds, 1e-9))
         return min(1.0, self._sums[-1] / max(wanted.tokens, 1))

@@ -282,17 +282,70 @@ def test_one_long_text_is_too_few(target: Target, tmp_path: Path) -> None:
         run(reads, tmp_path, tokens=0, corpus=tmp_path / "corpus")
 
 
+def test_prompts_to_measure_with_are_not_learned_from(
+    target: Target, whole: tuple[Path, list[Point]], tmp_path: Path
+) -> None:
+    """Each is answered at both temperatures; the drafter is the same as without them."""
+    shutil.copytree(whole[0] / "cache", tmp_path / "cache")
+    prompts = ((0, 5, 9, 3, 6), (0, 5, 11, 12, 3, 6), (0, 5, 13, 3, 6))
+    found = run(target, tmp_path, measure=prompts).of_prompts
+    assert found is not None
+    assert [rates.temperature for rates in found.by_temperature] == [0.0, 1.0]
+    [file] = (tmp_path / "cache").glob("distillation/*/measured-*/conversations.jsonl")
+    answered = [json.loads(line) for line in file.read_text().splitlines()]
+    assert sorted(tuple(a["prompt"]) for a in answered) == sorted(2 * prompts)
+    assert found.num_tokens == sum(len(a["answer"]) for a in answered)
+    assert all(0 < len(a["answer"]) <= 128 for a in answered)
+    assert "answers to 3 prompts" in (tmp_path / "out" / "README.md").read_text()
+    expected = weights(whole[0])
+    for name, values in weights(tmp_path).items():
+        assert torch.equal(values, expected[name]), name
+
+
+def test_a_drafter_learns_on(
+    target: Target, whole: tuple[Path, list[Point]], tmp_path: Path
+) -> None:
+    """From where it stood, with the head that it has; what was there before is left as it is."""
+    out, points = whole[0] / "out", []
+    before = weights(whole[0])
+    shutil.copytree(whole[0] / "cache", tmp_path / "cache")
+
+    def report(stage: str, part: float, point: Point | None) -> None:
+        points.extend([point] if point else [])
+
+    run(target, tmp_path, report, start_from=out, layers=None, draft_vocab=None)
+    assert points[0].sampled == pytest.approx(whole[1][-1].sampled, abs=0.02)
+    assert points[-1].sampled > points[0].sampled
+    assert "begun as\n  the drafter out." in (tmp_path / "out" / "README.md").read_text()
+    after = weights(tmp_path)
+    assert torch.equal(after["draft_token_ids"], before["draft_token_ids"])
+    assert any(not torch.equal(values, before[name]) for name, values in after.items())
+    for name, values in weights(whole[0]).items():
+        assert torch.equal(values, before[name]), name
+
+
+def test_a_drafter_of_another_target_is_not_started_from(
+    whole: tuple[Path, list[Point]], tmp_path: Path
+) -> None:
+    path = save_tiny_model(tmp_path / "other", eos_token_id=3, seed=5)
+    other = Target("other", path, TEMPLATE, None)
+    with pytest.raises(SettingError, match=r"start_from: .* was made for the target tiny"):
+        run(other, tmp_path, start_from=whole[0] / "out", layers=None, draft_vocab=None)
+
+
 def test_rate_and_loss_follow_the_budget() -> None:
-    rates = [learning_rate(part / 100, 576) for part in range(101)]
+    rates = [learning_rate(part / 100, 576, False) for part in range(101)]
     assert rates[0] == rates[100] == 0.0
     assert rates[4] == max(rates) == pytest.approx(1.5e-3)
-    assert learning_rate(0.04, 1152) == pytest.approx(rates[4] / 2)
+    assert learning_rate(0.04, 1152, False) == pytest.approx(rates[4] / 2)
+    assert learning_rate(0.04, 576, True) == pytest.approx(rates[4] / 2)
     sizes = [batch_tokens(part / 20, 4096) for part in range(21)]
     assert sizes == [1024] * 10 + [2048] * 6 + [4096] * 5
-    shares = [likelihood_share(part / 20) for part in range(21)]
+    shares = [likelihood_share(part / 20, False) for part in range(21)]
     assert shares[:6] == [0.0] * 6
     assert shares == sorted(shares)
     assert shares[10:] == [0.9] * 11
+    assert likelihood_share(0.0, True) == 0.9
 
 
 def test_the_command_makes_one_that_serves(
@@ -316,7 +369,7 @@ def test_the_command_makes_one_that_serves(
         [
             "distill", str(model), "--out", str(tmp_path / "out"), "--layers", "1",
             "--draft-vocab", "64", "--tokens", "300", "--steps", "4", "--json",
-            "--corpus", str(corpus), "--prompts", str(prompts),
+            "--corpus", str(corpus), "--prompts", str(prompts), "--measure", str(prompts),
         ]
     )  # fmt: skip
     assert code == 0
@@ -324,6 +377,7 @@ def test_the_command_makes_one_that_serves(
     found = json.loads(captured.out)
     assert found["steps"] == 4
     assert 0 < found["sampled"] < 1
+    assert 0 < found["of_prompts"]["num_positions"] <= 4 * 128
     assert "training" in captured.err
     load_drafter(tmp_path / "out", model, name="out", target="target")
     [written] = (tmp_path / "cache" / "distillation").glob("*/written-*/conversations.jsonl")
@@ -339,8 +393,11 @@ def test_the_command_makes_one_that_serves(
         (["--layers", "9"], "--layers: 9 is more than the target's 2"),
         (["--draft-vocab", "1"], "--draft-vocab: 1 is wrong"),
         (["--minutes", "nan"], "--minutes: nan is wrong"),
+        (["--start-from", "nowhere"], "--start-from: "),
+        (["--start-from", "demo-drafter", "--layers", "2"], "--layers: the drafter that is"),
         (["--corpus", "nowhere"], "--corpus: nowhere is not a folder"),
-        (["--prompts", "nowhere"], "--prompts: "),
+        (["--prompts", "nowhere"], "--prompts: cannot read nowhere"),
+        (["--measure", "nowhere"], "--measure: cannot read nowhere"),
         (["--device", "tpu"], "--device: 'tpu' is wrong"),
     ],
 )

@@ -12,7 +12,7 @@ from models import tiny_config, tiny_module
 
 from outrider.distillation import teacher
 from outrider.distillation.documents import Document
-from outrider.distillation.student import kept_layers, likeliest_tokens, make_student
+from outrider.distillation.student import covered_share, kept_layers, likeliest_tokens, make_student
 from outrider.distillation.teacher import TeacherCache, check_head, largest
 from outrider.errors import ConfigError, SettingError
 
@@ -119,16 +119,18 @@ def test_the_head_is_for_the_tokens_with_most_of_the_mass(
             expected += list(listed[document.answer_first - 1 : -1])
         else:
             learned += listed[document.first - 1 : -1].sum(0)
-    chosen, covered = likeliest_tokens([cache], 30, VOCAB)
+    chosen = likeliest_tokens([cache], 30, VOCAB)
     assert chosen.tolist() == sorted(np.argsort(-learned)[:30].tolist())
-    assert covered == pytest.approx(np.array(expected)[:, chosen].sum(1).mean(), rel=1e-3)
+    assert covered_share([cache], chosen, VOCAB) == pytest.approx(
+        np.array(expected)[:, chosen].sum(1).mean(), rel=1e-3
+    )
 
 
 def test_a_student_starts_as_the_target(module: Any) -> None:
     """With all its layers and tokens it computes the same; only the embeddings are shared, and
     they are not trained."""
     token_ids = np.array([0, 5, 9, 80, 159])
-    student = make_student(module, [0, 1], token_ids)
+    student = make_student(module, [0, 1], token_ids).student
     ids = torch.randint(0, VOCAB, (2, 11))
     torch.testing.assert_close(student(ids).logits, module(ids).logits[..., token_ids])
     shared = module.get_input_embeddings().weight
@@ -137,7 +139,7 @@ def test_a_student_starts_as_the_target(module: Any) -> None:
     kept = {"model.embed_tokens.weight", "lm_head.weight"}
     assert trained == {name for name, _ in student.named_parameters()} - kept
     assert not student.training
-    one = make_student(module, [1], token_ids)
+    one = make_student(module, [1], token_ids).student
     mine, theirs = one.model.layers[0].mlp.up_proj, module.model.layers[1].mlp.up_proj
     assert torch.equal(mine.weight, theirs.weight)
     assert mine.weight is not theirs.weight
@@ -148,7 +150,7 @@ def test_nothing_of_a_student_is_made_anew() -> None:
     made to be thrown away, of which embeddings and head would be the most."""
     module = tiny_module(tiny_config("llama", VOCAB), dtype=torch.bfloat16)
     random = torch.get_rng_state()
-    student = make_student(module, [0, 1], np.arange(VOCAB))
+    student = make_student(module, [0, 1], np.arange(VOCAB)).student
     assert torch.equal(torch.get_rng_state(), random)
     theirs = {**module.state_dict(), **dict(module.named_buffers())}
     found = {**student.state_dict(), **dict(student.named_buffers())}

@@ -50,7 +50,8 @@ def trainer(
     monkeypatch.setitem(training.BATCH_TOKENS, "cpu", 400)
 
     def make(place: Path, budget: Budget) -> Trainer:
-        return Trainer(make_student(module, [1], TOKEN_IDS), lessons, place, 0, budget)
+        student = make_student(module, [1], TOKEN_IDS).student
+        return Trainer(student, lessons, place, 0, budget, is_trained=False)
 
     return make
 
