@@ -132,6 +132,8 @@ async def _build(config: CoordinatorConfig, observation: Observation) -> Coordin
             run_ahead_rounds=config.run_ahead_rounds,
             max_sessions=config.max_sessions,
             patience=_patience(config),
+            look_ahead=config.look_ahead,
+            look_ahead_bytes_max=config.look_ahead_bytes_max,
         ),
         store=await connect_store(config),
         target=target_link(config.target_address),

@@ -93,7 +93,7 @@ class Decoding:
 
     async def _rounds(self) -> FinishReason:
         if self._draft is not None:
-            self._draft.prefill(0)
+            self._draft.prefill(0, self._parameters.num_draft_tokens)
         round_index = 0
         while True:
             await self._committer.room(self._session, self._parameters.num_draft_tokens + 1)
@@ -136,6 +136,7 @@ class Decoding:
             drafted.seconds,
             drafted.queue_ms,
             drafted.compute_ms,
+            drafted.ahead,
         )
         return drafted
 
@@ -233,4 +234,5 @@ def _report(index: int, drafted: Drafted, verified: Verified, num_accepted: int)
         queue_ms=reply.queue_ms,
         verify_ms=reply.compute_ms,
         commit_ms=0.0,
+        look_ahead_hit=drafted.ahead,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from outrider.errors import LinkLost, check
@@ -26,6 +27,8 @@ class Mailbox(Generic[Answer]):
         self._lost: Exception | None = None
         self.heard = False
         """Whether anything came since this was last set to False."""
+        self.on_pushed: Callable[[ProposalReply], None] | None = None
+        """Hears of proposals that assume something; without it they are dropped."""
 
     def put(self, answer: Answer) -> None:
         """Keeps an answer to the current or a later round."""
@@ -33,6 +36,10 @@ class Mailbox(Generic[Answer]):
         if key.epoch != self._epoch:
             return
         self.heard = True
+        if isinstance(answer, ProposalReply) and answer.assumed:
+            if self.on_pushed is not None:
+                self.on_pushed(answer)
+            return
         if key.round < self._round:
             return
         known = self._answers.get(key.round)

@@ -25,6 +25,7 @@ from outrider.limits import (
     ABANDON_TRIES_MAX,
     COMMIT_RETRY_MS_MAX,
     COMMIT_RETRY_MS_MIN,
+    LOOK_AHEAD_BYTES_MAX,
     OPEN_TRIES_MAX,
     SEED_BITS,
 )
@@ -80,6 +81,10 @@ class CoordinatorOptions:
     run_ahead_rounds: int
     max_sessions: int
     patience: Patience
+    look_ahead: int = 0
+    """Outcomes of a round that the draft works out before they are known."""
+    look_ahead_bytes_max: int = LOOK_AHEAD_BYTES_MAX
+    """Of the proposals for them that are kept for a session."""
 
 
 class CoordinatorService:
@@ -333,7 +338,14 @@ class CoordinatorService:
         heads = HeadWriter(session, parameters.sampling, deadline, observer)
         draft: DraftSide | None = None
         if self._draft is not None and parameters.num_draft_tokens > 0:
-            draft = DraftSide(self._draft, heads, options.patience, self._stand_in)
+            draft = DraftSide(
+                self._draft,
+                heads,
+                options.patience,
+                self._stand_in,
+                options.look_ahead,
+                options.look_ahead_bytes_max,
+            )
         completion = Completion(
             max_tokens=parameters.max_tokens,
             stop=parameters.stop,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from outrider.drafting.drafter import Drafter, DraftRequest
@@ -25,6 +25,7 @@ from outrider.errors import (
     check,
     error_from_code,
 )
+from outrider.limits import LOOK_AHEAD_BYTES_MAX
 from outrider.messages import (
     DraftAnswer,
     DraftItem,
@@ -43,6 +44,7 @@ from outrider.speculation.proposal import SealedProposal, require_q
 from outrider.speculation.sampling import SamplingParams
 from outrider.telemetry.observer import SILENT, RequestObserver, Side
 
+from .look_ahead import PushedProposals
 from .mailbox import PostOffice
 
 _log = logging.getLogger(__name__)
@@ -244,6 +246,8 @@ class Drafted:
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     """The replica's own times."""
+    ahead: bool = False
+    """Whether it was there before the round began."""
 
 
 class DraftSide:
@@ -255,7 +259,11 @@ class DraftSide:
         heads: HeadWriter,
         patience: Patience,
         stand_in: Drafter,
+        look_ahead: int = 0,
+        look_ahead_bytes_max: int = LOOK_AHEAD_BYTES_MAX,
     ) -> None:
+        """`look_ahead` outcomes of each round are to be worked out before they are known; so many
+        bytes of proposals are kept for them."""
         self._office = office
         self._heads = heads
         self._patience = patience
@@ -263,6 +271,11 @@ class DraftSide:
         self._session_id = heads.session.session_id
         self._epoch = heads.session.epoch
         self._mailbox = office.open(self._session_id, self._epoch)
+        self._look_ahead = look_ahead
+        self._pushed = PushedProposals(look_ahead_bytes_max)
+        self._mailbox.on_pushed = self._take_pushed
+        self._asked: tuple[int, int] | None = None
+        """The round whose proposal is waited for, and its K."""
         self._present = True
         self._held: ProposalReply | None = None
         self._ask_again_at = 0.0
@@ -274,11 +287,12 @@ class DraftSide:
         """What the store is told of this side."""
         return CacheState(self._office.replica, self.cached_length)
 
-    def prefill(self, round_index: int) -> None:
-        """Lets the draft read the prompt while the target does; waits for nothing."""
+    def prefill(self, round_index: int, num_draft_tokens: int) -> None:
+        """Lets the draft read the prompt while the target does, and look ahead of a round without
+        a proposal, for so many tokens; waits for nothing."""
         self._mailbox.begin(round_index)
         try:
-            self._send(round_index, 0)
+            self._send(round_index, num_draft_tokens if self._look_ahead else 0, held=())
         except (LinkLost, Overloaded) as error:
             self._lose(error)
         # Messages of a session are worked off in order; where this one is lost, a resync follows.
@@ -290,6 +304,14 @@ class DraftSide:
         loop = asyncio.get_running_loop()
         start = loop.time()
         self._mailbox.begin(round_index)
+        pushed = self._pushed.begin(round_index, self._heads.session.tokens)
+        if pushed is not None and self._is_fit(pushed):
+            self._held = pushed
+            self.cached_length = pushed.cached_length
+            proposal = pushed.proposal.cut(num_draft_tokens)
+            # The verification leaves first: nobody waits for what the draft is told.
+            loop.call_soon(self._tell, round_index, num_draft_tokens, proposal.token_ids)
+            return Drafted(proposal, True, 0.0, pushed.queue_ms, pushed.compute_ms, ahead=True)
         reply: ProposalReply | None = None
         if self._present or self._heard_again():
             try:
@@ -333,7 +355,7 @@ class DraftSide:
         """Asks until there is a proposal; the caller bounds the time."""
         while True:
             self._send(round_index, num_draft_tokens)
-            answer = await self._mailbox.take(round_index)
+            answer = await self._take(round_index, num_draft_tokens)
             if isinstance(answer, Resync):
                 self.cached_length = self._heads.held(answer)
                 self._heads.observer.resynced("draft")
@@ -343,6 +365,45 @@ class DraftSide:
                 self._check(answer, num_draft_tokens)
                 return answer
 
+    async def _take(self, round_index: int, num_draft_tokens: int) -> DraftAnswer:
+        """The answer to a round, or what was pushed for it meanwhile."""
+        self._asked = (round_index, num_draft_tokens)
+        try:
+            return await self._mailbox.take(round_index)
+        finally:
+            self._asked = None
+
+    def _take_pushed(self, reply: ProposalReply) -> None:
+        """A proposal that assumes something has come: for the next round, or for the one that
+        waits for just this."""
+        if self._asked is None or reply.key.round != self._asked[0]:
+            self._pushed.put(reply)
+            return
+        session = self._heads.session
+        behind = session.tokens.since(reply.base_length)
+        if reply.assumed == behind and self._is_fit(reply):
+            proposal = reply.proposal.cut(self._asked[1])
+            self._mailbox.put(
+                replace(reply, proposal=proposal, assumed=(), base_length=session.length)
+            )
+
+    def _is_fit(self, pushed: ProposalReply) -> bool:
+        """Whether it can be used at all."""
+        try:
+            require_q(pushed.proposal, self._heads.session.identity.rule)
+        except OutriderError as error:
+            _log.warning("a pushed proposal is of no use: %s", error)
+            return False
+        return True
+
+    def _tell(self, round_index: int, num_draft_tokens: int, token_ids: tuple[int, ...]) -> None:
+        """Tells the draft which of its proposals has come true."""
+        if self._present:
+            try:
+                self._send(round_index, num_draft_tokens, held=token_ids)
+            except (LinkLost, Overloaded) as error:
+                self._lose(error)
+
     def _check(self, answer: ProposalReply, num_draft_tokens: int) -> None:
         """Raises `InvariantError` or `BadRequest` for a proposal that is not what was asked for."""
         length, num_tokens = self._heads.session.length, len(answer.proposal)
@@ -350,10 +411,12 @@ class DraftSide:
         check(answer.base_length == length, f"it extends {answer.base_length}, not {length} tokens")
         require_q(answer.proposal, self._heads.session.identity.rule)
 
-    def _send(self, round_index: int, num_draft_tokens: int) -> None:
+    def _send(
+        self, round_index: int, num_draft_tokens: int, held: tuple[int, ...] | None = None
+    ) -> None:
         base_length = min(self.cached_length, len(self._heads.session.tokens) - 1)
         head = self._heads.write("draft", round_index, base_length)
-        self._office.link.send(DraftItem(head, num_draft_tokens))
+        self._office.link.send(DraftItem(head, num_draft_tokens, self._look_ahead, held))
 
     def _lose(self, error: Exception) -> None:
         _log.info("session %s goes on without its draft: %r", self._session_id, error)

@@ -24,8 +24,8 @@ from outrider.speculation.transforms import NO_HISTORY, TokenHistory
 logger = logging.getLogger(__name__)
 
 
-class _Branch:
-    """One session's proposal as it grows."""
+class Branch:
+    """One proposal as it grows."""
 
     __slots__ = ("error", "num_wanted", "q", "request", "token_ids", "unseen")
 
@@ -38,6 +38,11 @@ class _Branch:
         self.q: list[DraftDistribution | None] = []
         self.error: OutriderError | None = None
         """Why nothing could be drawn."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all its tokens, or will never have one more."""
+        return self.error is not None or len(self.token_ids) >= self.num_wanted
 
     def result(self) -> Proposal | OutriderError:
         """What has been drafted, with q where the rule looks at it; or why nothing could be."""
@@ -61,13 +66,14 @@ class ModelDrafter:
         """`entries_max` bounds the support of each draft distribution."""
         self._engine = engine
         self._entries_max = entries_max
-        self._vocabulary = ReducedVocabulary.of(engine.info.logit_token_ids)
+        self.vocabulary = ReducedVocabulary.of(engine.info.logit_token_ids)
+        """The tokens that its logits are of; None = all of them."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal | OutriderError]:
         """See `FallibleDrafter.propose`. The engine must hold a proper prefix of each request's
         tokens. A request for no tokens runs the prefix all the same, so that it is held when one
         comes. Raises what the engine's first pass raises."""
-        branches = [self._begin(request) for request in requests]
+        branches = [self.begin(request) for request in requests]
         active = [branch for branch in branches if branch is not None]
         at_once = [branch for branch in active if _needs_no_look(branch)]
         if not self._grow_at_once(at_once):
@@ -86,7 +92,38 @@ class ModelDrafter:
         """See `Drafter.release`."""
         self._engine.release(session_id)
 
-    def _grow_at_once(self, branches: Sequence[_Branch]) -> bool:
+    def begin(self, request: DraftRequest) -> Branch | None:
+        """A proposal without tokens yet; None where the model cannot go on after the prefix."""
+        info = self._engine.info
+        committed = request.token_ids
+        held = self._engine.length(request.session_id)
+        check(held < len(committed), f"{held} slots are held of {len(committed)} committed tokens")
+        # x_K is drawn from the row of the token before it and needs no slot of its own.
+        num_wanted = min(request.num_draft_tokens, info.max_model_len - len(committed) + 1)
+        unseen = tuple(committed[held:])
+        if len(committed) > info.max_model_len or max(unseen) >= info.vocab_size:
+            return None
+        return Branch(request, unseen, num_wanted)
+
+    def advance(
+        self, branches: Sequence[Branch], beside: Sequence[SequenceStep] = ()
+    ) -> list[torch.Tensor]:
+        """One pass for proposals that are not whole, of any length so far: each has a token more
+        then, or all of them, or an error. Returns the logits of other sequences' steps, which run
+        beside them. Raises what the engine's pass raises."""
+        at_once = [branch for branch in branches if not branch.token_ids and _needs_no_look(branch)]
+        if not self._grow_at_once(at_once):
+            at_once = []
+        others = [branch for branch in branches if branch not in at_once]
+        steps = [*beside, *map(_step, others)]
+        if not steps:
+            return []
+        with torch.inference_mode():
+            logits = self._engine.forward(steps)
+            self._draw(others, [rows[0] for rows in logits[len(beside) :]])
+        return logits[: len(beside)]
+
+    def _grow_at_once(self, branches: Sequence[Branch]) -> bool:
         """Each branch to its length in one call of the engine; False, and nothing has changed,
         where that cannot be done."""
         engine = self._engine
@@ -97,7 +134,7 @@ class ModelDrafter:
             for branch in branches
         ]
         num_depths = max(branch.num_wanted for branch in branches)
-        draws = DeviceDraws(drawings, num_depths, self._entries_max, self._vocabulary)
+        draws = DeviceDraws(drawings, num_depths, self._entries_max, self.vocabulary)
         drawn = engine.draw_chains(
             [Chain(_step(branch), branch.num_wanted) for branch in branches], draws
         )
@@ -108,13 +145,13 @@ class ModelDrafter:
                 try:
                     token_id, q = draws.read(drawn[depth, index], index)
                 except OutriderError as error:
-                    self._end(branch, error)
+                    self.end(branch, error)
                     break
                 branch.token_ids.append(token_id)
                 branch.q.append(q)
         return True
 
-    def _grow(self, active: list[_Branch]) -> None:
+    def _grow(self, active: list[Branch]) -> None:
         """Each branch to its length: one pass over all that lack a token, then their draws."""
         depth = 0
         while active:
@@ -129,32 +166,20 @@ class ModelDrafter:
                     self._undo_last_pass(branch)
                 return
             active, rows = _that_want_more(active, logits)
-            active = self._draw(active, rows, depth)
+            active = self._draw(active, rows)
             depth += 1
-            active = [branch for branch in active if len(branch.token_ids) < branch.num_wanted]
+            active = [branch for branch in active if not branch.is_whole]
 
-    def _begin(self, request: DraftRequest) -> _Branch | None:
-        info = self._engine.info
-        committed = request.token_ids
-        held = self._engine.length(request.session_id)
-        check(held < len(committed), f"{held} slots are held of {len(committed)} committed tokens")
-        # x_K is drawn from the row of the token before it and needs no slot of its own.
-        num_wanted = min(request.num_draft_tokens, info.max_model_len - len(committed) + 1)
-        unseen = tuple(committed[held:])
-        if len(committed) > info.max_model_len or max(unseen) >= info.vocab_size:
-            return None
-        return _Branch(request, unseen, num_wanted)
-
-    def _draw(self, branches: list[_Branch], rows: list[torch.Tensor], depth: int) -> list[_Branch]:
-        """Draws token `depth` of each branch from its row of logits [V]; those that got one. An
+    def _draw(self, branches: list[Branch], rows: list[torch.Tensor]) -> list[Branch]:
+        """Draws the next token of each branch from its row of logits [V]; those that got one. An
         error is some branch's own: each then draws alone, which gives the same tokens."""
         try:
-            drawn = self._drawn(branches, rows, depth)
+            drawn = self._drawn(branches, rows)
         except OutriderError as error:
             if len(branches) > 1:
                 alone = zip(branches, rows, strict=True)
-                return [got for branch, row in alone for got in self._draw([branch], [row], depth)]
-            self._end(branches[0], error)
+                return [got for branch, row in alone for got in self._draw([branch], [row])]
+            self.end(branches[0], error)
             return []
         for branch, (token_id, q) in zip(branches, drawn, strict=True):
             branch.token_ids.append(token_id)
@@ -163,7 +188,7 @@ class ModelDrafter:
         return branches
 
     def _drawn(
-        self, branches: Sequence[_Branch], rows: Sequence[torch.Tensor], depth: int
+        self, branches: Sequence[Branch], rows: Sequence[torch.Tensor]
     ) -> list[DraftedToken]:
         drawn: dict[int, DraftedToken] = {}
         for indices in _drawn_together(branches):
@@ -172,28 +197,32 @@ class ModelDrafter:
                 torch.stack([rows[index] for index in indices]),
                 sampling,
                 [branches[index].request.noise for index in indices],
-                [depth] * len(indices),
+                [len(branches[index].token_ids) for index in indices],
                 self._entries_max,
                 _history(branches[indices[0]]) if sampling.penalised else NO_HISTORY,
-                self._vocabulary,
+                self.vocabulary,
             )
             drawn.update(zip(indices, tokens, strict=True))
         return [drawn[index] for index in range(len(branches))]
 
-    def _end(self, branch: _Branch, error: OutriderError) -> None:
-        """The branch draws no more."""
+    def end(self, branch: Branch, error: Exception) -> None:
+        """The branch draws no more. What it has drawn is proposed: whatever went wrong may be due
+        to that, and a token that is dropped for what it is biases the output."""
         if branch.token_ids:
             logger.info("a draft ends after %d tokens: %s", len(branch.token_ids), error)
             self._undo_last_pass(branch)
-        else:
+            branch.num_wanted = len(branch.token_ids)
+        elif isinstance(error, OutriderError):
             branch.error = error
+        else:
+            branch.error = OutriderError(f"the draft's pass failed: {error!r}")
 
-    def _undo_all(self, branch: _Branch) -> None:
+    def _undo_all(self, branch: Branch) -> None:
         """Back to what was held of a branch that was drawn at once."""
         request = branch.request
         self._engine.keep(request.session_id, len(request.token_ids) - len(branch.unseen))
 
-    def _undo_last_pass(self, branch: _Branch) -> None:
+    def _undo_last_pass(self, branch: Branch) -> None:
         """Gives up the slot of the last drawn token, whose pass failed."""
         session_id = branch.request.session_id
         length = len(branch.request.token_ids) + len(branch.token_ids) - 1
@@ -201,25 +230,25 @@ class ModelDrafter:
             self._engine.keep(session_id, length)
 
 
-def _needs_no_look(branch: _Branch) -> bool:
+def _needs_no_look(branch: Branch) -> bool:
     """Whether all its tokens can be drawn before anybody looks at one."""
     return branch.num_wanted > 0 and can_draw(branch.request.sampling)
 
 
-def _step(branch: _Branch) -> SequenceStep:
+def _step(branch: Branch) -> SequenceStep:
     num_logits = 1 if branch.num_wanted > 0 else 0
     return SequenceStep(branch.request.session_id, branch.unseen, num_logits)
 
 
 def _that_want_more(
-    branches: Sequence[_Branch], logits: Sequence[torch.Tensor]
-) -> tuple[list[_Branch], list[torch.Tensor]]:
+    branches: Sequence[Branch], logits: Sequence[torch.Tensor]
+) -> tuple[list[Branch], list[torch.Tensor]]:
     """The branches that draw a token, and the row [V] that each draws it from."""
     wanting = [i for i, branch in enumerate(branches) if branch.num_wanted > 0]
     return [branches[i] for i in wanting], [logits[i][0] for i in wanting]
 
 
-def _drawn_together(branches: Sequence[_Branch]) -> list[list[int]]:
+def _drawn_together(branches: Sequence[Branch]) -> list[list[int]]:
     """The branches, by index, in groups of one rule and the same parameters; where these look at
     the tokens so far, each branch is a group of its own."""
     groups: dict[tuple[Rule, SamplingParams, int], list[int]] = {}
@@ -230,7 +259,7 @@ def _drawn_together(branches: Sequence[_Branch]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _history(branch: _Branch) -> TokenHistory:
+def _history(branch: Branch) -> TokenHistory:
     """Penalties count what has been drafted as if it were output: for the target it will be."""
     committed, prompt_length = branch.request.token_ids, branch.request.prompt_length
     return TokenHistory(

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from draft_service.look_ahead import LookAhead, LookAheadLimits
+from draft_service.model_drafter import ModelDrafter
 from outrider.drafting.drafter import DraftRequest
 from outrider.engine.admission import Admission, Admissions, Admitted, Ask
 from outrider.engine.interface import Engine
@@ -16,7 +18,9 @@ from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, Re
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.work import StepFigures, Unfinished, refusal
+from outrider.work import Answers, StepFigures, Unfinished, refusal
+
+_Answer = DraftAnswer | Unfinished | Answers[DraftAnswer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +31,17 @@ class _Question:
     sampling: SamplingParams
 
     @property
+    def num_wanted(self) -> int:
+        """Draft tokens."""
+        return self.item.num_draft_tokens if self.item.held is None else 0
+
+    @property
     def ask(self) -> Ask:
-        """What it needs; the last token of a proposal is drawn and never run."""
-        return Ask(self.item.head, max(0, self.item.num_draft_tokens - 1))
+        """What it needs; the last token of a proposal is drawn, and run only to look ahead."""
+        item = self.item
+        if item.held is not None:
+            return Ask(item.head, len(item.held), len(item.held) + 1)
+        return Ask(item.head, max(0, item.num_draft_tokens - (item.look_ahead == 0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +80,21 @@ class Proposer:
         drafter: FallibleDrafter,
         engine: Engine | None = None,
         budget: TokenBudget | None = None,
+        look_ahead: LookAheadLimits | None = None,
     ) -> None:
         """`engine` is the one behind the drafter, and `budget` bounds each of its steps; None for a
-        drafter that keeps no slots."""
+        drafter that keeps no slots. With `look_ahead` the drafter is a model's, and works out what
+        comes next where items ask for it."""
         check((engine is None) == (budget is None), "an engine has a budget, and nothing else has")
         self._drafter = drafter
         self._engine = engine
         self._table = SequenceTable(engine)
         self._admissions: Admissions | None = None
+        self._look_ahead: LookAhead | None = None
         if engine is not None and budget is not None:
-            self._admissions = Admissions(engine, self._table, budget)
+            self._admissions = Admissions(engine, self._table, budget, self._give_way)
+            if look_ahead is not None and isinstance(drafter, ModelDrafter):
+                self._look_ahead = LookAhead(engine, self._table, drafter, look_ahead)
         self._figures = self._now()
 
     @property
@@ -85,19 +102,41 @@ class Proposer:
         """See `StepWorker.figures`."""
         return self._figures
 
-    def step(self, items: Sequence[DraftItem]) -> list[DraftAnswer | Unfinished]:
-        """See `StepWorker.step`."""
+    def step(self, items: Sequence[DraftItem]) -> list[_Answer]:
+        """See `StepWorker.step`. Where rounds are looked ahead of, those that are new begin, and
+        then all of them advance by a pass; but what is known at once does not wait for it."""
+        ahead = self._look_ahead
+        if ahead is None:
+            answers = self._begin(items)
+        else:
+            new = [index for index, item in enumerate(items) if not ahead.works_on(item)]
+            begun = dict(zip(new, self._begin([items[index] for index in new]), strict=True))
+            known_at_once = any(isinstance(a, Answers) and a.answers for a in begun.values())
+            active = [index for index, item in enumerate(items) if ahead.works_on(item)]
+            if active and not known_at_once:
+                advanced = ahead.advance([items[index] for index in active])
+                begun |= dict(zip(active, advanced, strict=True))
+            answers = [
+                begun[index] if index in begun else ahead.standing(item)
+                for index, item in enumerate(items)
+            ]
+        self._figures = self._now()
+        return answers
+
+    def _begin(self, items: Sequence[DraftItem]) -> list[_Answer]:
+        """The first that is done for each item."""
         read = [_read(item) for item in items]
         questions = [entry for entry in read if isinstance(entry, _Question)]
         prepared = map(self._prepare, questions, self._admit(questions))
         entries = [next(prepared) if isinstance(entry, _Question) else entry for entry in read]
         answers = iter(self._run([entry for entry in entries if isinstance(entry, _Prepared)]))
-        self._figures = self._now()
         return [next(answers) if isinstance(entry, _Prepared) else entry for entry in entries]
 
     def park(self, session_ids: Sequence[str]) -> None:
         """See `StepWorker.park`."""
         for session_id in session_ids:
+            if self._look_ahead is not None:
+                self._look_ahead.forget(session_id)
             self._table.park(session_id)
         self._figures = self._now()
 
@@ -133,9 +172,7 @@ class Proposer:
             aligned if isinstance(aligned, Resync) else Admitted(aligned, len(aligned.new_tokens))
         )
 
-    def _prepare(
-        self, question: _Question, admission: Admission
-    ) -> _Prepared | ProposalReply | Resync | Refused | Unfinished:
+    def _prepare(self, question: _Question, admission: Admission) -> _Prepared | _Answer:
         item = question.item
         head = item.head
         if isinstance(admission, OutriderError):
@@ -146,6 +183,10 @@ class Proposer:
         if not isinstance(admission, Admitted):
             return admission
         aligned = admission.aligned
+        if admission.is_whole and item.look_ahead > 0 and self._look_ahead is not None:
+            return self._look_ahead.begin(
+                item, question.sampling, aligned.committed, aligned.new_tokens
+            )
         num_missing = len(aligned.new_tokens) - admission.num_granted
         committed = aligned.committed
         request = DraftRequest(
@@ -153,7 +194,7 @@ class Proposer:
             tenant=head.tenant,
             token_ids=committed[: len(committed) - num_missing],
             prompt_length=head.prompt_length,
-            num_draft_tokens=item.num_draft_tokens if admission.is_whole else 0,
+            num_draft_tokens=question.num_wanted if admission.is_whole else 0,
             sampling=question.sampling,
             rule=head.rule,
             noise=RoundNoise(head.seed, head.rule, head.committed_length),
@@ -214,7 +255,14 @@ class Proposer:
         self._forget(item.head.session_id)
         return refusal(item.head.key, error)
 
+    def _give_way(self) -> None:
+        """Gives back the pages of what nobody waits for."""
+        if self._look_ahead is not None:
+            self._look_ahead.give_way()
+
     def _forget(self, session_id: str) -> None:
+        if self._look_ahead is not None:
+            self._look_ahead.forget(session_id)
         self._drafter.release(session_id)
         self._table.release(session_id)
 

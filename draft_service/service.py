@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from draft_service.hybrid_drafter import HybridDrafter
+from draft_service.look_ahead import LookAheadLimits
 from draft_service.model_drafter import ModelDrafter
 from draft_service.proposing import FallibleDrafter, Proposer
 from outrider.drafting.drafter import Drafter
@@ -16,6 +17,7 @@ from outrider.limits import (
     DRAFT_SUPPORT_ENTRIES,
     HYBRID_MODEL_TOKENS,
     HYBRID_SCORE_MIN,
+    LOOK_AHEAD_BYTES_MAX,
 )
 from outrider.messages import DraftAnswer, DraftItem, ReplicaDescription
 from outrider.stepped_service import SteppedService, describe_model
@@ -37,19 +39,22 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         lookup: LookupDrafter | None = None,
         lookup_score: float = HYBRID_SCORE_MIN,
         model_tokens: int = HYBRID_MODEL_TOKENS,
+        look_ahead_bytes_max: int = LOOK_AHEAD_BYTES_MAX,
         costs: StepCosts | None = None,
         observer: StepObserver | None = None,
     ) -> DraftService:
         """Drafts with a model. A step runs as little as `TargetService` says; a distribution keeps
         `entries_max` tokens at most. A `lookup` answers in the model's place where it expects
         `lookup_score` of its tokens to be accepted; beside one the model draws `model_tokens` of a
-        proposal at most."""
+        proposal at most. A model alone looks ahead, and pushes `look_ahead_bytes_max` bytes of
+        proposals at most for one round of a session."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         drafter: FallibleDrafter = ModelDrafter(engine, entries_max)
         if lookup is not None:
             model = ModelDrafter(engine, entries_max)
             drafter = HybridDrafter(lookup, model, lookup_score, model_tokens)
-        proposer = Proposer(drafter, engine, budget)
+        limits = LookAheadLimits(max_num_seqs, look_ahead_bytes_max)
+        proposer = Proposer(drafter, engine, budget, limits)
         return cls(proposer, executor, describe_model(engine.info, max_num_seqs, costs), observer)
 
     @classmethod

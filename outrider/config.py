@@ -22,6 +22,8 @@ from outrider.limits import (
     DRAFT_SUPPORT_ENTRIES,
     HYBRID_MODEL_TOKENS,
     HYBRID_SCORE_MIN,
+    LOOK_AHEAD_BYTES_MAX,
+    LOOK_AHEAD_MAX,
     NUM_DRAFT_TOKENS_MAX,
     RUN_AHEAD_ROUNDS_MAX,
     SEED_MAX,
@@ -310,6 +312,15 @@ class CoordinatorConfig(ServerConfig):
         8, "Draft tokens a round where a request does not say; 0 = plain decoding.",
         minimum=0, maximum=NUM_DRAFT_TOKENS_MAX,
     )  # fmt: skip
+    look_ahead: int = setting(
+        0, "Outcomes of a round that the draft works out while the target verifies; 0 = none.",
+        minimum=0, maximum=LOOK_AHEAD_MAX,
+    )  # fmt: skip
+    look_ahead_bytes_max: int = setting(
+        LOOK_AHEAD_BYTES_MAX,
+        "Bytes of proposals that are kept for the outcomes of one round of a session.",
+        minimum=0,
+    )
     run_ahead_rounds: int = setting(
         8, "Rounds of plain decoding that the target may run before it hears back.",
         minimum=0, maximum=RUN_AHEAD_ROUNDS_MAX,

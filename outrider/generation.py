@@ -81,6 +81,8 @@ class RoundReport:
     queue_ms: float
     verify_ms: float
     commit_ms: float
+    look_ahead_hit: bool = False
+    """Whether the proposal was there before the round began."""
 
 
 @dataclass(frozen=True, slots=True)

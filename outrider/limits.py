@@ -43,6 +43,10 @@ HYBRID_SCORE_MIN: Final = 0.6
 """Tokens that a look-up must expect to be accepted before it stands in for a model, by default."""
 HYBRID_MODEL_TOKENS: Final = 1
 """Draft tokens that a hybrid's model draws in a round, at most, by default."""
+LOOK_AHEAD_MAX: Final = 64
+"""Outcomes of one round of a session that a draft may guess."""
+LOOK_AHEAD_BYTES_MAX: Final = 256 * 2**10
+"""Bytes of proposals that a draft pushes for one round of a session, by default."""
 SUFFIX_SEEDS_MAX: Final = 65_536
 """Seeds of which suffix decoding remembers who had them first."""
 TENSOR_PARALLEL_SIZE_MAX: Final = 64

@@ -75,6 +75,11 @@ class DraftItem:
 
     head: RoundHead
     num_draft_tokens: int
+    look_ahead: int = 0
+    """Outcomes of this round that the draft may guess: for each it pushes a proposal of the next
+    round, of up to `num_draft_tokens` tokens."""
+    held: tuple[int, ...] | None = None
+    """The round's proposal where it is known: then nothing is asked for but to look ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +107,18 @@ class VerdictReply:
 
 @dataclass(frozen=True, slots=True)
 class ProposalReply:
-    """A draft's answer."""
+    """A draft's answer; or, where it assumes something, one that nobody has asked for yet."""
 
     key: ReplyKey
     proposal: SealedProposal
     base_length: int
-    """Length of the prefix that the proposal extends."""
+    """Length of the committed prefix that the proposal, or what it assumes, extends."""
     cached_length: int
     """Tokens of prefix and proposal that the replica now holds."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
+    assumed: tuple[int, ...] = ()
+    """Tokens behind the prefix that are not committed yet, and may never be."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from outrider.telemetry.logs import about
 from outrider.work import (
     CANCELLED_CODE,
     Answer,
+    Answers,
     Item,
     Outlet,
     StepObserver,
@@ -218,9 +219,7 @@ class StepScheduler(Generic[Item, Answer]):
             if self._note_seconds is not None:
                 self._note_seconds(end - start)
         self._answer(batch, answers, start, end)
-        self._put_back(
-            [work for work, got in zip(batch, answers, strict=True) if isinstance(got, Unfinished)]
-        )
+        self._put_back([work for work in batch if work.unfinished is not None])
         self._tell_starved(end)
         return not batch or any(answer is not Unfinished.WAITS for answer in answers)
 
@@ -256,7 +255,7 @@ class StepScheduler(Generic[Item, Answer]):
 
     def _on_executor(
         self, releases: dict[str, int], parked: list[str], items: list[Item]
-    ) -> Sequence[Answer | Refused | Unfinished]:
+    ) -> Sequence[Answer | Refused | Unfinished | Answers[Answer]]:
         for session_id, epoch in releases.items():
             self._worker.release(session_id, epoch)
         if parked:
@@ -274,28 +273,30 @@ class StepScheduler(Generic[Item, Answer]):
     def _answer(
         self,
         batch: list[Work[Item, Answer]],
-        answers: Sequence[Answer | Refused | Unfinished],
+        answers: Sequence[Answer | Refused | Unfinished | Answers[Answer]],
         start: float,
         end: float,
     ) -> None:
         by_outlet: dict[Outlet[Any], list[Any]] = {}
         stamped: list[Any] = []
         for work, answer in zip(batch, answers, strict=True):
-            work.unfinished = answer if isinstance(answer, Unfinished) else None
+            _note_standing(work, answer)
             if work.started_at is None and answer is not Unfinished.WAITS:
                 work.started_at = start
-            if isinstance(answer, VerdictReply | ProposalReply):
-                stamped.append(_timed(answer, work, end))
-            else:
-                stamped.append(answer)
-            if not isinstance(answer, Unfinished):
-                for outlet in work.outlets:
-                    by_outlet.setdefault(outlet, []).append(stamped[-1])
+            parts: tuple[Any, ...] = ()
+            if isinstance(answer, Answers):
+                parts = answer.answers
+            elif not isinstance(answer, Unfinished):
+                parts = (answer,)
+            timed = [_timed(part, work, end) for part in parts]
+            stamped.append(timed[-1] if timed else Unfinished.CONTINUES)
+            for outlet in work.outlets:
+                by_outlet.setdefault(outlet, []).extend(timed)
         for outlet, frame in by_outlet.items():
             outlet.send(frame)
         for work, answer in zip(batch, stamped, strict=True):
-            if not isinstance(answer, Unfinished):
-                self._done(work, answer)
+            if work.unfinished is None:
+                self._done(work, None if answer is Unfinished.CONTINUES else answer)
         if self._observer is not None and batch:
             self._observer.stepped(batch, stamped, start, end)
 
@@ -333,10 +334,20 @@ class StepScheduler(Generic[Item, Answer]):
             work.on_done(work, answer)
 
 
-def _timed(
-    answer: VerdictReply | ProposalReply, work: Work[Any, Any], end: float
-) -> VerdictReply | ProposalReply:
-    """The answer with its times: until the first step that did something for it, and from then."""
+def _note_standing(work: Work[Any, Any], answer: Any) -> None:
+    """How a step has left work."""
+    if isinstance(answer, Answers):
+        work.unfinished = Unfinished.CONTINUES if answer.more else None
+        work.answered = not answer.waited_for
+    else:
+        work.unfinished = answer if isinstance(answer, Unfinished) else None
+
+
+def _timed(answer: Any, work: Work[Any, Any], end: float) -> Any:
+    """A verdict or proposal with its times: until the first step that did something for it, and
+    from then."""
+    if not isinstance(answer, VerdictReply | ProposalReply):
+        return answer
     started_at = end if work.started_at is None else work.started_at
     queue_ms = max(0.0, started_at - work.arrived_at) * 1000
     return replace(answer, queue_ms=queue_ms, compute_ms=(end - started_at) * 1000)

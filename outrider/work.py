@@ -42,6 +42,18 @@ class Unfinished(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Answers(Generic[Answer]):
+    """Any number of answers to one item, none included."""
+
+    answers: tuple[Answer | Refused, ...]
+    more: bool
+    """Whether the item stays in the queue for more of them ..."""
+    waited_for: bool = False
+    """... and whether somebody waits for these; else they are worth something until the session's
+    next item comes."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepFigures:
     """What a worker's steps have come to so far."""
 
@@ -63,11 +75,13 @@ class StepWorker(Protocol[Item_contra, Answer_co]):
         """After the last step; may be read on any thread."""
         ...
 
-    def step(self, items: Sequence[Item_contra]) -> Sequence[Answer_co | Refused | Unfinished]:
-        """One answer for each item, in order; the items' sessions are distinct, and come in the
-        order in which they arrived. What is wrong with one item is answered `Refused` for it and
-        leaves the others unharmed. Not every item is `Unfinished.CONTINUES`. Raises `EngineLost`
-        where no step can follow."""
+    def step(
+        self, items: Sequence[Item_contra]
+    ) -> Sequence[Answer_co | Refused | Unfinished | Answers[Any]]:
+        """One answer for each item, or several, in order; the items' sessions are distinct, and
+        come in the order in which they arrived. What is wrong with one item is answered `Refused`
+        for it and leaves the others unharmed. Not every item is `Unfinished.CONTINUES`. Raises
+        `EngineLost` where no step can follow."""
         ...
 
     def park(self, session_ids: Sequence[str]) -> None:
@@ -105,7 +119,7 @@ class Work(Generic[Item, Answer]):
     """An item that waits for a step, and who wants its answer."""
 
     __slots__ = (
-        "arrived_at", "cancelled", "expires_at", "item", "on_done", "outlets", "place",
+        "answered", "arrived_at", "cancelled", "expires_at", "item", "on_done", "outlets", "place",
         "started_at", "unfinished",
     )  # fmt: skip
 
@@ -126,6 +140,8 @@ class Work(Generic[Item, Answer]):
         """Loop time at which the first step began that did something for it."""
         self.unfinished: Unfinished | None = None
         """How its last step left it; None before the first one."""
+        self.answered = False
+        """Whether it stays for answers alone that nobody waits for."""
 
     @property
     def wanted(self) -> bool:
@@ -134,7 +150,7 @@ class Work(Generic[Item, Answer]):
 
     def asks_like(self, other: Work[Item, Answer]) -> bool:
         """Whether both ask for the same thing, whatever time is left to either."""
-        if self.on_done is not None or other.on_done is not None or self.cancelled:
+        if self.on_done is not None or other.on_done is not None or self.cancelled or self.answered:
             return False
         first: Any = self.item
         again: Any = other.item

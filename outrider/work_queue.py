@@ -42,6 +42,10 @@ class WorkQueue(Generic[Item, Answer]):
         return len(self._waiting)
 
     @property
+    def _num_waited_for(self) -> int:
+        return sum(not work.answered for work in self._waiting)
+
+    @property
     def sessions(self) -> set[str]:
         """Of the work that waits."""
         return {work.item.head.session_id for work in self._waiting}
@@ -55,23 +59,25 @@ class WorkQueue(Generic[Item, Answer]):
             waiting.outlets.extend(o for o in work.outlets if o not in waiting.outlets)
             waiting.expires_at = max(waiting.expires_at, work.expires_at)
             return
-        if len(self._waiting) >= self._queue_max:
+        if len(self._waiting) >= self._queue_max and self._num_waited_for >= self._queue_max:
             raise Overloaded(f"{self._queue_max} items wait for a step of this replica", 100)
         work.place = next(self._places)
         self._waiting.append(work)
         self._newest[key] = work
 
     def take(self, now: float) -> Taken[Item, Answer]:
-        """The oldest work of each session: up to `max_batch` of what is new, as many again of what
+        """The oldest work of each session, without what was answered and has a newer one behind it:
+        up to `max_batch` of what is new, as many again of what
         was begun, and of what found no pages before and may do so now. So neither long prompts nor
         work that waits for pages keep rounds out of a step's choice."""
         taken: Taken[Item, Answer] = Taken()
+        newest = {work.item.head.session_id: work for work in self._waiting}
         room = dict.fromkeys((None, *Unfinished), self._max_batch)
         sessions: set[str] = set()
         left: list[Work[Item, Answer]] = []
         for work in self._waiting:
             session_id = work.item.head.session_id
-            if not work.wanted:
+            if not work.wanted or (work.answered and newest[session_id] is not work):
                 taken.unwanted.append(work)
             elif now >= work.expires_at:
                 taken.late.append(work)

@@ -10,7 +10,7 @@ Only younger sessions make room, so the oldest always goes on, and every one bec
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from outrider.engine.interface import Engine, FoundPrefix, SequenceStep
@@ -58,8 +58,16 @@ _Begun = dict[str, FoundPrefix]
 class Admissions:
     """Admits items to the steps of one engine, on the executor's side."""
 
-    def __init__(self, engine: Engine, table: SequenceTable, budget: TokenBudget) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        table: SequenceTable,
+        budget: TokenBudget,
+        give_way: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`give_way` frees what a service keeps pages for that nobody waits for."""
         self._engine = engine
+        self._give_way = give_way
         self._table = table
         self._budget = budget
         self._num_preemptions = 0
@@ -85,8 +93,11 @@ class Admissions:
             for index, entry in enumerate(found)
             if isinstance(entry, Aligned | Resync)
         }
-        if not self._engine.can_hold(list(wholes.values()), begun=begun):
-            self._place(found, wholes, begun)
+        steps = list(wholes.values())
+        if not self._engine.can_hold(steps, begun=begun):
+            self._give_way()
+            if not self._engine.can_hold(steps, begun=begun):
+                self._place(found, wholes, begun)
         return self._grant(asks, found, begun)
 
     def _align(self, head: RoundHead) -> _Found:

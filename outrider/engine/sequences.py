@@ -128,6 +128,20 @@ class SequenceTable:
         sequence.extend(token_ids[:missing])
         return len(sequence)
 
+    def rewind(self, session_id: str) -> Aligned | None:
+        """Cuts a session that was aligned back to its committed tokens but the last, which can be
+        run once more for its logits; None where these are not held any more."""
+        entry = self._entries.get(session_id)
+        if entry is None:
+            return None
+        self._forget_evicted(session_id, entry)
+        sequence, length = entry.sequence, entry.confirmed_length
+        if len(sequence) < length or length == 0:
+            return None
+        last = sequence.since(length - 1, length)
+        self._cut(session_id, sequence, length - 1)
+        return Aligned(sequence, last)
+
     def length(self, session_id: str) -> int:
         """Tokens held of a session; 0 for an unknown one."""
         entry = self._entries.get(session_id)

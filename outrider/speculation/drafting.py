@@ -4,6 +4,7 @@ distribution is truncated and quantised first and sampled afterwards, so its q i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from outrider.speculation.transforms import (
     target_probabilities,
 )
 
+_FLOOR: Final = 1e-7
+"""Part of the likeliest token's probability that a draft token must have: so tokens of a flat tail
+are lost that all together make up V / 10^7 of the distribution at most."""
 DraftedToken = tuple[int, DraftDistribution | None]
 """A token and what it was drawn from; None where the rule does not look or the draw is one-hot."""
 
@@ -90,7 +94,7 @@ def draft_tokens_from_logits(
     if logits.device.type != "cpu" or batch.rule is Rule.GREEDY:
         probabilities = target_probabilities(logits, params, history)
         return draft_tokens(probabilities, noises, indices, entries_max, vocabulary)
-    rows, keys = supports(logits, params, history), batch.draft_keys(indices)
+    rows, keys = draft_supports(logits, params, history), batch.draft_keys(indices)
     if vocabulary is not None:
         rows = [Support(vocabulary.token_ids[row.ids], row.mass) for row in rows]
     if batch.rule is Rule.COUPLED:
@@ -102,6 +106,14 @@ def draft_tokens_from_logits(
         (token_id, _distribution(ids, counts) if len(ids) > 1 else None)
         for token_id, (ids, counts) in zip(drawn, quantised, strict=True)
     ]
+
+
+def draft_supports(
+    logits: torch.Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
+) -> list[Support]:
+    """The sampled distributions of a draft's `logits` [R, V] on the CPU, without what is next to
+    impossible."""
+    return supports(logits, params, history, _FLOOR)
 
 
 def _one_hot(columns: Sequence[int], vocabulary: ReducedVocabulary | None) -> list[DraftedToken]:

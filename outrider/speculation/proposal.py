@@ -63,6 +63,18 @@ class SealedProposal:
         """Seals a proposal."""
         return cls(proposal.token_ids, encode_q(proposal.q))
 
+    def cut(self, num_tokens: int) -> SealedProposal:
+        """Its first `num_tokens` tokens, with what they were drawn from. To be exact, how many
+        must depend on nothing that the proposal says."""
+        if num_tokens >= len(self):
+            return self
+        end = 0
+        if self.q:
+            for _ in range(num_tokens):
+                size = int.from_bytes(self.q[end : end + _SIZE_BYTES], "little")
+                end += _SIZE_BYTES + size * _ENTRY_BYTES
+        return SealedProposal(self.token_ids[:num_tokens], self.q[:end])
+
     def without_q(self, rule: Rule) -> SealedProposal:
         """The same tokens, each as a one-hot draw where `rule` looks at q."""
         q = (None,) * len(self) if rule.needs_q else ()

@@ -42,6 +42,9 @@ class RequestMeters:
         self.resyncs = Counts(
             meter, "resyncs", "", "Answers of a replica that lacked the stated prefix.", "side"
         )
+        self.look_ahead_hits = Counts(
+            meter, "look_ahead_hits", "", "Rounds whose proposal was there before they began."
+        )
         self.fallback_rounds = Counts(
             meter, "fallback_rounds", "", "Rounds drafted here because no draft answered."
         )

@@ -41,10 +41,16 @@ class RequestObserver:
         """A side lacked the prefix and said so."""
 
     def drafted(
-        self, num_tokens: int, by_replica: bool, seconds: float, queue_ms: float, compute_ms: float
+        self,
+        num_tokens: int,
+        by_replica: bool,
+        seconds: float,
+        queue_ms: float,
+        compute_ms: float,
+        ahead: bool = False,
     ) -> None:
-        """There is a proposal, so many seconds after it was asked for; the last two numbers are
-        the replica's."""
+        """There is a proposal, so many seconds after it was asked for; the times in ms are the
+        replica's. `ahead`: it was there before."""
 
     def verified(self, seconds: float, queue_ms: float, compute_ms: float) -> None:
         """There is a verdict."""

@@ -213,9 +213,17 @@ class ObservedRequest(RequestObserver):
             self._asked[side].add_event("outrider.resync")
 
     def drafted(
-        self, num_tokens: int, by_replica: bool, seconds: float, queue_ms: float, compute_ms: float
+        self,
+        num_tokens: int,
+        by_replica: bool,
+        seconds: float,
+        queue_ms: float,
+        compute_ms: float,
+        ahead: bool = False,
     ) -> None:
         """See `RequestObserver.drafted`."""
+        if ahead:
+            self._meters.look_ahead_hits.add(1)
         self._seconds["draft"] += seconds
         self._times.append(("draft", seconds))
         if not by_replica:

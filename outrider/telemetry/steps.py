@@ -12,7 +12,7 @@ from opentelemetry.metrics import Meter
 from opentelemetry.trace import SpanKind, Tracer
 
 from outrider.errors import InvariantError
-from outrider.messages import Refused, Resync
+from outrider.messages import ProposalReply, Refused, Resync
 from outrider.telemetry.context import read_sampled
 from outrider.telemetry.instruments import ITEMS, PREFIX, Counts, times, watch
 from outrider.work import StepFigures, Unfinished, Work
@@ -100,7 +100,7 @@ class ObservedSteps:
         self._batch.record(len(works))
         for work, answer in zip(works, answers, strict=True):
             self._answers.add(1, _kind(answer))
-            if isinstance(answer, Unfinished):
+            if isinstance(answer, Unfinished) or _is_pushed(answer):
                 continue
             began = start if work.started_at is None else work.started_at
             self._queue.record(max(0.0, began - work.arrived_at))
@@ -134,6 +134,11 @@ class ObservedSteps:
             },
             start_time=start_ns,
         ).end(end_ns)
+
+
+def _is_pushed(answer: Any) -> bool:
+    """Whether nobody has asked for it yet."""
+    return isinstance(answer, ProposalReply) and bool(answer.assumed)
 
 
 def _kind(answer: Any) -> str:

@@ -14,12 +14,22 @@ class DraftRequest(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[DraftItem, _Mapping]]] = ...) -> None: ...
 
 class DraftItem(_message.Message):
-    __slots__ = ("head", "num_draft_tokens")
+    __slots__ = ("head", "num_draft_tokens", "look_ahead", "held")
     HEAD_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOOK_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     head: _types_pb2.RoundHead
     num_draft_tokens: int
-    def __init__(self, head: _Optional[_Union[_types_pb2.RoundHead, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
+    look_ahead: int
+    held: HeldProposal
+    def __init__(self, head: _Optional[_Union[_types_pb2.RoundHead, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., look_ahead: _Optional[int] = ..., held: _Optional[_Union[HeldProposal, _Mapping]] = ...) -> None: ...
+
+class HeldProposal(_message.Message):
+    __slots__ = ("token_ids",)
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DraftReply(_message.Message):
     __slots__ = ("items",)
@@ -44,15 +54,17 @@ class DraftReplyItem(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., proposal: _Optional[_Union[ProposalAnswer, _Mapping]] = ..., resync: _Optional[_Union[_types_pb2.Resync, _Mapping]] = ..., refused: _Optional[_Union[_types_pb2.Refused, _Mapping]] = ...) -> None: ...
 
 class ProposalAnswer(_message.Message):
-    __slots__ = ("proposal", "base_length", "cached_length", "queue_ms", "compute_ms")
+    __slots__ = ("proposal", "base_length", "cached_length", "queue_ms", "compute_ms", "assumed")
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     CACHED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
+    ASSUMED_FIELD_NUMBER: _ClassVar[int]
     proposal: _types_pb2.Proposal
     base_length: int
     cached_length: int
     queue_ms: float
     compute_ms: float
-    def __init__(self, proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., base_length: _Optional[int] = ..., cached_length: _Optional[int] = ..., queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ...) -> None: ...
+    assumed: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., base_length: _Optional[int] = ..., cached_length: _Optional[int] = ..., queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., assumed: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from google.protobuf.descriptor import ServiceDescriptor
@@ -85,7 +85,7 @@ DRAFT: Codec[DraftItem, DraftAnswer] = Codec(
     item_to_proto=convert.draft_item_to_proto,
     item_from_proto=convert.draft_item_from_proto,
     item_head=lambda item: item.head,
-    with_head=lambda item, head: DraftItem(head, item.num_draft_tokens),
+    with_head=lambda item, head: replace(item, head=head),
     answer_to_proto=convert.draft_answer_to_proto,
     answer_from_proto=convert.draft_answer_from_proto,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Final
 
@@ -19,6 +19,7 @@ from outrider.limits import (
     ERROR_MESSAGE_CHARS_MAX,
     LOGIT_BIAS_ENTRIES_MAX,
     LOGPROBS_MAX,
+    LOOK_AHEAD_MAX,
     NUM_DRAFT_TOKENS_MAX,
     RUN_AHEAD_ROUNDS_MAX,
     TENANT_CHARS_MAX,
@@ -208,6 +209,13 @@ def head_from_proto(message: types_pb2.RoundHead) -> RoundHead:
 # Proposals
 
 
+def _drafted_from_wire(ids: Sequence[int], field: str) -> tuple[int, ...]:
+    """The tokens of a proposal."""
+    if len(ids) > NUM_DRAFT_TOKENS_MAX:
+        raise BadRequest(field, f"{len(ids)} tokens are more than {NUM_DRAFT_TOKENS_MAX}")
+    return token_ids_from_wire(ids, field)
+
+
 def proposal_to_proto(proposal: SealedProposal) -> types_pb2.Proposal:
     """`q` stays empty under rules that do not look at it."""
     return types_pb2.Proposal(token_ids=proposal.token_ids, q=proposal.q)
@@ -217,12 +225,7 @@ def proposal_from_proto(message: types_pb2.Proposal) -> SealedProposal:
     """Checks K, the token ids and the size of q, which is for the target to open."""
     if not message.token_ids and not message.q:
         return NOTHING_SEALED
-    if len(message.token_ids) > NUM_DRAFT_TOKENS_MAX:
-        raise BadRequest(
-            "proposal.token_ids",
-            f"{len(message.token_ids)} tokens are more than {NUM_DRAFT_TOKENS_MAX}",
-        )
-    token_ids = token_ids_from_wire(message.token_ids, "proposal.token_ids")
+    token_ids = _drafted_from_wire(message.token_ids, "proposal.token_ids")
     if len(message.q) > Q_BYTES_MAX:
         raise BadRequest("proposal.q", f"{len(message.q)} bytes are more than {Q_BYTES_MAX}")
     return SealedProposal(token_ids, message.q)
@@ -258,8 +261,12 @@ def verify_item_from_proto(message: target_pb2.VerifyItem) -> VerifyItem:
 
 def draft_item_to_proto(item: DraftItem, sampling_hash: int | None) -> draft_pb2.DraftItem:
     """With the sampling parameters themselves where `sampling_hash` is None."""
+    held = None if item.held is None else draft_pb2.HeldProposal(token_ids=item.held)
     return draft_pb2.DraftItem(
-        head=head_to_proto(item.head, sampling_hash), num_draft_tokens=item.num_draft_tokens
+        head=head_to_proto(item.head, sampling_hash),
+        num_draft_tokens=item.num_draft_tokens,
+        look_ahead=item.look_ahead,
+        held=held,
     )
 
 
@@ -269,7 +276,13 @@ def draft_item_from_proto(message: draft_pb2.DraftItem) -> DraftItem:
         raise BadRequest(
             "num_draft_tokens", f"{message.num_draft_tokens} is over {NUM_DRAFT_TOKENS_MAX}"
         )
-    return DraftItem(head_from_proto(message.head), message.num_draft_tokens)
+    if message.look_ahead > LOOK_AHEAD_MAX:
+        raise BadRequest("look_ahead", f"{message.look_ahead} is over {LOOK_AHEAD_MAX}")
+    held = None
+    if message.HasField("held"):
+        held = _drafted_from_wire(message.held.token_ids, "held.token_ids")
+    head = head_from_proto(message.head)
+    return DraftItem(head, message.num_draft_tokens, message.look_ahead, held)
 
 
 # Answers
@@ -339,6 +352,7 @@ def draft_answer_to_proto(answer: ProposalReply | Resync | Refused) -> draft_pb2
                 cached_length=answer.cached_length,
                 queue_ms=answer.queue_ms,
                 compute_ms=answer.compute_ms,
+                assumed=answer.assumed,
             )
         )
     else:
@@ -361,7 +375,17 @@ def draft_answer_from_proto(
         cached_length=answer.cached_length,
         queue_ms=_milliseconds(answer.queue_ms, "proposal.queue_ms"),
         compute_ms=_milliseconds(answer.compute_ms, "proposal.compute_ms"),
+        assumed=_assumed_from_wire(answer.assumed),
     )
+
+
+def _assumed_from_wire(ids: Sequence[int]) -> tuple[int, ...]:
+    """An outcome: accepted draft tokens and one more."""
+    if len(ids) > NUM_DRAFT_TOKENS_MAX + 1:
+        raise BadRequest(
+            "proposal.assumed", f"{len(ids)} tokens are more than {NUM_DRAFT_TOKENS_MAX + 1}"
+        )
+    return token_ids_from_wire(ids, "proposal.assumed")
 
 
 def key_from_proto(

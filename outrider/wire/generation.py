@@ -193,6 +193,7 @@ def _round_to_proto(event: RoundReport) -> pb.Round:
         queue_ms=event.queue_ms,
         verify_ms=event.verify_ms,
         commit_ms=event.commit_ms,
+        look_ahead_hit=event.look_ahead_hit,
     )
 
 
@@ -206,6 +207,7 @@ def _round_from_proto(found: pb.Round) -> RoundReport:
         queue_ms=found.queue_ms,
         verify_ms=found.verify_ms,
         commit_ms=found.commit_ms,
+        look_ahead_hit=found.look_ahead_hit,
     )
 
 

@@ -84,6 +84,7 @@ async def observed_stack(
         observation=ObservedRequests(coordinator.tracer, coordinator.meter, detail),
         target_observer=steps["target"],
         draft_observer=steps["draft"],
+        look_ahead=0,  # Every proposal is then asked for, and has its spans.
     ) as running:
         yield running
 

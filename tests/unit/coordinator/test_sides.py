@@ -266,7 +266,7 @@ def test_a_draft_reads_the_prompt_once() -> None:
     link = ScriptedLink(proposal, proposal)
 
     async def test(draft: DraftSide, one: Session) -> None:
-        draft.prefill(0)
+        draft.prefill(0, 3)
         one.decide((9,), Counters())
         drafted = await draft.propose(1, 3, NOISE)
         assert drafted.by_replica
