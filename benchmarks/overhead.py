@@ -39,7 +39,7 @@ from .measurement import Progress
 from .overhead_canned import Q_ENTRIES, VOCAB_SIZE
 from .overhead_clocks import RoundStamps
 from .overhead_load import QueueTimes, generate_load
-from .overhead_process import RoleProcess
+from .role_process import RoleProcess
 
 NUM_DRAFT_TOKENS: Final = 8
 WARM_UP_ROUNDS: Final = 200
@@ -150,10 +150,12 @@ async def measure_rounds(num_rounds: int, progress: Progress) -> list[RoundStamp
         redis = EmbeddedRedis(Path(directory))
         redis.start()
         stack.callback(redis.stop)
-        draft = await stack.enter_async_context(RoleProcess("draft", {}))
-        target = await stack.enter_async_context(RoleProcess("target", {}))
+        draft = await stack.enter_async_context(RoleProcess("overhead_roles", "draft", {}))
+        target = await stack.enter_async_context(RoleProcess("overhead_roles", "target", {}))
         setup = {"draft": draft.address, "target": target.address, "redis_url": redis.url}
-        coordinator = await stack.enter_async_context(RoleProcess("coordinator", setup))
+        coordinator = await stack.enter_async_context(
+            RoleProcess("overhead_roles", "coordinator", setup)
+        )
         client = await stack.enter_async_context(Client(coordinator.address))
         num_done = seed = 0
         while num_done < wanted:
@@ -193,7 +195,7 @@ def full_rounds(stamps: Sequence[RoundStamps]) -> list[RoundStamps]:
 async def measure_queueing(num_probes: int, target: TargetConfig, progress: Progress) -> QueueTimes:
     """How long messages wait while the target's steps run back to back."""
     progress("loading the target")
-    async with RoleProcess("model", {"config": asdict(target)}) as process:
+    async with RoleProcess("overhead_roles", "model", {"config": asdict(target)}) as process:
         return await generate_load(process, num_probes, progress)
 
 

@@ -24,7 +24,7 @@ from outrider.wire.link import Link
 from .measurement import Progress
 from .overhead_canned import canned_proposal
 from .overhead_clocks import now_ns
-from .overhead_process import RoleProcess
+from .role_process import RoleProcess
 
 NUM_BACKGROUND: Final = 2
 NUM_PROBES: Final = 2

@@ -1,4 +1,4 @@
-"""What runs in the processes of `bench overhead` (see `overhead_process.RoleProcess`)."""
+"""What runs in the processes of `bench overhead` (see `role_process.RoleProcess`)."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from benchmarks.overhead_canned import (
 )
 from benchmarks.overhead_clocks import ClockedExecutor, RoundClock, RoundStamps, counted, now_ns
 from benchmarks.overhead_load import QueueTimes
-from benchmarks.overhead_process import RoleProcess
+from benchmarks.role_process import RoleProcess
 from deploy.cli.main import main
 from outrider.errors import ConfigError, Unavailable
 from outrider.messages import (
@@ -218,13 +218,13 @@ def test_the_table_has_a_row_for_every_figure() -> None:
 
 async def test_a_process_that_cannot_start_says_why() -> None:
     with pytest.raises(ConfigError, match=r"the model process: engine: 'no such' is wrong"):
-        async with RoleProcess("model", {"config": {"engine": "no such"}}):
+        async with RoleProcess("overhead_roles", "model", {"config": {"engine": "no such"}}):
             pass
 
 
 async def test_a_process_that_is_not_there_is_not_asked() -> None:
     with pytest.raises(Unavailable, match="has not been started"):
-        await RoleProcess("draft", {}).seen()
+        await RoleProcess("overhead_roles", "draft", {}).seen()
 
 
 @pytest.mark.parametrize("flag", ["rounds", "probes"])

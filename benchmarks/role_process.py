@@ -1,4 +1,4 @@
-"""The processes that `bench overhead` starts; `overhead_roles` is what runs there."""
+"""A process of ours that plays one role of a module and serves while it does (`roles.play`)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ ANSWER_TIMEOUT_S: Final = 60.0
 class RoleProcess(AnsweringProcess):
     """One role, ready when it listens."""
 
-    def __init__(self, role: str, setup: Mapping[str, object]) -> None:
-        """`role` and `setup` are what `overhead_roles` knows."""
-        name = f"the {role} process"
-        super().__init__("benchmarks.overhead_roles", name, {"role": role, **setup})
+    def __init__(self, module: str, role: str, setup: Mapping[str, object]) -> None:
+        """`role` and `setup` are what `benchmarks.<module>` knows."""
+        super().__init__(f"benchmarks.{module}", f"the {role} process", {"role": role, **setup})
 
     @property
     def address(self) -> str:
-        """HOST:PORT of its gRPC server, once started."""
+        """HOST:PORT of its server, once started."""
         return str(self.ready["address"])
 
     async def seen(self) -> dict[str, Any]:
