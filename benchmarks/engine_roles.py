@@ -20,25 +20,13 @@ from outrider.hosting import available_cores, build_engine, use_threads
 
 from .engine_steps import generic_step_times, step_times
 from .roles import Role, play
+from .service_roles import target_role
 
 if TYPE_CHECKING:
     from outrider.engine.interface import Engine
 
-_GRACE_S: Final = 1.0
 _MEMORY_PART: Final = 0.2
 """Of the machine's memory, for the keys and values of the library's continuous batching."""
-
-
-@asynccontextmanager
-async def _service(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
-    from target_service.actor import TargetActor
-
-    actor = TargetActor()
-    address = await actor.start(TargetConfig(**setup["config"]), log_directory="")
-    try:
-        yield Role({"address": address}, lambda _: {})
-    finally:
-        await actor.stop(_GRACE_S)
 
 
 @asynccontextmanager
@@ -149,7 +137,7 @@ def _decode(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int) -
             engine.release(name)
 
 
-ROLES: Final = {"service": _service, "engine": _engine, "library": _library}
+ROLES: Final = {"service": target_role, "engine": _engine, "library": _library}
 """What a process can be."""
 
 

@@ -29,9 +29,10 @@ Roles = Mapping[str, Callable[[dict[str, Any]], AbstractAsyncContextManager[Role
 """By name: opens a role from the first line, whose `role` is the name."""
 
 
-def play(roles: Roles) -> None:
-    """Answers lines until the input ends."""
-    asyncio.run(_play(roles, AnswerWriter()))
+def play(roles: Roles, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
+    """Answers lines until the input ends, on an event loop of asyncio's own choice or another."""
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(_play(roles, AnswerWriter()))
 
 
 async def _play(roles: Roles, answers: AnswerWriter) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
-from benchmarks import acceptance, device, engine, overhead, peers, speedup
+from benchmarks import acceptance, device, emulate, engine, overhead, peers, speedup
 from deploy.models import resolve_models
 from outrider.config import (
     CoordinatorConfig,
@@ -83,6 +83,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser = measurement("overhead", "what a round costs beside the models", _run_overhead)
     overhead.add_arguments(parser)
     _add_model_flags(parser, (*TARGET_FLAGS, "engine"))
+    parser = measurement(
+        "emulate",
+        "ways to decode, by real services on emulated models of stated speed and acceptance",
+        _run_emulate,
+    )
+    emulate.add_arguments(parser)
     parser = measurement(
         "engine",
         "many sessions at once, and a step against the library's, also of a random GPT-NeoX",
@@ -184,6 +190,18 @@ def _run_overhead(arguments: argparse.Namespace) -> int:
         print(report.to_json())
     else:
         _show(overhead.render(report))
+    return 0
+
+
+def _run_emulate(arguments: argparse.Namespace) -> int:
+    options = emulate.EmulateOptions.from_arguments(arguments)
+    report = asyncio.run(emulate.run(options, _progress))
+    from benchmarks.emulate_report import render
+
+    if arguments.json:
+        print(report.to_json())
+    else:
+        _show(render(report))
     return 0
 
 

@@ -1,0 +1,69 @@
+"""The deployment of `bench emulate`: the services and Redis in processes of their own, no Ray."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from outrider.client import Client
+from outrider.config import EMULATED, CoordinatorConfig, DraftConfig, TargetConfig
+from outrider.sessions.embedded import EmbeddedRedis
+
+from .role_process import RoleProcess
+
+DRAFT_TIMEOUT_MS: Final = 30_000
+"""A draft that stalls is to be measured, not done without."""
+_MODEL: Final = EMULATED.removesuffix(":")
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """A target, a draft and a store that run."""
+
+    target_address: str
+    draft_address: str
+    redis_url: str
+
+    @asynccontextmanager
+    async def coordinator(self, delay_ms: float = 0.0) -> AsyncIterator[Client]:
+        """Calls a coordinator that runs as long as this lasts, with its defaults. What it and the
+        draft send each other takes `delay_ms` more in each direction. Raises `Unavailable` where a
+        process breaks off."""
+        async with AsyncExitStack() as stack:
+            draft_address = self.draft_address
+            if delay_ms > 0:
+                way = {"address": draft_address, "delay_ms": delay_ms}
+                relay = await stack.enter_async_context(RoleProcess("relay", "relay", way))
+                draft_address = relay.address
+            config = CoordinatorConfig(
+                grpc_port=0,
+                redis_url=self.redis_url,
+                target_address=self.target_address,
+                draft_address=draft_address,
+                draft_timeout_ms=DRAFT_TIMEOUT_MS,
+            )
+            process = RoleProcess("service_roles", "coordinator", {"config": asdict(config)})
+            coordinator = await stack.enter_async_context(process)
+            yield await stack.enter_async_context(Client(coordinator.address))
+
+
+@asynccontextmanager
+async def running_replicas(engine: str) -> AsyncIterator[Replicas]:
+    """Both replicas on the emulated `engine`, one thread each, and an embedded Redis. Raises
+    `Unavailable` where a process breaks off, and `ConfigError`."""
+    target = TargetConfig(engine=engine, model=_MODEL, num_threads=1)
+    draft = DraftConfig(engine=engine, model=_MODEL, num_threads=1)
+    async with AsyncExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="outrider-"))
+        redis = EmbeddedRedis(Path(directory))
+        redis.start()
+        stack.callback(redis.stop)
+        addresses = []
+        for role, config in (("target", target), ("draft", draft)):
+            process = RoleProcess("service_roles", role, {"config": asdict(config)})
+            addresses.append((await stack.enter_async_context(process)).address)
+        yield Replicas(addresses[0], addresses[1], redis.url)

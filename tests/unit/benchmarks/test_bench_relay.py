@@ -1,0 +1,86 @@
+"""The relay that makes a way longer: order, delay, ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from benchmarks.relay import relay
+
+DELAY_S = 0.05
+PARTS = 40
+
+
+async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while part := await reader.read(4096):
+        writer.write(part)
+        await writer.drain()
+    writer.write(b"end")
+    writer.close()
+
+
+@asynccontextmanager
+async def echo_behind_relay() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    server = await asyncio.start_server(_echo, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, relay(f"127.0.0.1:{port}", DELAY_S) as address:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(address.split(":")[1]))
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+
+
+async def test_each_direction_takes_longer() -> None:
+    async with echo_behind_relay() as (reader, writer):
+        loop = asyncio.get_running_loop()
+        for _ in range(3):
+            start = loop.time()
+            writer.write(b"x")
+            assert await reader.readexactly(1) == b"x"
+            assert loop.time() - start >= 2 * DELAY_S
+
+
+async def test_parts_keep_their_order_and_do_not_wait_for_each_other() -> None:
+    """All are on their way at the same time: one after the other they would take 4 s."""
+    async with echo_behind_relay() as (reader, writer):
+        start = asyncio.get_running_loop().time()
+        sent = [f"{index:08}".encode() for index in range(PARTS)]
+        for part in sent:
+            writer.write(part)
+            await asyncio.sleep(0.001)
+        assert await reader.readexactly(8 * PARTS) == b"".join(sent)
+        assert asyncio.get_running_loop().time() - start < PARTS * DELAY_S
+
+
+async def test_an_end_is_passed_on_after_what_came_before_it() -> None:
+    async with echo_behind_relay() as (reader, writer):
+        writer.write(b"last")
+        writer.write_eof()
+        assert await reader.read() == b"lastend"
+
+
+async def test_a_connection_to_nobody_ends() -> None:
+    server = await asyncio.start_server(_echo, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    server.close()
+    await server.wait_closed()
+    async with relay(f"127.0.0.1:{port}", DELAY_S) as address:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(address.split(":")[1]))
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_open_connections_end_with_the_relay(caplog: pytest.LogCaptureFixture) -> None:
+    async with echo_behind_relay() as (reader, writer):
+        writer.write(b"x")
+        await reader.readexactly(1)
+    with pytest.raises(ConnectionError):
+        for _ in range(100):
+            writer.write(b"x")
+            await asyncio.sleep(0.01)
+            await writer.drain()
+    assert not caplog.records  # asyncio logs what goes wrong where nobody waits
