@@ -15,7 +15,7 @@ from typing import Final
 
 from outrider.client import Client
 from outrider.generation import GenerateRequest
-from outrider.limits import DEADLINE_MS_MAX, SEED_MAX
+from outrider.limits import DEADLINE_MS_MAX, LOOK_AHEAD_MAX, SEED_MAX
 from outrider.settings import check_range
 from outrider.speculation.sampling import Rule, SamplingParams
 
@@ -48,12 +48,15 @@ class EmulateOptions:
     dropped: int = 200
     seed: int = 0
     """Of every session."""
+    look_ahead: int = 24
+    """Outcomes of a round that are worked out ahead, in the mode that does so."""
 
     def __post_init__(self) -> None:
         for name, value, low, high in (
             ("tokens", self.tokens, TOKENS_MIN, TOKENS_MAX),
             ("dropped", self.dropped, 1, self.tokens - SPARE_TOKENS),
             ("seed", self.seed, 0, SEED_MAX),
+            ("look_ahead", self.look_ahead, 1, LOOK_AHEAD_MAX),
         ):
             check_range(name, value, low, high)
 
@@ -65,6 +68,7 @@ class EmulateOptions:
             tokens=arguments.tokens,
             dropped=arguments.dropped,
             seed=arguments.seed,
+            look_ahead=arguments.look_ahead,
         )
 
     @property
@@ -88,6 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, value, purpose in (
         ("--tokens", defaults.tokens, "tokens of each mode's session"),
         ("--dropped", defaults.dropped, "those at its beginning that do not count"),
+        ("--look-ahead", defaults.look_ahead, "outcomes of a round that are worked out ahead"),
         ("--seed", defaults.seed, "of the sampling; the pair is always the same"),
     ):
         parser.add_argument(
@@ -112,7 +117,8 @@ async def run(options: EmulateOptions, progress: Progress) -> EmulateReport:
     async with running_replicas(pair.engine) as replicas:
         for mode in MODES:
             rules = RULES if mode.drafts else RULES[:1]
-            async with replicas.coordinator() as client:
+            look_ahead = options.look_ahead if mode.looks_ahead else 0
+            async with replicas.coordinator(look_ahead) as client:
                 bench = _Bench(options, pair, mode, client, progress)
                 found = {rule: await bench.measure(rule) for rule in rules}
             faster = max(rules, key=lambda rule: found[rule].tokens_per_second)
@@ -122,7 +128,7 @@ async def run(options: EmulateOptions, progress: Progress) -> EmulateReport:
             for rule in rules:
                 by_rule[rule.value][mode.name] = found[rule]
             progress(f"{mode.name}: {scenario.round_trip_ms:g} ms more to the draft and back")
-            async with replicas.coordinator(scenario.round_trip_ms / 2) as client:
+            async with replicas.coordinator(look_ahead, scenario.round_trip_ms / 2) as client:
                 bench = _Bench(options, pair, mode, client, progress)
                 delayed[mode.name] = await bench.measure(faster)
     return EmulateReport(
@@ -130,6 +136,7 @@ async def run(options: EmulateOptions, progress: Progress) -> EmulateReport:
         seed=options.seed,
         tokens=options.tokens,
         dropped=options.dropped,
+        look_ahead_outcomes=options.look_ahead,
         deviation=pair.deviation,
         acceptance=accepted,
         modes=modes,
@@ -166,7 +173,7 @@ class _Bench:
             num_draft_tokens = await best_num_draft_tokens(rate, most)
         self._progress(f"{name}: {self._options.tokens} tokens at K = {num_draft_tokens}")
         rounds = await self._decode(rule, num_draft_tokens, self._options.window)
-        found = figures(self._pair, rule, num_draft_tokens, rounds)
+        found = figures(self._pair, self._mode, rule, num_draft_tokens, rounds)
         self._progress(f"{name}: {found.tokens_per_second:.1f} tokens/s")
         return found
 

@@ -10,8 +10,8 @@ from rich.table import Table
 from outrider.speculation.sampling import Rule
 
 from .emulate_pair import expected_tokens
-from .emulate_rounds import TimedRounds
-from .emulate_scenarios import PLAIN, Pair
+from .emulate_rounds import Hits, TimedRounds
+from .emulate_scenarios import PLAIN, Mode, Pair
 from .figures import to_json
 
 
@@ -29,7 +29,10 @@ class ModeFigures:
     look_ahead_hit_rate: float | None
     """Null where nothing is drafted ahead."""
     overhead_ms_p50: float
-    """Of a round's time beside the target's step and those steps of the draft that it waits for."""
+    """Of a round's time beside the target's step and, where nothing is drafted ahead, the K steps
+    of the draft."""
+    hits: Hits | None
+    """Null as that rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,8 @@ class EmulateReport:
     """Of each mode's session ..."""
     dropped: int
     """... and those at its beginning that do not count."""
+    look_ahead_outcomes: int
+    """Of a round that the draft was to work out ahead, where it does so."""
     deviation: float
     """Of log q - log p before both are normalised."""
     acceptance: Mapping[str, float]
@@ -62,8 +67,10 @@ class EmulateReport:
         return to_json(values | modes | {"with_round_trip": delayed})
 
 
-def figures(pair: Pair, rule: Rule, num_draft_tokens: int, timed: TimedRounds) -> ModeFigures:
-    """Those of rounds that waited for every step of their draft."""
+def figures(
+    pair: Pair, mode: Mode, rule: Rule, num_draft_tokens: int, timed: TimedRounds
+) -> ModeFigures:
+    """Those of a mode's rounds."""
     steps = pair.scenario.steps
     expected = expected_tokens(pair.acceptance[rule], num_draft_tokens)
     ideal = expected / steps.verify_ms * 1e3
@@ -73,8 +80,11 @@ def figures(pair: Pair, rule: Rule, num_draft_tokens: int, timed: TimedRounds) -
         rule=rule.value,
         tokens_per_round=timed.tokens_per_round,
         fraction_of_ideal=timed.tokens_per_second / ideal,
-        look_ahead_hit_rate=None,
-        overhead_ms_p50=timed.overhead_ms(steps.verify_ms, steps.draft_ms),
+        look_ahead_hit_rate=timed.hit_rate if mode.looks_ahead else None,
+        overhead_ms_p50=timed.overhead_ms(
+            steps.verify_ms, 0.0 if mode.looks_ahead else steps.draft_ms
+        ),
+        hits=timed.hits(num_draft_tokens) if mode.looks_ahead else None,
     )
 
 
@@ -87,7 +97,7 @@ def render(report: EmulateReport) -> Table:
     )
     table.add_column("mode", no_wrap=True)
     table.add_column("rule, K", no_wrap=True)
-    for heading in ("tokens/s", "over plain", "per round", "of ideal", "ms over"):
+    for heading in ("tokens/s", "over plain", "per round", "of ideal", "hits", "ms over"):
         table.add_column(heading, justify="right")
     plain = report.modes[PLAIN.name].tokens_per_second
     for name, found in _rows(report):
@@ -114,5 +124,6 @@ def _row(name: str, found: ModeFigures, plain: float) -> tuple[str, ...]:
         f"{found.tokens_per_second / plain:.2f}x",
         f"{found.tokens_per_round:.2f}",
         f"{found.fraction_of_ideal:.2f}",
+        "-" if found.look_ahead_hit_rate is None else f"{found.look_ahead_hit_rate:.2f}",
         f"{found.overhead_ms_p50:.2f}",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from statistics import median
+from statistics import mean, median
 from typing import Final
 
 from outrider.errors import Unavailable, check
@@ -23,8 +23,11 @@ class Round:
 
     num_draft_tokens: int
     """Proposed."""
+    num_accepted: int
     num_tokens: int
     """Committed."""
+    look_ahead_hit: bool
+    """Whether its proposal was there before it began."""
     arrived_s: float
     """When its tokens came to the client."""
 
@@ -37,6 +40,16 @@ class Window:
     """The last one that does, from 1 ..."""
     num_dropped: int
     """... and how many at the beginning do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """The share of rounds whose proposal was there before they began, by the outcome of the round
+    before, which is what had to be guessed; None where there was no such outcome."""
+
+    all_accepted: float | None
+    rejected_at: tuple[float | None, ...]
+    """[K]: the first of them is for rounds whose first draft token was refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +75,20 @@ class TimedRounds:
         """The mean."""
         return self.num_tokens / len(self.rounds)
 
+    @property
+    def hit_rate(self) -> float:
+        """The share of rounds whose proposal was there before they began."""
+        return mean(entry.look_ahead_hit for entry in self.rounds)
+
+    def hits(self, num_draft_tokens: int) -> Hits:
+        """After rounds that drafted K tokens."""
+        by_outcome: list[list[bool]] = [[] for _ in range(num_draft_tokens + 1)]
+        for before, after in pairwise(self.rounds):
+            if before.num_draft_tokens == num_draft_tokens:
+                by_outcome[before.num_accepted].append(after.look_ahead_hit)
+        *rejected, accepted = (mean(found) if found else None for found in by_outcome)
+        return Hits(accepted, tuple(rejected))
+
     def expected_rate(self, acceptance: float) -> float:
         """Tokens a second with the number of tokens that each round is expected to commit in place
         of the one that it did: of a few rounds this says more, as their times vary little."""
@@ -86,7 +113,15 @@ async def read_rounds(events: AsyncIterator[Event], clock: Callable[[], float]) 
             report = event
         elif isinstance(event, Tokens) and report is not None:
             num_draft_tokens = len(report.proposed_token_ids)
-            rounds.append(Round(num_draft_tokens, len(event.token_ids), clock()))
+            rounds.append(
+                Round(
+                    num_draft_tokens=num_draft_tokens,
+                    num_accepted=report.num_accepted,
+                    num_tokens=len(event.token_ids),
+                    look_ahead_hit=report.look_ahead_hit,
+                    arrived_s=clock(),
+                )
+            )
     return rounds
 
 

@@ -20,13 +20,17 @@ class Mode:
     name: str
     drafts: bool
     """Whether K is above 0."""
+    looks_ahead: bool = False
+    """Whether the draft works while the target verifies."""
 
 
 PLAIN: Final = Mode("plain", drafts=False)
 """By the target alone, which runs ahead of the coordinator's answers."""
 SYNCHRONOUS: Final = Mode("synchronous", drafts=True)
 """Draft and target wait for each other."""
-MODES: Final = (PLAIN, SYNCHRONOUS)
+LOOK_AHEAD: Final = Mode("look_ahead", drafts=True, looks_ahead=True)
+"""The draft works on likely outcomes while the target verifies."""
+MODES: Final = (PLAIN, SYNCHRONOUS, LOOK_AHEAD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,10 +29,10 @@ class Replicas:
     redis_url: str
 
     @asynccontextmanager
-    async def coordinator(self, delay_ms: float = 0.0) -> AsyncIterator[Client]:
-        """Calls a coordinator that runs as long as this lasts, with its defaults. What it and the
-        draft send each other takes `delay_ms` more in each direction. Raises `Unavailable` where a
-        process breaks off."""
+    async def coordinator(self, look_ahead: int, delay_ms: float = 0.0) -> AsyncIterator[Client]:
+        """Calls a coordinator that runs as long as this lasts, with its defaults but for
+        `look_ahead`. What it and the draft send each other takes `delay_ms` more in each direction.
+        Raises `Unavailable` where a process breaks off."""
         async with AsyncExitStack() as stack:
             draft_address = self.draft_address
             if delay_ms > 0:
@@ -45,6 +45,7 @@ class Replicas:
                 target_address=self.target_address,
                 draft_address=draft_address,
                 draft_timeout_ms=DRAFT_TIMEOUT_MS,
+                look_ahead=look_ahead,
             )
             process = RoleProcess("service_roles", "coordinator", {"config": asdict(config)})
             coordinator = await stack.enter_async_context(process)

@@ -12,6 +12,7 @@ from benchmarks.emulate import EmulateOptions
 from benchmarks.emulate_pair import expected_tokens
 from benchmarks.emulate_report import EmulateReport, ModeFigures, figures, render
 from benchmarks.emulate_rounds import (
+    Hits,
     Round,
     TimedRounds,
     Window,
@@ -19,7 +20,15 @@ from benchmarks.emulate_rounds import (
     read_rounds,
     timed,
 )
-from benchmarks.emulate_scenarios import RULES, SCENARIOS, Pair, Steps
+from benchmarks.emulate_scenarios import (
+    LOOK_AHEAD,
+    PLAIN,
+    RULES,
+    SCENARIOS,
+    SYNCHRONOUS,
+    Pair,
+    Steps,
+)
 from deploy.cli.main import main
 from outrider.engine.emulated import SCHEME, EmulatedSpec
 from outrider.errors import Unavailable
@@ -40,17 +49,24 @@ TINY = replace(
 PAIR = Pair(SCENARIO, 0.65, {Rule.TOKEN: 0.5, Rule.COUPLED: 0.25})
 
 
+def a_round(
+    num_draft_tokens: int, num_tokens: int, arrived_s: float = 0.0, hit: bool = False
+) -> Round:
+    return Round(num_draft_tokens, num_tokens - 1, num_tokens, hit, arrived_s)
+
+
 def rounds(*entries: tuple[int, int, float]) -> list[Round]:
     """Of K, tokens and milliseconds since the round before."""
     now, found = 100.0, []
     for num_draft_tokens, num_tokens, took_ms in entries:
         now += took_ms / 1e3
-        found.append(Round(num_draft_tokens, num_tokens, now))
+        found.append(a_round(num_draft_tokens, num_tokens, now))
     return found
 
 
-def report(index: int, num_draft_tokens: int) -> RoundReport:
-    return RoundReport(index, tuple(range(num_draft_tokens)), 0, 0, 0, 0, 0, 0)
+def report(index: int, num_draft_tokens: int, num_accepted: int, hit: bool) -> RoundReport:
+    token_ids = tuple(range(num_draft_tokens))
+    return RoundReport(index, token_ids, num_accepted, 0, 0, 0, 0, 0, look_ahead_hit=hit)
 
 
 def mode_figures(rate: float, rule: str = "token", num_draft_tokens: int = 7) -> ModeFigures:
@@ -62,6 +78,7 @@ def mode_figures(rate: float, rule: str = "token", num_draft_tokens: int = 7) ->
         fraction_of_ideal=0.5,
         look_ahead_hit_rate=None,
         overhead_ms_p50=1.25,
+        hits=None,
     )
 
 
@@ -83,14 +100,14 @@ async def test_a_round_comes_with_its_tokens() -> None:
     async def events() -> AsyncIterator[Event]:
         yield Started("1", "m", 0, Rule.TOKEN)
         for index, (num_draft_tokens, num_tokens) in enumerate(((0, 1), (3, 4), (2, 1))):
-            yield report(index, num_draft_tokens)
+            yield report(index, num_draft_tokens, num_tokens - 1, hit=index == 1)
             ids, origins = tuple(range(num_tokens)), (Origin.BONUS,) * num_tokens
             yield Tokens(0, ids, "", origins, ())
         yield Finished(FinishReason.LENGTH, Usage(1, 6), Metrics(3, 5, 3, 2.0, 1.0, 1.0))
 
     ticks = iter((1.0, 2.5, 3.0))
     found = await read_rounds(events(), lambda: next(ticks))
-    assert found == [Round(0, 1, 1.0), Round(3, 4, 2.5), Round(2, 1, 3.0)]
+    assert found == [a_round(0, 1, 1.0), a_round(3, 4, 2.5, hit=True), a_round(2, 1, 3.0)]
 
 
 def test_a_window_drops_the_first_tokens_and_what_comes_after_the_last() -> None:
@@ -118,20 +135,37 @@ def test_a_round_is_charged_the_steps_that_it_waited_for() -> None:
 def test_a_short_session_counts_by_what_its_rounds_are_expected_to_commit() -> None:
     """Whatever they did commit: 1 + 1/2 and 1 + 1/2 + 1/4 tokens in 50 ms."""
     took = (20.0, 30.0)
-    lucky = TimedRounds((Round(1, 2, 0), Round(2, 3, 0)), took)
-    unlucky = TimedRounds((Round(1, 1, 0), Round(2, 1, 0)), took)
+    lucky = TimedRounds((a_round(1, 2), a_round(2, 3)), took)
+    unlucky = TimedRounds((a_round(1, 1), a_round(2, 1)), took)
     assert lucky.expected_rate(0.5) == unlucky.expected_rate(0.5) == pytest.approx(65)
 
 
 def test_the_ideal_is_a_step_of_the_target_a_round() -> None:
     """K = 2 at an acceptance of 1/4: 21/16 tokens each 18.3 ms, 71.7 tokens/s."""
-    found = figures(PAIR, Rule.COUPLED, 2, TimedRounds((Round(2, 1, 0),), (25.0,)))
+    one = TimedRounds((a_round(2, 1),), (25.0,))
+    found = figures(PAIR, SYNCHRONOUS, Rule.COUPLED, 2, one)
     assert found.tokens_per_second == pytest.approx(40.0)
     assert found.fraction_of_ideal == pytest.approx(40.0 * 18.3e-3 / (21 / 16))
     assert found.overhead_ms_p50 == pytest.approx(25.0 - 18.3 - 2 * 1.3)
     assert (found.num_draft_tokens, found.rule) == (2, "coupled")
-    plain = figures(PAIR, Rule.TOKEN, 0, TimedRounds((Round(0, 1, 0),), (20.0,)))
+    assert (found.look_ahead_hit_rate, found.hits) == (None, None)
+    ahead = figures(PAIR, LOOK_AHEAD, Rule.COUPLED, 2, one)
+    assert ahead.overhead_ms_p50 == pytest.approx(25.0 - 18.3)
+    assert ahead.look_ahead_hit_rate == 0.0
+    plain = figures(PAIR, PLAIN, Rule.TOKEN, 0, TimedRounds((a_round(0, 1),), (20.0,)))
     assert plain.fraction_of_ideal == pytest.approx(18.3 / 20)
+
+
+def test_hits_are_told_by_the_outcome_of_the_round_before() -> None:
+    """K = 2: after 2, 0, 2, 0 and 1 of them were accepted; after a round that drafted less nothing
+    is told."""
+    tokens_and_hits = ((3, True), (1, True), (3, False), (1, True), (2, False))
+    entries = [a_round(2, num_tokens, hit=hit) for num_tokens, hit in tokens_and_hits]
+    entries += [a_round(1, 2, hit=True), a_round(2, 1, hit=True)]
+    found = TimedRounds(tuple(entries), (20.0,) * len(entries))
+    assert found.hit_rate == pytest.approx(5 / 7)
+    assert found.hits(2) == Hits(all_accepted=1.0, rejected_at=(0.0, 1.0))
+    assert found.hits(3) == Hits(None, (None, None, None))
 
 
 @pytest.mark.parametrize("lean", [-0.1, 0.1])
@@ -170,6 +204,7 @@ def test_modes_are_keys_of_the_json_object_and_rows_of_the_table() -> None:
         seed=3,
         tokens=400,
         dropped=20,
+        look_ahead_outcomes=24,
         deviation=0.645,
         acceptance={"token": 0.8, "coupled": 0.76},
         modes={"plain": mode_figures(50.0, num_draft_tokens=0), "synchronous": mode_figures(150.0)},
@@ -187,12 +222,13 @@ def test_modes_are_keys_of_the_json_object_and_rows_of_the_table() -> None:
     assert value["with_round_trip"]["synchronous"]["tokens_per_second"] == 120.0
     assert set(value["synchronous"]) == {
         "tokens_per_second", "num_draft_tokens", "rule", "tokens_per_round", "fraction_of_ideal",
-        "look_ahead_hit_rate", "overhead_ms_p50",
+        "look_ahead_hit_rate", "overhead_ms_p50", "hits",
     }  # fmt: skip
     table = render(found)
     columns = [list(column.cells) for column in table.columns]
     assert columns[0] == ["plain", "synchronous", "synchronous", "  + 5 ms"]
     assert columns[1] == ["-", "token 7", "coupled 7", "token 7"]
+    assert columns[6] == ["-"] * 4
     assert columns[3] == ["1.00x", "3.00x", "2.80x", "2.40x"]
 
 
@@ -204,6 +240,7 @@ def test_modes_are_keys_of_the_json_object_and_rows_of_the_table() -> None:
         (("--dropped", "0"), "error: --dropped: 0 is wrong; it must be from 1 to 3984"),
         (("--tokens", "100", "--dropped", "85"), "--dropped: 85 is wrong; it must be from 1 to 84"),
         (("--seed", "-1"), "error: --seed: -1 is wrong"),
+        (("--look-ahead", "0"), "error: --look-ahead: 0 is wrong; it must be from 1 to 64"),
         (("--scenario", "8b"), "--scenario: invalid choice: '8b' (choose from '70b-1b')"),
     ],
 )
@@ -238,22 +275,28 @@ def test_the_command_measures_every_mode_and_prints_one_json_object(
     assert shown.out.count("\n") == 1
     value = json.loads(shown.out)
     assert (value["scenario"], value["tokens"], value["dropped"]) == ("tiny", 60, 8)
-    plain, synchronous = value["plain"], value["synchronous"]
+    plain = value["plain"]
     assert (plain["num_draft_tokens"], plain["tokens_per_round"]) == (0, 1.0)
     assert 0 < plain["fraction_of_ideal"] < 1.1
     assert plain["look_ahead_hit_rate"] is None
-    rates = {}
-    for rule in RULES:
-        entry = value["by_rule"][rule.value]["synchronous"]
-        assert entry["rule"] == rule.value
-        assert 1 <= entry["num_draft_tokens"] <= 3
-        assert 1 < entry["tokens_per_round"] <= 1 + entry["num_draft_tokens"]
-        assert entry["overhead_ms_p50"] > 0
-        rates[rule.value] = entry["tokens_per_second"]
-    assert synchronous == value["by_rule"][max(rates, key=lambda rule: rates[rule])]["synchronous"]
     delayed = value["with_round_trip"]
     assert delayed["ms"] == TINY.round_trip_ms
-    assert delayed["synchronous"]["rule"] == synchronous["rule"]
+    for mode in (SYNCHRONOUS.name, LOOK_AHEAD.name):
+        rates = {}
+        for rule in RULES:
+            entry = value["by_rule"][rule.value][mode]
+            assert entry["rule"] == rule.value
+            assert 1 <= entry["num_draft_tokens"] <= 3
+            assert 1 < entry["tokens_per_round"] <= 1 + entry["num_draft_tokens"]
+            assert entry["overhead_ms_p50"] > 0
+            rates[rule.value] = entry["tokens_per_second"]
+        faster = max(rates, key=lambda rule: rates[rule])
+        assert value[mode] == value["by_rule"][faster][mode]
+        assert delayed[mode]["rule"] == faster
     assert delayed["synchronous"]["overhead_ms_p50"] >= TINY.round_trip_ms
+    assert value["synchronous"]["hits"] is None
+    ahead = value["look_ahead"]
+    assert 0 <= ahead["look_ahead_hit_rate"] <= 1
+    assert len(ahead["hits"]["rejected_at"]) == ahead["num_draft_tokens"]
     assert f"deviation {value['deviation']}" in shown.err
     assert "synchronous, coupled: choosing K" in shown.err
