@@ -151,7 +151,9 @@ class EmulatedEngine:
         self._pool.written(steps)
         contexts: list[list[int]] = []
         for step in steps:
-            sequence = self._pool.token_ids(step.sequence_id)
+            length = self._pool.length(step.sequence_id)
+            start = max(0, length - step.num_logits - self._spec.order)
+            sequence = self._pool.token_ids(step.sequence_id, start)
             ends = range(len(sequence) - step.num_logits + 1, len(sequence) + 1)
             contexts.extend(self._context(sequence, end) for end in ends)
         self._step_seconds += self._step_time(steps)
@@ -266,8 +268,10 @@ def _support_ids(keys: _Words, support: int, vocab_size: int) -> _Words:
         order = np.argsort(_words(keys, vocab_size), axis=1, kind="stable")
         return order[:, :support].astype(np.uint64)
     drawn = _words(keys, 2 * support + _SPARE_DRAWS) % np.uint64(vocab_size)
-    ids = np.empty((len(keys), support), dtype=np.uint64)
-    for row, numbers in enumerate(drawn):
+    ids = drawn[:, :support].copy()
+    in_order = np.sort(ids, axis=1)
+    for row in np.flatnonzero((in_order[:, 1:] == in_order[:, :-1]).any(axis=1)):
+        numbers = drawn[row]
         _, first = np.unique(numbers, return_index=True)
         distinct = numbers[np.sort(first)][:support]
         check(len(distinct) == support, "too few distinct ids were drawn")

@@ -80,12 +80,12 @@ class PagePool:
         sequence = self._sequences.get(sequence_id)
         return () if sequence is None else sequence.pages
 
-    def token_ids(self, sequence_id: str) -> tuple[int, ...]:
-        """The tokens in the sequence's slots."""
-        ids = array(_ID_TYPE)
-        for page in self.pages(sequence_id):
-            ids.extend(self._ids[page * self._page_size : (page + 1) * self._page_size])
-        return tuple(ids[: self.length(sequence_id)])
+    def token_ids(self, sequence_id: str, start: int = 0) -> tuple[int, ...]:
+        """The tokens in the sequence's slots, from `start` >= 0 on."""
+        ids, size = array(_ID_TYPE), self._page_size
+        for page in self.pages(sequence_id)[start // size :]:
+            ids.extend(self._ids[page * size : (page + 1) * size])
+        return tuple(ids[start % size : self.length(sequence_id) - start // size * size])
 
     def counts(self) -> PageCounts:
         """How the pages are used now."""

@@ -87,7 +87,10 @@ def test_a_digest_is_not_trusted(num_digests: int) -> None:
         ids = [chance.choice((1, 2)) for _ in range(3 * SIZE)]
         salt = chance.choice(("", "a"))
         found += pool.attach(f"{number}", ids, salt)
-        assert pool.token_ids(f"{number}") == tuple(ids[: pool.length(f"{number}")])
+        held = tuple(ids[: pool.length(f"{number}")])
+        assert pool.token_ids(f"{number}") == held
+        for start in range(len(held) + 1):
+            assert pool.token_ids(f"{number}", start) == held[start:]
         append(pool, [step(f"{number}", *ids[pool.length(f"{number}") :])])
         pool.release(f"{number}")
         pool.check_integrity()
