@@ -17,7 +17,8 @@ from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution
 from outrider.speculation.race import race, race_at
 from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.supports import IdArray, Support, draw, likeliest, supports
+from outrider.speculation.sparse_rows import SparseRows
+from outrider.speculation.supports import IdArray, Support, likeliest, supports
 from outrider.speculation.transforms import (
     NO_HISTORY,
     TokenHistory,
@@ -94,26 +95,31 @@ def draft_tokens_from_logits(
     if logits.device.type != "cpu" or batch.rule is Rule.GREEDY:
         probabilities = target_probabilities(logits, params, history)
         return draft_tokens(probabilities, noises, indices, entries_max, vocabulary)
-    rows, keys = draft_supports(logits, params, history), batch.draft_keys(indices)
-    if vocabulary is not None:
-        rows = [Support(vocabulary.token_ids[row.ids], row.mass) for row in rows]
+    rows, keys = draft_rows(logits, params, history, vocabulary), batch.draft_keys(indices)
     if batch.rule is Rule.COUPLED:
-        drawn = draw([(row.ids, row.mass) for row in rows], keys)
-        return [(token_id, None) for token_id in drawn]
-    quantised = [_quantise(row.largest(entries_max)) for row in rows]
-    drawn = draw([(ids, counts.astype(np.float64)) for ids, counts in quantised], keys)
+        return [(token_id, None) for token_id in rows.draw(keys)]
+    rows = rows.largest(entries_max).quantised()
+    lists = zip(rows.split(rows.ids), rows.split(rows.mass.astype(np.int64)), strict=True)
     return [
-        (token_id, _distribution(ids, counts) if len(ids) > 1 else None)
-        for token_id, (ids, counts) in zip(drawn, quantised, strict=True)
+        (token_id, DraftDistribution(tuple(ids), tuple(counts)) if len(ids) > 1 else None)
+        for token_id, (ids, counts) in zip(rows.draw(keys), lists, strict=True)
     ]
 
 
-def draft_supports(
-    logits: torch.Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
-) -> list[Support]:
-    """The sampled distributions of a draft's `logits` [R, V] on the CPU, without what is next to
-    impossible."""
-    return supports(logits, params, history, _FLOOR)
+def draft_rows(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    history: TokenHistory = NO_HISTORY,
+    vocabulary: ReducedVocabulary | None = None,
+) -> SparseRows:
+    """The sampled distributions of a draft's `logits` [R, V] on the CPU, up to a factor and without
+    what is next to impossible. With a `vocabulary` parameters and history are in its columns, and
+    the rows have the target's ids. Raises as `target_probabilities` does."""
+    if params.tempered_alone:
+        rows = SparseRows.likeliest(logits, params.temperature, _FLOOR)
+    else:
+        rows = SparseRows.of(supports(logits, params, history, _FLOOR))
+    return rows if vocabulary is None else rows.with_ids(vocabulary.token_ids[rows.ids])
 
 
 def _one_hot(columns: Sequence[int], vocabulary: ReducedVocabulary | None) -> list[DraftedToken]:

@@ -14,20 +14,21 @@ so that guessing says nothing about them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import torch
 
 from outrider.errors import check
-from outrider.speculation.drafting import draft_supports
+from outrider.speculation.drafting import draft_rows
 from outrider.speculation.noise import NoiseBatch, RoundNoise
-from outrider.speculation.philox import flat_uniforms
 from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.sampling import SamplingParams
+from outrider.speculation.sparse_rows import SparseRows
 from outrider.speculation.supports import Support
 from outrider.speculation.transforms import largest_ids, target_probabilities
 
-_ENTRIES: int = 64
+_ENTRIES: Final = 64
 """Likeliest tokens that take part in a race."""
 
 
@@ -53,10 +54,7 @@ def ranked_corrections(
         if vocabulary is not None:
             ranked = [vocabulary.token_ids[row].tolist() for row in ranked]
     else:
-        rows = _rows(logits, params)
-        if vocabulary is not None:
-            rows = [Support(vocabulary.token_ids[row.ids], row.mass) for row in rows]
-        ranked = _by_arrival(rows, noise, len(drafted))
+        ranked = _by_arrival(_rows(logits, params, vocabulary), noise, len(drafted))
     refused = (*drafted, None)
     return [
         [token_id for token_id in row if token_id != out][:count]
@@ -69,27 +67,22 @@ def _by_logit(logits: torch.Tensor, count: int) -> list[list[int]]:
     return ranked
 
 
-def _rows(logits: torch.Tensor, params: SamplingParams) -> list[Support]:
-    """The likeliest tokens of each row, with their probability."""
+def _rows(
+    logits: torch.Tensor, params: SamplingParams, vocabulary: ReducedVocabulary | None
+) -> SparseRows:
+    """The likeliest tokens of each row, with their probability up to a factor."""
     if logits.device.type == "cpu":
-        return [row.largest(_ENTRIES) for row in draft_supports(logits, params)]
+        return draft_rows(logits, params, vocabulary=vocabulary).largest(_ENTRIES)
     found = []
     for row in target_probabilities(logits, params):
         ids = largest_ids(row, _ENTRIES)
         found.append(Support(ids.cpu().numpy(), row[ids].cpu().numpy()))
-    return found
+    rows = SparseRows.of(found)
+    return rows if vocabulary is None else rows.with_ids(vocabulary.token_ids[rows.ids])
 
 
-def _by_arrival(rows: Sequence[Support], noise: RoundNoise, num_drafted: int) -> list[list[int]]:
+def _by_arrival(rows: SparseRows, noise: RoundNoise, num_drafted: int) -> list[list[int]]:
     """The tokens of each row in the order in which they would win the round's race."""
-    keys = NoiseBatch.of([noise]).correction_keys(num_drafted)
-    sizes = [len(row.ids) for row in rows]
-    ids = np.concatenate([row.ids for row in rows])
-    mass = np.concatenate([row.mass for row in rows])
-    # The wait of a token is -log u; what arrives first has the most mass for its wait.
-    speed = mass / -np.log(flat_uniforms(keys, sizes, ids))
-    bounds = np.cumsum(sizes)[:-1]
-    return [
-        row_ids[np.argsort(-row_speed, kind="stable")].tolist()
-        for row_ids, row_speed in zip(np.split(ids, bounds), np.split(speed, bounds), strict=True)
-    ]
+    speeds = rows.speeds(NoiseBatch.of([noise]).correction_keys(num_drafted))
+    order = np.lexsort((-speeds, np.arange(len(rows)).repeat(rows.sizes)))
+    return rows.split(rows.ids[order])

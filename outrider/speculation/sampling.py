@@ -62,6 +62,12 @@ class SamplingParams:
         """Whether the distribution depends on the tokens so far other than through the model."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
+    @property
+    def tempered_alone(self) -> bool:
+        """Whether nothing but the temperature stands between logits and distribution."""
+        filtered = self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+        return not (filtered or self.logit_bias or self.penalised)
+
     def hash(self) -> int:
         """A 64-bit name for these parameters, the same in every process."""
         return int.from_bytes(
