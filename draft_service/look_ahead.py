@@ -168,8 +168,11 @@ class LookAhead:
     def advance(self, items: Sequence[DraftItem]) -> list[Answers[DraftAnswer]]:
         """One pass for these rounds, all of which it `works_on`. Raises what the engine does."""
         rounds = [self._rounds[item.head.session_id] for item in items]
+        for now in rounds:
+            self._drop_evicted(now)
         room = self._limits.max_num_seqs
-        wanted = [now.wanted for now in rounds if now.wanted is not None][:room]
+        waiting = [now.wanted for now in rounds if now.wanted is not None]
+        wanted = [branch for branch in waiting if not branch.is_whole][:room]
         room -= len(wanted)
         unread = [now for now in rounds if now.wanted is None and not now.is_read]
         read = [now for now in unread if self._is_readable(now)][:room]
@@ -328,7 +331,7 @@ class LookAhead:
 
     def _record_wanted(self, now: _Round, branch: Branch) -> None:
         """Notes what the session's own sequence has run."""
-        if branch.request.session_id == now.session_id:
+        if branch.request.session_id == now.session_id and self._stands(branch):
             run = (*now.committed, *branch.token_ids)
             now.num_recorded = self._table.record(now.session_id, run[now.num_recorded :])
 
@@ -386,6 +389,16 @@ class LookAhead:
             raise
         except OutriderError as error:
             self._drafter.end(branch, error)
+
+    def _drop_evicted(self, now: _Round) -> None:
+        """Gives up what has lost its pages to somebody older; what was drawn stays proposed."""
+        if now.wanted is not None and not self._stands(now.wanted):
+            now.wanted.num_wanted = len(now.wanted.token_ids)
+        now.outcomes = [found for found in now.outcomes if self._stands(found.branch)]
+
+    def _stands(self, branch: Branch) -> bool:
+        held = len(branch.request.token_ids) + len(branch.token_ids) - len(branch.unseen)
+        return self._engine.length(branch.request.session_id) == held
 
     def _drop_outcomes(self, now: _Round) -> None:
         for found in now.outcomes:

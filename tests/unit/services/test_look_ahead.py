@@ -16,7 +16,7 @@ from draft_service.service import DraftService
 from outrider.drafting.ngram import NgramDrafter
 from outrider.engine.executor import InlineExecutor
 from outrider.errors import BadRequest
-from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused
+from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, Resync
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.wire.memory_link import MemoryLink
 
@@ -235,6 +235,27 @@ async def test_pages_that_are_needed_are_there() -> None:
         assert len(answer.proposal) == 3
     draft.service.check_integrity()
     await draft.service.close()
+
+
+@pytest.mark.parametrize("num_passes", [0, 2])
+async def test_a_session_that_loses_its_pages_is_answered_what_it_has(
+    draft: Draft, num_passes: int
+) -> None:
+    """As when an older one takes them while its proposal grows."""
+    draft.link.send(item(PROMPT, count=6))
+    while len(draft.engine.batches) <= num_passes:
+        await asyncio.sleep(0)
+    num_drawn = len(draft.engine.batches)
+    draft.engine.release(session_name(1))
+    await draft.settled()
+    [answer] = draft.listener.answers
+    expected, _ = expected_proposal(PROMPT, num_drawn, Rule.TOKEN, PLAIN, 1)
+    assert list(answer.proposal.token_ids) == expected
+    committed = (*PROMPT, 7)
+    again = await draft.send(item(committed, answer.cached_length, round_index=1))
+    assert isinstance(again[0], Resync) or answer.cached_length == 0
+    late = (await draft.send(item(committed, round_index=2)))[0]
+    assert len(late.proposal) == 3
 
 
 async def test_a_round_pushes_no_more_bytes_than_it_may() -> None:
