@@ -62,6 +62,7 @@ async def _coordinator(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
             name="coordinator-overhead",
             served_model_name="canned",
             defaults=RequestDefaults(config.num_draft_tokens, config.deadline_ms),
+            length_control=False,  # What is measured are rounds with drafts.
             run_ahead_rounds=config.run_ahead_rounds,
             max_sessions=config.max_sessions,
             patience=Patience(

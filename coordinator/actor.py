@@ -129,6 +129,7 @@ async def _build(config: CoordinatorConfig, observation: Observation) -> Coordin
             name=f"coordinator-{uuid.uuid4().hex}",
             served_model_name=config.served_model_name,
             defaults=RequestDefaults(config.num_draft_tokens, config.deadline_ms),
+            length_control=config.length_control,
             run_ahead_rounds=config.run_ahead_rounds,
             max_sessions=config.max_sessions,
             patience=_patience(config),

@@ -12,7 +12,7 @@ from outrider.generation import RoundReport, Tokens
 from outrider.messages import PositionLogprobs, VerdictReply
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters, FinishReason
-from outrider.speculation.decision import Outcome, decide
+from outrider.speculation.decision import Outcome, decide, survival
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import NOTHING_SEALED
 from outrider.telemetry.logs import identify
@@ -21,6 +21,7 @@ from outrider.telemetry.observer import SILENT, RequestObserver
 from .commits import Committer
 from .completion import Completion, Piece
 from .journal import Entry, Journal
+from .length_control import LengthPolicy, PlayedRound, RoundLength
 from .request import GenerationParameters
 from .sides import Drafted, DraftSide, TargetSide
 
@@ -48,7 +49,7 @@ class Decoding:
         draft: DraftSide | None,
         committer: Committer,
         journal: Journal,
-        run_ahead_rounds: int,
+        lengths: LengthPolicy,
         observer: RequestObserver = SILENT,
     ) -> None:
         self._session = session
@@ -58,7 +59,7 @@ class Decoding:
         self._draft = draft
         self._committer = committer
         self._journal = journal
-        self._run_ahead_rounds = run_ahead_rounds
+        self._lengths = lengths
         self._observer = observer
         self._deadline: asyncio.Timeout | None = None
         self._cancelled = False
@@ -92,7 +93,7 @@ class Decoding:
             self._deadline.reschedule(asyncio.get_running_loop().time())
 
     async def _rounds(self) -> FinishReason:
-        if self._draft is not None:
+        if self._draft is not None and not self._lengths.begins_plain:
             self._draft.prefill(0, self._parameters.num_draft_tokens)
         round_index = 0
         while True:
@@ -108,8 +109,9 @@ class Decoding:
         self._observer.round_began(index)
         identity, start_length = self._session.identity, self._session.length
         noise = RoundNoise(identity.seed, identity.rule, start_length)
-        drafted = await self._propose(index, noise)
-        verified = await self._verify(index, drafted)
+        length = self._lengths.choose(index, self._completion.remaining)
+        drafted = await self._propose(index, length, noise)
+        verified = await self._verify(index, length, drafted)
         outcome = decide(
             verified.reply.verdict,
             drafted.proposal.token_ids,
@@ -120,16 +122,16 @@ class Decoding:
         self._target.settle(verified.reply, common_length)
         if self._draft is not None:
             self._draft.settle(common_length)
+        self._note(length, drafted, verified, outcome)
         return self._commit(index, drafted, verified, outcome)
 
-    async def _propose(self, index: int, noise: RoundNoise) -> Drafted:
-        """No draft in the first round: the first token does not wait for it. K depends on
-        committed tokens alone, as exactness demands."""
-        num_draft_tokens = min(self._parameters.num_draft_tokens, self._completion.remaining - 1)
-        if self._draft is None or index == 0 or num_draft_tokens <= 0:
+    async def _propose(self, index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
+        if index > 0:
+            self._observer.chosen(length.num_draft_tokens)
+        if self._draft is None or length.num_draft_tokens == 0:
             return _NOT_DRAFTED
         self._observer.asked("draft")
-        drafted = await self._draft.propose(index, num_draft_tokens, noise)
+        drafted = await self._draft.propose(index, length.num_draft_tokens, noise)
         self._observer.drafted(
             len(drafted.proposal),
             drafted.by_replica,
@@ -140,19 +142,32 @@ class Decoding:
         )
         return drafted
 
-    async def _verify(self, index: int, drafted: Drafted) -> Verified:
-        run_ahead = 0
-        if self._parameters.num_draft_tokens == 0:
-            run_ahead = min(self._run_ahead_rounds, self._completion.remaining - 1)
+    async def _verify(self, index: int, length: RoundLength, drafted: Drafted) -> Verified:
         self._observer.asked("target")
         loop = asyncio.get_running_loop()
         start = loop.time()
         reply = await self._target.verify(
-            index, drafted.proposal, run_ahead, self._parameters.logprobs
+            index, drafted.proposal, length.run_ahead, self._parameters.logprobs
         )
         seconds = loop.time() - start
         self._observer.verified(seconds, reply.queue_ms, reply.compute_ms)
         return Verified(reply, seconds)
+
+    def _note(
+        self, length: RoundLength, drafted: Drafted, verified: Verified, outcome: Outcome
+    ) -> None:
+        """Tells who chose the round's length what came of it."""
+        reply = verified.reply
+        played = PlayedRound(
+            num_asked=length.num_draft_tokens,
+            survival=survival(self._session.identity.rule, reply.verdict.accept_probability),
+            num_tokens=len(outcome.token_ids),
+            context=self._session.length,
+            draft_s=drafted.seconds,
+            target_s=(reply.queue_ms + reply.compute_ms) / 1e3,
+            ended_at=asyncio.get_running_loop().time(),
+        )
+        self._lengths.note(played)
 
     def _commit(
         self, index: int, drafted: Drafted, verified: Verified, outcome: Outcome

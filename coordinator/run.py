@@ -18,6 +18,7 @@ from .commits import Committer
 from .completion import Completion
 from .decoding import Decoding
 from .journal import Journal
+from .length_control import LengthPolicy
 from .request import GenerationParameters
 from .sides import DraftSide, TargetSide
 
@@ -39,7 +40,7 @@ class SessionRun:
         target: TargetSide,
         draft: DraftSide | None,
         committer: Committer,
-        run_ahead_rounds: int,
+        lengths: LengthPolicy,
         arrived: float,
         deadline: float,
         observer: RequestObserver = SILENT,
@@ -51,6 +52,7 @@ class SessionRun:
         self._target = target
         self._draft = draft
         self._committer = committer
+        self._lengths = lengths
         self._arrived = arrived
         self._deadline = deadline
         self._first_token_at: float | None = None
@@ -65,7 +67,7 @@ class SessionRun:
             draft=draft,
             committer=committer,
             journal=self._journal,
-            run_ahead_rounds=run_ahead_rounds,
+            lengths=lengths,
             observer=observer,
         )
         self._task = asyncio.create_task(self._decoding.run(deadline))
@@ -113,6 +115,7 @@ class SessionRun:
         identify(self.session_id, self._observer.trace_id)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        self._lengths.close()
         self._target.close()
         if self._draft is not None:
             self._draft.close()

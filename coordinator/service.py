@@ -49,6 +49,7 @@ from outrider.wire.link import Link
 
 from .commits import Committer
 from .completion import Completion
+from .length_control import FixedLength, LengthControls, LengthPolicy
 from .mailbox import PostOffice
 from .prompts import PromptEncoder, Text
 from .request import (
@@ -78,6 +79,8 @@ class CoordinatorOptions:
     served_model_name: str
     """Empty = the target's own name."""
     defaults: RequestDefaults
+    length_control: bool
+    """Whether K is chosen round by round, up to what a request asks for; else it is just that."""
     run_ahead_rounds: int
     max_sessions: int
     patience: Patience
@@ -120,6 +123,7 @@ class CoordinatorService:
         self._num_admitted = 0
         self._background: set[asyncio.Task[None]] = set()
         self._model: ServedModel | None = None
+        self._lengths: LengthControls | None = None
         self._observation = observation
         observation.watch_load(
             running=lambda: self.num_running,
@@ -130,8 +134,12 @@ class CoordinatorService:
         """Learns what the replicas run, and starts committing. Raises `Unavailable` where one
         does not answer, `Incompatible` where they do not fit together."""
         target = await self._target.link.describe(DESCRIBE_TIMEOUT_S)
+        draft: ReplicaDescription | None = None
         if self._draft is not None:
-            check_compatible(target, await self._draft.link.describe(DESCRIBE_TIMEOUT_S))
+            draft = await self._draft.link.describe(DESCRIBE_TIMEOUT_S)
+            check_compatible(target, draft)
+        if self._options.length_control:
+            self._lengths = LengthControls(target, draft, self._options.run_ahead_rounds)
         self._model = ServedModel(
             name=self._options.served_model_name or target.model,
             vocab_size=target.vocab_size,
@@ -337,7 +345,8 @@ class CoordinatorService:
         self._committer.add(session)
         heads = HeadWriter(session, parameters.sampling, deadline, observer)
         draft: DraftSide | None = None
-        if self._draft is not None and parameters.num_draft_tokens > 0:
+        num_draft_tokens = parameters.num_draft_tokens
+        if self._draft is not None and num_draft_tokens > 0:
             draft = DraftSide(
                 self._draft,
                 heads,
@@ -359,13 +368,21 @@ class CoordinatorService:
             target=TargetSide(self._target, heads, options.patience),
             draft=draft,
             committer=self._committer,
-            run_ahead_rounds=options.run_ahead_rounds,
+            lengths=self._length_policy(session, 0 if draft is None else num_draft_tokens),
             arrived=arrived,
             deadline=deadline,
             observer=observer,
         )
         self._running[session.session_id] = run
         return run
+
+    def _length_policy(self, session: Session, num_draft_tokens: int) -> LengthPolicy:
+        if self._lengths is None:
+            return FixedLength(num_draft_tokens, self._options.run_ahead_rounds)
+        identity = session.identity
+        return self._lengths.open(
+            identity.rule, identity.seed, num_draft_tokens, session.prompt_length
+        )
 
     def _end(self, run: SessionRun) -> None:
         """The client has its last event, or has gone: frees what the session holds."""

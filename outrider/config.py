@@ -309,8 +309,12 @@ class CoordinatorConfig(ServerConfig):
     )
     redis_key_prefix: str = setting("outrider:", "Begins every key in Redis.")
     num_draft_tokens: int = setting(
-        8, "Draft tokens a round where a request does not say; 0 = plain decoding.",
-        minimum=0, maximum=NUM_DRAFT_TOKENS_MAX,
+        8, "Draft tokens a round where a request does not say, or the most of them with "
+        "`length_control`; 0 = plain decoding.", minimum=0, maximum=NUM_DRAFT_TOKENS_MAX,
+    )  # fmt: skip
+    length_control: bool = setting(
+        True, "Choose the draft tokens of each round by what they are expected to bring and cost, "
+        "none included; a request's number is then the most of them.",
     )  # fmt: skip
     look_ahead: int = setting(
         0, "Outcomes of a round that the draft works out while the target verifies; 0 = none.",

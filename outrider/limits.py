@@ -49,6 +49,8 @@ LOOK_AHEAD_BYTES_MAX: Final = 256 * 2**10
 """Bytes of proposals that a draft pushes for one round of a session, by default."""
 SUFFIX_SEEDS_MAX: Final = 65_536
 """Seeds of which suffix decoding remembers who had them first."""
+DRAFTED_SEEDS_MAX: Final = 65_536
+"""Seeds of which a coordinator remembers that a session with drafts had them."""
 TENSOR_PARALLEL_SIZE_MAX: Final = 64
 """Ranks that one model may be shared among."""
 COLLECTIVE_TIMEOUT_S: Final = 60

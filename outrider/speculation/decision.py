@@ -39,6 +39,23 @@ def count_accepted(rule: Rule, passes: Iterable[bool]) -> int:
     return sum(1 for _ in takewhile(bool, passes))
 
 
+def survival(rule: Rule, accept_probability: Sequence[float]) -> tuple[float, ...]:
+    """The chance, for n = 1..K, that n draft tokens or more are accepted, by the tests' own chances
+    [K]: of the tokens that were drafted, those behind the first refused one included."""
+    chances: list[float] = []
+    if rule is Rule.BLOCK:
+        none_passes = 1.0
+        for chance in reversed(accept_probability):
+            none_passes *= 1.0 - chance
+            chances.append(1.0 - none_passes)
+        return tuple(reversed(chances))
+    all_pass = 1.0
+    for chance in accept_probability:
+        all_pass *= chance
+        chances.append(all_pass)
+    return tuple(chances)
+
+
 def decide(
     verdict: Verdict, proposal_ids: Sequence[int], rule: Rule, uniforms: Iterable[float]
 ) -> Outcome:

@@ -28,6 +28,11 @@ class RequestMeters:
             meter, "request_failure", "", "Requests that got an error instead.", "error_type"
         )
         self.rounds = Counts(meter, "num_rounds", "", "Rounds decided.")
+        self.chosen_lengths = Counts(
+            meter, "rounds_by_num_draft_tokens", "",
+            "Rounds but the first of a request, by the draft tokens that were asked for.",
+            "num_draft_tokens",
+        )  # fmt: skip
         self.drafts = Counts(meter, "spec_decode_num_drafts", "", "Rounds with a proposal.")
         self.draft_tokens = Counts(
             meter, "spec_decode_num_draft_tokens", "", "Draft tokens proposed."

@@ -34,6 +34,9 @@ class RequestObserver:
     def round_began(self, index: int) -> None:
         """A round begins."""
 
+    def chosen(self, num_draft_tokens: int) -> None:
+        """The round, not the first one, is to be drafted so many tokens at most; 0 = none."""
+
     def asked(self, side: Side) -> None:
         """A side is about to be asked; its answer ends what begins here."""
 

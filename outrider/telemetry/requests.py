@@ -193,6 +193,10 @@ class ObservedRequest(RequestObserver):
         else:
             self._contexts["draft"] = self._contexts["target"] = self._quiet
 
+    def chosen(self, num_draft_tokens: int) -> None:
+        """See `RequestObserver.chosen`."""
+        self._meters.chosen_lengths.add(1, str(num_draft_tokens))
+
     def asked(self, side: Side) -> None:
         """See `RequestObserver.asked`."""
         if self._sampled is not None:

@@ -72,6 +72,7 @@ class World:
                 name="simulated",
                 served_model_name="toy",
                 defaults=RequestDefaults(num_draft_tokens=4, deadline_ms=600_000),
+                length_control=rng.random() < 0.5,
                 run_ahead_rounds=4,
                 max_sessions=16,
                 patience=PATIENCE,

@@ -166,11 +166,15 @@ class Recorded:
         return [span for span in self.exporter.get_finished_spans() if span.name == name]
 
     def total(self, name: str) -> float:
+        return float(sum(self.by_attribute(name).values()))
+
+    def by_attribute(self, name: str) -> dict[Any, float]:
+        """The metric's numbers, by their attributes."""
         data = self.reader.get_metrics_data()
         assert data is not None
         metrics = data.resource_metrics[0].scope_metrics[0].metrics
         (found,) = (metric for metric in metrics if metric.name == f"outrider.{name}")
-        return float(sum(point.value for point in found.data.data_points))
+        return {tuple(point.attributes.items()): point.value for point in found.data.data_points}
 
 
 def _round(observer: RequestObserver, index: int, *, by_replica: bool = True) -> None:
@@ -205,6 +209,18 @@ def test_unsampled_rounds_count_and_have_no_spans() -> None:
     assert recorded.total("fallback_rounds") == 1
     assert recorded.total("spec_decode_num_accepted_tokens") == 3
     assert recorded.total("generation_tokens") == 6
+
+
+def test_rounds_are_counted_by_the_length_that_was_chosen_for_them() -> None:
+    """So that the mean K and the share of rounds without a draft can be told."""
+    recorded = Recorded()
+    for index, num_draft_tokens in enumerate((0, 4, 4, 0)):
+        recorded.observer.round_began(index)
+        recorded.observer.chosen(num_draft_tokens)
+    assert recorded.by_attribute("rounds_by_num_draft_tokens") == {
+        (("num_draft_tokens", "0"),): 2,
+        (("num_draft_tokens", "4"),): 2,
+    }
 
 
 def test_resyncs_are_counted_by_side() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import InvariantError
-from outrider.speculation.decision import Origin, Outcome, count_accepted, decide
+from outrider.speculation.decision import Origin, Outcome, count_accepted, decide, survival
 from outrider.speculation.sampling import Rule
 from outrider.speculation.verdict import Verdict
 
@@ -51,6 +54,17 @@ def test_count_accepted_against_its_definition(passes):
     assert count_accepted(Rule.TOKEN, passes) == max(runs)
     ends = [0] + [n for n in range(1, len(passes) + 1) if passes[n - 1]]
     assert count_accepted(Rule.BLOCK, passes) == max(ends)
+
+
+@given(st.sampled_from(list(Rule)), st.lists(st.floats(0, 1), max_size=5))
+def test_survival_against_the_law_of_the_count(rule, accept):
+    """The chance of n or more accepted tokens, by a sum over which of the tests pass."""
+    expected = [0.0] * len(accept)
+    for passes in itertools.product((False, True), repeat=len(accept)):
+        chance = math.prod(a if passed else 1 - a for a, passed in zip(accept, passes, strict=True))
+        for n in range(count_accepted(rule, passes)):
+            expected[n] += chance
+    assert survival(rule, accept) == pytest.approx(expected, abs=1e-12)
 
 
 def test_uniforms_behind_a_refusal_are_not_made():

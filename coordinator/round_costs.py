@@ -1,0 +1,223 @@
+"""What rounds cost: tables of the engines, put right by the times of rounds that were played.
+
+Pure: told of times, and of nothing else.
+
+| part of a round | known from |
+| --- | --- |
+| wait for a proposal | the draft's table, then measured: not every drafter takes a step a token |
+| target, its queue included | its table, for what all sessions have in a step, then measured |
+| all else | measured: a round's time less those two |
+| a round of plain decoding | measured as a whole, once there are any; else the target's part |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+from outrider.engine.costs import StepCosts
+
+MEMORY_ROUNDS: Final = 64.0
+"""A time weighs 1 / e after so many others of its kind."""
+LOAD_MEMORY_ROUNDS: Final = 256.0
+OUTLIER: Final = 8.0
+"""A time counts as at most so many mean rounds: one stall says little of the next."""
+NOISE: Final = 0.15
+"""Standard deviation of a time, as a share of it."""
+TABLE_SPREAD: Final = 0.5
+"""How far from 1 a measured time may stand to the table's, as a standard deviation."""
+ROW_SHARE: Final = 0.3
+"""Of its even share in a target's step that a token is taken to cost where no table says it ..."""
+TOKEN_SHARE: Final = 1.0
+"""... and of that in a draft's ..."""
+SHARE_SPREAD: Final = 1.0
+"""... and how far off these may be, as a standard deviation."""
+PLAIN_PRIOR_ROUNDS: Final = 4.0
+"""Rounds of plain decoding that weigh as much as the guess from the rounds with a draft."""
+FORGOTTEN_ROUNDS: Final = 1024.0
+"""Rounds with a draft until plain decoding, not seen meanwhile, weighs 1 / e; and the other way."""
+
+
+class CostLine:
+    """Seconds over a quantity: an exponentially weighted line by least squares, whose slope is
+    drawn towards a stated one until enough different quantities were seen. It never falls, and is
+    nowhere negative."""
+
+    def __init__(self, slope: float, spread: float, *, relative: bool) -> None:
+        """`spread` is the standard deviation of what the slope may turn out to be. Both are
+        multiples of the mean time over the mean quantity where `relative`."""
+        self.weight = 0.0
+        """Of what was noted: at most `MEMORY_ROUNDS`."""
+        self._slope = slope
+        self._spread = spread
+        self._relative = relative
+        self._x = self._y = self._xx = self._xy = 0.0
+
+    def note(self, x: float, seconds: float) -> None:
+        """A time was measured."""
+        keep = 1.0 - 1.0 / MEMORY_ROUNDS
+        self.weight = self.weight * keep + 1.0
+        dx, dy = x - self._x, seconds - self._y
+        self._x += dx / self.weight
+        self._y += dy / self.weight
+        self._xx = self._xx * keep + dx * (x - self._x)
+        self._xy = self._xy * keep + dx * (seconds - self._y)
+
+    def fade(self, keep: float) -> None:
+        """What was noted weighs so much of what it did."""
+        self.weight *= keep
+        self._xx *= keep
+        self._xy *= keep
+
+    def at(self, x: float) -> float:
+        """The time to expect."""
+        return self._y + self.slope() * (x - self._x)
+
+    def slope(self) -> float:
+        """What each unit of the quantity adds to it."""
+        if self.weight == 0.0:
+            return 0.0 if self._relative else self._slope
+        if self._y <= 0.0 or self._x <= 0.0:
+            return 0.0
+        unit = self._y / self._x if self._relative else 1.0
+        pull = (NOISE * self._y / (self._spread * unit)) ** 2
+        slope = (self._xy + pull * self._slope * unit) / (self._xx + pull)
+        return min(max(0.0, slope), self._y / self._x)
+
+
+class _Mean:
+    """An exponentially weighted mean."""
+
+    def __init__(self, memory_rounds: float) -> None:
+        self._keep = 1.0 - 1.0 / memory_rounds
+        self._weight = 0.0
+        self.value = 0.0
+
+    def note(self, value: float) -> None:
+        self._weight = self._weight * self._keep + 1.0
+        self.value += (value - self.value) / self._weight
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What the next round of a session costs, by how many tokens are proposed."""
+
+    plain_s: float
+    """A round of plain decoding."""
+    round_s: float
+    """A round for which tokens were asked and none was proposed."""
+    token_s: tuple[float, ...]
+    """What the first proposed token adds, the second, ..."""
+    lost: tuple[float, ...]
+    """Tokens that other sessions do not get meanwhile, as it makes their steps longer."""
+
+
+class RoundCosts:
+    """The times of one coordinator's rounds with one target and one draft."""
+
+    def __init__(
+        self, target: StepCosts | None, draft: StepCosts | None, max_num_seqs: int
+    ) -> None:
+        """The engines' tables, as far as they are known. At most `max_num_seqs` sessions share a
+        step of the target."""
+        self.num_sessions = 0
+        """Sessions that run."""
+        self._table = target
+        self._draft_table = draft
+        self._draft_token = 1.0 if draft is None else draft.step_seconds(1)
+        """A token's share of the draft's work: s by its table, or without one just that."""
+        self._max_others = max_num_seqs - 1.0
+        self._target = self._target_line()
+        self._plain = self._target_line()
+        self._draft = (
+            CostLine(TOKEN_SHARE, SHARE_SPREAD, relative=True)
+            if draft is None
+            else CostLine(1.0, TABLE_SPREAD, relative=False)
+        )
+        self._rest = _Mean(MEMORY_ROUNDS)
+        self._round = _Mean(LOAD_MEMORY_ROUNDS)
+        self._at_target = _Mean(LOAD_MEMORY_ROUNDS)
+        self._rows = _Mean(LOAD_MEMORY_ROUNDS)
+        self._tokens = _Mean(LOAD_MEMORY_ROUNDS)
+
+    def note_load(self, rows: int, num_tokens: int, round_s: float, target_s: float) -> None:
+        """A round, from the end of the one before: `rows` were verified in `target_s` of its
+        `round_s`, and `num_tokens` committed."""
+        self._round.note(self._bounded(round_s))
+        self._at_target.note(self._bounded(min(target_s, round_s)))
+        self._rows.note(rows)
+        self._tokens.note(num_tokens)
+
+    def note_plain(self, round_s: float, context: int) -> None:
+        """A round of plain decoding behind another one, of a session with so many tokens."""
+        self._plain.note(self._load(0, context), self._bounded(round_s))
+        for line in (self._draft, self._target):
+            line.fade(1.0 - 1.0 / FORGOTTEN_ROUNDS)
+
+    def note_drafted(
+        self, num_proposed: int, draft_s: float | None, target_s: float, rest_s: float, context: int
+    ) -> None:
+        """A round for which tokens were asked: the wait for its proposal (None where that is not
+        what such rounds wait), the target's time, and what neither explains."""
+        if draft_s is not None:
+            self._draft.note(num_proposed * self._draft_token, self._bounded(draft_s))
+            self._rest.note(self._bounded(max(0.0, rest_s)))
+        self._target.note(self._load(num_proposed, context), self._bounded(target_s))
+        self._plain.fade(1.0 - 1.0 / FORGOTTEN_ROUNDS)
+
+    def forecast(self, num_draft_tokens: int, context: int) -> Forecast:
+        """The costs of up to so many draft tokens, of a session with so many tokens."""
+        loads = [self._load(num, context) for num in range(num_draft_tokens + 1)]
+        verify_s = self._target.at(loads[0])
+        per_load, pace = self._target.slope(), self._others() * self._pace()
+        rows_s = [per_load * (after - before) for before, after in pairwise(loads)]
+        draft_s = self._draft.slope() * self._draft_token
+        return Forecast(
+            plain_s=self._plain_seconds(loads[0], verify_s),
+            round_s=self._draft.at(0.0) + verify_s + self._rest.value,
+            token_s=tuple(draft_s + seconds for seconds in rows_s),
+            lost=tuple(pace * seconds for seconds in rows_s),
+        )
+
+    def draft_reading_s(self, num_tokens: int) -> float:
+        """What the draft takes to read so many tokens that it missed, by its table."""
+        if self._draft_table is None or num_tokens == 0:
+            return 0.0
+        return self._draft_table.step_seconds(num_tokens)
+
+    def _target_line(self) -> CostLine:
+        if self._table is None:
+            return CostLine(ROW_SHARE, SHARE_SPREAD, relative=True)
+        return CostLine(1.0, TABLE_SPREAD, relative=False)
+
+    def _bounded(self, seconds: float) -> float:
+        """A time of a round as it counts."""
+        mean = self._round.value
+        return min(seconds, OUTLIER * mean) if mean > 0 else seconds
+
+    def _plain_seconds(self, load: float, guess: float) -> float:
+        known = self._plain.weight
+        seconds = self._plain.at(load) if known else 0.0
+        return (known * seconds + PLAIN_PRIOR_ROUNDS * guess) / (known + PLAIN_PRIOR_ROUNDS)
+
+    def _load(self, num_proposed: int, context: int) -> float:
+        """The target's share of a round, s by its table, with all that others have in the step;
+        without a table, all rows."""
+        others = self._others()
+        rows = 1 + num_proposed + others * self._rows.value
+        if self._table is None:
+            return rows
+        sessions = max(1, round(1 + others))
+        return self._table.step_seconds(max(1, round(rows)), sessions, sessions * context)
+
+    def _others(self) -> float:
+        """Sessions that are at the target when another one comes there."""
+        if self._round.value <= 0:
+            return 0.0
+        share = self._at_target.value / self._round.value
+        return min(self._max_others, max(0, self.num_sessions - 1) * share)
+
+    def _pace(self) -> float:
+        """Tokens a second of one session."""
+        return self._tokens.value / self._round.value if self._round.value > 0 else 0.0

@@ -1,0 +1,167 @@
+"""Length control in the whole of a coordinator: its rounds with replicas that state their times, on
+a virtual clock, with 2 ms of wire in each direction."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from toy_engine import ToyEngine
+
+from coordinator.request import RequestDefaults
+from coordinator.service import CoordinatorOptions, CoordinatorService
+from coordinator.sides import Patience
+from draft_service.service import DraftService
+from outrider.clock import run_virtually
+from outrider.drafting.ngram import NgramDrafter
+from outrider.engine.costs import StepCosts
+from outrider.engine.executor import InlineExecutor
+from outrider.generation import Finished, GenerateRequest, Tokens
+from outrider.messages import VerdictReply
+from outrider.sessions.memory_store import MemoryStore
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.telemetry.observer import Observation, RequestObserver
+from outrider.wire.memory_link import MemoryLink
+from target_service.service import TargetService
+
+WIRE_S = 0.002
+STEP_S = 0.010
+NUM_TOKENS = 900
+PATIENCE = Patience(30.0, 2.0, 0.05, 1.0, 1.0)
+
+
+class Counts(RequestObserver, Observation):
+    """One request's lengths and resyncs."""
+
+    def __init__(self) -> None:
+        self.asked_for: list[int] = []
+        self.resyncs: Counter[str] = Counter()
+
+    def begin(self, *arguments: Any) -> RequestObserver:
+        return self
+
+    def chosen(self, num_draft_tokens: int) -> None:
+        self.asked_for.append(num_draft_tokens)
+
+    def resynced(self, side: Any) -> None:
+        self.resyncs[side] += 1
+
+
+@dataclass
+class Outcome:
+    tokens: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    num_rounds: int = 0
+    counts: Counts = field(default_factory=Counts)
+    num_steps: int = 0
+    """Forward passes of the target, the prompt's among them."""
+    num_messages: int = 0
+    """To the target."""
+    unread: int = 0
+    """Verdicts that came for rounds that were over."""
+
+
+def deliver(message: Any) -> None:
+    asyncio.get_running_loop().call_later(WIRE_S, message)
+
+
+def generate(rule: Rule, num_draft_tokens: int, draft_step_s: float, draft_salt: int) -> Outcome:
+    """One request; the draft is the target itself if its salt is 1."""
+
+    async def main() -> Outcome:
+        loop = asyncio.get_running_loop()
+        found = Outcome()
+        engine = ToyEngine(max_model_len=1024)
+        costs = StepCosts((1, 17), (STEP_S, STEP_S))
+        draft_costs = StepCosts((1, 17), (draft_step_s, draft_step_s))
+        target = TargetService(engine, InlineExecutor(lambda: STEP_S), max_num_seqs=8, costs=costs)
+        draft = DraftService.with_model(
+            ToyEngine(salt=draft_salt, max_model_len=1024),
+            InlineExecutor(lambda: draft_step_s),
+            max_num_seqs=8,
+            costs=draft_costs,
+        )
+        target_link = MemoryLink(target, deliver)
+        service = CoordinatorService(
+            CoordinatorOptions(
+                name="c",
+                served_model_name="toy",
+                defaults=RequestDefaults(4, 600_000),
+                length_control=True,
+                run_ahead_rounds=8,
+                max_sessions=4,
+                patience=PATIENCE,
+            ),
+            store=MemoryStore(lambda: loop.time() * 1e3),
+            target=target_link,
+            draft=MemoryLink(draft, deliver),
+            stand_in=NgramDrafter(),
+            text=None,
+            observation=found.counts,
+        )
+        send, heard = target_link.send, []
+
+        def count(item: Any) -> None:
+            found.num_messages += 1
+            send(item)
+
+        target_link.send = count  # type: ignore[method-assign]
+        connect = target.connect
+        target.connect = lambda out: connect(lambda got: (heard.extend(got), out(got)))  # type: ignore[method-assign,func-returns-value]
+        await service.start()
+        start = loop.time()
+        sampling = SamplingParams(temperature=0.0 if rule is Rule.GREEDY else 1.0)
+        request = GenerateRequest(
+            (1, 2, 3), sampling=sampling, rule=rule, seed=5, max_tokens=NUM_TOKENS,
+            num_draft_tokens=num_draft_tokens,
+        )  # fmt: skip
+        async for event in service.generate(request):
+            if isinstance(event, Tokens):
+                found.tokens += event.token_ids
+            if isinstance(event, Finished):
+                found.num_rounds = event.metrics.num_rounds
+        found.seconds = loop.time() - start
+        found.num_steps = len(engine.batches)
+        verdicts = [answer.key.round for answer in heard if isinstance(answer, VerdictReply)]
+        found.unread = len(verdicts) - found.num_rounds
+        await service.close()
+        service.check_integrity()
+        for replica in (target, draft):
+            await replica.close()
+            replica.check_integrity()
+        return found
+
+    return run_virtually(main())
+
+
+def test_rounds_without_a_draft_run_ahead_and_each_of_their_verdicts_is_used() -> None:
+    """A draft that guesses badly and takes its time: plain phases and trials take turns. The
+    target makes one step a round and none besides, hears of a plain round in eight or so, and
+    finds every prefix, though it was ahead when the trials began."""
+    found = generate(Rule.COUPLED, 4, STEP_S / 4, draft_salt=2)
+    plain = generate(Rule.COUPLED, 0, STEP_S / 4, draft_salt=2)
+    asked = found.counts.asked_for
+    assert found.tokens == plain.tokens
+    assert 0 < sum(num > 0 for num in asked) < 0.1 * len(asked)
+    assert sum(a == 0 and b > 0 for a, b in pairwise(asked)) >= 2
+    assert found.num_steps == found.num_rounds
+    assert found.unread == 0
+    assert found.num_messages < 0.35 * found.num_rounds
+    assert found.counts.resyncs == {}
+    assert found.seconds < 1.10 * plain.seconds
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_a_draft_that_is_right_and_cheap_is_used_for_all_it_may_draft(rule: Rule) -> None:
+    """The target drafting for itself in no time."""
+    found = generate(rule, 4, 0.0005, draft_salt=1)
+    plain = generate(rule, 0, 0.0005, draft_salt=1)
+    asked = found.counts.asked_for
+    assert sum(num == 4 for num in asked) > 0.9 * len(asked)
+    assert found.seconds < 0.5 * plain.seconds
+    if rule.absolute_noise:
+        assert found.tokens == plain.tokens
