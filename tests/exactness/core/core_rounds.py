@@ -90,9 +90,8 @@ def generate(
         for k, drafter in itertools.product(range(K_MAX + 1), range(len(pair.q))):
             chosen = (running & (plan_k == k) & (plan_drafter == drafter)).nonzero()[:, 0]
             if len(chosen):
-                noise = broken.noise(
-                    seeds[chosen], rule, (lengths[chosen] + PROMPT_LENGTH).numpy().astype(np.uint64)
-                )
+                begun_at = (lengths[chosen] + PROMPT_LENGTH).numpy().astype(np.uint64)
+                noise = broken.noise(seeds[chosen.numpy()], rule, begun_at)
                 _round(pair, noise, k, drafter, broken, chosen, tokens, lengths, states, after)
         seen = after
     return tokens[:, :num_tokens].numpy()

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 from core_chi_square import chi_square, power
+from core_lengths import TELLING, ChosenLengths, Times
 from core_rounds import (
+    K_MAX,
     cells_of,
     fixed,
     generate,
@@ -26,6 +28,7 @@ from outrider.speculation.transforms import target_probabilities
 pytestmark = pytest.mark.xdist_group("monte-carlo")
 
 NUM_SEQUENCES = 200_000
+NUM_CHOSEN = 20_000
 NUM_TOKENS = 4
 CONTROLLERS = {
     "K=3": fixed(3),
@@ -78,9 +81,33 @@ def test_greedy_sequences_are_the_likeliest_tokens(pair, controller):
     assert (result.degrees, result.impossible) == (0, 0)
 
 
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("rule", SAMPLED_RULES)
+def test_lengths_that_the_coordinator_chooses_leave_the_law(pair, rule, together):
+    """The same with the real choice of lengths, made nervous: what a round showed, thrown-away
+    slots included, decides the next K. Either all sequences have averages in common, or each has a
+    coordinator of its own and times that tell of those slots. False alarm <= 1e-6."""
+    seeds = seeds_of(NUM_CHOSEN, test_seed=4)
+    times = Times() if together else TELLING
+    lengths = ChosenLengths(rule, seeds, times, together=together)
+    tokens = generate(pair, rule, lengths, seeds, NUM_TOKENS)
+    result = chi_square(cells_of(tokens, 3), pair.law(NUM_TOKENS))
+    assert not result.rejects, result
+    assert min(lengths.counts[k] for k in range(K_MAX + 1)) > NUM_CHOSEN / 50
+
+
+def test_coupled_sequences_do_not_depend_on_the_lengths_that_are_chosen(pair):
+    seeds = seeds_of(5_000, test_seed=5)
+    plain = generate(pair, Rule.COUPLED, fixed(0), seeds, NUM_TOKENS)
+    lengths = ChosenLengths(Rule.COUPLED, seeds, TELLING, together=True)
+    assert np.array_equal(generate(pair, Rule.COUPLED, lengths, seeds, NUM_TOKENS), plain)
+
+
 def test_power():
-    """The bar of the tests above: TV 0.02 is found with probability 0.99."""
+    """The bar of the tests above: TV 0.02, and 0.05 where lengths are chosen, is found with
+    probability 0.99."""
     assert power(0.02, NUM_SEQUENCES, degrees=80) > 0.99
+    assert power(0.05, NUM_CHOSEN, degrees=80) > 0.99
 
 
 @pytest.mark.full

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from core_chi_square import ChiSquare, chi_square
+from core_lengths import TELLING, ChosenLengths
 from core_rounds import (
     Broken,
     Controller,
@@ -94,6 +95,17 @@ def test_mutant_absolute_keys_under_token():
     assert not run(Rule.TOKEN, broken, WEAK_SLOT_PAIR).rejects
     assert run(Rule.TOKEN, broken, WEAK_SLOT_PAIR, stops_after_a_weak_slot).rejects
     assert not run(Rule.TOKEN, EXACT, WEAK_SLOT_PAIR, stops_after_a_weak_slot).rejects
+
+
+def test_mutant_absolute_keys_under_lengths_that_the_coordinator_chooses():
+    """The real choice of lengths follows thrown-away slots closely enough to show it."""
+    seeds = seeds_of(12_000, 7)
+    rejected = []
+    for broken in (Broken(noise=AbsolutePlaces), EXACT):
+        lengths = ChosenLengths(Rule.TOKEN, seeds, TELLING, together=False)
+        tokens = generate(WEAK_SLOT_PAIR, Rule.TOKEN, lengths, seeds, 4, broken)
+        rejected.append(chi_square(cells_of(tokens, 3), WEAK_SLOT_PAIR.law(4)).rejects)
+    assert rejected == [True, False]
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES)

@@ -78,9 +78,7 @@ class SlowText:
 class Bench:
     """A coordinator and what it talks to."""
 
-    def __init__(
-        self, text: Any = None, max_sessions: int = 10, length_control: bool = False
-    ) -> None:
+    def __init__(self, text: Any = None, max_sessions: int = 10) -> None:
         loop = asyncio.get_running_loop()
         executor = InlineExecutor(lambda: STEP_S)
         self.target = TargetService(ToyEngine(), executor, max_num_seqs=8)
@@ -92,7 +90,7 @@ class Bench:
                 name="c",
                 served_model_name="toy",
                 defaults=RequestDefaults(num_draft_tokens=2, deadline_ms=60_000),
-                length_control=length_control,
+                length_control=False,
                 run_ahead_rounds=8,
                 max_sessions=max_sessions,
                 patience=PATIENCE,
