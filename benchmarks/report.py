@@ -74,18 +74,36 @@ class SpeedupReport:
     """The same prompts, one at a time, without services; None where skipped, as the next."""
     transformers_generate_tokens_per_second: float | None
 
-    def to_json(self) -> str:
-        """One JSON object on one line."""
-        value = {
+    def values(self) -> dict[str, object]:
+        """All of it, by its names in JSON."""
+        return {
             **asdict(self.setup),
             **asdict(self.overall),
             "engine_tokens_per_second": self.engine_tokens_per_second,
             "transformers_generate_tokens_per_second": (
                 self.transformers_generate_tokens_per_second
             ),
-            "categories": {name: asdict(found) for name, found in self.categories.items()},
+            "categories": self.compared(),
         }
-        return json.dumps(_rounded(value), allow_nan=False)
+
+    def compared(self) -> dict[str, object]:
+        """The comparisons by category."""
+        return {name: asdict(found) for name, found in self.categories.items()}
+
+
+def to_json(reports: Sequence[SpeedupReport]) -> str:
+    """One JSON object on one line: the first report's; of several, with each one's comparisons
+    under `by_concurrency` besides."""
+    value = reports[0].values()
+    if len(reports) > 1:
+        value["by_concurrency"] = {
+            str(report.setup.concurrency): {
+                **asdict(report.overall),
+                "categories": report.compared(),
+            }
+            for report in reports
+        }
+    return json.dumps(_rounded(value), allow_nan=False)
 
 
 def summarise(

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
 from outrider.client import Client
-from outrider.errors import Unavailable
+from outrider.errors import SettingError, Unavailable
 from outrider.generation import ChatMessage, GenerateRequest, Prompt
 from outrider.limits import DEADLINE_MS_MAX, SESSIONS_PER_COORDINATOR_MAX
 from outrider.sessions.store import FinishReason
@@ -28,14 +28,28 @@ from .report import Setup, SpeedupReport, summarise
 class SpeedupOptions(DecodingOptions):
     """What `bench speedup` is asked for. Wrong values raise `SettingError`."""
 
-    concurrency: int = 1
-    """Requests at a time."""
+    concurrency: tuple[int, ...] = (1,)
+    """Requests at a time; of several numbers each is measured, one after the other."""
     reference: bool = True
     """Whether the engine alone and the library's `generate` are measured too."""
 
     def __post_init__(self) -> None:
         DecodingOptions.__post_init__(self)
-        check_range("concurrency", self.concurrency, 1, SESSIONS_PER_COORDINATOR_MAX)
+        for number in self.concurrency:
+            check_range("concurrency", number, 1, SESSIONS_PER_COORDINATOR_MAX)
+        if not 0 < len(set(self.concurrency)) == len(self.concurrency):
+            given = ",".join(map(str, self.concurrency))
+            raise SettingError(
+                "concurrency", f"{given!r} is wrong; it must be one number, or several that differ"
+            )
+
+    def levels(self) -> tuple[SpeedupOptions, ...]:
+        """The same for each concurrency alone. References run one request at a time in any case,
+        so they are measured once."""
+        return tuple(
+            replace(self, concurrency=(number,), reference=self.reference and index == 0)
+            for index, number in enumerate(self.concurrency)
+        )
 
     @classmethod
     def from_arguments(
@@ -54,14 +68,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench speedup`, but for those that describe a deployment."""
     add_decoding_arguments(parser)
     parser.add_argument(
-        "--concurrency", type=int, default=SpeedupOptions().concurrency, metavar="N",
-        help="requests at a time; above 1 the speed-up is the ratio of totals "
-        "[%(default)s]",
+        "--concurrency", type=_numbers, default=SpeedupOptions().concurrency, metavar="N[,N..]",
+        help="requests at a time; above 1 the speed-up is the ratio of totals. Of several numbers "
+        "each is measured, on a deployment of its own where the command starts them [1]",
     )  # fmt: skip
     parser.add_argument(
         "--no-reference", action="store_true",
         help="do not measure the engine alone and transformers generate beside it",
     )  # fmt: skip
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        message = f"{text!r} is wrong; it must be whole numbers with commas between"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,9 +161,11 @@ class ServiceClient:
 async def run(
     options: SpeedupOptions, subject: Subject, progress: Progress | None = None
 ) -> SpeedupReport:
-    """Measures `subject`. `progress` is told what happens; by default standard error is.
-    Raises `SettingError` for prompts that are wrong, and what a side refuses a request with."""
+    """Measures `subject` at one concurrency. `progress` is told what happens; by default standard
+    error is. Raises `SettingError` for prompts that are wrong, and what a side refuses a request
+    with."""
     progress = progress or _to_standard_error
+    (concurrency,) = options.concurrency
     prompts = options.load_prompts()
     drafted = options.drafted(subject.num_draft_tokens)
     plain = replace(drafted, num_draft_tokens=0)
@@ -149,8 +173,8 @@ async def run(
         progress(warning)
     async with _references(options, subject, progress) as references:
         contestants = [
-            Contestant(Side.PLAIN, subject.client, plain, options.concurrency),
-            Contestant(Side.SPECULATIVE, subject.client, drafted, options.concurrency),
+            Contestant(Side.PLAIN, subject.client, plain, concurrency),
+            Contestant(Side.SPECULATIVE, subject.client, drafted, concurrency),
             *(Contestant(side, client, plain, 1) for side, client in references.items()),
         ]
         results = await measure(prompts, contestants, progress)
@@ -162,7 +186,7 @@ async def run(
         max_tokens=options.max_tokens,
         temperature=options.temperature,
         rule=drafted.rule.value,
-        concurrency=options.concurrency,
+        concurrency=concurrency,
     )
     return summarise(setup, prompts, results)
 

@@ -129,21 +129,23 @@ def _run_speedup(arguments: argparse.Namespace) -> int:
         arguments, num_draft_tokens=arguments.num_draft_tokens
     )
     options.load_prompts()  # What is wrong with them shows before anything is started.
-    report = asyncio.run(_speedup(options, arguments))
-    from benchmarks.report import render, warnings
+    reports = asyncio.run(_speedup(options, arguments))
+    from benchmarks.report import render, to_json, warnings
 
-    for warning in warnings(report):
-        _progress(warning)
+    for report in reports:
+        for warning in warnings(report):
+            _progress(warning)
     if arguments.json:
-        print(report.to_json())
+        print(to_json(reports))
         return 0
-    _show(render(report))
-    found = report.overall
-    print(
-        f"speculative decoding runs at {found.speedup:.2f}x the speed of plain decoding "
-        f"({found.speculative_tokens_per_second:.1f} against "
-        f"{found.plain_tokens_per_second:.1f} tokens/s over all)"
-    )
+    for report in reports:
+        _show(render(report))
+        found = report.overall
+        print(
+            f"speculative decoding runs at {found.speedup:.2f}x the speed of plain decoding "
+            f"({found.speculative_tokens_per_second:.1f} against "
+            f"{found.plain_tokens_per_second:.1f} tokens/s over all)"
+        )
     return 0
 
 
@@ -289,9 +291,16 @@ def _engine(config: TargetConfig | DraftConfig, role: Literal["target", "draft"]
     return build_engine(config, role, config.num_threads or available_cores())
 
 
-async def _speedup(options: speedup.SpeedupOptions, arguments: argparse.Namespace) -> SpeedupReport:
-    async with _subject(arguments, options.raw, _reference) as subject:
-        return await speedup.run(options, subject, _progress)
+async def _speedup(
+    options: speedup.SpeedupOptions, arguments: argparse.Namespace
+) -> list[SpeedupReport]:
+    """A report for each concurrency. A deployment that the command starts is for one of them: the
+    next one's prompts are the same, and answered ones are not measured as new ones are."""
+    reports = []
+    for level in options.levels():
+        async with _subject(arguments, options.raw, _reference) as subject:
+            reports.append(await speedup.run(level, subject, _progress))
+    return reports
 
 
 async def _peers(options: peers.PeersOptions, arguments: argparse.Namespace) -> PeersReport:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from benchmarks.measurement import Completion, Side, SideResult
 from benchmarks.prompts import BenchPrompt
-from benchmarks.report import Setup, compare, render, summarise, warnings
+from benchmarks.report import Setup, compare, render, summarise, to_json, warnings
 from outrider.errors import InvariantError
 
 PROMPTS = tuple(BenchPrompt(f"p{i}", category) for i, category in enumerate("aabbb"))
@@ -126,7 +126,7 @@ def test_json_holds_every_number_by_its_name() -> None:
     sides = both_sides()
     sides[Side.ENGINE] = result(*[completion(20, 1.6) for _ in PROMPTS])
     sides[Side.TRANSFORMERS] = result(*[completion(20, 2.5) for _ in PROMPTS])
-    value = json.loads(summarise(setup(), PROMPTS, sides).to_json())
+    value = json.loads(to_json([summarise(setup(), PROMPTS, sides)]))
     assert value["speedup"] == 3.0
     assert value["plain_tokens_per_second"] == 10.0
     assert value["speculative_tokens_per_second"] == round(90 / 4.2, 4)
@@ -141,8 +141,21 @@ def test_json_holds_every_number_by_its_name() -> None:
     assert value["draft_model"] == "ngram"
 
 
+def test_several_concurrencies_are_told_beside_the_first_one() -> None:
+    """What one report says stays where it is; each of several is found by its number, too."""
+    alone = json.loads(to_json([summarise(setup(), PROMPTS, both_sides())]))
+    reports = [summarise(setup(number), PROMPTS, both_sides()) for number in (1, 16)]
+    both = json.loads(to_json(reports))
+    found = both.pop("by_concurrency")
+    assert both == alone
+    assert list(found) == ["1", "16"]
+    assert found["1"]["speedup"] == alone["speedup"]
+    assert found["1"]["categories"] == alone["categories"]
+    assert found["16"]["speedup"] == pytest.approx((90 / 4.2) / (100 / 10.0), abs=1e-4)
+
+
 def test_json_of_skipped_references_is_null_and_the_text_is_one_line() -> None:
-    text = summarise(setup(), PROMPTS, both_sides()).to_json()
+    text = to_json([summarise(setup(), PROMPTS, both_sides())])
     value = json.loads(text)
     assert value["engine_tokens_per_second"] is None
     assert value["transformers_generate_tokens_per_second"] is None
@@ -154,7 +167,7 @@ def test_a_number_that_is_none_in_json_is_refused() -> None:
     sides = both_sides()
     sides[Side.ENGINE] = result(*[completion(20, 1.0) for _ in PROMPTS], seconds=math.nan)
     with pytest.raises(ValueError, match="not JSON compliant"):
-        summarise(setup(), PROMPTS, sides).to_json()
+        to_json([summarise(setup(), PROMPTS, sides)])
 
 
 def test_the_table_shows_categories_totals_and_references() -> None:

@@ -47,14 +47,14 @@ def test_flags_default_to_the_options() -> None:
 
 def test_flags_reach_the_options() -> None:
     words = "--prompts x.jsonl --num-prompts 6 --max-tokens 9 --temperature 0.5 --rule block"
-    found = parse(*words.split(), "--concurrency", "3", "--raw", "--no-reference", "--json")
+    found = parse(*words.split(), "--concurrency", "3,1,16", "--raw", "--no-reference", "--json")
     assert found == SpeedupOptions(
         prompts=Path("x.jsonl"),
         num_prompts=6,
         max_tokens=9,
         temperature=0.5,
         rule=Rule.BLOCK,
-        concurrency=3,
+        concurrency=(3, 1, 16),
         raw=True,
         reference=False,
     )
@@ -67,7 +67,7 @@ def test_flags_reach_the_options() -> None:
         ("max_tokens", (1, 16_384), (0, 16_385)),
         ("temperature", (0, 2.0), (-0.01, 2.01, float("nan"), float("inf"))),
         ("num_draft_tokens", (1, 16), (0, 17)),
-        ("concurrency", (1, 4096), (0, 4097)),
+        ("concurrency", ((1,), (4096, 1)), ((0,), (4, 4097), (), (4, 4))),
         ("seed", (0, 2**64 - 1), (-1, 2**64)),
         ("rule", (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED), (Rule.GREEDY,)),
     ],
@@ -80,6 +80,29 @@ def test_every_limit_holds_on_both_sides_and_names_its_option(
     for value in wrong:
         with pytest.raises(ConfigError, match=f"^{option}: .* must be "):
             SpeedupOptions(**{option: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("words", ["four", "1,", "1.5", ""])
+def test_a_concurrency_that_is_no_number_is_refused(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse("--concurrency", words)
+    assert ended.value.code == 2
+    assert "--concurrency" in capsys.readouterr().err
+
+
+async def test_each_concurrency_is_measured_alone_and_references_once() -> None:
+    levels = SpeedupOptions(concurrency=(1, 4), num_prompts=12).levels()
+    assert [(level.concurrency, level.reference) for level in levels] == [
+        ((1,), True),
+        ((4,), False),
+    ]
+    for level, most in zip(levels, (1, 4), strict=True):
+        side = ScriptedSide(lambda prompt, decoding: (12, 2.0))
+        report = await run(level, subject(side), lambda line: None)
+        assert side.most_running == most
+        assert report.setup.concurrency == most
 
 
 def decoding(num_draft_tokens: int = 8) -> Decoding:
