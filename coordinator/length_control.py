@@ -32,6 +32,10 @@ PLAIN_TRIED_EVERY_ROUNDS: Final = 2048
 PLAIN_TRIED_BELOW: Final = 1.5
 """... where drafting is expected to be less than so many times as fast."""
 PLAIN_TRIED_ROUNDS: Final = 8
+BEGINNINGS_FAILED: Final = 4
+"""Sessions in a row that may draft in vain when they begin; after each further one ..."""
+BEGINNINGS_DOUBLED: Final = 4
+"""... half as many try as before, so many times at most."""
 FAILURES_MAX: Final = 16
 """More of them make no phase longer."""
 SECONDS_MIN: Final = 1e-9
@@ -58,7 +62,7 @@ class Tuning:
     """Each so manieth choice looks one token further, until the next one ..."""
     look_loss_max: float = 0.1
     """... unless that is expected to be slower by this share: nothing else tells of such depths."""
-    plain_rounds_min: int = 32
+    plain_rounds_min: int = 16
     plain_rounds_max: int = 512
     trial_loss_max: float = 0.01
     """What the rounds with a draft after a plain phase may cost in vain, as a share of it."""
@@ -145,6 +149,28 @@ class FixedLength:
         """See `LengthPolicy.close`."""
 
 
+class SharedAcceptance:
+    """What sessions of one rule have shown."""
+
+    def __init__(self, tuning: Tuning) -> None:
+        self.averages = DepthAverages(tuning.shared_memory_rounds, tuning.shared_prior_rounds)
+        self._failed = 0
+        """Sessions in a row that gave up drafting soon after they began."""
+        self._skipped = 0
+        """Sessions since the last one that began with a draft."""
+
+    def begin(self) -> bool:
+        """Whether a session for which averages promise nothing should draft its first rounds all
+        the same: what it is about may be another thing. While that fails, fewer and fewer do."""
+        spacing = 2 ** min(max(0, self._failed - BEGINNINGS_FAILED), BEGINNINGS_DOUBLED)
+        self._skipped = (self._skipped + 1) % spacing
+        return self._skipped == 0
+
+    def ended(self, *, failed: bool) -> None:
+        """A session that began with a draft gave up soon, or has gone on with it."""
+        self._failed = self._failed + 1 if failed else 0
+
+
 class LengthControls:
     """What the sessions of one coordinator learn from each other.
 
@@ -165,7 +191,7 @@ class LengthControls:
         self.costs = RoundCosts(target.step_costs, draft_costs, target.max_num_seqs)
         self.run_ahead_rounds = run_ahead_rounds
         self.tuning = tuning
-        self._averages = {rule: self._fresh() for rule in Rule}
+        self._shared = {rule: SharedAcceptance(tuning) for rule in Rule}
         self._seeds: set[int] = set()
         """Seeds that a session had under a rule whose noise is keyed by the round ..."""
         self._running_seeds: set[int] = set()
@@ -179,11 +205,11 @@ class LengthControls:
         """A session begins, which asks for so many draft tokens at most."""
         self.costs.num_sessions += 1
         if num_draft_tokens == 0 or rule.absolute_noise:
-            return LengthControl(self, self._averages[rule], num_draft_tokens, prompt_length)
+            return LengthControl(self, self._shared[rule], num_draft_tokens, prompt_length)
         if seed in self._seeds:
             return LengthControl(self, None, num_draft_tokens, prompt_length)
         self._remember(seed)
-        return LengthControl(self, self._averages[rule], num_draft_tokens, prompt_length, seed)
+        return LengthControl(self, self._shared[rule], num_draft_tokens, prompt_length, seed)
 
     def close(self, first_of: int | None) -> None:
         """A session has ended: the first of this seed, if that matters."""
@@ -210,17 +236,13 @@ class LengthControls:
         self._rounds_without_plain = 0
         return True
 
-    def _fresh(self) -> DepthAverages:
-        tuning = self.tuning
-        return DepthAverages(tuning.shared_memory_rounds, tuning.shared_prior_rounds)
-
     def _remember(self, seed: int) -> None:
         """Where seeds have to be forgotten, so is what their sessions have told."""
         if len(self._seeds) >= DRAFTED_SEEDS_MAX:
             self._seeds = set(self._running_seeds)
             for rule in Rule:
                 if not rule.absolute_noise:
-                    self._averages[rule] = self._fresh()
+                    self._shared[rule] = SharedAcceptance(self.tuning)
         self._seeds.add(seed)
         self._running_seeds.add(seed)
 
@@ -248,12 +270,12 @@ class LengthControl:
     def __init__(
         self,
         controls: LengthControls,
-        shared: DepthAverages | None,
+        shared: SharedAcceptance | None,
         num_draft_tokens: int,
         prompt_length: int,
         first_of: int | None = None,
     ) -> None:
-        """`shared` are averages to begin with and to add to; None where there must not be any.
+        """`shared` is what to begin with and to add to; None where there must not be anything.
         `first_of` goes back to `controls` in the end."""
         tuning = controls.tuning
         self._controls = controls
@@ -261,7 +283,8 @@ class LengthControl:
         self._bound = num_draft_tokens
         self._first_of = first_of
         self._tuning = tuning
-        self._averages = DepthAverages(tuning.memory_rounds, tuning.prior_rounds, shared)
+        prior = None if shared is None else shared.averages
+        self._averages = DepthAverages(tuning.memory_rounds, tuning.prior_rounds, prior)
         self._num_draft_tokens = 0
         """K, but for a look at the depth behind it."""
         self._look = 0
@@ -292,8 +315,10 @@ class LengthControl:
         if self._bound > 0:
             drafted, plain = self._options()
             best = _best(drafted)
-            if plain.rate > best.rate:
+            if plain.rate > best.rate and shared is not None and not shared.begin():
                 self._begin_plain(self._phase_rounds(best, plain, prompt_length))
+        self._is_beginning = not self.begins_plain
+        """Whether it has drafted from its beginning, and not for long."""
 
     @property
     def begins_plain(self) -> bool:
@@ -343,10 +368,12 @@ class LengthControl:
     def _note_draft(self, played: PlayedRound) -> None:
         self._averages.note(played.num_asked, played.survival)
         if self._shared is not None:
-            self._shared.note(played.num_asked, played.survival)
+            self._shared.averages.note(played.num_asked, played.survival)
         self._num_drafted += 1
         self._drafted_tokens += 0 if self._draft_is_behind else played.num_tokens
         self._draft_is_behind = False
+        if self._num_drafted > self._tuning.settled_rounds:
+            self._end_beginning(failed=False)
         self._controls.drafted()
 
     def _choose_again(self) -> None:
@@ -354,7 +381,7 @@ class LengthControl:
         if self._until_choice > 0:
             self._until_choice -= 1
             return
-        self._until_choice = self._tuning.choice_rounds - 1
+        self._until_choice, self._look = self._tuning.choice_rounds - 1, 0
         drafted, plain = self._options()
         best = _best(drafted)
         if self._num_drafted == 0:
@@ -367,6 +394,7 @@ class LengthControl:
         if plain.rate > current.rate * enough and not self._trial_pays(current, plain):
             failed = self._num_drafted <= self._tuning.settled_rounds
             self._failures = self._failures + 1 if failed else 0
+            self._end_beginning(failed=True)
             missed = self._tuning.plain_rounds_min
             self._begin_plain(self._phase_rounds(current, plain, missed))
         elif self._controls.tries_plain(current.rate / plain.rate):
@@ -374,6 +402,11 @@ class LengthControl:
             self._draft_is_behind = True
         else:
             self._look = self._looks(drafted)
+
+    def _end_beginning(self, *, failed: bool) -> None:
+        if self._is_beginning and self._shared is not None:
+            self._shared.ended(failed=failed)
+        self._is_beginning = False
 
     def _looks(self, drafted: Sequence[_Option]) -> int:
         """How much further than K the next rounds are to look."""
@@ -401,8 +434,9 @@ class LengthControl:
         tuning = self._tuning
         lost = tuning.choice_rounds * (drafted.seconds * plain.rate - drafted.num_tokens)
         lost += self._controls.costs.draft_reading_s(num_missed) * plain.rate
-        rounds = lost / tuning.trial_loss_max * 2.0 ** min(max(0, self._failures - 1), FAILURES_MAX)
-        return int(min(tuning.plain_rounds_max, max(tuning.plain_rounds_min, rounds)))
+        rounds = max(tuning.plain_rounds_min, lost / tuning.trial_loss_max)
+        doubled = min(max(0, self._failures - 1), FAILURES_MAX)
+        return int(min(tuning.plain_rounds_max, rounds * 2**doubled))
 
     def _begin_plain(self, num_rounds: int) -> None:
         self._plain_left = num_rounds

@@ -17,6 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.length_control import (
+    BEGINNINGS_DOUBLED,
+    BEGINNINGS_FAILED,
     PLAIN_TRIED_AFTER_ROUNDS,
     TUNING,
     FixedLength,
@@ -294,12 +296,47 @@ def test_a_plain_phase_lets_the_target_run_ahead_to_its_end_and_no_further() -> 
     assert phases >= 3
 
 
-def test_a_session_may_begin_plain_and_then_its_first_round_runs_ahead() -> None:
+def beginnings(world: World, num_sessions: int, first_seed: int = 1) -> list[bool]:
+    """Whether sessions of 60 rounds, one after the other, begin with a draft."""
+    found = []
+    for seed in range(first_seed, first_seed + num_sessions):
+        control = world.open(seed)
+        found.append(not control.begins_plain)
+        world.play(control, 60)
+        control.close()
+    return found
+
+
+def test_fewer_and_fewer_sessions_begin_with_a_draft_while_that_fails() -> None:
+    """Each tries at first, as it may be about another thing than those before it; and does so again
+    once that is so."""
     world = World(acceptance=0.1, draft_s=0.3 * 0.016)
-    world.play(world.open(1), 600)
-    control = world.open(2)
-    assert control.begins_plain
-    assert control.choose(0, ENDLESS) == RoundLength(0, RUN_AHEAD)
+    found = beginnings(world, 100)
+    assert all(found[: BEGINNINGS_FAILED + 1])
+    assert sum(found[-64:]) == 64 / 2**BEGINNINGS_DOUBLED
+    world.acceptance = 0.95
+    again = beginnings(world, 40, first_seed=1000)
+    assert all(again[-20:])
+
+
+def test_sessions_that_accept_more_than_all_others_are_found() -> None:
+    """One in four is about a text to copy, and the others make it look hopeless: yet that one
+    drafts from its first rounds on."""
+    world = World(draft_s=0.2 * 0.016)
+    shares = []
+    for seed in range(1, 80):
+        world.acceptance = 0.97 if seed % 4 == 0 else 0.05
+        run = world.play(world.open(seed), 60)
+        if seed % 4 == 0:
+            shares.append(run.plain_share)
+    assert sum(shares[5:]) / len(shares[5:]) < 0.1
+
+
+def test_a_session_that_begins_plain_runs_ahead_from_its_first_round() -> None:
+    world = World(acceptance=0.1, draft_s=0.3 * 0.016)
+    beginnings(world, 20)
+    control = next(filter(lambda one: one.begins_plain, map(world.open, range(100, 120))))
+    assert control.choose(0, ENDLESS) == RoundLength(0, min(RUN_AHEAD, control._plain_left))
 
 
 def test_the_first_round_has_no_draft_and_runs_not_ahead_of_one() -> None:
@@ -311,14 +348,22 @@ def test_the_first_round_has_no_draft_and_runs_not_ahead_of_one() -> None:
 
 def test_long_prompts_make_the_first_trial_later() -> None:
     """A draft that was not told of the prompt has to read it before it can be tried."""
-    world = World(acceptance=0.1, draft_s=0.3 * 0.016)
-    world.play(world.open(1), 600)
+    world = World(acceptance=0.1, draft_s=0.1 * 0.016)
+    beginnings(world, 60)
     firsts = []
-    for seed, prompt_length in ((2, 10), (3, 3000)):
-        control = world.controls.open(Rule.TOKEN, seed, BOUND, prompt_length)
-        asked = world.play(control, TUNING.plain_rounds_max + 1).asked
-        firsts.append(next((i for i, num in enumerate(asked) if num > 0), len(asked)))
-    assert firsts[0] < firsts[1]
+    for prompt_length in (10, 500):
+        plain = (
+            control
+            for seed in range(1000, 1100)
+            if (
+                control := world.controls.open(
+                    Rule.TOKEN, seed + prompt_length, BOUND, prompt_length
+                )
+            ).begins_plain
+        )
+        asked = world.play(next(plain), TUNING.plain_rounds_max + 1).asked
+        firsts.append(next(i for i, num in enumerate(asked) if num > 0))
+    assert 2 * firsts[0] < firsts[1]
 
 
 def test_a_request_for_no_draft_tokens_gets_none() -> None:
