@@ -46,6 +46,7 @@ class Replicas:
                 draft_address=draft_address,
                 draft_timeout_ms=DRAFT_TIMEOUT_MS,
                 look_ahead=look_ahead,
+                length_control=False,  # Each K is measured by itself.
             )
             process = RoleProcess("service_roles", "coordinator", {"config": asdict(config)})
             coordinator = await stack.enter_async_context(process)
