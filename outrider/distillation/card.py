@@ -35,6 +35,7 @@ class CardFacts:
     target_fingerprint: str
     start: str
     """What the student began as."""
+    num_layers: int
     num_parameters: int
     """Without embeddings and head."""
     draft_vocab_size: int
@@ -81,10 +82,10 @@ Made by `outrider distill` for speculative decoding of the target {facts.target}
 `{facts.target_fingerprint}`, and for no other: its embeddings and head are the target's and are not
 stored here. Serve it with `outrider serve {facts.target} --draft-model DIR`.
 
-- {facts.num_parameters / 1e6:.1f} million parameters of its own, begun as
-  {facts.start}. Of the head it has the rows for {facts.draft_vocab_size:,}
-  tokens, to which the target gives at least {facts.covered:.1%} of its probability in held-out
-  answers; other tokens are never proposed.
+- {facts.num_parameters / 1e6:.1f} million parameters of its own in {facts.num_layers} layers, begun
+  as {facts.start}.
+- Of the head it has the rows for {facts.draft_vocab_size:,} tokens, to which the target gives at
+  least {facts.covered:.1%} of its probability in held-out answers; other tokens are never proposed.
 - Matrices are stored as int8 with one scale a row. What is measured here was measured after that.
 - {facts.num_steps:,} steps over {facts.num_trained_tokens:,} tokens, repetitions included: all that
   there is to learn from {passes:,.2f} times. Seed {facts.seed}; {times}.

@@ -198,6 +198,7 @@ class _Run:
             target=self._target.name,
             target_fingerprint=self._fingerprint,
             start=start.name,
+            num_layers=trainer.student.config.get_text_config().num_hidden_layers,
             num_parameters=sum(weight.numel() for weight in trainer.weights.values()),
             draft_vocab_size=len(token_ids),
             covered=covered_share(list(caches.values()), token_ids, self._vocab_size),

@@ -23,6 +23,7 @@ from outrider.engine.interface import SequenceStep
 from outrider.engine.loading import load_model
 from outrider.engine.modules.swaps import speed_up
 from outrider.engine.sources import resolve_model
+from outrider.engine.trained_drafters import load_drafter
 from outrider.generation import GenerateRequest
 from outrider.limits import PAGE_SIZE
 from outrider.speculation.sampling import SamplingParams
@@ -115,6 +116,15 @@ async def drafted_by_cut(real: Real, target: Target, directory: Path) -> AsyncIt
     draft = WatchedEngine(module, info, max_num_seqs=CROWD)
     async with running_stack(target, draft, directory) as stack:
         yield stack
+
+
+def shipped_engine(real: Real) -> WatchedEngine:
+    """The drafter that is made for the demo target and comes with the package."""
+    module, info = load_drafter(
+        resolve_model("demo-drafter"), real.directory, name="demo-drafter", target="demo",
+        dtype="float32",
+    )  # fmt: skip
+    return WatchedEngine(module, info, max_num_seqs=32)
 
 
 def rounded_engine(real: Real) -> WatchedEngine:
@@ -231,9 +241,9 @@ async def coupled(stack: Stack, prompt: tuple[int, ...], seed: int, k: int) -> t
 async def test_coupled_tokens_do_not_depend_on_the_draft(
     with_cut: Stack, real: Real, tmp_path: Path
 ) -> None:
-    """Temperature 1, coupled: the same tokens for K = 0, 3, 8 and for two drafters: a 4-layer cut
-    of the target; and a hybrid of the target's weights in 8 bits with suffix decoding, which has
-    seen the same answer before."""
+    """Temperature 1, coupled: the same tokens for K = 0, 3, 8 and for three drafters: a 4-layer cut
+    of the target; the one that comes with the package; and a hybrid of the target's weights in 8
+    bits with suffix decoding, which has seen the same answer before."""
     prompts = [tuple(real.text.encode(prompt)) for prompt in PROMPTS[3:7]]
     expected = {
         (prompt, seed): await coupled(with_cut, prompt, seed, 0)
@@ -242,6 +252,11 @@ async def test_coupled_tokens_do_not_depend_on_the_draft(
     for (prompt, seed), tokens in expected.items():
         for k in NUM_DRAFT_TOKENS[1:]:
             assert await coupled(with_cut, prompt, seed, k) == tokens
+    async with running_stack(target_engine(real), shipped_engine(real), tmp_path / "s") as shipped:
+        for (prompt, seed), tokens in list(expected.items())[:2]:
+            for k in NUM_DRAFT_TOKENS[1:]:
+                assert await coupled(shipped, prompt, seed, k) == tokens
+        await check_greedy(shipped, real, PROMPTS[5::25], 16)
     async with running_stack(
         target_engine(real), rounded_engine(real), tmp_path / "hybrid", lookup=SuffixDrafter()
     ) as with_hybrid:

@@ -316,7 +316,9 @@ def test_a_drafter_learns_on(
     run(target, tmp_path, report, start_from=out, layers=None, draft_vocab=None)
     assert points[0].sampled == pytest.approx(whole[1][-1].sampled, abs=0.02)
     assert points[-1].sampled > points[0].sampled
-    assert "begun as\n  the drafter out." in (tmp_path / "out" / "README.md").read_text()
+    assert (
+        "in 1 layers, begun\n  as the drafter out." in (tmp_path / "out" / "README.md").read_text()
+    )
     after = weights(tmp_path)
     assert torch.equal(after["draft_token_ids"], before["draft_token_ids"])
     assert any(not torch.equal(values, before[name]) for name, values in after.items())

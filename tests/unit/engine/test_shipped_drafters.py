@@ -41,8 +41,5 @@ def test_it_is_for_its_target(target: str, name: str) -> None:
     assert description.target_fingerprint in (directory / "README.md").read_text()
     module, info = load_drafter(directory, targets, name=name, target=target)
     assert len(info.logit_token_ids) == description.draft_vocab_size
-    layers = re.search(
-        r"begun as the target's layers\s+([\d, ]+)\.", (directory / "README.md").read_text()
-    )
-    assert layers is not None
-    assert module.config.num_hidden_layers == len(layers[1].split(","))
+    [layers] = re.findall(r" in (\d+) layers, begun", (directory / "README.md").read_text())
+    assert module.config.num_hidden_layers == int(layers)
