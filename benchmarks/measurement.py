@@ -132,23 +132,30 @@ async def measure(
             seed = (contestant.decoding.seed - index) & SEED_MAX
             decoding = replace(contestant.decoding, max_tokens=short, seed=seed)
             await contestant.client.generate(prompt, decoding)
-    completions: dict[Side, list[Completion]] = {c.side: [] for c in contestants}
+    completions: dict[Side, dict[int, Completion]] = {c.side: {} for c in contestants}
     seconds = dict.fromkeys(completions, 0.0)
-    size = _block_size(len(prompts), max(c.concurrency for c in contestants))
-    for turn, start in enumerate(range(0, len(prompts), size)):
-        block = prompts[start : start + size]
-        progress(f"prompt {start + len(block)} of {len(prompts)}: {block[-1].category}")
+    num_done = 0
+    for turn, block in enumerate(_blocks(len(prompts), max(c.concurrency for c in contestants))):
+        num_done += len(block)
+        progress(f"prompt {num_done} of {len(prompts)}: {prompts[block[-1]].category}")
         for contestant in contestants if turn % 2 == 0 else reversed(contestants):
-            done = await _decode_block(contestant, block, start)
-            completions[contestant.side] += done
-            seconds[contestant.side] += _wall_seconds(done, contestant.concurrency)
-    return {side: SideResult(tuple(completions[side]), seconds[side]) for side in completions}
+            done = await _decode_block(contestant, prompts, block)
+            completions[contestant.side] |= done
+            seconds[contestant.side] += _wall_seconds([*done.values()], contestant.concurrency)
+    return {
+        side: SideResult(tuple(found[i] for i in range(len(prompts))), seconds[side])
+        for side, found in completions.items()
+    }
 
 
-def _block_size(num_prompts: int, concurrency: int) -> int:
-    """Prompts a turn. With several at a time there are two turns, so that each side comes first
-    once, and the ends, where fewer than `concurrency` requests run, are few."""
-    return 1 if concurrency == 1 else -(-num_prompts // 2)
+def _blocks(num_prompts: int, concurrency: int) -> list[range]:
+    """The prompts of each turn. With several at a time there are two turns, each of every second
+    prompt: so each side comes first once with all kinds of prompts, as what comes second finds the
+    beginnings of prompts cached; and the ends, where fewer than `concurrency` requests run, are
+    few."""
+    if concurrency == 1:
+        return [range(index, index + 1) for index in range(num_prompts)]
+    return [range(turn, num_prompts, 2) for turn in range(min(2, num_prompts))]
 
 
 def _wall_seconds(completions: Sequence[Completion], concurrency: int) -> float:
@@ -159,14 +166,15 @@ def _wall_seconds(completions: Sequence[Completion], concurrency: int) -> float:
 
 
 async def _decode_block(
-    contestant: Contestant, prompts: Sequence[BenchPrompt], first_index: int
-) -> list[Completion]:
-    """The completions of `prompts`, in their order, `concurrency` at a time."""
+    contestant: Contestant, prompts: Sequence[BenchPrompt], block: Sequence[int]
+) -> dict[int, Completion]:
+    """The completions of those of `prompts` that are in the block, by their index, `concurrency`
+    at a time."""
     completions: dict[int, Completion] = {}
-    waiting = iter(range(len(prompts)))
+    waiting = iter(block)
     workers = [
-        asyncio.create_task(_work(contestant, prompts, first_index, waiting, completions))
-        for _ in range(min(contestant.concurrency, len(prompts)))
+        asyncio.create_task(_work(contestant, prompts, waiting, completions))
+        for _ in range(min(contestant.concurrency, len(block)))
     ]
     try:
         await asyncio.gather(*workers)
@@ -174,19 +182,18 @@ async def _decode_block(
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
-    return [completions[index] for index in range(len(prompts))]
+    return completions
 
 
 async def _work(
     contestant: Contestant,
     prompts: Sequence[BenchPrompt],
-    first_index: int,
     waiting: Iterator[int],
     completions: dict[int, Completion],
 ) -> None:
     """Decodes one prompt after the other until none waits; workers share `waiting`."""
     for index in waiting:
-        seed = (contestant.decoding.seed + first_index + index) & SEED_MAX
+        seed = (contestant.decoding.seed + index) & SEED_MAX
         decoding = replace(contestant.decoding, seed=seed)
         completion = await contestant.client.generate(prompts[index], decoding)
         check(

@@ -21,7 +21,7 @@ from outrider.telemetry.observer import SILENT, RequestObserver
 from .commits import Committer
 from .completion import Completion, Piece
 from .journal import Entry, Journal
-from .length_control import LengthPolicy, PlayedRound, RoundLength
+from .lengths import LengthPolicy, PlayedRound, RoundLength
 from .request import GenerationParameters
 from .sides import Drafted, DraftSide, TargetSide
 

@@ -14,15 +14,17 @@ drafting pays by now. While it does not, plain phases grow longer.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from outrider.limits import DRAFTED_SEEDS_MAX
 from outrider.messages import ReplicaDescription
 from outrider.speculation.sampling import Rule
 
 from .depth_averages import DepthAverages
+from .lengths import PlayedRound, RoundLength
 from .round_costs import Forecast, RoundCosts
 
 PLAIN_TRIED_AFTER_ROUNDS: Final = 16
@@ -34,8 +36,10 @@ PLAIN_TRIED_BELOW: Final = 1.5
 PLAIN_TRIED_ROUNDS: Final = 8
 BEGINNINGS_FAILED: Final = 4
 """Sessions in a row that may draft in vain when they begin; after each further one ..."""
-BEGINNINGS_DOUBLED: Final = 4
+BEGINNINGS_DOUBLED: Final = 3
 """... half as many try as before, so many times at most."""
+PROMPT_SIZES: Final = (128, 512, 2048)
+"""Tokens from which on a prompt is one of the next size."""
 FAILURES_MAX: Final = 16
 """More of them make no phase longer."""
 SECONDS_MIN: Final = 1e-9
@@ -73,91 +77,24 @@ class Tuning:
 TUNING: Final = Tuning()
 
 
-@dataclass(frozen=True, slots=True)
-class RoundLength:
-    """What a round is to be."""
-
-    num_draft_tokens: int
-    """K: how many draft tokens are asked for."""
-    run_ahead: int
-    """Rounds after this one that are sure to have no proposal: the target need not wait."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlayedRound:
-    """A round with a verdict."""
-
-    num_asked: int
-    """K of its proposal; 0 = none was asked for."""
-    survival: tuple[float, ...]
-    """Of the proposed tokens, see `outrider.speculation.decision.survival`."""
-    num_tokens: int
-    """Committed."""
-    context: int
-    """Tokens that the session had when it began."""
-    draft_s: float
-    """Wait for the proposal."""
-    target_s: float
-    """The target's queue and step."""
-    ended_at: float
-    """Time of a clock that all rounds share, s."""
-
-
-class LengthPolicy(Protocol):
-    """Chooses the lengths of one session's rounds."""
-
-    @property
-    def begins_plain(self) -> bool:
-        """Whether no draft is wanted for a while from the first round on."""
-        ...
-
-    def choose(self, index: int, num_left: int) -> RoundLength:
-        """The next round, before anything of it exists: its place in the session, and how many
-        tokens may still follow, one of which is the target's."""
-        ...
-
-    def note(self, played: PlayedRound) -> None:
-        """The round that was chosen last has been played."""
-        ...
-
-    def close(self) -> None:
-        """The session ends."""
-        ...
-
-
-class FixedLength:
-    """Asks for the same number of tokens in every round."""
-
-    def __init__(self, num_draft_tokens: int, run_ahead_rounds: int) -> None:
-        self._num_draft_tokens = num_draft_tokens
-        self._run_ahead_rounds = run_ahead_rounds if num_draft_tokens == 0 else 0
-
-    @property
-    def begins_plain(self) -> bool:
-        """See `LengthPolicy.begins_plain`."""
-        return self._num_draft_tokens == 0
-
-    def choose(self, index: int, num_left: int) -> RoundLength:
-        """See `LengthPolicy.choose`. The first round has no draft, for which it would wait."""
-        num_draft_tokens = min(self._num_draft_tokens, num_left - 1) if index > 0 else 0
-        return RoundLength(num_draft_tokens, min(self._run_ahead_rounds, num_left - 1))
-
-    def note(self, played: PlayedRound) -> None:
-        """See `LengthPolicy.note`: it makes no difference."""
-
-    def close(self) -> None:
-        """See `LengthPolicy.close`."""
-
-
 class SharedAcceptance:
-    """What sessions of one rule have shown."""
+    """What sessions of one rule, with prompts of about one length, have shown: a long prompt often
+    has what its answer copies."""
 
-    def __init__(self, tuning: Tuning) -> None:
-        self.averages = DepthAverages(tuning.shared_memory_rounds, tuning.shared_prior_rounds)
+    def __init__(self, tuning: Tuning, of_rule: DepthAverages) -> None:
+        """`of_rule` are the averages over prompts of any length."""
+        memory_rounds = tuning.shared_memory_rounds
+        self.averages = DepthAverages(memory_rounds, tuning.prior_rounds, of_rule)
+        self._of_rule = of_rule
         self._failed = 0
         """Sessions in a row that gave up drafting soon after they began."""
         self._skipped = 0
         """Sessions since the last one that began with a draft."""
+
+    def note(self, num_asked: int, survival: Sequence[float]) -> None:
+        """See `DepthAverages.note`."""
+        self.averages.note(num_asked, survival)
+        self._of_rule.note(num_asked, survival)
 
     def begin(self) -> bool:
         """Whether a session for which averages promise nothing should draft its first rounds all
@@ -191,7 +128,8 @@ class LengthControls:
         self.costs = RoundCosts(target.step_costs, draft_costs, target.max_num_seqs)
         self.run_ahead_rounds = run_ahead_rounds
         self.tuning = tuning
-        self._shared = {rule: SharedAcceptance(tuning) for rule in Rule}
+        self._shared = {rule: self._nothing_shown() for rule in Rule}
+        """By the length of prompts, see `_size`."""
         self._seeds: set[int] = set()
         """Seeds that a session had under a rule whose noise is keyed by the round ..."""
         self._running_seeds: set[int] = set()
@@ -205,11 +143,13 @@ class LengthControls:
         """A session begins, which asks for so many draft tokens at most."""
         self.costs.num_sessions += 1
         if num_draft_tokens == 0 or rule.absolute_noise:
-            return LengthControl(self, self._shared[rule], num_draft_tokens, prompt_length)
+            shared = self._shared[rule][_size(prompt_length)]
+            return LengthControl(self, shared, num_draft_tokens, prompt_length)
         if seed in self._seeds:
             return LengthControl(self, None, num_draft_tokens, prompt_length)
         self._remember(seed)
-        return LengthControl(self, self._shared[rule], num_draft_tokens, prompt_length, seed)
+        shared = self._shared[rule][_size(prompt_length)]
+        return LengthControl(self, shared, num_draft_tokens, prompt_length, seed)
 
     def close(self, first_of: int | None) -> None:
         """A session has ended: the first of this seed, if that matters."""
@@ -236,13 +176,18 @@ class LengthControls:
         self._rounds_without_plain = 0
         return True
 
+    def _nothing_shown(self) -> list[SharedAcceptance]:
+        tuning = self.tuning
+        of_rule = DepthAverages(tuning.shared_memory_rounds, tuning.shared_prior_rounds)
+        return [SharedAcceptance(tuning, of_rule) for _ in range(len(PROMPT_SIZES) + 1)]
+
     def _remember(self, seed: int) -> None:
         """Where seeds have to be forgotten, so is what their sessions have told."""
         if len(self._seeds) >= DRAFTED_SEEDS_MAX:
             self._seeds = set(self._running_seeds)
             for rule in Rule:
                 if not rule.absolute_noise:
-                    self._shared[rule] = SharedAcceptance(self.tuning)
+                    self._shared[rule] = self._nothing_shown()
         self._seeds.add(seed)
         self._running_seeds.add(seed)
 
@@ -368,7 +313,7 @@ class LengthControl:
     def _note_draft(self, played: PlayedRound) -> None:
         self._averages.note(played.num_asked, played.survival)
         if self._shared is not None:
-            self._shared.averages.note(played.num_asked, played.survival)
+            self._shared.note(played.num_asked, played.survival)
         self._num_drafted += 1
         self._drafted_tokens += 0 if self._draft_is_behind else played.num_tokens
         self._draft_is_behind = False
@@ -458,6 +403,11 @@ class LengthControl:
             seconds += proposed * forecast.token_s[depth]
             options.append(_Option(depth + 1, num_tokens - lost, lost, seconds))
         return options, _Option(0, 1.0, 0.0, forecast.plain_s)
+
+
+def _size(prompt_length: int) -> int:
+    """Which of the sizes a prompt has."""
+    return bisect(PROMPT_SIZES, prompt_length)
 
 
 def _best(options: Iterable[_Option]) -> _Option:

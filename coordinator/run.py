@@ -18,7 +18,7 @@ from .commits import Committer
 from .completion import Completion
 from .decoding import Decoding
 from .journal import Journal
-from .length_control import LengthPolicy
+from .lengths import LengthPolicy
 from .request import GenerationParameters
 from .sides import DraftSide, TargetSide
 

@@ -49,7 +49,8 @@ from outrider.wire.link import Link
 
 from .commits import Committer
 from .completion import Completion
-from .length_control import FixedLength, LengthControls, LengthPolicy
+from .length_control import LengthControls
+from .lengths import FixedLength, LengthPolicy
 from .mailbox import PostOffice
 from .prompts import PromptEncoder, Text
 from .request import (

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from core_rounds import K_MAX, PROMPT_LENGTH, Plan, Seen
 
-from coordinator.length_control import LengthControl, LengthControls, PlayedRound, Tuning
+from coordinator.length_control import LengthControl, LengthControls, Tuning
+from coordinator.lengths import PlayedRound
 from outrider.messages import ReplicaDescription
 from outrider.speculation.decision import survival
 from outrider.speculation.sampling import Rule
@@ -43,7 +44,7 @@ class Times:
     times may depend on all that was seen, too."""
 
 
-TELLING = Times(draft_s=0.1, stall_s=3.0)
+TELLING = Times(draft_s=0.05, stall_s=2.0)
 """Long enough to decide the next length by themselves."""
 
 

@@ -99,7 +99,7 @@ def test_mutant_absolute_keys_under_token():
 
 def test_mutant_absolute_keys_under_lengths_that_the_coordinator_chooses():
     """The real choice of lengths follows thrown-away slots closely enough to show it."""
-    seeds = seeds_of(12_000, 7)
+    seeds = seeds_of(16_000, 7)
     rejected = []
     for broken in (Broken(noise=AbsolutePlaces), EXACT):
         lengths = ChosenLengths(Rule.TOKEN, seeds, TELLING, together=False)

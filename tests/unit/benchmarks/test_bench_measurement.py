@@ -104,6 +104,9 @@ async def test_several_at_a_time_are_bounded_keep_their_order_and_share_wall_tim
         assert result.seconds == 18.0
     measured = [kind for text, kind in side.log if text[0] == "p"]
     assert measured == ["plain"] * 3 + ["drafted"] * 3 + ["drafted"] * 2 + ["plain"] * 2
+    # Either side comes first with every second prompt, so with prompts of all categories.
+    texts = [text for text, _ in side.log if text[0] == "p"]
+    assert texts == ["p0", "p2", "p4"] * 2 + ["p1", "p3"] * 2
 
 
 async def test_results_are_in_the_order_of_prompts_whichever_ends_first() -> None:
@@ -121,7 +124,7 @@ async def test_results_are_in_the_order_of_prompts_whichever_ends_first() -> Non
 async def test_a_failure_cancels_what_runs_beside_it_and_is_raised_as_it_is() -> None:
     class Failing(ScriptedSide):
         async def generate(self, prompt: BenchPrompt, decoding: Decoding):  # type: ignore[no-untyped-def]
-            if prompt.text == "p1":
+            if prompt.text == "p2":
                 await asyncio.sleep(0)
                 raise Unavailable("gone")
             return await super().generate(prompt, decoding)

@@ -21,12 +21,10 @@ from coordinator.length_control import (
     BEGINNINGS_FAILED,
     PLAIN_TRIED_AFTER_ROUNDS,
     TUNING,
-    FixedLength,
     LengthControl,
     LengthControls,
-    PlayedRound,
-    RoundLength,
 )
+from coordinator.lengths import FixedLength, PlayedRound, RoundLength
 from outrider.engine.costs import StepCosts
 from outrider.limits import DRAFTED_SEEDS_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.messages import ReplicaDescription
@@ -65,6 +63,7 @@ class World:
     """How long a proposal would be; None = as long as is asked for."""
     tables: bool = True
     """Whether the engines say what their steps cost."""
+    prompt_length: int = 100
     seed: int = 0
     now: float = 0.0
     controls: LengthControls = field(init=False)
@@ -92,7 +91,7 @@ class World:
         return max(range(BOUND + 1), key=self.rate)
 
     def open(self, seed: int = 1, bound: int = BOUND) -> LengthControl:
-        return self.controls.open(Rule.TOKEN, seed, bound, prompt_length=100)
+        return self.controls.open(Rule.TOKEN, seed, bound, self.prompt_length)
 
     def play(self, control: LengthControl, num_rounds: int, first_index: int = 0) -> Run:
         """Rounds from `first_index` on."""
@@ -332,6 +331,19 @@ def test_sessions_that_accept_more_than_all_others_are_found() -> None:
     assert sum(shares[5:]) / len(shares[5:]) < 0.1
 
 
+def test_long_prompts_and_short_ones_are_told_apart() -> None:
+    """Answers to long prompts copy from them. They are drafted from their first rounds on, and
+    those to short ones, which come as often, are not."""
+    world = World(draft_s=0.2 * 0.016)
+    shares: dict[int, list[float]] = {50: [], 900: []}
+    for seed in range(1, 81):
+        world.prompt_length = 900 if seed % 2 else 50
+        world.acceptance = 0.95 if seed % 2 else 0.05
+        shares[world.prompt_length].append(world.play(world.open(seed), 60).plain_share)
+    assert max(shares[900][5:]) < 0.2
+    assert sum(shares[50][-20:]) / 20 > 0.8
+
+
 def test_a_session_that_begins_plain_runs_ahead_from_its_first_round() -> None:
     world = World(acceptance=0.1, draft_s=0.3 * 0.016)
     beginnings(world, 20)
@@ -348,20 +360,12 @@ def test_the_first_round_has_no_draft_and_runs_not_ahead_of_one() -> None:
 
 def test_long_prompts_make_the_first_trial_later() -> None:
     """A draft that was not told of the prompt has to read it before it can be tried."""
-    world = World(acceptance=0.1, draft_s=0.1 * 0.016)
-    beginnings(world, 60)
     firsts = []
-    for prompt_length in (10, 500):
-        plain = (
-            control
-            for seed in range(1000, 1100)
-            if (
-                control := world.controls.open(
-                    Rule.TOKEN, seed + prompt_length, BOUND, prompt_length
-                )
-            ).begins_plain
-        )
-        asked = world.play(next(plain), TUNING.plain_rounds_max + 1).asked
+    for prompt_length in (10, 3000):
+        world = World(acceptance=0.1, draft_s=0.1 * 0.016, prompt_length=prompt_length)
+        beginnings(world, 60)
+        control = next(filter(lambda one: one.begins_plain, map(world.open, range(100, 120))))
+        asked = world.play(control, TUNING.plain_rounds_max + 1).asked
         firsts.append(next(i for i, num in enumerate(asked) if num > 0))
     assert 2 * firsts[0] < firsts[1]
 

@@ -1,0 +1,82 @@
+"""Lengths of rounds as values, and who chooses them. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class RoundLength:
+    """What a round is to be."""
+
+    num_draft_tokens: int
+    """K: how many draft tokens are asked for."""
+    run_ahead: int
+    """Rounds after this one that are sure to have no proposal: the target need not wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedRound:
+    """A round with a verdict."""
+
+    num_asked: int
+    """K of its proposal; 0 = none was asked for."""
+    survival: tuple[float, ...]
+    """Of the proposed tokens, see `outrider.speculation.decision.survival`."""
+    num_tokens: int
+    """Committed."""
+    context: int
+    """Tokens that the session had when it began."""
+    draft_s: float
+    """Wait for the proposal."""
+    target_s: float
+    """The target's queue and step."""
+    ended_at: float
+    """Time of a clock that all rounds share, s."""
+
+
+class LengthPolicy(Protocol):
+    """Chooses the lengths of one session's rounds."""
+
+    @property
+    def begins_plain(self) -> bool:
+        """Whether no draft is wanted for a while from the first round on."""
+        ...
+
+    def choose(self, index: int, num_left: int) -> RoundLength:
+        """The next round, before anything of it exists: its place in the session, and how many
+        tokens may still follow, one of which is the target's."""
+        ...
+
+    def note(self, played: PlayedRound) -> None:
+        """The round that was chosen last has been played."""
+        ...
+
+    def close(self) -> None:
+        """The session ends."""
+        ...
+
+
+class FixedLength:
+    """Asks for the same number of tokens in every round."""
+
+    def __init__(self, num_draft_tokens: int, run_ahead_rounds: int) -> None:
+        self._num_draft_tokens = num_draft_tokens
+        self._run_ahead_rounds = run_ahead_rounds if num_draft_tokens == 0 else 0
+
+    @property
+    def begins_plain(self) -> bool:
+        """See `LengthPolicy.begins_plain`."""
+        return self._num_draft_tokens == 0
+
+    def choose(self, index: int, num_left: int) -> RoundLength:
+        """See `LengthPolicy.choose`. The first round has no draft, for which it would wait."""
+        num_draft_tokens = min(self._num_draft_tokens, num_left - 1) if index > 0 else 0
+        return RoundLength(num_draft_tokens, min(self._run_ahead_rounds, num_left - 1))
+
+    def note(self, played: PlayedRound) -> None:
+        """See `LengthPolicy.note`: it makes no difference."""
+
+    def close(self) -> None:
+        """See `LengthPolicy.close`."""
