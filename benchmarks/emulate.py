@@ -48,7 +48,7 @@ class EmulateOptions:
     dropped: int = 200
     seed: int = 0
     """Of every session."""
-    look_ahead: int = 24
+    look_ahead: int = 12
     """Outcomes of a round that are worked out ahead, in the mode that does so."""
 
     def __post_init__(self) -> None:
