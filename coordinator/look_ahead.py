@@ -27,13 +27,12 @@ class PushedProposals:
 
     def put(self, reply: ProposalReply) -> None:
         """Keeps a proposal for the round behind the current one, while there is room."""
-        size = len(reply.proposal.q) + 4 * (len(reply.proposal) + len(reply.assumed))
         place = (reply.base_length, reply.assumed)
         if reply.key.round != self._round + 1 or place in self._kept:
             return
-        if len(self._kept) < LOOK_AHEAD_MAX and self._bytes + size <= self._bytes_max:
+        if len(self._kept) < LOOK_AHEAD_MAX and self._bytes + reply.num_bytes <= self._bytes_max:
             self._kept[place] = reply
-            self._bytes += size
+            self._bytes += reply.num_bytes
 
     def begin(self, round_index: int, tokens: TokenSequence) -> ProposalReply | None:
         """A round begins after these committed tokens: the proposal that assumed them, if it is

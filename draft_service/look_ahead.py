@@ -34,7 +34,6 @@ from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.work import Answers, refusal
 
 _log = logging.getLogger(__name__)
-_TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -351,21 +350,19 @@ class LookAhead:
     def _pushed(
         self, now: _Round, assumed: tuple[int, ...], proposal: SealedProposal
     ) -> list[ProposalReply]:
-        size = len(proposal.q) + _TOKEN_BYTES * (len(proposal) + len(assumed))
-        if not proposal or size > now.bytes_left:
-            return []
-        now.bytes_left -= size
-        now.finished[assumed] = proposal
         key, length = now.item.head.key, len(now.committed)
-        return [
-            ProposalReply(
-                key=ReplyKey(key.session_id, key.epoch, key.round + 1),
-                proposal=proposal,
-                base_length=length,
-                cached_length=length + len(assumed) - 1,
-                assumed=assumed,
-            )
-        ]
+        reply = ProposalReply(
+            key=ReplyKey(key.session_id, key.epoch, key.round + 1),
+            proposal=proposal,
+            base_length=length,
+            cached_length=length + len(assumed) - 1,
+            assumed=assumed,
+        )
+        if not proposal or reply.num_bytes > now.bytes_left:
+            return []
+        now.bytes_left -= reply.num_bytes
+        now.finished[assumed] = proposal
+        return [reply]
 
     def _recover(self, wanted: Sequence[Branch], error: Exception) -> bool:
         """A pass has failed: nothing is worked out ahead for now. False where the error may be the

@@ -6,11 +6,14 @@ Every message is idempotent: repeated, late or reordered ones change nothing but
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from outrider.engine.costs import StepCosts
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
+
+TOKEN_BYTES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,11 @@ class ProposalReply:
     compute_ms: float = 0.0
     assumed: tuple[int, ...] = ()
     """Tokens behind the prefix that are not committed yet, and may never be."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what it proposes and assumes."""
+        return len(self.proposal.q) + TOKEN_BYTES * (len(self.proposal) + len(self.assumed))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from outrider.speculation.race import race, race_at
 from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.sparse_rows import SparseRows
-from outrider.speculation.supports import IdArray, Support, likeliest, supports
+from outrider.speculation.supports import Support, likeliest, supports
 from outrider.speculation.transforms import (
     NO_HISTORY,
     TokenHistory,
@@ -29,6 +29,8 @@ from outrider.speculation.transforms import (
 _FLOOR: Final = 1e-7
 """Part of the likeliest token's probability that a draft token must have: so tokens of a flat tail
 are lost that all together make up V / 10^7 of the distribution at most."""
+_SPARSE_SHARE: Final = 1 / 8
+"""Part of a row above which a pass over all of it is quicker than picking tokens out of it."""
 DraftedToken = tuple[int, DraftDistribution | None]
 """A token and what it was drawn from; None where the rule does not look or the draw is one-hot."""
 
@@ -113,12 +115,14 @@ def draft_rows(
     vocabulary: ReducedVocabulary | None = None,
 ) -> SparseRows:
     """The sampled distributions of a draft's `logits` [R, V] on the CPU, up to a factor and without
-    what is next to impossible. With a `vocabulary` parameters and history are in its columns, and
-    the rows have the target's ids. Raises as `target_probabilities` does."""
+    what is next to impossible where that is most of it. With a `vocabulary` parameters and history
+    are in its columns, and the rows have the target's ids. Raises as `target_probabilities` does.
+    """
+    rows = None
     if params.tempered_alone:
-        rows = SparseRows.likeliest(logits, params.temperature, _FLOOR)
-    else:
-        rows = SparseRows.of(supports(logits, params, history, _FLOOR))
+        rows = SparseRows.likeliest(logits, params.temperature, _FLOOR, _SPARSE_SHARE)
+    if rows is None:
+        rows = SparseRows.of(supports(logits, params, history))
     return rows if vocabulary is None else rows.with_ids(vocabulary.token_ids[rows.ids])
 
 
@@ -153,28 +157,14 @@ def quantise(
     ids = largest.cpu().numpy()
     if vocabulary is not None:
         ids = vocabulary.token_ids[ids]
-    return _distribution(*_quantise(Support(ids, mass)))
+    counted = SparseRows.of([Support(ids, mass)]).quantised()
+    return DraftDistribution(
+        tuple(counted.ids.tolist()), tuple(counted.mass.astype(np.int64).tolist())
+    )
 
 
 def _check_entries(entries_max: int) -> None:
     check(1 <= entries_max <= COUNT_TOTAL, f"entries_max {entries_max} is not in 1..{COUNT_TOTAL}")
-
-
-def _quantise(support: Support) -> tuple[IdArray, IdArray]:
-    """The ids that get a count, and their counts."""
-    shares = support.mass / support.mass.sum()
-    shares *= COUNT_TOTAL
-    counts = np.floor(shares).astype(np.int64)
-    missing = COUNT_TOTAL - int(counts.sum())
-    check(0 <= missing <= len(counts), "draft probabilities are numbers with a positive sum")
-    by_remainder = np.argsort(counts - shares, kind="stable")
-    counts[by_remainder[:missing]] += 1
-    kept = counts > 0
-    return support.ids[kept], counts[kept]
-
-
-def _distribution(ids: IdArray, counts: IdArray) -> DraftDistribution:
-    return DraftDistribution(tuple(ids.tolist()), tuple(counts.tolist()))
 
 
 def draw_quantised(supports: Sequence[DraftDistribution], keys: RowKeys) -> torch.Tensor:

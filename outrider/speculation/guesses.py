@@ -14,12 +14,12 @@ so that guessing says nothing about them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 import torch
 
 from outrider.errors import check
+from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.speculation.drafting import draft_rows
 from outrider.speculation.noise import NoiseBatch, RoundNoise
 from outrider.speculation.reduced import ReducedVocabulary
@@ -27,9 +27,6 @@ from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.sparse_rows import SparseRows
 from outrider.speculation.supports import Support
 from outrider.speculation.transforms import largest_ids, target_probabilities
-
-_ENTRIES: Final = 64
-"""Likeliest tokens that take part in a race."""
 
 
 def ranked_corrections(
@@ -72,10 +69,10 @@ def _rows(
 ) -> SparseRows:
     """The likeliest tokens of each row, with their probability up to a factor."""
     if logits.device.type == "cpu":
-        return draft_rows(logits, params, vocabulary=vocabulary).largest(_ENTRIES)
+        return draft_rows(logits, params, vocabulary=vocabulary).largest(DRAFT_SUPPORT_ENTRIES)
     found = []
     for row in target_probabilities(logits, params):
-        ids = largest_ids(row, _ENTRIES)
+        ids = largest_ids(row, DRAFT_SUPPORT_ENTRIES)
         found.append(Support(ids.cpu().numpy(), row[ids].cpu().numpy()))
     rows = SparseRows.of(found)
     return rows if vocabulary is None else rows.with_ids(vocabulary.token_ids[rows.ids])

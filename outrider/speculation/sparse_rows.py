@@ -14,7 +14,7 @@ import torch
 from outrider.errors import check
 from outrider.speculation.philox import RowKeys, flat_uniforms
 from outrider.speculation.proposal import COUNT_TOTAL
-from outrider.speculation.supports import IdArray, MassArray, Support, host_rows
+from outrider.speculation.supports import IdArray, MassArray, Support, draw, host_rows
 from outrider.speculation.transforms import check_maxima
 
 
@@ -37,15 +37,19 @@ class SparseRows:
         )
 
     @classmethod
-    def likeliest(cls, logits: torch.Tensor, temperature: float, floor: float) -> SparseRows:
+    def likeliest(
+        cls, logits: torch.Tensor, temperature: float, floor: float, share_max: float = 1.0
+    ) -> SparseRows | None:
         """Of softmax(`logits` / `temperature`) [R, V] the tokens with at least `floor` > 0 of the
-        likeliest one's probability; `mass` is relative to that. Raises as `target_probabilities`
-        does."""
+        likeliest one's probability; `mass` is relative to that. None where these are more than so
+        much of all. Raises as `target_probabilities` does."""
         values = host_rows(logits)
         maxima = values.max(axis=1)
         check_maxima(maxima.tolist())
         least = maxima + temperature * math.log(floor)
         likely = values >= least[:, None].astype(values.dtype)
+        if np.count_nonzero(likely) > share_max * likely.size:
+            return None
         # In one dimension, which the library looks through ten times as fast as in two.
         rows, ids = np.divmod(np.flatnonzero(likely), values.shape[1])
         mass = values[rows, ids].astype(np.float64)
@@ -80,9 +84,12 @@ class SparseRows:
         """Of each row the `count` likeliest (ties: lowest ids)."""
         if self.sizes.max() <= count:
             return self
+        return SparseRows.of([Support(ids, mass).largest(count) for ids, mass in self._parts()])
+
+    def _parts(self) -> list[tuple[IdArray, MassArray]]:
+        """The tokens and the mass of each row."""
         bounds = np.cumsum(self.sizes)[:-1]
-        parts = zip(np.split(self.ids, bounds), np.split(self.mass, bounds), strict=True)
-        return SparseRows.of([Support(ids, mass).largest(count) for ids, mass in parts])
+        return list(zip(np.split(self.ids, bounds), np.split(self.mass, bounds), strict=True))
 
     def speeds(self, keys: RowKeys) -> MassArray:
         """[N]: the mass of each token over its wait, by the rows' keys [R]. The fastest of a row
@@ -94,11 +101,7 @@ class SparseRows:
 
     def draw(self, keys: RowKeys) -> list[int]:
         """The winner of each row's race (ties: lowest id): [R]."""
-        speeds, starts = self.speeds(keys), self.starts
-        fastest = np.maximum.reduceat(speeds, starts).repeat(self.sizes)
-        hits = np.flatnonzero(speeds == fastest)
-        firsts: list[int] = self.ids[hits[hits.searchsorted(starts)]].tolist()
-        return firsts
+        return draw(self._parts(), keys)
 
     def quantised(self) -> SparseRows:
         """Each row's mass as counts that sum to `COUNT_TOTAL`, by largest remainders (ties: lowest

@@ -8,7 +8,6 @@ work is on the tokens that are left.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -65,15 +64,10 @@ def host_rows(logits: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def supports(
-    logits: torch.Tensor,
-    params: SamplingParams,
-    history: TokenHistory = NO_HISTORY,
-    floor: float = 0.0,
+    logits: torch.Tensor, params: SamplingParams, history: TokenHistory = NO_HISTORY
 ) -> list[Support]:
     """`target_probabilities` of `logits` [R, V] on the CPU, a row each. The sums round differently
-    in the last place; everything else, errors included, is the same. With a `floor` > 0 tokens are
-    left out, before all filters, that have less than that part of the likeliest one's
-    probability: which a draft may do, and which spares it the arithmetic on most of a row."""
+    in the last place; everything else, errors included, is the same."""
     if params.greedy:
         best = likeliest(logits, params, history)
         return [Support(np.array([token_id]), np.ones(1)) for token_id in best]
@@ -88,11 +82,10 @@ def supports(
     filtered = params.min_p > 0.0 or 0 < params.top_k < vocab_size or params.top_p < 1.0
     # What the filters leave is copied, so that one array can serve all rows; large arrays that come
     # and go cost more than the arithmetic on them.
-    few = filtered or floor > 0.0
-    places = np.empty((1 if few else len(rows), vocab_size))
+    places = np.empty((1 if filtered else len(rows), vocab_size))
     with np.errstate(over="ignore", under="ignore"):
         return [
-            _support(row, top, params, places[0 if few else index], floor)
+            _support(row, top, params, places[0 if filtered else index])
             for index, (row, top) in enumerate(zip(rows, maxima, strict=True))
         ]
 
@@ -149,21 +142,18 @@ def _largest_by_torch(logits: torch.Tensor) -> tuple[list[int], list[float]]:
 
 
 def _support(
-    row: npt.NDArray[Any], top: float, params: SamplingParams, weights: MassArray, floor: float
+    row: npt.NDArray[Any], top: float, params: SamplingParams, weights: MassArray
 ) -> Support:
     """The support of one row of logits, the largest of which is `top`; `weights` [V] is written."""
-    ids: IdArray | None = None  # None = every token
-    if floor > 0.0:
-        ids = np.flatnonzero(row >= top + params.temperature * math.log(floor))
-        weights = row[ids].astype(np.float64)
-    else:
-        np.copyto(weights, row)
+    np.copyto(weights, row)
     weights -= top
     if params.temperature != 1.0:
         weights /= params.temperature
     np.exp(weights, out=weights)
+    ids: IdArray | None = None  # None = every token
     if params.min_p > 0.0:
-        ids, weights = _among(ids, weights, np.flatnonzero(weights >= params.min_p))
+        ids = np.flatnonzero(weights >= params.min_p)
+        weights = weights[ids]
     if 0 < params.top_k < len(weights):
         ids, weights = _among(ids, weights, _top_k(weights, params.top_k))
     if params.top_p < 1.0:

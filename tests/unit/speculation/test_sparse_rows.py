@@ -46,6 +46,11 @@ def test_the_likeliest_have_the_mass_of_a_softmax(dtype: torch.dtype, temperatur
     assert all(ids == sorted(ids) for ids in rows.split(rows.ids))
 
 
+def test_rows_of_which_most_is_likely_are_not_sparse() -> None:
+    shares = [SparseRows.likeliest(logits(), 1.0, floor, 1 / 8) for floor in (1e-30, 0.5)]
+    assert [share is None for share in shares] == [True, False]
+
+
 def test_rows_that_are_no_numbers_are_refused() -> None:
     values = logits()
     values[1, 7] = torch.nan
