@@ -28,6 +28,7 @@ from outrider.engine.gathered_steps import GatheredSteps, Steps
 from outrider.engine.interface import FoundPrefix, ModelInfo, PageCounts, SequenceStep
 from outrider.engine.kv_cache import KVCache, pages_in
 from outrider.engine.modules.aligned_activation import align_activations
+from outrider.engine.modules.row_blocks import block_rows
 from outrider.engine.page_pool import PagePool
 from outrider.engine.ragged import HeldSequence
 from outrider.engine.slots import check_steps
@@ -38,6 +39,7 @@ from outrider.engine.supported_models import (
     check_independent,
     check_supported,
     dense_logits,
+    dependent_at,
     trial_tokens,
 )
 from outrider.errors import ConfigError, check
@@ -117,8 +119,7 @@ class PagedEngine:
         )
         self._max_num_seqs = max_num_seqs
         if self._deterministic:
-            self._use_pages(layers, min(num_pages, -(-CROWD_SLOTS // self._page_size)))
-            check_independent(self, max_num_seqs)
+            self._make_independent(layers, num_pages)
         self._use_pages(layers, num_pages)
         self._info = replace(
             info, max_model_len=min(info.max_model_len, num_pages * self._page_size)
@@ -127,6 +128,17 @@ class PagedEngine:
             "model %s: %d pages of %d tokens for keys and values, %.1f MiB",
             info.name, num_pages, self._page_size, self.kv_cache_bytes / 2**20,
         )  # fmt: skip
+
+    def _make_independent(self, layers: Sequence[AttentionLayer], num_pages: int) -> None:
+        """Raises `SettingError` where rows depend on others, even in blocks of few."""
+        num_pages = min(num_pages, -(-CROWD_SLOTS // self._page_size))
+        self._use_pages(layers, num_pages)
+        independent = dependent_at(self, self._max_num_seqs) is None
+        if not self._all_agree(independent):
+            _log.info("model %s: its linear layers take rows in blocks", self._info.name)
+            block_rows(self._module)
+            self._use_pages(layers, num_pages)
+            check_independent(self, self._max_num_seqs)
 
     def _try(self, layers: Sequence[AttentionLayer], expected: torch.Tensor) -> None:
         """Runs the trial, with what accelerates steps or, where that fails, without."""

@@ -119,19 +119,29 @@ def check_answers(engine: Engine, expected: torch.Tensor) -> None:
 
 
 def check_independent(engine: Engine, max_num_seqs: int) -> None:
-    """Raises `SettingError` unless a sequence's logits are bit-equal in steps of all sizes, up to
-    those for which the engine has pages. Leaves nothing but remembered prefixes behind."""
+    """Raises `SettingError` if `dependent_at` finds a size of step."""
+    num_rows = dependent_at(engine, max_num_seqs)
+    if num_rows is not None:
+        raise SettingError(
+            "deterministic",
+            f"model {engine.info.name}: on this machine the logits of a token depend on how many "
+            f"others are in a step (they differ at {num_rows})",
+        )
+
+
+def dependent_at(engine: Engine, max_num_seqs: int) -> int | None:
+    """The fewest tokens of a step in which a sequence's logits are not bit-equal to those that it
+    gets alone, of sizes up to those for which the engine has pages; None if there is none. Leaves
+    nothing but remembered prefixes behind. Ranks that share a model all run all steps."""
     ids = _varied_tokens(min(_LONG_TRIAL_TOKENS, engine.info.max_model_len), engine.info)
     alone = _logits_in_parts(engine, ids, _ALONE_TOKENS, _ALONE_TOKENS, max_num_seqs)
+    differ = []
     for num_rows in _CROWDED_ROWS:
         # One less than there are rows, so that no two stand at the same place in their steps.
         crowded = _logits_in_parts(engine, ids, num_rows - 1, num_rows, max_num_seqs)
         if not torch.equal(crowded, alone):
-            raise SettingError(
-                "deterministic",
-                f"model {engine.info.name}: on this machine the logits of a token depend on how "
-                f"many others are in a step (they differ at {num_rows})",
-            )
+            differ.append(num_rows)
+    return min(differ, default=None)
 
 
 def _logits_in_parts(

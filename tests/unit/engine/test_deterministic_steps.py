@@ -198,6 +198,23 @@ def test_a_model_whose_rows_depend_on_others_is_refused() -> None:
     assert refusal.value.key == "deterministic"
 
 
+class _TiledLinear(nn.Linear):
+    """Rounds otherwise in products of many rows, as a CPU with matrix tiles does."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        product = super().forward(rows)
+        return product * (1 + 1e-6) if rows.shape[:-1].numel() > 32 else product
+
+
+def test_a_model_whose_rows_depend_on_how_many_they_are_takes_them_in_blocks() -> None:
+    module = tiny("generic llama", torch.float32)
+    for block in module.model.layers:
+        block.mlp.down_proj.__class__ = _TiledLinear
+    with checked_engines() as maker:
+        engine = maker(module, max_model_len=MAX_MODEL_LEN, deterministic=True)
+        check_independent(engine, 16)
+
+
 @pytest.mark.parametrize("max_model_len", [1, 7, 40])
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
 def test_small_engines_are_tried_too(max_model_len: int, max_num_seqs: int) -> None:

@@ -1,0 +1,57 @@
+"""Linear layers that take their rows in blocks, so that a row's numbers do not depend on how many
+others there are.
+
+Where a CPU has matrix tiles, products of many rows go through them and products of few do not: the
+two add up in another order. Blocks of few rows all go the same way.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from outrider.engine.modules.packed_linear import PackedLinear
+from outrider.engine.modules.quantized_linear import QuantizedLinear
+
+_BLOCK_ROWS: Final = 32
+"""The most rows at which oneDNN was seen to leave the tiles (AMX, bfloat16) alone; 64 use them."""
+_KINDS: Final = (nn.Linear, PackedLinear, QuantizedLinear)
+
+
+class BlockedLinear(nn.Module):
+    """A linear layer, [..., in] to [..., out], in products of at most a block of rows."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of each row."""
+        flat = rows.reshape(-1, rows.shape[-1])
+        if len(flat) <= _BLOCK_ROWS:
+            output: torch.Tensor = self.linear(rows)
+            return output
+        blocks = [self.linear(block) for block in torch.split(flat, _BLOCK_ROWS)]
+        return torch.cat(blocks).view(*rows.shape[:-1], -1)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The layer's own [out, in], for the few models that read more of it than its result."""
+        weight: torch.Tensor = self.linear.weight
+        return weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The layer's own [out], if there is one."""
+        bias: torch.Tensor | None = self.linear.bias
+        return bias
+
+
+def block_rows(module: nn.Module) -> None:
+    """Every linear layer of a model takes its rows in blocks from now on."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, _KINDS):
+                setattr(parent, name, BlockedLinear(child))
