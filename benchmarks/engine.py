@@ -18,6 +18,7 @@ from typing import Any, Final
 from rich.table import Table
 
 from outrider.config import TargetConfig
+from outrider.errors import SettingError
 from outrider.settings import check_range
 from outrider.wire.grpc_link import target_link
 
@@ -61,6 +62,15 @@ class EngineOptions:
             ("new_tokens", self.new_tokens, 1, TOKENS_MAX),
         ):
             check_range(name, value, low, high)
+
+    def check_fits(self, max_model_len: int) -> None:
+        """Raises `SettingError` unless a session's tokens fit a model that takes so many."""
+        if self.prompt_tokens + self.new_tokens > max_model_len:
+            raise SettingError(
+                "prompt_tokens",
+                f"{self.prompt_tokens} and {self.new_tokens} new tokens are more than the "
+                f"{max_model_len} that the model takes",
+            )
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> EngineOptions:
@@ -145,12 +155,13 @@ async def run(
             processes[name] = await stack.enter_async_context(_process(role, target))
         link = target_link(str(processes["service"].ready["address"]))
         stack.push_async_callback(link.close)
+        described = await link.describe(DESCRIBE_TIMEOUT_S)
+        options.check_fits(described.max_model_len)
         load = Load(link)
         sides = _Sides(options, prompts, load, processes)
         await sides.warm_up(progress)
         rates = [await sides.rates(progress) for _ in range(options.repetitions)]
         progress("waits")
-        described = await link.describe(DESCRIBE_TIMEOUT_S)
         waits = await measure_waits(load, prompts, described.max_model_len, options.repetitions)
         progress("steps")
         steps = await processes["engine"].ask(

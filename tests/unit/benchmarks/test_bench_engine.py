@@ -146,6 +146,13 @@ def test_options_are_bounded(name: str) -> None:
             EngineOptions(**{name: value})
 
 
+def test_sessions_that_do_not_fit_the_model_are_refused_before_any_is_timed() -> None:
+    options = EngineOptions(prompt_tokens=100, new_tokens=28)
+    options.check_fits(128)
+    with pytest.raises(SettingError, match="100 and 28 new tokens are more than the 127"):
+        options.check_fits(127)
+
+
 def test_one_run_prints_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = save_tiny_model(
         tmp_path, vocab_size=320, tokenizer=byte_level_tokenizer(), max_model_len=512
