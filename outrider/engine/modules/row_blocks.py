@@ -15,25 +15,26 @@ from torch import nn
 from outrider.engine.modules.packed_linear import PackedLinear
 from outrider.engine.modules.quantized_linear import QuantizedLinear
 
-_BLOCK_ROWS: Final = 32
-"""The most rows at which oneDNN was seen to leave the tiles (AMX, bfloat16) alone; 64 use them."""
-_KINDS: Final = (nn.Linear, PackedLinear, QuantizedLinear)
+_BLOCK_ROWS: Final = {nn.Linear: 32, PackedLinear: 32, QuantizedLinear: 16}
+"""The most rows at which oneDNN was seen to leave the tiles (AMX, bfloat16) alone; 64 use them.
+Rounded weights are widened from 32 rows on."""
 
 
 class BlockedLinear(nn.Module):
     """A linear layer, [..., in] to [..., out], in products of at most a block of rows."""
 
-    def __init__(self, linear: Any) -> None:
+    def __init__(self, linear: Any, block_rows: int) -> None:
         super().__init__()
         self.linear = linear
+        self._block_rows = block_rows
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Of each row."""
         flat = rows.reshape(-1, rows.shape[-1])
-        if len(flat) <= _BLOCK_ROWS:
+        if len(flat) <= self._block_rows:
             output: torch.Tensor = self.linear(rows)
             return output
-        blocks = [self.linear(block) for block in torch.split(flat, _BLOCK_ROWS)]
+        blocks = [self.linear(block) for block in torch.split(flat, self._block_rows)]
         return torch.cat(blocks).view(*rows.shape[:-1], -1)
 
     @property
@@ -53,5 +54,6 @@ def block_rows(module: nn.Module) -> None:
     """Every linear layer of a model takes its rows in blocks from now on."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, _KINDS):
-                setattr(parent, name, BlockedLinear(child))
+            for kind, num_rows in _BLOCK_ROWS.items():
+                if isinstance(child, kind):
+                    setattr(parent, name, BlockedLinear(child, num_rows))

@@ -18,6 +18,7 @@ from torch import nn
 from outrider.engine.fixed_shapes import padded_rows
 from outrider.engine.interface import SequenceStep
 from outrider.engine.modules.aligned_activation import AlignedActivation
+from outrider.engine.modules.row_blocks import block_rows
 from outrider.engine.modules.swaps import speed_up
 from outrider.engine.paged_engine import PagedEngine
 from outrider.engine.supported_models import check_independent
@@ -213,6 +214,19 @@ def test_a_model_whose_rows_depend_on_how_many_they_are_takes_them_in_blocks() -
     with checked_engines() as maker:
         engine = maker(module, max_model_len=MAX_MODEL_LEN, deterministic=True)
         check_independent(engine, 16)
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_rows_in_blocks_know_no_others(bits: int | None) -> None:
+    """Rounded weights have another kernel for many rows on any machine."""
+    layers = nn.Sequential(nn.Linear(64, 96, bias=False, dtype=torch.bfloat16)).eval()
+    speed_up(layers, bits=bits)
+    block_rows(layers)
+    rows = torch.randn(160, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    whole = layers(rows[None])[0]
+    for size in (8, 16, 32, 64):
+        parts = [layers(part[None])[0] for part in torch.split(rows, size)]
+        assert torch.equal(torch.cat(parts), whole), size
 
 
 @pytest.mark.parametrize("max_model_len", [1, 7, 40])
