@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
@@ -26,9 +27,20 @@ from .measurement import Progress
 GREEDY: Final = SamplingParams(temperature=0.0)
 SAMPLED: Final = SamplingParams(temperature=1.0)
 _SEQUENCE: Final = "bench"
+_AT_ONCE: Final = 8
+"""Prompts that are answered side by side; p of all their tokens is kept until they are read."""
 
 Encode = Callable[[str], Sequence[int]]
 """A prompt's token ids, under the chat template or without."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A completion that is wanted."""
+
+    prompt_ids: tuple[int, ...]
+    seed: int
+    max_tokens: int
 
 
 class Reader(Protocol):
@@ -129,9 +141,8 @@ def measure(
     """Lets `target` write and `reader` read. `max_model_len` is what both take. Raises
     `SettingError` for prompts that are wrong or too long."""
     prompts = options.load_prompts()
-    found = []
+    asked = []
     for index, prompt in enumerate(prompts):
-        progress(f"prompt {index + 1} of {len(prompts)}: {prompt.category}")
         ids = tuple(encode(prompt.text))
         room = max_model_len - len(ids)
         if not ids or room < 1:
@@ -141,54 +152,80 @@ def measure(
                 "for a completion",
             )
         seed = (options.seed + index) & SEED_MAX
-        max_tokens = min(options.max_tokens, room)
-        found.append(_measure_prompt(prompt.category, target, reader, ids, seed, max_tokens))
+        asked.append(Asked(ids, seed, min(options.max_tokens, room)))
+    found: list[PromptAcceptance] = []
+    for start in range(0, len(asked), _AT_ONCE):
+        group = asked[start : start + _AT_ONCE]
+        kinds = dict.fromkeys(prompt.category for prompt in prompts[start : start + len(group)])
+        last = start + len(group)
+        progress(f"prompts {start + 1} to {last} of {len(prompts)}: {', '.join(kinds)}")
+        readings = _read_group(target, reader, group)
+        for prompt, (hits, pairs) in zip(prompts[start:], readings, strict=False):
+            overlaps, ratios = (tuple(part) for part in zip(*pairs, strict=True))
+            found.append(PromptAcceptance(prompt.category, hits, overlaps, ratios))
     return summarise(options, found, model=target.info.name, draft_model=draft_model)
 
 
-def _measure_prompt(
-    category: str, target: Engine, reader: Reader, ids: tuple[int, ...], seed: int, max_tokens: int
-) -> PromptAcceptance:
+def _read_group(
+    target: Engine, reader: Reader, group: Sequence[Asked]
+) -> Iterator[tuple[tuple[bool, ...], list[tuple[float, float]]]]:
+    """Of each prompt: whether the draft's likeliest is what was written at temperature 0, and what
+    `_compare` says at temperature 1."""
     with torch.inference_mode():
-        written, _ = write(target, ids, GREEDY, RoundNoise(seed, Rule.GREEDY, 0), max_tokens)
-        likeliest = reader.likeliest((*ids, *written), len(ids))
+        likely = write(target, group, GREEDY, Rule.GREEDY)
+        drawn = write(target, group, SAMPLED, Rule.TOKEN)
+    for asked, (written, _), (tokens, rows) in zip(group, likely, drawn, strict=True):
+        first = len(asked.prompt_ids)
+        with torch.inference_mode():
+            likeliest = reader.likeliest((*asked.prompt_ids, *written), first)
+            supports = reader.distributions((*asked.prompt_ids, *tokens), first)
         hits = tuple(ours == theirs for ours, theirs in zip(likeliest, written, strict=True))
-        drawn, rows = write(target, ids, SAMPLED, RoundNoise(seed, Rule.TOKEN, 0), max_tokens)
-        supports = reader.distributions((*ids, *drawn), len(ids))
-        pairs = [
-            _compare(row, token_id, q)
-            for row, token_id, q in zip(rows, drawn, supports, strict=True)
-        ]
-    return PromptAcceptance(
-        category, hits, tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
-    )
+        yield hits, [_compare(*place) for place in zip(rows, tokens, supports, strict=True)]
 
 
 def write(
-    engine: Engine,
-    prompt_ids: tuple[int, ...],
-    params: SamplingParams,
-    noise: RoundNoise,
-    max_tokens: int,
-) -> tuple[list[int], list[torch.Tensor]]:
-    """The engine's own completion, and p [V] of each of its tokens. `noise` gives seed and rule."""
+    engine: Engine, group: Sequence[Asked], params: SamplingParams, rule: Rule
+) -> list[tuple[list[int], list[torch.Tensor]]]:
+    """The engine's own completions, decoded side by side, and p [V] of each of their tokens."""
+    completions = [_Completion(f"{_SEQUENCE}-{i}", asked) for i, asked in enumerate(group)]
     eos = frozenset(engine.info.eos_token_ids)
-    completion: list[int] = []
-    rows: list[torch.Tensor] = []
-    step = SequenceStep(_SEQUENCE, prompt_ids, num_logits=1)
     try:
-        while True:
-            [logits] = engine.forward([step])
-            probabilities = target_probabilities(logits, params)
-            place = RoundNoise(noise.seed, noise.rule, len(prompt_ids) + len(completion))
-            token_id = score(probabilities, EMPTY_PROPOSAL, place).correction[0]
-            completion.append(token_id)
-            rows.append(probabilities[0])
-            if token_id in eos or len(completion) == max_tokens:
-                return completion, rows
-            step = SequenceStep(_SEQUENCE, (token_id,), num_logits=1)
+        for completion in completions:  # One by one: prompts may be long.
+            [logits] = engine.forward([completion.next_step()])
+            completion.take(logits, params, rule)
+        while going := [c for c in completions if c.goes_on(eos)]:
+            for completion, logits in zip(
+                going, engine.forward([c.next_step() for c in going]), strict=True
+            ):
+                completion.take(logits, params, rule)
     finally:
-        engine.release(_SEQUENCE)
+        for completion in completions:
+            engine.release(completion.name)
+    return [(completion.token_ids, completion.rows) for completion in completions]
+
+
+class _Completion:
+    """One that is written."""
+
+    def __init__(self, name: str, asked: Asked) -> None:
+        self.name = name
+        self.token_ids: list[int] = []
+        self.rows: list[torch.Tensor] = []
+        self._asked = asked
+
+    def goes_on(self, eos: Collection[int]) -> bool:
+        return len(self.token_ids) < self._asked.max_tokens and self.token_ids[-1] not in eos
+
+    def next_step(self) -> SequenceStep:
+        ids = tuple(self.token_ids[-1:]) or self._asked.prompt_ids
+        return SequenceStep(self.name, ids, num_logits=1)
+
+    def take(self, logits: torch.Tensor, params: SamplingParams, rule: Rule) -> None:
+        probabilities = target_probabilities(logits, params)
+        position = len(self._asked.prompt_ids) + len(self.token_ids)
+        noise = RoundNoise(self._asked.seed, rule, position)
+        self.token_ids.append(score(probabilities, EMPTY_PROPOSAL, noise).correction[0])
+        self.rows.append(probabilities[0])
 
 
 def _compare(p: torch.Tensor, token_id: int, q: DraftDistribution | None) -> tuple[float, float]:

@@ -18,6 +18,7 @@ from benchmarks.acceptance import (
 from benchmarks.acceptance_reading import (
     GREEDY,
     SAMPLED,
+    Asked,
     LookupReader,
     ModelReader,
     Reader,
@@ -29,7 +30,6 @@ from outrider.drafting.ngram import NgramDrafter
 from outrider.drafting.suffix import SuffixDrafter
 from outrider.errors import ConfigError
 from outrider.speculation.acceptance import conditional_acceptance
-from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import COUNT_TOTAL
 from outrider.speculation.sampling import Rule
 
@@ -77,8 +77,8 @@ def test_one_prefill_gives_what_sums_over_the_vocabulary_give(tmp_path: Path) ->
     """The same texts, and p and q of every prefix on their own."""
     found = measured(tmp_path, ModelReader(engine(SALT)), num_prompts=1)
     ids = (1, 2, 0)
-    greedy_text, _ = write(engine(1), ids, GREEDY, RoundNoise(0, Rule.GREEDY, 0), 20)
-    text, _ = write(engine(1), ids, SAMPLED, RoundNoise(0, Rule.TOKEN, 0), 20)
+    [(greedy_text, _)] = write(engine(1), [Asked(ids, 0, 20)], GREEDY, Rule.GREEDY)
+    [(text, _)] = write(engine(1), [Asked(ids, 0, 20)], SAMPLED, Rule.TOKEN)
     hits, overlaps = [], []
     for i in range(20):
         prefix = (*ids, *greedy_text[:i])
@@ -127,11 +127,23 @@ def test_suffix_decoding_has_what_the_same_pass_read_before_as_its_history() -> 
     ]  # fmt: skip
 
 
+def test_completions_side_by_side_are_those_alone() -> None:
+    """float32 and a tiny model: the same tokens, also where one ends before the others."""
+    asked = [Asked((1, 2, 3), 5, 20), Asked((3, 1), 6, 4), Asked((2, 2, 2, 1), 7, 12)]
+    together = write(engine(1), asked, SAMPLED, Rule.TOKEN)
+    for each, (tokens, rows) in zip(asked, together, strict=True):
+        [(alone, rows_alone)] = write(engine(1), [each], SAMPLED, Rule.TOKEN)
+        assert tokens == alone
+        assert len(tokens) == len(rows) <= each.max_tokens
+        assert torch.allclose(torch.stack(rows), torch.stack(rows_alone), atol=1e-5)
+    assert len({len(tokens) for tokens, _ in together}) == 3
+
+
 def test_lookup_is_accepted_with_the_targets_own_probability(tmp_path: Path) -> None:
     """A one-hot q: sum min(p, q) = p(x) of the proposed x, and nothing where nothing is."""
     found = measured(tmp_path, LookupReader(NgramDrafter()), num_prompts=1)
     ids = (1, 2, 0)
-    text, _ = write(engine(1), ids, SAMPLED, RoundNoise(0, Rule.TOKEN, 0), 20)
+    [(text, _)] = write(engine(1), [Asked(ids, 0, 20)], SAMPLED, Rule.TOKEN)
     proposed = LookupReader(NgramDrafter()).likeliest((*ids, *text), 3)
     chances = [
         0.0 if token_id is None else law(1, (*ids, *text[:i]))[token_id]
