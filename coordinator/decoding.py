@@ -25,7 +25,7 @@ from .lengths import LengthPolicy, PlayedRound, RoundLength
 from .request import GenerationParameters
 from .sides import Drafted, DraftSide, TargetSide
 
-_NOT_DRAFTED = Drafted(NOTHING_SEALED, by_replica=False, seconds=0.0)
+_NOT_DRAFTED = Drafted(NOTHING_SEALED, by_replica=False, seconds=0.0, num_asked=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,8 @@ class Decoding:
         self._target.settle(verified.reply, common_length)
         if self._draft is not None:
             self._draft.settle(common_length)
-        self._note(length, drafted, verified, outcome)
+        if self._lengths.listens:
+            self._note(drafted, verified, outcome)
         return self._commit(index, drafted, verified, outcome)
 
     async def _propose(self, index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
@@ -153,13 +154,11 @@ class Decoding:
         self._observer.verified(seconds, reply.queue_ms, reply.compute_ms)
         return Verified(reply, seconds)
 
-    def _note(
-        self, length: RoundLength, drafted: Drafted, verified: Verified, outcome: Outcome
-    ) -> None:
+    def _note(self, drafted: Drafted, verified: Verified, outcome: Outcome) -> None:
         """Tells who chose the round's length what came of it."""
         reply = verified.reply
         played = PlayedRound(
-            num_asked=length.num_draft_tokens,
+            num_asked=drafted.num_asked,
             survival=survival(self._session.identity.rule, reply.verdict.accept_probability),
             num_tokens=len(outcome.token_ids),
             context=self._session.length,

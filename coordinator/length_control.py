@@ -270,6 +270,11 @@ class LengthControl:
         """See `LengthPolicy.begins_plain`."""
         return self._bound == 0 or self._plain_left > 0
 
+    @property
+    def listens(self) -> bool:
+        """See `LengthPolicy.listens`."""
+        return True
+
     def choose(self, index: int, num_left: int) -> RoundLength:
         """See `LengthPolicy.choose`. The first round has no draft, for which it would wait."""
         if self._bound > 0 and self._plain_left == 0 and index > 0:

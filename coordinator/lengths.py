@@ -21,7 +21,7 @@ class PlayedRound:
     """A round with a verdict."""
 
     num_asked: int
-    """K of its proposal; 0 = none was asked for."""
+    """K that its proposal was drafted for; 0 = none was asked for."""
     survival: tuple[float, ...]
     """Of the proposed tokens, see `outrider.speculation.decision.survival`."""
     num_tokens: int
@@ -42,6 +42,11 @@ class LengthPolicy(Protocol):
     @property
     def begins_plain(self) -> bool:
         """Whether no draft is wanted for a while from the first round on."""
+        ...
+
+    @property
+    def listens(self) -> bool:
+        """Whether `note` makes a difference."""
         ...
 
     def choose(self, index: int, num_left: int) -> RoundLength:
@@ -69,6 +74,11 @@ class FixedLength:
     def begins_plain(self) -> bool:
         """See `LengthPolicy.begins_plain`."""
         return self._num_draft_tokens == 0
+
+    @property
+    def listens(self) -> bool:
+        """See `LengthPolicy.listens`: what happened has no say."""
+        return False
 
     def choose(self, index: int, num_left: int) -> RoundLength:
         """See `LengthPolicy.choose`. The first round has no draft, for which it would wait."""

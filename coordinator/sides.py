@@ -243,6 +243,8 @@ class Drafted:
     proposal: SealedProposal
     by_replica: bool
     seconds: float
+    num_asked: int
+    """K that it was drafted for: of the round before, where it was drafted ahead."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     """The replica's own times."""
@@ -278,6 +280,8 @@ class DraftSide:
         """The round whose proposal is waited for, and its K."""
         self._present = True
         self._held: ProposalReply | None = None
+        self._looked_for = 0
+        """K of the newest item: of what is drafted ahead for the next round."""
         self._ask_again_at = 0.0
         self.cached_length = 0
         """Committed tokens that the draft is thought to hold."""
@@ -291,6 +295,7 @@ class DraftSide:
         """Lets the draft read the prompt while the target does, and look ahead of a round without
         a proposal, for so many tokens; waits for nothing."""
         self._mailbox.begin(round_index)
+        self._looked_for = num_draft_tokens
         try:
             self._send(round_index, num_draft_tokens if self._look_ahead else 0, held=())
         except (LinkLost, Overloaded) as error:
@@ -304,6 +309,7 @@ class DraftSide:
         loop = asyncio.get_running_loop()
         start = loop.time()
         self._mailbox.begin(round_index)
+        looked_for, self._looked_for = self._looked_for, num_draft_tokens
         pushed = self._pushed.begin(round_index, self._heads.session.tokens)
         if pushed is not None and self._is_fit(pushed):
             self._held = pushed
@@ -311,7 +317,9 @@ class DraftSide:
             proposal = pushed.proposal.cut(num_draft_tokens)
             # The verification leaves first: nobody waits for what the draft is told.
             loop.call_soon(self._tell, round_index, num_draft_tokens, proposal.token_ids)
-            return Drafted(proposal, True, 0.0, pushed.queue_ms, pushed.compute_ms, ahead=True)
+            num_asked = self._drafted_for(proposal, num_draft_tokens, looked_for)
+            queue_ms, compute_ms = pushed.queue_ms, pushed.compute_ms
+            return Drafted(proposal, True, 0.0, num_asked, queue_ms, compute_ms, ahead=True)
         reply: ProposalReply | None = None
         if self._present or self._heard_again():
             try:
@@ -324,7 +332,9 @@ class DraftSide:
         self._held = reply
         if reply is not None:
             seconds = loop.time() - start
-            return Drafted(reply.proposal, True, seconds, reply.queue_ms, reply.compute_ms)
+            num_asked = self._drafted_for(reply.proposal, num_draft_tokens, looked_for)
+            queue_ms, compute_ms = reply.queue_ms, reply.compute_ms
+            return Drafted(reply.proposal, True, seconds, num_asked, queue_ms, compute_ms)
         session = self._heads.session
         request = DraftRequest(
             session_id=self._session_id,
@@ -338,7 +348,7 @@ class DraftSide:
             noise=noise,
         )
         proposal = SealedProposal.of(self._stand_in.propose([request])[0])
-        return Drafted(proposal, False, loop.time() - start)
+        return Drafted(proposal, False, loop.time() - start, num_draft_tokens)
 
     def settle(self, common_length: int) -> None:
         """Notes an outcome: the first `common_length` tokens of what was drafted are committed."""
@@ -386,6 +396,12 @@ class DraftSide:
             self._mailbox.put(
                 replace(reply, proposal=proposal, assumed=(), base_length=session.length)
             )
+
+    def _drafted_for(self, proposal: SealedProposal, num_draft_tokens: int, looked_for: int) -> int:
+        """K of a proposal: one of just what was looked ahead for may have been cut short by that,
+        in an answer, too, where it was still being drafted when it was asked for."""
+        is_cut = self._look_ahead > 0 and len(proposal) == looked_for < num_draft_tokens
+        return looked_for if is_cut else num_draft_tokens
 
     def _is_fit(self, pushed: ProposalReply) -> bool:
         """Whether it can be used at all."""

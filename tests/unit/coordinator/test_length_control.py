@@ -24,7 +24,7 @@ from coordinator.length_control import (
     LengthControl,
     LengthControls,
 )
-from coordinator.lengths import FixedLength, PlayedRound, RoundLength
+from coordinator.lengths import PlayedRound, RoundLength
 from outrider.engine.costs import StepCosts
 from outrider.limits import DRAFTED_SEEDS_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.messages import ReplicaDescription
@@ -374,14 +374,6 @@ def test_a_request_for_no_draft_tokens_gets_none() -> None:
     control = World(acceptance=1.0).open(bound=0)
     assert control.begins_plain
     assert [control.choose(index, 5) for index in range(3)] == [RoundLength(0, 4)] * 3
-
-
-def test_a_length_that_is_fixed_is_what_was_asked_for() -> None:
-    fixed = FixedLength(3, RUN_AHEAD)
-    asked = [fixed.choose(index, left) for index, left in ((0, 99), (1, 99), (2, 3), (3, 1))]
-    assert asked == [RoundLength(k, 0) for k in (0, 3, 2, 0)]
-    plain = FixedLength(0, RUN_AHEAD)
-    assert [plain.choose(index, 5) for index in (0, 1)] == [RoundLength(0, 4)] * 2
 
 
 def seen_by(one: LengthControls, rule: Rule, seed: int) -> list[int]:
