@@ -78,6 +78,8 @@ class DepthAverages:
         self._growth = 1.0 / (1.0 - 1.0 / memory_rounds)
         self._prior_rounds = prior_rounds
         self._prior = prior
+        self.num_rounds = 0
+        """Rounds noted."""
         self._unit = 1.0
         """Weight of a round now. It grows, so that what is old need not be made smaller."""
         self._depths = [_Sums() for _ in range(NUM_DRAFT_TOKENS_MAX)]
@@ -86,6 +88,7 @@ class DepthAverages:
         """A round asked for `num_asked` tokens and was proposed `len(survival)`; `survival` is as
         `outrider.speculation.decision.survival` tells it."""
         self.fade(1)
+        self.num_rounds += 1
         reached = unit = self._unit
         for depth in range(num_asked):
             sums = self._depths[depth]

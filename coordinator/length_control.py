@@ -6,10 +6,18 @@ noise, of the round that it is made for: so it is exact under every rule (docs/e
 | phase of a session | K | it ends |
 | --- | --- | --- |
 | drafting | the best by expected tokens and expected time | when plain decoding is better |
-| plain | 0; the target runs ahead of the coordinator as far as the phase goes | after its rounds |
+| plain | 0; the target runs ahead of the coordinator | when drafting is better |
 
-A plain phase is followed by some rounds with a draft, whatever is known: they find out whether
-drafting pays by now. While it does not, plain phases grow longer.
+What is expected may be wrong. Three trials find out, each for a few rounds:
+
+| trial | of |
+| --- | --- |
+| in a plain phase, or instead of one when a session begins | drafting |
+| in a round, of the largest K, which shows what all others would bring | more tokens |
+| while next to nothing is known of its time | plain decoding |
+
+Each is made once its expected loss, in tokens, can be paid from a small share of the tokens that
+all sessions commit; so what seems hopeless is tried seldom, and what is uncertain soon.
 """
 
 from __future__ import annotations
@@ -27,85 +35,116 @@ from .depth_averages import DepthAverages
 from .lengths import PlayedRound, RoundLength
 from .round_costs import Forecast, RoundCosts
 
-PLAIN_TRIED_AFTER_ROUNDS: Final = 16
-"""Rounds with a draft, of all sessions, after which plain decoding is tried once ..."""
-PLAIN_TRIED_EVERY_ROUNDS: Final = 2048
-"""... and so many after plain decoding was last seen, it is tried again ..."""
-PLAIN_TRIED_BELOW: Final = 1.5
-"""... where drafting is expected to be less than so many times as fast."""
-PLAIN_TRIED_ROUNDS: Final = 8
-BEGINNINGS_FAILED: Final = 4
-"""Sessions in a row that may draft in vain when they begin; after each further one ..."""
-BEGINNINGS_DOUBLED: Final = 3
-"""... half as many try as before, so many times at most."""
 PROMPT_SIZES: Final = (128, 512, 2048)
 """Tokens from which on a prompt is one of the next size."""
-FAILURES_MAX: Final = 16
-"""More of them make no phase longer."""
+PLAIN_TRIED_BELOW: Final = 1.5
+"""Plain decoding is tried where drafting is expected to be less than so many times as fast ..."""
+PLAIN_TRIED_ROUNDS: Final = 6
+"""... for so many rounds, of which the first is not timed."""
+PLAIN_KNOWN_ROUNDS: Final = 2.0
+"""What it takes is known while rounds of it weigh so much."""
+TRIAL_GAIN: Final = 1.2
+"""Drafting goes on after a trial that was so many times as fast as plain decoding, whatever is
+expected: a few rounds do not change an average ..."""
+TRIAL_ROUNDS: Final = 12
+"""... up to so many rounds of it."""
 SECONDS_MIN: Final = 1e-9
 """Nothing is expected to take less."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How quickly lengths follow what is measured."""
+    """How quickly lengths follow what is measured, and what finding out may cost."""
 
     memory_rounds: float = 48.0
     """A session's round weighs 1 / e after so many more."""
     shared_memory_rounds: float = 512.0
     """The same for the averages over all sessions."""
-    prior_rounds: float = 6.0
+    prior_rounds: float = 12.0
     """Rounds of a session that weigh as much as those averages ..."""
-    shared_prior_rounds: float = 24.0
+    shared_prior_rounds: float = 12.0
     """... and rounds of all sessions as what is assumed where nothing is known."""
+    first_looks: int = 4
+    """Rounds of all sessions that ask for all they may: one shows what every K would bring."""
+    young_rounds: int = 64
+    """Rounds of all sessions up to which K is chosen anew in each ..."""
     choice_rounds: int = 4
-    """Rounds with a draft between two choices; so many follow each plain phase in any case."""
+    """... and of one session, with a draft, between two choices from then on."""
     switch_gain: float = 0.02
-    """K changes only for a choice that is better by this share."""
-    choices_a_look: int = 8
-    """Each so manieth choice looks one token further, until the next one ..."""
-    look_loss_max: float = 0.1
-    """... unless that is expected to be slower by this share: nothing else tells of such depths."""
-    plain_rounds_min: int = 16
-    plain_rounds_max: int = 512
-    trial_loss_max: float = 0.01
-    """What the rounds with a draft after a plain phase may cost in vain, as a share of it."""
-    settled_rounds: int = 16
-    """Drafting that was given up sooner was a trial, and failed."""
+    """K changes only for a choice that is better by this share ..."""
+    plain_gain: float = 0.05
+    """... and a session that drafts decodes plainly only where that is by this one."""
+    plain_rounds: int = 16
+    """Rounds after which a session's plain phase may end; then twice as many each time ..."""
+    plain_rounds_max: int = 128
+    """... up to this."""
+    trial_share: float = 0.01
+    """Trials may cost so many of all tokens that are committed ..."""
+    credit_tokens: float = 8.0
+    """... beside these, with which a coordinator begins ..."""
+    credit_tokens_max: float = 16.0
+    """... and of which it keeps so many."""
+    repaid: float = 4.0
+    """A trial of drafting that is gone on with pays for so many like it."""
 
 
 TUNING: Final = Tuning()
 
 
-class SharedAcceptance:
+class Trials:
+    """What the sessions of one rule may spend on finding out more: tokens, a share of all that they
+    commit."""
+
+    def __init__(self, tuning: Tuning, *, alone: bool) -> None:
+        """A session that learns `alone` would spend much and keep nothing: it begins with none."""
+        self._tuning = tuning
+        self._left = 0.0 if alone else tuning.credit_tokens
+        self._looks = tuning.first_looks if alone else 0
+
+    def first_look(self) -> bool:
+        """Whether a round is one of the first, which ask for all they may at whatever cost."""
+        self._looks += 1
+        return self._looks <= self._tuning.first_looks
+
+    def earn(self, num_tokens: float) -> None:
+        """So many were committed."""
+        self._add(self._tuning.trial_share * num_tokens)
+
+    def pays(self, num_tokens: float) -> bool:
+        """Spends what a trial is expected to lose, if that is there."""
+        if num_tokens > self._left:
+            return False
+        self._left -= max(0.0, num_tokens)
+        return True
+
+    def repay(self, num_tokens: float) -> None:
+        """A trial that was expected to lose so many has shown that the rest of them pay."""
+        self._add(self._tuning.repaid * num_tokens)
+
+    def _add(self, num_tokens: float) -> None:
+        self._left = min(self._left + num_tokens, self._tuning.credit_tokens_max)
+
+
+class Experience:
     """What sessions of one rule, with prompts of about one length, have shown: a long prompt often
     has what its answer copies."""
 
-    def __init__(self, tuning: Tuning, of_rule: DepthAverages) -> None:
-        """`of_rule` are the averages over prompts of any length."""
-        memory_rounds = tuning.shared_memory_rounds
-        self.averages = DepthAverages(memory_rounds, tuning.prior_rounds, of_rule)
+    def __init__(self, tuning: Tuning, of_rule: DepthAverages, trials: Trials) -> None:
+        """`of_rule` are the averages over prompts of any length, which share their `trials`."""
+        self.averages = DepthAverages(tuning.shared_memory_rounds, tuning.prior_rounds, of_rule)
+        self.trials = trials
+        self._young_rounds = tuning.young_rounds
         self._of_rule = of_rule
-        self._failed = 0
-        """Sessions in a row that gave up drafting soon after they began."""
-        self._skipped = 0
-        """Sessions since the last one that began with a draft."""
+
+    @property
+    def is_young(self) -> bool:
+        """Whether little was shown yet, with prompts of any length."""
+        return self._of_rule.num_rounds < self._young_rounds
 
     def note(self, num_asked: int, survival: Sequence[float]) -> None:
         """See `DepthAverages.note`."""
         self.averages.note(num_asked, survival)
         self._of_rule.note(num_asked, survival)
-
-    def begin(self) -> bool:
-        """Whether a session for which averages promise nothing should draft its first rounds all
-        the same: what it is about may be another thing. While that fails, fewer and fewer do."""
-        spacing = 2 ** min(max(0, self._failed - BEGINNINGS_FAILED), BEGINNINGS_DOUBLED)
-        self._skipped = (self._skipped + 1) % spacing
-        return self._skipped == 0
-
-    def ended(self, *, failed: bool) -> None:
-        """A session that began with a draft gave up soon, or has gone on with it."""
-        self._failed = self._failed + 1 if failed else 0
 
 
 class LengthControls:
@@ -134,22 +173,21 @@ class LengthControls:
         """Seeds that a session had under a rule whose noise is keyed by the round ..."""
         self._running_seeds: set[int] = set()
         """... and those of them whose first session runs."""
-        self._rounds_without_plain = 0
-        self._plain_seen = False
 
     def open(
         self, rule: Rule, seed: int, num_draft_tokens: int, prompt_length: int
     ) -> LengthControl:
         """A session begins, which asks for so many draft tokens at most."""
         self.costs.num_sessions += 1
+        experience = self._shared[rule][_size(prompt_length)]
         if num_draft_tokens == 0 or rule.absolute_noise:
-            shared = self._shared[rule][_size(prompt_length)]
-            return LengthControl(self, shared, num_draft_tokens, prompt_length)
+            return LengthControl(self, experience, num_draft_tokens, prompt_length)
         if seed in self._seeds:
-            return LengthControl(self, None, num_draft_tokens, prompt_length)
+            own = self._nothing_shown(alone=True)[0]
+            return LengthControl(self, own, num_draft_tokens, prompt_length)
         self._remember(seed)
-        shared = self._shared[rule][_size(prompt_length)]
-        return LengthControl(self, shared, num_draft_tokens, prompt_length, seed)
+        experience = self._shared[rule][_size(prompt_length)]
+        return LengthControl(self, experience, num_draft_tokens, prompt_length, seed)
 
     def close(self, first_of: int | None) -> None:
         """A session has ended: the first of this seed, if that matters."""
@@ -157,29 +195,11 @@ class LengthControls:
         if first_of is not None:
             self._running_seeds.discard(first_of)
 
-    def drafted(self) -> None:
-        """A round with a draft was played."""
-        self._rounds_without_plain += 1
-
-    def decoded_plainly(self) -> None:
-        """A round of plain decoding was timed."""
-        self._rounds_without_plain = 0
-        self._plain_seen = True
-
-    def tries_plain(self, advantage: float) -> bool:
-        """Whether a session that drafts should decode plainly for a while, so that what that takes
-        is known: by the rounds since, and where drafting is not sure to be quicker, being expected
-        to be so many times as fast. The session that is told so does."""
-        due = PLAIN_TRIED_EVERY_ROUNDS if self._plain_seen else PLAIN_TRIED_AFTER_ROUNDS
-        if self._rounds_without_plain < due or advantage >= PLAIN_TRIED_BELOW:
-            return False
-        self._rounds_without_plain = 0
-        return True
-
-    def _nothing_shown(self) -> list[SharedAcceptance]:
+    def _nothing_shown(self, *, alone: bool = False) -> list[Experience]:
         tuning = self.tuning
         of_rule = DepthAverages(tuning.shared_memory_rounds, tuning.shared_prior_rounds)
-        return [SharedAcceptance(tuning, of_rule) for _ in range(len(PROMPT_SIZES) + 1)]
+        trials = Trials(tuning, alone=alone)
+        return [Experience(tuning, of_rule, trials) for _ in range(len(PROMPT_SIZES) + 1)]
 
     def _remember(self, seed: int) -> None:
         """Where seeds have to be forgotten, so is what their sessions have told."""
@@ -198,9 +218,7 @@ class _Option:
 
     num_draft_tokens: int
     num_tokens: float
-    """Expected, less ..."""
-    lost: float
-    """... those that other sessions lose."""
+    """Expected, less those that other sessions lose."""
     seconds: float
 
     @property
@@ -209,61 +227,85 @@ class _Option:
         return self.num_tokens / max(self.seconds, SECONDS_MIN)
 
 
+class _Drafting:
+    """Rounds with a draft since the last plain phase."""
+
+    __slots__ = ("_num_tokens", "_seconds", "lost", "num_paid", "num_rounds")
+
+    def __init__(self, lost: float = 0.0, num_paid: int = 0) -> None:
+        self.lost = lost
+        """Tokens that trying was expected to cost, while it is a trial ..."""
+        self.num_paid = num_paid
+        """... and the rounds for which that was paid."""
+        self.num_rounds = 0
+        self._num_tokens = 0
+        """Of all but the first, for which the draft had to read what it missed ..."""
+        self._seconds = 0.0
+        """... and what they took."""
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """A round was played."""
+        self.num_rounds += 1
+        if self.num_rounds > 1:
+            self._num_tokens += num_tokens
+            self._seconds += seconds
+
+    def beats(self, rate: float) -> bool:
+        """Whether the first few were by far quicker than this, in tokens a second."""
+        is_short = self.num_rounds <= TRIAL_ROUNDS
+        return is_short and self._num_tokens > TRIAL_GAIN * rate * self._seconds
+
+
 class LengthControl:
     """Chooses the lengths of one session's rounds by what they are expected to bring."""
 
     def __init__(
         self,
         controls: LengthControls,
-        shared: SharedAcceptance | None,
+        experience: Experience,
         num_draft_tokens: int,
         prompt_length: int,
         first_of: int | None = None,
     ) -> None:
-        """`shared` is what to begin with and to add to; None where there must not be anything.
-        `first_of` goes back to `controls` in the end."""
+        """`experience` is what to begin with and to add to. `first_of` goes back to `controls` in
+        the end."""
         tuning = controls.tuning
         self._controls = controls
-        self._shared = shared
+        self._experience = experience
+        self._trials = experience.trials
         self._bound = num_draft_tokens
         self._first_of = first_of
         self._tuning = tuning
-        prior = None if shared is None else shared.averages
-        self._averages = DepthAverages(tuning.memory_rounds, tuning.prior_rounds, prior)
+        self._averages = DepthAverages(
+            tuning.memory_rounds, tuning.prior_rounds, experience.averages
+        )
         self._num_draft_tokens = 0
-        """K, but for a look at the depth behind it."""
-        self._look = 0
-        """How much further than that the rounds until the next choice look."""
+        """K; 0 = not chosen yet."""
+        self._looks = False
+        """Whether the next round asks for all it may."""
         self._until_choice = 0
         """Rounds with a draft until the next choice."""
-        self._until_look = tuning.choices_a_look
-        """Choices until the next look."""
-        self._num_drafted = 0
-        """Rounds with a draft since the last plain phase; all but the first, for which the draft
-        has to read what it missed, ..."""
-        self._drafted_tokens = 0
-        """... committed so many tokens ..."""
-        self._drafted_s = 0.0
-        """... in so many seconds."""
-        self._failures = 0
-        """Trials that failed, one after the other."""
+        self._drafting = _Drafting()
+        self._num_missed = 0
+        """Tokens that the draft would have to read before it can propose any."""
+        self._phase = tuning.plain_rounds
+        """Rounds of the next plain phase."""
         self._plain_left = 0
-        """Rounds of the plain phase that are still to come."""
+        """Rounds of the plain phase that are sure to come."""
+        self._plain_ends = False
+        """Whether it ends with them."""
         self._is_plain = False
         """Whether the round that was chosen last is one of a plain phase."""
         self._followed = False
         """Whether the round before was one, too: the target then did not wait for this one."""
-        self._draft_is_behind = True
-        """Whether the draft has tokens to read that it missed before it can propose any."""
         self._context = prompt_length
         self._ended_at: float | None = None
         if self._bound > 0:
             drafted, plain = self._options()
-            best = _best(drafted)
-            if plain.rate > best.rate and shared is not None and not shared.begin():
-                self._begin_plain(self._phase_rounds(best, plain, prompt_length))
-        self._is_beginning = not self.begins_plain
-        """Whether it has drafted from its beginning, and not for long."""
+            if not self._drafting_is_due(_best(drafted), plain):
+                self._begin_plain(self._next_phase())
+        # Where it drafts, the draft reads the prompt beside the target, and may need longer.
+        self._num_missed = prompt_length
 
     @property
     def begins_plain(self) -> bool:
@@ -277,12 +319,13 @@ class LengthControl:
 
     def choose(self, index: int, num_left: int) -> RoundLength:
         """See `LengthPolicy.choose`. The first round has no draft, for which it would wait."""
-        if self._bound > 0 and self._plain_left == 0 and index > 0:
-            self._choose_again()
+        if self._bound > 0 and index > 0:
+            self._plan()
         self._followed = self._is_plain
         self._is_plain = self._bound == 0 or self._plain_left > 0
         if not self._is_plain:
-            return RoundLength(min(self._num_draft_tokens + self._look, num_left - 1), 0)
+            num_draft_tokens = self._bound if self._looks else self._num_draft_tokens
+            return RoundLength(min(num_draft_tokens, num_left - 1), 0)
         run_ahead = min(self._controls.run_ahead_rounds, num_left - 1)
         if self._bound > 0:
             self._plain_left -= 1
@@ -299,101 +342,100 @@ class LengthControl:
         round_s = max(0.0, played.ended_at - before)
         num_proposed = len(played.survival)
         costs.note_load(1 + num_proposed, played.num_tokens, round_s, played.target_s)
+        if self._bound > 0:
+            self._trials.earn(played.num_tokens)
         if self._is_plain:
+            self._num_missed += played.num_tokens
             self._averages.fade(1)
             if self._followed:
                 costs.note_plain(round_s, played.context)
-                self._controls.decoded_plainly()
         elif played.num_asked > 0:
-            draft_s = None if self._draft_is_behind else played.draft_s
-            self._drafted_s += 0.0 if self._draft_is_behind else round_s
+            draft_s = None if self._num_missed > 0 else played.draft_s
             rest_s = round_s - played.draft_s - played.target_s
             costs.note_drafted(num_proposed, draft_s, played.target_s, rest_s, played.context)
-            self._note_draft(played)
+            self._drafting.note(played.num_tokens, round_s)
+            self._averages.note(played.num_asked, played.survival)
+            self._experience.note(played.num_asked, played.survival)
+            self._num_missed = 0
 
     def close(self) -> None:
         """See `LengthPolicy.close`."""
         self._controls.close(self._first_of)
 
-    def _note_draft(self, played: PlayedRound) -> None:
-        self._averages.note(played.num_asked, played.survival)
-        if self._shared is not None:
-            self._shared.note(played.num_asked, played.survival)
-        self._num_drafted += 1
-        self._drafted_tokens += 0 if self._draft_is_behind else played.num_tokens
-        self._draft_is_behind = False
-        if self._num_drafted > self._tuning.settled_rounds:
-            self._end_beginning(failed=False)
-        self._controls.drafted()
+    def _plan(self) -> None:
+        """What the next round is to be."""
+        if self._plain_left > 0:
+            self._plan_plain()
+        elif self._until_choice > 0 and not self._experience.is_young:
+            self._until_choice -= 1
+            self._looks = False
+        else:
+            self._choose_again()
+
+    def _plan_plain(self) -> None:
+        """Whether a plain phase goes on is settled before the target has to wait to hear of it."""
+        if self._plain_ends or self._plain_left > self._controls.run_ahead_rounds:
+            return
+        drafted, plain = self._options()
+        self._plain_ends = self._drafting_is_due(_best(drafted), plain)
+        if not self._plain_ends:
+            self._plain_left += self._next_phase()
+
+    def _drafting_is_due(self, drafted: _Option, plain: _Option) -> bool:
+        """Whether to draft: because it is quicker, or to find out whether it is by now."""
+        if drafted.rate > plain.rate:
+            return True
+        lost = self._tuning.choice_rounds * (drafted.seconds * plain.rate - drafted.num_tokens)
+        lost += self._controls.costs.draft_reading_s(self._num_missed) * plain.rate
+        if not self._trials.pays(lost):
+            return False
+        self._drafting = _Drafting(lost, self._tuning.choice_rounds)
+        return True
 
     def _choose_again(self) -> None:
         """K of the rounds from the next one on, or the beginning of a plain phase."""
-        if self._until_choice > 0:
-            self._until_choice -= 1
-            return
-        self._until_choice, self._look = self._tuning.choice_rounds - 1, 0
         drafted, plain = self._options()
         best = _best(drafted)
-        if self._num_drafted == 0:
-            self._num_draft_tokens = best.num_draft_tokens
-            return
-        enough = 1.0 + self._tuning.switch_gain
-        current = drafted[self._num_draft_tokens - 1]
-        if best.rate > current.rate * enough:
-            self._num_draft_tokens, current = best.num_draft_tokens, best
-        if plain.rate > current.rate * enough and not self._trial_pays(current, plain):
-            failed = self._num_drafted <= self._tuning.settled_rounds
-            self._failures = self._failures + 1 if failed else 0
-            self._end_beginning(failed=True)
-            missed = self._tuning.plain_rounds_min
-            self._begin_plain(self._phase_rounds(current, plain, missed))
-        elif self._controls.tries_plain(current.rate / plain.rate):
-            self._plain_left = PLAIN_TRIED_ROUNDS
-            self._draft_is_behind = True
+        tuning, is_first = self._tuning, self._num_draft_tokens == 0
+        current = best if is_first else drafted[self._num_draft_tokens - 1]
+        if best.rate > current.rate * (1.0 + tuning.switch_gain):
+            current = best
+        self._until_choice = tuning.choice_rounds - 1
+        self._num_draft_tokens = current.num_draft_tokens
+        if is_first or self._drafting.num_rounds < self._drafting.num_paid:
+            self._looks = self._trials.first_look()
+        elif self._plain_is_due(current, plain):
+            self._begin_plain(self._next_phase())
+        elif self._tries_plain(current, plain):
+            self._begin_plain(PLAIN_TRIED_ROUNDS)
+            self._plain_ends = True
         else:
-            self._look = self._looks(drafted)
+            self._trials.repay(self._drafting.lost)
+            self._drafting.lost = 0.0
+            lost = current.rate * drafted[-1].seconds - drafted[-1].num_tokens
+            self._looks = self._trials.first_look() or self._trials.pays(lost)
 
-    def _end_beginning(self, *, failed: bool) -> None:
-        if self._is_beginning and self._shared is not None:
-            self._shared.ended(failed=failed)
-        self._is_beginning = False
+    def _plain_is_due(self, drafted: _Option, plain: _Option) -> bool:
+        """Whether drafting has lost, and not only against what was expected of it."""
+        enough = 1.0 + self._tuning.plain_gain
+        return plain.rate > enough * drafted.rate and not self._drafting.beats(plain.rate)
 
-    def _looks(self, drafted: Sequence[_Option]) -> int:
-        """How much further than K the next rounds are to look."""
-        self._until_look -= 1
-        if self._until_look > 0:
-            return 0
-        self._until_look = self._tuning.choices_a_look
-        if self._num_draft_tokens == self._bound:
-            return 0
-        current, further = drafted[self._num_draft_tokens - 1 : self._num_draft_tokens + 1]
-        return int(further.rate >= (1.0 - self._tuning.look_loss_max) * current.rate)
-
-    def _trial_pays(self, current: _Option, plain: _Option) -> bool:
-        """Whether rounds that were drafted as a trial were worth it, whatever came before them: a
-        few of them do not change an average."""
-        if self._num_drafted > self._tuning.settled_rounds:
+    def _tries_plain(self, drafted: _Option, plain: _Option) -> bool:
+        """Whether to decode plainly for a while, so that what that takes is known."""
+        if self._controls.costs.plain_rounds_known >= PLAIN_KNOWN_ROUNDS:
             return False
-        gained = self._drafted_tokens - (self._num_drafted - 1) * current.lost
-        return gained > self._drafted_s * plain.rate
+        lost = PLAIN_TRIED_ROUNDS * (plain.seconds * drafted.rate - plain.num_tokens)
+        return drafted.rate < PLAIN_TRIED_BELOW * plain.rate and self._trials.pays(lost)
 
-    def _phase_rounds(self, drafted: _Option, plain: _Option, num_missed: int) -> int:
-        """Rounds of a plain phase: so many that the trial behind it, before which the draft has
-        some missed tokens to read, costs little beside them; and twice as many for each further
-        trial that fails."""
-        tuning = self._tuning
-        lost = tuning.choice_rounds * (drafted.seconds * plain.rate - drafted.num_tokens)
-        lost += self._controls.costs.draft_reading_s(num_missed) * plain.rate
-        rounds = max(tuning.plain_rounds_min, lost / tuning.trial_loss_max)
-        doubled = min(max(0, self._failures - 1), FAILURES_MAX)
-        return int(min(tuning.plain_rounds_max, rounds * 2**doubled))
+    def _next_phase(self) -> int:
+        num_rounds, self._phase = self._phase, min(2 * self._phase, self._tuning.plain_rounds_max)
+        return num_rounds
 
     def _begin_plain(self, num_rounds: int) -> None:
         self._plain_left = num_rounds
-        self._draft_is_behind = True
-        self._num_draft_tokens = self._look = self._until_choice = 0
-        self._num_drafted = self._drafted_tokens = 0
-        self._drafted_s = 0.0
+        self._plain_ends = self._looks = False
+        self._drafting = _Drafting()
+        self._num_draft_tokens = self._until_choice = 0
 
     def _options(self) -> tuple[list[_Option], _Option]:
         """What K = 1, 2, ... promise, and what plain decoding does."""
@@ -406,8 +448,8 @@ class LengthControl:
             num_tokens += prospects.committed[depth]
             lost += proposed * forecast.lost[depth]
             seconds += proposed * forecast.token_s[depth]
-            options.append(_Option(depth + 1, num_tokens - lost, lost, seconds))
-        return options, _Option(0, 1.0, 0.0, forecast.plain_s)
+            options.append(_Option(depth + 1, num_tokens - lost, seconds))
+        return options, _Option(0, 1.0, forecast.plain_s)
 
 
 def _size(prompt_length: int) -> int:

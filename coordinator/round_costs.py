@@ -180,6 +180,11 @@ class RoundCosts:
             lost=tuple(pace * seconds for seconds in rows_s),
         )
 
+    @property
+    def plain_rounds_known(self) -> float:
+        """How much the rounds of plain decoding weigh that were timed."""
+        return self._plain.weight
+
     def draft_reading_s(self, num_tokens: int) -> float:
         """What the draft takes to read so many tokens that it missed, by its table."""
         if self._draft_table is None or num_tokens == 0:

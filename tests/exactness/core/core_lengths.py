@@ -20,12 +20,15 @@ NERVOUS = Tuning(
     shared_memory_rounds=8.0,
     prior_rounds=0.2,
     shared_prior_rounds=1.0,
+    first_looks=0,
+    young_rounds=0,
     choice_rounds=1,
     switch_gain=0.0,
-    choices_a_look=3,
-    plain_rounds_min=1,
+    plain_gain=0.0,
+    plain_rounds=1,
     plain_rounds_max=2,
-    settled_rounds=1,
+    credit_tokens=3.0,
+    trial_share=0.2,
 )
 """Chooses again each round, by little more than the last one: what a round showed decides the next
 one's length, and nothing is left to averages."""
