@@ -33,6 +33,10 @@ TOKENS_MAX: Final = 8_000
 SPARE_TOKENS: Final = 16
 """Beyond those that count: a session's last rounds draft less, and none of these is to count. Nor
 does anything where fewer are left between the dropped ones and the last."""
+DROPPED_MAX: Final = 200
+DROPPED_SHARE: Final = 0.25
+"""Where nobody says how many tokens at a session's beginning do not count: this part of all, and at
+most so many."""
 SWEEP_SHARE: Final = 0.05
 """Of the tokens: a session that helps to choose K has so many, ..."""
 SWEEP: Final = Window(num_tokens=24, num_dropped=4)
@@ -45,7 +49,8 @@ class EmulateOptions:
 
     scenario: Scenario = DEFAULT_SCENARIO
     tokens: int = 4_000
-    dropped: int = 200
+    dropped: int | None = None
+    """None = as many as `num_dropped` says."""
     seed: int = 0
     """Of every session."""
     look_ahead: int = 12
@@ -72,9 +77,16 @@ class EmulateOptions:
         )
 
     @property
+    def num_dropped(self) -> int:
+        """Tokens at a session's beginning that do not count."""
+        if self.dropped is not None:
+            return self.dropped
+        return min(DROPPED_MAX, int(self.tokens * DROPPED_SHARE))
+
+    @property
     def window(self) -> Window:
         """What counts of each session."""
-        return Window(self.tokens, self.dropped)
+        return Window(self.tokens, self.num_dropped)
 
     @property
     def sweep(self) -> Window:
@@ -91,13 +103,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     for name, value, purpose in (
         ("--tokens", defaults.tokens, "tokens of each mode's session"),
-        ("--dropped", defaults.dropped, "those at its beginning that do not count"),
         ("--look-ahead", defaults.look_ahead, "outcomes of a round that are worked out ahead"),
         ("--seed", defaults.seed, "of the sampling; the pair is always the same"),
     ):
         parser.add_argument(
             name, type=int, default=value, metavar="N", help=f"{purpose} [%(default)s]"
         )
+    parser.add_argument(
+        "--dropped", type=int, default=defaults.dropped, metavar="N",
+        help=f"those of --tokens at its beginning that do not count [{DROPPED_MAX}, at most "
+        f"{DROPPED_SHARE:.0%}]".replace("%", "%%"),
+    )  # fmt: skip
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object on standard output"
     )
@@ -135,7 +151,7 @@ async def run(options: EmulateOptions, progress: Progress) -> EmulateReport:
         scenario=scenario.name,
         seed=options.seed,
         tokens=options.tokens,
-        dropped=options.dropped,
+        dropped=options.num_dropped,
         look_ahead_outcomes=options.look_ahead,
         deviation=pair.deviation,
         acceptance=accepted,

@@ -262,6 +262,14 @@ def test_a_session_that_helps_to_choose_has_few_tokens() -> None:
     assert EmulateOptions(tokens=40, dropped=8).window == Window(num_tokens=40, num_dropped=8)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "dropped"), [(32, 8), (100, 25), (215, 53), (800, 200), (4000, 200), (8000, 200)]
+)
+def test_few_tokens_alone_are_enough_to_say(tokens: int, dropped: int) -> None:
+    """A part of them does not count where nobody says how many."""
+    assert EmulateOptions(tokens=tokens).window == Window(tokens, dropped)
+
+
 @pytest.mark.xdist_group("redis")
 def test_the_command_measures_every_mode_and_prints_one_json_object(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
