@@ -12,7 +12,9 @@ from rounds import GREEDY, Listener, make_head, session_name
 from test_draft_service import expected_proposal
 from toy_engine import ToyEngine
 
+from draft_service.model_drafter import Branch, ModelDrafter
 from draft_service.service import DraftService
+from outrider.drafting.drafter import DraftRequest
 from outrider.drafting.ngram import NgramDrafter
 from outrider.engine.executor import InlineExecutor
 from outrider.errors import BadRequest
@@ -251,11 +253,43 @@ async def test_a_session_that_loses_its_pages_is_answered_what_it_has(
     [answer] = draft.listener.answers
     expected, _ = expected_proposal(PROMPT, num_drawn, Rule.TOKEN, PLAIN, 1)
     assert list(answer.proposal.token_ids) == expected
-    committed = (*PROMPT, 7)
-    again = await draft.send(item(committed, answer.cached_length, round_index=1))
-    assert isinstance(again[0], Resync) or answer.cached_length == 0
-    late = (await draft.send(item(committed, round_index=2)))[0]
-    assert len(late.proposal) == 3
+    assert answer.cached_length == 0
+    await check_begins_anew(draft, (*PROMPT, 7), len(PROMPT))
+
+
+async def test_a_session_may_lose_its_pages_before_the_first_pass_of_its_round(
+    draft: Draft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing has been drawn then, and nothing is proposed."""
+    answer, *pushed = await draft.send(item(PROMPT))
+    assert answer.cached_length == len(PROMPT) - 1
+    missed = next(v for v in range(8) if all(reply.assumed != (v,) for reply in pushed))
+    committed = (*PROMPT, missed)
+    num_passes = len(draft.engine.batches)
+    begin = ModelDrafter.begin
+
+    def begin_and_evict(drafter: ModelDrafter, request: DraftRequest) -> Branch | None:
+        branch = begin(drafter, request)
+        draft.engine.release(request.session_id)
+        return branch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelDrafter, "begin", begin_and_evict)
+        [late] = await draft.send(item(committed, answer.cached_length, round_index=1))
+    assert (late.proposal.token_ids, late.cached_length) == ((), 0)
+    assert len(draft.engine.batches) == num_passes
+    await check_begins_anew(draft, committed, answer.cached_length)
+
+
+async def check_begins_anew(draft: Draft, committed: tuple[int, ...], length: int) -> None:
+    """The draft has lost a session's pages: a round that builds on what it held is told so, and
+    one that states all tokens is drafted."""
+    [again] = await draft.send(item(committed, length, round_index=2))
+    assert isinstance(again, Resync)
+    assert again.cached_length == 0
+    late = (await draft.send(item(committed, round_index=3)))[0]
+    expected, _ = expected_proposal(committed, 3, Rule.TOKEN, PLAIN, 1)
+    assert list(late.proposal.token_ids) == expected
 
 
 async def test_a_round_pushes_no_more_bytes_than_it_may() -> None:
