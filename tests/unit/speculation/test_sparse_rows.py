@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import InvariantError, OutriderError
-from outrider.speculation.drafting import quantise
 from outrider.speculation.noise import NoiseBatch, RoundNoise
+from outrider.speculation.proposal import COUNT_TOTAL
 from outrider.speculation.race import race
 from outrider.speculation.sampling import Rule
 from outrider.speculation.sparse_rows import SparseRows
@@ -78,25 +80,75 @@ def test_the_largest_of_each_row(count: int) -> None:
         assert after == expected
 
 
-@settings(deadline=None)
-@given(
-    masses=st.lists(st.lists(st.floats(1e-9, 1.0), min_size=1, max_size=30), min_size=1, max_size=5)
-)
-def test_counts_are_those_of_rows_that_are_quantised_alone(masses: list[list[float]]) -> None:
+def largest_remainders(mass: list[float]) -> list[int]:
+    """Counts of one row, exactly: the whole parts of its shares, and one more for those with the
+    largest remainders, of equal ones the first."""
+    total = sum(map(Fraction, mass))
+    shares = [Fraction(value) * COUNT_TOTAL / total for value in mass]
+    counts = [int(share) for share in shares]
+    order = sorted(range(len(mass)), key=lambda v: (counts[v] - shares[v], v))
+    for v in order[: COUNT_TOTAL - sum(counts)]:
+        counts[v] += 1
+    return counts
+
+
+def counted(masses: list[list[float]]) -> list[list[int]]:
+    """Of every token, in order; 0 for those that are dropped."""
     rows = SparseRows(
         np.concatenate([np.arange(len(mass)) for mass in masses]),
         np.concatenate([np.array(mass) for mass in masses]),
         np.array([len(mass) for mass in masses]),
     )
     found = rows.quantised()
-    assert found.sizes.min() >= 1
-    counts = found.split(found.mass.astype(np.int64))
-    for mass, ids, row in zip(masses, found.split(found.ids), counts, strict=True):
-        assert sum(row) == 2**16
-        alone = quantise(torch.tensor(mass, dtype=torch.float64), len(mass))
-        # Sums in another order may round a remainder the other way.
-        shares = dict(zip(alone.token_ids, alone.counts, strict=True))
-        assert all(abs(n - shares.get(v, 0)) <= 1 for v, n in zip(ids, row, strict=True))
+    kept = zip(found.split(found.ids), found.split(found.mass.astype(np.int64)), strict=True)
+    by_id = [dict(zip(ids, counts, strict=True)) for ids, counts in kept]
+    assert all(0 not in row.values() for row in by_id)
+    return [
+        [row.get(v, 0) for v in range(len(mass))] for row, mass in zip(by_id, masses, strict=True)
+    ]
+
+
+@settings(deadline=None)
+@given(
+    masses=st.lists(
+        st.lists(st.integers(1, 2**20), min_size=1, max_size=30), min_size=1, max_size=5
+    )
+)
+def test_counts_are_those_of_the_largest_remainders(masses: list[list[int]]) -> None:
+    """Of rows whose total is a power of 2, so that the code's shares are exact, too."""
+    rows = []
+    for mass in masses:
+        rest = 2**25 - sum(mass)  # At least 2**25 - 30 * 2**20, which is more than 0.
+        rows.append([*map(float, mass), float(rest)])
+    assert counted(rows) == [largest_remainders(row) for row in rows]
+
+
+@settings(deadline=None)
+@given(
+    masses=st.lists(st.lists(st.floats(1e-9, 1.0), min_size=1, max_size=30), min_size=1, max_size=5)
+)
+def test_rounding_moves_a_count_by_one_at_most(masses: list[list[float]]) -> None:
+    """Of any mass: shares that are rounded may put two remainders in another order."""
+    for mass, row in zip(masses, counted(masses), strict=True):
+        assert sum(row) == COUNT_TOTAL
+        pairs = zip(row, largest_remainders(mass), strict=True)
+        assert all(abs(count - exact) <= 1 for count, exact in pairs)
+
+
+@pytest.mark.parametrize(
+    ("mass", "expected"),
+    [
+        ([1.0] * 3, [21846, 21845, 21845]),
+        ([1.0] * 7, [9363, 9363, 9362, 9362, 9362, 9362, 9362]),
+        ([2.0**-17, 1 - 2.0**-16, 2.0**-17], [1, 65535, 0]),
+        ([1 - 2.0**-20, 2.0**-20], [65536, 0]),
+    ],
+)
+def test_of_equal_remainders_the_lowest_ids_are_counted(
+    mass: list[float], expected: list[int]
+) -> None:
+    assert counted([mass, [1.0], mass]) == [expected, [COUNT_TOTAL], expected]
+    assert largest_remainders(mass) == expected
 
 
 def test_a_row_without_mass_is_no_distribution() -> None:
