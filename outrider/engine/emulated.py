@@ -129,6 +129,10 @@ class EmulatedEngine:
         self._max_num_seqs = max_num_seqs
         self._pool = PagePool(spec.num_pages, PAGE_SIZE)
         self._step_seconds = 0.0
+        self._rows = torch.full((0, spec.vocab_size), -math.inf)
+        """Logits of the last step; -inf behind its own."""
+        self._written = torch.zeros((0, 1), dtype=torch.int64)
+        """The columns of them that are not."""
         self._info = ModelInfo(
             name=SCHEME,
             vocab_size=spec.vocab_size,
@@ -234,8 +238,17 @@ class EmulatedEngine:
         values = np.broadcast_to(values, (len(keys), spec.support))
         if self._role == "draft":
             values = values + spec.deviation * _gaussians(keys, spec.support)
-        logits = torch.full((len(keys), spec.vocab_size), -math.inf)
+        logits = self._blank(len(keys))
+        self._written = ids
         return logits.scatter_(1, ids, torch.from_numpy(values.astype(np.float32)))
+
+    def _blank(self, num_rows: int) -> torch.Tensor:
+        """Rows of -inf, where the last step's may have been: wiping out what little was written is
+        all that a step of many rows can afford."""
+        self._rows[: len(self._written)].scatter_(1, self._written, -math.inf)
+        if num_rows > len(self._rows):
+            self._rows = torch.full((num_rows, self._spec.vocab_size), -math.inf)
+        return self._rows[:num_rows]
 
 
 def _mix(words: _Words) -> _Words:

@@ -6,7 +6,13 @@ given the page after its last one where that is free, and a place to begin with 
 
 from __future__ import annotations
 
-from outrider.errors import check
+from outrider.errors import OutOfPages, check
+
+
+def require_pages(num_missing: int) -> None:
+    """Raises `OutOfPages` where so many are missing even with all that is idle evicted."""
+    if num_missing > 0:
+        raise OutOfPages(f"the sequences in use leave {num_missing} pages too few")
 
 
 class FreePages:

@@ -82,8 +82,9 @@ class Engine(Protocol):
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         """Appends each step's tokens to its sequence, and returns per step its logits
         [num_logits, V], or [num_logits, N] with N `logit_token_ids`; float32, on the model's
-        device: row j follows the j-th of the last `num_logits` tokens. At most one step a
-        sequence. Where pages are missing, idle sequences and remembered prefixes are evicted.
+        device: row j follows the j-th of the last `num_logits` tokens. They stand until the next
+        call. At most one step a sequence. Where pages are missing, idle sequences and remembered
+        prefixes are evicted.
         Raises `BadRequest` for a token id outside the vocabulary or a sequence longer than
         `max_model_len`, `OutOfPages` where even eviction does not make room; then no sequence of
         the call has changed."""

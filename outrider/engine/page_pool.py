@@ -19,12 +19,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from outrider.engine.free_pages import FreePages
+from outrider.engine.free_pages import FreePages, require_pages
 from outrider.engine.interface import FoundPrefix, PageCounts, SequenceStep
 from outrider.engine.paged_sequence import PagedSequence
 from outrider.engine.prefixes import Digest, Prefix, PrefixIndex, chain_digest
 from outrider.engine.slots import check_kept
-from outrider.errors import InvariantError, OutOfPages, check
+from outrider.errors import InvariantError, check
 
 Copy = tuple[int, int]
 """(from, to)."""
@@ -127,8 +127,11 @@ class PagePool:
         if is_partial:
             self._make_room_beside(sequence_id, sequence, 1)
         branch = self._sequences[branch_id] = sequence.branch()
-        for page in branch.pages:
-            self._hold(branch, page)
+        holders, busy_holders = self._holders, self._busy_holders
+        for page in branch.pages:  # As `_hold`: of a long context this is what a fork costs.
+            holders[page] += 1
+            self._num_busy_pages += not busy_holders[page]
+            busy_holders[page] += 1
         return self._own(branch, len(branch.pages) - 1) if is_partial else []
 
     def can_hold(
@@ -234,10 +237,7 @@ class PagePool:
         size = self._page_size
         holders, busy_holders = Counter[int](), Counter[int]()
         for sequence_id, sequence in self._sequences.items():
-            whole = -(-sequence.length // size)
-            check(len(sequence.pages) == whole, f"{sequence_id} holds too many or too few pages")
-            check(len(set(sequence.pages)) == whole, f"{sequence_id} holds a page twice")
-            check(0 <= sequence.chain_length <= sequence.length, f"{sequence_id}: a bad chain")
+            sequence.check_integrity(sequence_id, size)
             holders.update(sequence.pages)
             busy_holders.update(sequence.pages if sequence.busy else ())
             for page, prefix in zip(sequence.pages, sequence.prefixes, strict=False):
@@ -326,7 +326,7 @@ class PagePool:
         needed = self._num_needed(steps, self._holders.__getitem__)
         if needed <= len(self._free):
             return
-        _require(self._num_missing(steps))
+        require_pages(self._num_missing(steps))
         for step in steps:
             sequence = self._sequences.get(step.sequence_id)
             if sequence is not None and not sequence.busy:
@@ -336,7 +336,7 @@ class PagePool:
     def _make_room_beside(self, sequence_id: str, sequence: PagedSequence, num_free: int) -> None:
         """Frees so many pages, but none of the sequence; or raises `OutOfPages`."""
         pinned = sum(not self._busy_holders[page] for page in sequence.pages)
-        _require(num_free + pinned + self._num_busy_pages - self._num_pages)
+        require_pages(num_free + pinned + self._num_busy_pages - self._num_pages)
         was_idle = not sequence.busy
         if was_idle:
             self._wake(sequence_id, sequence)
@@ -372,13 +372,18 @@ class PagePool:
             for page in sequence.pages:
                 self._let_go(sequence, page, next_out=True)
             return
-        while sequence.pages:
-            self._let_go(sequence, sequence.pages.pop())
+        prefixes = sequence.prefixes
+        for index in range(len(sequence.pages) - 1, -1, -1):
+            page = sequence.pages[index]
+            if sequence.busy and self._busy_holders[page] > 1:  # As `_let_go`, for most of a fork.
+                self._holders[page] -= 1
+                self._busy_holders[page] -= 1
+            else:
+                self._let_go(sequence, page)
             # Another's page that stands for the same prefix must outlive those that continue it.
-            if len(sequence.pages) < len(sequence.prefixes):
-                page = sequence.prefixes[len(sequence.pages)].page
-                if page in self._unused:
-                    self._unused.move_to_end(page)
+            if index < len(prefixes) and prefixes[index].page in self._unused:
+                self._unused.move_to_end(prefixes[index].page)
+        sequence.pages.clear()
 
     def _known_prefixes(self, token_ids: Sequence[int], salt: str) -> Iterator[Prefix]:
         """The known prefixes of these tokens, the shortest first; none of them is all of them."""
@@ -493,8 +498,3 @@ class PagePool:
 
     def _packed_ids(self, page: int) -> bytes:
         return self._ids[page * self._page_size : (page + 1) * self._page_size].tobytes()
-
-
-def _require(num_missing: int) -> None:
-    if num_missing > 0:
-        raise OutOfPages(f"the sequences in use leave {num_missing} pages too few")

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.engine.prefixes import Prefix
+from outrider.errors import check
 
 _MIXED = -2
 """Stands for the slot that a slot follows where it attended to more than those it stands behind."""
@@ -71,6 +72,13 @@ class PagedSequence:
         self.loose = [slot if slot < first else places.get(slot, _MIXED) for slot in followed]
         self.length = first + len(kept)
         self._settle()
+
+    def check_integrity(self, name: str, page_size: int) -> None:
+        """Raises `InvariantError` unless it has pages for its slots, and no others."""
+        whole = -(-self.length // page_size)
+        check(len(self.pages) == whole, f"{name} holds too many or too few pages")
+        check(len(set(self.pages)) == whole, f"{name} holds a page twice")
+        check(0 <= self.chain_length <= self.length, f"{name}: a bad chain")
 
     def _settle(self) -> None:
         """Counts loose slots that continue the chain as its own."""

@@ -27,7 +27,8 @@ def check_steps(
         ids = step.token_ids
         check(len(ids) > 0, f"{step.sequence_id}: a step without tokens")
         check(0 <= step.num_logits <= len(ids), f"{step.sequence_id}: {step.num_logits} logits")
-        check(_is_tree(step.parents, len(ids)), f"{step.sequence_id}: bad parents of a tree")
+        if step.parents:
+            check(_is_tree(step.parents, len(ids)), f"{step.sequence_id}: bad parents of a tree")
         if min(ids) < 0 or max(ids) >= info.vocab_size:
             wrong = next(i for i in ids if not 0 <= i < info.vocab_size)
             raise BadRequest("token_ids", f"{wrong} is not in 0..{info.vocab_size - 1}")
@@ -39,9 +40,7 @@ def check_steps(
 
 
 def _is_tree(parents: Sequence[int], num: int) -> bool:
-    return not parents or (
-        len(parents) == num and all(-1 <= parent < i for i, parent in enumerate(parents))
-    )
+    return len(parents) == num and all(-1 <= parent < i for i, parent in enumerate(parents))
 
 
 def check_kept(held: int, length: int, path: Sequence[int]) -> None:

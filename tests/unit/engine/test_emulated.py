@@ -15,7 +15,7 @@ from outrider.errors import BadRequest, ConfigError, InvariantError, OutOfPages
 def rows(
     engine: EmulatedEngine, tokens: tuple[int, ...], num: int, name: str = "s"
 ) -> torch.Tensor:
-    return engine.forward([SequenceStep(name, tokens, num)])[0]
+    return engine.forward([SequenceStep(name, tokens, num)])[0].clone()
 
 
 def probabilities(logits: torch.Tensor) -> torch.Tensor:
@@ -177,3 +177,15 @@ def test_info() -> None:
         EmulatedSpec.parse("vocab_size=100,eos=7,max_model_len=9"), "target"
     ).info
     assert info.weights_fingerprint != other.weights_fingerprint
+
+
+def test_nothing_is_left_of_a_step_before() -> None:
+    """Steps of more and of fewer rows write over each other; what is not in the support stays
+    impossible."""
+    spec = EmulatedSpec(vocab_size=50, support=6)
+    engine = EmulatedEngine(spec, "draft")
+    for count in (2, 5, 1, 3, 7):
+        tokens = tuple(range(count, 2 * count))
+        found = rows(engine, tokens, count, str(count))
+        assert torch.equal(found, rows(EmulatedEngine(spec, "draft"), tokens, count))
+        assert torch.isfinite(found).sum() == count * spec.support
