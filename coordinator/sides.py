@@ -315,8 +315,11 @@ class DraftSide:
             self._held = pushed
             self.cached_length = pushed.cached_length
             proposal = pushed.proposal.cut(num_draft_tokens)
-            # The verification leaves first: nobody waits for what the draft is told.
-            loop.call_soon(self._tell, round_index, num_draft_tokens, proposal.token_ids)
+            # The verification leaves first, in the loop's next turn: nobody waits for what the
+            # draft is told.
+            loop.call_soon(
+                loop.call_soon, self._tell, round_index, num_draft_tokens, proposal.token_ids
+            )
             num_asked = self._drafted_for(proposal, num_draft_tokens, looked_for)
             queue_ms, compute_ms = pushed.queue_ms, pushed.compute_ms
             return Drafted(proposal, True, 0.0, num_asked, queue_ms, compute_ms, ahead=True)

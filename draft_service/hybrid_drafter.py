@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from draft_service.model_drafter import ModelDrafter
+import torch
+
+from draft_service.model_drafter import Branch, ModelDrafter
 from outrider.drafting.drafter import DraftRequest
 from outrider.drafting.lookup import LookupDrafter
+from outrider.engine.interface import SequenceStep
 from outrider.errors import OutriderError
 from outrider.speculation.proposal import Proposal
+from outrider.speculation.reduced import ReducedVocabulary
 
 
 class HybridDrafter:
@@ -34,7 +38,7 @@ class HybridDrafter:
         guesses = [self._lookup.guess(request) for request in requests]
         confident = [guess.score >= self._min_score for guess in guesses]
         left = [
-            replace(request, num_draft_tokens=min(request.num_draft_tokens, self._model_tokens))
+            self._models_part(request)
             for request, sure in zip(requests, confident, strict=True)
             if not sure
         ]
@@ -48,3 +52,30 @@ class HybridDrafter:
         """See `Drafter.release`."""
         self._lookup.release(session_id)
         self._model.release(session_id)
+
+    @property
+    def vocabulary(self) -> ReducedVocabulary | None:
+        """See `GrowingDrafter.vocabulary`."""
+        return self._model.vocabulary
+
+    def copied(self, request: DraftRequest, assumed: Sequence[int] = ()) -> Proposal | None:
+        """See `GrowingDrafter.copied`: what a confident look-up proposes."""
+        guess = self._lookup.guess(request, assumed)
+        return guess.proposal(request) if guess.score >= self._min_score else None
+
+    def begin(self, request: DraftRequest) -> Branch | None:
+        """See `GrowingDrafter.begin`: the model's proposal."""
+        return self._model.begin(self._models_part(request))
+
+    def advance(
+        self, branches: Sequence[Branch], beside: Sequence[SequenceStep] = ()
+    ) -> list[torch.Tensor]:
+        """See `GrowingDrafter.advance`."""
+        return self._model.advance(branches, beside)
+
+    def end(self, branch: Branch, error: Exception) -> None:
+        """See `GrowingDrafter.end`."""
+        self._model.end(branch, error)
+
+    def _models_part(self, request: DraftRequest) -> DraftRequest:
+        return replace(request, num_draft_tokens=min(request.num_draft_tokens, self._model_tokens))

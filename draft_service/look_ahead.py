@@ -9,6 +9,10 @@ A round is begun by its item: with the proposal, where the coordinator holds one
 of the round before that has come true and is still being drafted; or with nothing, and the session
 itself is drafted. Everything advances a token a pass. What somebody waits for goes first, then the
 likeliest outcomes of all sessions, as many as the engine takes.
+
+Whoever drafted the proposal has run all of it but x_K, and may know what each token was drawn
+from. Then refusals are guessed and branch off there at once, beside the pass that reads x_K for the
+bonus.
 """
 
 from __future__ import annotations
@@ -20,80 +24,20 @@ from itertools import count
 
 import torch
 
-from draft_service.model_drafter import Branch, ModelDrafter
-from outrider.drafting.drafter import DraftRequest
-from outrider.engine.interface import Engine, SequenceStep
+from draft_service.growing import GrowingDrafter
+from draft_service.model_drafter import Branch
+from draft_service.round_ahead import Basis, Outcome, RoundAhead
+from outrider.engine.interface import Engine
 from outrider.engine.sequences import SequenceTable
 from outrider.errors import EngineLost, OutOfPages, OutriderError
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, ReplyKey
-from outrider.speculation.fan_out import FanOut
-from outrider.speculation.guesses import ranked_corrections
-from outrider.speculation.noise import RoundNoise
+from outrider.speculation.fan_out import RANKS_MAX, FanOut, Guess
+from outrider.speculation.guesses import RoundGuesses, guess_round, with_bonus
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.work import Answers, refusal
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Outcome:
-    """One that is being drafted."""
-
-    assumed: tuple[int, ...]
-    chance: float
-    branch: Branch
-
-    @property
-    def name(self) -> str:
-        """Of its sequence."""
-        return self.branch.request.session_id
-
-
-class _Round:
-    """One session's newest round."""
-
-    __slots__ = (
-        "bytes_left", "committed", "corrections", "drafted", "finished", "is_read", "item",
-        "num_recorded", "outcomes", "sampling", "unseen", "wanted",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        item: DraftItem,
-        sampling: SamplingParams,
-        committed: tuple[int, ...],
-        unseen: tuple[int, ...],
-        bytes_left: int,
-    ) -> None:
-        self.item = item
-        self.sampling = sampling
-        self.committed = committed
-        self.unseen = unseen
-        """Of the committed tokens those at the end that the session's own sequence lacks."""
-        self.num_recorded = len(committed) - len(unseen)
-        """Tokens that its table has while its own proposal grows."""
-        self.drafted: tuple[int, ...] = ()
-        """x_1..x_K, once they are known."""
-        self.wanted: Branch | None = None
-        """The proposal that is waited for, as it grows."""
-        self.is_read = False
-        self.corrections: list[list[int]] = []
-        """Guesses for n = 0..K, once it is read."""
-        self.outcomes: list[_Outcome] = []
-        self.finished: dict[tuple[int, ...], SealedProposal] = {}
-        """By what is assumed."""
-        self.bytes_left = bytes_left
-
-    @property
-    def session_id(self) -> str:
-        """Whose round it is."""
-        return self.item.head.session_id
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing is left to do."""
-        return self.is_read and not self.outcomes
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +54,18 @@ class LookAhead:
     """The rounds of a draft's sessions, over one engine, on the executor's side."""
 
     def __init__(
-        self, engine: Engine, table: SequenceTable, drafter: ModelDrafter, limits: LookAheadLimits
+        self, engine: Engine, table: SequenceTable, drafter: GrowingDrafter, limits: LookAheadLimits
     ) -> None:
         """The drafter is the engine's, and the table has the tokens of its sessions."""
         self._engine = engine
         self._table = table
         self._drafter = drafter
         self._limits = limits
-        self._rounds: dict[str, _Round] = {}
-        self._fan_outs: dict[Rule, FanOut] = {}
+        self._rounds: dict[str, RoundAhead] = {}
+        self._fan_outs: dict[tuple[Rule, float], FanOut] = {}
         self._numbers = count()
+        self._stale: list[Outcome] = []
+        """Of rounds that are over."""
 
     def works_on(self, item: DraftItem) -> bool:
         """Whether this very item's round has begun."""
@@ -140,28 +86,20 @@ class LookAhead:
         """Begins the round of `item`, whose session is aligned and lacks `unseen`; it ends the one
         before. Answers at once what is known already."""
         before = self._rounds.pop(item.head.session_id, None)
-        now = self._rounds[item.head.session_id] = _Round(
-            item,
-            sampling,
-            committed,
-            unseen,
-            self._limits.bytes_max,
-        )
-        come_true = None if before is None else self._come_true(before, committed)
+        now = RoundAhead(item, sampling, committed, unseen, self._limits.bytes_max)
+        self._rounds[item.head.session_id] = now
+        outcome = None if before is None else self._come_true(before, committed)
         answers: list[DraftAnswer] = []
         if item.held is not None:
             now.drafted = item.held
-        elif before is not None and come_true in before.finished:
-            answers.append(self._answer(now, before.finished[come_true]))
+        elif before is not None and outcome in before.finished:
+            answers.append(self._answer(now, before.finished[outcome]))
         else:
-            now.wanted = self._taken(
-                before, come_true, item.num_draft_tokens
-            ) or self._drafter.begin(self._request(now))
-            if now.wanted is None or now.wanted.num_wanted == 0:
-                now.wanted = None
-                answers.append(self._answer(now, NOTHING_SEALED))
+            answers += self._begin_wanted(now, self._taken(before, outcome))
         if before is not None:
-            self._drop_outcomes(before)
+            if now.drafted and now.basis is None:
+                self._take_basis(now, before, outcome)
+            self._end(before)
         return self._advanced(now, answers)
 
     def advance(self, items: Sequence[DraftItem]) -> list[Answers[DraftAnswer]]:
@@ -175,18 +113,23 @@ class LookAhead:
         room -= len(wanted)
         unread = [now for now in rounds if now.wanted is None and not now.is_read]
         read = [now for now in unread if self._is_readable(now)][:room]
+        for now in read:
+            if now.basis is not None and now.guesses is None:
+                self._begin_outcomes(now, None)
         outcomes = [found for now in rounds for found in now.outcomes]
         outcomes.sort(key=lambda found: -found.chance)
         chosen = outcomes[: room - len(read)]
         try:
             branches = [*wanted, *(found.branch for found in chosen)]
-            logits = self._drafter.advance(branches, [_reading(now) for now in read])
+            logits = self._drafter.advance(branches, [now.reading for now in read])
         except Exception as error:
             if not self._recover(wanted, error):
                 raise
         else:
             for now, rows in zip(read, logits, strict=True):
-                self._begin_outcomes(now, rows)
+                self._note_read(now, rows)
+            if not read:
+                self._release(self._stale)
         for now in unread:
             now.is_read = now.is_read or now in read or not self._is_readable(now)
         return [self._advanced(now, self._harvest(now)) for now in rounds]
@@ -195,160 +138,214 @@ class LookAhead:
         """Nobody waits for the session any more; unknown ones are ignored."""
         found = self._rounds.pop(session_id, None)
         if found is not None:
-            self._drop_outcomes(found)
+            self._end(found)
 
     def give_way(self) -> None:
         """Gives back the pages of all that nobody waits for."""
+        self._release(self._stale)
         for found in self._rounds.values():
-            self._drop_outcomes(found)
+            self._drop(found)
 
-    def _advanced(self, now: _Round, answers: Sequence[DraftAnswer]) -> Answers[DraftAnswer]:
+    def _advanced(self, now: RoundAhead, answers: Sequence[DraftAnswer]) -> Answers[DraftAnswer]:
         if any(isinstance(answer, Refused) for answer in answers):
             self.forget(now.session_id)
             return Answers(tuple(answers), more=False)
         # The round stays, for its finished proposals, until the session's next item.
         return Answers(tuple(answers), not now.is_over, now.wanted is not None)
 
-    def _come_true(self, before: _Round, committed: tuple[int, ...]) -> tuple[int, ...] | None:
+    def _come_true(self, before: RoundAhead, committed: tuple[int, ...]) -> tuple[int, ...] | None:
         """What was committed since the round before began; learned from. None where the two do not
         follow each other."""
         length = len(before.committed)
-        if committed[:length] != before.committed or not before.is_read:
+        guesses = before.guesses
+        if committed[:length] != before.committed or guesses is None:
             return None
         outcome = committed[length:]
         num_accepted = len(outcome) - 1
-        if not 0 <= num_accepted < len(before.corrections):
+        if not 0 <= num_accepted <= guesses.num_drafted:
             return None
         if outcome[:-1] != before.drafted[:num_accepted]:
             return None
-        ranked = before.corrections[num_accepted]
-        rank = ranked.index(outcome[-1]) if outcome[-1] in ranked else None
-        self._fan_out(before).note(len(before.drafted), num_accepted, rank)
+        self._fan_out(before).note(guesses, num_accepted, guesses.rank(num_accepted, outcome[-1]))
         return outcome
 
-    def _taken(
-        self, before: _Round | None, outcome: tuple[int, ...] | None, num_wanted: int
-    ) -> Branch | None:
-        """The branch of an outcome of the round before, out of its hands, for so many tokens."""
+    def _taken(self, before: RoundAhead | None, outcome: tuple[int, ...] | None) -> Branch | None:
+        """The branch of an outcome of the round before, out of its hands."""
         if before is None:
             return None
         for found in before.outcomes:
             if found.assumed == outcome:
                 before.outcomes.remove(found)
-                found.branch.num_wanted = min(found.branch.num_wanted, num_wanted)
                 return found.branch
         return None
 
-    def _request(self, now: _Round) -> DraftRequest:
-        """Asks for the proposal of the round itself."""
-        return self._request_for(now, now.session_id, now.committed)
+    def _begin_wanted(self, now: RoundAhead, taken: Branch | None) -> list[DraftAnswer]:
+        """Somebody waits for a proposal: the branch that came true goes on, or the session is
+        drafted. A branch with half of its tokens is answered as it is: the others are the least
+        likely to be accepted, and each takes a pass. This depends on when it was asked for, and on
+        no token's value."""
+        num_wanted = now.item.num_draft_tokens
+        if taken is not None:
+            num_held = len(taken.token_ids)
+            taken.num_wanted = min(taken.num_wanted, num_wanted)
+            if 2 * num_held >= taken.num_wanted:
+                taken.num_wanted = min(taken.num_wanted, num_held)
+        request = now.request(now.session_id, now.committed)
+        copied = self._drafter.copied(request) if taken is None else None
+        if copied is not None:
+            return [self._answer(now, SealedProposal.of(copied))]
+        branch = taken or self._drafter.begin(request)
+        if branch is None or branch.num_wanted == 0:
+            return [self._answer(now, NOTHING_SEALED)]
+        now.wanted = branch
+        return [self._answer_wanted(now, branch)] if branch.is_whole else []
 
-    def _request_for(self, now: _Round, name: str, committed: tuple[int, ...]) -> DraftRequest:
-        head = now.item.head
-        return DraftRequest(
-            session_id=name,
-            tenant=head.tenant,
-            token_ids=committed,
-            prompt_length=head.prompt_length,
-            num_draft_tokens=now.item.num_draft_tokens,
-            sampling=now.sampling,
-            rule=head.rule,
-            noise=RoundNoise(head.seed, head.rule, len(committed)),
-        )
+    def _take_basis(
+        self, now: RoundAhead, before: RoundAhead, outcome: tuple[int, ...] | None
+    ) -> None:
+        """The sequence that drafted the proposal, if it is still there."""
+        for found in before.kept:
+            branch = found.branch
+            drafted = tuple(branch.token_ids[: len(now.drafted)])
+            if found.assumed == outcome and drafted == now.drafted and self._stands(branch):
+                before.kept.remove(found)
+                now.basis = Basis(found.name, branch.seen[: len(drafted)])
 
-    def _answer(self, now: _Round, proposal: SealedProposal) -> ProposalReply:
+    def _answer(self, now: RoundAhead, proposal: SealedProposal) -> ProposalReply:
         """What was waited for is there; it may have been drafted for a larger K."""
         proposal = proposal.cut(now.item.num_draft_tokens)
         now.drafted = proposal.token_ids
         held = self._engine.length(now.session_id)
         return ProposalReply(now.item.head.key, proposal, len(now.committed), held)
 
-    def _is_readable(self, now: _Round) -> bool:
+    def _is_readable(self, now: RoundAhead) -> bool:
         """Whether the session still stands where it was aligned, and the model can go on."""
         info = self._engine.info
-        held = len(now.committed) - len(now.unseen)
+        length = len(now.committed) + len(now.drafted)
         return (
-            self._engine.length(now.session_id) == held
+            self._engine.length(now.session_id) == length - len(now.to_read)
             and now.item.num_draft_tokens > 0
             and now.item.look_ahead > 0
             and not now.sampling.penalised
-            and len(now.committed) + len(now.drafted) < info.max_model_len
-            and max((*now.unseen, *now.drafted)) < info.vocab_size
+            and length < info.max_model_len
+            and max(now.to_read) < info.vocab_size
         )
 
-    def _begin_outcomes(self, now: _Round, logits: torch.Tensor) -> None:
-        """Notes that a round was read, and forks the session for each outcome that is worth it, as
-        long as there are pages."""
-        self._table.record(now.session_id, (*now.unseen, *now.drafted))
+    def _note_read(self, now: RoundAhead, logits: torch.Tensor) -> None:
+        """Notes that a round was read: now the bonus can be guessed, too."""
+        self._table.record(now.session_id, now.to_read)
         now.is_read = True
-        head = now.item.head
-        plan = self._fan_out(now).plan(len(now.drafted), now.item.look_ahead)
+        self._begin_outcomes(now, logits)
+        self._drop_basis(now)
+
+    def _begin_outcomes(self, now: RoundAhead, logits: torch.Tensor | None) -> None:
+        """Branches off for each outcome that is worth it, as long as there are pages; ends those
+        that were begun and are not. Without `logits` the bonus is not among them."""
+        seen = () if now.basis is None else now.basis.seen
+        vocabulary = self._drafter.vocabulary
         try:
-            now.corrections = ranked_corrections(
-                logits,
-                now.sampling,
-                RoundNoise(head.seed, head.rule, len(now.committed)),
-                now.drafted,
-                1 + max(guess.rank for guess in plan),
-                self._drafter.vocabulary,
-            )
+            if now.guesses is None or logits is None or now.basis is None:
+                guesses = guess_round(
+                    logits, now.sampling, now.noise, now.drafted, RANKS_MAX, vocabulary, seen
+                )
+            else:
+                guesses = with_bonus(
+                    now.guesses, logits, now.sampling, now.noise, RANKS_MAX, vocabulary
+                )
         except OutriderError as error:
             _log.info("the outcomes of a round cannot be guessed: %s", error)
             return
-        for guess in plan:
-            ranked = now.corrections[guess.num_accepted]
-            if guess.rank >= len(ranked):
+        now.guesses = guesses
+        plan = self._fan_out(now).plan(guesses, now.item.look_ahead)
+        own = now.request(now.session_id, now.committed)
+        begun = {found.assumed: found for found in now.outcomes}
+        now.outcomes = []
+        for place, guess in enumerate(plan):
+            assumed = _assumed(now, guesses, guess)
+            if assumed in begun:
+                now.outcomes.append(begun.pop(assumed))
                 continue
-            assumed = (*now.drafted[: guess.num_accepted], ranked[guess.rank])
-            name = f"{now.session_id}/{next(self._numbers)}"
+            if assumed in now.finished or assumed in now.ready:
+                continue
+            copied = self._drafter.copied(own, assumed)
+            if copied is not None:
+                now.ready[assumed] = SealedProposal.of(copied)
+                continue
             try:
-                self._engine.fork(now.session_id, name)
-            except OutOfPages:
-                return
-            self._engine.keep(name, len(now.committed) + guess.num_accepted)
-            request = self._request_for(now, name, (*now.committed, *assumed))
-            branch = self._drafter.begin(request)
-            if branch is None or branch.num_wanted == 0:
-                self._engine.release(name)
-            else:
-                now.outcomes.append(_Outcome(assumed, guess.chance, branch))
+                self._branch_off(now, guess, assumed)
+            except OutOfPages:  # Even now that no other round keeps any.
+                rest = {_assumed(now, guesses, guess) for guess in plan[place:]}
+                now.outcomes += [begun.pop(name) for name in rest & begun.keys()]
+                break
+        for found in begun.values():
+            self._engine.release(found.name)
 
-    def _harvest(self, now: _Round) -> list[DraftAnswer]:
+    def _branch_off(self, now: RoundAhead, guess: Guess, assumed: tuple[int, ...]) -> None:
+        """Begins an outcome. Raises `OutOfPages`."""
+        name = f"{now.session_id}/{next(self._numbers)}"
+        source = now.session_id if now.is_read or now.basis is None else now.basis.name
+        try:
+            self._engine.fork(source, name)
+        except OutOfPages:
+            self._release_kept()
+            self._engine.fork(source, name)
+        self._engine.keep(name, len(now.committed) + guess.num_accepted)
+        branch = self._drafter.begin(now.request(name, (*now.committed, *assumed)))
+        if branch is None or branch.num_wanted == 0:
+            self._engine.release(name)
+        else:
+            now.outcomes.append(Outcome(assumed, guess.chance, branch))
+
+    def _harvest(self, now: RoundAhead) -> list[DraftAnswer]:
         """The proposals that are whole now."""
         answers: list[DraftAnswer] = []
         if now.wanted is not None:
             self._record_wanted(now, now.wanted)
             if now.wanted.is_whole:
                 answers.append(self._answer_wanted(now, now.wanted))
+        for assumed, proposal in now.ready.items():
+            answers += self._pushed(now, assumed, proposal)
+        now.ready.clear()
         for found in [one for one in now.outcomes if one.branch.is_whole]:
             now.outcomes.remove(found)
-            self._engine.release(found.name)
+            self._keep_or_release(now, found)
             result = found.branch.result()
             if isinstance(result, Proposal):
                 answers += self._pushed(now, found.assumed, SealedProposal.of(result))
         return answers
 
-    def _record_wanted(self, now: _Round, branch: Branch) -> None:
+    def _keep_or_release(self, now: RoundAhead, found: Outcome) -> None:
+        """The sequence of one that is whole is of use if that comes true."""
+        if found.branch.is_seen and self._stands(found.branch):
+            now.kept.append(found)
+        else:
+            self._engine.release(found.name)
+
+    def _record_wanted(self, now: RoundAhead, branch: Branch) -> None:
         """Notes what the session's own sequence has run."""
         if branch.request.session_id == now.session_id and self._stands(branch):
             run = (*now.committed, *branch.token_ids)
             now.num_recorded = self._table.record(now.session_id, run[now.num_recorded :])
 
-    def _answer_wanted(self, now: _Round, branch: Branch) -> DraftAnswer:
+    def _answer_wanted(self, now: RoundAhead, branch: Branch) -> DraftAnswer:
         """Answers with the proposal that was waited for; the round is to be read then."""
         now.wanted = None
-        if branch.request.session_id == now.session_id:
-            rewound = self._table.rewind(now.session_id)
-            now.unseen = () if rewound is None else rewound.new_tokens
-        else:
-            self._engine.release(branch.request.session_id)
+        name = branch.request.session_id
         result = branch.result()
         if not isinstance(result, Proposal):
             return refusal(now.item.head.key, result)
-        return self._answer(now, SealedProposal.of(result))
+        answer = self._answer(now, SealedProposal.of(result))
+        if branch.is_seen and self._stands(branch):
+            now.basis = Basis(name, branch.seen[: len(now.drafted)])
+        elif name != now.session_id:
+            self._engine.release(name)
+        else:
+            rewound = self._table.rewind(now.session_id)
+            now.unseen = () if rewound is None else rewound.new_tokens
+        return answer
 
     def _pushed(
-        self, now: _Round, assumed: tuple[int, ...], proposal: SealedProposal
+        self, now: RoundAhead, assumed: tuple[int, ...], proposal: SealedProposal
     ) -> list[ProposalReply]:
         key, length = now.item.head.key, len(now.committed)
         reply = ProposalReply(
@@ -380,6 +377,11 @@ class LookAhead:
         return True
 
     def _advance_alone(self, branch: Branch) -> None:
+        """Again for one of those whose pass has failed. That left the sequence as it was, or
+        forgot it: then there is nothing to go on from."""
+        if not self._stands(branch):
+            branch.num_wanted = 0
+            return
         try:
             self._drafter.advance([branch])
         except EngineLost:
@@ -387,7 +389,7 @@ class LookAhead:
         except OutriderError as error:
             self._drafter.end(branch, error)
 
-    def _drop_evicted(self, now: _Round) -> None:
+    def _drop_evicted(self, now: RoundAhead) -> None:
         """Gives up what has lost its pages to somebody older; what was drawn stays proposed."""
         if now.wanted is not None and not self._stands(now.wanted):
             now.wanted.num_wanted = len(now.wanted.token_ids)
@@ -397,16 +399,45 @@ class LookAhead:
         held = len(branch.request.token_ids) + len(branch.token_ids) - len(branch.unseen)
         return self._engine.length(branch.request.session_id) == held
 
-    def _drop_outcomes(self, now: _Round) -> None:
-        for found in now.outcomes:
+    def _release_kept(self) -> None:
+        """What has been pushed goes before what has not been drafted."""
+        self._release(self._stale)
+        for found in self._rounds.values():
+            self._release(found.kept)
+
+    def _release(self, outcomes: list[Outcome]) -> None:
+        for found in outcomes:
             self._engine.release(found.name)
-        now.outcomes.clear()
+        outcomes.clear()
 
-    def _fan_out(self, now: _Round) -> FanOut:
-        return self._fan_outs.setdefault(now.item.head.rule, FanOut())
+    def _end(self, now: RoundAhead) -> None:
+        """It is over: what it holds goes, its proposal as it grows included. What has been pushed
+        goes after the next pass, which somebody may wait for."""
+        if now.wanted is not None and now.wanted.request.session_id != now.session_id:
+            self._engine.release(now.wanted.request.session_id)
+        self._stale += now.kept
+        now.kept.clear()
+        self._drop(now)
+
+    def _drop(self, now: RoundAhead) -> None:
+        """Gives back what a round holds beside the session's own sequence."""
+        self._release(now.outcomes)
+        self._release(now.kept)
+        self._drop_basis(now)
+
+    def _drop_basis(self, now: RoundAhead) -> None:
+        if now.basis is not None and now.basis.name != now.session_id:
+            self._engine.release(now.basis.name)
+            now.basis = None
+
+    def _fan_out(self, now: RoundAhead) -> FanOut:
+        """What is known of rounds like this one: how far a draft's scores can be trusted depends on
+        the temperature, which is taken to the next tenth."""
+        place = (now.item.head.rule, round(now.sampling.temperature, 1))
+        return self._fan_outs.setdefault(place, FanOut())
 
 
-def _reading(now: _Round) -> SequenceStep:
-    """Runs a round's proposal; a row for each outcome."""
-    tokens = (*now.unseen, *now.drafted)
-    return SequenceStep(now.session_id, tokens, num_logits=len(now.drafted) + 1)
+def _assumed(now: RoundAhead, guesses: RoundGuesses, guess: Guess) -> tuple[int, ...]:
+    """The tokens that an outcome commits."""
+    correction = guesses.corrections[guess.num_accepted][guess.rank]
+    return (*now.drafted[: guess.num_accepted], correction)

@@ -15,10 +15,12 @@ from outrider.engine.interface import Engine, SequenceStep
 from outrider.errors import OutriderError, check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.speculation.device_draws import DeviceDraws, Drawing, can_draw
-from outrider.speculation.drafting import DraftedToken, draft_tokens_from_logits
+from outrider.speculation.drafting import DraftedToken, draw_from_logits
 from outrider.speculation.proposal import EMPTY_PROPOSAL, DraftDistribution, Proposal
 from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.sparse_rows import SparseRows
+from outrider.speculation.supports import Support
 from outrider.speculation.transforms import NO_HISTORY, TokenHistory
 
 logger = logging.getLogger(__name__)
@@ -27,7 +29,7 @@ logger = logging.getLogger(__name__)
 class Branch:
     """One proposal as it grows."""
 
-    __slots__ = ("error", "num_wanted", "q", "request", "token_ids", "unseen")
+    __slots__ = ("error", "num_wanted", "q", "request", "rows", "token_ids", "unseen")
 
     def __init__(self, request: DraftRequest, unseen: tuple[int, ...], num_wanted: int) -> None:
         self.request = request
@@ -36,6 +38,8 @@ class Branch:
         self.num_wanted = num_wanted
         self.token_ids: list[int] = []
         self.q: list[DraftDistribution | None] = []
+        self.rows: list[tuple[SparseRows, int]] = []
+        """What its tokens were drawn from, where that is kept: which row of which."""
         self.error: OutriderError | None = None
         """Why nothing could be drawn."""
 
@@ -43,6 +47,16 @@ class Branch:
     def is_whole(self) -> bool:
         """Whether it has all its tokens, or will never have one more."""
         return self.error is not None or len(self.token_ids) >= self.num_wanted
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether it has tokens, and what all of them were drawn from is known."""
+        return 0 < len(self.token_ids) == len(self.rows)
+
+    @property
+    def seen(self) -> list[Support]:
+        """What each token was drawn from, where that is known."""
+        return [rows.row(index) for rows, index in self.rows]
 
     def result(self) -> Proposal | OutriderError:
         """What has been drafted, with q where the rule looks at it; or why nothing could be."""
@@ -92,6 +106,10 @@ class ModelDrafter:
         """See `Drafter.release`."""
         self._engine.release(session_id)
 
+    def copied(self, request: DraftRequest, assumed: Sequence[int] = ()) -> Proposal | None:
+        """See `GrowingDrafter.copied`: nothing comes without a pass."""
+        return None
+
     def begin(self, request: DraftRequest) -> Branch | None:
         """A proposal without tokens yet; None where the model cannot go on after the prefix."""
         info = self._engine.info
@@ -120,7 +138,7 @@ class ModelDrafter:
             return []
         with torch.inference_mode():
             logits = self._engine.forward(steps)
-            self._draw(others, [rows[0] for rows in logits[len(beside) :]])
+            self._draw(others, logits[len(beside) :])
         return logits[: len(beside)]
 
     def _grow_at_once(self, branches: Sequence[Branch]) -> bool:
@@ -171,7 +189,7 @@ class ModelDrafter:
             active = [branch for branch in active if not branch.is_whole]
 
     def _draw(self, branches: list[Branch], rows: list[torch.Tensor]) -> list[Branch]:
-        """Draws the next token of each branch from its row of logits [V]; those that got one. An
+        """Draws the next token of each branch from its row of logits [1, V]; those that got one. An
         error is some branch's own: each then draws alone, which gives the same tokens."""
         try:
             drawn = self._drawn(branches, rows)
@@ -181,20 +199,23 @@ class ModelDrafter:
                 return [got for branch, row in alone for got in self._draw([branch], [row])]
             self.end(branches[0], error)
             return []
-        for branch, (token_id, q) in zip(branches, drawn, strict=True):
+        for branch, ((token_id, q), row) in zip(branches, drawn, strict=True):
             branch.token_ids.append(token_id)
             branch.q.append(q)
             branch.unseen = (token_id,)
+            if row is not None:
+                branch.rows.append(row)
         return branches
 
     def _drawn(
         self, branches: Sequence[Branch], rows: Sequence[torch.Tensor]
-    ) -> list[DraftedToken]:
-        drawn: dict[int, DraftedToken] = {}
+    ) -> list[tuple[DraftedToken, tuple[SparseRows, int] | None]]:
+        """A token of each branch, and the row that it was drawn from."""
+        drawn: dict[int, tuple[DraftedToken, tuple[SparseRows, int] | None]] = {}
         for indices in _drawn_together(branches):
             sampling = branches[indices[0]].request.sampling
-            tokens = draft_tokens_from_logits(
-                torch.stack([rows[index] for index in indices]),
+            tokens, drawn_from = draw_from_logits(
+                _side_by_side([rows[index] for index in indices]),
                 sampling,
                 [branches[index].request.noise for index in indices],
                 [len(branches[index].token_ids) for index in indices],
@@ -202,7 +223,8 @@ class ModelDrafter:
                 _history(branches[indices[0]]) if sampling.penalised else NO_HISTORY,
                 self.vocabulary,
             )
-            drawn.update(zip(indices, tokens, strict=True))
+            for place, (index, token) in enumerate(zip(indices, tokens, strict=True)):
+                drawn[index] = token, None if drawn_from is None else (drawn_from, place)
         return [drawn[index] for index in range(len(branches))]
 
     def end(self, branch: Branch, error: Exception) -> None:
@@ -243,9 +265,24 @@ def _step(branch: Branch) -> SequenceStep:
 def _that_want_more(
     branches: Sequence[Branch], logits: Sequence[torch.Tensor]
 ) -> tuple[list[Branch], list[torch.Tensor]]:
-    """The branches that draw a token, and the row [V] that each draws it from."""
+    """The branches that draw a token, and the row [1, V] that each draws it from."""
     wanting = [i for i, branch in enumerate(branches) if branch.num_wanted > 0]
-    return [branches[i] for i in wanting], [logits[i][0] for i in wanting]
+    return [branches[i] for i in wanting], [logits[i] for i in wanting]
+
+
+def _side_by_side(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows [1, V] as [R, V]; without a copy where they are neighbours in memory already, as those
+    of one pass are."""
+    first = rows[0]
+    num_bytes = first.nbytes
+    begin, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    if first.is_contiguous() and all(
+        row.data_ptr() == begin + index * num_bytes and row.untyped_storage().data_ptr() == storage
+        for index, row in enumerate(rows)
+    ):
+        width = first.shape[1]
+        return first.as_strided((len(rows), width), (width, 1))
+    return torch.cat(list(rows))
 
 
 def _drawn_together(branches: Sequence[Branch]) -> list[list[int]]:

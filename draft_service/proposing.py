@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
+from draft_service.growing import GrowingDrafter
 from draft_service.look_ahead import LookAhead, LookAheadLimits
-from draft_service.model_drafter import ModelDrafter
 from outrider.drafting.drafter import DraftRequest
 from outrider.engine.admission import Admission, Admissions, Admitted, Ask
 from outrider.engine.interface import Engine
@@ -20,6 +20,8 @@ from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedPropos
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.work import Answers, StepFigures, Unfinished, refusal
 
+PASSES_MAX: Final = 2
+"""Of one step. More would keep waiting who comes in an engine that states its time afterwards."""
 _Answer = DraftAnswer | Unfinished | Answers[DraftAnswer]
 
 
@@ -83,8 +85,8 @@ class Proposer:
         look_ahead: LookAheadLimits | None = None,
     ) -> None:
         """`engine` is the one behind the drafter, and `budget` bounds each of its steps; None for a
-        drafter that keeps no slots. With `look_ahead` the drafter is a model's, and works out what
-        comes next where items ask for it."""
+        drafter that keeps no slots. With `look_ahead` a `GrowingDrafter` works out what comes next
+        where items ask for it."""
         check((engine is None) == (budget is None), "an engine has a budget, and nothing else has")
         self._drafter = drafter
         self._engine = engine
@@ -93,9 +95,14 @@ class Proposer:
         self._look_ahead: LookAhead | None = None
         if engine is not None and budget is not None:
             self._admissions = Admissions(engine, self._table, budget, self._give_way)
-            if look_ahead is not None and isinstance(drafter, ModelDrafter):
+            if look_ahead is not None and isinstance(drafter, GrowingDrafter):
                 self._look_ahead = LookAhead(engine, self._table, drafter, look_ahead)
+        self._has_news: Callable[[], bool] = lambda: True
         self._figures = self._now()
+
+    def watch(self, has_news: Callable[[], bool]) -> None:
+        """Names who knows, on any thread, whether anything has come since a step began."""
+        self._has_news = has_news
 
     @property
     def figures(self) -> StepFigures:
@@ -114,7 +121,7 @@ class Proposer:
             known_at_once = any(isinstance(a, Answers) and a.answers for a in begun.values())
             active = [index for index, item in enumerate(items) if ahead.works_on(item)]
             if active and not known_at_once:
-                advanced = ahead.advance([items[index] for index in active])
+                advanced = self._advance(ahead, [items[index] for index in active])
                 begun |= dict(zip(active, advanced, strict=True))
             answers = [
                 begun[index] if index in begun else ahead.standing(item)
@@ -122,6 +129,16 @@ class Proposer:
             ]
         self._figures = self._now()
         return answers
+
+    def _advance(self, ahead: LookAhead, items: Sequence[DraftItem]) -> list[Answers[DraftAnswer]]:
+        """A pass for these rounds; or two, where nobody waits and nothing has come meanwhile: to
+        hand a step over takes as long as a good part of a quick pass."""
+        for _ in range(PASSES_MAX):
+            found = ahead.advance(items)
+            is_calm = not any(entry.answers or entry.waited_for for entry in found)
+            if not is_calm or self._has_news() or not any(entry.more for entry in found):
+                break
+        return found
 
     def _begin(self, items: Sequence[DraftItem]) -> list[_Answer]:
         """The first that is done for each item."""

@@ -27,6 +27,17 @@ from outrider.work import StepObserver
 class DraftService(SteppedService[DraftItem, DraftAnswer]):
     """Serves any number of streams with one drafter."""
 
+    def __init__(
+        self,
+        proposer: Proposer,
+        executor: StepExecutor,
+        description: ReplicaDescription,
+        observer: StepObserver | None = None,
+    ) -> None:
+        """See `SteppedService`."""
+        super().__init__(proposer, executor, description, observer)
+        proposer.watch(lambda: self._scheduler.has_news)
+
     @classmethod
     def with_model(
         cls,

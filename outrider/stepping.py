@@ -92,6 +92,11 @@ class StepScheduler(Generic[Item, Answer]):
         stopped = self._over or (self._task is not None and self._task.done())
         return self._crashes < STEP_CRASHES_UNHEALTHY and not stopped
 
+    @property
+    def has_news(self) -> bool:
+        """Whether anything has come since the running step began; may be read on any thread."""
+        return bool(len(self._queue) or self._releases or self._parked)
+
     def watch(self, on_health: Callable[[bool], None]) -> None:
         """Names who hears, on the loop's thread, whenever `healthy` changes."""
         self._on_health = on_health

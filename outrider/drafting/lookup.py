@@ -47,9 +47,11 @@ class LookupDrafter(ABC):
         return [self.guess(request).proposal(request) for request in requests]
 
     @abstractmethod
-    def guess(self, request: DraftRequest) -> Guess:
+    def guess(self, request: DraftRequest, assumed: Sequence[int] = ()) -> Guess:
         """What would be proposed, and how far it is trusted; nothing where nothing was asked for.
-        Both depend on what a proposal may depend on, and on nothing else."""
+        Both depend on what a proposal may depend on, and on nothing else. With `assumed` tokens
+        they are what they would be were these committed behind the request's; nothing is kept of
+        them."""
 
     @abstractmethod
     def release(self, session_id: str) -> None:

@@ -84,28 +84,45 @@ def draft_tokens_from_logits(
     """`draft_tokens` of `target_probabilities(logits, params, history)` for B sessions that share
     rule and parameters (and the history, where it counts): `logits` [B, V], unchanged. With a
     `vocabulary` they are [B, N]; parameters, history, tokens and noise have the target's ids."""
+    return draw_from_logits(logits, params, noises, indices, entries_max, history, vocabulary)[0]
+
+
+def draw_from_logits(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    noises: Sequence[RoundNoise],
+    indices: Sequence[int],
+    entries_max: int = DRAFT_SUPPORT_ENTRIES,
+    history: TokenHistory = NO_HISTORY,
+    vocabulary: ReducedVocabulary | None = None,
+) -> tuple[list[DraftedToken], SparseRows | None]:
+    """As `draft_tokens_from_logits`, and the `draft_rows` that the tokens were drawn from; None
+    where that took none."""
     check(len(noises) == len(indices) == len(logits), "one noise and index for each row")
     _check_entries(entries_max)
     if not noises:
-        return []
+        return [], None
     batch = NoiseBatch.of(noises)
     if vocabulary is not None:
         params = vocabulary.params(params)
         history = vocabulary.history(history) if params.penalised else history
     if params.greedy:
-        return _one_hot(likeliest(logits, params, history), vocabulary)
+        return _one_hot(likeliest(logits, params, history), vocabulary), None
     if logits.device.type != "cpu" or batch.rule is Rule.GREEDY:
         probabilities = target_probabilities(logits, params, history)
-        return draft_tokens(probabilities, noises, indices, entries_max, vocabulary)
+        return draft_tokens(probabilities, noises, indices, entries_max, vocabulary), None
     rows, keys = draft_rows(logits, params, history, vocabulary), batch.draft_keys(indices)
     if batch.rule is Rule.COUPLED:
-        return [(token_id, None) for token_id in rows.draw(keys)]
-    rows = rows.largest(entries_max).quantised()
-    lists = zip(rows.split(rows.ids), rows.split(rows.mass.astype(np.int64)), strict=True)
-    return [
+        return [(token_id, None) for token_id in rows.draw(keys)], rows
+    counted = rows.largest(entries_max).quantised()
+    lists = zip(
+        counted.split(counted.ids), counted.split(counted.mass.astype(np.int64)), strict=True
+    )
+    tokens = [
         (token_id, DraftDistribution(tuple(ids), tuple(counts)) if len(ids) > 1 else None)
-        for token_id, (ids, counts) in zip(rows.draw(keys), lists, strict=True)
+        for token_id, (ids, counts) in zip(counted.draw(keys), lists, strict=True)
     ]
+    return tokens, rows
 
 
 def draft_rows(

@@ -7,6 +7,10 @@ So a draft does better than to guess its likeliest tokens: it runs the same race
 distribution q and takes the first tokens that arrive (an order by log q + Gumbel noise). Under
 coupled that race, with q = p, is the target's own.
 
+Whether draft token i is accepted is foretold likewise. Under coupled and greedy it is what its race
+had to decide, and is the surer the further it is ahead of the next token. Under token and block a
+number u is drawn for it, and a small one is sure to pass.
+
 The numbers are those of the current round. What is drafted for an outcome has numbers of its own,
 so that guessing says nothing about them.
 """
@@ -14,72 +18,178 @@ so that guessing says nothing about them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from outrider.errors import check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.speculation.drafting import draft_rows
 from outrider.speculation.noise import NoiseBatch, RoundNoise
+from outrider.speculation.philox import RowKeys
 from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.sparse_rows import SparseRows
-from outrider.speculation.supports import Support
+from outrider.speculation.supports import IdArray, Support
 from outrider.speculation.transforms import largest_ids, target_probabilities
 
+EVIDENCE_MAX: Final = 16.0
+"""Of a draft token's acceptance: e^-16 is as good as never."""
+_Scores: TypeAlias = npt.NDArray[np.float64]
 
-def ranked_corrections(
-    logits: torch.Tensor,
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundGuesses:
+    """What a draft expects of a round of K draft tokens, before anything is known of how right it
+    is."""
+
+    corrections: list[list[int]]
+    """For n = 0..K accepted tokens what the correction may be, the best guess first; never the
+    draft token that must have been refused. The last of them, the bonus, may be lacking."""
+    scores: _Scores
+    """[K + 1, R], or [K, R]: of each guess log q + g up to a number for each row, or under greedy
+    the logit; falling, and -inf behind the last of them."""
+    evidence: _Scores
+    """[K]: how much speaks for each draft token: under coupled and greedy its score less that of
+    the best guess beside it, under token and block -log u; at most `EVIDENCE_MAX` either way."""
+
+    @property
+    def num_drafted(self) -> int:
+        """K."""
+        return len(self.evidence)
+
+    def rank(self, num_accepted: int, correction: int) -> int | None:
+        """Which guess this correction is; None if it is none."""
+        guessed = self.corrections[num_accepted] if num_accepted < len(self.corrections) else []
+        return guessed.index(correction) if correction in guessed else None
+
+
+def guess_round(
+    logits: torch.Tensor | None,
     params: SamplingParams,
     noise: RoundNoise,
     drafted: Sequence[int],
     count: int,
     vocabulary: ReducedVocabulary | None = None,
-) -> list[list[int]]:
-    """For n = 0..K accepted tokens of the K that were `drafted` in the round of `noise`: up to
-    `count` tokens that the correction may be, the best guess first. `logits` [K + 1, V] are the
-    draft's: row n says what follows the first n draft tokens; with a `vocabulary` they are its
-    columns, and what is returned has the target's ids. The draft token that must have been refused
-    is not among them. Parameters without penalties. Raises what `target_probabilities` does."""
-    check(len(logits) == len(drafted) + 1, "one row of logits for each outcome")
+    seen: Sequence[Support] = (),
+) -> RoundGuesses:
+    """Guesses up to `count` corrections for each number of tokens that may be accepted of those
+    that were `drafted` in the round of `noise`. `logits` [K + 1, V] are the draft's: row n says
+    what follows the first n draft tokens; with a `vocabulary` they are its columns, and what is
+    returned has the target's ids. Parameters without penalties. Raises what
+    `target_probabilities` does.
+
+    Where the K draft tokens were drawn from rows that are still there, these are `seen`; `logits`
+    are the last row alone then, or None, and the bonus is not guessed. Not under greedy."""
+    num_rows = len(seen) + (0 if logits is None else len(logits))
+    check(len(seen) in (0, len(drafted)) and not (seen and params.greedy), "rows are seen or run")
+    check(num_rows in (len(seen), len(drafted) + 1), "one row of logits for each outcome")
     check(not params.penalised, "penalties would count draft tokens")
     if vocabulary is not None:
         params = vocabulary.params(params)
-    if params.greedy:
-        ranked = _by_logit(logits, count + 1)
+    if params.greedy and logits is not None:
+        ids, scores = _by_logit(logits, count + 1)
         if vocabulary is not None:
-            ranked = [vocabulary.token_ids[row].tolist() for row in ranked]
+            ids = vocabulary.token_ids[ids]
     else:
-        ranked = _by_arrival(_rows(logits, params, vocabulary), noise, len(drafted))
-    refused = (*drafted, None)
-    return [
-        [token_id for token_id in row if token_id != out][:count]
-        for row, out in zip(ranked, refused, strict=True)
-    ]
+        found = [row.largest(DRAFT_SUPPORT_ENTRIES) for row in seen]
+        if logits is not None:
+            found += _rows(logits, params, vocabulary)
+        keys = NoiseBatch.of([noise]).correction_keys(len(drafted))
+        ids, scores = _by_arrival(SparseRows.of(found), keys.of(range(num_rows)), count + 1)
+    own, ids, scores = _apart(drafted, ids, scores)
+    evidence = _evidence(noise, drafted, own, scores[: len(drafted), 0])
+    return RoundGuesses(_listed(ids, scores, count), scores[:, :count], evidence)
 
 
-def _by_logit(logits: torch.Tensor, count: int) -> list[list[int]]:
-    ranked: list[list[int]] = logits.topk(min(count, logits.shape[1]), dim=1).indices.tolist()
-    return ranked
+def with_bonus(
+    guesses: RoundGuesses,
+    logits: torch.Tensor,
+    params: SamplingParams,
+    noise: RoundNoise,
+    count: int,
+    vocabulary: ReducedVocabulary | None = None,
+) -> RoundGuesses:
+    """Guesses that lack the bonus with it; `logits` [1, V] follow the last draft token, and all
+    else is as it was for `guess_round`. Not under greedy."""
+    check(len(logits) == 1 and not params.greedy, "the row of the bonus, which is drawn")
+    check(len(guesses.corrections) == guesses.num_drafted, "the bonus is guessed already")
+    if vocabulary is not None:
+        params = vocabulary.params(params)
+    rows = SparseRows.of(_rows(logits, params, vocabulary))
+    keys = NoiseBatch.of([noise]).correction_keys(guesses.num_drafted)
+    ids, scores = _by_arrival(rows, keys.of([guesses.num_drafted]), count)
+    return RoundGuesses(
+        [*guesses.corrections, *_listed(ids, scores, count)],
+        np.concatenate((guesses.scores, scores)),
+        guesses.evidence,
+    )
+
+
+def _listed(ids: IdArray, scores: _Scores, count: int) -> list[list[int]]:
+    """The first `count` of the ids of each row that has so many."""
+    sizes = np.isfinite(scores[:, :count]).sum(axis=1).tolist()
+    return [row[:size] for row, size in zip(ids.tolist(), sizes, strict=True)]
+
+
+def _by_logit(logits: torch.Tensor, count: int) -> tuple[IdArray, _Scores]:
+    found = logits.topk(min(count, logits.shape[1]), dim=1)
+    return found.indices.cpu().numpy(), found.values.cpu().double().numpy()
 
 
 def _rows(
     logits: torch.Tensor, params: SamplingParams, vocabulary: ReducedVocabulary | None
-) -> SparseRows:
+) -> list[Support]:
     """The likeliest tokens of each row, with their probability up to a factor."""
     if logits.device.type == "cpu":
-        return draft_rows(logits, params, vocabulary=vocabulary).largest(DRAFT_SUPPORT_ENTRIES)
+        rows = draft_rows(logits, params, vocabulary=vocabulary).largest(DRAFT_SUPPORT_ENTRIES)
+        return [rows.row(index) for index in range(len(rows))]
     found = []
     for row in target_probabilities(logits, params):
-        ids = largest_ids(row, DRAFT_SUPPORT_ENTRIES)
-        found.append(Support(ids.cpu().numpy(), row[ids].cpu().numpy()))
-    rows = SparseRows.of(found)
-    return rows if vocabulary is None else rows.with_ids(vocabulary.token_ids[rows.ids])
+        largest = largest_ids(row, DRAFT_SUPPORT_ENTRIES)
+        ids, mass = largest.cpu().numpy(), row[largest].cpu().numpy()
+        found.append(Support(ids if vocabulary is None else vocabulary.token_ids[ids], mass))
+    return found
 
 
-def _by_arrival(rows: SparseRows, noise: RoundNoise, num_drafted: int) -> list[list[int]]:
-    """The tokens of each row in the order in which they would win the round's race."""
-    speeds = rows.speeds(NoiseBatch.of([noise]).correction_keys(num_drafted))
-    order = np.lexsort((-speeds, np.arange(len(rows)).repeat(rows.sizes)))
-    return rows.split(rows.ids[order])
+def _by_arrival(rows: SparseRows, keys: RowKeys, count: int) -> tuple[IdArray, _Scores]:
+    """The first tokens of each row in the order in which they would win the round's race, and
+    their log q + g, up to a number for each row; -1 and -inf behind the last: [R, count]."""
+    speeds = rows.speeds(keys)
+    places = np.arange(len(rows)).repeat(rows.sizes)
+    order = np.lexsort((-speeds, places))
+    rank = np.arange(len(order)) - rows.starts.repeat(rows.sizes)
+    first = rank < count
+    ids = np.full((len(rows), count), -1, dtype=np.int64)
+    scores = np.full((len(rows), count), -np.inf)
+    ids[places[first], rank[first]] = rows.ids[order[first]]
+    scores[places[first], rank[first]] = np.log(speeds[order[first]])
+    return ids, scores
+
+
+def _apart(
+    drafted: Sequence[int], ids: IdArray, scores: _Scores
+) -> tuple[_Scores, IdArray, _Scores]:
+    """Takes the draft tokens out of their rows, the first K: their scores [K], -inf where they are
+    not listed, and the rows without them."""
+    num_drafted = len(drafted)
+    found = np.zeros(ids.shape, dtype=bool)
+    found[:num_drafted] = ids[:num_drafted] == np.array(drafted, dtype=np.int64)[:, None]
+    own = np.where(found, scores, -np.inf).max(axis=1)[:num_drafted]
+    order = np.argsort(found, axis=1, kind="stable")
+    scores = np.where(found, -np.inf, scores)
+    return own, np.take_along_axis(ids, order, 1), np.take_along_axis(scores, order, 1)
+
+
+def _evidence(noise: RoundNoise, drafted: Sequence[int], own: _Scores, others: _Scores) -> _Scores:
+    """See `RoundGuesses.evidence`; `own` [K] are the draft tokens' scores, -inf where they are not
+    among the first, and `others` those of the best guesses beside them."""
+    if not noise.rule.absolute_noise:
+        found = -np.log(np.fromiter(noise.accept_uniforms(len(drafted)), np.float64))
+    else:
+        with np.errstate(invalid="ignore"):
+            found = np.nan_to_num(own - others, nan=0.0)
+    return np.clip(found, -EVIDENCE_MAX, EVIDENCE_MAX)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from outrider.errors import check
-from outrider.speculation.philox import RowKeys, flat_uniforms
+from outrider.speculation.philox import COUNTER_TOKENS, RowKeys, flat_uniforms
 from outrider.speculation.proposal import COUNT_TOTAL
 from outrider.speculation.supports import IdArray, MassArray, Support, draw, host_rows
 from outrider.speculation.transforms import check_maxima
@@ -76,6 +76,12 @@ class SparseRows:
             for start, size in zip(self.starts.tolist(), self.sizes.tolist(), strict=True)
         ]
 
+    def row(self, index: int) -> Support:
+        """One of them; a view."""
+        end = int(self.sizes[: index + 1].sum())
+        start = end - int(self.sizes[index])
+        return Support(self.ids[start:end], self.mass[start:end])
+
     def with_ids(self, ids: IdArray) -> SparseRows:
         """The same rows of other tokens [N], that ascend in each."""
         return SparseRows(ids, self.mass, self.sizes)
@@ -101,7 +107,16 @@ class SparseRows:
 
     def draw(self, keys: RowKeys) -> list[int]:
         """The winner of each row's race (ties: lowest id): [R]."""
-        return draw(self._parts(), keys)
+        starts = self.starts
+        last = self.ids[starts + self.sizes - 1]
+        if (self.sizes * COUNTER_TOKENS > last).any():
+            return draw(self._parts(), keys)  # Some row is best drawn as a whole.
+        speeds = self.speeds(keys)
+        first = np.flatnonzero(speeds == np.maximum.reduceat(speeds, starts).repeat(self.sizes))
+        if len(first) > len(starts):
+            first = first[np.searchsorted(first, starts)]
+        drawn: list[int] = self.ids[first].tolist()
+        return drawn
 
     def quantised(self) -> SparseRows:
         """Each row's mass as counts that sum to `COUNT_TOTAL`, by largest remainders (ties: lowest

@@ -4,21 +4,27 @@ those who wait."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 from rounds import GREEDY, Listener, make_head, session_name
 from test_draft_service import expected_proposal
 from toy_engine import ToyEngine
 
+from draft_service import proposing
 from draft_service.model_drafter import Branch, ModelDrafter
 from draft_service.service import DraftService
 from outrider.drafting.drafter import DraftRequest
+from outrider.drafting.lookup import LookupDrafter
 from outrider.drafting.ngram import NgramDrafter
+from outrider.drafting.suffix import SuffixDrafter
 from outrider.engine.executor import InlineExecutor
-from outrider.errors import BadRequest
+from outrider.engine.interface import SequenceStep
+from outrider.errors import BadRequest, OutOfPages
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, Resync
+from outrider.speculation.noise import RoundNoise
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.wire.memory_link import MemoryLink
 
@@ -31,8 +37,10 @@ class Draft:
 
     def __init__(self, engine: ToyEngine | None = None, **options: Any) -> None:
         self.engine = engine or ToyEngine(salt=2, max_model_len=256)
-        executor = InlineExecutor(self.engine.take_step_seconds)
-        self.service = DraftService.with_model(self.engine, executor, max_num_seqs=64, **options)
+        self.executor = InlineExecutor(self.engine.take_step_seconds)
+        self.service = DraftService.with_model(
+            self.engine, self.executor, max_num_seqs=64, **options
+        )
         self.link: MemoryLink[DraftItem, DraftAnswer] = MemoryLink(self.service)
         self.listener = Listener(self.link)
 
@@ -137,15 +145,18 @@ async def test_an_outcome_that_is_known_is_answered_before_anything_runs(draft: 
     num_passes = len(draft.engine.batches)
     draft.link.send(item(committed, chosen.cached_length, round_index=1))
     answer = (await draft.listener.wait(10))[9]
-    assert len(draft.engine.batches) <= num_passes + 1  # The one that reads it comes after it.
+    assert len(draft.engine.batches) <= num_passes + 2  # The step that reads it comes after it.
     assert answer.proposal == chosen.proposal
     assert (answer.key.round, answer.base_length, answer.assumed) == (1, len(committed), ())
     await draft.settled()
     check_pushed(draft.listener.answers[10:], committed, Rule.TOKEN)
 
 
-async def test_an_outcome_that_is_half_drafted_is_not_begun_anew(draft: Draft) -> None:
+async def test_an_outcome_that_is_half_drafted_is_not_begun_anew(
+    draft: Draft, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What nobody waits for any more ends; what the question is about goes on."""
+    monkeypatch.setattr(proposing, "PASSES_MAX", 1)
     draft.link.send(item(PROMPT, count=6))
     [answer] = await draft.listener.wait(1)
     while len(draft.engine.batches[-1]) < 8:  # until the outcomes have had their first pass
@@ -164,6 +175,46 @@ async def test_an_outcome_that_is_half_drafted_is_not_begun_anew(draft: Draft) -
     assert list(late.proposal.token_ids) == expected
     assert tokens[: len(outcome) - 1] == tuple(outcome[:-1])
     await draft.settled()
+
+
+async def test_an_outcome_with_half_of_its_tokens_is_answered_as_it_is(
+    draft: Draft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No pass follows for it, though it has come true late."""
+    monkeypatch.setattr(proposing, "PASSES_MAX", 1)
+    _, *pushed = await draft.send(item(PROMPT))
+    outcome = pushed[0].assumed
+    draft.link.send(item(PROMPT, session=2, count=6))
+    await draft.listener.wait(len(draft.listener.answers) + 1)
+    name = f"{session_name(2)}/"
+    while sum(any(one.startswith(name) for one in batch) for batch in draft.engine.batches) < 4:
+        await asyncio.sleep(0)
+    num_heard, num_passes = len(draft.listener.answers), len(draft.engine.batches)
+    draft.link.send(item((*PROMPT, *outcome), len(PROMPT), session=2, round_index=1, count=6))
+    late = (await draft.listener.wait(num_heard + 1))[num_heard]
+    assert 3 <= len(late.proposal) < 6
+    assert len(draft.engine.batches) <= num_passes + 1
+    expected, _ = expected_proposal((*PROMPT, *outcome), len(late.proposal), Rule.TOKEN, PLAIN, 1)
+    assert list(late.proposal.token_ids) == expected
+    await draft.settled()
+
+
+async def test_two_passes_share_a_step_while_nothing_comes(draft: Draft) -> None:
+    """Where somebody waits, or has come, it is one."""
+    num_steps = 0
+
+    def counted(step: Callable[[], Any]) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        return run(step)
+
+    run = draft.executor.run
+    draft.executor.run = counted  # type: ignore[method-assign]
+    await draft.send(item(PROMPT, held=(), count=8))
+    assert len(draft.engine.batches) == 9
+    assert num_steps == 5
+    await draft.send(item((*PROMPT, 0, 0), session=3, count=6, look_ahead=0))
+    assert num_steps == 6
 
 
 async def test_a_round_may_want_fewer_tokens_than_were_drafted_for_it(draft: Draft) -> None:
@@ -208,6 +259,49 @@ async def test_a_miss_costs_the_others_nothing(draft: Draft) -> None:
     names = [set(batch) for batch in draft.engine.batches[num_passes:]]
     assert session_name(2) in names[1]
     assert any(name.startswith(f"{session_name(1)}/") for name in names[1])
+
+
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.COUPLED])
+@pytest.mark.parametrize("lookup", [NgramDrafter, SuffixDrafter])
+async def test_a_hybrid_copies_for_some_outcomes_and_drafts_for_others(
+    rule: Rule, lookup: Callable[[], LookupDrafter]
+) -> None:
+    """Each pushed proposal is what the hybrid would propose after what it assumes; of what was
+    assumed nothing is left in the look-up."""
+    draft = Draft(lookup=lookup(), lookup_score=0.5)
+    prompt = (1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4)
+    num_copied = num_drafted = 0
+    committed, held = prompt, None
+    for round_index in range(6):
+        base_length = len(committed) - 1 if round_index else 0
+        asked = item(
+            committed, base_length, rule=rule, look_ahead=16, round_index=round_index, held=held,
+            prompt_length=len(prompt),
+        )  # fmt: skip
+        heard = await draft.send(asked)
+        assert not any(isinstance(reply, Resync | Refused) for reply in heard)
+        pushed = [reply for reply in heard if reply.assumed]
+        for reply in pushed:
+            assumed = (*committed, *reply.assumed)
+            guess = lookup().guess(lookup_request(assumed, 3, rule))
+            if guess.score >= 0.5:
+                num_copied += 1
+                assert reply.proposal.token_ids == guess.token_ids
+            else:
+                num_drafted += 1
+                tokens, _ = expected_proposal(assumed, len(reply.proposal), rule, PLAIN, 1)
+                assert list(reply.proposal.token_ids) == tokens
+        chosen = pushed[round_index % len(pushed)]
+        committed, held = (*committed, *chosen.assumed), chosen.proposal.token_ids
+    assert num_copied > 5
+    assert num_drafted > 5
+    draft.service.check_integrity()
+    await draft.service.close()
+
+
+def lookup_request(tokens: Sequence[int], count: int, rule: Rule) -> DraftRequest:
+    noise = RoundNoise(1, rule, len(tokens))
+    return DraftRequest("another", "", tokens, len(tokens), count, PLAIN, rule, noise)
 
 
 async def test_nothing_is_left_of_a_session_that_is_over(draft: Draft) -> None:
@@ -307,14 +401,13 @@ async def test_a_round_pushes_no_more_bytes_than_it_may() -> None:
     ("options", "changes"),
     [
         ({}, {"look_ahead": 0}),
-        ({"lookup": NgramDrafter()}, {}),
         ({}, {"sampling": SamplingParams(frequency_penalty=0.5)}),
     ],
 )
 async def test_without_looking_ahead_there_is_one_answer(
     options: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    """None is asked for; look-ups do not; and penalties would count tokens that are not there."""
+    """None is asked for; and penalties would count tokens that are not there."""
     draft = Draft(**options)
     assert len(await draft.send(item(PROMPT, **changes))) == 1
     await draft.service.close()
@@ -337,3 +430,40 @@ async def test_a_failure_while_looking_ahead_harms_nobody(draft: Draft, crash: E
     expected, _ = expected_proposal(committed, 3, Rule.TOKEN, PLAIN, 1)
     assert list(answer.proposal.token_ids) == expected
     check_pushed(pushed, committed, Rule.TOKEN)
+
+
+class ForgetfulEngine(ToyEngine):
+    """Can fail a pass of several sequences, and has forgotten the last of them then."""
+
+    is_forgetful = False
+
+    def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
+        if self.is_forgetful and len(steps) > 1:
+            self.release(steps[-1].sequence_id)
+            raise OutOfPages("the machine has failed")
+        return super().forward(steps)
+
+
+async def test_a_sequence_that_a_failed_pass_has_lost_is_not_gone_on_with() -> None:
+    """Its session is answered nothing, and told later what is missing; the other is drafted."""
+    engine = ForgetfulEngine(salt=2, max_model_len=256)
+    draft = Draft(engine)
+    for number in (1, 2):
+        await draft.send(item(PROMPT, session=number, look_ahead=1))
+    engine.is_forgetful = True
+    num_heard = len(draft.listener.answers)
+    for number in (1, 2):
+        draft.link.send(item((*PROMPT, 7), len(PROMPT), session=number, round_index=1))
+    await draft.settled()
+    drafted, lost = sorted(
+        (answer for answer in draft.listener.answers[num_heard:] if not answer.assumed),
+        key=lambda answer: answer.key.session_id,
+    )
+    assert (len(lost.proposal), lost.cached_length) == (0, 0)
+    expected, _ = expected_proposal((*PROMPT, 7), 3, Rule.TOKEN, PLAIN, 1)
+    assert list(drafted.proposal.token_ids) == expected[: len(drafted.proposal)] != []
+    engine.is_forgetful = False
+    again = await draft.send(item((*PROMPT, 7, 6), 4, session=2, round_index=2))
+    assert isinstance(again[0], Resync)
+    draft.service.check_integrity()
+    await draft.service.close()

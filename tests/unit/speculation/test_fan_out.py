@@ -2,51 +2,93 @@
 
 from __future__ import annotations
 
+import math
 import random
 
+import numpy as np
 import pytest
 
 from outrider.limits import LOOK_AHEAD_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.fan_out import RANKS_MAX, FanOut
+from outrider.speculation.guesses import RoundGuesses
+
+SCORES = [5.0, 4.0, 2.0, 1.0]
 
 
-def learned(acceptance: float, first_rank: float, num_drafted: int = 4) -> FanOut:
-    """After 3,000 rounds whose bonus is the first guess so often, and whose other corrections are
-    the second guess as often and are missed else."""
+def guesses(evidence: list[float], scores: list[float] = SCORES) -> RoundGuesses:
+    rows = np.array([scores] * (len(evidence) + 1))
+    corrections = [list(range(len(scores)))] * len(rows)
+    return RoundGuesses(corrections, rows, np.array(evidence))
+
+
+def learned(weight: float, offset: float, sharpness: float, num_rounds: int = 3000) -> FanOut:
+    """After rounds that came out by the law of these numbers."""
     draw = random.Random(3)
     fan_out = FanOut()
-    for _ in range(3000):
+    shares = [math.exp(sharpness * score) for score in SCORES]
+    for _ in range(num_rounds):
+        seen = guesses([draw.uniform(0, 3) for _ in range(4)])
         accepted = 0
-        while accepted < num_drafted and draw.random() < acceptance:
+        while accepted < 4 and draw.random() < chance(weight * seen.evidence[accepted] + offset):
             accepted += 1
-        hit = draw.random() < first_rank
-        rank = (0 if accepted == num_drafted else 1) if hit else None
-        fan_out.note(num_drafted, accepted, rank)
+        fan_out.note(seen, accepted, draw.choices(range(4), shares)[0])
     return fan_out
 
 
-def test_chances_are_what_was_seen() -> None:
-    plan = learned(0.8, 0.9).plan(4, LOOK_AHEAD_MAX)
+def chance(total: float) -> float:
+    return 1 / (1 + math.exp(-total))
+
+
+@pytest.mark.parametrize(
+    ("weight", "offset", "sharpness"), [(2.0, -0.5, 1.5), (0.3, 1.0, 3.0), (1.0, 0.0, 0.5)]
+)
+def test_chances_are_those_of_the_law_that_rounds_follow(
+    weight: float, offset: float, sharpness: float
+) -> None:
+    """Of a draft token by what speaks for it, of a correction by its score."""
+    fan_out = learned(weight, offset, sharpness)
+    seen = guesses([0.5, 2.5, 1.0, 1.5])
+    plan = fan_out.plan(seen, LOOK_AHEAD_MAX)
     found = {(guess.num_accepted, guess.rank): guess.chance for guess in plan}
-    assert found[4, 0] == pytest.approx(0.8**4 * 0.9, abs=0.05)
-    assert found[0, 1] == pytest.approx(0.2 * 0.9, abs=0.05)
-    assert found[0, 0] < 0.02
-    assert (plan[0].num_accepted, plan[0].rank) == (4, 0)
+    shares = np.exp(sharpness * np.array(SCORES))
+    shares /= shares.sum()
+    reached = 1.0
+    for depth, evidence in enumerate([*seen.evidence, math.inf]):
+        passes = chance(weight * evidence + offset) if depth < 4 else 0.0
+        for rank, share in enumerate(shares):
+            expected = reached * (1 - passes) * share
+            assert found[depth, rank] == pytest.approx(expected, abs=0.07)
+        reached *= passes
+
+
+def test_acceptance_is_learned_for_each_depth() -> None:
+    """Evidence being equal, a depth that fails more often is where rounds are thought to end."""
+    draw = random.Random(5)
+    fan_out = FanOut()
+    for _ in range(1000):
+        accepted = next((n for n in range(4) if n == 2 and draw.random() < 0.7), 4)
+        fan_out.note(guesses([1.0] * 4), accepted, 0)
+    plan = fan_out.plan(guesses([1.0] * 4), LOOK_AHEAD_MAX)
+    ends = [sum(guess.chance for guess in plan if guess.num_accepted == n) for n in range(5)]
+    assert ends[2] == pytest.approx(0.7, abs=0.1)
+    assert ends[4] == pytest.approx(0.3, abs=0.1)
 
 
 def test_it_forgets_what_was_long_ago() -> None:
-    fan_out = learned(0.9, 0.9)
-    before = fan_out.plan(4, 1)[0]
-    for _ in range(2000):
-        fan_out.note(4, 0, 0)
-    after = fan_out.plan(4, 1)[0]
-    assert (before.num_accepted, after.num_accepted, after.rank) == (4, 0, 0)
+    fan_out = learned(2.0, 0.0, 2.0)
+    seen = guesses([3.0] * 4)
+    before = fan_out.plan(seen, 1)[0]
+    for _ in range(3000):
+        fan_out.note(seen, 0, 2)
+    after = fan_out.plan(seen, 1)[0]
+    assert (before.num_accepted, before.rank, after.num_accepted) == (4, 0, 0)
 
 
 @pytest.mark.parametrize("num_drafted", [0, 1, 5, NUM_DRAFT_TOKENS_MAX])
 @pytest.mark.parametrize("num_guesses", [1, 12, LOOK_AHEAD_MAX, 1000])
 def test_a_plan_has_the_likeliest_outcomes_once_each(num_drafted: int, num_guesses: int) -> None:
-    plan = FanOut().plan(num_drafted, num_guesses)
+    seen = guesses([1.0] * num_drafted, [1.0 - 0.1 * rank for rank in range(RANKS_MAX)])
+    plan = FanOut().plan(seen, num_guesses)
     possible = (num_drafted + 1) * RANKS_MAX
     assert len(plan) == min(num_guesses, LOOK_AHEAD_MAX, possible)
     places = {(guess.num_accepted, guess.rank) for guess in plan}
@@ -54,8 +96,21 @@ def test_a_plan_has_the_likeliest_outcomes_once_each(num_drafted: int, num_guess
     assert all(0 <= n <= num_drafted and 0 <= rank < RANKS_MAX for n, rank in places)
     chances = [guess.chance for guess in plan]
     assert chances == sorted(chances, reverse=True)
-    whole = FanOut().plan(num_drafted, LOOK_AHEAD_MAX)
+    whole = FanOut().plan(seen, LOOK_AHEAD_MAX)
     assert plan == whole[: len(plan)]
     assert sum(chances) <= 1 + 1e-9
     # Of one correction the first guesses come first.
     assert all((n, rank - 1) in places for n, rank in places if rank > 0)
+
+
+def test_what_is_not_a_guess_is_not_planned() -> None:
+    """Rows with fewer guesses than others, or without any; evidence without bounds."""
+    rows = np.array([[3.0, -np.inf], [-np.inf, -np.inf], [2.0, 1.0]])
+    seen = RoundGuesses([[7], [], [8, 9]], rows, np.array([-16.0, 16.0]))
+    fan_out = FanOut()
+    for _ in range(50):
+        fan_out.note(seen, 0, 0)
+        fan_out.note(seen, 1, None)
+    plan = fan_out.plan(seen, LOOK_AHEAD_MAX)
+    assert {(guess.num_accepted, guess.rank) for guess in plan} == {(0, 0), (2, 0), (2, 1)}
+    assert all(0 < guess.chance <= 1 for guess in plan)

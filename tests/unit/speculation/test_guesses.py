@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.speculation.guesses import ranked_corrections
+from outrider.speculation.guesses import EVIDENCE_MAX, guess_round
 from outrider.speculation.noise import RoundNoise, uniforms
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.reduced import ReducedVocabulary
@@ -27,7 +27,7 @@ def logits(seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("params", [HOT, SamplingParams(temperature=0.7, top_k=20)])
 def test_the_order_is_by_log_q_and_the_rounds_noise(rule: Rule, params: SamplingParams) -> None:
     noise = RoundNoise(5, rule, 40)
-    ranked = ranked_corrections(logits(), params, noise, DRAFTED, 5)
+    found = guess_round(logits(), params, noise, DRAFTED, 5)
     q = target_probabilities(logits(), params, NO_HISTORY).numpy()
     for n in range(K + 1):
         stream = noise.draft_stream.TARGET if n == K else noise.residual_stream
@@ -37,13 +37,39 @@ def test_the_order_is_by_log_q_and_the_rounds_noise(rule: Rule, params: Sampling
         if n < K:
             scores[DRAFTED[n]] = -np.inf
         expected = [int(v) for v in np.argsort(-scores) if scores[v] > -np.inf][:5]
-        assert ranked[n] == expected
+        assert found.corrections[n] == expected
+        falls = scores[expected] - scores[expected[0]]
+        np.testing.assert_allclose(found.scores[n] - found.scores[n, 0], falls, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.GREEDY])
+def test_what_won_by_much_is_likely_to_win_again(rule: Rule) -> None:
+    """The evidence for a draft token is what its score is ahead of the next one's; for one that is
+    not among the likeliest nothing speaks."""
+    params = SamplingParams(temperature=0.0) if rule is Rule.GREEDY else HOT
+    noise = RoundNoise(5, rule, 40)
+    scores = []
+    for n, row in enumerate(logits()[:K].double().numpy()):
+        numbers = uniforms(noise.seed, [noise.place(n)], noise.residual_stream, V)[0].numpy()
+        scores.append(row if rule is Rule.GREEDY else row - np.log(-np.log(numbers)))
+    order = [np.argsort(-row) for row in scores]
+    drafted = (int(order[0][0]), int(order[1][2]), int(order[2][-1]))
+    found = guess_round(logits(), params, noise, drafted, 5)
+    first = scores[0][order[0][0]] - scores[0][order[0][1]]
+    second = scores[1][order[1][2]] - scores[1][order[1][0]]
+    np.testing.assert_allclose(found.evidence, [first, second, -EVIDENCE_MAX], atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
+def test_a_small_number_is_sure_to_pass(rule: Rule) -> None:
+    noise = RoundNoise(5, rule, 40)
+    found = guess_round(logits(), HOT, noise, DRAFTED, 5)
+    np.testing.assert_allclose(np.exp(-found.evidence), list(noise.accept_uniforms(K)))
 
 
 def test_greedy_guesses_are_the_likeliest_tokens() -> None:
-    ranked = ranked_corrections(
-        logits(), SamplingParams(temperature=0.0), RoundNoise(5, Rule.GREEDY, 40), DRAFTED, 3
-    )
+    params, noise = SamplingParams(temperature=0.0), RoundNoise(5, Rule.GREEDY, 40)
+    ranked = guess_round(logits(), params, noise, DRAFTED, 3).corrections
     for n, row in enumerate(logits().tolist()):
         order = sorted(range(V), key=lambda v: -row[v])
         assert ranked[n] == [v for v in order if n == K or v != DRAFTED[n]][:3]
@@ -56,7 +82,7 @@ def test_a_draft_that_is_the_target_guesses_right_at_once(rule: Rule) -> None:
         noise = RoundNoise(seed, rule, 12)
         one_hot = Proposal(DRAFTED, (None,) * K if rule.needs_q else ())
         verdict = verdict_from_logits(logits(seed), HOT, NO_HISTORY, one_hot, noise)
-        ranked = ranked_corrections(logits(seed), HOT, noise, DRAFTED, 1)
+        ranked = guess_round(logits(seed), HOT, noise, DRAFTED, 1).corrections
         assert ranked[K][0] == verdict.correction[K]
         if rule is Rule.COUPLED:
             for n in range(K):
@@ -71,5 +97,8 @@ def test_a_reduced_vocabulary_is_guessed_in_the_targets_ids() -> None:
     for rule in (Rule.TOKEN, Rule.COUPLED, Rule.GREEDY):
         params = SamplingParams(temperature=0.0) if rule is Rule.GREEDY else HOT
         noise = RoundNoise(5, rule, 40)
-        narrow = ranked_corrections(logits(), params, noise, DRAFTED, 4, vocabulary)
-        assert narrow == ranked_corrections(wide, params, noise, DRAFTED, 4)
+        narrow = guess_round(logits(), params, noise, DRAFTED, 4, vocabulary)
+        full = guess_round(wide, params, noise, DRAFTED, 4)
+        assert narrow.corrections == full.corrections
+        np.testing.assert_allclose(narrow.scores, full.scores)
+        np.testing.assert_allclose(narrow.evidence, full.evidence)
