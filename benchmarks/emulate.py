@@ -15,7 +15,7 @@ from typing import Final
 
 from outrider.client import Client
 from outrider.generation import GenerateRequest
-from outrider.limits import DEADLINE_MS_MAX, LOOK_AHEAD_MAX, SEED_MAX
+from outrider.limits import DEADLINE_MS_MAX, LOOK_AHEAD_DEFAULT, LOOK_AHEAD_MAX, SEED_MAX
 from outrider.settings import check_range
 from outrider.speculation.sampling import Rule, SamplingParams
 
@@ -53,7 +53,7 @@ class EmulateOptions:
     """None = as many as `num_dropped` says."""
     seed: int = 0
     """Of every session."""
-    look_ahead: int = 12
+    look_ahead: int = LOOK_AHEAD_DEFAULT
     """Outcomes of a round that are worked out ahead, in the mode that does so."""
 
     def __post_init__(self) -> None:

@@ -133,7 +133,7 @@ async def _build(config: CoordinatorConfig, observation: Observation) -> Coordin
             run_ahead_rounds=config.run_ahead_rounds,
             max_sessions=config.max_sessions,
             patience=_patience(config),
-            look_ahead=config.look_ahead,
+            look_ahead=config.look_ahead or 0,
             look_ahead_bytes_max=config.look_ahead_bytes_max,
         ),
         store=await connect_store(config),

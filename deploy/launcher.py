@@ -27,6 +27,7 @@ from outrider.client import Client
 from outrider.config import DeploymentConfig
 from outrider.engine.parallel.meeting import Meeting
 from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
+from outrider.hosting import available_cores
 from outrider.rank_host import RankHost, Seat
 from outrider.replica_host import Traffic
 from outrider.sessions.embedded import EmbeddedRedis
@@ -35,7 +36,7 @@ from target_service.actor import TargetActor
 
 from .cluster import Actor, Cluster
 from .models import resolve_models, tokenizer_warning
-from .placement import Placement, plan_placement
+from .placement import Placement, look_ahead_outcomes, plan_placement
 from .preflight import check_before_start
 
 _log = logging.getLogger(__name__)
@@ -132,6 +133,12 @@ class Deployment:
             self._begin("target", config.target), self._begin("draft", config.draft)
         )
         self._report("starting the coordinator")
+        look_ahead = look_ahead_outcomes(
+            config,
+            same_node=self._actors["target"].place.node == self._actors["draft"].place.node,
+            num_cores=available_cores() if self._cluster.local else 0,
+        )
+        config = replace(config, coordinator=replace(config.coordinator, look_ahead=look_ahead))
         coordinator = await self._begin(
             "coordinator",
             replace(config.coordinator, target_address=target, draft_address=draft),

@@ -316,8 +316,9 @@ class CoordinatorConfig(ServerConfig):
         False, "Choose the draft tokens of each round by what they are expected to bring and cost, "
         "none included; a request's number is then the most of them.",
     )  # fmt: skip
-    look_ahead: int = setting(
-        0, "Outcomes of a round that the draft works out while the target verifies; 0 = none.",
+    look_ahead: int | None = setting(
+        None, "Outcomes of a round that the draft works out while the target verifies; 0 = none, "
+        "unset = some where draft and target share neither cores nor a device.",
         minimum=0, maximum=LOOK_AHEAD_MAX,
     )  # fmt: skip
     look_ahead_bytes_max: int = setting(

@@ -45,6 +45,8 @@ HYBRID_MODEL_TOKENS: Final = 1
 """Draft tokens that a hybrid's model draws in a round, at most, by default."""
 LOOK_AHEAD_MAX: Final = 64
 """Outcomes of one round of a session that a draft may guess."""
+LOOK_AHEAD_DEFAULT: Final = 16
+"""Those that it guesses by default, where it takes nothing from the target."""
 LOOK_AHEAD_BYTES_MAX: Final = 256 * 2**10
 """Bytes of proposals that a draft pushes for one round of a session, by default."""
 SUFFIX_SEEDS_MAX: Final = 65_536

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from deploy.cluster import Demand, beyond, strategy
-from deploy.placement import plan_placement
+from deploy.placement import look_ahead_outcomes, plan_placement
 from outrider.config import load_config
 from outrider.errors import ConfigError, SettingError
+from outrider.limits import LOOK_AHEAD_DEFAULT
 
 
 def _shares(gpus: float, **settings: object) -> tuple[tuple[float, str], tuple[float, str]]:
@@ -55,6 +56,32 @@ def test_gpus_are_shared_out(
 ) -> None:
     """What the configuration states wins; else models share what there is."""
     assert _shares(gpus, **settings) == (target, draft)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "same_node", "settings", "expected"),
+    [
+        (0, True, {}, 0),
+        (0, False, {}, LOOK_AHEAD_DEFAULT),
+        (0, True, {"target_num_threads": 6, "draft_num_threads": 2}, LOOK_AHEAD_DEFAULT),
+        (0, True, {"target_num_threads": 7, "draft_num_threads": 2}, 0),
+        (0, True, {"draft_num_threads": 2}, 0),
+        (0, True, {"look_ahead": 5}, 5),
+        (0, False, {"look_ahead": 0}, 0),
+        (1, True, {}, 0),
+        (1, True, {"draft_num_gpus": "0"}, LOOK_AHEAD_DEFAULT),
+        (2, True, {}, LOOK_AHEAD_DEFAULT),
+        (2, True, {"draft_model": "suffix"}, 0),
+        (0, True, {"engine": "emulated:"}, LOOK_AHEAD_DEFAULT),
+    ],
+)
+def test_a_draft_looks_ahead_where_it_takes_nothing_from_the_target(
+    gpus: float, same_node: bool, settings: dict[str, object], expected: int
+) -> None:
+    """A device, a node or cores of its own; what the configuration states wins."""
+    config = load_config({"draft_model": "small", **settings}, {})
+    placed = plan_placement(config, {"CPU": 8.0, "GPU": gpus}).config
+    assert look_ahead_outcomes(placed, same_node=same_node, num_cores=8) == expected
 
 
 def test_a_device_that_nobody_gets_is_refused() -> None:
