@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
-from benchmarks import acceptance, device, emulate, engine, overhead, peers, speedup
+from benchmarks import acceptance, device, emulate, engine, hits, overhead, peers, speedup
 from deploy.models import resolve_models
 from outrider.config import (
     CoordinatorConfig,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from benchmarks.references import ReferenceModel
     from benchmarks.report import SpeedupReport
     from outrider.engine.interface import Engine
+    from outrider.text import TokenizerText
 
 OWN_FLAGS: Final = ("seed", "num_draft_tokens", "deadline_ms")
 """Settings that are flags of the requests here."""
@@ -102,6 +103,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "acceptance", "how much of the target's text a draft would have proposed", _run_acceptance
     )
     acceptance.add_arguments(parser)
+    _add_model_flags(parser, (*TARGET_FLAGS, *DRAFT_FLAGS))
+    parser = measurement("hits", "how often a draft guesses what a round comes to", _run_hits)
+    hits.add_arguments(parser)
     _add_model_flags(parser, (*TARGET_FLAGS, *DRAFT_FLAGS))
 
 
@@ -253,13 +257,8 @@ def _run_acceptance(arguments: argparse.Namespace) -> int:
         reader = ModelReader(draft, config.draft.support_entries)
         max_model_len = min(max_model_len, draft.info.max_model_len)
 
-    def encode(prompt: str) -> list[int]:
-        if options.raw:
-            return text.encode(prompt)
-        return text.encode_chat([{"role": "user", "content": prompt}])
-
     report = measure(
-        options, target, reader, encode,
+        options, target, reader, _encoder(text, options.raw),
         draft_model=config.draft.model, max_model_len=max_model_len, progress=_progress,
     )  # fmt: skip
     if arguments.json:
@@ -267,6 +266,39 @@ def _run_acceptance(arguments: argparse.Namespace) -> int:
     else:
         _show(acceptance.render(report))
     return 0
+
+
+def _run_hits(arguments: argparse.Namespace) -> int:
+    options = hits.HitOptions.from_arguments(arguments)
+    options.load_prompts()
+    config = _model_config(arguments)
+    if config.draft.drafter.model is None:
+        raise SettingError("draft_model", "a look-up has no distribution to guess by; name a model")
+    target, draft = _engine(config.target, "target"), _engine(config.draft, "draft")
+    from benchmarks.hits_rounds import measure
+    from outrider.text import TokenizerText
+
+    text = TokenizerText.load(Path(config.target.directory), config.target.model)
+    report = measure(
+        options, target, draft, _encoder(text, options.raw),
+        draft_model=config.draft.model, progress=_progress,
+    )  # fmt: skip
+    if arguments.json:
+        print(report.to_json())
+    else:
+        _show(hits.render(report))
+    return 0
+
+
+def _encoder(text: TokenizerText, raw: bool) -> Callable[[str], list[int]]:
+    """A prompt's token ids, under the chat template unless it is to go in as it is."""
+
+    def encode(prompt: str) -> list[int]:
+        return (
+            text.encode(prompt) if raw else text.encode_chat([{"role": "user", "content": prompt}])
+        )
+
+    return encode
 
 
 def _show(table: RenderableType) -> None:
