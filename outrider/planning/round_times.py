@@ -1,0 +1,240 @@
+"""What rounds last: the engines' tables, put where measured rounds stood.
+
+    round = wait for a proposal + target's step + rest
+    wait  = messages + link + draft's steps, one for each token that its model draws
+    plain = target's step + what the loop takes beside it
+
+A table is measured in a tight loop, with the caches to itself. So each part is a line over what its
+table says, base + factor * table, which a rehearsal has fitted; without one tables are believed.
+
+Sessions that share a step hear of it at the same time and go on together. So those of a deployment
+gather in groups: as many as find the busier of the two sides free, because where one more has to
+wait, it soon waits beside another, and joins it. Of two groups only one can wait: they stay two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from outrider.engine.costs import StepCosts
+from outrider.errors import check
+
+from .replay import RoundKind, Rounds
+
+NOISE: Final = 0.15
+"""Standard deviation of a time, as a share of it ..."""
+FACTOR_SPREAD: Final = 0.5
+"""... and of what a factor may turn out to be, about 1."""
+FACTOR_MAX: Final = 4.0
+GROUPS_IN_STEP: Final = 2
+"""Groups that settle into taking turns; of more, each comes at any time, and where it finds a step
+running it waits for half of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Seconds over those that a table says."""
+
+    base_s: float = 0.0
+    factor: float = 1.0
+
+    def at(self, table_s: float) -> float:
+        """The time to expect; never negative."""
+        return max(0.0, self.base_s + self.factor * table_s)
+
+
+def fitted(pairs: Sequence[tuple[float, float]]) -> Line:
+    """The line of least squares through (table's, measured) seconds. Its factor, 0 to `FACTOR_MAX`,
+    is drawn towards 1 as far as noise may have made it; without any pair the table is believed."""
+    if not pairs:
+        return Line()
+    x, y = np.array(pairs, dtype=np.float64).T
+    check(bool(np.isfinite(x).all() and np.isfinite(y).all()), "times must be finite")
+    pull = (NOISE * float(y.mean()) / FACTOR_SPREAD) ** 2 / len(pairs)
+    along = float(((x - x.mean()) * (y - y.mean())).mean())
+    factor = (along + pull) / (float(x.var()) + pull) if pull > 0 else 1.0
+    factor = min(max(factor, 0.0), FACTOR_MAX)
+    return Line(float(y.mean() - factor * x.mean()), factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What a target replica is given."""
+
+    sessions: int = 1
+    """That decode at a time, at least one."""
+    round_trip_s: float = 0.0
+    """Of the link between coordinator and draft, beside what messages take on one machine."""
+    draft_replicas: int = 1
+    """That share the sessions of this target replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookAheadPlan:
+    """Rounds whose likely outcomes the draft works out while the target verifies."""
+
+    num_draft_tokens: int
+    num_outcomes: int
+    hit_rate: float
+    """Share of the rounds whose proposal is among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Means:
+    """Of the rounds that share steps."""
+
+    rows: float
+    steps: float
+    context: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceTimes:
+    """The times of one target replica and its drafts."""
+
+    target: StepCosts
+    draft: StepCosts | None
+    """None = a look-up, whose time is that of its messages."""
+    plain: Line = Line()
+    """A round of plain decoding over the target's step."""
+    verify: Line = Line()
+    """The target's part of a round with a draft over its step."""
+    wait: Line = Line()
+    """The wait for a proposal over the steps of the draft's model."""
+    rest_s: float = 0.0
+    """What a round with a draft takes beside these two."""
+    first: Line = Line()
+    """The time to the first token over the target's step of the prompt."""
+    shares_device: bool = False
+    """Whether draft and target compute on the same cores, and so never at the same time."""
+
+    def first_seconds(self, prompt_tokens: Iterable[int]) -> float:
+        """To the first tokens of so many prompts, one after the other."""
+        return sum(self.first.at(self.target.step_seconds(max(1, n))) for n in prompt_tokens)
+
+    def plain_seconds(self, rounds: Rounds, load: Load) -> float:
+        """All rounds but the first ones, of sessions of which so many decode at a time."""
+        later = rounds.num_rounds - rounds.num_texts
+        if later <= 0:
+            return 0.0
+        context = round(load.sessions * rounds.contexts / later)
+        table_s = self.target.step_seconds(load.sessions, load.sessions, context)
+        return later * self.plain.at(table_s)
+
+    def drafted_seconds(self, rounds: Rounds, load: Load) -> float:
+        """The same with a draft that is waited for."""
+        later = sum(rounds.kinds.values())
+        if later <= 0:
+            return 0.0
+        means = _Means(
+            rows=1 + _mean(rounds, lambda kind: kind.num_proposed),
+            steps=_mean(rounds, lambda kind: kind.num_steps),
+            context=rounds.contexts / later,
+        )
+        groups = self._num_groups(means, load)
+        together = load.sessions / groups
+        alone_s = self._cycle(means, together, load)
+        busy_s = self._busiest(means, together, load)
+        queue_s = max(0.0, groups * busy_s - alone_s)
+        if groups > GROUPS_IN_STEP:
+            queue_s += (groups - 1) * busy_s / alone_s * busy_s / 2
+        return sum(
+            number * (self._round(kind, means, together, load) + queue_s)
+            for kind, number in rounds.kinds.items()
+        )
+
+    def look_ahead_seconds(self, rounds: Rounds, load: Load, plan: LookAheadPlan) -> float:
+        """The same with a draft that looks ahead. A round whose proposal is there takes the
+        target's step, or what the draft takes for all outcomes where that is longer; else the
+        proposal is drafted after the outcome (Kumar et al., arXiv 2603.03251, theorem 7)."""
+        later = sum(rounds.kinds.values())
+        check(self.draft is not None, "only a model looks ahead")
+        if later <= 0 or self.draft is None:
+            return 0.0
+        k, context = plan.num_draft_tokens, rounds.contexts / later
+        means = _Means(rows=1.0 + k, steps=float(k), context=context)
+        verify_s = self._verify(means.rows, means, load.sessions) + self.rest_s
+        sessions = math.ceil(load.sessions / load.draft_replicas)
+        slots = round(sessions * context)
+        read_s = self.draft.step_seconds(sessions * (k + 1), sessions, slots)
+        branches = sessions * plan.num_outcomes
+        pass_s = self.draft.step_seconds(branches, branches, plan.num_outcomes * slots)
+        ahead_s = self.wait.at(read_s + k * pass_s) + load.round_trip_s
+        draft_s = self._wait(k, means, load.sessions, load)
+        if self.shares_device:
+            return later * (verify_s + ahead_s + (1 - plan.hit_rate) * draft_s)
+        late_s = max(0.0, ahead_s - verify_s)
+        hit, miss = plan.hit_rate, 1 - plan.hit_rate
+        return later * (verify_s + hit * late_s + miss * draft_s)
+
+    def _num_groups(self, means: _Means, load: Load) -> int:
+        if self.shares_device:
+            return 1
+        groups = min(GROUPS_IN_STEP, load.sessions)
+        while groups < load.sessions:
+            together = load.sessions / (groups + 1)
+            busy_s = (groups + 1) * self._busiest(means, together, load)
+            if busy_s > self._cycle(means, together, load):
+                break
+            groups += 1
+        return groups
+
+    def _cycle(self, means: _Means, together: float, load: Load) -> float:
+        """From one round to the next, of a group that finds nobody before it."""
+        wait_s = self._wait(means.steps, means, together, load)
+        return wait_s + self._verify(means.rows, means, together) + self.rest_s
+
+    def _busiest(self, means: _Means, together: float, load: Load) -> float:
+        """What a group keeps the busier side busy."""
+        verify_s = self._verify(means.rows, means, together)
+        return max(verify_s, self._draft_steps(means.steps, means, together, load))
+
+    def _round(self, kind: RoundKind, means: _Means, together: float, load: Load) -> float:
+        verify_s = self._verify(1.0 + kind.num_proposed, means, together)
+        return self._wait(kind.num_steps, means, together, load) + verify_s + self.rest_s
+
+    def _verify(self, rows: float, means: _Means, together: float) -> float:
+        """The target's part: own rows, and those of the others in its step."""
+
+        def table_s(sessions: int) -> float:
+            all_rows = max(1, round(rows + (sessions - 1) * means.rows))
+            return self.target.step_seconds(all_rows, sessions, round(sessions * means.context))
+
+        return self.verify.at(_between(table_s, together))
+
+    def _wait(self, steps: float, means: _Means, together: float, load: Load) -> float:
+        table_s = self._draft_table(steps, means, together, load)
+        return self.wait.at(table_s) + load.round_trip_s
+
+    def _draft_steps(self, steps: float, means: _Means, together: float, load: Load) -> float:
+        return self.wait.factor * self._draft_table(steps, means, together, load)
+
+    def _draft_table(self, steps: float, means: _Means, together: float, load: Load) -> float:
+        draft = self.draft
+        if draft is None:
+            return 0.0
+
+        def table_s(sessions: int) -> float:
+            slots = round(sessions * means.context)
+            return draft.step_seconds(sessions, sessions, slots)
+
+        return steps * _between(table_s, max(1.0, together / load.draft_replicas))
+
+
+def _between(seconds: Callable[[int], float], sessions: float) -> float:
+    """Of steps that so many sessions share on average."""
+    fewer = math.floor(sessions)
+    part = sessions - fewer
+    if part == 0:
+        return seconds(fewer)
+    return (1 - part) * seconds(fewer) + part * seconds(fewer + 1)
+
+
+def _mean(rounds: Rounds, of: Callable[[RoundKind], float]) -> float:
+    numbers = rounds.kinds.items()
+    return sum(of(kind) * number for kind, number in numbers) / sum(rounds.kinds.values())

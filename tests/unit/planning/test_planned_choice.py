@@ -1,0 +1,217 @@
+"""Times by hand and by a simulation of sessions that share steps; choices that follow from them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from heapq import heappop, heappush
+
+import pytest
+
+from outrider.engine.costs import StepCosts
+from outrider.errors import InvariantError
+from outrider.planning.choosing import GAIN_MIN, Candidate, Choice, Chooser
+from outrider.planning.replay import Attempt, Rounds, replay, total
+from outrider.planning.round_times import Line, Load, LookAheadPlan, ServiceTimes, fitted
+from outrider.speculation.sampling import Rule
+
+TARGET = StepCosts((1, 2, 101), (0.010, 0.010, 0.010 + 99 * 0.0001))
+"""10 ms, and 0.1 ms for each row from the third on."""
+DRAFT = StepCosts((1, 101), (0.001, 0.001 + 100 * 0.00001))
+NUM_TOKENS = 4_001
+
+
+def _text(num_draft_tokens: int, acceptance: float, num_steps: int | None = None) -> Rounds:
+    steps = num_draft_tokens if num_steps is None else num_steps
+
+    def attempt_at(start: int) -> Attempt:
+        known = min(num_draft_tokens, NUM_TOKENS - start)
+        chances = tuple(acceptance**depth for depth in range(1, known + 1))
+        return Attempt(num_draft_tokens, steps, chances)
+
+    return replay(NUM_TOKENS, attempt_at)
+
+
+def _times(**changes: object) -> ServiceTimes:
+    return ServiceTimes(target=TARGET, draft=DRAFT, **changes)  # type: ignore[arg-type]
+
+
+def test_one_session_takes_the_sum_of_its_parts() -> None:
+    """K = 4: wait 0.5 + 2 * 4 * 1 + link 3, target 1 + 1.5 * (10 + 3 * 0.1), rest 2: 29.95 ms."""
+    times = _times(wait=Line(0.0005, 2.0), verify=Line(0.001, 1.5), rest_s=0.002)
+    rounds = _text(4, 0.8)
+    seconds = times.drafted_seconds(rounds, Load(round_trip_s=0.003))
+    assert seconds / (rounds.num_rounds - 1) == pytest.approx(0.02995)
+    plain = _text(0, 0.0)
+    assert times.plain_seconds(plain, Load()) == pytest.approx(4_000 * 0.010)
+    assert plain.num_rounds == NUM_TOKENS
+
+
+def test_tokens_per_round_are_the_geometric_sum() -> None:
+    """1 + a + ... + a^K (Leviathan et al. 2023), but for the text's beginning and end."""
+    found = _text(4, 0.8)
+    assert found.tokens_per_round == pytest.approx(sum(0.8**n for n in range(5)), rel=0.005)
+
+
+def test_look_ahead_hides_the_draft_where_it_hits() -> None:
+    """K = 4, 3 outcomes, hits 0.75: a round is the target's 10.3 ms and, of a quarter, the draft's
+    4 ms. A draft of 4 ms a step is later than the target by 4 * 4.002 + 4.004 - 10.3 ms."""
+    rounds = _text(4, 0.8)
+    plan = LookAheadPlan(4, 3, 0.75)
+    later = rounds.num_rounds - 1
+    seconds = _times().look_ahead_seconds(rounds, Load(), plan)
+    assert seconds / later == pytest.approx(0.0103 + 0.25 * 0.004)
+    slow = StepCosts((1, 101), (0.004, 0.004 + 100 * 0.000001))
+    times = ServiceTimes(target=TARGET, draft=slow)
+    seconds = times.look_ahead_seconds(rounds, Load(), plan)
+    late = 4 * 0.004002 + 0.004004 - 0.0103
+    assert seconds / later == pytest.approx(0.0103 + 0.75 * late + 0.25 * 0.016)
+    shared = ServiceTimes(target=TARGET, draft=slow, shares_device=True)
+    assert shared.look_ahead_seconds(rounds, Load(), plan) > shared.drafted_seconds(rounds, Load())
+
+
+class _Station:
+    """Works on all that wait at once."""
+
+    def __init__(self, seconds: Callable[[int], float]) -> None:
+        self.seconds = seconds
+        self.waiting: list[int] = []
+        self.running: list[int] = []
+
+
+def _simulated_cycle(sessions: int, verify: Callable[[int], float], draft: Callable[[int], float],
+                     rest_s: float) -> float:  # fmt: skip
+    """The mean time of a round of sessions that begin at random times: target, rest, draft, and
+    again."""
+    stations = [_Station(verify), _Station(draft)]
+    starts = random.Random(2)
+    events = [(starts.uniform(0.0, 0.05), session, 0, False) for session in range(sessions)]
+    events.sort()
+    num_rounds, now = 0, 0.0
+
+    def begin(number: int) -> None:
+        station = stations[number]
+        if station.waiting and not station.running:
+            station.running, station.waiting = station.waiting, []
+            heappush(events, (now + station.seconds(len(station.running)), -1, number, True))
+
+    warm = 200 * sessions
+    warm_at = 0.0
+    while num_rounds < 3 * warm:
+        now, session, number, is_end = heappop(events)
+        if not is_end:
+            stations[number].waiting.append(session)
+        else:
+            done, stations[number].running = stations[number].running, []
+            delay = rest_s if number == 0 else 0.0
+            for one in done:
+                heappush(events, (now + delay, one, 1 - number, False))
+            if number == 0:
+                num_rounds += len(done)
+                warm_at = now if num_rounds < warm else warm_at
+        # Whoever comes at the very same time joins the step.
+        if not events or events[0][0] > now:
+            for index in range(2):
+                begin(index)
+    return (now - warm_at) * sessions / (num_rounds - warm)
+
+
+@pytest.mark.parametrize("sessions", [1, 2, 5, 8, 16])
+@pytest.mark.parametrize(("draft_ms", "rest_ms"), [(0.5, 0.5), (2.0, 1.0), (4.0, 1.0), (1.0, 30.0)])
+def test_sessions_that_share_steps_take_what_a_simulation_says(
+    sessions: int, draft_ms: float, rest_ms: float
+) -> None:
+    """Batches form by themselves in the simulation; the model's groups come within a tenth."""
+    slow = StepCosts((1, 101), (draft_ms / 1e3, draft_ms / 1e3 + 100 * 0.00001))
+    times = ServiceTimes(target=TARGET, draft=slow, rest_s=rest_ms / 1e3)
+    rounds = _text(4, 0.8)
+    told = times.drafted_seconds(rounds, Load(sessions=sessions)) / (rounds.num_rounds - 1)
+    simulated = _simulated_cycle(
+        sessions,
+        lambda number: TARGET.step_seconds(5 * number, number),
+        lambda number: 4 * slow.step_seconds(number, number),
+        rest_ms / 1e3,
+    )
+    assert told == pytest.approx(simulated, rel=0.1)
+
+
+def _choice(load: Load, times: ServiceTimes, acceptance: float, hits: tuple[float, ...] = ()
+            ) -> Choice:  # fmt: skip
+    chooser = Chooser(times, load, [1], _text(0, 0.0), Rule.TOKEN)
+    return chooser.choose(
+        Candidate(Rule.TOKEN, k, _text(k, acceptance), hits) for k in range(1, 13)
+    )
+
+
+def _fastest(found: Choice) -> int:
+    options = (found.plain, *found.options)
+    return max(options, key=lambda option: option.tokens_per_second).num_draft_tokens
+
+
+def test_the_best_k_is_the_formulas() -> None:
+    """c = 0.1 and rows that cost nothing: K* is 4 at a = 0.7 and 6 at 0.8 by
+    (1 - a^(K+1)) / ((1 - a)(Kc + 1)), and nothing is drafted at a = 0.05."""
+    target = StepCosts((1, 101), (0.010, 0.010))
+    times = ServiceTimes(target=target, draft=DRAFT)
+    for acceptance, best in ((0.7, 4), (0.8, 6), (0.05, 0)):
+        found = _choice(Load(), times, acceptance)
+        assert _fastest(found) == best
+        best_rate = max(option.tokens_per_second for option in (found.plain, *found.options))
+        assert found.chosen.tokens_per_second >= best_rate / (1 + GAIN_MIN)
+    k = found.options[3].num_draft_tokens
+    assert k == 4
+    expected = (1 - 0.05**5) / (0.95 * 1.4)
+    assert found.options[3].speedup == pytest.approx(expected, rel=0.005)
+    assert found.chosen == found.plain  # the last acceptance
+    assert found.plain.tokens_per_second == pytest.approx(100.0, rel=0.001)
+
+
+def test_a_long_link_makes_drafts_longer_and_then_none() -> None:
+    """[SYN] of the literature: with a round trip as long as the target's step, a = 0.8 and c = 0.1,
+    K* rises from 6 to 8; at a = 0.6 nothing is left of the gain."""
+    target = StepCosts((1, 101), (0.010, 0.010))
+    times = ServiceTimes(target=target, draft=DRAFT)
+    assert _fastest(_choice(Load(round_trip_s=0.010), times, 0.8)) == 8
+    assert _choice(Load(round_trip_s=0.010), times, 0.6).chosen.num_draft_tokens == 0
+
+
+def test_look_ahead_and_replicas_follow_from_the_load() -> None:
+    """Hits that more outcomes bring are worth having until they bring little; one draft does for a
+    target whose steps are ten times as long, and a slow one needs company."""
+    hits = tuple(min(0.9, 0.5 + 0.1 * number) for number in range(12))
+    ahead = _choice(Load(), _times(), 0.8, hits).chosen
+    assert ahead.look_ahead == 6
+    assert ahead.hit_rate == 0.9
+    assert ahead.draft_replicas == 1
+    assert _choice(Load(sessions=8), _times(), 0.8).chosen.draft_replicas == 1
+    heavy = StepCosts((1, 2, 101), (0.001, 0.002, 0.101))
+    crowded = ServiceTimes(target=TARGET, draft=heavy)
+    many = _choice(Load(sessions=8), crowded, 0.8).chosen
+    assert many.draft_replicas > 1
+    assert many.tokens_per_second > 0
+
+
+def test_lines_are_fitted_and_bounded() -> None:
+    """Many times on a line are believed, few or alike ones hardly; never below 0."""
+    line = [(1e-3 * x, 0.003 + 2e-3 * x) for x in range(1, 11)]
+    found = fitted(line * 40)
+    assert found.factor == pytest.approx(2.0, rel=0.01)
+    assert found.at(0.005) == pytest.approx(0.013, rel=0.01)
+    assert fitted([(1.0, 5.0), (1.0, 6.0)]) == Line(4.5, 1.0)
+    assert 1.0 < fitted([(1.0, 5.0), (1.2, 5.4)]).factor < 1.1
+    assert fitted([(1.0, 9.0), (9.0, 5.0)] * 100).factor == 0.0
+    assert fitted([]) == Line()
+    assert Line(-2.0, 1.0).at(1.0) == 0.0
+    with pytest.raises(InvariantError):
+        fitted([(1.0, float("nan"))])
+
+
+def test_sums_over_texts_are_checked() -> None:
+    """Each text has a prompt, and a text has tokens."""
+    with pytest.raises(InvariantError, match="prompt"):
+        Chooser(_times(), Load(), [1, 2], _text(0, 0.0), Rule.TOKEN)
+    with pytest.raises(InvariantError, match="without a token"):
+        replay(0, lambda start: Attempt(0, 0, ()))
+    with pytest.raises(InvariantError, match="never grows"):
+        Attempt(2, 2, (0.5, 0.6))
+    assert total([]).tokens_per_round == 0.0

@@ -1,0 +1,133 @@
+"""Rounds told from a text are those that would be played."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from outrider.planning.hits import Guessing, RankShares, race_rank
+from outrider.planning.replay import Attempt, RoundKind, replay, total
+from outrider.planning.survival import DraftedPlace, matched, survival
+from outrider.speculation.decision import count_accepted
+from outrider.speculation.sampling import Rule
+
+P = np.array([0.5, 0.3, 0.2])
+Q = np.array([0.2, 0.2, 0.6])
+NUM_PLACES = 60_000
+
+
+def test_greedy_rounds_are_the_ones_that_are_played() -> None:
+    """At temperature 0, by hand: hits 1 1 0 1 1 1 after the first token, K = 2. Rounds begin at 1
+    (both accepted, then a bonus), at 4 (both), and the last at 7 of 8."""
+    hits = [None, True, True, False, True, True, True, False]
+
+    def attempt_at(start: int) -> Attempt:
+        places = [DraftedPlace(float(hit), 0.0) for hit in hits[start : start + 2]]
+        return Attempt(2, 2, survival(Rule.GREEDY, places))
+
+    found = replay(8, attempt_at, prompt_tokens=10)
+    assert found.num_rounds == 4  # with the first, which has no draft
+    assert found.kinds == {RoundKind(2, 2): 3.0}
+    assert found.contexts == (10 + 1) + (10 + 4) + (10 + 7)
+    assert found.by_position()[:3] == (2 / 3, 1.0, None)
+    assert found.tokens_per_round == 2.0
+    assert found.rates() == (4 / 6, 2.0)
+
+
+def test_a_text_that_ends_within_a_proposal_bounds_it() -> None:
+    """What lies behind the end is proposed, but neither reached nor accepted."""
+    found = replay(2, lambda start: Attempt(4, 4, (1.0,)))
+    assert found.num_rounds == 2
+    assert found.reached[:2] == (1.0, 0.0)
+    assert found.by_position()[:2] == (1.0, None)
+    assert total([found, found]).num_tokens == 4
+
+
+def _played(rule: Rule, num_draft_tokens: int, generator: np.random.Generator) -> list[int]:
+    """Accepted tokens of rounds that are played, by the rules' own tests."""
+    accepted = []
+    for _ in range(4_000):
+        drawn = generator.choice(3, size=num_draft_tokens, p=Q)
+        chances = _chances(rule, drawn)
+        passes = [bool(generator.random() < chance) for chance in chances]
+        accepted.append(count_accepted(rule, passes))
+    return accepted
+
+
+def _chances(rule: Rule, drawn: np.ndarray) -> list[float]:
+    """What each draft token is tested with (Leviathan et al. 2023; Sun et al. 2025)."""
+    ratios = P[drawn] / Q[drawn]
+    if rule is Rule.TOKEN:
+        return [min(1.0, ratio) for ratio in ratios]
+    pi, chances = 1.0, []
+    for index, ratio in enumerate(ratios):
+        pi = min(1.0, pi * ratio)
+        rest = np.maximum(pi * P - Q, 0.0).sum()
+        room = rest + 1 - pi
+        h = rest / room if room > 0 else 1.0
+        chances.append(pi if index == len(ratios) - 1 else h)
+    return chances
+
+
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
+def test_survival_over_the_targets_text_is_that_of_rounds(rule: Rule) -> None:
+    """The mean over texts drawn from p equals what 4,000 played rounds accept; both have a standard
+    error under 0.008, so that 0.04 is passed in error less than once in 10^5."""
+    generator = np.random.default_rng(5)
+    played = np.array(_played(rule, 3, generator))
+    texts = generator.choice(3, size=(NUM_PLACES // 3, 3), p=P)
+    told = np.array(
+        [survival(rule, [DraftedPlace(Q[x] / P[x], 0.0) for x in text]) for text in texts]
+    ).mean(axis=0)
+    for depth in range(3):
+        assert abs((played > depth).mean() - told[depth]) < 0.04
+
+
+def test_block_accepts_more_than_token_after_a_sure_token() -> None:
+    """By hand: ratios 2 and 1/2 have the product 1, where token has min(1, 2) / 2."""
+    places = [DraftedPlace(2.0, 0.0), DraftedPlace(0.5, 0.0)]
+    assert survival(Rule.TOKEN, places) == (1.0, 0.5)
+    assert survival(Rule.BLOCK, places) == pytest.approx((1.0, 1.0))
+    assert survival(Rule.BLOCK, places[::-1]) == pytest.approx((0.5, 0.5))
+    assert survival(Rule.BLOCK, [DraftedPlace(0.0, 0.0), places[0]]) == (0.0, 0.0)
+
+
+def test_matched_is_how_often_two_races_with_one_noise_agree() -> None:
+    """Over 60,000 races the share of agreement, given the target's winner, is what `matched` says;
+    standard error at most 0.005 for each token, so 0.03 is passed in error less than once in 10^8.
+    """
+    noise = np.random.default_rng(3).gumbel(size=(NUM_PLACES, 3))
+    ours, theirs = (np.log(P) + noise).argmax(axis=1), (np.log(Q) + noise).argmax(axis=1)
+    for token_id in range(3):
+        mine = ours == token_id
+        share = (theirs[mine] == token_id).mean()
+        assert abs(matched(P, (0, 1, 2), tuple(Q), token_id) - share) < 0.03
+    assert matched(P, (0, 1), (0.5, 0.5), 2) == 0.0
+    assert matched(P, (0, 7), (0.5, 0.5), 0) == pytest.approx(1 / (0.5 + 0.3 + 0.2 + 0.5))
+
+
+def test_race_ranks_are_those_of_two_races_with_one_noise() -> None:
+    """Drawn from the law that the winner leaves, the winner's rank in the race over q is
+    distributed as in races that are run; standard error 0.004, bound 0.03."""
+    generator = np.random.default_rng(11)
+    noise = generator.exponential(size=(NUM_PLACES, 3))
+    winners = (noise / P).argmin(axis=1)
+    order = (noise / Q).argsort(axis=1).argsort(axis=1)
+    mine = order[winners == 0, 0]
+    told = np.array([race_rank(P, Q, 0, generator) for _ in range(15_000)])
+    for rank in range(3):
+        assert abs((mine == rank).mean() - (told == rank).mean()) < 0.03
+    assert race_rank(P, np.array([0.0, 0.5, 0.5]), 0, generator) is None
+    refusing = {race_rank(P, Q, 0, generator, refused=2) for _ in range(200)}
+    assert refusing == {0, 1}
+
+
+def test_hit_rates_add_up_the_likeliest_outcomes() -> None:
+    """By hand, K = 1 with acceptance 0.8: bonus guesses 0.8 * (0.6, 0.4), recoveries 0.2 * 0.5."""
+    recovery, bonus = RankShares(), RankShares()
+    for rank in (0, None):
+        recovery.note(rank)
+    bonus.note(0, 6.0)
+    bonus.note(1, 4.0)
+    rates = Guessing(recovery, bonus).hit_rates([0.8])
+    assert rates[:3] == pytest.approx((0.48, 0.80, 0.90))
