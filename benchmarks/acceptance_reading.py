@@ -70,10 +70,29 @@ class ModelReader:
         known = self._vocabulary
         return list((columns if known is None else known.token_ids[columns]).tolist())
 
-    def distributions(self, token_ids: Sequence[int], first: int) -> list[DraftDistribution | None]:
-        """See `Reader.distributions`."""
-        rows = target_probabilities(self._logits(token_ids, first), SAMPLED)
+    def ranks(self, token_ids: Sequence[int], first: int) -> list[int | None]:
+        """[n]: how many tokens the draft finds likelier than each of `token_ids[first:]`; None for
+        one that it has no logit of."""
+        logits = self._logits(token_ids, first)
+        columns = self._columns(token_ids[first:], logits.shape[1])
+        found: list[int | None] = []
+        for row, column in zip(logits, columns, strict=True):
+            found.append(None if column is None else int((row > row[column]).sum()))
+        return found
+
+    def distributions(
+        self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
+    ) -> list[DraftDistribution | None]:
+        """See `Reader.distributions`; under other parameters than those of temperature 1 where
+        they are given."""
+        rows = target_probabilities(self._logits(token_ids, first), params)
         return [quantise(row, self._entries_max, self._vocabulary) for row in rows]
+
+    def _columns(self, token_ids: Sequence[int], width: int) -> list[int | None]:
+        if self._vocabulary is None:
+            return [token_id if token_id < width else None for token_id in token_ids]
+        places = {token_id: i for i, token_id in enumerate(self._vocabulary.token_ids.tolist())}
+        return [places.get(token_id) for token_id in token_ids]
 
     def _logits(self, token_ids: Sequence[int], first: int) -> torch.Tensor:
         step = SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), num_logits=len(token_ids) - first)

@@ -1,11 +1,12 @@
-"""The deployment of `bench emulate`: the services and Redis in processes of their own, no Ray."""
+"""Deployments without Ray, for `bench emulate` and the rehearsal of `outrider plan`: services and
+Redis in processes of their own."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -27,10 +28,12 @@ class Replicas:
     target_address: str
     draft_address: str
     redis_url: str
+    settings: CoordinatorConfig = field(default_factory=CoordinatorConfig)
+    """Of coordinators, as far as they are not said here."""
 
     @asynccontextmanager
     async def coordinator(self, look_ahead: int, delay_ms: float = 0.0) -> AsyncIterator[Client]:
-        """Calls a coordinator that runs as long as this lasts, with its defaults but for
+        """Calls a coordinator that runs as long as this lasts, with `settings` but for
         `look_ahead`. What it and the draft send each other takes `delay_ms` more in each direction.
         Raises `Unavailable` where a process breaks off."""
         async with AsyncExitStack() as stack:
@@ -39,7 +42,8 @@ class Replicas:
                 way = {"address": draft_address, "delay_ms": delay_ms}
                 relay = await stack.enter_async_context(RoleProcess("relay", "relay", way))
                 draft_address = relay.address
-            config = CoordinatorConfig(
+            config = replace(
+                self.settings,
                 grpc_port=0,
                 redis_url=self.redis_url,
                 target_address=self.target_address,
@@ -59,6 +63,16 @@ async def running_replicas(engine: str) -> AsyncIterator[Replicas]:
     `Unavailable` where a process breaks off, and `ConfigError`."""
     target = TargetConfig(engine=engine, model=_MODEL, num_threads=1)
     draft = DraftConfig(engine=engine, model=_MODEL, num_threads=1)
+    async with running_pair(target, draft, CoordinatorConfig()) as replicas:
+        yield replicas
+
+
+@asynccontextmanager
+async def running_pair(
+    target: TargetConfig, draft: DraftConfig, coordinator: CoordinatorConfig
+) -> AsyncIterator[Replicas]:
+    """A target, a draft and an embedded Redis, for coordinators with these settings. Raises
+    `Unavailable` where a process breaks off, and `ConfigError`."""
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="outrider-"))
         redis = EmbeddedRedis(Path(directory))
@@ -68,4 +82,4 @@ async def running_replicas(engine: str) -> AsyncIterator[Replicas]:
         for role, config in (("target", target), ("draft", draft)):
             process = RoleProcess("service_roles", role, {"config": asdict(config)})
             addresses.append((await stack.enter_async_context(process)).address)
-        yield Replicas(addresses[0], addresses[1], redis.url)
+        yield Replicas(addresses[0], addresses[1], redis.url, coordinator)

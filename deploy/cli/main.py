@@ -29,6 +29,7 @@ COMMANDS: Final = {
     "chat": "talk with the model",
     "drafters": "list who can draft, and what each needs",
     "bench": "measure",
+    "plan": "say what drafting would bring, before anything is deployed",
     "distill": "make a drafter for a target",
     "collect-env": "describe this machine and what is installed, for a report",
 }

@@ -1,0 +1,216 @@
+"""What `outrider plan` says: as JSON, as tables, and as a plot of the speed-up over K."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import Final
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from outrider.engine.costs import StepCosts
+from outrider.planning.choosing import Choice, Option
+
+from .plan_validation import Validation
+
+SIGNIFICANT: Final = 6
+"""Digits of a number in JSON: seconds and shares of very different sizes."""
+_BAR: Final = 40
+"""Characters of the longest bar."""
+_WIDTH, _HEIGHT, _MARGIN = 640, 320, 48
+_COLOURS: Final = ("#2471a3", "#c0392b", "#1e8449", "#b7950b", "#6c3483", "#117a65")
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedBy:
+    """Acceptance of some of the texts."""
+
+    num_tokens: int
+    by_position: Mapping[str, tuple[float | None, ...]]
+    """By rule: the chance that a draft token of depth 1, 2, ... is accepted given that those before
+    it were, in rounds as they would be played; None where none came so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemperaturePlan:
+    """What one temperature allows."""
+
+    temperature: float
+    acceptance: Mapping[str, AcceptedBy]
+    """By category, and `all`."""
+    choice: Choice
+    times: Mapping[str, object]
+    """What the rehearsal fitted to the engines' tables."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """The result of one `outrider plan`."""
+
+    model: str
+    draft_model: str
+    num_prompts: int
+    max_tokens: int
+    concurrency: int
+    round_trip_ms: float
+    shares_device: bool
+    target_costs: StepCosts
+    draft_costs: StepCosts | None
+    plans: tuple[TemperaturePlan, ...]
+
+    def to_json(self, validation: Validation | None) -> str:
+        """One JSON object on one line."""
+        value = asdict(self)
+        value["temperatures"] = {
+            f"{plan.temperature:g}": {
+                "acceptance": {name: asdict(found) for name, found in plan.acceptance.items()},
+                "chosen": asdict(plan.choice.chosen),
+                "plain": asdict(plan.choice.plain),
+                "options": [asdict(option) for option in plan.choice.options],
+                "times": plan.times,
+            }
+            for plan in self.plans
+        }
+        del value["plans"]
+        value["validation"] = None if validation is None else validation.values()
+        return json.dumps(_rounded(value), allow_nan=False)
+
+
+def render(report: PlanReport, validation: Validation | None) -> Group:
+    """The report for people."""
+    parts: list[Table | Text] = []
+    for plan in report.plans:
+        parts += [_acceptance(report, plan), _options(report, plan), *_bars(plan)]
+        parts.append(Text(_sentence(plan.choice.chosen), style="bold"))
+    if validation is not None:
+        parts += validation.tables()
+    return Group(*parts)
+
+
+def _acceptance(report: PlanReport, plan: TemperaturePlan) -> Table:
+    table = Table(
+        title=f"{report.draft_model} for {report.model}, temperature {plan.temperature:g}: "
+        "accepted, given those before it"
+    )
+    table.add_column("prompts")
+    table.add_column("rule")
+    depths = max(len(chances) for chances in plan.acceptance["all"].by_position.values())
+    for depth in range(1, depths + 1):
+        table.add_column(str(depth), justify="right")
+    for name, found in plan.acceptance.items():
+        for rule, chances in found.by_position.items():
+            cells = ["-" if chance is None else f"{chance:.2f}" for chance in chances]
+            table.add_row(name, rule, *cells)
+    return table
+
+
+def _options(report: PlanReport, plan: TemperaturePlan) -> Table:
+    link = f", link {report.round_trip_ms:g} ms" if report.round_trip_ms else ""
+    table = Table(
+        title=f"Expected at temperature {plan.temperature:g}, {report.concurrency} at a time{link}"
+    )
+    table.add_column("rule")
+    for heading in ("K", "fan-out", "drafts", "tokens a round", "hits", "tokens/s", "speed-up"):
+        table.add_column(heading, justify="right")
+    for option in (plan.choice.plain, *plan.choice.options):
+        hit = "-" if option.hit_rate is None else f"{option.hit_rate:.2f}"
+        table.add_row(
+            option.rule.value, str(option.num_draft_tokens), str(option.look_ahead),
+            str(option.draft_replicas), f"{option.tokens_per_round:.2f}", hit,
+            f"{option.tokens_per_second:.1f}", f"{option.speedup:.2f}x",
+            style="bold" if option == plan.choice.chosen else "",
+        )  # fmt: skip
+    return table
+
+
+def _bars(plan: TemperaturePlan) -> Iterator[Text]:
+    """The speed-up over K, a line each."""
+    best = max((option.speedup for option in plan.choice.options), default=1.0)
+    most = max(1.0, best)
+    for rule, options in _by_rule(plan.choice.options).items():
+        yield Text(f"speed-up over K, {rule}")
+        for option in options:
+            bar = "█" * max(1, round(option.speedup / most * _BAR))
+            yield Text(f"{option.num_draft_tokens:>4} {bar} {option.speedup:.2f}")
+
+
+def _by_rule(options: Sequence[Option]) -> dict[str, list[Option]]:
+    found: dict[str, list[Option]] = {}
+    for option in options:
+        found.setdefault(option.rule.value, []).append(option)
+    return found
+
+
+def _sentence(chosen: Option) -> str:
+    if chosen.num_draft_tokens == 0:
+        return (
+            f"Decode plainly (--num-draft-tokens 0): {chosen.tokens_per_second:.1f} tokens/s are "
+            "expected, and no draft is faster."
+        )
+    ahead = f" --look-ahead {chosen.look_ahead}" if chosen.look_ahead else ""
+    return (
+        f"Deploy --num-draft-tokens {chosen.num_draft_tokens}{ahead} with rule "
+        f"{chosen.rule.value} and {chosen.draft_replicas} draft "
+        f"{'replica' if chosen.draft_replicas == 1 else 'replicas'} for each target replica: "
+        f"{chosen.tokens_per_second:.1f} tokens/s are expected, {chosen.speedup:.2f} times plain "
+        "decoding."
+    )
+
+
+def render_plot(report: PlanReport) -> str:
+    """The speed-up over K for every temperature and rule, as an SVG."""
+    lines = [
+        (f"temperature {plan.temperature:g}, {rule}", options)
+        for plan in report.plans
+        for rule, options in _by_rule(plan.choice.options).items()
+    ]
+    most_k = max(option.num_draft_tokens for _, options in lines for option in options)
+    speedups = [option.speedup for _, options in lines for option in options]
+    most = max(1.0, *speedups) * 1.05
+
+    def x(k: float) -> float:
+        return _MARGIN + k / most_k * (_WIDTH - 2 * _MARGIN)
+
+    def y(speedup: float) -> float:
+        return _HEIGHT - _MARGIN - speedup / most * (_HEIGHT - 2 * _MARGIN)
+
+    def text(left: float, top: float, words: str, colour: str = "#333") -> str:
+        return f'<text x="{left:.1f}" y="{top:.1f}" fill="{colour}">{escape(words)}</text>'
+
+    right, bottom = _WIDTH - _MARGIN, _HEIGHT - _MARGIN
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
+        f'<path d="M{_MARGIN},{_MARGIN} V{bottom} H{right}" fill="none" stroke="#999"/>',
+        f'<path d="M{_MARGIN},{y(1.0):.1f} H{right}" stroke="#999" stroke-dasharray="4"/>',
+        text(4, y(1.0) + 4, "1.0"),
+        text(4, _MARGIN - 16, f"speed-up of {report.draft_model} for {report.model}, over K"),
+        text(4, _MARGIN + 4, f"{most:.2f}"),
+        *(text(x(k) - 4, bottom + 18, str(k)) for k in sorted({o.num_draft_tokens for o in
+          (option for _, options in lines for option in options)})),
+    ]  # fmt: skip
+    for index, (name, options) in enumerate(lines):
+        colour = _COLOURS[index % len(_COLOURS)]
+        places = f"{x(0):.1f},{y(1.0):.1f} " + " ".join(
+            f"{x(option.num_draft_tokens):.1f},{y(option.speedup):.1f}" for option in options
+        )
+        parts.append(
+            f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{places}"/>'
+        )
+        parts.append(text(right - 150, _MARGIN + 16 * index, name, colour))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _rounded(value: object) -> object:
+    if isinstance(value, float):
+        return float(f"{value:.{SIGNIFICANT}g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(entry) for entry in value]
+    return value

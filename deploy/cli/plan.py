@@ -1,0 +1,208 @@
+"""`outrider plan`: K, fan-out, rule and drafts for two models and prompts, before deployment."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from benchmarks import plan
+from deploy.models import resolve_models
+from outrider.config import DeploymentConfig
+from outrider.drafting.registry import LookupKind
+from outrider.errors import SettingError
+from outrider.hosting import available_cores, build_engine, build_lookup, use_threads
+
+from .connection import add_connection_flags, connected
+from .settings import deployment_config
+
+if TYPE_CHECKING:
+    from benchmarks.acceptance_reading import Encode
+    from benchmarks.plan_reading import Sample
+    from benchmarks.plan_report import PlanReport, TemperaturePlan
+    from benchmarks.plan_script import DraftKind
+    from benchmarks.plan_validation import Validation
+    from outrider.drafting.lookup import LookupDrafter
+    from outrider.planning.round_times import ServiceTimes
+
+OWN_FLAGS: Final = ("seed", "num_draft_tokens", "deadline_ms", "length_control", "look_ahead")
+"""Settings that the plan is about, or that are a request's."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares its arguments."""
+    parser.epilog = (
+        "The services run for a rehearsal of a minute; with --validate a deployment as `bench "
+        "speedup` uses it answers the prompts once more."
+    )
+    plan.add_arguments(parser)
+    add_connection_flags(parser, without=OWN_FLAGS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plans, and prints tables or one JSON object."""
+    options = plan.PlanOptions.from_arguments(arguments)
+    prompts = options.load_prompts()  # What is wrong with them shows before anything is started.
+    if arguments.server and not options.validate:
+        raise SettingError("server", "is for --validate: without it nothing is called")
+    config = deployment_config(arguments)
+    if config.target.emulated is not None:
+        raise SettingError("engine", "an emulated one is no model; this measures models")
+    use_threads(config.target.num_threads or available_cores())  # Before torch is imported.
+    _progress("finding the models")
+    config = resolve_models(config)
+    from benchmarks.plan_report import render, render_plot
+
+    kind = _kind(config)
+    samples = _read(config, options, kind)
+    gc.collect()  # The engines' memory is the services' from here on.
+    report, validation = asyncio.run(_plan(arguments, config, options, kind, samples))
+    report = replace(report, num_prompts=len(prompts))
+    if options.plot is not None:
+        options.plot.write_text(render_plot(report), encoding="utf-8")
+    if arguments.json:
+        print(report.to_json(validation))
+        return 0
+    from rich.console import Console
+
+    Console().print(render(report, validation))
+    return 0
+
+
+def _kind(config: DeploymentConfig) -> DraftKind:
+    from benchmarks.plan_script import DraftKind
+
+    draft = config.draft
+
+    def make_lookup() -> LookupDrafter:
+        found = build_lookup(draft)
+        if found is None:
+            raise SettingError("draft_model", "has no look-up")
+        return found
+
+    return DraftKind(
+        make_lookup=None if draft.drafter.lookup is None else make_lookup,
+        has_model=draft.drafter.model is not None,
+        hybrid_min_score=draft.hybrid_min_score,
+        hybrid_model_tokens=draft.hybrid_model_tokens,
+    )
+
+
+def _read(
+    config: DeploymentConfig, options: plan.PlanOptions, kind: DraftKind
+) -> tuple[Sample, ...]:
+    """The target's answers, read by the draft's model; both are gone afterwards."""
+    from benchmarks.acceptance_reading import ModelReader
+    from benchmarks.plan_reading import Reading
+
+    _progress("loading the target")
+    num_threads = config.target.num_threads or available_cores()
+    target = build_engine(config.target, "target", num_threads)
+    max_model_len, reader = target.info.max_model_len, None
+    if kind.has_model:
+        _progress("loading the draft")
+        draft = build_engine(config.draft, "draft", config.draft.num_threads or num_threads)
+        reader = ModelReader(draft, config.draft.support_entries)
+        max_model_len = min(max_model_len, draft.info.max_model_len)
+    reading = Reading(target, reader, max_model_len, options.max_tokens)
+    encode = _encoder(config, options.raw)
+    prompts = options.load_prompts()
+    return tuple(
+        reading.sample(prompts, encode, temperature, options.seed, _progress)
+        for temperature in options.temperature
+    )
+
+
+def _encoder(config: DeploymentConfig, raw: bool) -> Encode:
+    from outrider.text import TokenizerText
+
+    text = TokenizerText.load(Path(config.target.directory), config.target.model)
+
+    def encode(prompt: str) -> Sequence[int]:
+        return (
+            text.encode(prompt) if raw else text.encode_chat([{"role": "user", "content": prompt}])
+        )
+
+    return encode
+
+
+async def _plan(
+    arguments: argparse.Namespace,
+    config: DeploymentConfig,
+    options: plan.PlanOptions,
+    kind: DraftKind,
+    samples: Sequence[Sample],
+) -> tuple[PlanReport, Validation | None]:
+    from benchmarks.plan_rehearsal import rehearse
+
+    shares_device = not options.separate_draft and _shares_device(config)
+    replays = [plan.Replays(kind, sample) for sample in samples]
+    plans: list[TemperaturePlan] = []
+    times: list[ServiceTimes] = []
+    for sample, replay in zip(samples, replays, strict=True):
+        found = await rehearse(
+            config, kind, sample, shares_device=shares_device, progress=_progress
+        )
+        times.append(found)
+        plans.append(plan.choose(options, replay, sample, found))
+    report = plan.report(
+        options, plans, times[0], model=config.target.model, draft_model=config.draft.model,
+        num_prompts=0,
+    )  # fmt: skip
+    validation = None
+    if options.validate:
+        keeps = kind.make_lookup is not None and _keeps_answers(config)
+        validation = await _validate(arguments, keeps, samples[0], replays[0], plans[0], times[0])
+    return report, validation
+
+
+async def _validate(
+    arguments: argparse.Namespace,
+    keeps_answers: bool,
+    sample: Sample,
+    replays: plan.Replays,
+    found: TemperaturePlan,
+    times: ServiceTimes,
+) -> Validation:
+    """Each K on a deployment of its own where drafts may copy from earlier answers."""
+    from benchmarks.plan_validation import Trial
+    from outrider.client import Client
+
+    chosen = found.choice.chosen
+    rule = chosen.rule if chosen.num_draft_tokens else sample.rules[-1]
+    counts = (0, *plan.SWEEP)
+    trial = Trial(sample, rule, _progress)
+    for group in [(k,) for k in counts] if keeps_answers else [counts]:
+        async with connected(arguments) as connection, Client(connection.address) as client:
+            if keeps_answers and not connection.is_own:
+                raise SettingError(
+                    "validate",
+                    "drafts copy from earlier answers, so that each K needs a deployment of its "
+                    "own; stop the one that runs (outrider stop)",
+                )
+            await trial.run(client, group)
+    predicted = {k: replays.of(rule, k) for k in counts}
+    return trial.compared(predicted, times, chosen.num_draft_tokens)
+
+
+def _keeps_answers(config: DeploymentConfig) -> bool:
+    draft = config.draft
+    room = min(draft.suffix_tokens_per_tenant, draft.suffix_tokens_total)
+    return draft.drafter.lookup is LookupKind.SUFFIX and room > 0
+
+
+def _shares_device(config: DeploymentConfig) -> bool:
+    """Whether draft and target compute on the same cores here."""
+    import torch
+
+    on_cpu = config.target.device == "cpu" or not torch.cuda.is_available()
+    return on_cpu or torch.cuda.device_count() < 2
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
