@@ -19,7 +19,8 @@ from outrider.config import DeploymentConfig
 from outrider.engine.costs import StepCosts
 from outrider.errors import Unavailable
 from outrider.limits import PAGE_SIZE, SEED_MAX
-from outrider.planning.round_times import ServiceTimes, fitted
+from outrider.planning.fitting import MeasuredStep, fitted, rebased
+from outrider.planning.round_times import ServiceTimes
 from outrider.speculation.sampling import Rule
 from outrider.wire.grpc_link import draft_link, target_link
 
@@ -157,16 +158,16 @@ class Tables:
             if entry.session.num_draft_tokens == 0 and len(entry.session.rounds) > 1:
                 plain.append(self._plain(entry))
         wait: Pairs = []
-        verify: Pairs = []
+        verify: list[MeasuredStep] = []
         rest: list[float] = []
         for k in sorted({entry.session.num_draft_tokens for entry in played} - {0}):
             drafted = [entry for entry in played if entry.session.num_draft_tokens == k]
             self._drafted(kind, temperature, drafted, wait, verify, rest)
         return ServiceTimes(
             target=self.target,
+            verify=rebased(self.target, verify),
             draft=self.draft,
             plain=fitted(plain),
-            verify=fitted(verify),
             wait=fitted(wait),
             rest_s=mean(rest) if rest else 0.0,
             first=fitted(first),
@@ -191,7 +192,7 @@ class Tables:
         temperature: float,
         drafted: Sequence[Rehearsed],
         wait: Pairs,
-        verify: Pairs,
+        verify: list[MeasuredStep],
         rest: list[float],
     ) -> None:
         """Adds what rounds of one K say."""
@@ -209,8 +210,7 @@ class Tables:
                 continue
             step_s = 0.0 if self.draft is None else self.draft.step_seconds(1, 1, context)
             wait.append((steps * step_s, now.wait_s))
-            rows_s = self.target.step_seconds(1 + now.num_proposed, 1, context)
-            verify.append((rows_s, now.target_s))
+            verify.append(MeasuredStep(1 + now.num_proposed, context, now.target_s))
             rest.append(took_s - now.wait_s - now.target_s)
 
 

@@ -4,8 +4,8 @@
     wait  = messages + link + draft's steps, one for each token that its model draws
     plain = target's step + what the loop takes beside it
 
-A table is measured in a tight loop, with the caches to itself. So each part is a line over what its
-table says, base + factor * table, which a rehearsal has fitted; without one tables are believed.
+A table is measured in a tight loop, with the caches to itself. So each part is what a rehearsal has
+made of its table (`fitting`): a line over it, or the table once more; without one it is believed.
 
 Sessions that share a step hear of it at the same time and go on together. So those of a deployment
 gather in groups: as many as find the busier of the two sides free, because where one more has to
@@ -15,51 +15,19 @@ wait, it soon waits beside another, and joins it. Of two groups only one can wai
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
-
-import numpy as np
 
 from outrider.engine.costs import StepCosts
 from outrider.errors import check
 
+from .fitting import AS_TOLD, Line
 from .replay import RoundKind, Rounds
 
-NOISE: Final = 0.15
-"""Standard deviation of a time, as a share of it ..."""
-FACTOR_SPREAD: Final = 0.5
-"""... and of what a factor may turn out to be, about 1."""
-FACTOR_MAX: Final = 4.0
 GROUPS_IN_STEP: Final = 2
 """Groups that settle into taking turns; of more, each comes at any time, and where it finds a step
 running it waits for half of one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Seconds over those that a table says."""
-
-    base_s: float = 0.0
-    factor: float = 1.0
-
-    def at(self, table_s: float) -> float:
-        """The time to expect; never negative."""
-        return max(0.0, self.base_s + self.factor * table_s)
-
-
-def fitted(pairs: Sequence[tuple[float, float]]) -> Line:
-    """The line of least squares through (table's, measured) seconds. Its factor, 0 to `FACTOR_MAX`,
-    is drawn towards 1 as far as noise may have made it; without any pair the table is believed."""
-    if not pairs:
-        return Line()
-    x, y = np.array(pairs, dtype=np.float64).T
-    check(bool(np.isfinite(x).all() and np.isfinite(y).all()), "times must be finite")
-    pull = (NOISE * float(y.mean()) / FACTOR_SPREAD) ** 2 / len(pairs)
-    along = float(((x - x.mean()) * (y - y.mean())).mean())
-    factor = (along + pull) / (float(x.var()) + pull) if pull > 0 else 1.0
-    factor = min(max(factor, 0.0), FACTOR_MAX)
-    return Line(float(y.mean() - factor * x.mean()), factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,17 +66,18 @@ class ServiceTimes:
     """The times of one target replica and its drafts."""
 
     target: StepCosts
+    """The target's steps on their own."""
+    verify: StepCosts
+    """The target's steps in rounds with a draft."""
     draft: StepCosts | None
     """None = a look-up, whose time is that of its messages."""
-    plain: Line = Line()
+    plain: Line = AS_TOLD
     """A round of plain decoding over the target's step."""
-    verify: Line = Line()
-    """The target's part of a round with a draft over its step."""
-    wait: Line = Line()
+    wait: Line = AS_TOLD
     """The wait for a proposal over the steps of the draft's model."""
     rest_s: float = 0.0
     """What a round with a draft takes beside these two."""
-    first: Line = Line()
+    first: Line = AS_TOLD
     """The time to the first token over the target's step of the prompt."""
     shares_device: bool = False
     """Whether draft and target compute on the same cores, and so never at the same time."""
@@ -203,9 +172,9 @@ class ServiceTimes:
 
         def table_s(sessions: int) -> float:
             all_rows = max(1, round(rows + (sessions - 1) * means.rows))
-            return self.target.step_seconds(all_rows, sessions, round(sessions * means.context))
+            return self.verify.step_seconds(all_rows, sessions, round(sessions * means.context))
 
-        return self.verify.at(_between(table_s, together))
+        return _between(table_s, together)
 
     def _wait(self, steps: float, means: _Means, together: float, load: Load) -> float:
         table_s = self._draft_table(steps, means, together, load)

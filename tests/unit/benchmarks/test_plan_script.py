@@ -174,7 +174,7 @@ def test_a_rehearsal_finds_what_rounds_take_beside_the_tables() -> None:
     played.append(Rehearsed(sample.texts[0], stalled, is_cached=True))
     times = Tables(TARGET, DRAFT).fit(MODEL, 0.0, played, shares_device=True)
     assert times.wait.at(4 * 0.002) == pytest.approx(0.019, rel=0.02)
-    assert times.verify.at(TARGET.step_seconds(9)) == pytest.approx(0.028, rel=0.02)
+    assert times.verify.step_seconds(9) == pytest.approx(0.028, rel=0.02)
     assert times.rest_s == pytest.approx(0.002, rel=0.02)
     assert times.plain.at(0.010) == pytest.approx(0.014, rel=0.02)
     assert times.first.at(TARGET.step_seconds(unread_tokens(5))) == pytest.approx(0.1, rel=0.02)
@@ -187,7 +187,7 @@ def test_a_prompt_that_was_read_is_read_again_from_its_last_page_on() -> None:
 def test_the_report_has_all_that_was_asked_for() -> None:
     """Acceptance by position, category and rule; every option; a choice; a plot of them."""
     options, sample = PlanOptions(temperature=(1.0,)), _sample(MODEL, 1.0)
-    times = ServiceTimes(target=TARGET, draft=DRAFT)
+    times = ServiceTimes(target=TARGET, verify=TARGET, draft=DRAFT)
     chosen = choose(options, Replays(MODEL, sample), sample, times)
     found = report(options, [chosen], times, model="t", draft_model="d", num_prompts=4)
     value = json.loads(found.to_json(None))
@@ -211,7 +211,7 @@ def test_predicted_stands_beside_measured() -> None:
     """Plain sessions took just what was predicted, drafted ones twice that; of the depths of their
     one round the first of three was accepted 120 times in 160."""
     sample = _sample(MODEL, 0.0)
-    times = ServiceTimes(target=TARGET, draft=DRAFT)
+    times = ServiceTimes(target=TARGET, verify=TARGET, draft=DRAFT)
     trial = Trial(sample, Rule.GREEDY, lambda line: None)
     predicted = {k: scripted(MODEL, sample, Rule.GREEDY, k) for k in (0, 3)}
     for text, plain, drafted in zip(sample.texts, predicted[0], predicted[3], strict=True):

@@ -11,8 +11,9 @@ import pytest
 from outrider.engine.costs import StepCosts
 from outrider.errors import InvariantError
 from outrider.planning.choosing import GAIN_MIN, Candidate, Choice, Chooser
+from outrider.planning.fitting import Line, MeasuredStep, fitted, rebased
 from outrider.planning.replay import Attempt, Rounds, replay, total
-from outrider.planning.round_times import Line, Load, LookAheadPlan, ServiceTimes, fitted
+from outrider.planning.round_times import Load, LookAheadPlan, ServiceTimes
 from outrider.speculation.sampling import Rule
 
 TARGET = StepCosts((1, 2, 101), (0.010, 0.010, 0.010 + 99 * 0.0001))
@@ -33,15 +34,17 @@ def _text(num_draft_tokens: int, acceptance: float, num_steps: int | None = None
 
 
 def _times(**changes: object) -> ServiceTimes:
-    return ServiceTimes(target=TARGET, draft=DRAFT, **changes)  # type: ignore[arg-type]
+    values = {"target": TARGET, "verify": TARGET, "draft": DRAFT, **changes}
+    return ServiceTimes(**values)  # type: ignore[arg-type]
 
 
 def test_one_session_takes_the_sum_of_its_parts() -> None:
-    """K = 4: wait 0.5 + 2 * 4 * 1 + link 3, target 1 + 1.5 * (10 + 3 * 0.1), rest 2: 29.95 ms."""
-    times = _times(wait=Line(0.0005, 2.0), verify=Line(0.001, 1.5), rest_s=0.002)
+    """K = 4: wait 0.5 + 2 * 4 * 1 + link 3, target 16.3, rest 2: 29.8 ms."""
+    verify = StepCosts((1, 101), (0.0159, 0.0259))
+    times = _times(wait=Line(0.0005, 2.0), verify=verify, rest_s=0.002)
     rounds = _text(4, 0.8)
     seconds = times.drafted_seconds(rounds, Load(round_trip_s=0.003))
-    assert seconds / (rounds.num_rounds - 1) == pytest.approx(0.02995)
+    assert seconds / (rounds.num_rounds - 1) == pytest.approx(0.0298)
     plain = _text(0, 0.0)
     assert times.plain_seconds(plain, Load()) == pytest.approx(4_000 * 0.010)
     assert plain.num_rounds == NUM_TOKENS
@@ -62,11 +65,11 @@ def test_look_ahead_hides_the_draft_where_it_hits() -> None:
     seconds = _times().look_ahead_seconds(rounds, Load(), plan)
     assert seconds / later == pytest.approx(0.0103 + 0.25 * 0.004)
     slow = StepCosts((1, 101), (0.004, 0.004 + 100 * 0.000001))
-    times = ServiceTimes(target=TARGET, draft=slow)
+    times = ServiceTimes(target=TARGET, verify=TARGET, draft=slow)
     seconds = times.look_ahead_seconds(rounds, Load(), plan)
     late = 4 * 0.004002 + 0.004004 - 0.0103
     assert seconds / later == pytest.approx(0.0103 + 0.75 * late + 0.25 * 0.016)
-    shared = ServiceTimes(target=TARGET, draft=slow, shares_device=True)
+    shared = ServiceTimes(target=TARGET, verify=TARGET, draft=slow, shares_device=True)
     assert shared.look_ahead_seconds(rounds, Load(), plan) > shared.drafted_seconds(rounds, Load())
 
 
@@ -123,7 +126,7 @@ def test_sessions_that_share_steps_take_what_a_simulation_says(
 ) -> None:
     """Batches form by themselves in the simulation; the model's groups come within a tenth."""
     slow = StepCosts((1, 101), (draft_ms / 1e3, draft_ms / 1e3 + 100 * 0.00001))
-    times = ServiceTimes(target=TARGET, draft=slow, rest_s=rest_ms / 1e3)
+    times = ServiceTimes(target=TARGET, verify=TARGET, draft=slow, rest_s=rest_ms / 1e3)
     rounds = _text(4, 0.8)
     told = times.drafted_seconds(rounds, Load(sessions=sessions)) / (rounds.num_rounds - 1)
     simulated = _simulated_cycle(
@@ -152,7 +155,7 @@ def test_the_best_k_is_the_formulas() -> None:
     """c = 0.1 and rows that cost nothing: K* is 4 at a = 0.7 and 6 at 0.8 by
     (1 - a^(K+1)) / ((1 - a)(Kc + 1)), and nothing is drafted at a = 0.05."""
     target = StepCosts((1, 101), (0.010, 0.010))
-    times = ServiceTimes(target=target, draft=DRAFT)
+    times = ServiceTimes(target=target, verify=target, draft=DRAFT)
     for acceptance, best in ((0.7, 4), (0.8, 6), (0.05, 0)):
         found = _choice(Load(), times, acceptance)
         assert _fastest(found) == best
@@ -170,7 +173,7 @@ def test_a_long_link_makes_drafts_longer_and_then_none() -> None:
     """[SYN] of the literature: with a round trip as long as the target's step, a = 0.8 and c = 0.1,
     K* rises from 6 to 8; at a = 0.6 nothing is left of the gain."""
     target = StepCosts((1, 101), (0.010, 0.010))
-    times = ServiceTimes(target=target, draft=DRAFT)
+    times = ServiceTimes(target=target, verify=target, draft=DRAFT)
     assert _fastest(_choice(Load(round_trip_s=0.010), times, 0.8)) == 8
     assert _choice(Load(round_trip_s=0.010), times, 0.6).chosen.num_draft_tokens == 0
 
@@ -185,7 +188,7 @@ def test_look_ahead_and_replicas_follow_from_the_load() -> None:
     assert ahead.draft_replicas == 1
     assert _choice(Load(sessions=8), _times(), 0.8).chosen.draft_replicas == 1
     heavy = StepCosts((1, 2, 101), (0.001, 0.002, 0.101))
-    crowded = ServiceTimes(target=TARGET, draft=heavy)
+    crowded = ServiceTimes(target=TARGET, verify=TARGET, draft=heavy)
     many = _choice(Load(sessions=8), crowded, 0.8).chosen
     assert many.draft_replicas > 1
     assert many.tokens_per_second > 0
@@ -204,6 +207,28 @@ def test_lines_are_fitted_and_bounded() -> None:
     assert Line(-2.0, 1.0).at(1.0) == 0.0
     with pytest.raises(InvariantError):
         fitted([(1.0, float("nan"))])
+
+
+def test_a_table_moves_to_where_steps_stood() -> None:
+    """Steps that take twice the table's and 3 ms, with 1 us a slot: so does the new table, also
+    for rows in between and beyond; a number of rows with many steps keeps their mean, unless it
+    would fall."""
+    table = StepCosts((1, 2, 4, 8, 64), (0.010, 0.010, 0.011, 0.013, 0.041), slot_s=1e-6)
+
+    def step(rows: int, more_s: float = 0.0) -> MeasuredStep:
+        told = 0.003 + 2 * table.step_seconds(rows) + 100 * 1e-6
+        return MeasuredStep(rows, 100, told + more_s)
+
+    found = rebased(table, [step(rows) for rows in (1, 2, 5, 9, 17) for _ in range(300)])
+    for rows in (1, 5, 8, 17, 64):
+        expected = 0.003 + 2 * table.step_seconds(rows)
+        assert found.step_seconds(rows) == pytest.approx(expected, rel=0.03)
+    assert found.step_seconds(2, 1, 100) - found.step_seconds(2) == pytest.approx(1e-4)
+    steps = [step(rows, 0.004 * (rows == 5)) for rows in (1, 5, 9) for _ in range(400)]
+    higher = rebased(table, steps)
+    assert higher.step_seconds(5) == pytest.approx(higher.step_seconds(9), rel=0.05)
+    assert list(higher.seconds) == sorted(higher.seconds)
+    assert rebased(table, []) == table
 
 
 def test_sums_over_texts_are_checked() -> None:

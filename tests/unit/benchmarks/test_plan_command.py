@@ -1,0 +1,71 @@
+"""`outrider plan`: what is refused, and one small run with services of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from models import byte_level_tokenizer, save_tiny_model
+
+from deploy.cli.main import main
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--max-tokens", "0"), "error: --max-tokens: "),
+        (("--concurrency", "0"), "error: --concurrency: "),
+        (("--concurrency", "2", "--validate"), "error: --concurrency: 2 cannot be validated"),
+        (("--round-trip-ms", "nan"), "error: --round-trip-ms: "),
+        (("--temperature", "0,3"), "error: --temperature: "),
+        (("--temperature", "warm"), "argument --temperature: 'warm' is wrong"),
+        (("--prompts", "/nowhere/at.all"), "error: --prompts: "),
+        (("--plot", "/nowhere/at.all"), "error: --plot: "),
+        (("--server", "127.0.0.1:1"), "error: --server: "),
+        (("--engine", "emulated:seed=1"), "--engine"),
+        (("--draft-model", "hybrid:ngram"), "--draft-model"),
+    ],
+)
+def test_wrong_flags_end_the_command(
+    flags: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["plan", *flags])
+    except SystemExit as error:
+        code = int(str(error.code))
+    assert code == 2
+    shown = capsys.readouterr()
+    assert named in shown.err
+    assert shown.out == ""
+
+
+@pytest.mark.xdist_group("redis")
+def test_the_command_reads_rehearses_and_prints_one_json_object(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two tiny models, one prompt: every K of the sweep has a rate, and times are those of rounds
+    that were played."""
+    tokenizer = byte_level_tokenizer()
+    for seed in (1, 2):
+        save_tiny_model(tmp_path / str(seed), vocab_size=320, seed=seed, tokenizer=tokenizer)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "The quick brown fox", "category": "chat"}))
+    plot = tmp_path / "plot.svg"
+    flags = (
+        "--model", str(tmp_path / "1"), "--draft-model", str(tmp_path / "2"), "--raw",
+        "--prompts", str(prompts), "--max-tokens", "12", "--temperature", "1",
+        "--target-num-threads", "1", "--draft-num-threads", "1", "--device", "cpu",
+        "--plot", str(plot), "--json",
+    )  # fmt: skip
+    assert main(["plan", *flags]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.count("\n") == 1
+    plan = json.loads(shown.out)["temperatures"]["1"]
+    assert {option["rule"] for option in plan["options"]} == {"token", "block", "coupled"}
+    assert len(plan["options"]) == 24
+    assert all(option["tokens_per_second"] > 0 for option in plan["options"])
+    assert plan["times"]["wait"]["base_s"] + plan["times"]["rest_s"] > 0
+    assert plan["acceptance"]["chat"]["num_tokens"] <= 12
+    assert plan["acceptance"]["all"]["by_position"]["token"][0] is not None
+    assert plot.read_text().startswith("<svg")
