@@ -19,11 +19,10 @@ from outrider.errors import SettingError
 from outrider.limits import SEED_MAX
 from outrider.planning.hits import Guessing, race_rank
 from outrider.planning.survival import DraftedPlace, matched
-from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution
 from outrider.speculation.sampling import Rule, SamplingParams, resolve_rule
 
-from .acceptance_reading import Encode, ModelReader, write
+from .acceptance_reading import Asked, Encode, ModelReader, write
 from .measurement import Progress
 from .prompts import BenchPrompt
 
@@ -124,7 +123,7 @@ class Reading:
         params = _params(temperature)
         rule = resolve_rule(params, Rule.COUPLED, seeded=True)
         max_tokens = min(self._max_tokens, room)
-        written, rows = write(self._target, ids, params, RoundNoise(seed, rule, 0), max_tokens)
+        [(written, rows)] = write(self._target, [Asked(ids, seed, max_tokens)], params, rule)
         places: list[DraftedPlace] = []
         if self._draft is not None and params.greedy:
             ranks = self._draft.ranks((*ids, *written), len(ids))
