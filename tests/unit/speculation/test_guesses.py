@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.speculation.guesses import EVIDENCE_MAX, guess_round
+from outrider.speculation.drafting import draft_rows
+from outrider.speculation.guesses import EVIDENCE_MAX, guess_round, with_bonus
 from outrider.speculation.noise import RoundNoise, uniforms
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.reduced import ReducedVocabulary
@@ -102,3 +103,23 @@ def test_a_reduced_vocabulary_is_guessed_in_the_targets_ids() -> None:
         assert narrow.corrections == full.corrections
         np.testing.assert_allclose(narrow.scores, full.scores)
         np.testing.assert_allclose(narrow.evidence, full.evidence)
+
+
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.COUPLED])
+def test_rows_that_were_seen_need_not_be_run_again(rule: Rule) -> None:
+    """Refusals by them alone, and then the bonus by its own row, are what all rows give."""
+    noise = RoundNoise(5, rule, 40)
+    whole = guess_round(logits(), HOT, noise, DRAFTED, 5)
+    rows = draft_rows(logits(), HOT)
+    seen = [rows.row(index) for index in range(K)]
+    refusals = guess_round(None, HOT, noise, DRAFTED, 5, seen=seen)
+    assert refusals.corrections == whole.corrections[:K]
+    assert refusals.rank(K, whole.corrections[K][0]) is None
+    for found in (
+        with_bonus(refusals, logits()[K:], HOT, noise, 5),
+        guess_round(logits()[K:], HOT, noise, DRAFTED, 5, seen=seen),
+    ):
+        assert found.corrections == whole.corrections
+        np.testing.assert_allclose(found.scores, whole.scores)
+        np.testing.assert_allclose(found.evidence, whole.evidence)
+    assert whole.rank(K, whole.corrections[K][2]) == 2

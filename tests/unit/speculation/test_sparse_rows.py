@@ -154,3 +154,29 @@ def test_of_equal_remainders_the_lowest_ids_are_counted(
 def test_a_row_without_mass_is_no_distribution() -> None:
     with pytest.raises(InvariantError), np.errstate(all="ignore"):
         SparseRows(np.arange(2), np.array([np.nan, 1.0]), np.array([2])).quantised()
+
+
+def few_rows() -> SparseRows:
+    """Of few tokens out of many, as a sharp distribution leaves them."""
+    generator = np.random.default_rng(4)
+    ids = [np.sort(generator.choice(5000, size, replace=False)) for size in (1, 3, 40, 7)]
+    sizes = np.array([len(row) for row in ids])
+    return SparseRows(np.concatenate(ids) + 1000, generator.random(sizes.sum()) + 0.01, sizes)
+
+
+def test_few_tokens_are_drawn_as_out_of_the_whole_row() -> None:
+    rows = few_rows()
+    for seed in range(30):
+        noises = [RoundNoise(seed, Rule.TOKEN, 9 + row) for row in range(len(rows))]
+        keys = NoiseBatch.of(noises).draft_keys(range(len(rows)))
+        full = torch.zeros(len(rows), 6000, dtype=torch.float64)
+        for row in range(len(rows)):
+            full[row, rows.row(row).ids] = torch.from_numpy(rows.row(row).mass)
+        assert rows.draw(keys) == race(full, keys).tolist()
+
+
+def test_of_tokens_that_arrive_together_the_lowest_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = few_rows()
+    monkeypatch.setattr(SparseRows, "speeds", lambda self, keys: np.ones(len(self.ids)))
+    keys = NoiseBatch.of([RoundNoise(1, Rule.TOKEN, 9)] * len(rows)).draft_keys([0] * len(rows))
+    assert rows.draw(keys) == rows.ids[rows.starts].tolist()
