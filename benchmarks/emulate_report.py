@@ -93,7 +93,9 @@ def render(report: EmulateReport) -> Table:
     accepted = ", ".join(f"{rule} {share:.3f}" for rule, share in report.acceptance.items())
     table = Table(
         title=f"{report.scenario}, deviation {report.deviation}, acceptance {accepted};\n"
-        f"tokens {report.dropped + 1} to {report.tokens} of each mode"
+        f"tokens {report.dropped + 1} to {report.tokens} of each mode",
+        caption="of ideal: rounds of one verification each are 1; hits: rounds whose proposal was\n"
+        "there when they began; ms over: the median of what a round took beside the models",
     )
     table.add_column("mode", no_wrap=True)
     table.add_column("rule, K", no_wrap=True)

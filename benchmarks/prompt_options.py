@@ -53,7 +53,8 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, defaults: PromptOption
     )  # fmt: skip
     parser.add_argument(
         "--num-prompts", type=int, metavar="N",
-        help="take the first N/categories of each category, one at least [all]",
+        help="take as many of the first prompts of each category; N is at least the number of "
+        f"categories [{defaults.num_prompts or 'all'}]",
     )  # fmt: skip
     parser.add_argument(
         "--max-tokens", type=int, default=defaults.max_tokens, metavar="N",

@@ -146,9 +146,9 @@ def _run_speedup(arguments: argparse.Namespace) -> int:
         _show(render(report))
         found = report.overall
         print(
-            f"speculative decoding runs at {found.speedup:.2f}x the speed of plain decoding "
-            f"({found.speculative_tokens_per_second:.1f} against "
-            f"{found.plain_tokens_per_second:.1f} tokens/s over all)"
+            f"speculative decoding runs at {found.speedup:.2f}x the speed of plain decoding, median "
+            f"over the prompts; over all {found.speculative_tokens_per_second:.1f} against "
+            f"{found.plain_tokens_per_second:.1f} tokens/s"
         )
     return 0
 
