@@ -51,8 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.server and not options.validate:
         raise SettingError("server", "is for --validate: without it nothing is called")
     config = deployment_config(arguments)
-    if config.target.emulated is not None:
-        raise SettingError("engine", "an emulated one is no model; this measures models")
+    _check(config)
     use_threads(config.target.num_threads or available_cores())  # Before torch is imported.
     _progress("finding the models")
     config = resolve_models(config)
@@ -72,6 +71,20 @@ def run(arguments: argparse.Namespace) -> int:
 
     Console().print(render(report, validation))
     return 0
+
+
+def _check(config: DeploymentConfig) -> None:
+    """Raises `SettingError` for what cannot be read and rehearsed in processes of this command."""
+    if config.target.emulated is not None:
+        raise SettingError("engine", "an emulated one is no model; this measures models")
+    for key, size in (
+        ("tensor_parallel_size", config.target.tensor_parallel_size),
+        ("draft_tensor_parallel_size", config.draft.tensor_parallel_size),
+    ):
+        if size > 1:
+            raise SettingError(key, f"{size} is wrong; a plan runs each model on 1 rank")
+    if config.coordinator.length_control:
+        raise SettingError("length_control", "must be off: a plan is about fixed K")
 
 
 def _kind(config: DeploymentConfig) -> DraftKind:

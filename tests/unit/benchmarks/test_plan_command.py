@@ -24,6 +24,7 @@ from deploy.cli.main import main
         (("--plot", "/nowhere/at.all"), "error: --plot: "),
         (("--server", "127.0.0.1:1"), "error: --server: "),
         (("--engine", "emulated:seed=1"), "--engine"),
+        (("--tensor-parallel-size", "2"), "--tensor-parallel-size: 2 is wrong"),
         (("--draft-model", "hybrid:ngram"), "--draft-model"),
     ],
 )
