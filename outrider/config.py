@@ -313,7 +313,7 @@ class CoordinatorConfig(ServerConfig):
         "`length_control`; 0 = plain decoding.", minimum=0, maximum=NUM_DRAFT_TOKENS_MAX,
     )  # fmt: skip
     length_control: bool = setting(
-        False, "Choose the draft tokens of each round by what they are expected to bring and cost, "
+        True, "Choose the draft tokens of each round by what they are expected to bring and cost, "
         "none included; a request's number is then the most of them.",
     )  # fmt: skip
     look_ahead: int | None = setting(

@@ -146,8 +146,8 @@ def _run_speedup(arguments: argparse.Namespace) -> int:
         _show(render(report))
         found = report.overall
         print(
-            f"speculative decoding runs at {found.speedup:.2f}x the speed of plain decoding, median "
-            f"over the prompts; over all {found.speculative_tokens_per_second:.1f} against "
+            f"speculative decoding runs at {found.speedup:.2f}x the speed of plain decoding, the "
+            f"median over the prompts; over all {found.speculative_tokens_per_second:.1f} against "
             f"{found.plain_tokens_per_second:.1f} tokens/s"
         )
     return 0

@@ -83,8 +83,6 @@ def _check(config: DeploymentConfig) -> None:
     ):
         if size > 1:
             raise SettingError(key, f"{size} is wrong; a plan runs each model on 1 rank")
-    if config.coordinator.length_control:
-        raise SettingError("length_control", "must be off: a plan is about fixed K")
 
 
 def _kind(config: DeploymentConfig) -> DraftKind:
