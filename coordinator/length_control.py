@@ -23,7 +23,7 @@ all sessions commit; so what seems hopeless is tried seldom, and what is uncerta
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -48,6 +48,8 @@ TRIAL_GAIN: Final = 1.2
 expected: a few rounds do not change an average ..."""
 TRIAL_ROUNDS: Final = 12
 """... up to so many rounds of it."""
+NEW_LOAD_LOST: Final = 1.0
+"""Tokens that a round with a draft may lose where the load is another one than was measured."""
 SECONDS_MIN: Final = 1e-9
 """Nothing is expected to take less."""
 
@@ -72,7 +74,7 @@ class Tuning:
     """... and of one session, with a draft, between two choices from then on."""
     switch_gain: float = 0.02
     """K changes only for a choice that is better by this share ..."""
-    plain_gain: float = 0.05
+    plain_gain: float = 0.03
     """... and a session that drafts decodes plainly only where that is by this one."""
     plain_rounds: int = 16
     """Rounds after which a session's plain phase may end; then twice as many each time ..."""
@@ -84,6 +86,8 @@ class Tuning:
     """... beside these, with which a coordinator begins ..."""
     credit_tokens_max: float = 16.0
     """... and of which it keeps so many."""
+    plain_beginnings: int = 7
+    """One in so many sessions that drafting promises nothing drafts at its beginning anyway."""
     repaid: float = 4.0
     """A trial of drafting that is gone on with pays for so many like it."""
 
@@ -100,6 +104,8 @@ class Trials:
         self._tuning = tuning
         self._left = 0.0 if alone else tuning.credit_tokens
         self._looks = tuning.first_looks if alone else 0
+        self._begun_plain = 0
+        """Sessions since the last one that began with a draft."""
 
     def first_look(self) -> bool:
         """Whether a round is one of the first, which ask for all they may at whatever cost."""
@@ -116,6 +122,14 @@ class Trials:
             return False
         self._left -= max(0.0, num_tokens)
         return True
+
+    def begins(self, num_tokens: float) -> bool:
+        """The same for a session's beginning, but that one in so many is tried in any case: it may
+        be about another thing than those before it."""
+        self._begun_plain += 1
+        begins = self.pays(num_tokens) or self._begun_plain >= self._tuning.plain_beginnings
+        self._begun_plain = 0 if begins else self._begun_plain
+        return begins
 
     def repay(self, num_tokens: float) -> None:
         """A trial that was expected to lose so many has shown that the rest of them pay."""
@@ -302,7 +316,7 @@ class LengthControl:
         self._ended_at: float | None = None
         if self._bound > 0:
             drafted, plain = self._options()
-            if not self._drafting_is_due(_best(drafted), plain):
+            if not self._drafting_is_due(_best(drafted), plain, self._trials.begins):
                 self._begin_plain(self._next_phase())
         # Where it drafts, the draft reads the prompt beside the target, and may need longer.
         self._num_missed = prompt_length
@@ -349,6 +363,8 @@ class LengthControl:
             self._averages.fade(1)
             if self._followed:
                 costs.note_plain(round_s, played.context)
+            else:
+                costs.note_first_plain(round_s)
         elif played.num_asked > 0:
             draft_s = None if self._num_missed > 0 else played.draft_s
             rest_s = round_s - played.draft_s - played.target_s
@@ -377,17 +393,21 @@ class LengthControl:
         if self._plain_ends or self._plain_left > self._controls.run_ahead_rounds:
             return
         drafted, plain = self._options()
-        self._plain_ends = self._drafting_is_due(_best(drafted), plain)
+        self._plain_ends = self._drafting_is_due(_best(drafted), plain, self._trials.pays)
         if not self._plain_ends:
             self._plain_left += self._next_phase()
 
-    def _drafting_is_due(self, drafted: _Option, plain: _Option) -> bool:
+    def _drafting_is_due(
+        self, drafted: _Option, plain: _Option, pays: Callable[[float], bool]
+    ) -> bool:
         """Whether to draft: because it is quicker, or to find out whether it is by now."""
-        if drafted.rate > plain.rate:
+        costs = self._controls.costs
+        if drafted.rate > plain.rate and not costs.load_is_new:
             return True
-        lost = self._tuning.choice_rounds * (drafted.seconds * plain.rate - drafted.num_tokens)
-        lost += self._controls.costs.draft_reading_s(self._num_missed) * plain.rate
-        if not self._trials.pays(lost):
+        each = drafted.seconds * plain.rate - drafted.num_tokens
+        lost = self._tuning.choice_rounds * max(each, NEW_LOAD_LOST if costs.load_is_new else 0.0)
+        lost += costs.detour_s(plain.seconds, self._num_missed) * plain.rate
+        if not pays(lost):
             return False
         self._drafting = _Drafting(lost, self._tuning.choice_rounds)
         return True

@@ -33,9 +33,11 @@ TOKEN_SHARE: Final = 1.0
 """... and of that in a draft's ..."""
 SHARE_SPREAD: Final = 1.0
 """... and how far off these may be, as a standard deviation."""
-PLAIN_PRIOR_ROUNDS: Final = 4.0
+NEW_LOAD: Final = 2.0
+"""A load is another one where so many times as many sessions share a step."""
+PLAIN_PRIOR_ROUNDS: Final = 1.0
 """Rounds of plain decoding that weigh as much as the guess from the rounds with a draft."""
-FORGOTTEN_ROUNDS: Final = 1024.0
+FORGOTTEN_ROUNDS: Final = 512.0
 """Rounds with a draft until plain decoding, not seen meanwhile, weighs 1 / e; and the other way."""
 
 
@@ -136,6 +138,9 @@ class RoundCosts:
             else CostLine(1.0, TABLE_SPREAD, relative=False)
         )
         self._rest = _Mean(MEMORY_ROUNDS)
+        self._first_plain = _Mean(MEMORY_ROUNDS)
+        self._drafted_among = _Mean(MEMORY_ROUNDS)
+        """Sessions that were at the target beside one that drafts."""
         self._round = _Mean(LOAD_MEMORY_ROUNDS)
         self._at_target = _Mean(LOAD_MEMORY_ROUNDS)
         self._rows = _Mean(LOAD_MEMORY_ROUNDS)
@@ -155,6 +160,11 @@ class RoundCosts:
         for line in (self._draft, self._target):
             line.fade(1.0 - 1.0 / FORGOTTEN_ROUNDS)
 
+    def note_first_plain(self, round_s: float) -> None:
+        """The first round of plain decoding behind others: it waits for a step of the target that
+        has others in it, and for messages."""
+        self._first_plain.note(self._bounded(round_s))
+
     def note_drafted(
         self, num_proposed: int, draft_s: float | None, target_s: float, rest_s: float, context: int
     ) -> None:
@@ -163,6 +173,7 @@ class RoundCosts:
         if draft_s is not None:
             self._draft.note(num_proposed * self._draft_token, self._bounded(draft_s))
             self._rest.note(self._bounded(max(0.0, rest_s)))
+        self._drafted_among.note(self._others())
         self._target.note(self._load(num_proposed, context), self._bounded(target_s))
         self._plain.fade(1.0 - 1.0 / FORGOTTEN_ROUNDS)
 
@@ -185,11 +196,20 @@ class RoundCosts:
         """How much the rounds of plain decoding weigh that were timed."""
         return self._plain.weight
 
-    def draft_reading_s(self, num_tokens: int) -> float:
-        """What the draft takes to read so many tokens that it missed, by its table."""
-        if self._draft_table is None or num_tokens == 0:
-            return 0.0
-        return self._draft_table.step_seconds(num_tokens)
+    @property
+    def load_is_new(self) -> bool:
+        """Whether far more sessions are at the target than were when any drafted: they may wait
+        for each other in ways that no table tells."""
+        return self._others() > NEW_LOAD * (1.0 + self._drafted_among.value)
+
+    def detour_s(self, plain_s: float, num_missed: int) -> float:
+        """What a session loses that decodes plainly, tries a draft and comes back, beside its
+        rounds: the draft reads so many tokens that it missed, by its table, and the first plain
+        round takes longer than the others."""
+        reading_s = 0.0
+        if self._draft_table is not None and num_missed > 0:
+            reading_s = self._draft_table.step_seconds(num_missed)
+        return reading_s + max(0.0, self._first_plain.value - plain_s)
 
     def _target_line(self) -> CostLine:
         if self._table is None:

@@ -141,6 +141,7 @@ def main() -> None:
     for name, chosen in (
         ("as recorded, and two halves of different ones", [*sessions, *halved(sessions)]),
         ("a worse draft", spoiled(sessions)),
+        ("temperature 1", recorded("token")),
     ):
         print(f"{name}, {arguments.concurrency} at a time")
         _print(Rule.GREEDY, chosen, arguments.concurrency, arguments.repetitions)

@@ -27,8 +27,8 @@ NERVOUS = Tuning(
     plain_gain=0.0,
     plain_rounds=1,
     plain_rounds_max=2,
-    credit_tokens=3.0,
-    trial_share=0.2,
+    credit_tokens=0.0,
+    trial_share=0.0,
 )
 """Chooses again each round, by little more than the last one: what a round showed decides the next
 one's length, and nothing is left to averages."""

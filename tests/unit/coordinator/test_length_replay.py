@@ -1,4 +1,5 @@
-"""Length control over recorded rounds of the demo pair, in its speed on two slow cores."""
+"""Length control over recorded rounds of the demo pair, in its speed on two slow cores: of 18
+sessions at temperature 0 (`greedy`), and 18 at temperature 1 (`token`)."""
 
 from __future__ import annotations
 
@@ -37,6 +38,16 @@ def test_a_new_deployment_drafts_where_that_pays_whatever_its_tables_say(tables:
         sides = [speed(side, category).tokens_per_second for side in (found, plain, drafted)]
         assert sides[0] > 0.93 * max(sides[1:]), category
         assert sides[0] > 0.98 * sides[1], category
+
+
+def test_sampled_sessions_in_which_drafting_just_does_not_pay_lose_little() -> None:
+    """At temperature 1: 3 % slower than plain decoding under K = 8."""
+    runs = shuffled(recorded("token"))
+    plain, drafted = plain_and_drafted(runs)
+    found = [one for run in runs for one in play(run, controlled(Rule.TOKEN))]
+    sides = [speed(side).tokens_per_second for side in (found, plain, drafted)]
+    assert sides[0] > 0.97 * sides[1]
+    assert sides[0] > sides[2]
 
 
 def test_sessions_that_change_lose_nothing() -> None:

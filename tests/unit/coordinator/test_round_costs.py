@@ -127,6 +127,28 @@ def test_many_sessions_are_told_what_their_tokens_cost_the_others() -> None:
     assert found.lost == pytest.approx([4 * 0.001 * 2 / 0.040] * 2, rel=0.01)
 
 
+def test_a_load_that_no_draft_has_met_is_new_until_one_has() -> None:
+    one = costs()
+    for _ in range(100):
+        play(one, 2, 0.006, TARGET.step_seconds(3))
+    one.num_sessions = 3
+    assert not one.load_is_new
+    one.num_sessions = 16
+    assert one.load_is_new
+    for _ in range(100):
+        play(one, 2, 0.006, TARGET.step_seconds(3))
+    assert not one.load_is_new
+
+
+def test_a_detour_by_the_draft_costs_what_it_missed_and_a_long_first_round() -> None:
+    one = costs()
+    assert one.detour_s(0.016, 0) == 0.0
+    assert one.detour_s(0.016, 65) == pytest.approx(DRAFT.step_seconds(65))
+    for _ in range(20):
+        one.note_first_plain(0.030)
+    assert one.detour_s(0.016, 0) == pytest.approx(0.014)
+
+
 def test_no_more_share_a_step_than_fit() -> None:
     one = RoundCosts(TARGET, DRAFT, max_num_seqs=3)
     one.num_sessions = 50
