@@ -135,10 +135,13 @@ def draft_rows(
     what is next to impossible where that is most of it. With a `vocabulary` parameters and history
     are in its columns, and the rows have the target's ids. Raises as `target_probabilities` does.
     """
-    rows = None
     if params.tempered_alone:
-        rows = SparseRows.likeliest(logits, params.temperature, _FLOOR, _SPARSE_SHARE)
-    if rows is None:
+        rows, flat = SparseRows.likeliest(logits, params.temperature, _FLOOR, _SPARSE_SHARE)
+        if flat.any():  # Each row is what it would be alone.
+            sparse = iter([rows.row(index) for index in range(len(rows))])
+            whole = iter(supports(logits[torch.from_numpy(flat)], params, history))
+            rows = SparseRows.of([next(whole if is_flat else sparse) for is_flat in flat])
+    else:
         rows = SparseRows.of(supports(logits, params, history))
     return rows if vocabulary is None else rows.with_ids(vocabulary.token_ids[rows.ids])
 

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import InvariantError, OutriderError
+from outrider.speculation.drafting import draft_rows
 from outrider.speculation.noise import NoiseBatch, RoundNoise
 from outrider.speculation.proposal import COUNT_TOTAL
 from outrider.speculation.race import race
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.sparse_rows import SparseRows
 
 R, V = 6, 400
@@ -40,7 +41,7 @@ def dense(rows: SparseRows) -> torch.Tensor:
 def test_the_likeliest_have_the_mass_of_a_softmax(dtype: torch.dtype, temperature: float) -> None:
     """But for what is below the floor, which is left out."""
     values = logits(dtype=dtype)
-    rows = SparseRows.likeliest(values, temperature, 1e-3)
+    rows, _ = SparseRows.likeliest(values, temperature, 1e-3)
     expected = (values.double() / temperature).softmax(1)
     expected[expected < 1e-3 * expected.amax(1, keepdim=True)] = 0
     torch.testing.assert_close(dense(rows), expected / expected.sum(1, keepdim=True))
@@ -48,9 +49,27 @@ def test_the_likeliest_have_the_mass_of_a_softmax(dtype: torch.dtype, temperatur
     assert all(ids == sorted(ids) for ids in rows.split(rows.ids))
 
 
-def test_rows_of_which_most_is_likely_are_not_sparse() -> None:
-    shares = [SparseRows.likeliest(logits(), 1.0, floor, 1 / 8) for floor in (1e-30, 0.5)]
-    assert [share is None for share in shares] == [True, False]
+def test_flat_rows_are_left_out() -> None:
+    rows, flat = SparseRows.likeliest(logits(), 1.0, 1e-30, 1 / 8)
+    assert flat.tolist() == [True, True, False, False, True, True]
+    assert rows.sizes.tolist() == [5, 1]
+    rows, flat = SparseRows.likeliest(logits(), 1.0, 0.5, 1 / 8)
+    assert len(rows) == R
+    assert not flat.any()
+
+
+def test_a_row_is_the_same_beside_any_others() -> None:
+    """Peaked and flat ones: neither form is the neighbours'."""
+    values = logits()
+    values[::2] *= 40
+    values[1] /= 40
+    beside = draft_rows(values, SamplingParams())
+    assert len(set(beside.sizes.tolist())) > 1
+    assert V in beside.sizes
+    for index in range(R):
+        alone = draft_rows(values[index : index + 1], SamplingParams()).row(0)
+        assert np.array_equal(alone.ids, beside.row(index).ids)
+        assert np.array_equal(alone.mass, beside.row(index).mass)
 
 
 def test_rows_that_are_no_numbers_are_refused() -> None:
@@ -62,7 +81,7 @@ def test_rows_that_are_no_numbers_are_refused() -> None:
 
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.COUPLED])
 def test_each_rows_race_has_the_winner_of_the_full_row(rule: Rule) -> None:
-    rows = SparseRows.likeliest(logits(), 1.0, 1e-300)
+    rows, _ = SparseRows.likeliest(logits(), 1.0, 1e-300)
     noises = [RoundNoise(seed, rule, 10 * seed) for seed in range(R)]
     keys = NoiseBatch.of(noises).draft_keys(range(R))
     assert rows.draw(keys) == race(dense(rows), keys).tolist()
@@ -70,7 +89,7 @@ def test_each_rows_race_has_the_winner_of_the_full_row(rule: Rule) -> None:
 
 @pytest.mark.parametrize("count", [1, 3, 64, V])
 def test_the_largest_of_each_row(count: int) -> None:
-    rows = SparseRows.likeliest(logits(), 1.0, 1e-7)
+    rows, _ = SparseRows.likeliest(logits(), 1.0, 1e-7)
     kept = rows.largest(count)
     for row, (before, after) in enumerate(
         zip(rows.split(rows.ids), kept.split(kept.ids), strict=True)
