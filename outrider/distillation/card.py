@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Final
 
+from outrider.distillation.documents import HELD_OUT_EVERY
 from outrider.distillation.measuring import Measured
 from outrider.distillation.training import Point
 
@@ -95,6 +96,9 @@ stored here. Serve it with `outrider serve {facts.target} --draft-model DIR`.
 | written by | documents to learn from | tokens of these | documents held out |
 | --- | --- | --- | --- |
 {data}
+
+About one text in {HELD_OUT_EVERY} is held out, a conversation by its prompt, as a hash of that and
+nothing else says: so every run holds out the same ones.
 
 The target's 64 likeliest tokens at every place were what was learned: first by cross-entropy, then
 by the likelihood that a draft is accepted.

@@ -6,7 +6,8 @@ goes on where it was, and a later one finds what an earlier one wrote:
 folder              what it holds                   its key names
 `written-<key>`     what the target wrote           dtype, seed, prompts, template, lengths
 `answers-<key>`     its answers about documents     dtype, and every token of these, in order
-`student-<key>`     checkpoint and measurements     the answers, and all that is asked for
+`student-<key>`     checkpoint and measurements     the answers, which of them are held out, and
+                                                    all that is asked for
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from outrider.distillation.documents import (
     corpus_files,
     fingerprint_of,
     read_corpus,
-    sampled,
+    shuffled,
+    split_of,
 )
 from outrider.distillation.learning import Lessons
 from outrider.distillation.measuring import (
@@ -164,10 +166,13 @@ class _Run:
         self._dtype = str(module.dtype)
         self._seconds = options.minutes * 60
         self._tokens_max = min(DOCUMENT_TOKENS_MAX, info.max_model_len)
-        given = read_corpus(files, self._vocab_size, target.encode, self._tokens_max)
-        self._given = sampled(given)
+        given = read_corpus(
+            files, self._vocab_size, target.encode, self._tokens_max, target.template.num_bare
+        )
+        self._given = shuffled(given)
         _check_prompts("prompts", options.prompts, self._tokens_max - 1)
         _check_prompts("measure", options.measure, info.max_model_len - 1)
+        self._check_split(len(given))
 
     def finish(self) -> Distilled:
         """All stages."""
@@ -178,7 +183,9 @@ class _Run:
         start = self._start(list(caches.values()))
         token_ids = start.token_ids
         lessons = Lessons(list(caches.values()), token_ids, self._vocab_size, self._module.device)
-        known = [(cache.name, cache.num_documents) for cache in caches.values()]
+        known = [
+            (cache.name, cache.num_documents, split_of(cache.known)) for cache in caches.values()
+        ]
         trainer = self._train(lessons, known, start, before)
         with torch.no_grad():
             for weight in trainer.weights.values():
@@ -248,6 +255,24 @@ class _Run:
         enough = TOKENS_A_SECOND["cpu" if self._is_cpu else "cuda"] * self._seconds
         return max(0.0, 1 - given / enough)
 
+    def _check_split(self, num_texts: int) -> None:
+        """Raises `SettingError` where what is given cannot do: for what is held out of it depends
+        on nothing else."""
+        held_out = {document.is_held_out for document in self._given}
+        tokens = self._options.tokens
+        writes = self._missing > 0 if tokens is None else tokens > 0
+        if held_out == {True}:
+            what = "all of them held out"
+        elif held_out == {False} and not writes:
+            what = "none of them held out, and the target is to write nothing"
+        else:
+            return
+        raise SettingError(
+            "corpus",
+            f"holds {num_texts} texts, {what}; it must hold more: about one in {HELD_OUT_EVERY} is "
+            "held out, as its own words say",
+        )
+
     @property
     def _reading_seconds(self) -> float:
         """For all sources together. Told by steps alone, a run must not depend on the time."""
@@ -291,10 +316,12 @@ class _Run:
                 found[name] = known
         read = [document for cache in found.values() for document in cache.known]
         if len(read) < HELD_OUT_EVERY or len({document.is_held_out for document in read}) < 2:
+            num_held_out = sum(document.is_held_out for document in read)
             raise SettingError(
                 "tokens" if self._options.tokens is not None else "minutes",
-                f"too few: of at least {HELD_OUT_EVERY} texts that are written or given, and read, "
-                "one is held out",
+                f"too few: {len(read)} texts were written or given, and read, {num_held_out} of "
+                f"them held out; at least {HELD_OUT_EVERY} are needed, of which one is held out "
+                "and one is not",
             )
         return found
 

@@ -13,7 +13,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +23,8 @@ import numpy.typing as npt
 from outrider.errors import SettingError
 
 HELD_OUT_EVERY: Final = 32
-"""Every so manieth text is never learned from, with all its pieces."""
+"""One text in so many is never learned from, with all its pieces: see `is_kept_back`."""
+_HELD_OUT_KEY: Final = b"outrider distill: held out"
 DOCUMENT_TOKENS_MAX: Final = 1024
 """Longer texts are cut into pieces; of a conversation that is longer the end is left out. Targets
 may take less."""
@@ -58,42 +59,46 @@ class Document:
         """Of these, those that are not measured."""
         return self.answer_first - self.first
 
+    @property
+    def prompt(self) -> tuple[int, ...] | None:
+        """What a conversation's answer is to; None for a text by others."""
+        if self.temperature is None:
+            return None
+        return tuple(self.token_ids[: self.answer_first].tolist())
+
+
+def is_kept_back(token_ids: Sequence[int]) -> bool:
+    """Whether a text of these tokens is held out: by a keyed hash of it and nothing else, so that
+    every run holds out the same ones, whatever else there is to learn from, and a drafter that
+    learns on is not measured on what it has learned."""
+    data = np.asarray(token_ids, dtype="<i4").tobytes()
+    digest = hashlib.blake2b(data, digest_size=8, key=_HELD_OUT_KEY).digest()
+    return int.from_bytes(digest, "little") % HELD_OUT_EVERY == 0
+
 
 def conversation(
-    prompt: Sequence[int], answer: Sequence[int], first: int, temperature: float, tokens_max: int
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    first: int,
+    temperature: float,
+    tokens_max: int,
+    num_bare: int = 1,
 ) -> Document | None:
     """One that the target wrote, from `first` of the prompt on; None where nothing of the answer
-    fits into `tokens_max`."""
+    fits into `tokens_max`. It is held out by its prompt, for answers to the same one are alike; by
+    all of it where the prompt has `num_bare` tokens or fewer, which begin any text."""
     if len(prompt) >= tokens_max or not answer:
         return None
     token_ids = np.array([*prompt, *answer][:tokens_max], dtype=np.int32)
-    return Document(token_ids, max(1, first), len(prompt), temperature)
+    held = is_kept_back(prompt if len(prompt) > num_bare else [*prompt, *answer])
+    return Document(token_ids, max(1, first), len(prompt), temperature, held)
 
 
-def held_out(documents: Sequence[Document]) -> list[Document]:
-    """These, each a text of its own, of which every so manieth is not to be learned from."""
-    return [
-        replace(document, is_held_out=index % HELD_OUT_EVERY == 0)
-        for index, document in enumerate(documents)
-    ]
-
-
-def sampled(texts: Sequence[Sequence[Document]]) -> list[Document]:
+def shuffled(texts: Sequence[Sequence[Document]]) -> list[Document]:
     """The pieces of these texts in an order that depends on their number alone, so that those that
-    are read in time are a fair sample. Texts are held out whole, for their pieces are alike; of
-    fewer than `HELD_OUT_EVERY` texts none, for it might be most of what there is."""
-    places = np.argsort(_order(len(texts)))
-    held = (places % HELD_OUT_EVERY == 0) & (len(texts) >= HELD_OUT_EVERY)
-    pieces = [
-        replace(piece, is_held_out=bool(held[number]))
-        for number, text in enumerate(texts)
-        for piece in text
-    ]
-    return [pieces[index] for index in _order(len(pieces))]
-
-
-def _order(num: int) -> npt.NDArray[np.int64]:
-    return np.random.default_rng(0).permutation(num)
+    are read in time are a fair sample."""
+    pieces = [piece for text in texts for piece in text]
+    return [pieces[index] for index in np.random.default_rng(0).permutation(len(pieces))]
 
 
 def fingerprint_of(documents: Sequence[Document]) -> str:
@@ -104,6 +109,12 @@ def fingerprint_of(documents: Sequence[Document]) -> str:
         digest.update(np.array([len(document.token_ids), document.first], np.int32).tobytes())
         digest.update(document.token_ids.tobytes())
     return digest.hexdigest()
+
+
+def split_of(documents: Sequence[Document]) -> str:
+    """Which of these are held out, as a digest."""
+    flags = bytes(document.is_held_out for document in documents)
+    return hashlib.blake2b(flags, digest_size=8).hexdigest()
 
 
 def corpus_files(directory: Path) -> list[Path]:
@@ -123,10 +134,15 @@ def corpus_files(directory: Path) -> list[Path]:
 
 
 def read_corpus(
-    paths: Sequence[Path], vocab_size: int, encode: Encode | None, tokens_max: int
+    paths: Sequence[Path],
+    vocab_size: int,
+    encode: Encode | None,
+    tokens_max: int,
+    num_bare: int = 1,
 ) -> list[list[Document]]:
     """The texts of these files, in order, in pieces of at most so many tokens. `encode` is None for
-    a target without a tokenizer. Raises `SettingError` naming file and line."""
+    a target without a tokenizer; `num_bare` as for `conversation`. Raises `SettingError` naming
+    file and line."""
     found: list[list[Document]] = []
     for path in paths:
         if path.name.endswith((".txt", ".md")):
@@ -145,6 +161,7 @@ def read_corpus(
                     first,
                     float(record["temperature"]),
                     tokens_max,
+                    num_bare,
                 )
                 found.append([] if known is None else [known])
     return [pieces for pieces in found if pieces]
@@ -162,9 +179,11 @@ def _text(path: Path) -> str:
 def _pieces(text: str, place: str, encode: Encode | None, tokens_max: int) -> list[Document]:
     if encode is None:
         raise SettingError("corpus", f"{place}: the target has no tokenizer, and takes no text")
-    ids = np.array(encode(text), dtype=np.int32)
+    token_ids = encode(text)
+    ids = np.array(token_ids, dtype=np.int32)
     pieces = [ids[start : start + tokens_max] for start in range(0, len(ids), tokens_max)]
-    return [Document(piece, 1, 1, None) for piece in pieces if len(piece) > 1]
+    held = is_kept_back(token_ids)
+    return [Document(piece, 1, 1, None, held) for piece in pieces if len(piece) > 1]
 
 
 def _records(path: Path, vocab_size: int) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from outrider.distillation.documents import Document, conversation, held_out
+from outrider.distillation.documents import Document, conversation
 from outrider.distillation.storage import Spent
 from outrider.engine.interface import Engine, SequenceStep
 from outrider.limits import PAGE_SIZE
@@ -36,6 +36,11 @@ class Template:
     before: tuple[int, ...]
     after: tuple[int, ...]
     """Up to where the answer begins; empty = there are no turns."""
+
+    @property
+    def num_bare(self) -> int:
+        """Tokens of a prompt in which nobody says anything, at most."""
+        return max(1, 0 if self.after else len(self.before))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,17 +153,22 @@ class WrittenCorpus:
 
     def documents(self, tokens: int | None = None) -> list[Document]:
         """What has been written: in the order in which it was finished; or, in their own order, the
-        first conversations with so many answered tokens together. Some are held out."""
+        first conversations with so many answered tokens together."""
         found: list[Document] = []
         for index in list(self._records) if tokens is None else range(self._num_first(tokens)):
             record = self._records[index]
             prompt: list[int] = record["prompt"]
             first = len(self._template.before) if index >= len(self._prompts) else len(prompt)
             known = conversation(
-                prompt, record["answer"], first, record["temperature"], self._tokens_max
+                prompt,
+                record["answer"],
+                first,
+                record["temperature"],
+                self._tokens_max,
+                self._template.num_bare,
             )
             found += [] if known is None else [known]
-        return held_out(found)
+        return found
 
     def is_enough(self, wanted: Wanted) -> bool:
         """Whether writing can stop."""

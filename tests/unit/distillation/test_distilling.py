@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from deploy.cli.main import main
 from outrider.distillation import distilling, teacher, training
 from outrider.distillation.distilling import Distilled, Target, distill
+from outrider.distillation.documents import is_kept_back
 from outrider.distillation.options import DistillOptions
 from outrider.distillation.storage import Stopwatch
 from outrider.distillation.teacher import TeacherCache
@@ -273,13 +274,30 @@ def test_both_sources_are_read_in_one_share_of_the_time(
     assert second == pytest.approx(share * 600 - used * first)
 
 
-def test_one_long_text_is_too_few(target: Target, tmp_path: Path) -> None:
-    """For one of its pieces says nothing about the others that they have not said."""
+@pytest.mark.parametrize(
+    ("is_held_out", "said"),
+    [(False, "none of them held out, and the target is to write nothing"), (True, "all of them")],
+)
+def test_one_long_text_is_too_few(
+    target: Target, tmp_path: Path, is_held_out: bool, said: str
+) -> None:
+    """For one of its pieces says nothing about the others that they have not said. Nothing is run
+    before that is known; with what the target writes a text that is learned from will do."""
+
+    def encode(text: str) -> list[int]:
+        return [ord(letter) % 30 for letter in text]
+
+    texts = ("Call me Ishmael. " * (600 + number) for number in range(1000))
+    text = next(text for text in texts if is_kept_back(encode(text)) == is_held_out)
     (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus" / "book.txt").write_text("Call me Ishmael. " * 600)
-    reads = replace(target, encode=lambda text: [ord(letter) % 30 for letter in text])
-    with pytest.raises(SettingError, match="at least 32 texts"):
+    (tmp_path / "corpus" / "book.txt").write_text(text)
+    reads = replace(target, encode=encode)
+    with pytest.raises(SettingError, match=f"holds 1 texts, {said}") as bad:
         run(reads, tmp_path, tokens=0, corpus=tmp_path / "corpus")
+    assert bad.value.key == "corpus"
+    assert not list(tmp_path.glob("cache/distillation/*/*-*"))
+    if not is_held_out:
+        run(reads, tmp_path, steps=1, corpus=tmp_path / "corpus")
 
 
 def test_prompts_to_measure_with_are_not_learned_from(

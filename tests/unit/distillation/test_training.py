@@ -14,7 +14,7 @@ from models import tiny_config, tiny_module
 from safetensors import safe_open
 
 from outrider.distillation import training
-from outrider.distillation.documents import HELD_OUT_EVERY, Document, held_out
+from outrider.distillation.documents import HELD_OUT_EVERY, Document
 from outrider.distillation.learning import Lessons
 from outrider.distillation.student import make_student
 from outrider.distillation.teacher import TeacherCache
@@ -36,7 +36,7 @@ def module() -> Any:
 def lessons(module: Any, tmp_path_factory: pytest.TempPathFactory) -> Lessons:
     random = np.random.default_rng(0)
     rows = [random.integers(0, VOCAB, 12).astype(np.int32) for _ in range(2 * HELD_OUT_EVERY)]
-    documents = held_out([Document(row, 1, 1, None) for row in rows])
+    documents = [Document(row, 1, 1, None, i % HELD_OUT_EVERY == 0) for i, row in enumerate(rows)]
     cache = TeacherCache(tmp_path_factory.mktemp("answers"), documents, VOCAB)
     cache.fill(module, 1e9, lambda part: None)
     return Lessons([cache], TOKEN_IDS, VOCAB, torch.device("cpu"))
