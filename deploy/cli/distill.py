@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from benchmarks.prompts import read_prompts
 from outrider.config import DTYPES, TargetConfig
 from outrider.distillation.options import DRAFT_VOCAB, LAYERS, DistillOptions
+from outrider.drafting.registry import SHIPPED, DrafterChoice, DraftModel, parse_drafter
 from outrider.errors import BadRequest, SettingError
 from outrider.hosting import available_cores, use_threads
 from outrider.settings import blaming
@@ -56,9 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"tokens that the drafter can propose [{DRAFT_VOCAB}]",
     )  # fmt: skip
     parser.add_argument(
-        "--start-from", type=Path, metavar="DRAFTER",
-        help="a drafter of this target, made before, that learns on: a directory or a name that "
-        "`outrider drafters` lists",
+        "--start-from", metavar="DRAFTER",
+        help="a drafter of this target, made before, that learns on: a directory, a hub id or "
+        + " or ".join(f"`{name}`" for name in SHIPPED.values()),
     )  # fmt: skip
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE",
@@ -103,8 +104,11 @@ def run(arguments: argparse.Namespace) -> int:
     options = DistillOptions(
         out=arguments.out, minutes=arguments.minutes, layers=arguments.layers,
         draft_vocab=arguments.draft_vocab, corpus=arguments.corpus, seed=arguments.seed,
-        tokens=arguments.tokens, steps=arguments.steps, start_from=arguments.start_from,
+        tokens=arguments.tokens, steps=arguments.steps, start_name=arguments.start_from,
+        start_from=None if arguments.start_from is None else Path(arguments.start_from),
     )  # fmt: skip
+    if options.start_name is not None:
+        _check_start(options.start_name)
     TargetConfig(device=arguments.device)  # Raises for one that is none.
     use_threads(available_cores())  # Before torch is imported.
     from outrider.distillation.distilling import distill
@@ -113,8 +117,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_out(options.out)
     target, text = _target(arguments)
-    with blaming("start_from"):
-        start = options.start_from and resolve_model(str(options.start_from))
+    start = None
+    if options.start_name is not None:
+        with blaming("start_from"):
+            start = resolve_model(options.start_name, trust_remote_code=arguments.trust_remote_code)
     options = replace(
         options,
         prompts=_prompts("prompts", arguments.prompts, text),
@@ -133,6 +139,20 @@ def run(arguments: argparse.Namespace) -> int:
             f"outrider serve {arguments.target} --draft-model {found.out}"
         )
     return 0
+
+
+def _check_start(name: str) -> None:
+    """Raises `SettingError` for a name of `--draft-model` that is no model's."""
+    try:
+        is_model = parse_drafter(name) == DrafterChoice(None, DraftModel(name))
+    except SettingError:
+        is_model = False
+    if not is_model:
+        shipped = " or ".join(SHIPPED.values())
+        raise SettingError(
+            "start_from",
+            f"{name!r} is no drafter that can learn; it must be a directory, a hub id or {shipped}",
+        )
 
 
 def _target(arguments: argparse.Namespace) -> tuple[Target, TokenizerText | None]:

@@ -35,7 +35,9 @@ class CardFacts:
     target: str
     target_fingerprint: str
     start: str
-    """What the student began as."""
+    """What the student began as, ..."""
+    is_trained: bool
+    """... and whether that had learned before."""
     num_layers: int
     num_parameters: int
     """Without embeddings and head."""
@@ -77,6 +79,13 @@ The prompts were given to measure with, and are not learned from; nor are the ta
 {_tables(facts.of_prompts)}
 
 """
+    learned, before = "first by cross-entropy, then by the likelihood that a draft is accepted", ""
+    if facts.is_trained:
+        learned = "mostly by the likelihood that a draft is accepted, from the first step on"
+        before = (
+            f"\nWhat {facts.start} had learned from before is not listed. Some of what is held out "
+            "here\nmay be among it, if another rule held texts out then.\n"
+        )
     return f"""# A drafter for {facts.target}
 
 Made by `outrider distill` for speculative decoding of the target {facts.target} with weights
@@ -99,9 +108,9 @@ stored here. Serve it with `outrider serve {facts.target} --draft-model DIR`.
 
 About one text in {HELD_OUT_EVERY} is held out, a conversation by its prompt, as a hash of that and
 nothing else says: so every run holds out the same ones.
-
-The target's 64 likeliest tokens at every place were what was learned: first by cross-entropy, then
-by the likelihood that a draft is accepted.
+{before}
+The target's 64 likeliest tokens at every place were what was learned:
+{learned}.
 
 `greedy` is the share of places where target and drafter find the same token likeliest, `sampled`
 the mean of sum min(p, q) at temperature 1, with q as it goes on the wire.
@@ -140,8 +149,10 @@ Given that all draft tokens before it were accepted, at temperature 1:
 | accepted | {positions} |"""
 
 
-def render_plot(points: Sequence[Point]) -> str:
-    """Loss (left) and running acceptance (right) over the steps, as an SVG."""
+def render_plot(points: Sequence[Point], is_trained: bool) -> str:
+    """Loss (left) and running acceptance (right) over the steps, as an SVG. `is_trained`: of a
+    student that had learned before."""
+    loss = "loss (mostly likelihood)" if is_trained else "loss (cross-entropy, then likelihood)"
     learned = points[1:]
     steps = max(point.step for point in points) or 1
     most = max((point.loss for point in learned), default=1.0) or 1.0
@@ -174,7 +185,7 @@ def render_plot(points: Sequence[Point]) -> str:
         text(right + 4, bottom, "0", "start"),
         text(_MARGIN, bottom + 18, "0", "middle"),
         text(right, bottom + 18, f"{steps:,} steps", "end"),
-        text(_MARGIN, _MARGIN - 16, "loss (cross-entropy, then likelihood)", "start", "#c0392b"),
+        text(_MARGIN, _MARGIN - 16, loss, "start", "#c0392b"),
         text(_WIDTH / 2 + 40, _MARGIN - 16, "greedy", "start", "#2471a3"),
         text(_WIDTH / 2 + 100, _MARGIN - 16, "sampled acceptance, held out", "start", "#1e8449"),
         "</svg>",

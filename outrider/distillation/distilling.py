@@ -157,7 +157,13 @@ class _Run:
         self._module, self._info = module, info
         if options.start_from is not None:
             self._drafter: Start | None = load_student(
-                options.start_from, target.directory, target.name, target.dtype, target.device
+                options.start_from,
+                target.directory,
+                name=options.start_name or str(options.start_from),
+                target_name=target.name,
+                dtype=target.dtype,
+                device=target.device,
+                trust_remote_code=target.trust_remote_code,
             )
         else:
             self._drafter = None
@@ -205,6 +211,7 @@ class _Run:
             target=self._target.name,
             target_fingerprint=self._fingerprint,
             start=start.name,
+            is_trained=start.is_trained,
             num_layers=trainer.student.config.get_text_config().num_hidden_layers,
             num_parameters=sum(weight.numel() for weight in trainer.weights.values()),
             draft_vocab_size=len(token_ids),
@@ -378,7 +385,8 @@ class _Run:
         with filled(self._options.out) as directory:
             save_drafter(directory, student, token_ids, description)
             (directory / CARD_FILE).write_text(render_card(facts), encoding="utf-8")
-            (directory / PLOT_FILE).write_text(render_plot(facts.points), encoding="utf-8")
+            plot = render_plot(facts.points, facts.is_trained)
+            (directory / PLOT_FILE).write_text(plot, encoding="utf-8")
 
 
 def _check_prompts(name: str, prompts: Sequence[Sequence[int]], length_max: int) -> None:

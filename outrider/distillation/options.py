@@ -36,7 +36,9 @@ class DistillOptions:
     """Rows of the target's head that the student has; None = `DRAFT_VOCAB`, or those of
     `start_from`."""
     start_from: Path | None = None
-    """A drafter of this target that learns on, in place of a new student."""
+    """A drafter of this target that learns on, in place of a new student ..."""
+    start_name: str | None = None
+    """... and what it is called on the card; None = as its path is."""
     prompts: tuple[tuple[int, ...], ...] = ()
     """Token ids that the target answers before it asks itself."""
     measure: tuple[tuple[int, ...], ...] = ()

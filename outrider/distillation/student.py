@@ -136,16 +136,31 @@ def make_student(target: Any, layers: Sequence[int], token_ids: npt.NDArray[np.i
     return Start(student, token_ids, name, f"{layers}, {len(token_ids)}", is_trained=False)
 
 
-def load_student(drafter: Path, target: Path, name: str, dtype: str, device: str) -> Start:
-    """A drafter of this target, which is called `name`, to learn on. Raises `SettingError` for one
-    that was made for another, or that cannot be read."""
+def load_student(
+    drafter: Path,
+    target: Path,
+    *,
+    name: str,
+    target_name: str,
+    dtype: str,
+    device: str,
+    trust_remote_code: bool,
+) -> Start:
+    """A drafter of this target, both by the names that people know, to learn on. Raises
+    `SettingError` for one that was made for another, or that cannot be read."""
     with blaming("start_from"):
         student, info = load_drafter(
-            drafter, target, name=str(drafter), target=name, dtype=dtype, device=device
+            drafter,
+            target,
+            name=name,
+            target=target_name,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
         )
         key = tensors_fingerprint(drafter)
     token_ids = np.array(info.logit_token_ids, dtype=np.int64)
-    return Start(_learning(student), token_ids, f"the drafter {drafter.name}", key, is_trained=True)
+    return Start(_learning(student), token_ids, f"the drafter `{name}`", key, is_trained=True)
 
 
 def _learning(student: Any) -> Any:

@@ -16,11 +16,10 @@ from typing import Any, Final
 
 import pytest
 import torch
-from models import byte_level_tokenizer, save_tiny_model
+from models import save_tiny_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from deploy.cli.main import main
 from outrider.distillation import distilling, teacher, training
 from outrider.distillation.distilling import Distilled, Target, distill
 from outrider.distillation.documents import is_kept_back
@@ -331,12 +330,24 @@ def test_a_drafter_learns_on(
     def report(stage: str, part: float, point: Point | None) -> None:
         points.extend([point] if point else [])
 
-    run(target, tmp_path, report, start_from=out, layers=None, draft_vocab=None)
+    changes = {"layers": None, "draft_vocab": None}
+    run(target, tmp_path, report, start_from=out, start_name="of-mine", **changes)
     assert points[0].sampled == pytest.approx(whole[1][-1].sampled, abs=0.02)
     assert points[-1].sampled > points[0].sampled
-    assert (
-        "in 1 layers, begun\n  as the drafter out." in (tmp_path / "out" / "README.md").read_text()
-    )
+    card, first = ((p / "out" / "README.md").read_text() for p in (tmp_path, whole[0]))
+    for words, are_of_both in (
+        ("in 1 layers, begun\n  as the drafter `of-mine`.", False),
+        ("What the drafter `of-mine` had learned from before is not listed.", False),
+        ("mostly by the likelihood that a draft is accepted, from the first step on", False),
+        ("About one text in 32 is held out", True),
+    ):
+        assert words in card, words
+        assert (words in first) == are_of_both
+    words = "first by cross-entropy, then"
+    assert (words in first, words in card) == (True, False)
+    plot, first_plot = ((p / "out" / "loss.svg").read_text() for p in (tmp_path, whole[0]))
+    words = "loss (cross-entropy, then likelihood)"
+    assert (words in first_plot, words in plot) == (True, False)
     after = weights(tmp_path)
     assert torch.equal(after["draft_token_ids"], before["draft_token_ids"])
     assert any(not torch.equal(values, before[name]) for name, values in after.items())
@@ -366,65 +377,3 @@ def test_rate_and_loss_follow_the_budget() -> None:
     assert shares == sorted(shares)
     assert shares[10:] == [0.9] * 11
     assert likelihood_share(0.0, True) == 0.9
-
-
-def test_the_command_makes_one_that_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With a chat template, prompts, texts and conversations of its own; one JSON object."""
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    model = save_tiny_model(
-        tmp_path / "target", vocab_size=336, eos_token_id=0, tokenizer=byte_level_tokenizer()
-    )
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    (corpus / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
-    lines = [
-        {"prompt": [1, 2, 10 + i], "answer": [i + 3] * 9, "temperature": 0.7} for i in range(40)
-    ]
-    (corpus / "b.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "Why?"}\n{"prompt": "How so?"}\n')
-    code = main(
-        [
-            "distill", str(model), "--out", str(tmp_path / "out"), "--layers", "1",
-            "--draft-vocab", "64", "--tokens", "300", "--steps", "4", "--json",
-            "--corpus", str(corpus), "--prompts", str(prompts), "--measure", str(prompts),
-        ]
-    )  # fmt: skip
-    assert code == 0
-    captured = capsys.readouterr()
-    found = json.loads(captured.out)
-    assert found["steps"] == 4
-    assert 0 < found["sampled"] < 1
-    assert 0 < found["of_prompts"]["num_positions"] <= 4 * 128
-    assert "training" in captured.err
-    load_drafter(tmp_path / "out", model, name="out", target="target")
-    [written] = (tmp_path / "cache" / "distillation").glob("*/written-*/conversations.jsonl")
-    conversations = [json.loads(line) for line in written.read_text().splitlines()]
-    assert [c["temperature"] for c in sorted(conversations, key=lambda c: c["index"])][:3] == [
-        0.0, 0.7, 1.0,
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--layers", "9"], "--layers: 9 is more than the target's 2"),
-        (["--draft-vocab", "1"], "--draft-vocab: 1 is wrong"),
-        (["--minutes", "nan"], "--minutes: nan is wrong"),
-        (["--start-from", "nowhere"], "--start-from: "),
-        (["--start-from", "demo-drafter", "--layers", "2"], "--layers: the drafter that is"),
-        (["--corpus", "nowhere"], "--corpus: nowhere is not a folder"),
-        (["--prompts", "nowhere"], "--prompts: cannot read nowhere"),
-        (["--measure", "nowhere"], "--measure: cannot read nowhere"),
-        (["--device", "tpu"], "--device: 'tpu' is wrong"),
-    ],
-)
-def test_errors_name_the_flag(
-    target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str],
-    message: str,
-) -> None:  # fmt: skip
-    code = main(["distill", str(target.directory), "--out", str(tmp_path / "out"), *flags])
-    assert code == 2
-    assert message in capsys.readouterr().err

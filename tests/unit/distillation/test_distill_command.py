@@ -1,0 +1,117 @@
+"""`outrider distill`: what it makes, what it says, and which flags are at fault."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from models import byte_level_tokenizer, save_tiny_model
+
+from deploy.cli.main import main
+from outrider.engine.trained_drafters import load_drafter
+from outrider.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return save_tiny_model(tmp_path_factory.mktemp("target"), eos_token_id=3)
+
+
+def test_the_command_makes_one_that_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a chat template, prompts, texts and conversations of its own; one JSON object."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    model = save_tiny_model(
+        tmp_path / "target", vocab_size=336, eos_token_id=0, tokenizer=byte_level_tokenizer()
+    )
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    lines = [
+        {"prompt": [1, 2, 10 + i], "answer": [i + 3] * 9, "temperature": 0.7} for i in range(40)
+    ]
+    (corpus / "b.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Why?"}\n{"prompt": "How so?"}\n')
+    measure = tmp_path / "measure.jsonl"
+    measure.write_text('{"prompt": "Since when?"}\n{"prompt": "Where?"}\n')
+    code = main(
+        [
+            "distill", str(model), "--out", str(tmp_path / "out"), "--layers", "1",
+            "--draft-vocab", "64", "--tokens", "300", "--steps", "4", "--json",
+            "--corpus", str(corpus), "--prompts", str(prompts), "--measure", str(measure),
+        ]
+    )  # fmt: skip
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    found = json.loads(captured.out)
+    assert found["steps"] == 4
+    assert 0 < found["sampled"] < 1
+    assert 0 < found["of_prompts"]["num_positions"] <= 4 * 128
+    assert "training" in captured.err
+    load_drafter(tmp_path / "out", model, name="out", target="target")
+    [written] = (tmp_path / "cache" / "distillation").glob("*/written-*/conversations.jsonl")
+    conversations = [json.loads(line) for line in written.read_text().splitlines()]
+    assert [c["temperature"] for c in sorted(conversations, key=lambda c: c["index"])][:3] == [
+        0.0, 0.7, 1.0,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--layers", "9"], "--layers: 9 is more than the target's 2"),
+        (["--draft-vocab", "1"], "--draft-vocab: 1 is wrong"),
+        (["--minutes", "nan"], "--minutes: nan is wrong"),
+        (["--start-from", "nowhere"], "--start-from: "),
+        (["--start-from", "demo-drafter", "--layers", "2"], "--layers: the drafter that is"),
+        (["--start-from", "ngram"], "--start-from: 'ngram' is no drafter that can learn; it must"),
+        (["--start-from", "auto"], "--start-from: 'auto' is no drafter"),
+        (["--start-from", "hybrid:suffix,demo-drafter"], "drafter that can learn"),
+        (["--start-from", "hybrid:nothing"], "drafter that can learn"),
+        (["--start-from", "quantized:8"], "drafter that can learn"),
+        (["--corpus", "nowhere"], "--corpus: nowhere is not a folder"),
+        (["--prompts", "nowhere"], "--prompts: cannot read nowhere"),
+        (["--measure", "nowhere"], "--measure: cannot read nowhere"),
+        (["--device", "tpu"], "--device: 'tpu' is wrong"),
+    ],
+)
+def test_errors_name_the_flag(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str],
+    message: str,
+) -> None:  # fmt: skip
+    code = main(["distill", str(target), "--out", str(tmp_path / "out"), *flags])
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_remote_code_of_the_drafter_is_trusted_as_that_of_the_target(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Or a drafter of such a target could not learn on."""
+    asked: list[tuple[str, str, bool]] = []
+
+    def resolved(name: str, *, trust_remote_code: bool = False) -> Path:
+        asked.append(("resolved", name, trust_remote_code))
+        return target
+
+    def loaded(*where: Path, name: str, trust_remote_code: bool = False, **rest: object) -> None:
+        asked.append(("loaded", name, trust_remote_code))
+        raise ConfigError("that is enough")
+
+    monkeypatch.setattr("outrider.engine.sources.resolve_model", resolved)
+    monkeypatch.setattr("outrider.distillation.student.load_drafter", loaded)
+    for flags in ([], ["--trust-remote-code"]):
+        code = main(["distill", "a/b", "--out", str(tmp_path / "o"), "--start-from", "c/d", *flags])
+        assert code == 2
+        assert "--start-from: that is enough" in capsys.readouterr().err
+        trusts = bool(flags)
+        assert asked == [
+            ("resolved", "a/b", trusts), ("resolved", "c/d", trusts), ("loaded", "c/d", trusts),
+        ]  # fmt: skip
+        asked.clear()
