@@ -45,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--minutes", type=float, default=defaults.minutes, metavar="N",
-        help="for the whole run, on a CPU or on a GPU [%(default)g]",
+        help="to write, to read and to train, on a CPU or on a GPU; measuring comes on top "
+        "[%(default)g]",
     )  # fmt: skip
     parser.add_argument(
         "--layers", type=int, metavar="N",
@@ -67,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--measure", type=Path, metavar="FILE",
-        help="JSONL of `prompt`: the card says what is accepted of the answers to these, which "
-        "are not learned from",
+        help="JSONL of `prompt`: the card says what is accepted of the answers to these; none may "
+        "be among --prompts or begin a conversation in --corpus, whose texts are not searched",
     )  # fmt: skip
     parser.add_argument(
         "--corpus", type=Path, metavar="DIR",
@@ -132,12 +133,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(_summary(found)))
     else:
-        print(
-            f"{found.out}: {found.num_steps} steps in {found.seconds / 60:.1f} minutes; held-out "
-            f"acceptance {found.measured.greedy:.3f} at temperature 0, "
-            f"{found.measured.sampled:.3f} at 1\n"
-            f"outrider serve {arguments.target} --draft-model {found.out}"
-        )
+        print(_said(found))
+        print(f"outrider serve {arguments.target} --draft-model {found.out}")
     return 0
 
 
@@ -153,6 +150,18 @@ def _check_start(name: str) -> None:
             "start_from",
             f"{name!r} is no drafter that can learn; it must be a directory, a hub id or {shipped}",
         )
+
+
+def _said(found: Distilled) -> str:
+    """For people: what was made, and a line for each kind of text that it was measured on."""
+    lines = [f"{found.out}: {found.num_steps} steps in {found.seconds / 60:.1f} minutes"]
+    for name, measured in (("held-out texts", found.measured), ("--measure", found.of_prompts)):
+        if measured is not None:
+            lines.append(
+                f"acceptance, {name}: {measured.greedy:.3f} at temperature 0, "
+                f"{measured.sampled:.3f} at 1"
+            )
+    return "\n".join(lines)
 
 
 def _target(arguments: argparse.Namespace) -> tuple[Target, TokenizerText | None]:

@@ -47,8 +47,10 @@ class CardFacts:
     of 1."""
     sources: dict[str, SourceFacts]
     """By what wrote the documents."""
+    has_texts: bool
+    """Whether some of them are texts by others."""
     seconds: dict[str, float]
-    """By stage."""
+    """By stage: of all that `--minutes` is for, and of measuring."""
     seed: int
     num_steps: int
     num_trained_tokens: int
@@ -74,7 +76,8 @@ def render_card(facts: CardFacts) -> str:
     if facts.of_prompts is not None:
         prompts = f"""## Acceptance in answers to {facts.num_prompts:,} prompts
 
-The prompts were given to measure with, and are not learned from; nor are the target's answers.
+The prompts were given to measure with: no conversation that was learned from begins with one of
+them{_unknown(facts)}.
 
 {_tables(facts.of_prompts)}
 
@@ -126,6 +129,16 @@ stated; of texts by others everything.
 
 ![Loss and acceptance over the steps]({PLOT_FILE})
 """
+
+
+def _unknown(facts: CardFacts) -> str:
+    """What is not known of the prompts to measure with."""
+    found = ""
+    if facts.has_texts:
+        found += "; texts by others were not searched for them"
+    if facts.is_trained:
+        found += f";\nwhat {facts.start} had learned from before is not known here"
+    return found
 
 
 def _tables(measured: Measured) -> str:

@@ -4,8 +4,11 @@ Everything on the way lies in `$OUTRIDER_CACHE/distillation/<target>/`, so that 
 goes on where it was, and a later one finds what an earlier one wrote:
 
 folder              what it holds                   its key names
+`measured-<key>`    the target's answers to         dtype, seed, prompts, lengths
+                    prompts to measure with
 `written-<key>`     what the target wrote           dtype, seed, prompts, template, lengths
-`answers-<key>`     its answers about documents     dtype, and every token of these, in order
+`answers-<key>`     its answers about documents,    dtype, and every token of these, in order
+                    of either kind
 `student-<key>`     checkpoint and measurements     the answers, which of them are held out, and
                                                     all that is asked for
 """
@@ -32,6 +35,7 @@ from outrider.distillation.dense_attention import use_dense_attention
 from outrider.distillation.documents import (
     DOCUMENT_TOKENS_MAX,
     HELD_OUT_EVERY,
+    Document,
     Encode,
     corpus_files,
     fingerprint_of,
@@ -41,6 +45,7 @@ from outrider.distillation.documents import (
 )
 from outrider.distillation.learning import Lessons
 from outrider.distillation.measuring import (
+    MEASURED_PROMPT_TOKENS_MAX,
     MEASURED_TEMPERATURES,
     MEASURED_TOKENS_MAX,
     Measured,
@@ -48,7 +53,7 @@ from outrider.distillation.measuring import (
 )
 from outrider.distillation.options import DRAFT_VOCAB, LAYERS, DistillOptions
 from outrider.distillation.output import check_out, filled
-from outrider.distillation.storage import alone_in, folder_name
+from outrider.distillation.storage import Stopwatch, alone_in, folder_name
 from outrider.distillation.student import (
     Start,
     covered_share,
@@ -87,6 +92,8 @@ and half of its time is for reading them."""
 _TOGETHER: Final = {"cpu": 96, "cuda": 512}
 """Conversations that are written side by side."""
 _GPU_SHARE: Final = 0.6
+_ANSWERING_PART: Final = 0.9
+"""Of the work on prompts to measure with, the target's answers; the rest is to ask about these."""
 Report = Callable[[str, float, Point | None], None]
 """Hears which stage goes on, what part of it is done, and what was measured last."""
 
@@ -123,6 +130,7 @@ class Distilled:
     """In answers to the prompts that it was to be measured with."""
     num_steps: int
     seconds: float
+    """Of all stages, earlier parts of the same run included."""
 
 
 def distill(options: DistillOptions, target: Target, cache: Path, report: Report) -> Distilled:
@@ -177,14 +185,21 @@ class _Run:
         )
         self._given = shuffled(given)
         _check_prompts("prompts", options.prompts, self._tokens_max - 1)
-        _check_prompts("measure", options.measure, info.max_model_len - 1)
+        longest = min(MEASURED_PROMPT_TOKENS_MAX, info.max_model_len - 1)
+        _check_prompts("measure", options.measure, longest)
+        _check_apart(options, self._given)
         self._check_split(len(given))
 
     def finish(self) -> Distilled:
-        """All stages."""
+        """All stages. What is to be measured with comes first: it is the target's answers to
+        prompts that may not fit its pages."""
+        measuring = Stopwatch()
+        asked = None
+        if self._options.measure:
+            asked, seconds = self._ask_to_measure()
+            measuring = Stopwatch(seconds)
         corpus = self._write()
         caches = self._ask(corpus)
-        asked = self._ask_to_measure() if self._options.measure else None
         before = corpus.spent.seconds + sum(cache.spent.seconds for cache in caches.values())
         start = self._start(list(caches.values()))
         token_ids = start.token_ids
@@ -197,15 +212,17 @@ class _Run:
             for weight in trainer.weights.values():
                 weight.copy_(as_stored(weight.detach()))
         self._report("measuring", 0.0, None)
-        measured = measure(trainer.student, lessons, lessons.held_out)
         of_prompts = None
-        if asked is not None:
-            answers = Lessons([asked], token_ids, self._vocab_size, self._module.device)
-            of_prompts = measure(trainer.student, answers, answers.held_out)
+        with measuring.working():
+            measured = measure(trainer.student, lessons, lessons.held_out)
+            if asked is not None:
+                answers = Lessons([asked], token_ids, self._vocab_size, self._module.device)
+                of_prompts = measure(trainer.student, answers, answers.held_out)
         spent = {
             "writing": corpus.spent.seconds,
             "the target's answers": before - corpus.spent.seconds,
             "training": trainer.spent.seconds,
+            "measuring": measuring.seconds,
         }
         facts = CardFacts(
             target=self._target.name,
@@ -217,6 +234,7 @@ class _Run:
             draft_vocab_size=len(token_ids),
             covered=covered_share(list(caches.values()), token_ids, self._vocab_size),
             sources={name: _facts(cache) for name, cache in caches.items()},
+            has_texts=any(place.document.prompt is None for place in lessons.learned),
             seconds=spent,
             seed=self._options.seed,
             num_steps=trainer.num_steps,
@@ -306,7 +324,7 @@ class _Run:
 
     def _ask(self, corpus: WrittenCorpus) -> dict[str, TeacherCache]:
         sources = {
-            "the target, for this": corpus.documents(self._options.tokens),
+            "the target, for this": self._apart(corpus.documents(self._options.tokens)),
             "given by --corpus": self._given,
         }
         left = self._reading_seconds
@@ -332,11 +350,22 @@ class _Run:
             )
         return found
 
-    def _ask_to_measure(self) -> TeacherCache:
-        """The target's answers to prompts that are not learned from, and what it says of them."""
+    def _apart(self, documents: Sequence[Document]) -> list[Document]:
+        """These, of which the target may have begun some with a prompt to measure with by itself:
+        they are held out."""
+        measured = set(self._options.measure)
+        return [
+            replace(document, is_held_out=document.is_held_out or document.prompt in measured)
+            for document in documents
+        ]
+
+    def _ask_to_measure(self) -> tuple[TeacherCache, float]:
+        """The target's answers to prompts that are not learned from, with what it says of them; and
+        the seconds that both took."""
         options, template = self._options, self._target.template
         prompts = [prompt for prompt in options.measure for _ in MEASURED_TEMPERATURES]
-        eos, tokens_max = sorted(self._info.eos_token_ids), self._info.max_model_len
+        longest = max(map(len, prompts)) + MEASURED_TOKENS_MAX
+        eos, tokens_max = sorted(self._info.eos_token_ids), min(longest, self._info.max_model_len)
         name = folder_name("measured", self._dtype, options.seed, prompts, eos, tokens_max)
         corpus = WrittenCorpus(
             self._place / name,
@@ -347,17 +376,27 @@ class _Run:
             MEASURED_TEMPERATURES,
             MEASURED_TOKENS_MAX,
         )
+
+        def report(part: float) -> None:
+            self._report("prompts", part, None)
+
         wanted = Wanted(None, float("inf"), prompts_alone=True)
         if not corpus.is_enough(wanted):
+            engine = self._engine()
+            if engine.info.max_model_len < tokens_max:
+                raise SettingError(
+                    "measure",
+                    f"a prompt and its answer have up to {tokens_max} tokens; the memory for keys "
+                    f"and values takes {engine.info.max_model_len}",
+                )
             together = _TOGETHER["cpu" if self._is_cpu else "cuda"]
-            corpus.write(
-                self._engine(), together, wanted, lambda part: self._report("prompts", part, None)
-            )
+            corpus.write(engine, together, wanted, lambda part: report(_ANSWERING_PART * part))
         documents = [replace(document, is_held_out=True) for document in corpus.documents()]
         folder = folder_name("answers", self._dtype, fingerprint_of(documents))
         cache = TeacherCache(self._place / folder, documents, self._vocab_size)
-        cache.fill(self._module, float("inf"), lambda part: self._report("prompts", part, None))
-        return cache
+        rest = 1 - _ANSWERING_PART
+        cache.fill(self._module, float("inf"), lambda part: report(_ANSWERING_PART + rest * part))
+        return cache, corpus.spent.seconds + cache.spent.seconds
 
     def _train(self, lessons: Lessons, known: object, start: Start, before: float) -> Trainer:
         options = self._options
@@ -390,13 +429,29 @@ class _Run:
 
 
 def _check_prompts(name: str, prompts: Sequence[Sequence[int]], length_max: int) -> None:
-    """Raises `SettingError` for a prompt that leaves no room for an answer."""
+    """Raises `SettingError` for a prompt that is too long for the target to answer."""
     for number, prompt in enumerate(prompts, start=1):
         if not 0 < len(prompt) <= length_max:
             raise SettingError(
                 name,
-                f"number {number} has {len(prompt)} tokens; 1 to {length_max} leave room for an "
-                "answer",
+                f"number {number} has {len(prompt)} tokens; 1 to {length_max} are allowed",
+            )
+
+
+def _check_apart(options: DistillOptions, given: Sequence[Document]) -> None:
+    """Raises `SettingError` for a prompt to measure with that is to be learned from."""
+    numbers = {prompt: number for number, prompt in enumerate(options.prompts, start=1)}
+    begun = {document.prompt for document in given}
+    for number, prompt in enumerate(options.measure, start=1):
+        where = None
+        if prompt in numbers:
+            where = f"number {numbers[prompt]} of --prompts"
+        elif prompt in begun:
+            where = "the prompt of a conversation in --corpus"
+        if where is not None:
+            raise SettingError(
+                "measure",
+                f"number {number} is also {where}; what is measured must not be learned from",
             )
 
 

@@ -18,6 +18,9 @@ MEASURED_TEMPERATURES: Final = (0.0, 1.0)
 """Of the answers to each prompt that a drafter is to be measured with, ..."""
 MEASURED_TOKENS_MAX: Final = 128
 """... and their greatest length: as `outrider bench acceptance` does by default."""
+MEASURED_PROMPT_TOKENS_MAX: Final = 4096
+"""Of such a prompt. It is read at once with its answer, and attention over T tokens holds T * T
+numbers of every head, some three times over: of 9 heads in half precision 0.3 GB each time."""
 _ROWS_OF_A_BLOCK: Final = 512
 _TOKENS_OF_A_PASS: Final = 4096
 

@@ -28,7 +28,8 @@ class DistillOptions:
     """The drafter's directory; it must not exist, be empty, or hold a drafter alone, which is
     replaced."""
     minutes: float = 30.0
-    """For writing, reading and training together, earlier parts of the same run included."""
+    """For writing, reading and training together, earlier parts of the same run included; measuring
+    is not limited."""
     layers: int | None = None
     """Of the student, taken from the target's: see `kept_layers`; None = `LAYERS`, or those of
     `start_from`."""
@@ -42,8 +43,8 @@ class DistillOptions:
     prompts: tuple[tuple[int, ...], ...] = ()
     """Token ids that the target answers before it asks itself."""
     measure: tuple[tuple[int, ...], ...] = ()
-    """Token ids of prompts that are never learned from; the card says what is accepted of the
-    answers to these."""
+    """Token ids of prompts that are not learned from, and so none of `prompts` and of the corpus;
+    the card says what is accepted of the answers to these."""
     corpus: Path | None = None
     """Folder of texts, and of conversations that the target wrote before."""
     seed: int = 0

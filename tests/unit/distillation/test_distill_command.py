@@ -10,6 +10,8 @@ import torch
 from models import byte_level_tokenizer, save_tiny_model
 
 from deploy.cli.main import main
+from outrider.distillation.distilling import Distilled
+from outrider.distillation.measuring import Measured, TemperatureRates
 from outrider.engine.trained_drafters import load_drafter
 from outrider.errors import ConfigError
 
@@ -115,3 +117,24 @@ def test_remote_code_of_the_drafter_is_trusted_as_that_of_the_target(
             ("resolved", "a/b", trusts), ("resolved", "c/d", trusts), ("loaded", "c/d", trusts),
         ]  # fmt: skip
         asked.clear()
+
+
+def test_without_json_all_that_was_measured_is_printed(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def measured(greedy: float, sampled: float) -> Measured:
+        return Measured(tuple(
+            TemperatureRates(t, 10, greedy, sampled) for t in (0.0, 1.0)
+        ), (None,))  # fmt: skip
+
+    found = Distilled(tmp_path / "o", measured(0.125, 0.25), measured(0.375, 0.5), 7, 90.0)
+    monkeypatch.setattr("outrider.distillation.distilling.distill", lambda *given: found)
+    assert main(["distill", str(target), "--out", str(tmp_path / "o")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        f"{tmp_path / 'o'}: 7 steps in 1.5 minutes",
+        "acceptance, held-out texts: 0.125 at temperature 0, 0.250 at 1",
+        "acceptance, --measure: 0.375 at temperature 0, 0.500 at 1",
+        f"outrider serve {target} --draft-model {tmp_path / 'o'}",
+    ]

@@ -330,7 +330,7 @@ def test_a_drafter_learns_on(
     def report(stage: str, part: float, point: Point | None) -> None:
         points.extend([point] if point else [])
 
-    changes = {"layers": None, "draft_vocab": None}
+    changes = {"layers": None, "draft_vocab": None, "measure": ((0, 5, 9, 3, 6),)}
     run(target, tmp_path, report, start_from=out, start_name="of-mine", **changes)
     assert points[0].sampled == pytest.approx(whole[1][-1].sampled, abs=0.02)
     assert points[-1].sampled > points[0].sampled
@@ -338,6 +338,7 @@ def test_a_drafter_learns_on(
     for words, are_of_both in (
         ("in 1 layers, begun\n  as the drafter `of-mine`.", False),
         ("What the drafter `of-mine` had learned from before is not listed.", False),
+        ("what the drafter `of-mine` had learned from before is not known here.", False),
         ("mostly by the likelihood that a draft is accepted, from the first step on", False),
         ("About one text in 32 is held out", True),
     ):
