@@ -22,7 +22,7 @@ from .plan_reading import Sample
 from .plan_rehearsal import unread_tokens
 from .plan_sessions import PlayedSession, play
 
-REACHED_MIN: Final = 100
+REACHED_MIN: Final = 50
 """Rounds that came to a depth, for what was accepted there to be compared."""
 WARM_UP_TOKENS: Final = 4
 
