@@ -44,7 +44,7 @@ demo: $(STAMP) ## Start, generate with the real model, and print the speed-up ag
 		--prompts benchmarks/prompts/rewrite.jsonl --num-prompts 3 --max-tokens 96
 
 test: $(STAMP) ## Run every test but the whole grids.
-	$(PYTEST) -m "not full"
+	$(PYTEST) -m "not full" --durations 40
 	PYTHONOPTIMIZE=1 $(PYTEST) -m "not full" -q tests/unit tests/exactness/core
 
 test-full: $(STAMP) ## Run every test, the whole grids included.

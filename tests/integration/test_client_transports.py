@@ -39,7 +39,8 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
     target = ToyEngine(VOCAB, salt=1, max_model_len=256)
     draft = ToyEngine(VOCAB, salt=1, max_model_len=256)
     text = TokenizerText(byte_level_tokenizer(VOCAB), "toy")
-    async with running_stack(target, draft, tmp_path, text=text) as running:
+    # What is ready of a proposal that was worked out ahead is a matter of time.
+    async with running_stack(target, draft, tmp_path, text=text, look_ahead=0) as running:
         yield running
 
 

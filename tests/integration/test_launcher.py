@@ -20,6 +20,7 @@ EMULATED = {
     "draft_model": "emulated",
     "grpc_port": 0,
     "stop_timeout_s": 0,
+    "length_control": False,
 }
 PROMPT = tuple(range(10, 30))
 UNDER_WAY_S = 0.3

@@ -36,6 +36,7 @@ def _config(directory: Path, **settings: object) -> DeploymentConfig:
             "dtype": "float32",
             "grpc_port": 0,
             "stop_timeout_s": 0,
+            "length_control": False,
         }
         | settings,
         {},

@@ -244,7 +244,7 @@ async def test_coupled_tokens_do_not_depend_on_the_draft(
     """Temperature 1, coupled: the same tokens for K = 0, 3, 8 and for three drafters: a 4-layer cut
     of the target; the one that comes with the package; and a hybrid of the target's weights in 8
     bits with suffix decoding, which has seen the same answer before."""
-    prompts = [tuple(real.text.encode(prompt)) for prompt in PROMPTS[3:7]]
+    prompts = [tuple(real.text.encode(prompt)) for prompt in PROMPTS[3:5]]
     expected = {
         (prompt, seed): await coupled(with_cut, prompt, seed, 0)
         for seed, prompt in enumerate(prompts)
@@ -253,13 +253,13 @@ async def test_coupled_tokens_do_not_depend_on_the_draft(
         for k in NUM_DRAFT_TOKENS[1:]:
             assert await coupled(with_cut, prompt, seed, k) == tokens
     async with running_stack(target_engine(real), shipped_engine(real), tmp_path / "s") as shipped:
-        for (prompt, seed), tokens in list(expected.items())[:2]:
+        for (prompt, seed), tokens in expected.items():
             for k in NUM_DRAFT_TOKENS[1:]:
                 assert await coupled(shipped, prompt, seed, k) == tokens
         await check_greedy(shipped, real, PROMPTS[5::25], 16)
     async with running_stack(
         target_engine(real), rounded_engine(real), tmp_path / "hybrid", lookup=SuffixDrafter()
     ) as with_hybrid:
-        for (prompt, seed), tokens in list(expected.items())[:2]:
+        for (prompt, seed), tokens in expected.items():
             for k in reversed(NUM_DRAFT_TOKENS):
                 assert await coupled(with_hybrid, prompt, seed, k) == tokens
