@@ -191,9 +191,9 @@ def _read_group(
     """Of each prompt: whether the draft's likeliest is what was written at temperature 0, and what
     `_compare` says at temperature 1."""
     with torch.inference_mode():
-        likely = write(target, group, GREEDY, Rule.GREEDY)
+        likely = [tokens for tokens, _ in write(target, group, GREEDY, Rule.GREEDY)]
         drawn = write(target, group, SAMPLED, Rule.TOKEN)
-    for asked, (written, _), (tokens, rows) in zip(group, likely, drawn, strict=True):
+    for asked, written, (tokens, rows) in zip(group, likely, drawn, strict=True):
         first = len(asked.prompt_ids)
         with torch.inference_mode():
             likeliest = reader.likeliest((*asked.prompt_ids, *written), first)

@@ -128,7 +128,7 @@ class LookAhead:
         else:
             for now, rows in zip(read, logits, strict=True):
                 self._note_read(now, rows)
-            if not read:
+            if not read or len(self._stale) > self._limits.max_num_seqs:
                 self._release(self._stale)
         for now in unread:
             now.is_read = now.is_read or now in read or not self._is_readable(now)
@@ -196,6 +196,8 @@ class LookAhead:
             return [self._answer(now, SealedProposal.of(copied))]
         branch = taken or self._drafter.begin(request)
         if branch is None or branch.num_wanted == 0:
+            if taken is not None:
+                self._engine.release(taken.request.session_id)
             return [self._answer(now, NOTHING_SEALED)]
         now.wanted = branch
         return [self._answer_wanted(now, branch)] if branch.is_whole else []
@@ -333,6 +335,8 @@ class LookAhead:
         name = branch.request.session_id
         result = branch.result()
         if not isinstance(result, Proposal):
+            if name != now.session_id:
+                self._engine.release(name)
             return refusal(now.item.head.key, result)
         answer = self._answer(now, SealedProposal.of(result))
         if branch.is_seen and self._stands(branch):

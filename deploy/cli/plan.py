@@ -19,7 +19,7 @@ from outrider.errors import SettingError
 from outrider.hosting import available_cores, build_engine, build_lookup, use_threads
 
 from .connection import add_connection_flags, connected
-from .settings import deployment_config
+from .settings import deployment_config, with_flags
 
 if TYPE_CHECKING:
     from benchmarks.acceptance_reading import Encode
@@ -180,7 +180,9 @@ async def _validate(
     found: TemperaturePlan,
     times: ServiceTimes,
 ) -> Validation:
-    """Each K on a deployment of its own where drafts may copy from earlier answers."""
+    """Each K on a deployment of its own where drafts may copy from earlier answers. What is
+    predicted are rounds of that very K, whose drafts are waited for."""
+    arguments = with_flags(arguments, length_control=False, look_ahead=0)
     from benchmarks.plan_validation import Trial
     from outrider.client import Client
 

@@ -57,6 +57,12 @@ def given_flags(arguments: argparse.Namespace) -> dict[str, object]:
     }
 
 
+def with_flags(arguments: argparse.Namespace, **values: object) -> argparse.Namespace:
+    """The arguments as if these flags had been given too, by their settings' keys."""
+    flags = {_PREFIX + key: value for key, value in values.items()}
+    return argparse.Namespace(**(vars(arguments) | flags))
+
+
 def set_by(arguments: argparse.Namespace) -> dict[str, str]:
     """By key, what sets each setting that is set: file, environment or flag. Raises
     `ConfigError` for an unknown name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from models import byte_level_tokenizer, save_tiny_model
 
 from deploy.cli.main import main
+from deploy.cli.settings import deployment_config, with_flags
 
 
 @pytest.mark.parametrize(
@@ -70,3 +72,12 @@ def test_the_command_reads_rehearses_and_prints_one_json_object(
     assert plan["acceptance"]["chat"]["num_tokens"] <= 12
     assert plan["acceptance"]["all"]["by_position"]["token"][0] is not None
     assert plot.read_text().startswith("<svg")
+
+
+def test_what_is_validated_has_rounds_of_one_length_that_wait_for_their_drafts() -> None:
+    """Whatever a deployment does by default: flags alone do not say it."""
+    arguments = argparse.Namespace(config=None)
+    fixed = with_flags(arguments, length_control=False, look_ahead=0)
+    coordinator = deployment_config(fixed).coordinator
+    assert (coordinator.length_control, coordinator.look_ahead) == (False, 0)
+    assert deployment_config(arguments).coordinator.length_control

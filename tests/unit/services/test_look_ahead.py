@@ -315,6 +315,27 @@ async def test_nothing_is_left_of_a_session_that_is_over(draft: Draft) -> None:
     assert not any(draft.engine.length(name) for name in draft.engine.held)
 
 
+async def test_nothing_is_left_of_an_outcome_that_came_true_where_nothing_is_wanted(
+    draft: Draft,
+) -> None:
+    """One of these rounds comes to what is being drafted, and is asked for no token."""
+    free = draft.engine.page_counts().num_free
+    for session in range(1, 81):
+        correction, num_passes = session % 8, session // 8
+        num_answers = len(draft.listener.answers)
+        draft.link.send(item(PROMPT, count=6, session=session))
+        await draft.listener.wait(num_answers + 1)
+        for _ in range(num_passes):  # Its outcomes grow.
+            await asyncio.sleep(0)
+        committed = (*PROMPT, correction)
+        draft.link.send(item(committed, len(PROMPT), count=0, session=session, round_index=1))
+        await draft.settled()
+        draft.link.release(session_name(session), 1)
+    await draft.settled()
+    counts = draft.engine.page_counts()
+    assert counts.num_free + counts.num_evictable == free
+
+
 async def test_a_stream_that_ends_ends_its_work(draft: Draft) -> None:
     draft.link.send(item(PROMPT, count=6))
     await draft.listener.wait(1)
