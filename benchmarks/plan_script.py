@@ -32,7 +32,7 @@ class DraftKind:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether it can: a model alone."""
+        """Whether that is planned: for a model alone. A hybrid can too."""
         return self.make_lookup is None
 
 
