@@ -57,8 +57,8 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         """Drafts with a model. A step runs as little as `TargetService` says; a distribution keeps
         `entries_max` tokens at most. A `lookup` answers in the model's place where it expects
         `lookup_score` of its tokens to be accepted; beside one the model draws `model_tokens` of a
-        proposal at most. A model, alone or in a hybrid, looks ahead, and pushes `look_ahead_bytes_max` bytes of
-        proposals at most for one round of a session."""
+        proposal at most. A model, alone or beside one, looks ahead, and pushes
+        `look_ahead_bytes_max` bytes of proposals at most for one round of a session."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         drafter: FallibleDrafter = ModelDrafter(engine, entries_max)
         if lookup is not None:
