@@ -19,7 +19,7 @@ from rich.table import Table
 
 from outrider.engine.interface import Engine, SequenceStep
 from outrider.errors import SettingError
-from outrider.speculation.drafting import draft_tokens_from_logits
+from outrider.speculation.drafting import draw_from_logits
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling import Rule, SamplingParams
@@ -112,7 +112,7 @@ def make_cases(rows: torch.Tensor, rule: Rule) -> list[Case]:
         logits = rows[index * width : (index + 1) * width]
         noise = RoundNoise(seed=index, rule=rule, committed_length=100 + index)
         draft_params = GREEDY if rule is Rule.GREEDY else DRAFTED
-        drawn = draft_tokens_from_logits(
+        drawn, _ = draw_from_logits(
             logits[:NUM_DRAFT_TOKENS],
             draft_params,
             [noise] * NUM_DRAFT_TOKENS,
@@ -196,7 +196,7 @@ def _time_draws(rows: torch.Tensor, repetitions: int) -> list[float]:
 
 
 def _draw(row: torch.Tensor, noise: RoundNoise) -> object:
-    return draft_tokens_from_logits(row, SAMPLED, [noise], [0])
+    return draw_from_logits(row, SAMPLED, [noise], [0])
 
 
 def _milliseconds(work: Callable[[], object]) -> float:

@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -167,7 +168,7 @@ def draft_mebibytes(port: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompts", required=True, metavar="FILE")
+    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE")
     parser.add_argument("--num-prompts", type=int, default=12)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--drafters", default=";".join(DRAFTERS), help="with semicolons between")

@@ -72,21 +72,6 @@ def draft_tokens(
     ]
 
 
-def draft_tokens_from_logits(
-    logits: torch.Tensor,
-    params: SamplingParams,
-    noises: Sequence[RoundNoise],
-    indices: Sequence[int],
-    entries_max: int = DRAFT_SUPPORT_ENTRIES,
-    history: TokenHistory = NO_HISTORY,
-    vocabulary: ReducedVocabulary | None = None,
-) -> list[DraftedToken]:
-    """`draft_tokens` of `target_probabilities(logits, params, history)` for B sessions that share
-    rule and parameters (and the history, where it counts): `logits` [B, V], unchanged. With a
-    `vocabulary` they are [B, N]; parameters, history, tokens and noise have the target's ids."""
-    return draw_from_logits(logits, params, noises, indices, entries_max, history, vocabulary)[0]
-
-
 def draw_from_logits(
     logits: torch.Tensor,
     params: SamplingParams,
@@ -96,8 +81,10 @@ def draw_from_logits(
     history: TokenHistory = NO_HISTORY,
     vocabulary: ReducedVocabulary | None = None,
 ) -> tuple[list[DraftedToken], SparseRows | None]:
-    """As `draft_tokens_from_logits`, and the `draft_rows` that the tokens were drawn from; None
-    where that took none."""
+    """`draft_tokens` of `target_probabilities(logits, params, history)` for B sessions that share
+    rule and parameters (and the history, where it counts): `logits` [B, V], unchanged. With a
+    `vocabulary` they are [B, N]; parameters, history, tokens and noise have the target's ids. With
+    them the `draft_rows` that they were drawn from; None where that took none."""
     check(len(noises) == len(indices) == len(logits), "one noise and index for each row")
     _check_entries(entries_max)
     if not noises:

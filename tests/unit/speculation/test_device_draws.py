@@ -11,7 +11,7 @@ import torch
 from outrider.errors import InvariantError
 from outrider.limits import SEED_MAX
 from outrider.speculation.device_draws import DeviceDraws, Drawing, can_draw
-from outrider.speculation.drafting import DraftedToken, draft_tokens_from_logits
+from outrider.speculation.drafting import DraftedToken, draw_from_logits
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.sampling import Rule, SamplingParams
@@ -65,7 +65,7 @@ def test_the_same_tokens_and_the_same_q(
     found = draw(logits.to(device), drawings, entries_max, len(drawings) + 3, vocabulary)
     for index, drawing in enumerate(drawings):
         for depth in range(NUM_DEPTHS):
-            [expected] = draft_tokens_from_logits(
+            [expected], _ = draw_from_logits(
                 logits[depth, index][None], drawing.sampling, [drawing.noise], [depth],
                 entries_max, vocabulary=vocabulary,
             )  # fmt: skip

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from outrider.errors import InvariantError
 from outrider.speculation import supports as supports_module
-from outrider.speculation.drafting import draft_tokens, draft_tokens_from_logits
+from outrider.speculation.drafting import draft_tokens, draw_from_logits
 from outrider.speculation.noise import NoiseBatch, RoundNoise
 from outrider.speculation.philox import flat_uniforms, row_uniforms
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
@@ -112,7 +112,7 @@ def test_drafts_and_verdicts_over_wide_rows(rule):
         near = logits[:3] + torch.randn(3, 400)
         noise = RoundNoise(seed, rule, 30)
         drafted = draft_tokens(target_probabilities(near, draft), [noise] * 3, range(3), 16)
-        assert draft_tokens_from_logits(near, draft, [noise] * 3, range(3), 16) == drafted
+        assert draw_from_logits(near, draft, [noise] * 3, range(3), 16)[0] == drafted
         proposal = Proposal(*zip(*drafted, strict=True))
         expected = score(target_probabilities(logits, target), proposal, noise)
         verdict = verdict_from_logits(logits, target, NO_HISTORY, proposal, noise)
@@ -212,17 +212,17 @@ def test_draft_draws_from_logits(logits, params, rule, greedy):
     noises = [RoundNoise(2**40 + index, rule, 50 + index) for index in range(3)]
     probabilities = target_probabilities(logits, params, HISTORY)
     expected = draft_tokens(probabilities, noises, [0, 2, 1], 16)
-    assert draft_tokens_from_logits(logits, params, noises, [0, 2, 1], 16, HISTORY) == expected
-    assert draft_tokens_from_logits(logits[:0], params, [], []) == []
+    assert draw_from_logits(logits, params, noises, [0, 2, 1], 16, HISTORY)[0] == expected
+    assert draw_from_logits(logits[:0], params, [], [])[0] == []
 
 
 def test_draft_draws_check_their_arguments():
     """As many rows as sessions, and room for at least one token."""
     noises = [RoundNoise(1, Rule.TOKEN, 4)]
     with pytest.raises(InvariantError, match="one noise"):
-        draft_tokens_from_logits(torch.zeros(2, 4), SamplingParams(), noises, [0])
+        draw_from_logits(torch.zeros(2, 4), SamplingParams(), noises, [0])
     with pytest.raises(InvariantError, match="entries_max"):
-        draft_tokens_from_logits(torch.zeros(1, 4), SamplingParams(), noises, [0], 0)
+        draw_from_logits(torch.zeros(1, 4), SamplingParams(), noises, [0], 0)
 
 
 def test_listed_noise_is_that_of_full_rows():

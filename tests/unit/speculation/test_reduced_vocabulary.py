@@ -9,7 +9,7 @@ import torch
 from outrider.errors import InvariantError
 from outrider.speculation.drafting import (
     draft_tokens,
-    draft_tokens_from_logits,
+    draw_from_logits,
     quantise,
 )
 from outrider.speculation.noise import RoundNoise
@@ -77,9 +77,9 @@ def test_it_draws_as_the_whole_vocabulary_with_nothing_elsewhere(
     params = PARAMS[name]
     rule = Rule.GREEDY if params.greedy else rule
     places, seen = list(range(ROWS)), history(vocabulary)
-    got = draft_tokens_from_logits(logits, params, noises(rule), places, 16, seen, vocabulary)
+    got, _ = draw_from_logits(logits, params, noises(rule), places, 16, seen, vocabulary)
     wide = scattered(logits, vocabulary, -torch.inf)
-    assert got == draft_tokens_from_logits(wide, params, noises(rule), places, 16, seen)
+    assert got == draw_from_logits(wide, params, noises(rule), places, 16, seen)[0]
     assert {token_id for token_id, _ in got} <= set(vocabulary.token_ids.tolist())
     small = target_probabilities(logits, vocabulary.params(params), vocabulary.history(seen))
     assert draft_tokens(small, noises(rule), places, 16, vocabulary) == got
