@@ -59,9 +59,22 @@ class Group:
     it; those stand behind the step's last row."""
     slots: torch.Tensor
     """[N * L]; a segment with fewer repeats its first one."""
+    run: slice | None
+    """The slots, where they are those of one segment and follow one another."""
     bias: torch.Tensor | None
     """[N, 1, T, L]: -inf where a token must not look, else 0; None where it may look anywhere."""
     _rows: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    _biases: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def bias_by_row(self, shared: int) -> torch.Tensor | None:
+        """[N, 1, shared * T, L]: `bias` for the rows of `shared` heads, one head's T after
+        another's. Made once for all layers."""
+        if self.bias is None:
+            return None
+        known = self._biases.get(shared)
+        if known is None:
+            known = self._biases[shared] = self.bias.repeat(1, 1, shared, 1)
+        return known
 
     def rows_by_head(self, num_heads: int, num_slots: int) -> torch.Tensor:
         """[heads * N * L]: `slots` of each head, where one head's `num_slots` follow another's.
@@ -261,6 +274,8 @@ def _group(
         row[:size] = segment.slots[begin : segment.end]
         row[size:] = row[0]
         shortest = min(shortest, size)
+    first, last = int(slots[0, 0]), int(slots[0, -1])
+    follows = len(members) == 1 and bool((np.diff(slots[0]) == 1).all())
     first_rows = [segment.first_row for segment in members]
     is_run = view.spare_row is None and all(b - a == num_tokens for a, b in pairwise(first_rows))
     arrays = [slots.reshape(-1)]
@@ -284,6 +299,7 @@ def _group(
         rows=run if is_run else shipped[1],
         targets=None if view.spare_row is None else shipped[2],
         slots=shipped[0],
+        run=slice(first, last + 1) if follows else None,
         bias=bias,
     )
 

@@ -60,13 +60,40 @@ class FusedMLP(nn.Module):
         super().__init__()
         self.gate_up_proj = _joined(block.gate_proj, block.up_proj)
         self.down_proj = block.down_proj
-        self.act_fn = block.act_fn
+        self._act = functional.silu if type(block.act_fn) is nn.SiLU else block.act_fn
+        self._halves = (block.gate_proj.out_features, block.up_proj.out_features)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Of [..., D], in its dtype."""
-        gate, up = self.gate_up_proj(hidden_states).chunk(2, -1)
-        output: torch.Tensor = self.down_proj(self.act_fn(gate) * up)
+        gate, up = self.gate_up_proj(hidden_states).split_with_sizes(self._halves, -1)
+        output: torch.Tensor = self.down_proj(self._act(gate).mul_(up))
         return output
+
+    __call__ = forward
+
+
+class DirectLayer(nn.Module):
+    """A layer of a model with less between its blocks: [..., D] -> [..., D].
+
+    h + attention(norm(h)), and then to that + mlp(norm(.)). Takes from the library's `layer` its
+    `input_layernorm`, `self_attn`, `post_attention_layernorm` and `mlp`, and all that it knows of
+    itself. What it is called with goes to its attention.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        vars(self).update(_own_knowledge(layer))
+        self.input_layernorm: Any = layer.input_layernorm
+        self.self_attn: Any = layer.self_attn
+        self.post_attention_layernorm: Any = layer.post_attention_layernorm
+        self.mlp: Any = layer.mlp
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Of [..., D], in its dtype."""
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + attended
+        output: torch.Tensor = self.mlp(self.post_attention_layernorm(hidden_states))
+        return hidden_states + output
 
     __call__ = forward
 
@@ -86,7 +113,7 @@ class FusedAttention(nn.Module):
         self, block: Any, eager: AttentionFunction, interface_options: dict[str, Any]
     ) -> None:
         super().__init__()
-        vars(self).update((k, v) for k, v in vars(block).items() if k not in _OF_EVERY_MODULE)
+        vars(self).update(_own_knowledge(block))
         projections = (block.q_proj, block.k_proj, block.v_proj)
         num_queries, num_keys, num_values = (p.out_features // block.head_dim for p in projections)
         self.qkv_proj = _joined(*projections)
@@ -139,6 +166,11 @@ class FusedAttention(nn.Module):
         """(a, b) -> (a, b) * cos + (-b, a) * sin, with halves a and b of each head's width."""
         swapped = heads.roll(self._half, -1)
         return torch.addcmul(heads * cos.unsqueeze(2), swapped, (sin * self._signs).unsqueeze(2))
+
+
+def _own_knowledge(block: nn.Module) -> dict[str, Any]:
+    """What a block of the library holds that not every module does."""
+    return {name: value for name, value in vars(block).items() if name not in _OF_EVERY_MODULE}
 
 
 def _joined(*linears: nn.Linear) -> nn.Linear:

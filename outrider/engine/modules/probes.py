@@ -76,6 +76,47 @@ def same_rows(
         return False
 
 
+def same_wiring(original: nn.Module, stand_in: nn.Module) -> bool:
+    """Whether two layers do the same with what their blocks give, which are others meanwhile."""
+    try:
+        return _call_layer(original) == _call_layer(stand_in)
+    except PROBE_ERRORS:
+        return False
+
+
+def _call_layer(layer: nn.Module) -> tuple[list[float], list[dict[str, Any]]]:
+    """What a layer makes of a few numbers, and what its attention was called with besides."""
+    calls: list[dict[str, Any]] = []
+
+    class Attention(nn.Module):
+        def forward(self, hidden_states: torch.Tensor, **given: Any) -> tuple[torch.Tensor, None]:
+            calls.append(given)
+            return hidden_states * 3 + 1, None
+
+    given = {
+        "attention_mask": 1, "position_ids": 2, "past_key_values": 3, "use_cache": False,
+        "position_embeddings": (4, 5), "more": 6,
+    }  # fmt: skip
+    blocks = {
+        "input_layernorm": _Affine(5), "self_attn": Attention(),
+        "post_attention_layernorm": _Affine(7), "mlp": _Affine(11),
+    }  # fmt: skip
+    with _replaced(layer, **blocks):
+        output = layer(torch.arange(4.0, dtype=torch.float64).view(1, 2, 2), **given)
+    return output.flatten().tolist(), calls
+
+
+class _Affine(nn.Module):
+    """x -> factor * x + 1."""
+
+    def __init__(self, factor: int) -> None:
+        super().__init__()
+        self._factor = factor
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows * self._factor + 1
+
+
 def call_attention(block: Any, width: int, like: torch.Tensor) -> AttentionCall | None:
     """What `block` makes of rows [1, 4, width], up to its layer `o_proj`; None if it cannot be
     called as Llama's can. Of its model, it alone calls `_note` for attention meanwhile."""

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engine import ragged, split_attention
+from outrider.engine import gathered_attention, ragged, split_attention
 from outrider.engine.fixed_shapes import padded_rows
 from outrider.engine.gathered_attention import attend
 from outrider.engine.interface import SequenceStep
@@ -139,6 +139,21 @@ def test_every_token_sees_what_it_should(
     assert plan.logit_rows.tolist() == rows
 
 
+@given(steps(), st.sampled_from([None, 1, 2, 6, 40]))
+@settings(max_examples=150)
+def test_so_it_does_with_the_fused_operator(
+    drawn: tuple[list[HeldSequence], int], window: int | None
+) -> None:
+    """Also where slots are read in place; a softcap is for products alone."""
+    sequences, page_size = drawn
+    if not sequences:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathered_attention, "_fused_is_quicker", lambda dtype: True)
+        patch.setattr(gathered_attention, "_attend_in_products", None)
+        compare(sequences, page_size, window, None)
+
+
 @given(steps(), st.sampled_from([None, 1, 2, 6, 40]), st.sampled_from([None, 1.5]))
 @settings(max_examples=150)
 def test_so_it_does_in_fixed_shapes(
@@ -194,3 +209,23 @@ def test_nothing_is_masked_that_need_not_be() -> None:
     plan = plan_step(held, (None, 6), 16, CPU, torch.float64)
     assert [plan.groups[window][0].bias for window in (None, 6)] == [None, None]
     assert plan.groups[6][0].slots.tolist() == [15, 16, 17, 18, 19, 20]
+
+
+def test_slots_that_follow_one_another_are_read_in_place() -> None:
+    """One sequence's on neighbouring pages, from where its window begins; no others."""
+
+    def run(pages: list[int], window: int | None = None, num: int = 1) -> slice | None:
+        tokens = tuple(range(num))
+        held = [HeldSequence(SequenceStep("a", tokens, 1), 20, pages)]
+        (group,) = plan_step(held, (window,), 16, CPU, torch.float64).groups[window]
+        return group.run
+
+    assert run([3, 4]) == slice(48, 69)
+    assert run([3, 4], num=5) == slice(48, 73)
+    assert run([3, 4], window=6) == slice(63, 69)
+    assert run([3, 5]) is None
+    assert run([4, 3]) is None
+    assert run([5, 3], window=5) == slice(48, 53)
+    held = [HeldSequence(SequenceStep(str(i), (1,), 1), 15, [i]) for i in (4, 5)]
+    (group,) = plan_step(held, (None,), 16, CPU, torch.float64).groups[None]
+    assert (group.num_segments, group.run) == (2, None)

@@ -17,12 +17,18 @@ from torch import nn
 from transformers import AttentionInterface, AutoConfig, DynamicCache
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
+    LlamaDecoderLayer,
     LlamaMLP,
     LlamaRMSNorm,
     eager_attention_forward,  # noqa: F401 -- looked up beside a block's class
 )
 
-from outrider.engine.modules.llama_blocks import FusedAttention, FusedMLP, NativeRMSNorm
+from outrider.engine.modules.llama_blocks import (
+    DirectLayer,
+    FusedAttention,
+    FusedMLP,
+    NativeRMSNorm,
+)
 from outrider.engine.modules.packed_linear import PackedLinear
 from outrider.engine.modules.swaps import speed_up
 from outrider.errors import InvariantError
@@ -135,16 +141,17 @@ def test_whatever_differs_keeps_its_own_code(
 
 @pytest.mark.parametrize("dtype", [torch.float32, SHORT])
 @pytest.mark.parametrize(
-    ("family", "num_norms"),
-    [("llama", 5), ("qwen3", 9), ("mistral", 5), ("gemma", 5), ("gemma3", 13)],
+    ("family", "num_norms", "num_layers"),
+    [("llama", 5, 2), ("qwen3", 9, 2), ("mistral", 5, 2), ("gemma", 5, 2), ("gemma3", 13, 0)],
 )
 def test_what_is_swapped_in_the_llama_family(
-    family: str, num_norms: int, dtype: torch.dtype
+    family: str, num_norms: int, num_layers: int, dtype: torch.dtype
 ) -> None:
     """All of it: per layer four linear layers where there were seven, and the head."""
     _, swapped = twins(tiny_config(family, VOCAB), dtype)
     found = classes(swapped)
     assert (found[FusedAttention], found[FusedMLP], found[NativeRMSNorm]) == (2, 2, num_norms)
+    assert found[DirectLayer] == num_layers
     assert (found[PackedLinear], found[nn.Linear]) == (9, 0)
     assert not any(child.training for child in swapped.modules())
     before = str(swapped)
@@ -351,6 +358,44 @@ def test_look_alikes_of_attention_stay(oddity: str) -> None:
     speed_up(module)
     assert type(module.model.layers[0].self_attn) is FusedAttention
     assert (type(module.model.layers[1].self_attn) is FusedAttention) == (not oddity)
+
+
+class OddLayer(LlamaDecoderLayer):  # type: ignore[misc]
+    oddity: str
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        match self.oddity:
+            case "keeps an option to itself":
+                kwargs.pop("position_ids")
+            case "gives more":
+                kwargs["sinks"] = None
+            case "gives two things":
+                return (super().forward(hidden_states, **kwargs), None)
+            case "scales what it adds":
+                output = super().forward(hidden_states, **kwargs)
+                return hidden_states + 0.5 * (output - hidden_states)
+            case "adds before it norms":
+                normed = self.input_layernorm(hidden_states)
+                attended, _ = self.self_attn(hidden_states=normed, **kwargs)
+                normed = self.post_attention_layernorm(normed + attended)
+                return normed + self.mlp(normed)
+        return super().forward(hidden_states, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "oddity",
+    ["", "keeps an option to itself", "gives more", "gives two things", "scales what it adds",
+     "adds before it norms"],
+)  # fmt: skip
+def test_look_alikes_of_layers_stay(oddity: str) -> None:
+    module = tiny_module(tiny_config("llama", VOCAB))
+    layer = module.model.layers[1]
+    layer.oddity, layer.__class__ = oddity, OddLayer
+    speed_up(module)
+    first, second = module.model.layers
+    assert type(first) is DirectLayer
+    assert (type(second) is DirectLayer) == (not oddity)
+    assert (type(second.self_attn), type(second.mlp)) == (FusedAttention, FusedMLP)
 
 
 def test_modules_with_hooks_stay() -> None:
