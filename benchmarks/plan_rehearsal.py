@@ -72,7 +72,7 @@ async def rehearse(
             raise Unavailable("the target does not say what its steps cost")
         async with replicas.coordinator(look_ahead=0) as client:
             played = await _play_all(client, sample, progress)
-    tables = Tables(target_costs, draft_costs)
+    tables = Tables(target_costs, draft_costs, config.draft.max_num_seqs)
     return tables.fit(kind, sample.temperature, played, shares_device=shares_device)
 
 
@@ -141,6 +141,8 @@ class Tables:
 
     target: StepCosts
     draft: StepCosts | None
+    max_num_seqs: int
+    """Of a step of the draft."""
 
     def fit(
         self,
@@ -171,6 +173,7 @@ class Tables:
             wait=fitted(wait),
             rest_s=mean(rest) if rest else 0.0,
             first=fitted(first),
+            max_num_seqs=self.max_num_seqs,
             shares_device=shares_device,
         )
 

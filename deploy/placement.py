@@ -57,27 +57,31 @@ def plan_placement(config: DeploymentConfig, resources: Mapping[str, float]) -> 
 
 def look_ahead_outcomes(config: DeploymentConfig, *, same_node: bool, num_cores: int) -> int:
     """How many outcomes of a round the draft is to work out while the target verifies: what the
-    configuration says, else some where neither waits for the other's cores or device, and none
-    where they share them or where no model drafts. `config` is a placement's; `num_cores` are those
-    of the node that both share, as far as they are known (0 = they are not)."""
-    target, draft = config.target, config.draft
+    configuration says, else some where they `are_apart`, and none where no model drafts."""
     if config.coordinator.look_ahead is not None:
         return config.coordinator.look_ahead
-    if draft.drafter.model is None:
+    if config.draft.drafter.model is None:
         return 0
-    on_devices = [service.device.startswith("cuda") for service in (target, draft)]
-    if not same_node or target.emulated is not None:
-        apart = True
-    elif all(on_devices):  # Where there are too few, each has a part of one.
-        apart = max(target.num_gpus or 0, draft.num_gpus or 0) >= 1
-    elif any(on_devices):
-        apart = True
-    else:
-        num_threads = [
-            service.num_threads * service.tensor_parallel_size for service in (target, draft)
-        ]
-        apart = min(num_threads) > 0 and sum(num_threads) <= num_cores
+    apart = are_apart(config, same_node=same_node, num_cores=num_cores)
     return LOOK_AHEAD_DEFAULT if apart else 0
+
+
+def are_apart(config: DeploymentConfig, *, same_node: bool, num_cores: int) -> bool:
+    """Whether neither model waits for the other's cores or device. `config` is a placement's;
+    `num_cores` are those of the node that both share, as far as they are known (0 = they are
+    not)."""
+    target, draft = config.target, config.draft
+    if not same_node or target.emulated is not None:
+        return True
+    on_devices = [service.device.startswith("cuda") for service in (target, draft)]
+    if all(on_devices):  # Where there are too few, each has a part of one.
+        return max(target.num_gpus or 0, draft.num_gpus or 0) >= 1
+    if any(on_devices):
+        return True
+    num_threads = [
+        service.num_threads * service.tensor_parallel_size for service in (target, draft)
+    ]
+    return min(num_threads) > 0 and sum(num_threads) <= num_cores
 
 
 def _ranks(config: DeploymentConfig) -> tuple[int, int]:

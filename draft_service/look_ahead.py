@@ -359,10 +359,12 @@ class LookAhead:
             cached_length=length + len(assumed) - 1,
             assumed=assumed,
         )
-        if not proposal or reply.num_bytes > now.bytes_left:
+        if not proposal:
+            return []
+        now.finished[assumed] = proposal
+        if reply.num_bytes > now.bytes_left:  # It is there when it is asked for.
             return []
         now.bytes_left -= reply.num_bytes
-        now.finished[assumed] = proposal
         return [reply]
 
     def _recover(self, wanted: Sequence[Branch], error: Exception) -> bool:

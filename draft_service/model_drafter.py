@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
@@ -22,6 +23,9 @@ from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.sparse_rows import SparseRows
 from outrider.speculation.supports import Support
 from outrider.speculation.transforms import NO_HISTORY, TokenHistory
+
+_ROW_ENTRIES_MAX: Final = 1024
+"""Of a row that is kept; a longer one is cut to what a guess looks at."""
 
 logger = logging.getLogger(__name__)
 
@@ -223,6 +227,8 @@ class ModelDrafter:
                 _history(branches[indices[0]]) if sampling.penalised else NO_HISTORY,
                 self.vocabulary,
             )
+            if drawn_from is not None and drawn_from.sizes.max() > _ROW_ENTRIES_MAX:
+                drawn_from = drawn_from.largest(DRAFT_SUPPORT_ENTRIES)
             for place, (index, token) in enumerate(zip(indices, tokens, strict=True)):
                 drawn[index] = token, None if drawn_from is None else (drawn_from, place)
         return [drawn[index] for index in range(len(branches))]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from benchmarks import plan
 from deploy.models import resolve_models
+from deploy.placement import are_apart, plan_placement
 from outrider.config import DeploymentConfig
 from outrider.drafting.registry import LookupKind
 from outrider.errors import SettingError
@@ -210,11 +211,11 @@ def _keeps_answers(config: DeploymentConfig) -> bool:
 
 
 def _shares_device(config: DeploymentConfig) -> bool:
-    """Whether draft and target compute on the same cores here."""
+    """Whether draft and target would compute on the same cores or device on a machine like this."""
     import torch
 
-    on_cpu = config.target.device == "cpu" or not torch.cuda.is_available()
-    return on_cpu or torch.cuda.device_count() < 2
+    placed = plan_placement(config, {"GPU": float(torch.cuda.device_count())}).config
+    return not are_apart(placed, same_node=True, num_cores=available_cores())
 
 
 def _progress(line: str) -> None:

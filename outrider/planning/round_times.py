@@ -21,6 +21,7 @@ from typing import Final
 
 from outrider.engine.costs import StepCosts
 from outrider.errors import check
+from outrider.limits import ENGINE_SEQUENCES_MAX
 
 from .fitting import AS_TOLD, Line
 from .replay import RoundKind, Rounds
@@ -79,6 +80,8 @@ class ServiceTimes:
     """What a round with a draft takes beside these two."""
     first: Line = AS_TOLD
     """The time to the first token over the target's step of the prompt."""
+    max_num_seqs: int = ENGINE_SEQUENCES_MAX
+    """Sequences that share a step of the draft."""
     shares_device: bool = False
     """Whether draft and target compute on the same cores, and so never at the same time."""
 
@@ -120,7 +123,9 @@ class ServiceTimes:
     def look_ahead_seconds(self, rounds: Rounds, load: Load, plan: LookAheadPlan) -> float:
         """The same with a draft that looks ahead. A round whose proposal is there takes the
         target's step, or what the draft takes for all outcomes where that is longer; else the
-        proposal is drafted after the outcome (Kumar et al., arXiv 2603.03251, theorem 7)."""
+        proposal is drafted after the outcome (Kumar et al., arXiv 2603.03251, theorem 7). All
+        outcomes grow a token a pass, the bonus from the second pass on; of more than a pass takes
+        some wait for others."""
         later = sum(rounds.kinds.values())
         check(self.draft is not None, "only a model looks ahead")
         if later <= 0 or self.draft is None:
@@ -129,11 +134,11 @@ class ServiceTimes:
         means = _Means(rows=1.0 + k, steps=float(k), context=context)
         verify_s = self._verify(means.rows, means, load.sessions) + self.rest_s
         sessions = math.ceil(load.sessions / load.draft_replicas)
-        slots = round(sessions * context)
-        read_s = self.draft.step_seconds(sessions * (k + 1), sessions, slots)
         branches = sessions * plan.num_outcomes
-        pass_s = self.draft.step_seconds(branches, branches, plan.num_outcomes * slots)
-        ahead_s = self.wait.at(read_s + k * pass_s) + load.round_trip_s
+        passes = (k + 1) * math.ceil(branches / self.max_num_seqs)
+        rows = min(branches, self.max_num_seqs)
+        pass_s = self.draft.step_seconds(rows, rows, round(rows * context))
+        ahead_s = self.wait.at(passes * pass_s) + load.round_trip_s
         draft_s = self._wait(k, means, load.sessions, load)
         if self.shares_device:
             return later * (verify_s + ahead_s + (1 - plan.hit_rate) * draft_s)

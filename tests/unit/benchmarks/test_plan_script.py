@@ -172,7 +172,7 @@ def test_a_rehearsal_finds_what_rounds_take_beside_the_tables() -> None:
         played.append(Rehearsed(text, plain, is_cached=True))
     stalled = _session(8, 5.0, 9.0, 3.0, 3)
     played.append(Rehearsed(sample.texts[0], stalled, is_cached=True))
-    times = Tables(TARGET, DRAFT).fit(MODEL, 0.0, played, shares_device=True)
+    times = Tables(TARGET, DRAFT, 64).fit(MODEL, 0.0, played, shares_device=True)
     assert times.wait.at(4 * 0.002) == pytest.approx(0.019, rel=0.02)
     assert times.verify.step_seconds(9) == pytest.approx(0.028, rel=0.02)
     assert times.rest_s == pytest.approx(0.002, rel=0.02)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from heapq import heappop, heappush
 
 import pytest
@@ -58,7 +59,8 @@ def test_tokens_per_round_are_the_geometric_sum() -> None:
 
 def test_look_ahead_hides_the_draft_where_it_hits() -> None:
     """K = 4, 3 outcomes, hits 0.75: a round is the target's 10.3 ms and, of a quarter, the draft's
-    4 ms. A draft of 4 ms a step is later than the target by 4 * 4.002 + 4.004 - 10.3 ms."""
+    4 ms. A draft of 4 ms a step is later than the target by 5 * 4.002 - 10.3 ms, and one that
+    takes two outcomes a pass by twice 5 passes of 4.001."""
     rounds = _text(4, 0.8)
     plan = LookAheadPlan(4, 3, 0.75)
     later = rounds.num_rounds - 1
@@ -67,7 +69,10 @@ def test_look_ahead_hides_the_draft_where_it_hits() -> None:
     slow = StepCosts((1, 101), (0.004, 0.004 + 100 * 0.000001))
     times = ServiceTimes(target=TARGET, verify=TARGET, draft=slow)
     seconds = times.look_ahead_seconds(rounds, Load(), plan)
-    late = 4 * 0.004002 + 0.004004 - 0.0103
+    late = 5 * 0.004002 - 0.0103
+    assert seconds / later == pytest.approx(0.0103 + 0.75 * late + 0.25 * 0.016)
+    seconds = replace(times, max_num_seqs=2).look_ahead_seconds(rounds, Load(), plan)
+    late = 2 * 5 * 0.004001 - 0.0103
     assert seconds / later == pytest.approx(0.0103 + 0.75 * late + 0.25 * 0.016)
     shared = ServiceTimes(target=TARGET, verify=TARGET, draft=slow, shares_device=True)
     assert shared.look_ahead_seconds(rounds, Load(), plan) > shared.drafted_seconds(rounds, Load())

@@ -407,6 +407,8 @@ async def check_begins_anew(draft: Draft, committed: tuple[int, ...], length: in
 
 
 async def test_a_round_pushes_no_more_bytes_than_it_may() -> None:
+    """What was worked out all the same is answered with when it is asked for, and not drafted
+    twice."""
     draft = Draft(look_ahead_bytes_max=200)
     _, *pushed = await draft.send(item(PROMPT))
     sizes = [
@@ -414,6 +416,15 @@ async def test_a_round_pushes_no_more_bytes_than_it_may() -> None:
     ]
     assert 0 < sum(sizes) <= 200
     assert len(pushed) < 8
+    _, *all_of_them = await Draft().send(item(PROMPT))
+    sent = {reply.assumed for reply in pushed}
+    kept = next(reply for reply in all_of_them if reply.assumed not in sent)
+    committed = (*PROMPT, *kept.assumed)
+    num_passes = len(draft.engine.batches)
+    draft.link.send(item(committed, kept.cached_length, round_index=1))
+    answer = (await draft.listener.wait(len(pushed) + 2))[len(pushed) + 1]
+    assert len(draft.engine.batches) <= num_passes + 2  # The step that reads it comes after it.
+    assert answer.proposal == kept.proposal
     await draft.service.close()
 
 
