@@ -35,8 +35,6 @@ class _Copies(TorchDispatchMode):
         self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = operator(*args, **(kwargs or {}))
-        if operator is torch.ops.aten.scaled_dot_product_attention.default:
-            return result  # of what it read in place this is no copy
         if self._reads(args) and isinstance(result, torch.Tensor) and not self._reads(result):
             storage = result.untyped_storage()
             self._found.append((StorageWeakRef(storage), storage.nbytes()))

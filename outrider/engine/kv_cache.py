@@ -87,10 +87,6 @@ class KeysAndValues:
         """Keys and values [heads, n, width] of slots [n]."""
         return self.keys.index_select(1, slots), self.values.index_select(1, slots)
 
-    def read(self, run: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [heads, n, width] of consecutive slots, where they are."""
-        return self.keys[:, run], self.values[:, run]
-
     def gather_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As `gather` of slots [n], given as rows [heads * n] of all heads' slots one after
         another, which several threads share."""

@@ -59,8 +59,6 @@ class Group:
     it; those stand behind the step's last row."""
     slots: torch.Tensor
     """[N * L]; a segment with fewer repeats its first one."""
-    run: slice | None
-    """The slots, where they are those of one segment and follow one another."""
     bias: torch.Tensor | None
     """[N, 1, T, L]: -inf where a token must not look, else 0; None where it may look anywhere."""
     _rows: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
@@ -274,8 +272,6 @@ def _group(
         row[:size] = segment.slots[begin : segment.end]
         row[size:] = row[0]
         shortest = min(shortest, size)
-    first, last = int(slots[0, 0]), int(slots[0, -1])
-    follows = len(members) == 1 and bool((np.diff(slots[0]) == 1).all())
     first_rows = [segment.first_row for segment in members]
     is_run = view.spare_row is None and all(b - a == num_tokens for a, b in pairwise(first_rows))
     arrays = [slots.reshape(-1)]
@@ -299,7 +295,6 @@ def _group(
         rows=run if is_run else shipped[1],
         targets=None if view.spare_row is None else shipped[2],
         slots=shipped[0],
-        run=slice(first, last + 1) if follows else None,
         bias=bias,
     )
 

@@ -144,12 +144,13 @@ def test_every_token_sees_what_it_should(
 def test_so_it_does_with_the_fused_operator(
     drawn: tuple[list[HeldSequence], int], window: int | None
 ) -> None:
-    """Also where slots are read in place; a softcap is for products alone."""
+    """A softcap is for products alone."""
     sequences, page_size = drawn
     if not sequences:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gathered_attention, "_fused_is_quicker", lambda dtype: True)
+        patch.setattr(gathered_attention, "_FUSED_TOKENS_MIN", 1)
         patch.setattr(gathered_attention, "_attend_in_products", None)
         compare(sequences, page_size, window, None)
 
@@ -211,21 +212,20 @@ def test_nothing_is_masked_that_need_not_be() -> None:
     assert plan.groups[6][0].slots.tolist() == [15, 16, 17, 18, 19, 20]
 
 
-def test_slots_that_follow_one_another_are_read_in_place() -> None:
-    """One sequence's on neighbouring pages, from where its window begins; no others."""
+@pytest.mark.parametrize("num_tokens", [1, 5, 63, 64])
+def test_only_long_segments_of_a_prompt_are_attended_to_by_it(
+    num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
 
-    def run(pages: list[int], window: int | None = None, num: int = 1) -> slice | None:
-        tokens = tuple(range(num))
-        held = [HeldSequence(SequenceStep("a", tokens, 1), 20, pages)]
-        (group,) = plan_step(held, (window,), 16, CPU, torch.float64).groups[window]
-        return group.run
+    def fused(queries: torch.Tensor, *_: object) -> torch.Tensor:
+        calls.append(queries.shape[3])
+        return queries[..., :3]
 
-    assert run([3, 4]) == slice(48, 69)
-    assert run([3, 4], num=5) == slice(48, 73)
-    assert run([3, 4], window=6) == slice(63, 69)
-    assert run([3, 5]) is None
-    assert run([4, 3]) is None
-    assert run([5, 3], window=5) == slice(48, 53)
-    held = [HeldSequence(SequenceStep(str(i), (1,), 1), 15, [i]) for i in (4, 5)]
-    (group,) = plan_step(held, (None,), 16, CPU, torch.float64).groups[None]
-    assert (group.num_segments, group.run) == (2, None)
+    monkeypatch.setattr(gathered_attention, "_fused_is_quicker", lambda dtype: True)
+    monkeypatch.setattr(gathered_attention, "_attend_fused", fused)
+    held = [HeldSequence(SequenceStep("a", tuple(range(num_tokens)), 1), 20, list(range(6)))]
+    plan = plan_step(held, (None,), 16, CPU, torch.float64)
+    cache = filled_cache(NUM_PAGES * 16, torch.Generator().manual_seed(0))
+    attend(torch.zeros(1, 4, num_tokens, 5, dtype=torch.float64), cache, plan.groups[None], 0.7)
+    assert calls == ([64] if num_tokens == 64 else [])
