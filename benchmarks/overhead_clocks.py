@@ -71,6 +71,13 @@ class RoundClock:
         """All rounds so far, in the order of their drafts."""
         return [RoundStamps(**fields) for fields in self._rounds.values()]
 
+    def take_spans(self) -> list[tuple[str, int, int]]:
+        """Session, round and time from its draft's request to its commit, ns, of all rounds that
+        are over; they are forgotten."""
+        over = [key for key, fields in self._rounds.items() if "committed" in fields]
+        found = [(key, self._rounds.pop(key)) for key in over]
+        return [(*key, fields["committed"] - fields["draft_sent"]) for key, fields in found]
+
     def draft_sent(self, item: DraftItem) -> None:
         """A coordinator asks a draft: a round begins, unless it is for the prompt alone."""
         key = (item.head.session_id, item.head.round)

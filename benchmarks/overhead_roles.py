@@ -1,8 +1,10 @@
-"""What runs in the processes of `bench overhead` (see `role_process.RoleProcess`)."""
+"""What runs in the processes of `bench overhead` and `bench capacity` (see `role_process`)."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
@@ -37,8 +39,66 @@ async def _canned(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
 
 
 @asynccontextmanager
+async def _stepping(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
+    """A draft or a target that answers at the ends of steps (`capacity_replicas`); a later line
+    with `step_s` and `sessions_max` changes them, and asks for what was held since then."""
+    use_threads(1)
+    from draft_service.servicer import DraftServicer
+    from target_service.servicer import TargetServicer
+
+    from .capacity_replicas import StepReplica, StepTime
+    from .overhead_canned import canned_draft, canned_target
+
+    time = StepTime(setup["step_s"], setup["sessions_max"])
+    replica: StepReplica[Any, Any]
+    if setup["side"] == "draft":
+        replica = StepReplica(canned_draft(), time)
+        service = DraftServicer(replica).grpc_service
+    else:
+        replica = StepReplica(canned_target(), time)
+        service = TargetServicer(replica).grpc_service
+
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        if "step_s" in question:
+            replica.time = StepTime(question["step_s"], question["sessions_max"])
+        held, replica.holds = replica.holds, []
+        return {"held_s": [(h.key.session_id, h.key.round, h.seconds) for h in held]}
+
+    async with _server(service) as address:
+        yield Role({"address": address}, answer)
+
+
+@asynccontextmanager
 async def _coordinator(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
-    """A coordinator between `setup`'s `draft`, `target` and `redis_url`, with its defaults."""
+    """A coordinator of one session at a time, all of whose messages are counted."""
+    from .overhead_clocks import RoundClock, counted
+
+    clock = RoundClock()
+    async with _coordinating(setup, clock, lambda codec: counted(codec, clock)) as address:
+        yield Role({"address": address}, lambda _: _rounds(clock))
+
+
+@asynccontextmanager
+async def _crowded(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
+    """A coordinator of many sessions; every later line asks for its rounds and computing time so
+    far, and begins both anew."""
+    from .overhead_clocks import RoundClock
+
+    clock = RoundClock()
+
+    def answer(_: dict[str, Any]) -> dict[str, Any]:
+        return {"spans_ns": clock.take_spans(), "cpu_s": time.process_time()}
+
+    async with _coordinating(setup, clock, lambda codec: codec) as address:
+        yield Role({"address": address, "pid": os.getpid()}, answer)
+
+
+@asynccontextmanager
+async def _coordinating(
+    setup: Mapping[str, Any], clock: RoundClock, seen: Callable[[Any], Any]
+) -> AsyncIterator[str]:
+    """A coordinator between `setup`'s `draft`, `target` and `redis_url`, with its defaults; its
+    address. `seen` is put on its links' codecs."""
     use_threads(1)
     from coordinator.request import RequestDefaults
     from coordinator.service import CoordinatorOptions, CoordinatorService
@@ -52,10 +112,9 @@ async def _coordinator(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     from outrider.wire.grpc_link import GrpcLink
     from outrider.wire.server import Service
 
-    from .overhead_clocks import ClockedLink, ClockedStore, RoundClock, counted
+    from .overhead_clocks import ClockedLink, ClockedStore
 
     config = CoordinatorConfig()
-    clock = RoundClock()
     target, draft = setup["target"], setup["draft"]
     service = CoordinatorService(
         CoordinatorOptions(
@@ -76,12 +135,12 @@ async def _coordinator(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
         ),
         store=ClockedStore(await RedisStore.connect(setup["redis_url"]), clock),
         target=ClockedLink(
-            GrpcLink(open_channel(target), counted(codecs.VERIFY, clock), target),
+            GrpcLink(open_channel(target), seen(codecs.VERIFY), target),
             clock.verify_sent,
             clock.verdict_heard,
         ),
         draft=ClockedLink(
-            GrpcLink(open_channel(draft), counted(codecs.DRAFT, clock), draft),
+            GrpcLink(open_channel(draft), seen(codecs.DRAFT), draft),
             clock.draft_sent,
             clock.draft_heard,
         ),
@@ -92,7 +151,7 @@ async def _coordinator(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     try:
         await service.start()
         async with _server(Service(descriptor, CoordinatorServicer(service))) as address:
-            yield Role({"address": address}, lambda _: _rounds(clock))
+            yield address
     finally:
         await service.close()
 
@@ -147,7 +206,10 @@ async def _server(service: Service) -> AsyncIterator[str]:
         yield server.address
 
 
-ROLES: Final = {"draft": _canned, "target": _canned, "coordinator": _coordinator, "model": _model}
+ROLES: Final = {
+    "draft": _canned, "target": _canned, "coordinator": _coordinator, "model": _model,
+    "stepping": _stepping, "crowded": _crowded,
+}  # fmt: skip
 """What a process can be."""
 
 

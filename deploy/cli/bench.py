@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
-from benchmarks import acceptance, device, emulate, engine, hits, overhead, peers, speedup
+from benchmarks import acceptance, capacity, device, emulate, engine, hits, overhead, peers, speedup
 from deploy.models import resolve_models
 from outrider.config import (
     CoordinatorConfig,
@@ -84,6 +84,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser = measurement("overhead", "what a round costs beside the models", _run_overhead)
     overhead.add_arguments(parser)
     _add_model_flags(parser, (*TARGET_FLAGS, "engine"))
+    parser = measurement(
+        "capacity", "how many rounds one coordinator plays for many sessions", _run_capacity
+    )
+    capacity.add_arguments(parser)
     parser = measurement(
         "emulate",
         "ways to decode, by real services on emulated models of stated speed and acceptance",
@@ -196,6 +200,17 @@ def _run_overhead(arguments: argparse.Namespace) -> int:
         print(report.to_json())
     else:
         _show(overhead.render(report))
+    return 0
+
+
+def _run_capacity(arguments: argparse.Namespace) -> int:
+    report = asyncio.run(
+        capacity.run(capacity.CapacityOptions.from_arguments(arguments), _progress)
+    )
+    if arguments.json:
+        print(report.to_json())
+    else:
+        _show(capacity.render(report))
     return 0
 
 
