@@ -139,6 +139,7 @@ class LookAhead:
         found = self._rounds.pop(session_id, None)
         if found is not None:
             self._end(found)
+            self._release(self._stale)
 
     def give_way(self) -> None:
         """Gives back the pages of all that nobody waits for."""

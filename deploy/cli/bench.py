@@ -264,17 +264,18 @@ def _run_acceptance(arguments: argparse.Namespace) -> int:
 
     text = TokenizerText.load(Path(config.target.directory), config.target.model)
     max_model_len = target.info.max_model_len
-    lookup = build_lookup(config.draft)
+    lookup, name = build_lookup(config.draft), config.draft.model
     if config.draft.drafter.model is None and lookup is not None:
         reader: Reader = LookupReader(lookup)
     else:
+        name = name if lookup is None else f"the model of {name}"
         draft = _engine(config.draft, "draft")
         reader = ModelReader(draft, config.draft.support_entries)
         max_model_len = min(max_model_len, draft.info.max_model_len)
 
     report = measure(
         options, target, reader, _encoder(text, options.raw),
-        draft_model=config.draft.model, max_model_len=max_model_len, progress=_progress,
+        draft_model=name, max_model_len=max_model_len, progress=_progress,
     )  # fmt: skip
     if arguments.json:
         print(report.to_json())
