@@ -16,7 +16,7 @@ from outrider.engine.cuda.acceleration import Acceleration
 from outrider.engine.fixed_shapes import SPLIT_SLOTS
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
-from outrider.engine.ragged import _SEGMENT_TOKENS_MAX
+from outrider.engine.ragged import _SEGMENT_TOKENS_MAX, _SLOTS_UNIT
 from outrider.limits import KV_CACHE_BYTES_DEFAULT
 
 VOCAB = 32
@@ -89,9 +89,9 @@ class WatchedEngine(PagedEngine):
         ]
 
     def _workspace_bytes(self, steps: Sequence[SequenceStep]) -> int:
-        """Of a step that has been run: for each segment its sequence's slots, in whole pages or
+        """Of a step that has been run: for each segment its sequence's slots, in whole units or
         splits, or up to twice as many, but not more than the longest one has."""
-        whole = SPLIT_SLOTS if self._deterministic else self._page_size
+        whole = SPLIT_SLOTS if self._deterministic else _SLOTS_UNIT
         slots = [
             -(-self.length(step.sequence_id) // whole) * whole
             for step in steps

@@ -31,6 +31,11 @@ _SCORES_MAX: Final = 2**19
 allow it; so what a step needs beside the cache is bounded."""
 _GATHERED_SLOTS_MAX: Final = 2**16
 """Slots that are gathered at once, if they are not one sequence's."""
+_SLOTS_UNIT: Final = 16
+"""Slots are gathered in whole units of so many. A sum over slots then does not depend on how many
+of them come later and are masked: a vector's lanes take the same ones each time, and what is left
+over by vectors is none. So a token's logits in bfloat16 are mostly bit-equal whether it is run
+alone or drafted tokens behind it; products of 64 rows and more are not."""
 _Ints = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
 
@@ -121,17 +126,21 @@ class _View:
     spare_row: int | None
     """In fixed shapes: the row of the step that padding is written to."""
 
+    def first_seen(self, segment: _Segment) -> int:
+        """The first slot that a token of the segment may look at."""
+        return 0 if self.window is None else max(0, segment.position - self.window + 1)
+
     def begin(self, segment: _Segment) -> int:
-        """The first slot that is gathered; those before it no token of the segment may look at."""
-        if self.window is None:
-            return 0
-        first = max(0, segment.position - self.window + 1)
-        return first if self.spare_row is None else first // SPLIT_SLOTS * SPLIT_SLOTS
+        """The first slot that is gathered."""
+        return self.first_seen(segment) // self._unit * self._unit
 
     def num_slots(self, segment: _Segment) -> int:
         """Slots that are gathered, with what pads them."""
-        num = segment.end - self.begin(segment)
-        return num if self.spare_row is None else -(-num // SPLIT_SLOTS) * SPLIT_SLOTS
+        return -((self.begin(segment) - segment.end) // self._unit) * self._unit
+
+    @property
+    def _unit(self) -> int:
+        return _SLOTS_UNIT if self.spare_row is None else SPLIT_SLOTS
 
     def num_tokens(self, segment: _Segment) -> int:
         """Tokens, with what pads them."""
@@ -266,12 +275,12 @@ def _group(
     begins = [view.begin(segment) for segment in members]
     width = max(view.num_slots(segment) for segment in members)
     slots = np.empty((len(members), width), dtype=np.int64)
-    shortest = width
+    sees_all = num_tokens == 1
     for row, segment, begin in zip(slots, members, begins, strict=True):
         size = segment.end - begin
         row[:size] = segment.slots[begin : segment.end]
         row[size:] = row[0]
-        shortest = min(shortest, size)
+        sees_all = sees_all and size == width and begin == view.first_seen(segment)
     first_rows = [segment.first_row for segment in members]
     is_run = view.spare_row is None and all(b - a == num_tokens for a, b in pairwise(first_rows))
     arrays = [slots.reshape(-1)]
@@ -284,11 +293,9 @@ def _group(
             arrays.append(np.where(is_padding, view.spare_row, rows).reshape(-1))
     shipped = _shipped(arrays, device)
     run = slice(first_rows[0], first_rows[0] + len(members) * num_tokens)
-    bias = (
-        _bias(members, begins, (num_tokens, width), view.window, device, dtype)
-        if num_tokens > 1 or shortest < width
-        else None
-    )
+    bias = None
+    if not sees_all:
+        bias = _bias(members, begins, (num_tokens, width), view.window, device, dtype)
     return Group(
         num_segments=len(members),
         num_tokens=num_tokens,

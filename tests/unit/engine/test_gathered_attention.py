@@ -150,7 +150,6 @@ def test_so_it_does_with_the_fused_operator(
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gathered_attention, "_fused_is_quicker", lambda dtype: True)
-        patch.setattr(gathered_attention, "_FUSED_TOKENS_MIN", 1)
         patch.setattr(gathered_attention, "_attend_in_products", None)
         compare(sequences, page_size, window, None)
 
@@ -199,33 +198,48 @@ def test_like_sequences_share_a_group() -> None:
     sequences = [HeldSequence(SequenceStep(str(i), (1,), 1), 10 + i % 3, [i]) for i in range(16)]
     (group,) = plan_step(sequences, (None,), 16, CPU, torch.float64).groups[None]
     assert (group.num_segments, group.rows) == (16, slice(0, 16))
-    sequences.append(HeldSequence(SequenceStep("long", (1,), 1), 30, [20, 21]))
+    sequences.append(HeldSequence(SequenceStep("long", (1,), 1), 40, [20, 21, 22]))
     groups = plan_step(sequences, (None,), 16, CPU, torch.float64).groups[None]
     assert [group.num_segments for group in groups] == [1, 16]
 
 
-def test_nothing_is_masked_that_need_not_be() -> None:
-    """A single token sees all that is gathered, with a window or without."""
+def test_slots_are_gathered_in_whole_units() -> None:
+    """From the one in which a window begins to the one in which the sequence ends; nothing is
+    masked where a token sees all of them."""
     held = [HeldSequence(SequenceStep("a", (1,), 1), 20, [0, 1])]
-    plan = plan_step(held, (None, 6), 16, CPU, torch.float64)
-    assert [plan.groups[window][0].bias for window in (None, 6)] == [None, None]
-    assert plan.groups[6][0].slots.tolist() == [15, 16, 17, 18, 19, 20]
+    plan = plan_step(held, (None, 4, 6), 16, CPU, torch.float64)
+    assert plan.groups[None][0].slots.tolist() == [*range(21), *[0] * 11]
+    assert plan.groups[4][0].slots.tolist() == [*range(16, 21), *[16] * 11]
+    assert plan.groups[6][0].slots.tolist() == plan.groups[None][0].slots.tolist()
+    for window, seen_from in ((None, 0), (4, 17), (6, 15)):
+        begin = 16 if window == 4 else 0
+        bias = plan.groups[window][0].bias
+        assert bias is not None
+        assert [begin + i for i, b in enumerate(bias.flatten()) if b == 0] == [
+            *range(seen_from, 21)
+        ]
+    full = [HeldSequence(SequenceStep("a", (1,), 1), 31, [0, 1])]
+    assert plan_step(full, (None,), 16, CPU, torch.float64).groups[None][0].bias is None
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5, 63, 64])
-def test_only_long_segments_of_a_prompt_are_attended_to_by_it(
-    num_tokens: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_comes_later_does_not_change_a_tokens_sums(
+    fused: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[int] = []
-
-    def fused(queries: torch.Tensor, *_: object) -> torch.Tensor:
-        calls.append(queries.shape[3])
-        return queries[..., :3]
-
-    monkeypatch.setattr(gathered_attention, "_fused_is_quicker", lambda dtype: True)
-    monkeypatch.setattr(gathered_attention, "_attend_fused", fused)
-    held = [HeldSequence(SequenceStep("a", tuple(range(num_tokens)), 1), 20, list(range(6)))]
-    plan = plan_step(held, (None,), 16, CPU, torch.float64)
-    cache = filled_cache(NUM_PAGES * 16, torch.Generator().manual_seed(0))
-    attend(torch.zeros(1, 4, num_tokens, 5, dtype=torch.float64), cache, plan.groups[None], 0.7)
-    assert calls == ([64] if num_tokens == 64 else [])
+    """A token before four others has bit for bit what it has alone, wherever the sequence ends;
+    both in products of as many rows."""
+    monkeypatch.setattr(gathered_attention, "_fused_is_quicker", lambda dtype: fused)
+    generator = torch.Generator().manual_seed(0)
+    cache = KeysAndValues(LayerShape(2, 16, 16, torch.bfloat16, CPU), 256)
+    for tensor in (cache.keys, cache.values):
+        tensor.normal_(generator=generator)
+    for length in range(60, 120):
+        query = torch.randn((1, 4, 5, 16), generator=generator).bfloat16()
+        outputs = []
+        for num in (1, 5):
+            pages = list(range(-(-(length + num) // 16)))
+            held = [HeldSequence(SequenceStep("a", tuple(range(num)), 1), length, pages)]
+            (group,) = plan_step(held, (window,), 16, CPU, torch.bfloat16).groups[window]
+            outputs.append(attend(query[:, :, :num], cache, [group], 0.25))
+        assert torch.equal(outputs[0][:, 0], outputs[1][:, 0]), length
