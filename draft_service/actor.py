@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from outrider.config import DraftConfig
+from outrider.errors import InvariantError
 from outrider.hosting import (
     build_lookup,
     cores_for,
@@ -14,10 +15,11 @@ from outrider.hosting import (
     use_threads,
 )
 from outrider.messages import DraftAnswer, DraftItem
-from outrider.rank_host import Leadership, engine_of_a_replica, threads_of_a_rank
+from outrider.rank_host import engine_of_a_replica, threads_of_a_rank
 from outrider.replica_host import ReplicaHost
 
 if TYPE_CHECKING:
+    from outrider.engine.interface import Engine
     from outrider.work import StepObserver
 
     from .service import DraftService
@@ -34,17 +36,20 @@ class DraftActor(ReplicaHost[DraftItem, DraftAnswer]):
         use_threads(num_threads)
         log_to(log_directory, "draft")
         observer = self.observe(config, "draft")
-        service = await on_passing_thread(_build, config, num_threads, observer, self.leadership)
+        engine = None
+        if config.drafter.model is not None:
+            engine = await on_passing_thread(
+                engine_of_a_replica, config, "draft", num_threads, self.leadership
+            )
+        # On another thread: the helpers of that one would slow down the steps that are measured.
+        service = await on_passing_thread(_build, engine, config, observer)
         from .servicer import DraftServicer
 
         return await self.serve(service, DraftServicer, config.host, config.port)
 
 
 def _build(
-    config: DraftConfig,
-    num_threads: int,
-    observer: StepObserver | None,
-    leadership: Leadership | None,
+    engine: Engine | None, config: DraftConfig, observer: StepObserver | None
 ) -> DraftService:
     from outrider.engine.executor import ThreadExecutor
     from outrider.engine.workers import start_workers
@@ -52,12 +57,13 @@ def _build(
     from .service import DraftService
 
     lookup = build_lookup(config)
-    if config.drafter.model is None and lookup is not None:
+    if engine is None:
+        if lookup is None:
+            raise InvariantError("a draft has neither a model nor a look-up")
         stepping = ThreadExecutor("draft-step", lambda: 0.0)
         return DraftService.without_model(
             config.model, lookup, stepping, max_num_seqs=config.max_num_seqs, observer=observer
         )
-    engine = engine_of_a_replica(config, "draft", num_threads, leadership)
     executor = ThreadExecutor("draft-step", engine.take_step_seconds, start_workers)
     return DraftService.with_model(
         engine,

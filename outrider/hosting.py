@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from outrider.engine.parallel.sharding import Ranks
 
 T = TypeVar("T")
-SPIN_COUNT: Final = 3_000
+SPIN_COUNT: Final = 10_000
 """Turns, of some 50 ns each, that a thread of a numeric library spins before it sleeps. They must
 outlast the gap between two operators; the library's own choice is milliseconds, and a thread that
 spins so long on a core that another process needs makes a step take seconds. Measured on a step of
-the demo target on two cores: 20 ms with either (21.5 at 2,000 turns) when they are free; beside two
-busy processes 70 ms against 1,500."""
+the demo target on two cores: of an AMD EPYC 20 ms with 3,000 or the library's own (21.5 with 2,000)
+when they are free, and beside two busy processes 70 ms against 1,500; of an Intel Xeon 31, 28, 23
+and 24 ms with 3,000, 5,000, 10,000 and 20,000, and beside two busy processes 124, -, 104 and
+108."""
 _CGROUP_CPU: Final = Path("/sys/fs/cgroup/cpu.max")
 _WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104 (recognised, not bound)
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 from outrider.config import TargetConfig
 from outrider.hosting import cores_for, log_to, on_passing_thread, step_costs, use_threads
 from outrider.messages import VerifyAnswer, VerifyItem
-from outrider.rank_host import Leadership, engine_of_a_replica, threads_of_a_rank
+from outrider.rank_host import engine_of_a_replica, threads_of_a_rank
 from outrider.replica_host import ReplicaHost
 
 if TYPE_CHECKING:
+    from outrider.engine.interface import Engine
     from outrider.work import StepObserver
 
     from .service import TargetService
@@ -25,24 +26,22 @@ class TargetActor(ReplicaHost[VerifyItem, VerifyAnswer]):
         use_threads(num_threads)
         log_to(log_directory, "target")
         observer = self.observe(config, "target")
-        service = await on_passing_thread(_build, config, num_threads, observer, self.leadership)
+        engine = await on_passing_thread(
+            engine_of_a_replica, config, "target", num_threads, self.leadership
+        )
+        # On another thread: the helpers of that one would slow down the steps that are measured.
+        service = await on_passing_thread(_build, engine, config, observer)
         from .servicer import TargetServicer
 
         return await self.serve(service, TargetServicer, config.host, config.port)
 
 
-def _build(
-    config: TargetConfig,
-    num_threads: int,
-    observer: StepObserver | None,
-    leadership: Leadership | None,
-) -> TargetService:
+def _build(engine: Engine, config: TargetConfig, observer: StepObserver | None) -> TargetService:
     from outrider.engine.executor import ThreadExecutor
     from outrider.engine.workers import start_workers
 
     from .service import TargetService
 
-    engine = engine_of_a_replica(config, "target", num_threads, leadership)
     executor = ThreadExecutor("target-step", engine.take_step_seconds, start_workers)
     return TargetService(
         engine,
