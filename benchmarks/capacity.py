@@ -26,29 +26,30 @@ from rich.table import Table
 
 from outrider.client import Client
 from outrider.errors import SettingError, Unavailable
-from outrider.generation import GenerateRequest
-from outrider.limits import DEADLINE_MS_MAX, SESSIONS_PER_COORDINATOR_MAX
+from outrider.limits import SESSIONS_PER_COORDINATOR_MAX
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.settings import check_range
-from outrider.speculation.sampling import Rule, SamplingParams
 
 from .figures import figures_table, percentile, to_json
 from .measurement import Progress
+from .overhead_canned import NUM_DRAFT_TOKENS, canned_request
 from .role_process import RoleProcess
 
-NUM_DRAFT_TOKENS: Final = 8
 VERIFY_S: Final = 0.0183
 """Of a target's step; a 70B model's (`bench emulate`)."""
 DRAFT_S: Final = NUM_DRAFT_TOKENS * 0.0013
 """Of all draft tokens of a step's sessions."""
 STEP_SESSIONS: Final = 64
 """That share a step, where it is not the target that limits."""
-PROMPT_TOKENS: Final = 64
 MAX_TOKENS: Final = 2_048
 """Of a session; another one follows it."""
 WARM_UP_S: Final = 3.0
 ANSWER_TIMEOUT_S: Final = 60.0
+SECONDS_MAX: Final = 600
+LOAD_MIN: Final = 0.01
 PROFILER: Final = "py-spy"
+PROFILER_RATE: Final = 200
+"""Samples a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +67,8 @@ class CapacityOptions:
 
     def __post_init__(self) -> None:
         check_range("sessions", self.sessions, 1, SESSIONS_PER_COORDINATOR_MAX)
-        check_range("seconds", self.seconds, 1, 600)
-        check_range("load", self.load, 0.01, 1)
+        check_range("seconds", self.seconds, 1, SECONDS_MAX)
+        check_range("load", self.load, LOAD_MIN, 1)
         if self.flame is not None and shutil.which(PROFILER) is None:
             raise SettingError("flame", f"needs {PROFILER} on the PATH: pip install {PROFILER}")
 
@@ -163,11 +164,16 @@ async def _profiled(pid: int, options: CapacityOptions) -> AsyncIterator[None]:
         return
     process = await asyncio.create_subprocess_exec(
         PROFILER, "record", "--pid", str(pid), "--duration", str(round(options.seconds)),
-        "--rate", "200", "--output", str(options.flame),
+        "--rate", str(PROFILER_RATE), "--output", str(options.flame),
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    yield
-    _, errors = await process.communicate()
+    try:
+        yield
+    except BaseException:
+        process.kill()
+        raise
+    finally:
+        _, errors = await process.communicate()
     if process.returncode != 0:
         raise Unavailable(f"{PROFILER}: {errors.decode(errors='replace').strip()}")
 
@@ -232,7 +238,7 @@ class _Stage:
     async def _decode(self) -> None:
         while True:
             self._num_begun += 1
-            await self._client.complete(_request(self._num_begun))
+            await self._client.complete(canned_request(self._num_begun, MAX_TOKENS))
 
     async def watch(self, seconds: float, step_sessions: int) -> Crowd:
         """What so many seconds come to, once the target's steps have room for so many sessions."""
@@ -270,19 +276,6 @@ class _Stage:
         return {
             "coordinator": coordinator, "draft": draft["held_s"], "target": target["held_s"],
         }  # fmt: skip
-
-
-def _request(seed: int) -> GenerateRequest:
-    return GenerateRequest(
-        prompt=tuple(range(1, PROMPT_TOKENS + 1)),
-        sampling=SamplingParams(temperature=1.0),
-        max_tokens=MAX_TOKENS,
-        ignore_eos=True,
-        seed=seed,
-        rule=Rule.TOKEN,
-        num_draft_tokens=NUM_DRAFT_TOKENS,
-        deadline_ms=DEADLINE_MS_MAX,
-    )
 
 
 def render(report: CapacityReport) -> Table:

@@ -28,22 +28,17 @@ from rich.table import Table
 from outrider.client import Client
 from outrider.config import TargetConfig
 from outrider.errors import Unavailable
-from outrider.generation import GenerateRequest
-from outrider.limits import DEADLINE_MS_MAX
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.settings import check_range
-from outrider.speculation.sampling import Rule, SamplingParams
 
 from .figures import figures_table, percentile, to_json
 from .measurement import Progress
-from .overhead_canned import Q_ENTRIES, VOCAB_SIZE
+from .overhead_canned import NUM_DRAFT_TOKENS, Q_ENTRIES, VOCAB_SIZE, canned_request
 from .overhead_clocks import RoundStamps
 from .overhead_load import QueueTimes, generate_load
 from .role_process import RoleProcess
 
-NUM_DRAFT_TOKENS: Final = 8
 WARM_UP_ROUNDS: Final = 200
-PROMPT_TOKENS: Final = 64
 MAX_TOKENS: Final = 512
 """Of a session; one follows the other until there are enough rounds."""
 ROUNDS_MAX: Final = 100_000
@@ -160,26 +155,13 @@ async def measure_rounds(num_rounds: int, progress: Progress) -> list[RoundStamp
         num_done = seed = 0
         while num_done < wanted:
             progress(f"round {num_done} of {wanted}")
-            found = await client.complete(_request(seed))
+            found = await client.complete(canned_request(seed, MAX_TOKENS))
             # The last rounds of a session draft less than K: their number is bounded by K.
             num_done += max(0, found.metrics.num_rounds - 1 - NUM_DRAFT_TOKENS)
             seed += 1
         answer = await coordinator.seen()
     stamps = [RoundStamps(**values) for values in answer["rounds"]]
     return full_rounds(stamps)[WARM_UP_ROUNDS:wanted]
-
-
-def _request(seed: int) -> GenerateRequest:
-    return GenerateRequest(
-        prompt=tuple(range(1, PROMPT_TOKENS + 1)),
-        sampling=SamplingParams(temperature=1.0),
-        max_tokens=MAX_TOKENS,
-        ignore_eos=True,
-        seed=seed,
-        rule=Rule.TOKEN,
-        num_draft_tokens=NUM_DRAFT_TOKENS,
-        deadline_ms=DEADLINE_MS_MAX,
-    )
 
 
 def full_rounds(stamps: Sequence[RoundStamps]) -> list[RoundStamps]:

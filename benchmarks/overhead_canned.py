@@ -1,4 +1,5 @@
-"""Replicas that answer at once: well-formed proposals and verdicts that no model made."""
+"""Replicas that answer at once, with well-formed proposals and verdicts that no model made; and
+what they are asked."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from outrider.limits import NUM_DRAFT_TOKENS_MAX
+from outrider.generation import GenerateRequest
+from outrider.limits import DEADLINE_MS_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.messages import (
     DraftAnswer,
     DraftItem,
@@ -23,16 +25,33 @@ from outrider.speculation.proposal import (
     Proposal,
     SealedProposal,
 )
+from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
 
 VOCAB_SIZE: Final = 151_936
 MAX_MODEL_LEN: Final = 32_768
 Q_ENTRIES: Final = 64
+NUM_DRAFT_TOKENS: Final = 8
+PROMPT_TOKENS: Final = 64
 ACCEPT_PROBABILITY: Final = 0.7
 """Of every draft token: a round of 8 commits some 3 tokens."""
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
+
+
+def canned_request(seed: int, max_tokens: int) -> GenerateRequest:
+    """A session of the full length, with K = `NUM_DRAFT_TOKENS` under token."""
+    return GenerateRequest(
+        prompt=tuple(range(1, PROMPT_TOKENS + 1)),
+        sampling=SamplingParams(temperature=1.0),
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        seed=seed,
+        rule=Rule.TOKEN,
+        num_draft_tokens=NUM_DRAFT_TOKENS,
+        deadline_ms=DEADLINE_MS_MAX,
+    )
 
 
 def canned_proposal(num_draft_tokens: int, vocab_size: int = VOCAB_SIZE) -> SealedProposal:

@@ -71,7 +71,7 @@ def _attend_group(
     key_heads, _, key_width = cache.keys.shape
     # [key heads, heads that share one, N, T, width]
     split = queries.view(key_heads, -1, group.num_segments, group.num_tokens, key_width)
-    if softcap is None and _fused_is_quicker(queries.dtype):
+    if queries.is_cpu and softcap is None and _fused_is_quicker(queries.dtype):
         by_head = _attend_fused(split, cache, group, scaling)
     else:
         by_head = _attend_in_products(split, cache, group, scaling, softcap)

@@ -60,13 +60,13 @@ class FusedMLP(nn.Module):
         super().__init__()
         self.gate_up_proj = _joined(block.gate_proj, block.up_proj)
         self.down_proj = block.down_proj
-        self._act = functional.silu if type(block.act_fn) is nn.SiLU else block.act_fn
+        self.act_fn = block.act_fn
         self._halves = (block.gate_proj.out_features, block.up_proj.out_features)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Of [..., D], in its dtype."""
         gate, up = self.gate_up_proj(hidden_states).split_with_sizes(self._halves, -1)
-        output: torch.Tensor = self.down_proj(self._act(gate).mul_(up))
+        output: torch.Tensor = self.down_proj(self.act_fn(gate).mul_(up))
         return output
 
     __call__ = forward
