@@ -135,6 +135,7 @@ async def _build(config: CoordinatorConfig, observation: Observation) -> Coordin
             patience=_patience(config),
             look_ahead=config.look_ahead or 0,
             look_ahead_bytes_max=config.look_ahead_bytes_max,
+            draft_siblings=config.draft_siblings or 0,
         ),
         store=await connect_store(config),
         target=target_link(config.target_address),

@@ -23,6 +23,7 @@ from .completion import Completion, Piece
 from .journal import Entry, Journal
 from .lengths import LengthPolicy, PlayedRound, RoundLength
 from .request import GenerationParameters
+from .siblings import fitting, sibling_chances
 from .sides import Drafted, DraftSide, TargetSide
 
 _NOT_DRAFTED = Drafted(NOTHING_SEALED, by_replica=False, seconds=0.0, num_asked=0)
@@ -50,9 +51,12 @@ class Decoding:
         committer: Committer,
         journal: Journal,
         lengths: LengthPolicy,
+        length_max: int,
         observer: RequestObserver = SILENT,
     ) -> None:
+        """`length_max` is the target's: of committed tokens and a proposal's together."""
         self._session = session
+        self._length_max = length_max
         self._parameters = parameters
         self._completion = completion
         self._target = target
@@ -112,16 +116,18 @@ class Decoding:
         length = self._lengths.choose(index, self._completion.remaining)
         drafted = await self._propose(index, length, noise)
         verified = await self._verify(index, length, drafted)
+        proposal = drafted.proposal
         outcome = decide(
             verified.reply.verdict,
-            drafted.proposal.token_ids,
+            proposal.token_ids,
             identity.rule,
-            noise.accept_uniforms(len(drafted.proposal)),
+            noise.accept_uniforms(len(proposal), proposal.parents),
+            proposal.parents,
         )
-        common_length = start_length + outcome.num_accepted
-        self._target.settle(verified.reply, common_length)
+        self._target.settle(verified.reply, start_length + outcome.num_accepted)
         if self._draft is not None:
-            self._draft.settle(common_length)
+            on_spine = proposal.tree.shared_with_spine(outcome.path)
+            self._draft.settle(start_length + on_spine)
         if self._lengths.listens:
             self._note(drafted, verified, outcome)
         return self._commit(index, drafted, verified, outcome)
@@ -132,7 +138,10 @@ class Decoding:
         if self._draft is None or length.num_draft_tokens == 0:
             return _NOT_DRAFTED
         self._observer.asked("draft")
-        drafted = await self._draft.propose(index, length.num_draft_tokens, noise)
+        room = self._length_max - self._session.length - length.num_draft_tokens
+        drafted = await self._draft.propose(
+            index, length.num_draft_tokens, noise, fitting(length.siblings, room)
+        )
         self._observer.drafted(
             len(drafted.proposal),
             drafted.by_replica,
@@ -156,15 +165,19 @@ class Decoding:
 
     def _note(self, drafted: Drafted, verified: Verified, outcome: Outcome) -> None:
         """Tells who chose the round's length what came of it."""
-        reply = verified.reply
+        reply, proposal = verified.reply, drafted.proposal
+        accept = reply.verdict.accept_probability
+        tree = proposal.tree
         played = PlayedRound(
             num_asked=drafted.num_asked,
-            survival=survival(self._session.identity.rule, reply.verdict.accept_probability),
+            survival=survival(self._session.identity.rule, [accept[i] for i in tree.spine]),
             num_tokens=len(outcome.token_ids),
             context=self._session.length,
             draft_s=drafted.seconds,
             target_s=(reply.queue_ms + reply.compute_ms) / 1e3,
             ended_at=asyncio.get_running_loop().time(),
+            num_siblings=len(proposal) - len(tree.spine),
+            siblings=sibling_chances(tree, accept, drafted.siblings),
         )
         self._lengths.note(played)
 
@@ -214,8 +227,8 @@ class Decoding:
         logprobs: tuple[PositionLogprobs, ...] = ()
         if self._parameters.logprobs is not None:
             num_draft_tokens = len(reply.verdict.accept_probability)
-            accepted = reply.logprobs[: outcome.num_accepted]
-            last = reply.logprobs[num_draft_tokens + outcome.num_accepted]
+            accepted = (reply.logprobs[index] for index in outcome.path)
+            last = reply.logprobs[num_draft_tokens + outcome.last]
             logprobs = (*accepted, last)[: piece.num_tokens]
         return Tokens(
             first_index=first_index,
@@ -249,4 +262,5 @@ def _report(index: int, drafted: Drafted, verified: Verified, num_accepted: int)
         verify_ms=reply.compute_ms,
         commit_ms=0.0,
         look_ahead_hit=drafted.ahead,
+        proposed_parents=drafted.proposal.parents,
     )

@@ -26,6 +26,8 @@ class Prospects:
     """Chance that a token of this depth is proposed, and it and all before it are accepted ..."""
     proposed: tuple[float, ...]
     """... and that it is proposed at all."""
+    refused: tuple[float, ...]
+    """Chance that it is proposed and refused where all before it are accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +116,16 @@ class DepthAverages:
         rates = self._rates(num_asked)
         committed: list[float] = []
         proposed: list[float] = []
+        refused: list[float] = []
         whole = begun = 1.0
         for depth in range(num_asked):
-            whole *= rates.offered[depth] * rates.accepted[depth]
+            offered = whole * rates.offered[depth]
+            whole = offered * rates.accepted[depth]
             begun *= rates.proposed[depth]
             committed.append(whole)
             proposed.append(begun)
-        return Prospects(tuple(committed), tuple(proposed))
+            refused.append(offered - whole)
+        return Prospects(tuple(committed), tuple(proposed), tuple(refused))
 
     def _rates(self, num_depths: int) -> _Rates:
         prior = None if self._prior is None else self._prior._rates(num_depths)

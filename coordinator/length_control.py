@@ -34,6 +34,8 @@ from outrider.speculation.sampling import Rule
 from .depth_averages import DepthAverages
 from .lengths import PlayedRound, RoundLength
 from .round_costs import Forecast, RoundCosts
+from .siblings import SIBLINGS_OF_A_ROUND_MAX, Shaper, SiblingAverages
+from .trials import TUNING, Trials, Tuning
 
 PROMPT_SIZES: Final = (128, 512, 2048)
 """Tokens from which on a prompt is one of the next size."""
@@ -54,91 +56,6 @@ SECONDS_MIN: Final = 1e-9
 """Nothing is expected to take less."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """How quickly lengths follow what is measured, and what finding out may cost."""
-
-    memory_rounds: float = 48.0
-    """A session's round weighs 1 / e after so many more."""
-    shared_memory_rounds: float = 512.0
-    """The same for the averages over all sessions."""
-    prior_rounds: float = 12.0
-    """Rounds of a session that weigh as much as those averages ..."""
-    shared_prior_rounds: float = 12.0
-    """... and rounds of all sessions as what is assumed where nothing is known."""
-    first_looks: int = 4
-    """Rounds of all sessions that ask for all they may: one shows what every K would bring."""
-    young_rounds: int = 64
-    """Rounds of all sessions up to which K is chosen anew in each ..."""
-    choice_rounds: int = 4
-    """... and of one session, with a draft, between two choices from then on."""
-    switch_gain: float = 0.02
-    """K changes only for a choice that is better by this share ..."""
-    plain_gain: float = 0.03
-    """... and a session that drafts decodes plainly only where that is by this one."""
-    plain_rounds: int = 16
-    """Rounds after which a session's plain phase may end; then twice as many each time ..."""
-    plain_rounds_max: int = 128
-    """... up to this."""
-    trial_share: float = 0.01
-    """Trials may cost so many of all tokens that are committed ..."""
-    credit_tokens: float = 8.0
-    """... beside these, with which a coordinator begins ..."""
-    credit_tokens_max: float = 16.0
-    """... and of which it keeps so many."""
-    plain_beginnings: int = 7
-    """One in so many sessions that drafting promises nothing drafts at its beginning anyway."""
-    repaid: float = 4.0
-    """A trial of drafting that is gone on with pays for so many like it."""
-
-
-TUNING: Final = Tuning()
-
-
-class Trials:
-    """What the sessions of one rule may spend on finding out more: tokens, a share of all that they
-    commit."""
-
-    def __init__(self, tuning: Tuning, *, alone: bool) -> None:
-        """A session that learns `alone` would spend much and keep nothing: it begins with none."""
-        self._tuning = tuning
-        self._left = 0.0 if alone else tuning.credit_tokens
-        self._looks = tuning.first_looks if alone else 0
-        self._begun_plain = 0
-        """Sessions since the last one that began with a draft."""
-
-    def first_look(self) -> bool:
-        """Whether a round is one of the first, which ask for all they may at whatever cost."""
-        self._looks += 1
-        return self._looks <= self._tuning.first_looks
-
-    def earn(self, num_tokens: float) -> None:
-        """So many were committed."""
-        self._add(self._tuning.trial_share * num_tokens)
-
-    def pays(self, num_tokens: float) -> bool:
-        """Spends what a trial is expected to lose, if that is there."""
-        if num_tokens > self._left:
-            return False
-        self._left -= max(0.0, num_tokens)
-        return True
-
-    def begins(self, num_tokens: float) -> bool:
-        """The same for a session's beginning, but that one in so many is tried in any case: it may
-        be about another thing than those before it."""
-        self._begun_plain += 1
-        begins = self.pays(num_tokens) or self._begun_plain >= self._tuning.plain_beginnings
-        self._begun_plain = 0 if begins else self._begun_plain
-        return begins
-
-    def repay(self, num_tokens: float) -> None:
-        """A trial that was expected to lose so many has shown that the rest of them pay."""
-        self._add(self._tuning.repaid * num_tokens)
-
-    def _add(self, num_tokens: float) -> None:
-        self._left = min(self._left + num_tokens, self._tuning.credit_tokens_max)
-
-
 class Experience:
     """What sessions of one rule, with prompts of about one length, have shown: a long prompt often
     has what its answer copies."""
@@ -146,6 +63,7 @@ class Experience:
     def __init__(self, tuning: Tuning, of_rule: DepthAverages, trials: Trials) -> None:
         """`of_rule` are the averages over prompts of any length, which share their `trials`."""
         self.averages = DepthAverages(tuning.shared_memory_rounds, tuning.prior_rounds, of_rule)
+        self.siblings = SiblingAverages(tuning.shared_memory_rounds, tuning.prior_rounds)
         self.trials = trials
         self._young_rounds = tuning.young_rounds
         self._of_rule = of_rule
@@ -189,19 +107,25 @@ class LengthControls:
         """... and those of them whose first session runs."""
 
     def open(
-        self, rule: Rule, seed: int, num_draft_tokens: int, prompt_length: int
+        self,
+        rule: Rule,
+        seed: int,
+        num_draft_tokens: int,
+        prompt_length: int,
+        siblings_max: int = 0,
     ) -> LengthControl:
-        """A session begins, which asks for so many draft tokens at most."""
+        """A session begins, which asks for so many draft tokens at most, and for so many siblings
+        beside one."""
         self.costs.num_sessions += 1
         experience = self._shared[rule][_size(prompt_length)]
         if num_draft_tokens == 0 or rule.absolute_noise:
-            return LengthControl(self, experience, num_draft_tokens, prompt_length)
+            return LengthControl(self, experience, num_draft_tokens, prompt_length, siblings_max)
         if seed in self._seeds:
             own = self._nothing_shown(alone=True)[0]
-            return LengthControl(self, own, num_draft_tokens, prompt_length)
+            return LengthControl(self, own, num_draft_tokens, prompt_length, siblings_max)
         self._remember(seed)
         experience = self._shared[rule][_size(prompt_length)]
-        return LengthControl(self, experience, num_draft_tokens, prompt_length, seed)
+        return LengthControl(self, experience, num_draft_tokens, prompt_length, siblings_max, seed)
 
     def close(self, first_of: int | None) -> None:
         """A session has ended: the first of this seed, if that matters."""
@@ -234,6 +158,8 @@ class _Option:
     num_tokens: float
     """Expected, less those that other sessions lose."""
     seconds: float
+    siblings: tuple[int, ...] = ()
+    """That it has beside its tokens."""
 
     @property
     def rate(self) -> float:
@@ -279,13 +205,18 @@ class LengthControl:
         experience: Experience,
         num_draft_tokens: int,
         prompt_length: int,
+        siblings_max: int,
         first_of: int | None = None,
     ) -> None:
-        """`experience` is what to begin with and to add to. `first_of` goes back to `controls` in
-        the end."""
+        """`experience` is what to begin with and to add to; so many siblings a token may have.
+        `first_of` goes back to `controls` in the end."""
         tuning = controls.tuning
         self._controls = controls
         self._experience = experience
+        self._siblings_max = siblings_max
+        self._siblings = SiblingAverages(
+            tuning.memory_rounds, tuning.prior_rounds, experience.siblings
+        )
         self._trials = experience.trials
         self._bound = num_draft_tokens
         self._first_of = first_of
@@ -295,8 +226,10 @@ class LengthControl:
         )
         self._num_draft_tokens = 0
         """K; 0 = not chosen yet."""
-        self._looks = False
-        """Whether the next round asks for all it may."""
+        self._beside: tuple[int, ...] = ()
+        """Siblings that go with it."""
+        self._looks: tuple[int, ...] | None = None
+        """The siblings of the next round, if that asks for all it may."""
         self._until_choice = 0
         """Rounds with a draft until the next choice."""
         self._drafting = _Drafting()
@@ -338,8 +271,11 @@ class LengthControl:
         self._followed = self._is_plain
         self._is_plain = self._bound == 0 or self._plain_left > 0
         if not self._is_plain:
-            num_draft_tokens = self._bound if self._looks else self._num_draft_tokens
-            return RoundLength(min(num_draft_tokens, num_left - 1), 0)
+            num_draft_tokens, siblings = self._num_draft_tokens, self._beside
+            if self._looks is not None:
+                num_draft_tokens, siblings = self._bound, self._looks
+            num_draft_tokens = min(num_draft_tokens, num_left - 1)
+            return RoundLength(num_draft_tokens, 0, siblings[:num_draft_tokens])
         run_ahead = min(self._controls.run_ahead_rounds, num_left - 1)
         if self._bound > 0:
             self._plain_left -= 1
@@ -355,7 +291,8 @@ class LengthControl:
         costs = self._controls.costs
         round_s = max(0.0, played.ended_at - before)
         num_proposed = len(played.survival)
-        costs.note_load(1 + num_proposed, played.num_tokens, round_s, played.target_s)
+        num_rows = 1 + num_proposed + played.num_siblings
+        costs.note_load(num_rows, played.num_tokens, round_s, played.target_s)
         if self._bound > 0:
             self._trials.earn(played.num_tokens)
         if self._is_plain:
@@ -368,7 +305,11 @@ class LengthControl:
         elif played.num_asked > 0:
             draft_s = None if self._num_missed > 0 else played.draft_s
             rest_s = round_s - played.draft_s - played.target_s
-            costs.note_drafted(num_proposed, draft_s, played.target_s, rest_s, played.context)
+            costs.note_drafted(
+                num_proposed, draft_s, played.target_s, rest_s, played.context, played.num_siblings
+            )
+            self._siblings.note(played.siblings)
+            self._experience.siblings.note(played.siblings)
             self._drafting.note(played.num_tokens, round_s)
             self._averages.note(played.num_asked, played.survival)
             self._experience.note(played.num_asked, played.survival)
@@ -384,7 +325,7 @@ class LengthControl:
             self._plan_plain()
         elif self._until_choice > 0 and not self._experience.is_young:
             self._until_choice -= 1
-            self._looks = False
+            self._looks = None
         else:
             self._choose_again()
 
@@ -421,9 +362,9 @@ class LengthControl:
         if best.rate > current.rate * (1.0 + tuning.switch_gain):
             current = best
         self._until_choice = tuning.choice_rounds - 1
-        self._num_draft_tokens = current.num_draft_tokens
+        self._num_draft_tokens, self._beside = current.num_draft_tokens, current.siblings
         if is_first or self._drafting.num_rounds < self._drafting.num_paid:
-            self._looks = self._trials.first_look()
+            self._looks = drafted[-1].siblings if self._trials.first_look() else None
         elif self._plain_is_due(current, plain):
             self._begin_plain(self._next_phase())
         elif self._tries_plain(current, plain):
@@ -433,7 +374,8 @@ class LengthControl:
             self._trials.repay(self._drafting.lost)
             self._drafting.lost = 0.0
             lost = current.rate * drafted[-1].seconds - drafted[-1].num_tokens
-            self._looks = self._trials.first_look() or self._trials.pays(lost)
+            looks = self._trials.first_look() or self._trials.pays(lost)
+            self._looks = drafted[-1].siblings if looks else None
 
     def _plain_is_due(self, drafted: _Option, plain: _Option) -> bool:
         """Whether drafting has lost, and not only against what was expected of it."""
@@ -453,14 +395,20 @@ class LengthControl:
 
     def _begin_plain(self, num_rounds: int) -> None:
         self._plain_left = num_rounds
-        self._plain_ends = self._looks = False
+        self._plain_ends = False
+        self._looks = None
         self._drafting = _Drafting()
         self._num_draft_tokens = self._until_choice = 0
 
     def _options(self) -> tuple[list[_Option], _Option]:
         """What K = 1, 2, ... promise, and what plain decoding does."""
-        forecast: Forecast = self._controls.costs.forecast(self._bound, self._context)
+        num_siblings = SIBLINGS_OF_A_ROUND_MAX if self._siblings_max else 0
+        costs = self._controls.costs
+        forecast: Forecast = costs.forecast(self._bound, self._context, num_siblings)
         prospects = self._averages.prospects(self._bound)
+        shaper = Shaper(
+            prospects, self._siblings.rates(), forecast.row_s, forecast.lost, self._siblings_max
+        )
         options: list[_Option] = []
         num_tokens, lost, seconds = 1.0, 0.0, forecast.round_s
         for depth in range(self._bound):
@@ -468,7 +416,15 @@ class LengthControl:
             num_tokens += prospects.committed[depth]
             lost += proposed * forecast.lost[depth]
             seconds += proposed * forecast.token_s[depth]
-            options.append(_Option(depth + 1, num_tokens - lost, seconds))
+            shape = shaper.shape(depth + 1, num_tokens - lost, seconds)
+            options.append(
+                _Option(
+                    depth + 1,
+                    num_tokens - lost + shape.num_tokens,
+                    seconds + shape.seconds,
+                    shape.siblings,
+                )
+            )
         return options, _Option(0, 1.0, forecast.plain_s)
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from outrider.limits import TREE_TOKENS_MAX
+
+from .siblings import NO_SIBLINGS, SiblingChances
+
 
 @dataclass(frozen=True, slots=True)
 class RoundLength:
@@ -14,6 +18,8 @@ class RoundLength:
     """K: how many draft tokens are asked for."""
     run_ahead: int
     """Rounds after this one that are sure to have no proposal: the target need not wait."""
+    siblings: tuple[int, ...] = ()
+    """Candidates that are asked for beside the first, second, ... draft token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,10 @@ class PlayedRound:
     """The target's queue and step."""
     ended_at: float
     """Time of a clock that all rounds share, s."""
+    num_siblings: int = 0
+    """Tokens beside those of `survival` that were proposed."""
+    siblings: SiblingChances = NO_SIBLINGS
+    """What came of them."""
 
 
 class LengthPolicy(Protocol):
@@ -66,8 +76,10 @@ class LengthPolicy(Protocol):
 class FixedLength:
     """Asks for the same number of tokens in every round."""
 
-    def __init__(self, num_draft_tokens: int, run_ahead_rounds: int) -> None:
+    def __init__(self, num_draft_tokens: int, run_ahead_rounds: int, siblings: int = 0) -> None:
+        """So many `siblings` are asked for beside each of them, as far as a tree may be large."""
         self._num_draft_tokens = num_draft_tokens
+        self._siblings = min(siblings, TREE_TOKENS_MAX // max(1, num_draft_tokens) - 1)
         self._run_ahead_rounds = run_ahead_rounds if num_draft_tokens == 0 else 0
 
     @property
@@ -83,7 +95,8 @@ class FixedLength:
     def choose(self, index: int, num_left: int) -> RoundLength:
         """See `LengthPolicy.choose`. The first round has no draft, for which it would wait."""
         num_draft_tokens = min(self._num_draft_tokens, num_left - 1) if index > 0 else 0
-        return RoundLength(num_draft_tokens, min(self._run_ahead_rounds, num_left - 1))
+        siblings = (self._siblings,) * num_draft_tokens if self._siblings else ()
+        return RoundLength(num_draft_tokens, min(self._run_ahead_rounds, num_left - 1), siblings)
 
     def note(self, played: PlayedRound) -> None:
         """See `LengthPolicy.note`: it makes no difference."""

@@ -111,8 +111,11 @@ class Forecast:
     """A round for which tokens were asked and none was proposed."""
     token_s: tuple[float, ...]
     """What the first proposed token adds, the second, ..."""
+    row_s: tuple[float, ...]
+    """What each further row of a verification adds: of this the target's part; it goes on for
+    siblings, which cost the draft nothing."""
     lost: tuple[float, ...]
-    """Tokens that other sessions do not get meanwhile, as it makes their steps longer."""
+    """Tokens that other sessions do not get for each row, as it makes their steps longer."""
 
 
 class RoundCosts:
@@ -166,7 +169,13 @@ class RoundCosts:
         self._first_plain.note(self._bounded(round_s))
 
     def note_drafted(
-        self, num_proposed: int, draft_s: float | None, target_s: float, rest_s: float, context: int
+        self,
+        num_proposed: int,
+        draft_s: float | None,
+        target_s: float,
+        rest_s: float,
+        context: int,
+        num_siblings: int = 0,
     ) -> None:
         """A round for which tokens were asked: the wait for its proposal (None where that is not
         what such rounds wait), the target's time, and what neither explains."""
@@ -174,12 +183,15 @@ class RoundCosts:
             self._draft.note(num_proposed * self._draft_token, self._bounded(draft_s))
             self._rest.note(self._bounded(max(0.0, rest_s)))
         self._drafted_among.note(self._others())
-        self._target.note(self._load(num_proposed, context), self._bounded(target_s))
+        load = self._load(num_proposed + num_siblings, context)
+        self._target.note(load, self._bounded(target_s))
         self._plain.fade(1.0 - 1.0 / FORGOTTEN_ROUNDS)
 
-    def forecast(self, num_draft_tokens: int, context: int) -> Forecast:
-        """The costs of up to so many draft tokens, of a session with so many tokens."""
-        loads = [self._load(num, context) for num in range(num_draft_tokens + 1)]
+    def forecast(self, num_draft_tokens: int, context: int, num_siblings: int = 0) -> Forecast:
+        """The costs of up to so many draft tokens, and siblings beside them, of a session with so
+        many tokens."""
+        num_rows = num_draft_tokens + num_siblings
+        loads = [self._load(num, context) for num in range(num_rows + 1)]
         verify_s = self._target.at(loads[0])
         per_load, pace = self._target.slope(), self._others() * self._pace()
         rows_s = [per_load * (after - before) for before, after in pairwise(loads)]
@@ -187,7 +199,8 @@ class RoundCosts:
         return Forecast(
             plain_s=self._plain_seconds(loads[0], verify_s),
             round_s=self._draft.at(0.0) + verify_s + self._rest.value,
-            token_s=tuple(draft_s + seconds for seconds in rows_s),
+            token_s=tuple(draft_s + seconds for seconds in rows_s[:num_draft_tokens]),
+            row_s=tuple(rows_s),
             lost=tuple(pace * seconds for seconds in rows_s),
         )
 

@@ -41,12 +41,13 @@ class SessionRun:
         draft: DraftSide | None,
         committer: Committer,
         lengths: LengthPolicy,
+        length_max: int,
         arrived: float,
         deadline: float,
         observer: RequestObserver = SILENT,
     ) -> None:
-        """Starts decoding a session that the committer knows. `arrived` and `deadline` are times
-        of the event loop's clock."""
+        """Starts decoding a session that the committer knows. `length_max` is the target's,
+        `arrived` and `deadline` are times of the event loop's clock."""
         self._session = session
         self._parameters = parameters
         self._target = target
@@ -68,6 +69,7 @@ class SessionRun:
             committer=committer,
             journal=self._journal,
             lengths=lengths,
+            length_max=length_max,
             observer=observer,
         )
         self._task = asyncio.create_task(self._decoding.run(deadline))

@@ -44,6 +44,7 @@ from outrider.sessions.store import (
     SessionRecord,
     SessionStore,
 )
+from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.telemetry.observer import UNOBSERVED, Observation, RequestObserver
 from outrider.wire.link import Link
 
@@ -89,6 +90,9 @@ class CoordinatorOptions:
     """Outcomes of a round that the draft works out before they are known."""
     look_ahead_bytes_max: int = LOOK_AHEAD_BYTES_MAX
     """Of the proposals for them that are kept for a session."""
+    draft_siblings: int = 0
+    """Candidates that a proposal may have beside each of its tokens, where the draft does not look
+    ahead; without `length_control` just so many are asked for."""
 
 
 class CoordinatorService:
@@ -369,7 +373,10 @@ class CoordinatorService:
             target=TargetSide(self._target, heads, options.patience),
             draft=draft,
             committer=self._committer,
-            lengths=self._length_policy(session, 0 if draft is None else num_draft_tokens),
+            lengths=self._length_policy(
+                session, 0 if draft is None else num_draft_tokens, parameters.sampling
+            ),
+            length_max=self.model.max_model_len,
             arrived=arrived,
             deadline=deadline,
             observer=observer,
@@ -377,13 +384,23 @@ class CoordinatorService:
         self._running[session.session_id] = run
         return run
 
-    def _length_policy(self, session: Session, num_draft_tokens: int) -> LengthPolicy:
+    def _length_policy(
+        self, session: Session, num_draft_tokens: int, sampling: SamplingParams
+    ) -> LengthPolicy:
+        siblings = self._siblings(session, sampling)
         if self._lengths is None:
-            return FixedLength(num_draft_tokens, self._options.run_ahead_rounds)
+            return FixedLength(num_draft_tokens, self._options.run_ahead_rounds, siblings)
         identity = session.identity
         return self._lengths.open(
-            identity.rule, identity.seed, num_draft_tokens, session.prompt_length
+            identity.rule, identity.seed, num_draft_tokens, session.prompt_length, siblings
         )
+
+    def _siblings(self, session: Session, sampling: SamplingParams) -> int:
+        """Candidates that a place may have beside its draft token: none where only chains are
+        drafted or verified."""
+        options = self._options
+        is_chain = session.identity.rule is Rule.BLOCK or sampling.penalised
+        return 0 if is_chain or options.look_ahead > 0 else options.draft_siblings
 
     def _end(self, run: SessionRun) -> None:
         """The client has its last event, or has gone: frees what the session holds."""

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from outrider.limits import TRACEPARENT_CHARS_MAX
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import types_pb2
-from outrider.wire.convert import session_id_from_wire
+from outrider.wire.fields import session_id_from_wire
 from outrider.wire.generation import event_to_proto, request_from_proto, session_to_proto
 from outrider.wire.server import Context
 

@@ -250,6 +250,8 @@ class Drafted:
     """The replica's own times."""
     ahead: bool = False
     """Whether it was there before the round began."""
+    siblings: tuple[int, ...] = ()
+    """Candidates that were asked for beside its tokens."""
 
 
 class DraftSide:
@@ -303,9 +305,16 @@ class DraftSide:
         # Messages of a session are worked off in order; where this one is lost, a resync follows.
         self.cached_length = len(self._heads.session.tokens)
 
-    async def propose(self, round_index: int, num_draft_tokens: int, noise: RoundNoise) -> Drafted:
-        """A proposal of at most `num_draft_tokens` tokens: the replica's, or the stand-in's where
-        the replica is away, late or refuses. Never raises for a draft's sake."""
+    async def propose(
+        self,
+        round_index: int,
+        num_draft_tokens: int,
+        noise: RoundNoise,
+        siblings: tuple[int, ...] = (),
+    ) -> Drafted:
+        """A proposal of at most `num_draft_tokens` tokens, with as many `siblings` beside each at
+        most: the replica's, or the stand-in's where the replica is away, late or refuses. Never
+        raises for a draft's sake."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         self._mailbox.begin(round_index)
@@ -327,7 +336,7 @@ class DraftSide:
         if self._present or self._heard_again():
             try:
                 async with asyncio.timeout(self._patience.draft_answer_s):
-                    reply = await self._ask(round_index, num_draft_tokens)
+                    reply = await self._ask(round_index, num_draft_tokens, siblings)
             except (TimeoutError, OutriderError) as error:
                 self._lose(error)
         else:
@@ -337,7 +346,9 @@ class DraftSide:
             seconds = loop.time() - start
             num_asked = self._drafted_for(reply.proposal, num_draft_tokens, looked_for)
             queue_ms, compute_ms = reply.queue_ms, reply.compute_ms
-            return Drafted(reply.proposal, True, seconds, num_asked, queue_ms, compute_ms)
+            return Drafted(
+                reply.proposal, True, seconds, num_asked, queue_ms, compute_ms, siblings=siblings
+            )
         session = self._heads.session
         request = DraftRequest(
             session_id=self._session_id,
@@ -364,10 +375,12 @@ class DraftSide:
         self._stand_in.release(self._session_id)
         self._office.close(self._session_id, self._epoch)
 
-    async def _ask(self, round_index: int, num_draft_tokens: int) -> ProposalReply:
+    async def _ask(
+        self, round_index: int, num_draft_tokens: int, siblings: tuple[int, ...]
+    ) -> ProposalReply:
         """Asks until there is a proposal; the caller bounds the time."""
         while True:
-            self._send(round_index, num_draft_tokens)
+            self._send(round_index, num_draft_tokens, siblings=siblings)
             answer = await self._take(round_index, num_draft_tokens)
             if isinstance(answer, Resync):
                 self.cached_length = self._heads.held(answer)
@@ -375,7 +388,7 @@ class DraftSide:
             elif isinstance(answer, Refused):
                 raise error_from_code(answer.code, answer.message)
             else:
-                self._check(answer, num_draft_tokens)
+                self._check(answer, num_draft_tokens, siblings)
                 return answer
 
     async def _take(self, round_index: int, num_draft_tokens: int) -> DraftAnswer:
@@ -409,6 +422,7 @@ class DraftSide:
     def _is_fit(self, pushed: ProposalReply) -> bool:
         """Whether it can be used at all."""
         try:
+            check(not pushed.proposal.parents, "it is a tree")
             require_q(pushed.proposal, self._heads.session.identity.rule)
         except OutriderError as error:
             _log.warning("a pushed proposal is of no use: %s", error)
@@ -423,19 +437,36 @@ class DraftSide:
             except (LinkLost, Overloaded) as error:
                 self._lose(error)
 
-    def _check(self, answer: ProposalReply, num_draft_tokens: int) -> None:
+    def _check(
+        self, answer: ProposalReply, num_draft_tokens: int, siblings: tuple[int, ...]
+    ) -> None:
         """Raises `InvariantError` or `BadRequest` for a proposal that is not what was asked for."""
-        length, num_tokens = self._heads.session.length, len(answer.proposal)
-        check(num_tokens <= num_draft_tokens, f"{num_tokens} tokens, {num_draft_tokens} asked")
+        length, proposal = self._heads.session.length, answer.proposal
+        tree = proposal.tree
+        check(
+            tree.num_depths <= num_draft_tokens
+            and len(proposal) <= num_draft_tokens + sum(siblings),
+            f"{len(proposal)} tokens in {tree.num_depths} places, "
+            f"{num_draft_tokens} and siblings {siblings} asked",
+        )
+        for group in tree.groups:
+            depth, others = tree.depths[group[0]], len(group) - 1
+            allowed = siblings[depth] if depth < len(siblings) else 0
+            different = len({proposal.token_ids[index] for index in group}) == len(group)
+            check(others <= allowed and different, f"{others} siblings at {depth}, {allowed} asked")
         check(answer.base_length == length, f"it extends {answer.base_length}, not {length} tokens")
         require_q(answer.proposal, self._heads.session.identity.rule)
 
     def _send(
-        self, round_index: int, num_draft_tokens: int, held: tuple[int, ...] | None = None
+        self,
+        round_index: int,
+        num_draft_tokens: int,
+        held: tuple[int, ...] | None = None,
+        siblings: tuple[int, ...] = (),
     ) -> None:
         base_length = min(self.cached_length, len(self._heads.session.tokens) - 1)
         head = self._heads.write("draft", round_index, base_length)
-        self._office.link.send(DraftItem(head, num_draft_tokens, self._look_ahead, held))
+        self._office.link.send(DraftItem(head, num_draft_tokens, self._look_ahead, held, siblings))
 
     def _lose(self, error: Exception) -> None:
         _log.info("session %s goes on without its draft: %r", self._session_id, error)

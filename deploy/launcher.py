@@ -36,7 +36,7 @@ from target_service.actor import TargetActor
 
 from .cluster import Actor, Cluster
 from .models import resolve_models, tokenizer_warning
-from .placement import Placement, look_ahead_outcomes, plan_placement
+from .placement import Placement, look_ahead_outcomes, plan_placement, siblings_of_a_place
 from .preflight import check_before_start
 
 _log = logging.getLogger(__name__)
@@ -138,7 +138,11 @@ class Deployment:
             same_node=self._actors["target"].place.node == self._actors["draft"].place.node,
             num_cores=available_cores() if self._cluster.local else 0,
         )
-        config = replace(config, coordinator=replace(config.coordinator, look_ahead=look_ahead))
+        siblings = siblings_of_a_place(config)
+        config = replace(
+            config,
+            coordinator=replace(config.coordinator, look_ahead=look_ahead, draft_siblings=siblings),
+        )
         coordinator = await self._begin(
             "coordinator",
             replace(config.coordinator, target_address=target, draft_address=draft),

@@ -16,13 +16,14 @@ from outrider.engine.interface import Engine, SequenceStep
 from outrider.errors import OutriderError, check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.speculation.device_draws import DeviceDraws, Drawing, can_draw
-from outrider.speculation.drafting import DraftedToken, draw_from_logits
+from outrider.speculation.drafting import DraftedGroup, draw_from_logits, draw_siblings
 from outrider.speculation.proposal import EMPTY_PROPOSAL, DraftDistribution, Proposal
 from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.sparse_rows import SparseRows
 from outrider.speculation.supports import Support
 from outrider.speculation.transforms import NO_HISTORY, TokenHistory
+from outrider.speculation.trees import comb
 
 _ROW_ENTRIES_MAX: Final = 1024
 """Of a row that is kept; a longer one is cut to what a guess looks at."""
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 class Branch:
     """One proposal as it grows."""
 
-    __slots__ = ("error", "num_wanted", "q", "request", "rows", "token_ids", "unseen")
+    __slots__ = ("beside", "error", "num_wanted", "q", "request", "rows", "token_ids", "unseen")
 
     def __init__(self, request: DraftRequest, unseen: tuple[int, ...], num_wanted: int) -> None:
         self.request = request
@@ -41,6 +42,8 @@ class Branch:
         """Tokens that the engine must run before the next draw."""
         self.num_wanted = num_wanted
         self.token_ids: list[int] = []
+        self.beside: list[tuple[int, ...]] = []
+        """The other candidates for the place of each."""
         self.q: list[DraftDistribution | None] = []
         self.rows: list[tuple[SparseRows, int]] = []
         """What its tokens were drawn from, where that is kept: which row of which."""
@@ -53,6 +56,12 @@ class Branch:
         return self.error is not None or len(self.token_ids) >= self.num_wanted
 
     @property
+    def num_candidates(self) -> int:
+        """That are wanted for the next place."""
+        depth, siblings = len(self.token_ids), self.request.siblings
+        return 1 + siblings[depth] if depth < len(siblings) else 1
+
+    @property
     def is_seen(self) -> bool:
         """Whether it has tokens, and what all of them were drawn from is known."""
         return 0 < len(self.token_ids) == len(self.rows)
@@ -62,12 +71,22 @@ class Branch:
         """What each token was drawn from, where that is known."""
         return [rows.row(index) for rows, index in self.rows]
 
+    def add(self, token_ids: tuple[int, ...], q: DraftDistribution | None) -> None:
+        """Goes on with the first of these; the others are candidates for its place."""
+        self.token_ids.append(token_ids[0])
+        self.beside.append(token_ids[1:])
+        self.q.append(q)
+
     def result(self) -> Proposal | OutriderError:
         """What has been drafted, with q where the rule looks at it; or why nothing could be."""
         if self.error is not None:
             return self.error
         q = tuple(self.q) if self.request.rule.needs_q else ()
-        return Proposal(tuple(self.token_ids), q)
+        parents = comb([len(others) for others in self.beside])
+        if not parents:
+            return Proposal(tuple(self.token_ids), q)
+        groups = zip(self.token_ids, self.beside, strict=True)
+        return Proposal(tuple(v for first, others in groups for v in (first, *others)), q, parents)
 
 
 class ModelDrafter:
@@ -169,8 +188,7 @@ class ModelDrafter:
                 except OutriderError as error:
                     self.end(branch, error)
                     break
-                branch.token_ids.append(token_id)
-                branch.q.append(q)
+                branch.add((token_id,), q)
         return True
 
     def _grow(self, active: list[Branch]) -> None:
@@ -203,34 +221,48 @@ class ModelDrafter:
                 return [got for branch, row in alone for got in self._draw([branch], [row])]
             self.end(branches[0], error)
             return []
-        for branch, ((token_id, q), row) in zip(branches, drawn, strict=True):
-            branch.token_ids.append(token_id)
-            branch.q.append(q)
-            branch.unseen = (token_id,)
+        for branch, ((token_ids, q), row) in zip(branches, drawn, strict=True):
+            branch.add(token_ids, q)
+            branch.unseen = token_ids[:1]
             if row is not None:
                 branch.rows.append(row)
         return branches
 
     def _drawn(
         self, branches: Sequence[Branch], rows: Sequence[torch.Tensor]
-    ) -> list[tuple[DraftedToken, tuple[SparseRows, int] | None]]:
-        """A token of each branch, and the row that it was drawn from."""
-        drawn: dict[int, tuple[DraftedToken, tuple[SparseRows, int] | None]] = {}
+    ) -> list[tuple[DraftedGroup, tuple[SparseRows, int] | None]]:
+        """A token of each branch, or candidates for its place, and the row that a single one was
+        drawn from."""
+        drawn: dict[int, tuple[DraftedGroup, tuple[SparseRows, int] | None]] = {}
         for indices in _drawn_together(branches):
-            sampling = branches[indices[0]].request.sampling
+            together = [branches[index] for index in indices]
+            sampling = together[0].request.sampling
+            logits = _side_by_side([rows[index] for index in indices])
+            noises = [branch.request.noise for branch in together]
+            depths = [len(branch.token_ids) for branch in together]
+            counts = [branch.num_candidates for branch in together]
+            if max(counts) > 1:
+                groups = draw_siblings(
+                    logits, sampling, noises, depths, counts, self._entries_max, self.vocabulary
+                )
+                drawn |= {
+                    index: (group, None) for index, group in zip(indices, groups, strict=True)
+                }
+                continue
             tokens, drawn_from = draw_from_logits(
-                _side_by_side([rows[index] for index in indices]),
+                logits,
                 sampling,
-                [branches[index].request.noise for index in indices],
-                [len(branches[index].token_ids) for index in indices],
+                noises,
+                depths,
                 self._entries_max,
-                _history(branches[indices[0]]) if sampling.penalised else NO_HISTORY,
+                _history(together[0]) if sampling.penalised else NO_HISTORY,
                 self.vocabulary,
             )
             if drawn_from is not None and drawn_from.sizes.max() > _ROW_ENTRIES_MAX:
                 drawn_from = drawn_from.largest(DRAFT_SUPPORT_ENTRIES)
-            for place, (index, token) in enumerate(zip(indices, tokens, strict=True)):
-                drawn[index] = token, None if drawn_from is None else (drawn_from, place)
+            for place, (index, (token_id, q)) in enumerate(zip(indices, tokens, strict=True)):
+                row = None if drawn_from is None else (drawn_from, place)
+                drawn[index] = ((token_id,), q), row
         return [drawn[index] for index in range(len(branches))]
 
     def end(self, branch: Branch, error: Exception) -> None:
@@ -260,7 +292,8 @@ class ModelDrafter:
 
 def _needs_no_look(branch: Branch) -> bool:
     """Whether all its tokens can be drawn before anybody looks at one."""
-    return branch.num_wanted > 0 and can_draw(branch.request.sampling)
+    request = branch.request
+    return branch.num_wanted > 0 and not any(request.siblings) and can_draw(request.sampling)
 
 
 def _step(branch: Branch) -> SequenceStep:
@@ -293,12 +326,13 @@ def _side_by_side(rows: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _drawn_together(branches: Sequence[Branch]) -> list[list[int]]:
     """The branches, by index, in groups of one rule and the same parameters; where these look at
-    the tokens so far, each branch is a group of its own."""
-    groups: dict[tuple[Rule, SamplingParams, int], list[int]] = {}
+    the tokens so far, each branch is a group of its own. Those that want several candidates are
+    apart."""
+    groups: dict[tuple[Rule, SamplingParams, int, bool], list[int]] = {}
     for index, branch in enumerate(branches):
         rule, sampling = branch.request.rule, branch.request.sampling
         alone = index if sampling.penalised else -1
-        groups.setdefault((rule, sampling, alone), []).append(index)
+        groups.setdefault((rule, sampling, alone, branch.num_candidates > 1), []).append(index)
     return list(groups.values())
 
 

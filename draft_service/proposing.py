@@ -215,6 +215,7 @@ class Proposer:
             sampling=question.sampling,
             rule=head.rule,
             noise=RoundNoise(head.seed, head.rule, head.committed_length),
+            siblings=item.siblings,
             digests=aligned.sequence,
         )
         new_tokens = aligned.new_tokens[: admission.num_granted]
@@ -255,7 +256,7 @@ class Proposer:
             return self._fail(entry.item, proposal)
         head = entry.item.head
         # Without an engine nothing is cached of the guesses, and nothing needs to be.
-        drafted = () if self._engine is None else proposal.token_ids
+        drafted = () if self._engine is None else proposal.spine_ids
         held = self._table.record(head.session_id, (*entry.new_tokens, *drafted))
         if not entry.is_whole and held == len(entry.request.token_ids):
             return Unfinished.CONTINUES
@@ -293,4 +294,15 @@ def _read(item: DraftItem) -> _Question | Refused:
     if head.sampling.greedy != (head.rule is Rule.GREEDY):
         mismatch = f"{head.rule.value} does not go with temperature {head.sampling.temperature}"
         return refusal(head.key, BadRequest("head.rule", mismatch))
+    if any(item.siblings) and (reason := _no_tree(item, head.sampling)):
+        return refusal(head.key, BadRequest("siblings", reason))
     return _Question(item, head.sampling)
+
+
+def _no_tree(item: DraftItem, sampling: SamplingParams) -> str:
+    """Why no tree can be drafted; empty where one can."""
+    if item.head.rule is Rule.BLOCK:
+        return "block verification has no tree"
+    if sampling.penalised:
+        return "penalties count the tokens of a chain"
+    return "a draft that looks ahead proposes chains" if item.look_ahead > 0 else ""

@@ -28,6 +28,8 @@ from outrider.limits import (
     RUN_AHEAD_ROUNDS_MAX,
     SEED_MAX,
     SESSIONS_PER_COORDINATOR_MAX,
+    SIBLINGS_DEFAULT,
+    SIBLINGS_MAX,
     TENSOR_PARALLEL_SIZE_MAX,
 )
 from outrider.settings import Setting, build, merge, setting, settings_by_key, verify_settings
@@ -159,7 +161,8 @@ class TargetConfig(ModelServerConfig):
     )  # fmt: skip
     num_threads: int = setting(
         0, "Threads of the target's steps; 0 = all cores, and all but one in a step of a few "
-        "tokens.", key="target_num_threads", minimum=0, maximum=THREADS_MAX,
+        "tokens unless that is found much slower at the start.",
+        key="target_num_threads", minimum=0, maximum=THREADS_MAX,
     )  # fmt: skip
     tensor_parallel_size: int = setting(
         1, "Ranks that share the target's model out, each with CPUs, GPUs and threads as above.",
@@ -326,6 +329,13 @@ class CoordinatorConfig(ServerConfig):
         "Bytes of proposals that are kept for the outcomes of one round of a session.",
         minimum=0,
     )
+    draft_siblings: int | None = setting(
+        None, "Candidates that a model's proposal may have beside each of its tokens, in a tree; "
+        "without `length_control` just so many, as far as a tree may be large. 0 = chains, unset = "
+        f"up to {SIBLINGS_DEFAULT} with `length_control` on CPUs. None with `look_ahead`, asked "
+        "for or chosen, `deterministic`, penalties or the rule block.",
+        minimum=0, maximum=SIBLINGS_MAX,
+    )  # fmt: skip
     run_ahead_rounds: int = setting(
         8, "Rounds of plain decoding that the target may run before it hears back.",
         minimum=0, maximum=RUN_AHEAD_ROUNDS_MAX,
@@ -421,6 +431,12 @@ class DeploymentConfig:
         if self.draft.model == AUTO:
             named = drafter_for(None if self.target.emulated else self.target.model)
             object.__setattr__(self, "draft", replace(self.draft, model=named))
+        if self.target.deterministic and self.coordinator.draft_siblings:
+            raise SettingError(
+                "draft_siblings",
+                f"{self.coordinator.draft_siblings} given, but with `deterministic` there are no "
+                "trees: their logits may differ in the last bit from those of a chain",
+            )
 
     @property
     def served_model_name(self) -> str:

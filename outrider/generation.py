@@ -83,6 +83,9 @@ class RoundReport:
     commit_ms: float
     look_ahead_hit: bool = False
     """Whether the proposal was there before the round began."""
+    proposed_parents: tuple[int, ...] = ()
+    """Of a tree the index of the proposed token that each follows, -1 = what was committed before;
+    empty for a chain."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,11 +232,16 @@ def step_costs(
     engine: Engine, config: TargetConfig | DraftConfig, role: Literal["target", "draft"]
 ) -> StepCosts:
     """How long the engine's steps take, measured on the thread that is to run them; for an engine
-    that nobody uses yet. Blocks for some seconds."""
-    from outrider.engine.cost_measurement import measure_step_costs
+    that nobody uses yet. First settles how many threads they have. Blocks for some seconds."""
+    from outrider.engine.cost_measurement import measure_step_costs, settle_narrow_threads
+    from outrider.engine.paged_engine import PagedEngine
 
+    log = logging.getLogger(__name__)
+    if isinstance(engine, PagedEngine) and engine.narrow_threads is not None:
+        settle_narrow_threads(engine, time.perf_counter)
+        log.info("steps of few tokens have %d threads", engine.narrow_threads)
     costs = measure_step_costs(
         engine, config.max_num_batched_tokens, config.max_num_seqs, time.perf_counter
     )
-    logging.getLogger(__name__).info("step costs of the %s: %s", role, costs)
+    log.info("step costs of the %s: %s", role, costs)
     return costs

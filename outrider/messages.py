@@ -83,6 +83,9 @@ class DraftItem:
     round, of up to `num_draft_tokens` tokens."""
     held: tuple[int, ...] | None = None
     """The round's proposal where it is known: then nothing is asked for but to look ahead."""
+    siblings: tuple[int, ...] = ()
+    """Candidates beside the first, second, ... token that the proposal may have: see
+    `DraftRequest.siblings`. Not where the draft looks ahead."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from outrider.messages import (
     VerifyAnswer,
     VerifyItem,
 )
+from outrider.speculation.decision import decide
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import Proposal, require_q
 from outrider.speculation.sampling import Rule, SamplingParams
@@ -134,7 +135,12 @@ class Scorer:
             return _Pass(question, part, TokenHistory())
         vocab_size = self._engine.info.vocab_size
         drafted = tuple(v if v < vocab_size else _STAND_IN for v in question.proposal.token_ids)
-        step = SequenceStep(head.session_id, (*new_tokens, *drafted), num_logits=len(drafted) + 1)
+        step = SequenceStep(
+            head.session_id,
+            (*new_tokens, *drafted),
+            num_logits=len(drafted) + 1,
+            parents=_parents(len(new_tokens), question.proposal.parents),
+        )
         return _Pass(question, step, _history(question, admission.aligned))
 
     def _validate(self, item: VerifyItem) -> SamplingParams:
@@ -159,6 +165,10 @@ class Scorer:
                 f"{head.committed_length} committed and {len(item.proposal)} draft tokens are more "
                 f"than max_model_len {info.max_model_len}",
             )
+        if item.proposal.parents and head.rule is Rule.BLOCK:
+            raise BadRequest("proposal.parents", "are of a tree; block verification has none")
+        if item.proposal.parents and head.sampling.penalised:
+            raise BadRequest("proposal.parents", "are of a tree; penalties count those of a chain")
         if head.sampling.top_k > info.vocab_size:
             raise BadRequest(
                 "sampling.top_k", f"{head.sampling.top_k} is over {info.vocab_size}, the vocabulary"
@@ -185,16 +195,17 @@ class Scorer:
             if len(passes) > 1:
                 return [self._run([entry])[0] for entry in passes]
             return [self._fail(passes[0], error)]
-        # Before any verdict: whatever happens there, tokens and slots agree.
-        held = [
-            self._table.record(entry.step.sequence_id, entry.step.token_ids) for entry in passes
-        ]
+        # Before any verdict: whatever happens there, tokens and slots agree. A tree is noted
+        # with its verdict; where none comes, the session's next step gives its slots up.
+        for entry in passes:
+            if not entry.question.proposal.parents or not entry.is_whole:
+                self._table.record(entry.step.sequence_id, entry.step.token_ids)
         return [
-            self._judge(entry, rows, cached_length) if entry.is_whole else Unfinished.CONTINUES
-            for entry, rows, cached_length in zip(passes, logits, held, strict=True)
+            self._judge(entry, rows) if entry.is_whole else Unfinished.CONTINUES
+            for entry, rows in zip(passes, logits, strict=True)
         ]
 
-    def _judge(self, entry: _Pass, logits: torch.Tensor, cached_length: int) -> VerifyAnswer:
+    def _judge(self, entry: _Pass, logits: torch.Tensor) -> VerifyAnswer:
         """The verdict on one item from its logits [K+1, V]."""
         question = entry.question
         head = question.item.head
@@ -203,10 +214,23 @@ class Scorer:
             verdict = verdict_from_logits(
                 logits, question.sampling, entry.history, question.proposal, noise
             )
-            logprobs = _logprobs(logits, question.item, verdict)
+            logprobs = _logprobs(logits, question.proposal, question.item.num_logprobs, verdict)
+            if question.proposal.parents:
+                self._keep_path(entry, verdict, noise)
         except OutriderError as error:
             return self._fail(entry, error)
-        return VerdictReply(head.key, verdict, cached_length, logprobs)
+        return VerdictReply(head.key, verdict, self._table.length(head.session_id), logprobs)
+
+    def _keep_path(self, entry: _Pass, verdict: Verdict, noise: RoundNoise) -> None:
+        """Of a tree the slots that its coordinator will find accepted, too."""
+        proposal, step = entry.question.proposal, entry.step
+        uniforms = noise.accept_uniforms(len(proposal), proposal.parents)
+        outcome = decide(verdict, proposal.token_ids, noise.rule, uniforms, proposal.parents)
+        num_new = len(step.token_ids) - len(proposal)
+        length = self._engine.length(step.sequence_id) - len(proposal)
+        self._engine.keep(step.sequence_id, length, [length + index for index in outcome.path])
+        drafted = (step.token_ids[num_new + index] for index in outcome.path)
+        self._table.record(step.sequence_id, (*step.token_ids[:num_new], *drafted))
 
     def _fail(self, entry: _Pass, error: OutriderError) -> Refused:
         """What a failed pass has left of the session cannot be trusted, so it is forgotten."""
@@ -226,18 +250,24 @@ def _history(question: _Question, aligned: Aligned) -> TokenHistory:
     )
 
 
-def _logprobs(
-    logits: torch.Tensor, item: VerifyItem, verdict: Verdict
-) -> tuple[PositionLogprobs, ...]:
-    """Of the raw logits, where asked for: [2K+1], the K draft tokens (from rows 0..K-1), then the
-    corrections n = 0..K (from row n)."""
-    if item.num_logprobs is None:
+def _parents(num_new: int, parents: tuple[int, ...]) -> tuple[int, ...]:
+    """`SequenceStep.parents` of a tree behind so many tokens of a chain; () for a chain."""
+    if not parents:
         return ()
-    num_drafted = len(item.proposal)
+    return (*range(-1, num_new - 1), *(num_new + parent for parent in parents))
+
+
+def _logprobs(
+    logits: torch.Tensor, proposal: Proposal, num_logprobs: int | None, verdict: Verdict
+) -> tuple[PositionLogprobs, ...]:
+    """Of the raw logits, where asked for: [2K+1], the K draft tokens (each from the row of the one
+    that it follows), then the corrections n = 0..K (from row n)."""
+    if num_logprobs is None:
+        return ()
     entries = raw_logprobs(
         logits,
-        (*item.proposal.token_ids, *verdict.correction),
-        item.num_logprobs,
-        rows=(*range(num_drafted), *range(num_drafted + 1)),
+        (*proposal.token_ids, *verdict.correction),
+        num_logprobs,
+        rows=(*(parent + 1 for parent in proposal.tree.parents), *range(len(proposal) + 1)),
     )
     return tuple(PositionLogprobs(logprob, top) for logprob, top in entries)

@@ -120,6 +120,8 @@ class Player:
     held: dict[str, int] = field(default_factory=lambda: {"target": 0, "draft": 0})
     tokens: list[int] = field(default_factory=list)
     num_accepted: int = 0
+    num_beside: int = 0
+    """Of these, siblings of the spine's tokens."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -136,11 +138,11 @@ class Player:
             prompt_length=len(self.prompt),
         )
 
-    async def play(self, num_draft_tokens: int) -> None:
+    async def play(self, num_draft_tokens: int, siblings: tuple[int, ...] = ()) -> None:
         """One round."""
         proposal: SealedProposal = NOTHING_SEALED
         if self.draft is not None and num_draft_tokens > 0:
-            item = DraftItem(self._head("draft"), num_draft_tokens)
+            item = DraftItem(self._head("draft"), num_draft_tokens, siblings=siblings)
             drafted = await ask(*self.draft, item)
             assert isinstance(drafted, ProposalReply), drafted
             proposal = drafted.proposal
@@ -148,13 +150,16 @@ class Player:
         reply = await ask(*self.target, VerifyItem(self._head("target"), proposal))
         assert isinstance(reply, VerdictReply), reply
         noise = RoundNoise(self.seed, self.rule, len(self.tokens))
-        uniforms = noise.accept_uniforms(len(proposal))
-        outcome = decide(reply.verdict, proposal.token_ids, self.rule, uniforms)
-        kept = len(self.tokens) + outcome.num_accepted
+        parents = proposal.parents
+        uniforms = noise.accept_uniforms(len(proposal), parents)
+        outcome = decide(reply.verdict, proposal.token_ids, self.rule, uniforms, parents)
+        before = len(self.tokens)
+        on_spine = proposal.tree.shared_with_spine(outcome.path)
         self.held = {
-            "target": min(kept, reply.cached_length),
-            "draft": min(kept, self.held["draft"]),
+            "target": min(before + outcome.num_accepted, reply.cached_length),
+            "draft": min(before + on_spine, self.held["draft"]),
         }
         self.tokens.extend(outcome.token_ids)
         self.num_accepted += outcome.num_accepted
+        self.num_beside += outcome.num_accepted - on_spine
         self.round_index += 1

@@ -10,6 +10,7 @@ import torch
 
 from outrider.engine.interface import FoundPrefix, ModelInfo, PageCounts, SequenceStep
 from outrider.engine.page_pool import PagePool
+from outrider.engine.slots import prefixes
 from outrider.errors import BadRequest, check
 
 PAGE_SIZE = 4
@@ -71,11 +72,8 @@ class ToyEngine:
     def _run(self, step: SequenceStep) -> torch.Tensor:
         tokens = self._pool.token_ids(step.sequence_id)
         vocab_size = self._info.vocab_size
-        first = len(tokens) - step.num_logits + 1
-        rows = [
-            toy_logits(self._salt, tokens[:end], vocab_size)
-            for end in range(first, len(tokens) + 1)
-        ]
+        held = tokens[: len(tokens) - len(step.token_ids)]
+        rows = [toy_logits(self._salt, path, vocab_size) for path in prefixes(held, step)]
         logits = torch.stack(rows) if rows else torch.empty(0, vocab_size)
         broken = step.sequence_id in self.poisoned or self.breaks_after(tokens)
         return logits * float("nan") if broken else logits

@@ -16,7 +16,7 @@ from outrider.client.transport import CLOSED
 from outrider.errors import DeadlineExceeded, Unavailable
 from outrider.generation import Event, GenerateRequest
 from outrider.sessions.store import SessionRecord
-from outrider.wire.convert import session_id_from_wire
+from outrider.wire.fields import session_id_from_wire
 from outrider.wire.generation import request_from_proto, request_to_proto
 
 ADDRESS: Final = "in-process"

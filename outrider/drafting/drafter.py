@@ -29,6 +29,10 @@ class DraftRequest:
     rule: Rule
     noise: RoundNoise
     """The round's numbers; drafters without a distribution of their own draw none."""
+    siblings: tuple[int, ...] = ()
+    """Candidates that are wanted beside the first, second, ... token of the proposal, 0 behind
+    them; a drafter that has none proposes a chain. None with penalties, which count tokens, or
+    under block."""
     digests: TokenSequence | None = None
     """The first of `token_ids`, or all, where their digests are known: whoever kept a prefix then
     need not compare it token by token. Read only, and only during the call."""

@@ -20,7 +20,7 @@ import torch
 
 from outrider.engine.interface import FoundPrefix, ModelInfo, PageCounts, SequenceStep
 from outrider.engine.page_pool import PagePool
-from outrider.engine.slots import check_steps
+from outrider.engine.slots import check_steps, prefixes
 from outrider.errors import ConfigError, check
 from outrider.limits import ENGINE_SEQUENCES_MAX, PAGE_SIZE
 
@@ -156,6 +156,13 @@ class EmulatedEngine:
         contexts: list[list[int]] = []
         for step in steps:
             length = self._pool.length(step.sequence_id)
+            if step.parents:
+                begun = length - len(step.token_ids)
+                start = max(0, begun - self._spec.order)
+                held = self._pool.token_ids(step.sequence_id, start)[: begun - start]
+                paths = prefixes(held, step)
+                contexts.extend(self._context(path, len(path)) for path in paths)
+                continue
             start = max(0, length - step.num_logits - self._spec.order)
             sequence = self._pool.token_ids(step.sequence_id, start)
             ends = range(len(sequence) - step.num_logits + 1, len(sequence) + 1)

@@ -48,9 +48,11 @@ from outrider.limits import ENGINE_SEQUENCES_MAX, KV_CACHE_BYTES_DEFAULT, PAGE_S
 WIDE_STEP_ROWS: Final = 16
 """From so many tokens on a step gains more by another thread than it loses where the thread must
 share its core with messages, a coordinator or a store: then all threads of a step wait for it.
-Measured on two cores with 135M weights in bfloat16, on one thread and on two: 16.4 and 14.9 ms for
-1 token, 26 and 21 for 16, 39 and 28 for 1 of 16 sessions, 187 and 107 for 256; through the services
-plain decoding had 0.98 of the speed of the engine alone with one thread, and 0.67 with two."""
+Measured on two cores of an AMD EPYC with 135M weights in bfloat16, on one thread and on two: 16.4
+and 14.9 ms for 1 token, 26 and 21 for 16, 39 and 28 for 1 of 16 sessions, 187 and 107 for 256;
+through the services plain decoding had 0.98 of the speed of the engine alone with one thread, and
+0.67 with two. Of an Intel Xeon 36 and 23 ms for 1 token: there two are quicker throughout, see
+`settle_narrow_threads`."""
 _log = logging.getLogger(__name__)
 
 
@@ -87,8 +89,8 @@ class PagedEngine:
         self._page_size = page_size
         parameter = next(module.parameters())
         self._device = parameter.device
-        self._num_threads = torch.get_num_threads()
-        self._narrow_threads: int | None = None  # not in a trial, whose threads serve nobody
+        self.num_threads = torch.get_num_threads()
+        self.narrow_threads: int | None = None  # not in a trial, whose threads serve nobody
         self._dtype = parameter.dtype
         self._logits_dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
         self._deterministic = deterministic
@@ -104,7 +106,7 @@ class PagedEngine:
             if type(error) is not ConfigError:  # it names a setting
                 raise
             raise ConfigError(f"model {info.name}: {error}") from error
-        self._narrow_threads = narrow_threads
+        self.narrow_threads = narrow_threads
 
     def _build(self, info: ModelInfo, max_num_seqs: int, kv_cache_memory_bytes: int) -> None:
         expected = dense_logits(self._module, trial_tokens(info))
@@ -342,9 +344,9 @@ class PagedEngine:
             HeldSequence(step, length, self._pool.pages(step.sequence_id))
             for step, length in zip(steps, lengths, strict=True)
         ]
-        if self._narrow_threads is not None:
+        if self.narrow_threads is not None:
             is_wide = sum(len(step.token_ids) for step in steps) >= WIDE_STEP_ROWS
-            torch.set_num_threads(self._num_threads if is_wide else self._narrow_threads)
+            torch.set_num_threads(self.num_threads if is_wide else self.narrow_threads)
         with torch.inference_mode():
             logits = self._steps.run(sequences)
         # The copy is made outside of inference mode, so that callers may change it in place.

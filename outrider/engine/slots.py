@@ -39,6 +39,15 @@ def check_steps(
             )
 
 
+def prefixes(held: Sequence[int], step: SequenceStep) -> list[list[int]]:
+    """The tokens that each row of logits of a step follows, behind those that were held."""
+    paths: list[list[int]] = []
+    for index, token_id in enumerate(step.token_ids):
+        parent = step.parents[index] if step.parents else index - 1
+        paths.append([*(paths[parent] if parent >= 0 else held), token_id])
+    return paths[len(paths) - step.num_logits :]
+
+
 def _is_tree(parents: Sequence[int], num: int) -> bool:
     return len(parents) == num and all(-1 <= parent < i for i, parent in enumerate(parents))
 

@@ -22,10 +22,11 @@ from typing import Final
 
 from outrider.engine.costs import StepCosts
 from outrider.errors import check
-from outrider.limits import BATCHED_TOKENS_MIN, NUM_DRAFT_TOKENS_MAX
+from outrider.limits import BATCHED_TOKENS_MIN, NUM_DRAFT_TOKENS_MAX, TREE_TOKENS_MAX
 
-ROUND_TOKENS_MAX: Final = 2 * NUM_DRAFT_TOKENS_MAX + 2
-"""What a round runs at most: the tokens of the one before, and its own proposal."""
+ROUND_TOKENS_MAX: Final = NUM_DRAFT_TOKENS_MAX + TREE_TOKENS_MAX + 2
+"""What a round runs at most: the tokens of the one before, and its own proposal. Less than the
+least budget of a step."""
 PREFIX_TOKENS_MIN: Final = 16
 STEP_GROWTH_MAX: Final = 1.75
 """Well below 3, so that a gap between tokens at most triples: a token takes longer than its step,

@@ -9,6 +9,7 @@ from itertools import takewhile
 
 from outrider.errors import check
 from outrider.speculation.sampling import Rule
+from outrider.speculation.trees import DraftTree, draft_tree
 from outrider.speculation.verdict import Verdict
 
 
@@ -22,11 +23,23 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a round commits: `num_accepted` draft tokens and one token of the target after them."""
+    """What a round commits: the draft tokens of a path, and one token of the target after them."""
 
-    num_accepted: int
+    path: tuple[int, ...]
+    """The draft tokens that are accepted, by index; of a chain the first ones."""
     token_ids: tuple[int, ...]
     origins: tuple[Origin, ...]
+
+    @property
+    def num_accepted(self) -> int:
+        """How many these are."""
+        return len(self.path)
+
+    @property
+    def last(self) -> int:
+        """Index of the row that the last token is from: 0 behind the last committed token, i + 1
+        behind draft token i."""
+        return self.path[-1] + 1 if self.path else 0
 
 
 def count_accepted(rule: Rule, passes: Iterable[bool]) -> int:
@@ -57,13 +70,19 @@ def survival(rule: Rule, accept_probability: Sequence[float]) -> tuple[float, ..
 
 
 def decide(
-    verdict: Verdict, proposal_ids: Sequence[int], rule: Rule, uniforms: Iterable[float]
+    verdict: Verdict,
+    proposal_ids: Sequence[int],
+    rule: Rule,
+    uniforms: Iterable[float],
+    parents: tuple[int, ...] = (),
 ) -> Outcome:
-    """Accepts draft tokens against `uniforms` [K] in (0, 1), taken as far as they are needed, and
-    adds the token that follows.
+    """Accepts draft tokens against `uniforms` [N] in (0, 1), of a chain taken as far as they are
+    needed, and adds the token that follows.
 
     Draft token i passes iff uniforms[i] <= verdict.accept_probability[i]: a probability of 0 never
-    passes, since no uniform is 0. Raises `InvariantError` if the lengths do not fit together."""
+    passes, since no uniform is 0. Of a tree (`parents`) the first of siblings that passes is
+    accepted, and goes on with its children. Raises `InvariantError` if the lengths do not fit
+    together."""
     num_draft_tokens = len(proposal_ids)
     check(
         len(verdict.accept_probability) == num_draft_tokens
@@ -71,13 +90,33 @@ def decide(
         f"a proposal of {num_draft_tokens} tokens needs as many acceptance probabilities and one "
         f"correction more; got {len(verdict.accept_probability)} and {len(verdict.correction)}",
     )
-    accepted = count_accepted(rule, _passes(verdict.accept_probability, uniforms))
-    last = Origin.BONUS if accepted == num_draft_tokens else Origin.CORRECTION
+    passes = _passes(verdict.accept_probability, uniforms)
+    if parents:
+        path, is_leaf = _walk(draft_tree(parents, num_draft_tokens), tuple(passes))
+    else:
+        path = tuple(range(count_accepted(rule, passes)))
+        is_leaf = len(path) == num_draft_tokens
     return Outcome(
-        num_accepted=accepted,
-        token_ids=(*proposal_ids[:accepted], verdict.correction[accepted]),
-        origins=(Origin.ACCEPTED,) * accepted + (last,),
+        path=path,
+        token_ids=(
+            *(proposal_ids[index] for index in path),
+            verdict.correction[path[-1] + 1 if path else 0],
+        ),
+        origins=(Origin.ACCEPTED,) * len(path) + (Origin.BONUS if is_leaf else Origin.CORRECTION,),
     )
+
+
+def _walk(tree: DraftTree, passes: Sequence[bool]) -> tuple[tuple[int, ...], bool]:
+    """The path that is accepted, and whether nothing follows its end."""
+    path: list[int] = []
+    siblings = tree.children[0]
+    while siblings:
+        accepted = next((index for index in siblings if passes[index]), None)
+        if accepted is None:
+            return tuple(path), False
+        path.append(accepted)
+        siblings = tree.children[accepted + 1]
+    return tuple(path), True
 
 
 def _passes(probabilities: Sequence[float], uniforms: Iterable[float]) -> Iterator[bool]:

@@ -22,6 +22,8 @@ from outrider.speculation.supports import Support, likeliest, supports
 from outrider.speculation.transforms import (
     NO_HISTORY,
     TokenHistory,
+    adjusted_logits,
+    check_maxima,
     largest_ids,
     target_probabilities,
 )
@@ -33,6 +35,8 @@ _SPARSE_SHARE: Final = 1 / 8
 """Part of a row above which a pass over all of it is quicker than picking tokens out of it."""
 DraftedToken = tuple[int, DraftDistribution | None]
 """A token and what it was drawn from; None where the rule does not look or the draw is one-hot."""
+DraftedGroup = tuple[tuple[int, ...], DraftDistribution | None]
+"""Siblings, and what they were drawn from without replacement."""
 
 
 def draft_token(
@@ -110,6 +114,55 @@ def draw_from_logits(
         for token_id, (ids, counts) in zip(counted.draw(keys), lists, strict=True)
     ]
     return tokens, rows
+
+
+def draw_siblings(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    noises: Sequence[RoundNoise],
+    indices: Sequence[int],
+    counts: Sequence[int],
+    entries_max: int = DRAFT_SUPPORT_ENTRIES,
+    vocabulary: ReducedVocabulary | None = None,
+) -> list[DraftedGroup]:
+    """Up to `counts[b]` candidates for one place of each of B sessions that share rule and
+    parameters, none of them penalties; the first is what `draw_from_logits` draws, and the others
+    are what its race brings next, or under greedy what is next likely. Under token these are draws
+    without replacement from the q that comes with them."""
+    check(len(noises) == len(indices) == len(counts) == len(logits), "a count for each row")
+    check(not params.penalised, "penalties would count siblings")
+    batch = NoiseBatch.of(noises)
+    if vocabulary is not None:
+        params = vocabulary.params(params)
+    logits = logits.cpu()
+    if batch.rule is Rule.GREEDY:
+        check_maxima(logits.amax(dim=1).tolist())
+        adjusted = adjusted_logits(logits, params, NO_HISTORY)
+        likely = [_likeliest_first(row, count) for row, count in zip(adjusted, counts, strict=True)]
+        return [_certain(columns, vocabulary) for columns in likely]
+    rows, keys = draft_rows(logits, params, NO_HISTORY, vocabulary), batch.draft_keys(indices)
+    if batch.rule is Rule.COUPLED:
+        return [(tuple(ids), None) for ids in rows.ranked(keys, counts)]
+    counted = rows.largest(entries_max).quantised()
+    lists = zip(
+        counted.split(counted.ids), counted.split(counted.mass.astype(np.int64)), strict=True
+    )
+    return [
+        (tuple(drawn), DraftDistribution(tuple(ids), tuple(mass)) if len(ids) > 1 else None)
+        for drawn, (ids, mass) in zip(counted.ranked(keys, counts), lists, strict=True)
+    ]
+
+
+def _likeliest_first(logits: torch.Tensor, count: int) -> list[int]:
+    """The columns of the largest of `logits` [V], in order (ties: lowest first)."""
+    columns = largest_ids(logits, count)
+    order = logits[columns].argsort(descending=True, stable=True)
+    found: list[int] = columns[order].tolist()
+    return found
+
+
+def _certain(columns: Sequence[int], vocabulary: ReducedVocabulary | None) -> DraftedGroup:
+    return tuple(token_id for token_id, _ in _one_hot(columns, vocabulary)), None
 
 
 def draft_rows(

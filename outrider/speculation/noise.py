@@ -6,6 +6,10 @@
 | coupled        | TARGET, position | -             | TARGET, position | TARGET, position     |
 | greedy         | -                | -             | -                | -                    |
 
+In a tree i is a draft token's depth, and its rank among all of that depth tells its numbers from
+theirs. Siblings share the draw that puts them in order; what follows a token that has children is
+a RESIDUAL, and what follows one without them a TARGET draw, at its depth + 1.
+
 A position is absolute: committed length at the round's start + index. Index places hold that
 committed length and the index apart. Token and block verification must not use positions: a slot
 that was drafted and thrown away would share its noise with the next round's slot at the same place,
@@ -36,6 +40,7 @@ from outrider.speculation.philox import (
     uniform,
 )
 from outrider.speculation.sampling import Rule
+from outrider.speculation.trees import DraftTree, draft_tree
 
 _WORD_MASK: Final = 0xFFFFFFFF
 _INDEX_TAG: Final = 0x80000000
@@ -96,15 +101,31 @@ class RoundNoise:
         """The stream of the token after a refusal."""
         return Stream.TARGET if self.rule.absolute_noise else Stream.RESIDUAL
 
-    def accept_uniforms(self, num_draft_tokens: int) -> Iterator[float]:
-        """u_i in (0, 1) of draft tokens 0..K-1 of a chain, each made when it is asked for: token i
-        passes iff u_i <= its acceptance probability."""
+    def accept_uniforms(
+        self, num_draft_tokens: int, parents: tuple[int, ...] = ()
+    ) -> Iterator[float]:
+        """u_i in (0, 1) of each draft token of a chain, or of the tree that `parents` say, made
+        when it is asked for: token i passes iff u_i <= its acceptance probability."""
         if self.rule.absolute_noise:
             return repeat(_NO_ACCEPT_NOISE, num_draft_tokens)
         key = _key(self.seed)
-        places = map(self.place, range(num_draft_tokens))
+        if parents:
+            tree = draft_tree(parents, num_draft_tokens)
+            places = map(self.place, tree.depths, tree.ranks)
+        else:
+            places = map(self.place, range(num_draft_tokens))
         counters = ((0, place.a, place.b, int(Stream.ACCEPT)) for place in places)
         return (uniform(philox4x32(counter, key)[0]) for counter in counters)
+
+    def tree_keys(self, tree: DraftTree) -> RowKeys:
+        """Of what follows the last committed token and each draft token of a tree: [N + 1] rows.
+        One of them is used."""
+        rows = [(0, 0), *((d + 1, rank) for d, rank in zip(tree.depths, tree.ranks, strict=True))]
+        places = [self.place(depth, rank) for depth, rank in rows]
+        streams = [
+            self.residual_stream if children else Stream.TARGET for children in tree.children
+        ]
+        return _row_keys(self.seed, places, streams)
 
 
 class NoiseBatch:
@@ -184,13 +205,13 @@ def uniforms(
 ) -> torch.Tensor:
     """Numbers in (0, 1) of tokens 0..num_tokens-1 at every place: [len(places), num_tokens],
     float64."""
-    return row_uniforms(_row_keys(seed, places, stream), num_tokens, device)
+    return row_uniforms(_row_keys(seed, places, [stream] * len(places)), num_tokens, device)
 
 
 def uniforms_at(seed: int, place: Place, stream: Stream, token_ids: Sequence[int]) -> torch.Tensor:
     """Numbers in (0, 1) of the listed tokens at one place: [len(token_ids)], float64."""
     ids = torch.tensor(token_ids, dtype=torch.int64)[None]
-    return row_uniforms_at(_row_keys(seed, [place], stream), ids)[0]
+    return row_uniforms_at(_row_keys(seed, [place], [stream]), ids)[0]
 
 
 def choice_seed(seed: int, choice: int) -> int:
@@ -206,7 +227,7 @@ def _key(seed: int) -> tuple[int, int]:
     return seed & _WORD_MASK, seed >> 32
 
 
-def _row_keys(seed: int, places: Sequence[Place], stream: Stream) -> RowKeys:
+def _row_keys(seed: int, places: Sequence[Place], streams: Sequence[Stream]) -> RowKeys:
     def column(words: Sequence[int]) -> WordArray:
         return np.array(words, dtype=np.uint64)
 
@@ -216,5 +237,5 @@ def _row_keys(seed: int, places: Sequence[Place], stream: Stream) -> RowKeys:
         seed_high=column([high] * len(places)),
         a=column([place.a for place in places]),
         b=column([place.b for place in places]),
-        stream=column([int(stream)] * len(places)),
+        stream=column([int(stream) for stream in streams]),
     )

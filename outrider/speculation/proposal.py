@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from outrider.errors import BadRequest, check
-from outrider.limits import DRAFT_SUPPORT_ENTRIES_MAX, NUM_DRAFT_TOKENS_MAX
+from outrider.limits import DRAFT_SUPPORT_ENTRIES_MAX, TREE_TOKENS_MAX
 from outrider.speculation.sampling import Rule
+from outrider.speculation.trees import DraftTree, draft_tree
 
 COUNT_TOTAL = 2**16
 """Counts of one draft distribution sum to this: q(v) = count / COUNT_TOTAL, exact in a float."""
 _SIZE_BYTES: Final = 2
 _ENTRY_BYTES: Final = 4 + 2
-Q_BYTES_MAX: Final = NUM_DRAFT_TOKENS_MAX * (_SIZE_BYTES + DRAFT_SUPPORT_ENTRIES_MAX * _ENTRY_BYTES)
+Q_BYTES_MAX: Final = TREE_TOKENS_MAX * (_SIZE_BYTES + DRAFT_SUPPORT_ENTRIES_MAX * _ENTRY_BYTES)
 """Of the field that `encode_q` writes."""
 
 
@@ -31,15 +32,31 @@ class DraftDistribution:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """K draft tokens in a chain. `q[i]` is what token i was drawn from; None = one-hot at it.
+    """Draft tokens, in a chain or in a tree. `q[i]` is what the i-th group of siblings was drawn
+    from, one after the other without replacement; None = each was drawn with certainty. In a chain
+    each token is a group.
 
     `q` is empty under rules that do not look at it."""
 
     token_ids: tuple[int, ...] = ()
     q: tuple[DraftDistribution | None, ...] = ()
+    parents: tuple[int, ...] = ()
+    """Of a tree: see `outrider.speculation.trees`; empty for a chain."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def tree(self) -> DraftTree:
+        """Who follows whom; a chain is a tree, too."""
+        return draft_tree(self.parents, len(self.token_ids))
+
+    @property
+    def spine_ids(self) -> tuple[int, ...]:
+        """The tokens of the path of first siblings; all of a chain."""
+        if not self.parents:
+            return self.token_ids
+        return tuple(self.token_ids[index] for index in self.tree.spine)
 
 
 EMPTY_PROPOSAL = Proposal()
@@ -50,22 +67,29 @@ class SealedProposal:
     """A proposal on its way: `q` is as `encode_q` wrote it, and only the target opens it.
 
     The draft seals and the target opens where their steps run; whoever carries it between them
-    reads the token ids alone."""
+    reads the token ids and who follows whom alone."""
 
     token_ids: tuple[int, ...] = ()
     q: bytes = b""
+    parents: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def tree(self) -> DraftTree:
+        """See `Proposal.tree`. Raises `BadRequest` for parents that `draft_tree` refuses."""
+        return draft_tree(self.parents, len(self.token_ids))
+
     @classmethod
     def of(cls, proposal: Proposal) -> SealedProposal:
         """Seals a proposal."""
-        return cls(proposal.token_ids, encode_q(proposal.q))
+        return cls(proposal.token_ids, encode_q(proposal.q), proposal.parents)
 
     def cut(self, num_tokens: int) -> SealedProposal:
-        """Its first `num_tokens` tokens, with what they were drawn from. To be exact, how many
-        must depend on nothing that the proposal says."""
+        """Of a chain the first `num_tokens` tokens, with what they were drawn from. To be exact,
+        how many must depend on nothing that the proposal says."""
+        check(not self.parents, "a tree is not cut")
         if num_tokens >= len(self):
             return self
         end = 0
@@ -77,12 +101,17 @@ class SealedProposal:
 
     def without_q(self, rule: Rule) -> SealedProposal:
         """The same tokens, each as a one-hot draw where `rule` looks at q."""
-        q = (None,) * len(self) if rule.needs_q else ()
-        return SealedProposal(self.token_ids, encode_q(q))
+        q = (None,) * len(self.tree.groups) if rule.needs_q else ()
+        return SealedProposal(self.token_ids, encode_q(q), self.parents)
 
     def open(self) -> Proposal:
-        """The proposal. Raises `BadRequest` for a q that `decode_q` refuses."""
-        return Proposal(self.token_ids, decode_q(self.q, self.token_ids))
+        """The proposal. Raises `BadRequest` for parents that `draft_tree` refuses, for siblings
+        that are the same token, and for a q that `decode_q` does."""
+        drawn = [tuple(self.token_ids[index] for index in group) for group in self.tree.groups]
+        for group in drawn:
+            if len(set(group)) < len(group):
+                raise BadRequest("proposal.token_ids", f"siblings {group} are not all different")
+        return Proposal(self.token_ids, decode_q(self.q, drawn), self.parents)
 
 
 NOTHING_SEALED: Final = SealedProposal()
@@ -95,7 +124,7 @@ def require_q(proposal: SealedProposal, rule: Rule) -> None:
         raise BadRequest(
             "proposal.q",
             f"is empty; rule {rule.value} needs a distribution for each of the {len(proposal)} "
-            f"tokens (one without entries for a one-hot draw)",
+            f"tokens, or of a tree's siblings (one without entries for a one-hot draw)",
         )
 
 
@@ -111,17 +140,18 @@ def encode_q(q: Sequence[DraftDistribution | None]) -> bytes:
     return b"".join(parts)
 
 
-def decode_q(data: bytes, token_ids: Sequence[int]) -> tuple[DraftDistribution | None, ...]:
-    """The distributions of the draft tokens `token_ids`; () where the field is empty.
+def decode_q(data: bytes, drawn: Sequence[Sequence[int]]) -> tuple[DraftDistribution | None, ...]:
+    """The distributions of groups of siblings, of which `drawn` has the tokens; () where the field
+    is empty.
 
     Trusts nothing: raises `BadRequest` naming `proposal.q` and the position unless `data` is as
     long as it says, with 0 or 2..`DRAFT_SUPPORT_ENTRIES_MAX` entries a position, distinct ids,
-    positive counts that sum to `COUNT_TOTAL`, and the drafted token among the ids."""
+    positive counts that sum to `COUNT_TOTAL`, and the drafted tokens among the ids."""
     if not data:
         return ()
     q: list[DraftDistribution | None] = []
     offset = 0
-    for index, token_id in enumerate(token_ids):
+    for index, token_ids in enumerate(drawn):
         if offset + _SIZE_BYTES > len(data):
             raise _bad_q(index, f"is missing; the field ends after {len(data)} bytes")
         size = int.from_bytes(data[offset : offset + _SIZE_BYTES], "little")
@@ -134,18 +164,18 @@ def decode_q(data: bytes, token_ids: Sequence[int]) -> tuple[DraftDistribution |
         if end > len(data):
             raise _bad_q(index, f"needs {end - offset} bytes; {len(data) - offset} are left")
         values = struct.unpack_from(f"<{size}I{size}H", data, offset)
-        q.append(_distribution(index, token_id, values[:size], values[size:]) if size else None)
+        q.append(_distribution(index, token_ids, values[:size], values[size:]) if size else None)
         offset = end
     if offset != len(data):
         raise BadRequest(
             "proposal.q",
-            f"holds {len(data) - offset} bytes after the last of {len(token_ids)} positions",
+            f"holds {len(data) - offset} bytes after the last of {len(drawn)} positions",
         )
     return tuple(q)
 
 
 def _distribution(
-    index: int, token_id: int, ids: tuple[int, ...], counts: tuple[int, ...]
+    index: int, drawn: Sequence[int], ids: tuple[int, ...], counts: tuple[int, ...]
 ) -> DraftDistribution:
     if len(set(ids)) != len(ids):
         raise _bad_q(index, "lists a token id twice")
@@ -153,8 +183,9 @@ def _distribution(
         raise _bad_q(index, "holds a count of 0; leave the token out instead")
     if sum(counts) != COUNT_TOTAL:
         raise _bad_q(index, f"has counts that sum to {sum(counts)}, not to {COUNT_TOTAL}")
-    if token_id not in ids:
-        raise _bad_q(index, f"does not hold the drafted token {token_id}")
+    for token_id in drawn:
+        if token_id not in ids:
+            raise _bad_q(index, f"does not hold the drafted token {token_id}")
     return DraftDistribution(ids, counts)
 
 

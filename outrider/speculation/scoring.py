@@ -11,6 +11,14 @@
 Correction K is a draw from p_{K+1} under every rule. pi_0 = 1, and
 pi_i = min(1, pi_{i-1} p_i(x_i) / q_i(x_i)); pos(z) = max(z, 0).
 
+Of a tree row 0 follows the last committed token and row i + 1 draft token i. Under coupled and
+greedy a draft token is accepted that is the row's own token before it. Under token siblings
+s_1, s_2, .. behind a row p, drawn from q without replacement, are tried in turn: with p^1 = p and
+q^1 = q, s_j is accepted with min(1, p^j(s_j) / q^j(s_j)), and then p^{j+1} = norm(pos(p^j - q^j)),
+q^{j+1} = norm(q^j without s_j); what follows if all are refused is drawn from the last p^{j+1}, and
+what follows a leaf from p (recursive rejection: SpecInfer, arXiv 2305.09781; without replacement:
+Sequoia, arXiv 2402.12374). Block has no tree.
+
 A token beyond the width of p has p = 0, a token outside a q's support q = 0: the vocabularies of
 draft and target may be padded differently, and a residual always covers the target's whole one.
 """
@@ -61,13 +69,70 @@ def score(probabilities: torch.Tensor, proposal: Proposal, noise: RoundNoise) ->
         f"a proposal of {num_draft_tokens} tokens needs {num_draft_tokens + 1} rows, got "
         f"{tuple(probabilities.shape)}",
     )
-    check(
-        not noise.rule.needs_q or len(proposal.q) == num_draft_tokens,
-        f"rule {noise.rule.value} needs q for each of {num_draft_tokens} tokens",
-    )
+    check_q(proposal, noise.rule)
+    if proposal.parents:
+        return _score_tree(probabilities, proposal, noise)
     drafts = _draft_rows(proposal, noise.rule, probabilities.device)
     accept, correction = score_rows(probabilities[None], drafts, NoiseBatch.of([noise]))
     return Verdict(tuple(accept[0].tolist()), tuple(correction[0].tolist()))
+
+
+def check_q(proposal: Proposal, rule: Rule) -> None:
+    """Raises `InvariantError` for a q that is missing where the rule needs it, and for a tree where
+    the rule has none."""
+    check(rule is not Rule.BLOCK or not proposal.parents, "block verification has no tree")
+    check(
+        not rule.needs_q or len(proposal.q) == len(proposal.tree.groups),
+        f"rule {rule.value} needs q for each of {len(proposal)} tokens",
+    )
+
+
+def _score_tree(probabilities: torch.Tensor, proposal: Proposal, noise: RoundNoise) -> Verdict:
+    """The verdict on a tree, from rows [N + 1, V]."""
+    tree = proposal.tree
+    if noise.rule is Rule.TOKEN:
+        accept, weights = tree_law(probabilities, proposal)
+        return Verdict(accept, tuple(race(weights, noise.tree_keys(tree)).tolist()))
+    if noise.rule is Rule.GREEDY:
+        own = probabilities.argmax(dim=1).tolist()
+    else:
+        own = race(probabilities, noise.tree_keys(tree)).tolist()
+    return own_tokens(own, proposal)
+
+
+def own_tokens(own: list[int], proposal: Proposal) -> Verdict:
+    """Each draft token is accepted iff it is what the target takes itself there: `own` [N + 1]."""
+    pairs = zip(proposal.tree.parents, proposal.token_ids, strict=True)
+    return Verdict(tuple(float(own[parent + 1] == ids) for parent, ids in pairs), tuple(own))
+
+
+def tree_law(
+    probabilities: torch.Tensor, proposal: Proposal
+) -> tuple[tuple[float, ...], torch.Tensor]:
+    """The verdict on a tree before any noise, under token: accept [N] and weights [N + 1, V] of
+    what follows, see `VerdictLaw`. `probabilities` [N + 1, V] unchanged."""
+    tree, vocab_size = proposal.tree, probabilities.shape[1]
+    weights = probabilities.clone()
+    accept = [0.0] * len(proposal)
+    for group, entry in zip(tree.groups, proposal.q, strict=True):
+        p = weights[tree.parents[group[0]] + 1]
+        left = {} if entry is None else dict(zip(entry.token_ids, entry.counts, strict=True))
+        for index in group:
+            token_id = proposal.token_ids[index]
+            if entry is None:
+                left = {token_id: 1}
+            check(token_id in left, "a draft token lies outside what it was drawn from")
+            whole = sum(left.values())
+            known = {v: count / whole for v, count in left.items() if v < vocab_size}
+            p /= p.sum()
+            likely = float(p[token_id]) if token_id < vocab_size else 0.0
+            accept[index] = min(1.0, likely * whole / left.pop(token_id))
+            rest = p.clone()
+            ids = torch.tensor(list(known), dtype=torch.int64, device=p.device)
+            rest[ids] -= torch.tensor(list(known.values()), dtype=p.dtype, device=p.device)
+            if bool((rest > 0).any()):
+                p.copy_(rest.clamp_(min=0.0))
+    return tuple(accept), weights
 
 
 def score_rows(

@@ -120,6 +120,15 @@ class SparseRows:
         drawn: list[int] = self.ids[first].tolist()
         return drawn
 
+    def ranked(self, keys: RowKeys, counts: Sequence[int]) -> list[list[int]]:
+        """The first `counts[r]` tokens that arrive in the race of row r, or all, in that order
+        (ties: lowest ids): draws without replacement."""
+        raced = SparseRows(self.ids, self.speeds(keys), self.sizes)
+        return [
+            ids[np.argsort(-speeds, kind="stable")[:count]].tolist()
+            for (ids, speeds), count in zip(raced._parts(), counts, strict=True)
+        ]
+
     def quantised(self) -> SparseRows:
         """Each row's mass as counts that sum to `COUNT_TOTAL`, by largest remainders (ties: lowest
         ids); tokens left without a count are dropped."""

@@ -16,7 +16,7 @@ from outrider.errors import check
 from outrider.speculation.noise import NoiseBatch, RoundNoise
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
 from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.scoring import score
+from outrider.speculation.scoring import check_q, own_tokens, score
 from outrider.speculation.supports import IdArray, MassArray, Support, draw, likeliest, supports
 from outrider.speculation.transforms import TokenHistory, target_probabilities
 from outrider.speculation.verdict import Verdict
@@ -33,40 +33,63 @@ def verdict_from_logits(
 ) -> Verdict:
     """`score(target_probabilities(logits, params, history), proposal, noise)`: the same tokens, and
     acceptance probabilities that differ by rounding (1e-12 at most). `logits` [K+1, V] of any float
-    type on any device, unchanged. Raises `InvariantError` where those two do."""
+    type on any device, unchanged. Raises `InvariantError` where those two do, and for a tree under
+    penalties, whose history is a chain's."""
     num_draft_tokens = len(proposal)
     check(
         logits.dim() == 2 and logits.shape[1] > 0 and len(logits) == num_draft_tokens + 1,
         f"a proposal of {num_draft_tokens} tokens needs logits [{num_draft_tokens + 1}, "
         f"vocabulary], got {tuple(logits.shape)}",
     )
+    check(not (params.penalised and proposal.parents), "penalties count the tokens of a chain")
     if noise.rule is Rule.GREEDY and params.greedy:
-        return _same_or_not(likeliest(logits, params, history), proposal)
+        return own_tokens(likeliest(logits, params, history), proposal)
     if logits.device.type != "cpu" or noise.rule is Rule.GREEDY:
         return score(target_probabilities(logits, params, history), proposal, noise)
-    check(
-        not noise.rule.needs_q or len(proposal.q) == num_draft_tokens,
-        f"rule {noise.rule.value} needs q for each of {num_draft_tokens} tokens",
-    )
+    check_q(proposal, noise.rule)
     rows = supports(logits, params, history)
-    keys = NoiseBatch.of([noise]).correction_keys(num_draft_tokens)
+    if proposal.parents:
+        keys = noise.tree_keys(proposal.tree)
+    else:
+        keys = NoiseBatch.of([noise]).correction_keys(num_draft_tokens)
     if noise.rule is Rule.COUPLED:
-        return _same_or_not(draw([(row.ids, row.mass) for row in rows], keys), proposal)
-    accept, weights = _law(noise.rule, rows, proposal)
+        return own_tokens(draw([(row.ids, row.mass) for row in rows], keys), proposal)
+    law = _token_law if noise.rule is Rule.TOKEN else _block_law
+    accept, weights = law(rows, proposal)
     return Verdict(accept, tuple(draw(weights, keys)))
 
 
-def _same_or_not(own: list[int], proposal: Proposal) -> Verdict:
-    """Each draft token is accepted iff it is what the target takes itself."""
-    pairs = zip(own, proposal.token_ids, strict=False)
-    return Verdict(tuple(float(ours == theirs) for ours, theirs in pairs), tuple(own))
-
-
-def _law(
-    rule: Rule, rows: list[Support], proposal: Proposal
+def _token_law(
+    rows: list[Support], proposal: Proposal
 ) -> tuple[tuple[float, ...], list[tuple[IdArray, MassArray]]]:
-    """`scoring.verdict_law` for one proposal: its acceptance, and ids and weights of each row. The
-    rows' mass becomes the weights: whole rows are too large to be copied for nothing."""
+    """`scoring.tree_law`, or of a chain `scoring.verdict_law`: acceptance, and ids and weights of
+    each row. The rows' mass becomes the weights: whole rows are too large to be copied for
+    nothing."""
+    tree = proposal.tree
+    accept = [0.0] * len(proposal)
+    for group, entry in zip(tree.groups, proposal.q, strict=True):
+        row = rows[tree.parents[group[0]] + 1]
+        total, left = 1.0, 1.0
+        q_ids, q_mass = _q(proposal.token_ids[group[0]], entry)
+        for index in group:
+            token_id = proposal.token_ids[index]
+            if entry is None:
+                q_ids[0] = token_id
+            place = q_ids == token_id
+            at = float(q_mass[place].sum())
+            check(at > 0, "a draft token lies outside the distribution it was drawn from")
+            accept[index] = min(1.0, row.at(token_id) / total * left / at)
+            total = _to_residual(row, 1.0 / total, q_ids, q_mass / left) * total or total
+            if entry is not None:
+                q_mass[place] = 0.0
+                left -= at
+    return tuple(accept), [(row.ids, row.mass) for row in rows]
+
+
+def _block_law(
+    rows: list[Support], proposal: Proposal
+) -> tuple[tuple[float, ...], list[tuple[IdArray, MassArray]]]:
+    """`scoring.verdict_law` under block, for one proposal: as `_token_law` otherwise."""
     accept: list[float] = []
     log_pi = 0.0
     for index, (row, token_id, entry) in enumerate(
@@ -75,16 +98,13 @@ def _law(
         q_ids, q_mass = _q(token_id, entry)
         p, q = row.at(token_id), float(q_mass[q_ids == token_id].sum())
         check(q > 0, "a draft token lies outside the distribution it was drawn from")
-        scale = math.exp(log_pi) if rule is Rule.BLOCK else 1.0
+        scale = math.exp(log_pi)
         residual = _to_residual(row, scale, q_ids, q_mass)
-        if rule is Rule.TOKEN:
-            accept.append(min(1.0, p / q))
-            continue
         if index > 0:  # the row behind a token is the one that its h looks at
             accept.append(_h(scale, residual))
         log_ratio = math.log(p) - math.log(q) if p > 0 else _MINUS_INFINITY
         log_pi = min(0.0, log_pi + log_ratio)
-    if rule is Rule.BLOCK and len(proposal) > 0:
+    if len(proposal) > 0:
         accept.append(math.exp(log_pi))
     return tuple(accept), [(row.ids, row.mass) for row in rows]
 

@@ -7,8 +7,7 @@ field's path. Encoding trusts our own values.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Final
 
@@ -22,9 +21,10 @@ from outrider.limits import (
     LOOK_AHEAD_MAX,
     NUM_DRAFT_TOKENS_MAX,
     RUN_AHEAD_ROUNDS_MAX,
+    SIBLINGS_MAX,
     TENANT_CHARS_MAX,
-    TOKEN_ID_MAX,
     TRACEPARENT_CHARS_MAX,
+    TREE_TOKENS_MAX,
 )
 from outrider.messages import (
     DraftItem,
@@ -38,12 +38,17 @@ from outrider.messages import (
     VerdictReply,
     VerifyItem,
 )
-from outrider.speculation.proposal import NOTHING_SEALED, Q_BYTES_MAX, SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams, check_sampling
 from outrider.speculation.verdict import Verdict
 from outrider.v1 import draft_pb2, target_pb2, types_pb2
 
-_SESSION_ID = re.compile(r"[0-9a-f]{32}")
+from .fields import (
+    drafted_from_wire,
+    proposal_from_proto,
+    proposal_to_proto,
+    session_id_from_wire,
+    token_ids_from_wire,
+)
 
 RULES: dict[int, Rule] = {
     types_pb2.RULE_TOKEN: Rule.TOKEN,
@@ -54,23 +59,6 @@ RULES: dict[int, Rule] = {
 """A rule by its number on the wire."""
 RULE_NUMBERS: dict[Rule, int] = {rule: number for number, rule in RULES.items()}
 """A rule's number on the wire."""
-
-
-def session_id_from_wire(session_id: str, field: str = "session_id") -> str:
-    """Checks that a session id is 32 lower-case hexadecimal digits."""
-    if _SESSION_ID.fullmatch(session_id) is None:
-        raise BadRequest(
-            field, f"{session_id[:64]!r} is no session id (32 hexadecimal digits, lower case)"
-        )
-    return session_id
-
-
-def token_ids_from_wire(ids: Iterable[int], field: str) -> tuple[int, ...]:
-    """Checks that token ids fit 31 bits; whether they are in a vocabulary, its owner checks."""
-    token_ids = tuple(ids)
-    if token_ids and (max(token_ids) > TOKEN_ID_MAX or min(token_ids) < 0):
-        raise BadRequest(field, f"a token id is not in 0..{TOKEN_ID_MAX}")
-    return token_ids
 
 
 # Sampling parameters
@@ -206,31 +194,6 @@ def head_from_proto(message: types_pb2.RoundHead) -> RoundHead:
     )
 
 
-# Proposals
-
-
-def _drafted_from_wire(ids: Sequence[int], field: str) -> tuple[int, ...]:
-    """The tokens of a proposal."""
-    if len(ids) > NUM_DRAFT_TOKENS_MAX:
-        raise BadRequest(field, f"{len(ids)} tokens are more than {NUM_DRAFT_TOKENS_MAX}")
-    return token_ids_from_wire(ids, field)
-
-
-def proposal_to_proto(proposal: SealedProposal) -> types_pb2.Proposal:
-    """`q` stays empty under rules that do not look at it."""
-    return types_pb2.Proposal(token_ids=proposal.token_ids, q=proposal.q)
-
-
-def proposal_from_proto(message: types_pb2.Proposal) -> SealedProposal:
-    """Checks K, the token ids and the size of q, which is for the target to open."""
-    if not message.token_ids and not message.q:
-        return NOTHING_SEALED
-    token_ids = _drafted_from_wire(message.token_ids, "proposal.token_ids")
-    if len(message.q) > Q_BYTES_MAX:
-        raise BadRequest("proposal.q", f"{len(message.q)} bytes are more than {Q_BYTES_MAX}")
-    return SealedProposal(token_ids, message.q)
-
-
 # Items
 
 
@@ -267,6 +230,7 @@ def draft_item_to_proto(item: DraftItem, sampling_hash: int | None) -> draft_pb2
         num_draft_tokens=item.num_draft_tokens,
         look_ahead=item.look_ahead,
         held=held,
+        siblings=item.siblings,
     )
 
 
@@ -280,9 +244,17 @@ def draft_item_from_proto(message: draft_pb2.DraftItem) -> DraftItem:
         raise BadRequest("look_ahead", f"{message.look_ahead} is over {LOOK_AHEAD_MAX}")
     held = None
     if message.HasField("held"):
-        held = _drafted_from_wire(message.held.token_ids, "held.token_ids")
+        held = drafted_from_wire(message.held.token_ids, "held.token_ids")
+    siblings = tuple(message.siblings)
+    if len(siblings) > NUM_DRAFT_TOKENS_MAX or max(siblings, default=0) > SIBLINGS_MAX:
+        raise BadRequest(
+            "siblings",
+            f"{siblings} are more than {SIBLINGS_MAX} beside each of {NUM_DRAFT_TOKENS_MAX} tokens",
+        )
+    if sum(siblings) + message.num_draft_tokens > TREE_TOKENS_MAX:
+        raise BadRequest("siblings", f"{siblings} make a tree of over {TREE_TOKENS_MAX} tokens")
     head = head_from_proto(message.head)
-    return DraftItem(head, message.num_draft_tokens, message.look_ahead, held)
+    return DraftItem(head, message.num_draft_tokens, message.look_ahead, held, siblings)
 
 
 # Answers
@@ -319,7 +291,7 @@ def verify_answer_from_proto(
         return _other_answer_from_proto(key, message)
     verdict = message.verdict
     accept, correction = tuple(verdict.accept_probability), tuple(verdict.correction)
-    if len(accept) > NUM_DRAFT_TOKENS_MAX or len(correction) != len(accept) + 1:
+    if len(accept) > TREE_TOKENS_MAX or len(correction) != len(accept) + 1:
         raise BadRequest(
             "verdict", f"{len(accept)} probabilities do not go with {len(correction)} corrections"
         )

@@ -194,6 +194,7 @@ def _round_to_proto(event: RoundReport) -> pb.Round:
         verify_ms=event.verify_ms,
         commit_ms=event.commit_ms,
         look_ahead_hit=event.look_ahead_hit,
+        proposed_parents=[parent + 1 for parent in event.proposed_parents],
     )
 
 
@@ -208,6 +209,7 @@ def _round_from_proto(found: pb.Round) -> RoundReport:
         verify_ms=found.verify_ms,
         commit_ms=found.commit_ms,
         look_ahead_hit=found.look_ahead_hit,
+        proposed_parents=tuple(parent - 1 for parent in found.proposed_parents),
     )
 
 

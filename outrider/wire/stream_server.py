@@ -20,6 +20,7 @@ from outrider.tokens import EMPTY_DIGEST
 from outrider.v1 import types_pb2
 from outrider.wire import convert
 from outrider.wire.codecs import Answer, Codec, Item
+from outrider.wire.fields import session_id_from_wire
 from outrider.wire.link import Connection, ReplicaService
 from outrider.wire.outbox import Outbox
 
@@ -86,7 +87,7 @@ class StreamServer(Generic[Item, Answer]):
 
     def release(self, request: types_pb2.ReleaseRequest) -> types_pb2.ReleaseReply:
         """Forgets a session unless a newer epoch of it is known."""
-        session_id = convert.session_id_from_wire(request.session_id)
+        session_id = session_id_from_wire(request.session_id)
         self._service.release(session_id, request.epoch)
         return types_pb2.ReleaseReply()
 

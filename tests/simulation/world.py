@@ -76,6 +76,7 @@ class World:
                 run_ahead_rounds=4,
                 max_sessions=16,
                 patience=PATIENCE,
+                draft_siblings=rng.choice((0, 2)),
             ),
             store=UnreliableStore(self.store, adversary),
             target=self._links["target"],

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from core_rounds import K_MAX, PROMPT_LENGTH, Plan, Seen
 
-from coordinator.length_control import LengthControl, LengthControls, Tuning
+from coordinator.length_control import LengthControl, LengthControls
 from coordinator.lengths import PlayedRound
+from coordinator.trials import Tuning
 from outrider.messages import ReplicaDescription
 from outrider.speculation.decision import survival
 from outrider.speculation.sampling import Rule

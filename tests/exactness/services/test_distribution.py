@@ -71,6 +71,8 @@ class Cell:
     """What the draft's weights are rounded to."""
     draft_token_ids: tuple[int, ...] = ()
     """Those that a draft's head has rows for, of the target's; empty = as wide as said above."""
+    siblings: int = 0
+    """Candidates beside each draft token: proposals are trees then."""
     num_tokens: int = 3
     """Tokens whose joint law is tested: the first ones of ..."""
     max_tokens: int = 4
@@ -91,7 +93,8 @@ class Cell:
             f"{'-biased' if self.params.logit_bias else ''}"
         )
         return (
-            f"{self.rule.value}-K{self.num_draft_tokens}-{transforms}-V{self.vocab_size}-{draft}-"
+            f"{self.rule.value}-K{self.num_draft_tokens}{'-tree' if self.siblings else ''}-"
+            f"{transforms}-V{self.vocab_size}-{draft}-"
             f"{self.num_tokens}of{self.max_tokens}"
         )
 
@@ -107,9 +110,9 @@ CELLS = [
     Cell(Rule.TOKEN, 2, TOP_P, lookup=LookupKind.SUFFIX, num_samples=4_900, detects=DETECTS_SOON),
     MANY_ROUNDS,
     Cell(Rule.COUPLED, 2, PENALISED, num_samples=4_900, detects=DETECTS_SOON),
-    # A draft that knows two tokens more than the target, which are never accepted.
+    # Trees by a draft that knows two tokens more than the target, which are never accepted.
     Cell(
-        Rule.TOKEN, 2, TOP_K, vocab_size=4, draft_vocab_size=6, num_samples=3_900,
+        Rule.TOKEN, 2, TOP_K, vocab_size=4, draft_vocab_size=6, siblings=2, num_samples=3_900,
         detects=DETECTS_SOON,
     ),
     # A draft whose head has rows for two tokens of the target's, not its first ones.
@@ -254,7 +257,12 @@ async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
     law = completion_law(module, prompt_of(cell), cell.num_tokens, cell.params)
     lookup = lookup_of(cell.lookup)
     async with running_stack(
-        target, draft, directory, lookup=lookup, lookup_score=CONFIDENT
+        target,
+        draft,
+        directory,
+        lookup=lookup,
+        lookup_score=CONFIDENT,
+        draft_siblings=cell.siblings,
     ) as stack:
         samples, num_accepted = await sample(stack, cell)
     result = fit(samples, law, cell.detects)

@@ -332,6 +332,50 @@ def test_a_draft_that_sends_more_than_was_asked_for_is_not_believed() -> None:
     with_draft(ScriptedLink(too_long), test)
 
 
+@pytest.mark.parametrize(
+    ("token_ids", "parents", "siblings"),
+    [
+        ((1, 2), (-1, -1), ()),
+        ((1, 2, 3), (-1, -1, -1), (1,)),
+        ((1, 2, 3), (-1, 0, 0), (1,)),
+        ((1, 1), (-1, -1), (1,)),
+        ((1, 2), (-1, 5), (1,)),
+    ],
+)
+def test_a_tree_that_was_not_asked_for_is_not_believed(
+    token_ids: tuple[int, ...], parents: tuple[int, ...], siblings: tuple[int, ...]
+) -> None:
+    """The target would refuse it, and the request would end."""
+
+    async def test(draft: DraftSide, one: Session) -> None:
+        drafted = await draft.propose(1, 3, NOISE, siblings)
+        assert not drafted.by_replica
+
+    def tree(item: Any) -> ProposalReply:
+        assert item.siblings == siblings
+        length = item.head.committed_length
+        return ProposalReply(
+            item.head.key, SealedProposal(token_ids, b"", parents), length, length + 1
+        )
+
+    with_draft(ScriptedLink(tree), test)
+
+
+def test_a_tree_that_was_asked_for_is_passed_on() -> None:
+    async def test(draft: DraftSide, one: Session) -> None:
+        drafted = await draft.propose(1, 3, NOISE, (1, 1))
+        assert drafted.by_replica
+        assert drafted.siblings == (1, 1)
+        assert drafted.proposal.parents == (-1, -1, 0)
+
+    def tree(item: Any) -> ProposalReply:
+        sealed = SealedProposal((1, 2, 3), b"", (-1, -1, 0))
+        length = item.head.committed_length
+        return ProposalReply(item.head.key, sealed, length, length + 1)
+
+    with_draft(ScriptedLink(tree), test)
+
+
 def test_a_proposal_without_its_q_is_not_passed_on() -> None:
     """Under the token rule the target would refuse it, and the user would be blamed."""
     link = ScriptedLink(proposal)

@@ -49,7 +49,7 @@ def test_many_rounds_leave_the_oldest_prefix_its_share() -> None:
 
 def test_seats_are_counted() -> None:
     """Of three seats one is a prefix's; a fourth session waits."""
-    assert TokenBudget(512, 3).share([ROUND, ROUND, ROUND, prefix(40)]) == [9, 9, 0, 40]
+    assert TokenBudget(512, 3).share([ROUND, ROUND, ROUND, prefix(60)]) == [9, 9, 0, 60]
     assert TokenBudget(512, 3).share([ROUND, ROUND, ROUND]) == [9, 9, 9]
 
 

@@ -43,7 +43,7 @@ def test_left_rules_stop_and_block_looks_at_all(uniforms, left, block):
 
 def test_an_empty_proposal_gives_the_bonus():
     """K = 0 is plain decoding: one token, of the target's own."""
-    assert decide(Verdict((), (7,)), (), Rule.BLOCK, ()) == Outcome(0, (7,), (B,))
+    assert decide(Verdict((), (7,)), (), Rule.BLOCK, ()) == Outcome((), (7,), (B,))
 
 
 @settings(deadline=None)

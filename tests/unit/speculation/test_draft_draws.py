@@ -60,7 +60,7 @@ def test_the_draw_is_a_race_over_the_counts(rule):
     u = uniforms_at(11, noise.place(3), Stream.DRAFT, q.token_ids)
     scores = torch.tensor(q.counts) / -u.log()
     assert token_id == q.token_ids[int(scores.argmax())]
-    assert decode_q(encode_q([q]), [token_id]) == (q,)
+    assert decode_q(encode_q([q]), [(token_id,)]) == (q,)
 
 
 def test_coupled_draws_as_the_target_does():

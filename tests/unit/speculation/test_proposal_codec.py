@@ -46,7 +46,7 @@ def distributions(draw):
 def test_round_trip(q):
     """What is encoded decodes to itself, one-hot positions included."""
     token_ids = [entry.token_ids[-1] if entry else 5 for entry in q]
-    assert decode_q(encode_q(q), token_ids) == tuple(q)
+    assert decode_q(encode_q(q), [(token_id,) for token_id in token_ids]) == tuple(q)
 
 
 @settings(deadline=None)
@@ -54,7 +54,7 @@ def test_round_trip(q):
 def test_hostile_bytes_are_refused_or_sound(data, token_ids):
     """Any bytes give either sound distributions or BadRequest, and nothing else."""
     try:
-        q = decode_q(data, token_ids)
+        q = decode_q(data, [(token_id,) for token_id in token_ids])
     except BadRequest:
         return
     assert encode_q(q) == data
@@ -88,7 +88,7 @@ def packed(ids, counts):
 def test_what_is_refused(data, token_ids, words):
     """Each lie a peer could tell is refused with the field, the position and the reason."""
     with pytest.raises(BadRequest, match=words) as caught:
-        decode_q(data, token_ids)
+        decode_q(data, [(token_id,) for token_id in token_ids])
     assert caught.value.field == "proposal.q"
 
 
@@ -96,11 +96,11 @@ def test_number_of_entries_from_both_sides():
     """4,096 entries are read; 4,097 are refused before anything is made of them."""
     n = DRAFT_SUPPORT_ENTRIES_MAX
     counts = [COUNT_TOTAL // n] * n
-    decoded = decode_q(packed(range(n), counts), [4])
+    decoded = decode_q(packed(range(n), counts), [(4,)])
     assert decoded == (DraftDistribution(tuple(range(n)), tuple(counts)),)
     counts = [1] * n + [COUNT_TOTAL - n]
     with pytest.raises(BadRequest, match="4097 entries"):
-        decode_q(packed(range(n + 1), counts), [4])
+        decode_q(packed(range(n + 1), counts), [(4,)])
     with pytest.raises(InvariantError):
         encode_q([DraftDistribution(tuple(range(n + 1)), tuple(counts))])
 

@@ -20,9 +20,11 @@ from outrider.limits import (
     LOGPROBS_MAX,
     NUM_DRAFT_TOKENS_MAX,
     RUN_AHEAD_ROUNDS_MAX,
+    SIBLINGS_MAX,
     TENANT_CHARS_MAX,
     TOKEN_ID_MAX,
     TRACEPARENT_CHARS_MAX,
+    TREE_TOKENS_MAX,
 )
 from outrider.messages import (
     DraftItem,
@@ -94,7 +96,12 @@ def heads(draw: st.DrawFn) -> RoundHead:
 @st.composite
 def proposals(draw: st.DrawFn) -> SealedProposal:
     token_ids = tuple(draw(st.lists(IDS, max_size=NUM_DRAFT_TOKENS_MAX)))
-    return SealedProposal(token_ids, draw(st.binary(max_size=40)) if token_ids else b"")
+    parents = tuple(draw(st.integers(-1, i - 1)) for i in range(len(token_ids)))
+    return SealedProposal(
+        token_ids,
+        draw(st.binary(max_size=40)) if token_ids else b"",
+        parents if draw(st.booleans()) else (),
+    )
 
 
 VERIFY_ITEMS = st.builds(
@@ -113,7 +120,7 @@ LOGPROBS = st.builds(
 
 @st.composite
 def verdict_replies(draw: st.DrawFn) -> VerdictReply:
-    num_draft_tokens = draw(st.integers(0, NUM_DRAFT_TOKENS_MAX))
+    num_draft_tokens = draw(st.integers(0, TREE_TOKENS_MAX))
     accept = tuple(draw(between(0, 1)) for _ in range(num_draft_tokens))
     correction = tuple(draw(IDS) for _ in range(num_draft_tokens + 1))
     size = draw(st.sampled_from([0, 2 * num_draft_tokens + 1]))
@@ -137,9 +144,13 @@ def test_verify_items_survive(item: VerifyItem) -> None:
     assert convert.verify_item_from_proto(short) == without
 
 
-@given(heads(), st.integers(0, NUM_DRAFT_TOKENS_MAX))
-def test_draft_items_survive(head: RoundHead, count: int) -> None:
-    item = DraftItem(head, count)
+@given(
+    heads(),
+    st.integers(0, NUM_DRAFT_TOKENS_MAX),
+    st.lists(st.integers(0, SIBLINGS_MAX), max_size=2).map(tuple),
+)
+def test_draft_items_survive(head: RoundHead, count: int, siblings: tuple[int, ...]) -> None:
+    item = DraftItem(head, count, siblings=siblings)
     data = convert.draft_item_to_proto(item, None).SerializeToString()
     assert convert.draft_item_from_proto(draft_pb2.DraftItem.FromString(data)) == item
 
@@ -162,6 +173,31 @@ def test_verify_answers_survive(answer: VerdictReply | Resync | Refused) -> None
 def test_draft_answers_survive(answer: ProposalReply | Resync | Refused) -> None:
     data = convert.draft_answer_to_proto(answer).SerializeToString()
     assert convert.draft_answer_from_proto(draft_pb2.DraftReplyItem.FromString(data)) == answer
+
+
+@pytest.mark.parametrize(
+    ("num_draft_tokens", "siblings"),
+    [(2, (SIBLINGS_MAX + 1,)), (2, (0,) * (NUM_DRAFT_TOKENS_MAX + 1)), (16, (8, 8, 1))],
+)
+def test_too_many_siblings_are_refused(num_draft_tokens: int, siblings: tuple[int, ...]) -> None:
+    message = convert.draft_item_to_proto(
+        DraftItem(make_head((1,)), num_draft_tokens, siblings=siblings), None
+    )
+    with pytest.raises(BadRequest) as caught:
+        convert.draft_item_from_proto(message)
+    assert caught.value.field == "siblings"
+
+
+def test_verdicts_of_more_than_a_tree_are_refused() -> None:
+    key = make_head((1,)).key
+    for num, is_good in ((TREE_TOKENS_MAX, True), (TREE_TOKENS_MAX + 1, False)):
+        reply = VerdictReply(key, Verdict((0.5,) * num, (1,) * (num + 1)), 0)
+        message = convert.verify_answer_to_proto(reply)
+        if is_good:
+            assert convert.verify_answer_from_proto(message) == reply
+            continue
+        with pytest.raises(BadRequest, match="verdict"):
+            convert.verify_answer_from_proto(message)
 
 
 def test_descriptions_survive() -> None:
@@ -277,6 +313,11 @@ ITEM_CHANGES: list[tuple[str, Callable[[Any], Any], Callable[[Any], Any] | None]
             m.proposal.token_ids.extend([1] * (NUM_DRAFT_TOKENS_MAX - 1)),
             m.proposal.ClearField("q"),
         ),
+    ),
+    (
+        "proposal.parents",
+        lambda m: m.proposal.parents.extend([2] * len(m.proposal.token_ids)),
+        lambda m: m.proposal.parents.extend(range(len(m.proposal.token_ids))),
     ),
     (
         "run_ahead",

@@ -1,0 +1,91 @@
+"""What finding out more may cost, and how quickly lengths follow what is found. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How quickly lengths follow what is measured, and what finding out may cost."""
+
+    memory_rounds: float = 48.0
+    """A session's round weighs 1 / e after so many more."""
+    shared_memory_rounds: float = 512.0
+    """The same for the averages over all sessions."""
+    prior_rounds: float = 12.0
+    """Rounds of a session that weigh as much as those averages ..."""
+    shared_prior_rounds: float = 12.0
+    """... and rounds of all sessions as what is assumed where nothing is known."""
+    first_looks: int = 4
+    """Rounds of all sessions that ask for all they may: one shows what every K would bring."""
+    young_rounds: int = 64
+    """Rounds of all sessions up to which K is chosen anew in each ..."""
+    choice_rounds: int = 4
+    """... and of one session, with a draft, between two choices from then on."""
+    switch_gain: float = 0.02
+    """K changes only for a choice that is better by this share ..."""
+    plain_gain: float = 0.03
+    """... and a session that drafts decodes plainly only where that is by this one."""
+    plain_rounds: int = 16
+    """Rounds after which a session's plain phase may end; then twice as many each time ..."""
+    plain_rounds_max: int = 128
+    """... up to this."""
+    trial_share: float = 0.01
+    """Trials may cost so many of all tokens that are committed ..."""
+    credit_tokens: float = 8.0
+    """... beside these, with which a coordinator begins ..."""
+    credit_tokens_max: float = 16.0
+    """... and of which it keeps so many."""
+    plain_beginnings: int = 7
+    """One in so many sessions that drafting promises nothing drafts at its beginning anyway."""
+    repaid: float = 4.0
+    """A trial of drafting that is gone on with pays for so many like it."""
+
+
+TUNING: Final = Tuning()
+
+
+class Trials:
+    """What the sessions of one rule may spend on finding out more: tokens, a share of all that they
+    commit."""
+
+    def __init__(self, tuning: Tuning, *, alone: bool) -> None:
+        """A session that learns `alone` would spend much and keep nothing: it begins with none."""
+        self._tuning = tuning
+        self._left = 0.0 if alone else tuning.credit_tokens
+        self._looks = tuning.first_looks if alone else 0
+        self._begun_plain = 0
+        """Sessions since the last one that began with a draft."""
+
+    def first_look(self) -> bool:
+        """Whether a round is one of the first, which ask for all they may at whatever cost."""
+        self._looks += 1
+        return self._looks <= self._tuning.first_looks
+
+    def earn(self, num_tokens: float) -> None:
+        """So many were committed."""
+        self._add(self._tuning.trial_share * num_tokens)
+
+    def pays(self, num_tokens: float) -> bool:
+        """Spends what a trial is expected to lose, if that is there."""
+        if num_tokens > self._left:
+            return False
+        self._left -= max(0.0, num_tokens)
+        return True
+
+    def begins(self, num_tokens: float) -> bool:
+        """The same for a session's beginning, but that one in so many is tried in any case: it may
+        be about another thing than those before it."""
+        self._begun_plain += 1
+        begins = self.pays(num_tokens) or self._begun_plain >= self._tuning.plain_beginnings
+        self._begun_plain = 0 if begins else self._begun_plain
+        return begins
+
+    def repay(self, num_tokens: float) -> None:
+        """A trial that was expected to lose so many has shown that the rest of them pay."""
+        self._add(self._tuning.repaid * num_tokens)
+
+    def _add(self, num_tokens: float) -> None:
+        self._left = min(self._left + num_tokens, self._tuning.credit_tokens_max)

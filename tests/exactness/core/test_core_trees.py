@@ -1,0 +1,311 @@
+"""Trees of draft tokens: the law of a round by enumeration, of several rounds by their own noise,
+and the target's own tokens under the rules that take these."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from core_chi_square import chi_square, power
+from core_enumeration import EXACT
+from core_rounds import cells_of
+from core_toys import ToyPair, flat_pair, random_pair, sampling_pair
+
+from outrider.errors import InvariantError
+from outrider.speculation import decision, noise
+from outrider.speculation.decision import decide
+from outrider.speculation.drafting import draw_from_logits, draw_siblings
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.scoring import score, tree_law
+from outrider.speculation.transforms import NO_HISTORY
+from outrider.speculation.trees import DraftTree, comb, draft_tree
+from outrider.speculation.verdict import Verdict
+from outrider.speculation.verdicts import verdict_from_logits
+
+SAMPLED = SamplingParams()
+SHAPES = {
+    "comb": comb((2, 1)),
+    "two of two": (-1, -1, 0, 0, 1, 1),
+    "behind the second": (-1, -1, 1, 1),
+    "three at once": (-1, -1, -1),
+    "not by depth": (-1, 0, -1, 2, 0),
+}
+NUM_SEQUENCES = 4_000
+
+
+def entry(pair: ToyPair, state: int) -> DraftDistribution | None:
+    """What is drafted from in a state, as it goes on the wire."""
+    counts = (pair.mass[0][state] * COUNT_TOTAL).long().tolist()
+    ids = tuple(i for i, count in enumerate(counts) if count > 0)
+    return DraftDistribution(ids, tuple(counts[i] for i in ids)) if len(ids) > 1 else None
+
+
+def orders(q: DraftDistribution | None, only: int, count: int):
+    """Every ordered draw of `count` tokens without replacement, with its chance; of a one-hot q
+    its token and those that come next by number."""
+    if q is None:
+        yield tuple((only + i) % 3 for i in range(count)), 1.0
+        return
+    mass = dict(zip(q.token_ids, q.counts, strict=True))
+    for order in itertools.permutations(q.token_ids, count):
+        chance, left = 1.0, float(COUNT_TOTAL)
+        for token_id in order:
+            chance *= mass[token_id] / left
+            left -= mass[token_id]
+        yield order, chance
+
+
+def drafted_trees(pair: ToyPair, parents: tuple[int, ...]):
+    """Every proposal of this shape that can be drafted, its chance, and the state behind the last
+    committed token and each draft token; without those whose q has too few tokens for a group."""
+    tree = draft_tree(parents, len(parents))
+    found = [((), (), 1.0, {-1: 0})]
+    for group in tree.groups:
+        grown = []
+        for tokens, q, chance, states in found:
+            state = states[parents[group[0]]]
+            mine = entry(pair, state)
+            only = int(pair.mass[0][state].argmax())
+            for order, likely in orders(mine, only, len(group)):
+                pairs = zip(group, order, strict=True)
+                behind = {i: int(pair.step[state, token_id]) for i, token_id in pairs}
+                drawn = dict(tokens) | dict(zip(group, order, strict=True))
+                grown.append((drawn, (*q, mine), chance * likely, states | behind))
+        found = grown
+    for tokens, q, chance, states in found:
+        ids = tuple(tokens[i] for i in range(len(parents)))
+        yield Proposal(ids, q, parents), chance, states
+
+
+def accepted_paths(tree: DraftTree, accept, node: int = -1, chance: float = 1.0):
+    """Every path that may be accepted, with its chance: siblings are tried in turn."""
+    left = chance
+    for child in tree.children[node + 1]:
+        yield from accepted_paths(tree, accept, child, left * accept[child])
+        left *= 1.0 - accept[child]
+    yield node, left
+
+
+def path_to(tree: DraftTree, node: int) -> list[int]:
+    return [] if node == -1 else [*path_to(tree, tree.parents[node]), node]
+
+
+def fits(pair: ToyPair, parents: tuple[int, ...]) -> bool:
+    """Whether every q that can come up has tokens for its group."""
+    tree = draft_tree(parents, len(parents))
+    most = max(map(len, tree.groups))
+    sizes = [(row > 0).sum().item() for row in pair.mass[0]]
+    return all(size == 1 or size >= most for size in sizes)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_round_with_a_tree_has_the_targets_law(shape, seed):
+    """Token rule, every draw of every tree: the law of depth + 1 tokens is p's, to 1e-12."""
+    pairs = (random_pair(3, 100 * seed + i) for i in itertools.count())
+    pair = next(p for p in pairs if fits(p, SHAPES[shape]))
+    parents = SHAPES[shape]
+    tree = draft_tree(parents, len(parents))
+    num_tokens = tree.num_depths + 1
+    law = np.zeros((3,) * num_tokens)
+    for proposal, chance, states in drafted_trees(pair, parents):
+        rows = pair.p[[states[i] for i in range(-1, len(parents))]]
+        accept, weights = tree_law(rows, proposal)
+        weights = weights / weights.sum(dim=1, keepdim=True)
+        for node, likely in accepted_paths(tree, accept):
+            begun = tuple(proposal.token_ids[i] for i in path_to(tree, node))
+            for token_id in range(3):
+                after = pair.continuation(
+                    pair.step[states[node], token_id], num_tokens - len(begun) - 1
+                )
+                law[(*begun, token_id)] += (
+                    chance * likely * float(weights[node + 1, token_id]) * after
+                )
+    np.testing.assert_allclose(law, pair.law(num_tokens), atol=EXACT)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fused_verdicts_are_those_of_whole_rows(shape):
+    """The few tokens that have a probability give the same verdict as full rows."""
+    parents = SHAPES[shape]
+    random = np.random.default_rng(3)
+    for rule in (Rule.TOKEN, Rule.COUPLED, Rule.GREEDY):
+        for trial in range(20):
+            logits = torch.from_numpy(random.normal(0, 2, (len(parents) + 1, 50)))
+            tree = draft_tree(parents, len(parents))
+            tokens, q = [0] * len(parents), []
+            for group in tree.groups:
+                ids = tuple(sorted(random.choice(60, 8, replace=False).tolist()))
+                counts = (COUNT_TOTAL - 7 * 100, *(100,) * 7)
+                q.append(None if trial % 5 == 0 else DraftDistribution(ids, counts))
+                for index, drawn in zip(
+                    group, random.choice(ids, len(group), replace=False).tolist(), strict=True
+                ):
+                    tokens[index] = drawn
+            proposal = Proposal(tuple(tokens), tuple(q) if rule.needs_q else (), parents)
+            params = SamplingParams(temperature=0.0) if rule is Rule.GREEDY else SAMPLED
+            numbers = RoundNoise(trial, rule, 7)
+            p = (
+                torch.nn.functional.one_hot(logits.argmax(dim=1), 50).double()
+                if params.greedy
+                else logits.softmax(dim=1)
+            )
+            expected = score(p, proposal, numbers)
+            found = verdict_from_logits(logits, params, noise=numbers, proposal=proposal,
+                                        history=NO_HISTORY)  # fmt: skip
+            assert found.correction == expected.correction
+            assert found.accept_probability == pytest.approx(expected.accept_probability, abs=1e-12)
+
+
+def by_what_was_thrown_away(verdict: Verdict | None) -> tuple[int, ...]:
+    """An adversary's choice: a large tree behind a round whose last slot was a weak one."""
+    if verdict is None or not verdict.accept_probability:
+        return (1, 1)
+    return (2, 1) if verdict.accept_probability[-1] < 0.5 else (0, 1)
+
+
+def play(
+    pair: ToyPair, rule: Rule, shape: tuple[int, ...] | None, seed: int, num_tokens: int
+) -> list[int]:
+    """The first tokens of a sequence that is decoded with combs of this shape; None = of one that
+    the round before has a say in."""
+    params = SamplingParams(temperature=0.0) if rule is Rule.GREEDY else SAMPLED
+    tokens: list[int] = []
+    state = 0
+    verdict: Verdict | None = None
+    while len(tokens) < num_tokens:
+        siblings = by_what_was_thrown_away(verdict) if shape is None else shape
+        numbers = RoundNoise(seed, rule, 5 + len(tokens))
+        groups, states = [], [state]
+        for depth, others in enumerate(siblings):
+            row = pair.q[0][states[-1]].log()[None]
+            [group] = draw_siblings(row, params, [numbers], [depth], [1 + others])
+            groups.append(group)
+            states.append(int(pair.step[states[-1], group[0][0]]))
+        parents = comb([len(ids) - 1 for ids, _ in groups])
+        ids = tuple(token_id for group, _ in groups for token_id in group)
+        q = tuple(q for _, q in groups) if rule.needs_q else ()
+        proposal = Proposal(ids, q, parents)
+        tree = proposal.tree
+        behind = {-1: state}
+        for index, parent in enumerate(tree.parents):
+            behind[index] = int(pair.step[behind[parent], ids[index]])
+        logits = pair.p[[behind[i] for i in range(-1, len(ids))]].log()
+        verdict = verdict_from_logits(logits, params, NO_HISTORY, proposal, numbers)
+        uniforms = numbers.accept_uniforms(len(ids), parents)
+        outcome = decide(verdict, ids, rule, uniforms, parents)
+        state = int(pair.step[behind[outcome.last - 1], outcome.token_ids[-1]])
+        tokens += outcome.token_ids
+    return tokens[:num_tokens]
+
+
+def cells(pair: ToyPair, rule: Rule, shape: tuple[int, ...] | None, num_tokens: int) -> np.ndarray:
+    tokens = [play(pair, rule, shape, seed, num_tokens) for seed in range(NUM_SEQUENCES)]
+    return cells_of(np.array(tokens), pair.vocab_size)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), None], ids=["fixed", "by what was thrown away"])
+def test_rounds_with_trees_have_the_targets_law(shape):
+    """Several rounds, two candidates at each of two depths, or as many as an adversary likes; the
+    noise that the product draws."""
+    pair = sampling_pair()
+    assert power(0.09, NUM_SEQUENCES, 8) > 0.99
+    num_tokens = 2 if shape else 3
+    law = pair.law(num_tokens)
+    found = cells(pair, Rule.TOKEN, shape, num_tokens)
+    if shape is None:  # The law of the last two tokens: so the second round's shape matters.
+        law, found = law.sum(axis=0), found % 9
+    assert not chi_square(found, law).rejects
+
+
+def test_siblings_that_share_their_noise_are_found(monkeypatch):
+    """The planted fault: all siblings of a depth are tested with one number."""
+    pair = flat_pair([0.2, 0.6, 0.2], [0.8, 0.1, 0.1])
+
+    def shared(parents, num_tokens):
+        tree = draft_tree(parents, num_tokens)
+        return dataclasses.replace(tree, ranks=(0,) * num_tokens)
+
+    monkeypatch.setattr(noise, "draft_tree", shared)
+    assert chi_square(cells(pair, Rule.TOKEN, (1, 1), 2), pair.law(2)).rejects
+
+
+@pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.GREEDY])
+def test_own_tokens_do_not_depend_on_the_tree(rule):
+    """Coupled and greedy: with a tree of any shape the tokens are those of plain decoding."""
+    pair = sampling_pair()
+    for seed in range(200):
+        plain = play(pair, rule, (), seed, 6)
+        for siblings in ((1,), (2, 1), (1, 1, 2)):
+            assert play(pair, rule, siblings, seed, 6) == plain
+
+
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.COUPLED, Rule.GREEDY])
+def test_the_first_sibling_is_what_a_chain_has(rule):
+    """And the others are different tokens, drawn from what it came with."""
+    random = np.random.default_rng(5)
+    params = SamplingParams(temperature=0.0) if rule is Rule.GREEDY else SAMPLED
+    for seed in range(50):
+        logits = torch.from_numpy(random.normal(0, 2, (2, 300)))
+        noises = [RoundNoise(seed, rule, 9), RoundNoise(seed + 1, rule, 3)]
+        alone, _ = draw_from_logits(logits, params, noises, [0, 2], 16)
+        groups = draw_siblings(logits, params, noises, [0, 2], [4, 1], 16)
+        assert [(ids[0], q) for ids, q in groups] == alone
+        assert [len(set(ids)) for ids, _ in groups] == [4, 1]
+        if rule is Rule.TOKEN:
+            assert all(set(ids) <= set(q.token_ids) for ids, q in groups)
+
+
+def test_a_banned_token_is_no_sibling():
+    """Greedy: by the logits after the request's bias, as a chain's."""
+    logits = torch.tensor([[5.0, 4.0, 3.0, 2.0]])
+    params = SamplingParams(temperature=0.0, logit_bias=((0, -100.0), (3, 1.5)))
+    numbers = [RoundNoise(0, Rule.GREEDY, 3)]
+    [(ids, q)] = draw_siblings(logits, params, numbers, [0], [3])
+    assert (ids, q) == ((1, 3, 2), None)
+    broken = torch.tensor([[1.0, float("nan")]])
+    with pytest.raises(InvariantError):
+        draw_siblings(broken, SamplingParams(temperature=0.0), numbers, [0], [2])
+
+
+def test_ids_far_beyond_the_vocabulary_cost_nothing():
+    """They have p = 0; rows are as wide as the target's vocabulary whatever a draft names."""
+    q = DraftDistribution((1, 2**31 - 1, 2**32 - 1), (COUNT_TOTAL - 200, 100, 100))
+    proposal = Proposal((2**31 - 1, 1), (q,), (-1, -1))
+    p = torch.tensor([[0.5, 0.5]] * 3, dtype=torch.float64)
+    accept, weights = tree_law(p, proposal)
+    assert accept[0] == 0.0
+    assert weights.shape == (3, 2)
+    numbers = RoundNoise(1, Rule.TOKEN, 5)
+    fused = verdict_from_logits(p.log(), SAMPLED, NO_HISTORY, proposal, numbers)
+    assert fused.accept_probability == pytest.approx(accept)
+    assert fused == score(p, proposal, numbers)
+
+
+def test_block_has_no_tree():
+    proposal = Proposal((0, 1), (None,), (-1, -1))
+    with pytest.raises(InvariantError, match="no tree"):
+        score(
+            torch.full((3, 3), 1 / 3, dtype=torch.float64), proposal, RoundNoise(0, Rule.BLOCK, 1)
+        )
+
+
+def test_a_path_is_decided_by_siblings_in_turn():
+    """The first that passes goes on with its own children; behind a leaf comes a bonus."""
+    parents = (-1, -1, 1, 1)
+    verdict = Verdict((0.1, 0.9, 0.1, 0.9), (10, 11, 12, 13, 14))
+    expected = {
+        (0.5, 0.5, 0.5, 0.5): ((1, 3), (21, 23, 14), "bonus"),
+        (0.5, 0.5, 0.5, 0.95): ((1,), (21, 12), "correction"),
+        (0.05, 0.5, 0.5, 0.5): ((0,), (20, 11), "bonus"),
+        (0.5, 0.95, 0.05, 0.05): ((), (10,), "correction"),
+    }
+    for uniforms, (path, token_ids, last) in expected.items():
+        outcome = decide(verdict, (20, 21, 22, 23), Rule.TOKEN, uniforms, parents)
+        assert (outcome.path, outcome.token_ids) == (path, token_ids)
+        assert outcome.origins == (decision.Origin.ACCEPTED,) * len(path) + (decision.Origin(last),)

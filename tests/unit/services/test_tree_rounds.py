@@ -1,0 +1,162 @@
+"""Proposals that are trees, through the draft and the target service."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+from rounds import GREEDY, Listener, Player, ask, make_head, session_name
+from toy_engine import ToyEngine, toy_logits
+
+from draft_service.service import DraftService
+from outrider.engine.executor import InlineExecutor
+from outrider.messages import DraftItem, ProposalReply, Refused, VerdictReply, VerifyItem
+from outrider.speculation.proposal import Proposal, SealedProposal
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.transforms import raw_logprobs
+from outrider.wire.memory_link import MemoryLink
+from target_service.service import TargetService
+
+PROMPT = (1, 2, 3)
+SAMPLED = SamplingParams()
+
+
+class Pair:
+    """A draft and a target over toy engines, and links to both."""
+
+    def __init__(self) -> None:
+        self.engines = {"draft": ToyEngine(salt=2), "target": ToyEngine(salt=1)}
+        inline = {
+            side: InlineExecutor(engine.take_step_seconds) for side, engine in self.engines.items()
+        }
+        self.draft = DraftService.with_model(self.engines["draft"], inline["draft"], max_num_seqs=8)
+        self.target = TargetService(self.engines["target"], inline["target"], max_num_seqs=8)
+        self.links = {"draft": MemoryLink(self.draft), "target": MemoryLink(self.target)}
+        self.heard = {side: Listener(link) for side, link in self.links.items()}
+
+    def player(self, rule: Rule, sampling: SamplingParams, drafts: bool, seed: int = 7) -> Player:
+        sides = {side: (self.links[side], self.heard[side]) for side in self.links}
+        return Player(
+            PROMPT, rule, sampling, sides["target"], sides["draft"] if drafts else None, seed=seed
+        )
+
+    async def ask(self, side: str, item: object) -> object:
+        return await ask(self.links[side], self.heard[side], item)
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[Pair]:
+    pair = Pair()
+    yield pair
+    for service in (pair.draft, pair.target):
+        service.check_integrity()
+    for link in pair.links.values():
+        await link.close()
+    for service in (pair.draft, pair.target):
+        await service.close()
+
+
+@pytest.mark.parametrize("rule", [Rule.GREEDY, Rule.COUPLED])
+async def test_own_tokens_do_not_depend_on_siblings(rule: Rule) -> None:
+    """Rounds with trees, of which siblings are accepted, too, write what plain decoding does: the
+    slots of the accepted path are the ones that are kept."""
+    sampling = GREEDY if rule is Rule.GREEDY else SAMPLED
+    taken = 0
+    for seed in range(6):
+        async with running() as pair:
+            plain = pair.player(rule, sampling, drafts=False, seed=seed)
+            for _ in range(24):
+                await plain.play(0)
+        async with running() as pair:
+            player = pair.player(rule, sampling, drafts=True, seed=seed)
+            while len(player.tokens) < len(plain.tokens):
+                await player.play(3, (2, 1, 1))
+                # What is held of the target is the committed path, whatever siblings there were.
+                assert pair.engines["target"].held[session_name(1)] == player.tokens[:-1]
+            assert player.tokens[: len(plain.tokens)] == plain.tokens
+            taken += player.num_beside
+    assert taken > 0
+
+
+async def test_a_tree_of_candidates_is_drafted_and_judged() -> None:
+    """Under token, too; and siblings are accepted now and then."""
+    async with running() as pair:
+        reply = await pair.ask(
+            "draft",
+            DraftItem(make_head(PROMPT, rule=Rule.TOKEN, sampling=SAMPLED), 2, siblings=(2, 1)),
+        )
+        assert isinstance(reply, ProposalReply)
+        proposal = reply.proposal.open()
+        assert proposal.parents == (-1, -1, -1, 0, 0)
+        assert len(proposal.q) == 2
+        assert reply.cached_length == len(PROMPT) + 1
+    beside = 0
+    for seed in range(8):
+        async with running() as pair:
+            player = pair.player(Rule.TOKEN, SAMPLED, drafts=True, seed=seed)
+            for _ in range(8):
+                await player.play(2, (2, 2))
+            beside += player.num_beside
+    assert beside > 0
+
+
+async def test_logprobs_of_a_tree_are_from_the_rows_before_its_tokens() -> None:
+    parents = (-1, -1, 1)
+    proposal = SealedProposal.of(Proposal((4, 5, 6), (), parents))
+    async with running() as pair:
+        reply = await pair.ask("target", VerifyItem(make_head(PROMPT), proposal, num_logprobs=2))
+    assert isinstance(reply, VerdictReply)
+    prefixes = [PROMPT, (*PROMPT, 4), (*PROMPT, 5), (*PROMPT, 5, 6)]
+    rows = [toy_logits(1, prefix, 8) for prefix in prefixes]
+    chosen = (4, 5, 6, *reply.verdict.correction)
+    wanted = raw_logprobs(torch.stack(rows), chosen, 2, rows=(0, 0, 2, 0, 1, 2, 3))
+    assert tuple((entry.logprob, entry.top) for entry in reply.logprobs) == wanted
+
+
+BAD = [
+    ("proposal.parents", Rule.BLOCK, SAMPLED, Proposal((4, 5), (None,), (-1, -1))),
+    (
+        "proposal.parents",
+        Rule.TOKEN,
+        SamplingParams(presence_penalty=0.5),
+        Proposal((4, 5), (None,), (-1, -1)),
+    ),
+    ("proposal.token_ids", Rule.TOKEN, SAMPLED, Proposal((4, 4), (None,), (-1, -1))),
+    ("proposal.parents", Rule.COUPLED, SAMPLED, Proposal((4, 5), (), (-1, 1))),
+    ("proposal.parents", Rule.COUPLED, SAMPLED, Proposal((4, 5), (), (-1,))),
+    ("proposal.q", Rule.TOKEN, SAMPLED, Proposal((4, 5), (None, None), (-1, -1))),
+]
+
+
+@pytest.mark.parametrize(("field", "rule", "sampling", "proposal"), BAD)
+async def test_what_no_tree_may_be_is_refused(
+    field: str, rule: Rule, sampling: SamplingParams, proposal: Proposal
+) -> None:
+    """With the field's name; the session goes on with a chain."""
+    async with running() as pair:
+        head = make_head(PROMPT, rule=rule, sampling=sampling)
+        refused = await pair.ask("target", VerifyItem(head, SealedProposal.of(proposal)))
+        assert isinstance(refused, Refused)
+        assert refused.message.startswith(field)
+        again = await pair.ask("target", VerifyItem(head))
+        assert isinstance(again, VerdictReply)
+
+
+@pytest.mark.parametrize(
+    ("rule", "sampling", "look_ahead"),
+    [
+        (Rule.BLOCK, SAMPLED, 0),
+        (Rule.TOKEN, SamplingParams(frequency_penalty=0.5), 0),
+        (Rule.TOKEN, SAMPLED, 4),
+    ],
+)
+async def test_a_draft_refuses_siblings_where_there_is_no_tree(
+    rule: Rule, sampling: SamplingParams, look_ahead: int
+) -> None:
+    async with running() as pair:
+        head = make_head(PROMPT, rule=rule, sampling=sampling)
+        refused = await pair.ask("draft", DraftItem(head, 2, look_ahead, siblings=(1,)))
+        assert isinstance(refused, Refused)
+        assert refused.message.startswith("siblings")
