@@ -113,9 +113,9 @@ class _Segment:
     position: int
     """Of the first token; a window reaches back from here."""
     end: int
-    """Slots of the sequence up to the last token."""
+    """Slots up to the last token."""
     slots: _Ints
-    """Of the whole sequence, [length]."""
+    """Of the whole sequence, [length]; between a tree's tokens any that nobody looks at."""
     tree: Tree | None
 
 
@@ -137,7 +137,7 @@ class _View:
 
     def num_slots(self, segment: _Segment) -> int:
         """Slots that are gathered, with what pads them."""
-        return -((self.begin(segment) - segment.end) // self._unit) * self._unit
+        return _in_units(segment.end - self.begin(segment), self._unit)
 
     @property
     def _unit(self) -> int:
@@ -157,6 +157,9 @@ class Tree:
     """[T]; 0 for one that follows what was held."""
     ancestors: _Bools
     """[T, T]: whether row's token follows column's, or is it."""
+    places: _Ints
+    """[T]: where they are seen behind what was held. The first of each depth stands where a chain's
+    token would, the others whole units behind it: so a path is summed as a chain is."""
 
 
 def plan_step(
@@ -215,12 +218,20 @@ def tree_of(parents: Sequence[int]) -> Tree:
     """What a tree of new tokens is, from `SequenceStep.parents`."""
     num = len(parents)
     depths = np.zeros(num, dtype=np.int64)
+    ranks = np.zeros(num, dtype=np.int64)
     ancestors = np.eye(num, dtype=np.bool_)
     for index, parent in enumerate(parents):
         if parent >= 0:
             depths[index] = depths[parent] + 1
             ancestors[index] |= ancestors[parent]
-    return Tree(depths, ancestors)
+        ranks[index] = np.count_nonzero(depths[:index] == depths[index])
+    stride = _in_units(int(depths.max()) + 1, _SLOTS_UNIT)
+    return Tree(depths, ancestors, depths + stride * ranks)
+
+
+def _in_units(num: int, unit: int) -> int:
+    """So many, or as many more as whole units need."""
+    return -(-num // unit) * unit
 
 
 def _segments(
@@ -228,7 +239,11 @@ def _segments(
 ) -> list[_Segment]:
     """Cuts the new tokens of a chain; a tree stays whole."""
     if tree is not None:
-        return [_Segment(first_row, num, length, length + num, slots, tree)]
+        end = length + int(tree.places.max()) + 1
+        seen = np.full(end, slots[0])
+        seen[:length] = slots[:length]
+        seen[length + tree.places] = slots[length:]
+        return [_Segment(first_row, num, length, end, seen, tree)]
     size = min(_SEGMENT_TOKENS_MAX, max(_SEGMENT_TOKENS_MIN, _SCORES_MAX // (length + num)))
     return [
         _Segment(
@@ -341,12 +356,11 @@ def _bias(
 
 def _tree_mask(segment: _Segment, tree: Tree, begin: int, width: int, window: int | None) -> _Bools:
     """[T, L]: what was held, and ancestors; of both what the window reaches, by position."""
-    num = segment.num_tokens
     positions = np.arange(begin, begin + width)
-    new = slice(segment.position - begin, segment.position - begin + num)
+    new = segment.position - begin + tree.places
     positions[new] = segment.position + tree.depths
-    allowed = np.zeros((num, width), dtype=np.bool_)
-    allowed[:, : new.start] = True
+    allowed = np.zeros((segment.num_tokens, width), dtype=np.bool_)
+    allowed[:, : segment.position - begin] = True
     allowed[:, new] = tree.ancestors
     if window is not None:
         allowed &= positions > positions[new, None] - window

@@ -124,13 +124,19 @@ def test_generate_prints_one_json_object(served: Shell) -> None:
 
 
 def test_generate_streams_the_same_text(served: Shell) -> None:
-    """Without --json standard output is the text; figures go to standard error. At temperature 0
-    speculation changes nothing."""
-    words = ("generate", PROMPT, "--max-tokens", "24")
-    speculative, plain = served.run(*words), served.run(*words, "--num-draft-tokens", "0")
-    assert speculative.stdout == plain.stdout
-    assert "Paris" in plain.stdout
-    assert "tokens/s" in speculative.stderr
+    """Without --json standard output is the text; figures go to standard error. Plain decoding, as
+    in bfloat16 steps of different shapes may decide near ties differently."""
+    words = ("generate", PROMPT, "--max-tokens", "24", "--num-draft-tokens", "0")
+    streamed, whole = served.run(*words), served.run(*words, "--json")
+    assert streamed.stdout == json.loads(whole.stdout)["text"] + "\n"
+    assert "Paris" in streamed.stdout
+    assert "tokens/s" in streamed.stderr
+
+
+def test_generate_tells_how_speculation_went(served: Shell) -> None:
+    """Beside the speed, tokens per round."""
+    speculative = served.run("generate", PROMPT, "--max-tokens", "24")
+    assert "Paris" in speculative.stdout
     assert "tokens per round" in speculative.stderr
 
 
