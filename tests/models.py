@@ -27,6 +27,8 @@ from transformers import (
 )
 
 from outrider.engine.fingerprints import tensors_fingerprint
+from outrider.engine.modules.packed_linear import PackedLinear, can_pack
+from outrider.engine.modules.widened_linear import WidenedLinear
 from outrider.engine.trained_drafters import FORMAT, TrainedDescription, save_drafter
 
 MAX_MODEL_LEN = 128
@@ -91,6 +93,11 @@ def tiny_module(config: Any, seed: int = 0, dtype: torch.dtype = torch.float32) 
                 if parameter.dim() > 1:
                     parameter.normal_(0.0, _SPREAD)
     return module.requires_grad_(False)
+
+
+def quick_linear(dtype: torch.dtype) -> type:
+    """What stands in for linear layers on this machine's CPU, float32 or bfloat16."""
+    return PackedLinear if can_pack(torch.empty(1, 1, dtype=dtype)) else WidenedLinear
 
 
 def twin(module: Any) -> Any:

@@ -16,7 +16,7 @@ from outrider.engine.cuda.acceleration import Acceleration
 from outrider.engine.fixed_shapes import SPLIT_SLOTS
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
-from outrider.engine.ragged import _SEGMENT_TOKENS_MAX, _SLOTS_UNIT
+from outrider.engine.ragged import _SEGMENT_TOKENS_MAX, _SLOTS_UNIT, tree_of
 from outrider.limits import KV_CACHE_BYTES_DEFAULT
 
 VOCAB = 32
@@ -93,11 +93,16 @@ class WatchedEngine(PagedEngine):
         splits, or up to twice as many, but not more than the longest one has."""
         whole = SPLIT_SLOTS if self._deterministic else _SLOTS_UNIT
         slots = [
-            -(-self.length(step.sequence_id) // whole) * whole
+            -(-(self.length(step.sequence_id) + _apart(step)) // whole) * whole
             for step in steps
             for _ in range(0, len(step.token_ids), _SEGMENT_TOKENS_MAX)
         ]
         return max(self._slot_bytes()) * sum(min(2 * num, max(slots)) for num in slots)
+
+
+def _apart(step: SequenceStep) -> int:
+    """Places between a tree's tokens, less those that its siblings would have in a chain."""
+    return int(tree_of(step.parents).places.max()) + 1 - len(step.parents) if step.parents else 0
 
 
 class EngineMaker:

@@ -14,8 +14,9 @@ from torch import nn
 
 from outrider.engine.modules.packed_linear import PackedLinear
 from outrider.engine.modules.quantized_linear import QuantizedLinear
+from outrider.engine.modules.widened_linear import WidenedLinear
 
-_BLOCK_ROWS: Final = {nn.Linear: 32, PackedLinear: 32, QuantizedLinear: 16}
+_BLOCK_ROWS: Final = {nn.Linear: 32, PackedLinear: 32, WidenedLinear: 32, QuantizedLinear: 16}
 """The most rows at which oneDNN was seen to leave the tiles (AMX, bfloat16) alone; 64 use them.
 Rounded weights are widened from 32 rows on."""
 

@@ -7,6 +7,7 @@ what                          stands in for                          where
 `FusedAttention`              attention with rotary positions        everywhere
 `DirectLayer`                 layers of norm, attention, norm, MLP   everywhere
 `PackedLinear`                linear layers, what is fused included  CPU, bfloat16 and float32
+`WidenedLinear`               the same                               CPU that has no bfloat16
 `Int8Linear`, `Int4Linear`    the same, where rounding is wanted     8 bits anywhere, 4 on CPU
 
 A module that is not of the expected build, or whose stand-in does not give the same result
@@ -44,6 +45,7 @@ from outrider.engine.modules.probes import (
     same_wiring,
 )
 from outrider.engine.modules.quantized_linear import quantized
+from outrider.engine.modules.widened_linear import WidenedLinear, must_widen
 from outrider.errors import ConfigError, check
 
 _MLP_CHILDREN: Final = {"gate_proj", "up_proj", "down_proj"}
@@ -83,7 +85,7 @@ def speed_up(module: nn.Module, bits: int | None = None) -> None:
                     "device; 8 bits need an 8-bit kernel there, 4 bits a CPU and widths that are "
                     "multiples of 32"
                 )
-        _swap(module, _packed_linear, swapped)
+        _swap(module, _quick_linear, swapped)
     _log.info("modules swapped: %s", dict(swapped) or "none")
 
 
@@ -159,9 +161,13 @@ def _direct_layer(layer: Any) -> nn.Module | None:
     return direct if same_wiring(layer, direct) else None
 
 
-def _packed_linear(layer: Any) -> nn.Module | None:
+def _quick_linear(layer: Any) -> nn.Module | None:
     weight = _linear_weight(layer)
-    return None if weight is None or not can_pack(weight) else PackedLinear(weight, layer.bias)
+    if weight is None:
+        return None
+    if can_pack(weight):
+        return PackedLinear(weight, layer.bias)
+    return WidenedLinear(weight, layer.bias) if must_widen(weight) else None
 
 
 def _quantized_linear(layer: Any, bits: int) -> nn.Module | None:

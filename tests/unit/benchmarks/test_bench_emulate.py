@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -47,6 +48,11 @@ TINY = replace(
     num_draft_tokens_max=3,
 )
 PAIR = Pair(SCENARIO, 0.65, {Rule.TOKEN: 0.5, Rule.COUPLED: 0.25})
+
+
+def round_ms(entry: dict[str, Any]) -> float:
+    """The mean."""
+    return float(entry["tokens_per_round"] / entry["tokens_per_second"] * 1e3)
 
 
 def a_round(
@@ -275,7 +281,8 @@ def test_the_command_measures_every_mode_and_prints_one_json_object(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps last at least as long as is said of them, and a message to the draft and back at least
-    as long as what is added to its way: no busy machine makes that less."""
+    as long as what is added to its way: on a busy machine tokens come together, so single rounds
+    may look shorter, but not all of them."""
     monkeypatch.setitem(SCENARIOS, TINY.name, TINY)
     flags = ("--scenario", TINY.name, "--tokens", "60", "--dropped", "8", "--json")
     assert main(["bench", "emulate", *flags]) == 0
@@ -296,12 +303,12 @@ def test_the_command_measures_every_mode_and_prints_one_json_object(
             assert entry["rule"] == rule.value
             assert 1 <= entry["num_draft_tokens"] <= 3
             assert 1 < entry["tokens_per_round"] <= 1 + entry["num_draft_tokens"]
-            assert entry["overhead_ms_p50"] > 0
+            assert round_ms(entry) > 0.9 * TINY.steps.verify_ms
             rates[rule.value] = entry["tokens_per_second"]
         faster = max(rates, key=lambda rule: rates[rule])
         assert value[mode] == value["by_rule"][faster][mode]
         assert delayed[mode]["rule"] == faster
-    assert delayed["synchronous"]["overhead_ms_p50"] >= TINY.round_trip_ms
+    assert round_ms(delayed["synchronous"]) > 0.9 * (TINY.steps.verify_ms + TINY.round_trip_ms)
     assert value["synchronous"]["hits"] is None
     ahead = value["look_ahead"]
     assert 0 <= ahead["look_ahead_hit_rate"] <= 1

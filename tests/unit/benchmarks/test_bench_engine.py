@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import byte_level_tokenizer, save_tiny_model
+from models import byte_level_tokenizer, quick_linear, save_tiny_model
 from toy_engine import ToyEngine, toy_logits
 
 from benchmarks.engine import LIBRARY_SESSIONS, EngineOptions, _Sides
@@ -128,14 +128,15 @@ def test_what_is_compared_takes_turns() -> None:
 
 
 def test_no_block_of_the_generic_model_is_fused(caplog: pytest.LogCaptureFixture) -> None:
-    """One layer: four linear layers and the head are packed, and nothing else is swapped."""
+    """One layer: four linear layers and the head are swapped, and nothing else is."""
     shape = {**GENERIC_SHAPE, "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1,
              "num_attention_heads": 4, "intermediate_size": 48}  # fmt: skip
     with caplog.at_level("INFO"):
         times = generic_step_times(torch.device("cpu"), shape=shape)
     assert list(times) == ["generic_verify_step_ms", "generic_transformers_forward_ms"]
     assert all(time > 0 for time in times.values())
-    assert "modules swapped: {'PackedLinear': 5}" in caplog.text
+    kind = quick_linear(torch.bfloat16).__name__
+    assert f"modules swapped: {{'{kind}': 5}}" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["repetitions", "prompt_tokens", "new_tokens"])

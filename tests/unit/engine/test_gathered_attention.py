@@ -258,3 +258,17 @@ def test_what_comes_later_does_not_change_a_tokens_sums(
             moved = query.roll(place, 2)  # The first of them stands there.
             outputs.append(attend(moved, cache, [group], 0.25)[:, place])
         assert torch.equal(*outputs), length
+
+
+def test_siblings_stand_whole_units_behind() -> None:
+    """So each token of a path is in the lane of a vector in which a chain would have it, and sums
+    of a path are those of a chain bit for bit."""
+    held = HeldSequence(SequenceStep("a", tuple(range(5)), 5, (-1, -1, 0, 0, 1)), 20, [0, 1])
+    (group,) = plan_step([held], (None,), 16, CPU, torch.float64).groups[None]
+    places = {20: 20, 21: 20 + 16, 22: 21, 23: 21 + 16, 24: 21 + 32}
+    slots = group.slots.tolist()
+    assert slots == [*range(21), 22, *[0] * 14, 21, 23, *[0] * 15, 24, *[0] * 10]
+    assert group.bias is not None
+    seen = [[i for i, b in enumerate(row) if b == 0] for row in group.bias[0, 0]]
+    paths = ((20,), (21,), (20, 22), (20, 23), (21, 24))
+    assert seen == [[*range(20), *(places[slot] for slot in path)] for path in paths]

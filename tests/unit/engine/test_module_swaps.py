@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny_config, tiny_module
+from models import quick_linear, tiny_config, tiny_module
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, DynamicCache
 from transformers.models.llama.modeling_llama import (
@@ -152,7 +152,7 @@ def test_what_is_swapped_in_the_llama_family(
     found = classes(swapped)
     assert (found[FusedAttention], found[FusedMLP], found[NativeRMSNorm]) == (2, 2, num_norms)
     assert found[DirectLayer] == num_layers
-    assert (found[PackedLinear], found[nn.Linear]) == (9, 0)
+    assert (found[quick_linear(dtype)], found[nn.Linear]) == (9, 0)
     assert not any(child.training for child in swapped.modules())
     before = str(swapped)
     speed_up(swapped)
@@ -182,7 +182,7 @@ def test_a_tied_head_is_packed_and_the_embedding_stays() -> None:
     config = tiny_config("llama", VOCAB)
     config.tie_word_embeddings = True
     original, swapped = twins(config, SHORT)
-    assert isinstance(swapped.lm_head, PackedLinear)
+    assert isinstance(swapped.lm_head, quick_linear(SHORT))
     assert torch.equal(swapped.get_input_embeddings().weight, original.lm_head.weight)
     assert torch.equal(swapped.get_output_embeddings().weight, original.lm_head.weight)
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import tiny_config, tiny_module, twin
+from models import quick_linear, tiny_config, tiny_module, twin
 from torch import nn
 
 from outrider.engine.modules import quantized_linear
-from outrider.engine.modules.packed_linear import PackedLinear
 from outrider.engine.modules.quantized_linear import Int4Linear, Int8Linear, quantized
 from outrider.engine.modules.swaps import speed_up
 from outrider.errors import ConfigError
@@ -97,7 +96,7 @@ def test_a_model_is_rounded_as_a_whole() -> None:
             assert nn.Linear not in kinds
             assert kinds.count(kind) > config.num_hidden_layers
             if bits == 4:  # the width of what comes out of an MLP is no multiple of 32
-                assert kinds.count(PackedLinear) == config.num_hidden_layers
+                assert kinds.count(quick_linear(torch.bfloat16)) == config.num_hidden_layers
             distances[bits] = float((module(ids).logits.float() - exact).norm() / exact.norm())
     assert 0 < distances[8] < distances[4] < 0.7
 
