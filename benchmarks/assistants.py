@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from outrider.engine.drafter_files import is_trained_drafter
 from outrider.engine.interface import ModelInfo
 from outrider.engine.loading import load_model
-from outrider.engine.trained_drafters import is_trained_drafter, load_drafter
+from outrider.engine.trained_drafters import load_drafter
 from outrider.errors import ConfigError, check
 
 

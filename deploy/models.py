@@ -57,9 +57,9 @@ def _resolve_draft(
 ) -> DraftConfig:
     """With where its files are: those of `target` where it drafts with the target's weights, and
     those as well where it was made for it."""
+    from outrider.engine.drafter_files import TrainedKind, check_target, is_trained_drafter
     from outrider.engine.loading import check_same_tokenizer
     from outrider.engine.sources import resolve_model
-    from outrider.engine.trained_drafters import check_target, is_trained_drafter
 
     draft, directory, name = config.draft, target, config.target.model
     if draft_model.name is not None:
@@ -67,7 +67,7 @@ def _resolve_draft(
         with blaming("draft_model"):
             directory = resolve_model(name, trust_remote_code=trust)
             if is_trained_drafter(directory):
-                check_target(directory, name, target, config.target.model)
+                check_target(directory, name, TrainedKind.STUDENT, target, config.target.model)
                 draft = replace(draft, target=config.target.model, target_directory=str(target))
             else:
                 check_same_tokenizer(config.target.model, name, trust_remote_code=trust)

@@ -26,10 +26,11 @@ from transformers import (
     Qwen3Config,
 )
 
+from outrider.engine.drafter_files import FORMAT, TrainedDescription, TrainedKind
 from outrider.engine.fingerprints import tensors_fingerprint
 from outrider.engine.modules.packed_linear import PackedLinear, can_pack
 from outrider.engine.modules.widened_linear import WidenedLinear
-from outrider.engine.trained_drafters import FORMAT, TrainedDescription, save_drafter
+from outrider.engine.trained_drafters import save_drafter
 
 MAX_MODEL_LEN = 128
 _SPREAD = 0.4
@@ -174,7 +175,8 @@ def save_tiny_drafter(
     module = AutoModelForCausalLM.from_pretrained(target)
     drafter = tiny_drafter(module, token_ids, num_layers, seed)
     description = TrainedDescription(
-        format=FORMAT, target="tiny", target_fingerprint=tensors_fingerprint(target),
+        format=FORMAT, kind=TrainedKind.STUDENT, target="tiny",
+        target_fingerprint=tensors_fingerprint(target),
         vocab_size=module.config.vocab_size, draft_vocab_size=len(token_ids),
     )  # fmt: skip
     directory.mkdir(parents=True, exist_ok=True)

@@ -66,18 +66,14 @@ from outrider.distillation.teacher import TeacherCache, check_head
 from outrider.distillation.training import Budget, Point, Trainer
 from outrider.distillation.writing import Template, Wanted, WrittenCorpus
 from outrider.engine.cuda.acceleration import find_acceleration
+from outrider.engine.drafter_files import FORMAT, TrainedDescription, TrainedKind, as_stored
 from outrider.engine.fingerprints import tensors_fingerprint
 from outrider.engine.interface import ModelInfo
 from outrider.engine.kv_cache import memory_budget
 from outrider.engine.loading import load_model
 from outrider.engine.modules.swaps import speed_up
 from outrider.engine.paged_engine import PagedEngine
-from outrider.engine.trained_drafters import (
-    FORMAT,
-    TrainedDescription,
-    as_stored,
-    save_drafter,
-)
+from outrider.engine.trained_drafters import save_drafter
 from outrider.errors import SettingError
 
 WRITING_SHARE: Final = 0.4
@@ -416,6 +412,7 @@ class _Run:
         """The whole directory at once, in place of an earlier drafter's."""
         description = TrainedDescription(
             format=FORMAT,
+            kind=TrainedKind.STUDENT,
             target=self._target.name,
             target_fingerprint=self._fingerprint,
             vocab_size=self._vocab_size,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from outrider.distillation.card import CARD_FILE, PLOT_FILE
-from outrider.engine.trained_drafters import (
+from outrider.engine.drafter_files import (
     CONFIG_FILE,
     DESCRIPTION_FILE,
     WEIGHTS_FILE,

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from outrider.drafting.registry import SHIPPED
+from outrider.engine.drafter_files import is_trained_drafter, read_description
 from outrider.engine.fingerprints import tensors_fingerprint
 from outrider.engine.sources import check_name, resolve_model
-from outrider.engine.trained_drafters import is_trained_drafter, load_drafter, read_description
+from outrider.engine.trained_drafters import load_drafter
 
 BYTES_MAX = 24 * 2**20
 ROOT = Path(__file__).parents[3]

@@ -16,14 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from deploy.models import resolve_models
 from outrider.config import load_config
+from outrider.engine.drafter_files import DESCRIPTION_FILE, WEIGHTS_FILE, as_stored
 from outrider.engine.fingerprints import tensors_fingerprint
 from outrider.engine.interface import SequenceStep
-from outrider.engine.trained_drafters import (
-    DESCRIPTION_FILE,
-    WEIGHTS_FILE,
-    as_stored,
-    load_drafter,
-)
+from outrider.engine.trained_drafters import load_drafter
 from outrider.errors import ConfigError, SettingError
 from outrider.hosting import build_engine
 
@@ -104,7 +100,9 @@ def test_ranks_are_refused(target: Path, drafter: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 1}, "format 2"),
+        ({"format": 2}, "format 3"),
+        ({"kind": "oracle"}, "kind is 'oracle'; `student`, `medusa` are known"),
+        ({"kind": "medusa"}, "of the kind `medusa`, and is loaded as a `student`"),
         ({"colour": "red"}, "colour is missing, wrong or not known"),
         ({"vocab_size": "32"}, "vocab_size is missing"),
         ({"draft_vocab_size": 6}, r"draft_token_ids are torch.int32 \[7\], not 6"),

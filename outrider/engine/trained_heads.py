@@ -1,0 +1,81 @@
+"""Draft heads that were made for one target, on disk (`drafter_files.py`) and beside its module.
+
+Weights are named as in `DraftHeads`; how many heads there are and how wide they are within is told
+by their shapes. Embeddings and the head are the target's, and are not stored.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from outrider.engine.draft_heads import DraftHeads
+from outrider.engine.drafter_files import (
+    TOKEN_IDS,
+    TrainedDescription,
+    TrainedKind,
+    check_target,
+    checked_token_ids,
+    restored,
+    save_files,
+    stored,
+)
+from outrider.engine.loading import LOADING_ERRORS
+from outrider.engine.weight_files import open_weights
+from outrider.errors import ConfigError
+
+_HEADS = "heads."
+_DOWN = ".down.weight"
+
+
+def make_heads(target: Any, num_heads: int, inner: int, token_ids: torch.Tensor) -> DraftHeads:
+    """Heads without values on a target's module, with its embeddings and its head's rows for
+    `token_ids` [N]."""
+    embeddings = target.get_input_embeddings().weight
+    rows = target.get_output_embeddings().weight.detach()[token_ids.to(embeddings.device)]
+    head = nn.Parameter(rows, requires_grad=False)
+    return DraftHeads(num_heads, inner, embeddings, head)
+
+
+def load_heads(
+    path: Path, target: Any, *, name: str, target_directory: Path, target_name: str
+) -> tuple[DraftHeads, tuple[int, ...]]:
+    """The heads in `path` on the module of the target in `target_directory`, of its dtype and on
+    its device, and the tokens of their logits. Raises `ConfigError`, also for a target that they
+    were not made for."""
+    description = check_target(path, name, TrainedKind.MEDUSA, target_directory, target_name)
+    try:
+        with open_weights(path) as files:
+            tensors = {key: file.get_tensor(key) for key, file in files.items()}
+        token_ids = checked_token_ids(tensors, description)
+        downs = [tensors[key] for key in sorted(tensors) if key.endswith(_DOWN)]
+        if not downs:
+            raise ConfigError(f"drafter {name}: its files hold no heads")
+        heads = make_heads(target, len(downs), downs[0].shape[1], token_ids)
+        for key, parameter in list(heads.named_parameters()):
+            if key.startswith(_HEADS):
+                values = restored(key, tensors)
+                if values.shape != parameter.shape:
+                    raise ConfigError(f"drafter {name}: {key} does not fit its target")
+                owner, _, attribute = key.rpartition(".")
+                values = values.to(heads.embeddings)
+                new = nn.Parameter(values, requires_grad=False)
+                setattr(heads.get_submodule(owner), attribute, new)
+    except LOADING_ERRORS as error:
+        raise ConfigError(f"drafter {name}: cannot be loaded: {error}") from error
+    return heads.requires_grad_(False).eval(), tuple(token_ids.tolist())
+
+
+def save_heads(
+    directory: Path, heads: DraftHeads, token_ids: torch.Tensor, description: TrainedDescription
+) -> None:
+    """Writes the description and what is not the target's of heads whose logits are of `token_ids`
+    [N]."""
+    tensors: dict[str, torch.Tensor] = {TOKEN_IDS: token_ids.to(torch.int32)}
+    for name, values in heads.named_parameters():
+        if name.startswith(_HEADS):
+            tensors |= stored(name, values.detach().cpu())
+    save_files(directory, tensors, description)
