@@ -20,11 +20,12 @@ from outrider.telemetry.observer import SILENT, RequestObserver
 
 from .commits import Committer
 from .completion import Completion, Piece
+from .drafts import Drafted, Drafts
 from .journal import Entry, Journal
 from .lengths import LengthPolicy, PlayedRound, RoundLength
 from .request import GenerationParameters
 from .siblings import fitting, sibling_chances
-from .sides import Drafted, DraftSide, TargetSide
+from .sides import TargetSide
 
 _NOT_DRAFTED = Drafted(NOTHING_SEALED, by_replica=False, seconds=0.0, num_asked=0)
 
@@ -47,7 +48,7 @@ class Decoding:
         parameters: GenerationParameters,
         completion: Completion,
         target: TargetSide,
-        draft: DraftSide | None,
+        draft: Drafts | None,
         committer: Committer,
         journal: Journal,
         lengths: LengthPolicy,
@@ -156,9 +157,12 @@ class Decoding:
         self._observer.asked("target")
         loop = asyncio.get_running_loop()
         start = loop.time()
+        num_next = 0 if self._draft is None else self._draft.num_next(length)
         reply = await self._target.verify(
-            index, drafted.proposal, length.run_ahead, self._parameters.logprobs
+            index, drafted.proposal, length.run_ahead, self._parameters.logprobs, num_next
         )
+        if self._draft is not None:
+            self._draft.hear(reply)
         seconds = loop.time() - start
         self._observer.verified(seconds, reply.queue_ms, reply.compute_ms)
         return Verified(reply, seconds)

@@ -17,10 +17,11 @@ from outrider.telemetry.observer import SILENT, RequestObserver
 from .commits import Committer
 from .completion import Completion
 from .decoding import Decoding
+from .drafts import Drafts
 from .journal import Journal
 from .lengths import LengthPolicy
 from .request import GenerationParameters
-from .sides import DraftSide, TargetSide
+from .sides import TargetSide
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class SessionRun:
         parameters: GenerationParameters,
         completion: Completion,
         target: TargetSide,
-        draft: DraftSide | None,
+        draft: Drafts | None,
         committer: Committer,
         lengths: LengthPolicy,
         length_max: int,

@@ -50,6 +50,7 @@ from outrider.wire.link import Link
 
 from .commits import Committer
 from .completion import Completion
+from .drafts import Drafts, StandIn
 from .length_control import LengthControls
 from .lengths import FixedLength, LengthPolicy
 from .mailbox import PostOffice
@@ -62,6 +63,7 @@ from .request import (
     resolve,
 )
 from .run import COMMIT_GRACE_S, SessionRun
+from .self_drafts import SelfDrafts
 from .sides import DraftSide, HeadWriter, Patience, TargetSide
 
 _log = logging.getLogger(__name__)
@@ -129,6 +131,8 @@ class CoordinatorService:
         self._background: set[asyncio.Task[None]] = set()
         self._model: ServedModel | None = None
         self._lengths: LengthControls | None = None
+        self._drafts_itself = False
+        """Whether the target proposes with its verdicts."""
         self._observation = observation
         observation.watch_load(
             running=lambda: self.num_running,
@@ -139,6 +143,7 @@ class CoordinatorService:
         """Learns what the replicas run, and starts committing. Raises `Unavailable` where one
         does not answer, `Incompatible` where they do not fit together."""
         target = await self._target.link.describe(DESCRIBE_TIMEOUT_S)
+        self._drafts_itself = target.drafts_itself
         draft: ReplicaDescription | None = None
         if self._draft is not None:
             draft = await self._draft.link.describe(DESCRIBE_TIMEOUT_S)
@@ -349,17 +354,8 @@ class CoordinatorService:
         options = self._options
         self._committer.add(session)
         heads = HeadWriter(session, parameters.sampling, deadline, observer)
-        draft: DraftSide | None = None
+        draft = self._drafts(heads, parameters.num_draft_tokens)
         num_draft_tokens = parameters.num_draft_tokens
-        if self._draft is not None and num_draft_tokens > 0:
-            draft = DraftSide(
-                self._draft,
-                heads,
-                options.patience,
-                self._stand_in,
-                options.look_ahead,
-                options.look_ahead_bytes_max,
-            )
         completion = Completion(
             max_tokens=parameters.max_tokens,
             stop=parameters.stop,
@@ -384,6 +380,25 @@ class CoordinatorService:
         self._running[session.session_id] = run
         return run
 
+    def _drafts(self, heads: HeadWriter, num_draft_tokens: int) -> Drafts | None:
+        """Where the proposals of a session come from; None for one without."""
+        if num_draft_tokens == 0:
+            return None
+        options = self._options
+        stand_in = StandIn(self._stand_in, heads.session, heads.sampling)
+        if self._drafts_itself:
+            return SelfDrafts(heads.session, stand_in, num_draft_tokens)
+        if self._draft is None:
+            return None
+        return DraftSide(
+            self._draft,
+            heads,
+            options.patience,
+            stand_in,
+            options.look_ahead,
+            options.look_ahead_bytes_max,
+        )
+
     def _length_policy(
         self, session: Session, num_draft_tokens: int, sampling: SamplingParams
     ) -> LengthPolicy:
@@ -400,7 +415,8 @@ class CoordinatorService:
         drafted or verified."""
         options = self._options
         is_chain = session.identity.rule is Rule.BLOCK or sampling.penalised
-        return 0 if is_chain or options.look_ahead > 0 else options.draft_siblings
+        is_chain = is_chain or options.look_ahead > 0 or self._drafts_itself
+        return 0 if is_chain else options.draft_siblings
 
     def _end(self, run: SessionRun) -> None:
         """The client has its last event, or has gone: frees what the session holds."""

@@ -13,7 +13,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final
 
-from outrider.drafting.drafter import Drafter, DraftRequest
 from outrider.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -44,6 +43,8 @@ from outrider.speculation.proposal import SealedProposal, require_q
 from outrider.speculation.sampling import SamplingParams
 from outrider.telemetry.observer import SILENT, RequestObserver, Side
 
+from .drafts import Drafted, StandIn
+from .lengths import RoundLength
 from .look_ahead import PushedProposals
 from .mailbox import PostOffice
 
@@ -139,10 +140,16 @@ class TargetSide:
         return CacheState(self._office.replica, self.cached_length)
 
     async def verify(
-        self, round_index: int, proposal: SealedProposal, run_ahead: int, num_logprobs: int | None
+        self,
+        round_index: int,
+        proposal: SealedProposal,
+        run_ahead: int,
+        num_logprobs: int | None,
+        num_next: int = 0,
     ) -> VerdictReply:
-        """The verdict of a round. Asks again until there is one; raises what the target refuses
-        with, and `Unavailable` once it cannot be reached for `target_gone_s`.
+        """The verdict of a round, with up to `num_next` tokens for the next one where the target
+        drafts itself. Asks again until there is one; raises what the target refuses with, and
+        `Unavailable` once it cannot be reached for `target_gone_s`.
 
         Where the target cannot read the draft's q, the same tokens are verified as one-hot draws,
         which is exact for whatever tokens: none is dropped for what a draft says of it."""
@@ -155,7 +162,7 @@ class TargetSide:
         while True:
             try:
                 if ask:
-                    self._send(round_index, proposal, run_ahead, num_logprobs)
+                    self._send(round_index, proposal, run_ahead, num_logprobs, num_next)
                 async with asyncio.timeout(wait_s):
                     answer = await self._mailbox.take(round_index)
             except TimeoutError:
@@ -199,11 +206,16 @@ class TargetSide:
         return left < 0 or left < run_ahead // 2
 
     def _send(
-        self, round_index: int, proposal: SealedProposal, run_ahead: int, num_logprobs: int | None
+        self,
+        round_index: int,
+        proposal: SealedProposal,
+        run_ahead: int,
+        num_logprobs: int | None,
+        num_next: int,
     ) -> None:
         base_length = min(self.cached_length, len(self._heads.session.tokens) - 1)
         head = self._heads.write("target", round_index, base_length)
-        self._office.link.send(VerifyItem(head, proposal, run_ahead, num_logprobs))
+        self._office.link.send(VerifyItem(head, proposal, run_ahead, num_logprobs, num_next))
         self._asked_until = round_index + run_ahead
 
     def _checked(self, reply: VerdictReply, proposal: SealedProposal) -> VerdictReply:
@@ -236,33 +248,16 @@ def _is_about_q(answer: Refused) -> bool:
     return isinstance(error, BadRequest) and error.field == "proposal.q"
 
 
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """A proposal and where it came from."""
-
-    proposal: SealedProposal
-    by_replica: bool
-    seconds: float
-    num_asked: int
-    """K that it was drafted for: of the round before, where it was drafted ahead."""
-    queue_ms: float = 0.0
-    compute_ms: float = 0.0
-    """The replica's own times."""
-    ahead: bool = False
-    """Whether it was there before the round began."""
-    siblings: tuple[int, ...] = ()
-    """Candidates that were asked for beside its tokens."""
-
-
 class DraftSide:
-    """One session's draft, and the local drafter that stands in while it does not answer."""
+    """One session's draft, and the local drafter that stands in while it does not answer.
+    Implements `Drafts`."""
 
     def __init__(
         self,
         office: PostOffice[DraftItem, DraftAnswer],
         heads: HeadWriter,
         patience: Patience,
-        stand_in: Drafter,
+        stand_in: StandIn,
         look_ahead: int = 0,
         look_ahead_bytes_max: int = LOOK_AHEAD_BYTES_MAX,
     ) -> None:
@@ -289,8 +284,8 @@ class DraftSide:
         """Committed tokens that the draft is thought to hold."""
 
     @property
-    def cache_state(self) -> CacheState:
-        """What the store is told of this side."""
+    def cache_state(self) -> CacheState | None:
+        """See `Drafts.cache_state`."""
         return CacheState(self._office.replica, self.cached_length)
 
     def prefill(self, round_index: int, num_draft_tokens: int) -> None:
@@ -312,9 +307,8 @@ class DraftSide:
         noise: RoundNoise,
         siblings: tuple[int, ...] = (),
     ) -> Drafted:
-        """A proposal of at most `num_draft_tokens` tokens, with as many `siblings` beside each at
-        most: the replica's, or the stand-in's where the replica is away, late or refuses. Never
-        raises for a draft's sake."""
+        """See `Drafts.propose`: the replica's, or the stand-in's where the replica is away, late or
+        refuses."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         self._mailbox.begin(round_index)
@@ -349,30 +343,25 @@ class DraftSide:
             return Drafted(
                 reply.proposal, True, seconds, num_asked, queue_ms, compute_ms, siblings=siblings
             )
-        session = self._heads.session
-        request = DraftRequest(
-            session_id=self._session_id,
-            tenant=session.identity.tenant,
-            token_ids=session.tokens.ids,
-            digests=session.tokens,
-            prompt_length=session.prompt_length,
-            num_draft_tokens=num_draft_tokens,
-            sampling=self._heads.sampling,
-            rule=session.identity.rule,
-            noise=noise,
-        )
-        proposal = SealedProposal.of(self._stand_in.propose([request])[0])
+        proposal = self._stand_in.propose(num_draft_tokens, noise)
         return Drafted(proposal, False, loop.time() - start, num_draft_tokens)
 
+    def num_next(self, length: RoundLength) -> int:
+        """See `Drafts.num_next`: the target proposes nothing."""
+        return 0
+
+    def hear(self, reply: VerdictReply) -> None:
+        """See `Drafts.hear`: it says nothing to a draft."""
+
     def settle(self, common_length: int) -> None:
-        """Notes an outcome: the first `common_length` tokens of what was drafted are committed."""
+        """See `Drafts.settle`."""
         if self._held is not None:
             self.cached_length = min(self._held.cached_length, common_length)
             self._held = None
 
     def close(self) -> None:
-        """Ends the session on this side."""
-        self._stand_in.release(self._session_id)
+        """See `Drafts.close`."""
+        self._stand_in.close()
         self._office.close(self._session_id, self._epoch)
 
     async def _ask(

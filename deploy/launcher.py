@@ -54,6 +54,7 @@ class Endpoints:
     coordinator: str
     target: str
     draft: str
+    """Empty where the target drafts for itself."""
 
 
 class Deployment:
@@ -130,12 +131,13 @@ class Deployment:
         config = placement.config
         self._report(f"loading {config.target.model}, and {config.draft.model} as its draft")
         target, draft = await asyncio.gather(
-            self._begin("target", config.target), self._begin("draft", config.draft)
+            self._begin("target", config.target),
+            _nowhere() if placement.draft is None else self._begin("draft", config.draft),
         )
         self._report("starting the coordinator")
         look_ahead = look_ahead_outcomes(
             config,
-            same_node=self._actors["target"].place.node == self._actors["draft"].place.node,
+            same_node=len({actor.place.node for actor in self._models()}) == 1,
             num_cores=available_cores() if self._cluster.local else 0,
         )
         siblings = siblings_of_a_place(config)
@@ -187,9 +189,10 @@ class Deployment:
         self._report("waiting for a place for every actor")
         demands = [
             (placement.target, TargetActor, RankHost),
-            (placement.draft, DraftActor, RankHost),
             (placement.coordinator, CoordinatorActor, RankHost),
         ]
+        if placement.draft is not None:
+            demands.append((placement.draft, DraftActor, RankHost))
         actors = await self._cluster.place(demands, self.config.startup_timeout_s)
         self._actors = {actor.role: actor for actor in actors if actor.rank == 0}
         self._followers = [actor for actor in actors if actor.rank > 0]
@@ -200,6 +203,10 @@ class Deployment:
                 f"the actors were placed on {len(nodes)} machines, but their servers bind "
                 f"{self.config.target.host}; give --host 0.0.0.0 --insecure on a trusted network",
             )
+
+    def _models(self) -> list[Actor]:
+        """The actors of target and draft, the first rank of each."""
+        return [actor for role, actor in self._actors.items() if role != "coordinator"]
 
     async def _begin(self, role: str, config: object) -> str:
         """Starts the service of an actor, and the other ranks of its model; its address."""
@@ -302,6 +309,11 @@ async def _of_the_first(first: Awaitable[Any], *others: Awaitable[Any]) -> Any:
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def _nowhere() -> str:
+    """The address of a service that a deployment does without."""
+    return ""
 
 
 async def _all(*work: Awaitable[Any]) -> list[Any]:

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from outrider.config import DeploymentConfig, DraftConfig
+from outrider.config import DeploymentConfig, DraftConfig, TargetConfig
 from outrider.drafting.registry import DraftModel
-from outrider.errors import SettingError
+from outrider.errors import ConfigError, SettingError
 from outrider.settings import blaming
 
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -40,9 +40,12 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
     draft, draft_model = config.draft, config.draft.drafter.model
     if draft_model is not None:
         draft = _resolve_draft(config, draft_model, directory, trust)
+    target = replace(config.target, directory=str(directory))
+    if draft.drafter.heads is not None:
+        target = _with_heads(target, draft, draft.drafter.heads)
     return replace(
         config,
-        target=replace(config.target, directory=str(directory)),
+        target=target,
         draft=draft,
         coordinator=replace(
             config.coordinator,
@@ -78,6 +81,24 @@ def _resolve_draft(
     elif draft.tensor_parallel_size > 1:
         raise SettingError(size_key, "a drafter that was made for a target runs on one rank")
     return replace(draft, directory=str(directory))
+
+
+def _with_heads(target: TargetConfig, draft: DraftConfig, name: str) -> TargetConfig:
+    """A target that drafts for itself."""
+    from outrider.engine.drafter_files import TrainedKind, check_target, is_trained_drafter
+    from outrider.engine.sources import resolve_model
+
+    with blaming("draft_model"):
+        directory = resolve_model(name, trust_remote_code=target.trust_remote_code)
+        if not is_trained_drafter(directory):
+            raise ConfigError(f"drafter {name} has no draft heads: {directory}")
+        check_target(directory, name, TrainedKind.MEDUSA, Path(target.directory), target.model)
+    return replace(
+        target,
+        heads=name,
+        heads_directory=str(directory),
+        heads_support_entries=draft.support_entries,
+    )
 
 
 def _check_length(key: str, asked: int, directory: Path, trust: bool) -> None:

@@ -21,7 +21,8 @@ class Placement:
 
     config: DeploymentConfig
     target: Demand
-    draft: Demand
+    draft: Demand | None
+    """None where the target drafts for itself."""
     coordinator: Demand
 
 
@@ -50,7 +51,9 @@ def plan_placement(config: DeploymentConfig, resources: Mapping[str, float]) -> 
             draft=replace(config.draft, device=draft_device, num_gpus=draft_gpus),
         ),
         target=Demand(TARGET, config.target.num_cpus, target_gpus, target_ranks),
-        draft=Demand(DRAFT, config.draft.num_cpus, draft_gpus, draft_ranks),
+        draft=None
+        if config.draft.drafter.heads is not None
+        else Demand(DRAFT, config.draft.num_cpus, draft_gpus, draft_ranks),
         coordinator=Demand(COORDINATOR, config.coordinator.num_cpus, 0.0),
     )
 

@@ -29,9 +29,10 @@ def check_before_start(config: DeploymentConfig) -> None:
     with blaming("model"):
         check_name(config.target.model)
     draft = config.draft.drafter.model
-    if draft is not None and draft.name is not None:
+    name = config.draft.drafter.heads if draft is None else draft.name
+    if name is not None:
         with blaming("draft_model"):
-            check_name(draft.name)
+            check_name(name)
 
 
 def _check_listening(key: str, host: str, port: int) -> None:

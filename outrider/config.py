@@ -170,6 +170,12 @@ class TargetConfig(ModelServerConfig):
     )  # fmt: skip
     directory: str = ""
     """Where the model's files are, once its name is resolved; empty for an emulated engine."""
+    heads: str = ""
+    """What its draft heads are called, where it drafts for itself; else empty."""
+    heads_directory: str = ""
+    """Where these are."""
+    heads_support_entries: int = DRAFT_SUPPORT_ENTRIES
+    """Tokens that their distributions may keep on the wire."""
 
 
 def _ngram_min() -> Any:
@@ -269,18 +275,17 @@ class DraftConfig(ModelServerConfig):
     def __post_init__(self) -> None:
         ModelServerConfig.__post_init__(self)
         _check_ngrams(self.ngram_min, self.ngram_max)
-        model = self.drafter.model
-        if model is not None and model.bits is not None:
-            if self.emulated is not None:
-                raise SettingError(
-                    "draft_model", f"{self.model} needs a target with weights; an emulated one has "
-                    "none",
-                )  # fmt: skip
-            if self.tensor_parallel_size > 1:
-                raise SettingError(
-                    "draft_tensor_parallel_size", f"{self.tensor_parallel_size} is wrong; "
-                    f"{self.model} runs on one rank",
-                )  # fmt: skip
+        model, heads = self.drafter.model, self.drafter.heads
+        bits = None if model is None else model.bits
+        if (bits is not None or heads is not None) and self.emulated is not None:
+            raise SettingError(
+                "draft_model", f"{self.model} needs a target with weights; an emulated one has none"
+            )
+        if bits is not None and self.tensor_parallel_size > 1:
+            raise SettingError(
+                "draft_tensor_parallel_size",
+                f"{self.tensor_parallel_size} is wrong; {self.model} runs on one rank",
+            )
 
     @property
     def drafter(self) -> DrafterChoice:
@@ -431,12 +436,25 @@ class DeploymentConfig:
         if self.draft.model == AUTO:
             named = drafter_for(None if self.target.emulated else self.target.model)
             object.__setattr__(self, "draft", replace(self.draft, model=named))
+        if self.draft.drafter.heads is not None:
+            self._check_heads()
         if self.target.deterministic and self.coordinator.draft_siblings:
             raise SettingError(
                 "draft_siblings",
                 f"{self.coordinator.draft_siblings} given, but with `deterministic` there are no "
                 "trees: their logits may differ in the last bit from those of a chain",
             )
+
+    def _check_heads(self) -> None:
+        """Of a target that drafts for itself."""
+        ranks = self.target.tensor_parallel_size
+        for key, value, reason in (
+            ("tensor_parallel_size", ranks if ranks > 1 else 0, "draft on a target of one rank"),
+            ("look_ahead", self.coordinator.look_ahead, "draft once the outcome is known"),
+            ("draft_siblings", self.coordinator.draft_siblings, "draft chains"),
+        ):
+            if value:
+                raise SettingError(key, f"{value} given, but {self.draft.model}: heads {reason}")
 
     @property
     def served_model_name(self) -> str:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from outrider.engine.costs import StepCosts
     from outrider.engine.interface import Engine, ModelInfo
     from outrider.engine.parallel.sharding import Ranks
+    from outrider.engine.trained_heads import LoadedHeads
 
 T = TypeVar("T")
 SPIN_COUNT: Final = 10_000
@@ -133,9 +134,13 @@ def build_engine(
     # Ranks wait for each other within a step: one that fails to record it would hold up the others.
     acceleration = None
     if not config.deterministic:
-        acceleration = find_acceleration(device, weight.dtype, graphs=ranks is None)
+        records = ranks is None and not _has_heads(config)
+        acceleration = find_acceleration(device, weight.dtype, graphs=records)
+    heads = _heads(config, module)
     with blaming("draft_model"):
         speed_up(module, bits=_bits(config))
+    if heads is not None:
+        speed_up(heads.module)
     if ranks is not None:
         ranks.wait_for_all()
     num_bytes = config.kv_cache_memory_bytes or memory_budget(
@@ -163,6 +168,7 @@ def build_engine(
             deterministic=config.deterministic,
             acceleration=acceleration,
             all_agree=all_agree,
+            draft_heads=heads,
         )
         if engine.info.max_model_len < config.max_model_len:
             raise SettingError(
@@ -199,6 +205,27 @@ def _load(
         return load_model(path, **options)
     key = "tensor_parallel_size" if role == "target" else "draft_tensor_parallel_size"
     return load_shard(path, ranks, key=key, **options)
+
+
+def _has_heads(config: TargetConfig | DraftConfig) -> bool:
+    """Whether the model drafts for itself, from what a replayed step does not show."""
+    return isinstance(config, TargetConfig) and bool(config.heads_directory)
+
+
+def _heads(config: TargetConfig | DraftConfig, module: torch.nn.Module) -> LoadedHeads | None:
+    """The draft heads on a target, whose weights are all there still."""
+    if not isinstance(config, TargetConfig) or not config.heads_directory:
+        return None
+    from outrider.engine.trained_heads import load_heads
+
+    with blaming("draft_model"):
+        return load_heads(
+            Path(config.heads_directory),
+            module,
+            name=config.heads,
+            target_directory=Path(config.directory),
+            target_name=config.model,
+        )
 
 
 def _bits(config: TargetConfig | DraftConfig) -> int | None:

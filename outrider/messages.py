@@ -70,6 +70,8 @@ class VerifyItem:
     run_ahead: int = 0
     """Rounds after this one that the target may run unasked, each answered on its own."""
     num_logprobs: int | None = None
+    num_next_draft_tokens: int = 0
+    """K of the next round's proposal, which a target that drafts itself sends with its verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,9 @@ class VerdictReply:
     """Where asked for, [2K+1]: of the K draft tokens, then of the K+1 corrections."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
+    next_proposal: SealedProposal = NOTHING_SEALED
+    """Of the next round, behind this one's outcome; a chain of as many tokens as were asked for, or
+    fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,3 +178,5 @@ class ReplicaDescription:
     max_num_seqs: int
     step_costs: StepCosts | None = None
     """How long its steps take; None where nobody knows."""
+    drafts_itself: bool = False
+    """Whether a target proposes the next round's tokens with its verdicts."""

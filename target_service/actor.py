@@ -38,10 +38,13 @@ class TargetActor(ReplicaHost[VerifyItem, VerifyAnswer]):
 
 def _build(engine: Engine, config: TargetConfig, observer: StepObserver | None) -> TargetService:
     from outrider.engine.executor import ThreadExecutor
+    from outrider.engine.paged_engine import PagedEngine
     from outrider.engine.workers import start_workers
 
+    from .self_drafting import HeadDrafter
     from .service import TargetService
 
+    heads = engine.draft_heads if isinstance(engine, PagedEngine) else None
     executor = ThreadExecutor("target-step", engine.take_step_seconds, start_workers)
     return TargetService(
         engine,
@@ -50,4 +53,5 @@ def _build(engine: Engine, config: TargetConfig, observer: StepObserver | None) 
         max_num_batched_tokens=config.max_num_batched_tokens,
         costs=executor.call(lambda: step_costs(engine, config, "target")),
         observer=observer,
+        self_drafter=None if heads is None else HeadDrafter(heads, config.heads_support_entries),
     )

@@ -6,16 +6,17 @@ Refused      Resync           Unfinished    append + proposal      next to the l
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from outrider.engine.admission import Admission, Admissions, Admitted, Ask
-from outrider.engine.interface import Engine, SequenceStep
+from outrider.engine.interface import Engine, FeatureEngine, SequenceStep
 from outrider.engine.sequences import Aligned, SequenceTable
 from outrider.engine.token_budget import TokenBudget
-from outrider.errors import BadRequest, EngineLost, OutriderError
+from outrider.errors import BadRequest, EngineLost, OutriderError, check
 from outrider.messages import (
     PositionLogprobs,
     Refused,
@@ -24,14 +25,17 @@ from outrider.messages import (
     VerifyAnswer,
     VerifyItem,
 )
-from outrider.speculation.decision import decide
+from outrider.speculation.decision import Outcome, decide
 from outrider.speculation.noise import RoundNoise
-from outrider.speculation.proposal import Proposal, require_q
+from outrider.speculation.proposal import Proposal, SealedProposal, require_q
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.transforms import TokenHistory, raw_logprobs
 from outrider.speculation.verdict import Verdict
 from outrider.speculation.verdicts import verdict_from_logits
 from outrider.work import StepFigures, Unfinished, refusal
+from target_service.self_drafting import NextRound, SelfDrafter
+
+logger = logging.getLogger(__name__)
 
 _STAND_IN = 0
 """Runs in place of a draft token outside the target's vocabulary. Such a token has p = 0 and is
@@ -70,9 +74,16 @@ class _Pass:
 class Scorer:
     """The target's `StepWorker`: owns the engine's sequences and what tokens they hold."""
 
-    def __init__(self, engine: Engine, budget: TokenBudget) -> None:
-        """`budget` bounds each step."""
+    def __init__(
+        self, engine: Engine, budget: TokenBudget, self_drafter: SelfDrafter | None = None
+    ) -> None:
+        """`budget` bounds each step. A `self_drafter` reads what the engine shows of its own."""
+        check(
+            self_drafter is None or isinstance(engine, FeatureEngine),
+            "a target that drafts itself shows its features",
+        )
         self._engine = engine
+        self._self_drafter = self_drafter
         self._table = SequenceTable(engine)
         self._admissions = Admissions(engine, self._table, budget)
         self._figures = self._admissions.figures
@@ -200,10 +211,63 @@ class Scorer:
         for entry in passes:
             if not entry.question.proposal.parents or not entry.is_whole:
                 self._table.record(entry.step.sequence_id, entry.step.token_ids)
-        return [
+        answers = [
             self._judge(entry, rows) if entry.is_whole else Unfinished.CONTINUES
             for entry, rows in zip(passes, logits, strict=True)
         ]
+        return self._with_next_proposals(passes, answers)
+
+    def _with_next_proposals(
+        self, passes: Sequence[_Pass], answers: list[VerifyAnswer | Unfinished]
+    ) -> list[VerifyAnswer | Unfinished]:
+        """The answers of a pass, with what is drafted behind those that are verdicts and want it.
+        A proposal that fails costs speed alone."""
+        if self._self_drafter is None or not isinstance(self._engine, FeatureEngine):
+            return answers
+        rounds: dict[int, NextRound] = {}
+        features = self._engine.features()
+        for index, (entry, answer) in enumerate(zip(passes, answers, strict=True)):
+            if isinstance(answer, VerdictReply):
+                outcome = _outcome(entry, answer.verdict)
+                following = self._next_round(entry, outcome, features[index])
+                if following is not None:
+                    rounds[index] = following
+        if rounds:
+            try:
+                proposals = self._self_drafter.propose(list(rounds.values()))
+            except Exception:
+                logger.exception("nothing is proposed behind %d verdicts", len(rounds))
+                return answers
+            for index, proposal in zip(rounds, proposals, strict=True):
+                answer = answers[index]
+                if isinstance(answer, VerdictReply):
+                    answers[index] = replace(answer, next_proposal=SealedProposal.of(proposal))
+        return answers
+
+    def _next_round(
+        self, entry: _Pass, outcome: Outcome, features: torch.Tensor
+    ) -> NextRound | None:
+        """The round behind an outcome, from the features [K+1, D] of the pass; None where nothing
+        is wanted of it, or nothing more fits."""
+        head, sampling = entry.question.item.head, entry.question.sampling
+        length = head.committed_length + len(outcome.token_ids)
+        room = self._engine.info.max_model_len - length
+        num_draft_tokens = min(entry.question.item.num_next_draft_tokens, room)
+        if num_draft_tokens <= 0:
+            return None
+        history = entry.history
+        if sampling.penalised:
+            output_ids = (*history.output_ids, *outcome.token_ids)
+            history = TokenHistory(history.prompt_ids, output_ids)
+        return NextRound(
+            features=features[outcome.last],
+            newest=outcome.token_ids[-1],
+            num_draft_tokens=num_draft_tokens,
+            sampling=sampling,
+            rule=head.rule,
+            noise=RoundNoise(head.seed, head.rule, length),
+            history=history,
+        )
 
     def _judge(self, entry: _Pass, logits: torch.Tensor) -> VerifyAnswer:
         """The verdict on one item from its logits [K+1, V]."""
@@ -216,26 +280,32 @@ class Scorer:
             )
             logprobs = _logprobs(logits, question.proposal, question.item.num_logprobs, verdict)
             if question.proposal.parents:
-                self._keep_path(entry, verdict, noise)
+                self._keep_path(entry, _outcome(entry, verdict).path)
         except OutriderError as error:
             return self._fail(entry, error)
         return VerdictReply(head.key, verdict, self._table.length(head.session_id), logprobs)
 
-    def _keep_path(self, entry: _Pass, verdict: Verdict, noise: RoundNoise) -> None:
+    def _keep_path(self, entry: _Pass, path: Sequence[int]) -> None:
         """Of a tree the slots that its coordinator will find accepted, too."""
         proposal, step = entry.question.proposal, entry.step
-        uniforms = noise.accept_uniforms(len(proposal), proposal.parents)
-        outcome = decide(verdict, proposal.token_ids, noise.rule, uniforms, proposal.parents)
         num_new = len(step.token_ids) - len(proposal)
         length = self._engine.length(step.sequence_id) - len(proposal)
-        self._engine.keep(step.sequence_id, length, [length + index for index in outcome.path])
-        drafted = (step.token_ids[num_new + index] for index in outcome.path)
+        self._engine.keep(step.sequence_id, length, [length + index for index in path])
+        drafted = (step.token_ids[num_new + index] for index in path)
         self._table.record(step.sequence_id, (*step.token_ids[:num_new], *drafted))
 
     def _fail(self, entry: _Pass, error: OutriderError) -> Refused:
         """What a failed pass has left of the session cannot be trusted, so it is forgotten."""
         self._table.release(entry.step.sequence_id)
         return refusal(entry.question.item.head.key, error)
+
+
+def _outcome(entry: _Pass, verdict: Verdict) -> Outcome:
+    """What the coordinator will decide."""
+    head, proposal = entry.question.item.head, entry.question.proposal
+    noise = RoundNoise(head.seed, head.rule, head.committed_length)
+    uniforms = noise.accept_uniforms(len(proposal), proposal.parents)
+    return decide(verdict, proposal.token_ids, head.rule, uniforms, proposal.parents)
 
 
 def _history(question: _Question, aligned: Aligned) -> TokenHistory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 
 from outrider.engine.costs import StepCosts
 from outrider.engine.executor import StepExecutor
@@ -14,6 +15,7 @@ from outrider.stepped_service import SteppedService, describe_model
 from outrider.work import Outlet, StepObserver, Work
 from target_service.run_ahead import RunAhead
 from target_service.scoring import Scorer
+from target_service.self_drafting import SelfDrafter
 
 
 class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
@@ -28,12 +30,17 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
         max_num_batched_tokens: int = BATCHED_TOKENS_DEFAULT,
         costs: StepCosts | None = None,
         observer: StepObserver | None = None,
+        self_drafter: SelfDrafter | None = None,
     ) -> None:
         """`max_num_seqs` sessions and `max_num_batched_tokens` tokens share a step at most, and
-        fewer where its `costs` are known and would be felt."""
-        description = describe_model(engine.info, max_num_seqs, costs)
+        fewer where its `costs` are known and would be felt. With a `self_drafter` it needs a
+        `FeatureEngine`."""
+        description = replace(
+            describe_model(engine.info, max_num_seqs, costs),
+            drafts_itself=self_drafter is not None,
+        )
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
-        scorer = Scorer(engine, budget)
+        scorer = Scorer(engine, budget, self_drafter)
         super().__init__(scorer, executor, description, observer, budget.note_seconds)
         self._ahead: OrderedDict[str, RunAhead] = OrderedDict()
 

@@ -31,6 +31,7 @@ from outrider.engine.fingerprints import tensors_fingerprint
 from outrider.engine.modules.packed_linear import PackedLinear, can_pack
 from outrider.engine.modules.widened_linear import WidenedLinear
 from outrider.engine.trained_drafters import save_drafter
+from outrider.engine.trained_heads import LoadedHeads, make_heads, save_heads
 
 MAX_MODEL_LEN = 128
 _SPREAD = 0.4
@@ -181,6 +182,35 @@ def save_tiny_drafter(
     )  # fmt: skip
     directory.mkdir(parents=True, exist_ok=True)
     save_drafter(directory, drafter, torch.tensor(token_ids), description)
+    return directory
+
+
+def tiny_heads(
+    target: Any, token_ids: Sequence[int], num_heads: int = 2, seed: int = 1
+) -> LoadedHeads:
+    """Random draft heads on a target's module, with logits of `token_ids`."""
+    heads = make_heads(target, num_heads, 2 * target.config.hidden_size, torch.tensor(token_ids))
+    generator = torch.Generator().manual_seed(seed)
+    for part in heads.heads:
+        for linear in (part.gate_up, part.down):
+            values = torch.randn(linear.weight.shape, generator=generator) * _SPREAD
+            linear.weight = torch.nn.Parameter(values.to(target.dtype), requires_grad=False)
+    return LoadedHeads(heads.eval(), tuple(token_ids))
+
+
+def save_tiny_heads(
+    directory: Path, target: Path, token_ids: Sequence[int], num_heads: int = 2
+) -> Path:
+    """Saves such heads of the model in `target`; returns `directory`."""
+    module = AutoModelForCausalLM.from_pretrained(target)
+    heads = tiny_heads(module, token_ids, num_heads)
+    description = TrainedDescription(
+        format=FORMAT, kind=TrainedKind.MEDUSA, target="tiny",
+        target_fingerprint=tensors_fingerprint(target),
+        vocab_size=module.config.vocab_size, draft_vocab_size=len(token_ids),
+    )  # fmt: skip
+    directory.mkdir(parents=True, exist_ok=True)
+    save_heads(directory, heads.module, torch.tensor(token_ids), description)
     return directory
 
 

@@ -28,6 +28,7 @@ from outrider.v1 import coordinator_pb2
 from outrider.wire.grpc_link import draft_link, target_link
 from outrider.wire.server import RpcServer, ServerOptions, Service
 from outrider.work import StepObserver
+from target_service.self_drafting import SelfDrafter
 from target_service.service import TargetService
 from target_service.servicer import TargetServicer
 
@@ -102,10 +103,11 @@ async def running_stack(
     observation: Observation = UNOBSERVED,
     target_observer: StepObserver | None = None,
     draft_observer: StepObserver | None = None,
+    self_drafter: SelfDrafter | None = None,
 ) -> AsyncIterator[Stack]:
     """Target and draft on the given engines; `lookup` before the draft's, or alone where that is
-    None (by default n-grams). Everything is checked and closed at the end. `directory` is for
-    Redis."""
+    None (by default n-grams). With a `self_drafter` nobody asks the draft. Everything is checked
+    and closed at the end. `directory` is for Redis."""
     async with AsyncExitStack() as stack:
         redis = EmbeddedRedis(directory)
         redis.start()
@@ -115,6 +117,7 @@ async def running_stack(
             ThreadExecutor("target", target_engine.take_step_seconds),
             max_num_seqs=NUM_SEQUENCES,
             observer=target_observer,
+            self_drafter=self_drafter,
         )
         draft = _draft_service(draft_engine, lookup, lookup_score, draft_observer)
         target_server = await _serve(stack, TargetServicer(target).grpc_service)

@@ -289,7 +289,9 @@ def _run_hits(arguments: argparse.Namespace) -> int:
     options.load_prompts()
     config = _model_config(arguments)
     if config.draft.drafter.model is None:
-        raise SettingError("draft_model", "a look-up has no distribution to guess by; name a model")
+        raise SettingError(
+            "draft_model", f"{config.draft.model} does not guess outcomes; name a model"
+        )
     target, draft = _engine(config.target, "target"), _engine(config.draft, "draft")
     from benchmarks.hits_rounds import measure
     from outrider.text import TokenizerText

@@ -78,7 +78,9 @@ async def _status(arguments: argparse.Namespace) -> Facts:
     coordinator, target, draft = await asyncio.gather(
         ask_coordinator(record.grpc_address, timeout_s),
         ask_replica("target", record.target_address, timeout_s),
-        ask_replica("draft", record.draft_address, timeout_s),
+        _no_draft()
+        if not record.draft_address
+        else ask_replica("draft", record.draft_address, timeout_s),
     )
     return {
         "running": True,
@@ -90,6 +92,10 @@ async def _status(arguments: argparse.Namespace) -> Facts:
         "draft": draft,
         "lease": lease(state),
     }
+
+
+async def _no_draft() -> None:
+    """Of a target that drafts for itself."""
 
 
 def _deployment(record: DeploymentRecord, state: Path) -> Facts:

@@ -14,10 +14,12 @@ SHIPPED: Final = {"demo": "demo-drafter"}
 """Targets with a drafter that is shipped with this package, and its name."""
 _QUANTIZED: Final = "quantized"
 _HYBRID: Final = "hybrid"
+_MEDUSA: Final = "medusa"
 QUANTIZED_BITS: Final = (8, 4)
 """Bits of a weight that a target can be made its own draft with."""
 _FORMS: Final = (
-    "`auto`, `ngram`, `suffix`, a model, `quantized:8`, `quantized:4` or `hybrid:LOOKUP,MODEL`"
+    "`auto`, `ngram`, `suffix`, a model, `quantized:8`, `quantized:4`, `hybrid:LOOKUP,MODEL` or "
+    "`medusa:DIR`"
 )
 
 
@@ -43,10 +45,13 @@ class DraftModel:
 
 @dataclass(frozen=True, slots=True)
 class DrafterChoice:
-    """Who proposes: a look-up, a model, or the one where it is confident and else the other."""
+    """Who proposes: a look-up, a model, or the one where it is confident and else the other; or
+    heads on the target, beside its verdicts."""
 
     lookup: LookupKind | None
     model: DraftModel | None
+    heads: str | None = None
+    """A directory of heads."""
 
 
 def drafter_for(target: str | None) -> str:
@@ -65,6 +70,10 @@ def parse_drafter(name: str) -> DrafterChoice:
         return DrafterChoice(_LOOKUPS[name], None)
     if form == _HYBRID:
         return _parse_hybrid(name, rest)
+    if form == _MEDUSA:
+        if not rest:
+            raise _wrong(name, "the directory of the heads is missing")
+        return DrafterChoice(None, None, rest)
     if form == _QUANTIZED:
         if rest not in map(str, QUANTIZED_BITS):
             allowed = " or ".join(map(str, QUANTIZED_BITS))
@@ -81,7 +90,7 @@ def _parse_hybrid(name: str, parts: str) -> DrafterChoice:
     if not comma or first not in _LOOKUPS or not second:
         raise _wrong(name, f"a hybrid is `{_HYBRID}:LOOKUP,MODEL`, and LOOKUP {lookups}")
     model = parse_drafter(second)
-    if model.lookup is not None:
+    if model.model is None or model.lookup is not None:
         raise _wrong(name, "its second part must be a model")
     return DrafterChoice(_LOOKUPS[first], model.model)
 
@@ -144,6 +153,14 @@ DRAFTERS: Final = (
         files="the target's",
         memory="a half to a third of its weights; its keys and values",
         training="none",
+        q="sparse",
+    ),
+    DrafterDescription(
+        draft_model="medusa:DIR",
+        proposes="what heads on the target draw, from its last layer, beside its verdicts",
+        files="outrider distill --kind medusa",
+        memory="its weights",
+        training="done",
         q="sparse",
     ),
     DrafterDescription(

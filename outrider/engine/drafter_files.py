@@ -106,7 +106,8 @@ def check_target(
     description = read_description(directory, name)
     if description.kind != kind:
         raise ConfigError(
-            f"drafter {name} is of the kind `{description.kind}`, and is loaded as a `{kind}`"
+            f"drafter {name} is of the kind `{description.kind}`, and is named as a `{kind}`; "
+            f"heads go by `{TrainedKind.MEDUSA}:DIR`, a student by its directory alone"
         )
     found = tensors_fingerprint(target_directory)
     if description.target_fingerprint != found:

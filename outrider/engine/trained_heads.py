@@ -6,8 +6,9 @@ by their shapes. Embeddings and the head are the target's, and are not stored.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -27,8 +28,17 @@ from outrider.engine.loading import LOADING_ERRORS
 from outrider.engine.weight_files import open_weights
 from outrider.errors import ConfigError
 
-_HEADS = "heads."
-_DOWN = ".down.weight"
+_HEADS: Final = "heads."
+_DOWN: Final = ".down.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedHeads:
+    """Draft heads on a target."""
+
+    module: DraftHeads
+    token_ids: tuple[int, ...]
+    """[N], ascending: of their logits."""
 
 
 def make_heads(target: Any, num_heads: int, inner: int, token_ids: torch.Tensor) -> DraftHeads:
@@ -42,10 +52,9 @@ def make_heads(target: Any, num_heads: int, inner: int, token_ids: torch.Tensor)
 
 def load_heads(
     path: Path, target: Any, *, name: str, target_directory: Path, target_name: str
-) -> tuple[DraftHeads, tuple[int, ...]]:
+) -> LoadedHeads:
     """The heads in `path` on the module of the target in `target_directory`, of its dtype and on
-    its device, and the tokens of their logits. Raises `ConfigError`, also for a target that they
-    were not made for."""
+    its device. Raises `ConfigError`, also for a target that they were not made for."""
     description = check_target(path, name, TrainedKind.MEDUSA, target_directory, target_name)
     try:
         with open_weights(path) as files:
@@ -66,7 +75,7 @@ def load_heads(
                 setattr(heads.get_submodule(owner), attribute, new)
     except LOADING_ERRORS as error:
         raise ConfigError(f"drafter {name}: cannot be loaded: {error}") from error
-    return heads.requires_grad_(False).eval(), tuple(token_ids.tolist())
+    return LoadedHeads(heads.requires_grad_(False).eval(), tuple(token_ids.tolist()))
 
 
 def save_heads(

@@ -126,7 +126,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ReplicaDescription(_message.Message):
-    __slots__ = ("model", "weights_fingerprint", "tokenizer_fingerprint", "vocab_size", "dtype", "max_model_len", "eos_token_ids", "max_num_seqs", "step_costs")
+    __slots__ = ("model", "weights_fingerprint", "tokenizer_fingerprint", "vocab_size", "dtype", "max_model_len", "eos_token_ids", "max_num_seqs", "step_costs", "drafts_itself")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +136,7 @@ class ReplicaDescription(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     STEP_COSTS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_ITSELF_FIELD_NUMBER: _ClassVar[int]
     model: str
     weights_fingerprint: str
     tokenizer_fingerprint: str
@@ -145,7 +146,8 @@ class ReplicaDescription(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     max_num_seqs: int
     step_costs: StepCosts
-    def __init__(self, model: _Optional[str] = ..., weights_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_num_seqs: _Optional[int] = ..., step_costs: _Optional[_Union[StepCosts, _Mapping]] = ...) -> None: ...
+    drafts_itself: bool
+    def __init__(self, model: _Optional[str] = ..., weights_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_num_seqs: _Optional[int] = ..., step_costs: _Optional[_Union[StepCosts, _Mapping]] = ..., drafts_itself: _Optional[bool] = ...) -> None: ...
 
 class StepCosts(_message.Message):
     __slots__ = ("rows", "seconds", "session_s", "slot_s", "row_slot_s")

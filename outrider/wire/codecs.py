@@ -57,10 +57,6 @@ class Codec(Generic[Item, Answer]):
         return f"/{self.service.full_name}/{method}"
 
 
-def _verify_with_head(item: VerifyItem, head: RoundHead) -> VerifyItem:
-    return VerifyItem(head, item.proposal, item.run_ahead, item.num_logprobs)
-
-
 VERIFY: Codec[VerifyItem, VerifyAnswer] = Codec(
     service=target_pb2.DESCRIPTOR.services_by_name["Target"],
     stream_method="Verify",
@@ -70,7 +66,7 @@ VERIFY: Codec[VerifyItem, VerifyAnswer] = Codec(
     item_to_proto=convert.verify_item_to_proto,
     item_from_proto=convert.verify_item_from_proto,
     item_head=lambda item: item.head,
-    with_head=_verify_with_head,
+    with_head=lambda item, head: replace(item, head=head),
     answer_to_proto=convert.verify_answer_to_proto,
     answer_from_proto=convert.verify_answer_from_proto,
 )

@@ -204,6 +204,7 @@ def verify_item_to_proto(item: VerifyItem, sampling_hash: int | None) -> target_
         proposal=proposal_to_proto(item.proposal) if item.proposal else None,
         run_ahead=item.run_ahead,
         num_logprobs=item.num_logprobs,
+        num_next_draft_tokens=item.num_next_draft_tokens,
     )
 
 
@@ -214,11 +215,13 @@ def verify_item_from_proto(message: target_pb2.VerifyItem) -> VerifyItem:
     num_logprobs = message.num_logprobs if message.HasField("num_logprobs") else None
     if num_logprobs is not None and num_logprobs > LOGPROBS_MAX:
         raise BadRequest("num_logprobs", f"{num_logprobs} is over {LOGPROBS_MAX}")
+    _check_draft_tokens(message.num_next_draft_tokens, "num_next_draft_tokens")
     return VerifyItem(
         head=head_from_proto(message.head),
         proposal=proposal_from_proto(message.proposal),
         run_ahead=message.run_ahead,
         num_logprobs=num_logprobs,
+        num_next_draft_tokens=message.num_next_draft_tokens,
     )
 
 
@@ -236,10 +239,7 @@ def draft_item_to_proto(item: DraftItem, sampling_hash: int | None) -> draft_pb2
 
 def draft_item_from_proto(message: draft_pb2.DraftItem) -> DraftItem:
     """Raises `BadRequest` naming the field that does not fit."""
-    if message.num_draft_tokens > NUM_DRAFT_TOKENS_MAX:
-        raise BadRequest(
-            "num_draft_tokens", f"{message.num_draft_tokens} is over {NUM_DRAFT_TOKENS_MAX}"
-        )
+    _check_draft_tokens(message.num_draft_tokens, "num_draft_tokens")
     if message.look_ahead > LOOK_AHEAD_MAX:
         raise BadRequest("look_ahead", f"{message.look_ahead} is over {LOOK_AHEAD_MAX}")
     held = None
@@ -255,6 +255,11 @@ def draft_item_from_proto(message: draft_pb2.DraftItem) -> DraftItem:
         raise BadRequest("siblings", f"{siblings} make a tree of over {TREE_TOKENS_MAX} tokens")
     head = head_from_proto(message.head)
     return DraftItem(head, message.num_draft_tokens, message.look_ahead, held, siblings)
+
+
+def _check_draft_tokens(number: int, field: str) -> None:
+    if number > NUM_DRAFT_TOKENS_MAX:
+        raise BadRequest(field, f"{number} is over {NUM_DRAFT_TOKENS_MAX}")
 
 
 # Answers
@@ -277,6 +282,8 @@ def verify_answer_to_proto(
         verdict.cached_length = answer.cached_length
         verdict.queue_ms = answer.queue_ms
         verdict.compute_ms = answer.compute_ms
+        if answer.next_proposal:
+            verdict.next_proposal.CopyFrom(proposal_to_proto(answer.next_proposal))
     else:
         _other_answer_to_proto(answer, message)
     return message
@@ -309,6 +316,7 @@ def verify_answer_from_proto(
         logprobs=tuple(logprobs_from_proto(entry) for entry in verdict.logprobs),
         queue_ms=_milliseconds(verdict.queue_ms, "verdict.queue_ms"),
         compute_ms=_milliseconds(verdict.compute_ms, "verdict.compute_ms"),
+        next_proposal=proposal_from_proto(verdict.next_proposal),
     )
 
 
@@ -433,6 +441,7 @@ def description_to_proto(description: ReplicaDescription) -> types_pb2.ReplicaDe
         eos_token_ids=description.eos_token_ids,
         max_num_seqs=description.max_num_seqs,
         step_costs=costs if costs is None else types_pb2.StepCosts(**asdict(costs)),
+        drafts_itself=description.drafts_itself,
     )
 
 
@@ -448,6 +457,7 @@ def description_from_proto(message: types_pb2.ReplicaDescription) -> ReplicaDesc
         eos_token_ids=token_ids_from_wire(message.eos_token_ids, "eos_token_ids"),
         max_num_seqs=message.max_num_seqs,
         step_costs=_costs(message.step_costs) if message.HasField("step_costs") else None,
+        drafts_itself=message.drafts_itself,
     )
 
 

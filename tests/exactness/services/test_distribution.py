@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from exactness.law import FALSE_ALARM, Fit, completion_law, fit, product
-from models import tiny_config, tiny_drafter, tiny_module, twin
+from models import tiny_config, tiny_drafter, tiny_heads, tiny_module, twin
 from stack import Stack, running_stack
 
 from outrider.drafting.lookup import LookupDrafter
@@ -31,6 +31,7 @@ from outrider.generation import GenerateRequest
 from outrider.speculation.noise import NoiseBatch, Place, RoundNoise
 from outrider.speculation.philox import WordArray
 from outrider.speculation.sampling import Rule, SamplingParams
+from target_service.self_drafting import HeadDrafter
 
 DETECTS = 0.05
 DETECTS_SOON = 0.07
@@ -71,6 +72,8 @@ class Cell:
     """What the draft's weights are rounded to."""
     draft_token_ids: tuple[int, ...] = ()
     """Those that a draft's head has rows for, of the target's; empty = as wide as said above."""
+    num_heads: int = 0
+    """Of the target, which drafts itself then, for `draft_token_ids`."""
     siblings: int = 0
     """Candidates beside each draft token: proposals are trees then."""
     num_tokens: int = 3
@@ -86,7 +89,7 @@ class Cell:
         drafters += [f"draft{self.draft_vocab_size}{bits}"] if self.draft_vocab_size else []
         draft = "+".join(drafters)
         if self.draft_token_ids:
-            draft = "head" + "".join(map(str, self.draft_token_ids))
+            draft = f"{self.num_heads or ''}head" + "".join(map(str, self.draft_token_ids))
         transforms = (
             f"T{self.params.temperature:g}-k{self.params.top_k}-p{self.params.top_p:g}"
             f"{'-penalised' if self.params.penalised else ''}"
@@ -113,6 +116,11 @@ CELLS = [
     # Trees by a draft that knows two tokens more than the target, which are never accepted.
     Cell(
         Rule.TOKEN, 2, TOP_K, vocab_size=4, draft_vocab_size=6, siblings=2, num_samples=3_900,
+        detects=DETECTS_SOON,
+    ),
+    # A target with heads of its own, which draft all tokens but one, and fewer than are asked for.
+    Cell(
+        Rule.TOKEN, 3, TOP_P, draft_token_ids=(0, 2), num_heads=2, num_samples=4_900,
         detects=DETECTS_SOON,
     ),
     # A draft whose head has rows for two tokens of the target's, not its first ones.
@@ -176,12 +184,33 @@ WIDE_GRID = [
         )
         for rule in (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED)
     ),
+    *(
+        Cell(
+            rule,
+            4,
+            params,
+            vocab_size=4,
+            draft_token_ids=(0, 1, 3),
+            num_heads=3,
+            max_tokens=6,
+            num_samples=13_500,
+        )
+        for rule, params in product(
+            (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED), (PLAIN, PENALISED, BIASED)
+        )
+    ),
     Cell(Rule.TOKEN, 4, PLAIN, num_tokens=1, max_tokens=1, num_samples=7_600),
     Cell(Rule.BLOCK, 4, TOP_K, num_tokens=6, max_tokens=6, num_samples=12_500),
 ]
 
 
-def tiny_engine(vocab_size: int, seed: int, bits: int | None = None) -> tuple[Any, PagedEngine]:
+def tiny_engine(
+    vocab_size: int,
+    seed: int,
+    bits: int | None = None,
+    head_ids: tuple[int, ...] = (),
+    num_heads: int = 0,
+) -> tuple[Any, PagedEngine]:
     torch.set_num_threads(1)
     config = tiny_config("llama", vocab_size)
     config.num_hidden_layers = 1
@@ -190,9 +219,10 @@ def tiny_engine(vocab_size: int, seed: int, bits: int | None = None) -> tuple[An
         module.lm_head.weight.mul_(FLATTER)
     info = ModelInfo(f"tiny-{seed}", vocab_size, 128, "float32", (), f"w{seed}", "tiny")
     original = twin(module)
+    heads = tiny_heads(module, head_ids, num_heads) if num_heads else None
     if bits is not None:
         speed_up(module, bits)
-    return original, PagedEngine(module, info, max_num_seqs=64)
+    return original, PagedEngine(module, info, max_num_seqs=64, draft_heads=heads)
 
 
 def lookup_of(kind: LookupKind | None) -> LookupDrafter | None:
@@ -248,9 +278,11 @@ async def sample(stack: Stack, cell: Cell) -> tuple[list[tuple[int, ...]], int]:
 
 async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
     """How well completions fit the law, and how many draft tokens were accepted in all."""
-    module, target = tiny_engine(cell.vocab_size, seed=3)
+    module, target = tiny_engine(
+        cell.vocab_size, seed=3, head_ids=cell.draft_token_ids, num_heads=cell.num_heads
+    )
     draft = None
-    if cell.draft_token_ids:
+    if cell.draft_token_ids and not cell.num_heads:
         draft = reduced_engine(module, cell.draft_token_ids, cell.draft_seed)
     elif cell.draft_vocab_size is not None:
         _, draft = tiny_engine(cell.draft_vocab_size, cell.draft_seed, cell.draft_bits)
@@ -263,6 +295,7 @@ async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
         lookup=lookup,
         lookup_score=CONFIDENT,
         draft_siblings=cell.siblings,
+        self_drafter=None if target.draft_heads is None else HeadDrafter(target.draft_heads),
     ) as stack:
         samples, num_accepted = await sample(stack, cell)
     result = fit(samples, law, cell.detects)

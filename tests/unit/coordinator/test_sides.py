@@ -7,7 +7,6 @@ import pytest
 from coordinator.mailbox import PostOffice
 from coordinator.sides import DraftSide, HeadWriter, Patience, TargetSide
 from outrider.clock import run_virtually
-from outrider.drafting.drafter import DraftRequest
 from outrider.errors import (
     BadRequest,
     InvariantError,
@@ -71,12 +70,12 @@ class ScriptedLink:
 
 
 class StandIn:
-    """A local drafter that always proposes token 1."""
+    """Always proposes token 1."""
 
-    def propose(self, requests: list[DraftRequest]) -> list[Proposal]:
-        return [Proposal((1,), (None,)) for _ in requests]
+    def propose(self, num_draft_tokens: int, noise: RoundNoise) -> SealedProposal:
+        return SealedProposal.of(Proposal((1,), (None,)))
 
-    def release(self, session_id: str) -> None:
+    def close(self) -> None:
         pass
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from models import MAX_MODEL_LEN, byte_level_tokenizer, save_tiny_model
+from models import MAX_MODEL_LEN, byte_level_tokenizer, save_tiny_heads, save_tiny_model
 
 from deploy.models import resolve_models, tokenizer_warning
 from deploy.preflight import check_before_start
@@ -50,6 +50,41 @@ def test_a_target_that_drafts_for_itself_lends_its_files(tiny: Path, draft_model
     with pytest.raises(SettingError) as bad:
         resolve_models(load_config({**models, "draft_max_model_len": MAX_MODEL_LEN + 1}, {}))
     assert bad.value.key == "draft_max_model_len"
+
+
+def test_a_target_has_the_heads_that_were_made_for_it(tiny: Path, tmp_path: Path) -> None:
+    """It gets their place, and the draft loads nothing; other targets and drafters are refused."""
+    heads = save_tiny_heads(tmp_path / "heads", tiny, (1, 2, 5))
+    models = {"model": str(tiny), "draft_model": f"medusa:{heads}", "draft_support_entries": 8}
+    config = resolve_models(load_config(models, {}))
+    check_before_start(config)
+    assert (config.target.heads, config.target.heads_directory) == (str(heads), str(heads))
+    assert (config.target.heads_support_entries, config.draft.directory) == (8, "")
+    other = save_tiny_model(tmp_path / "other", seed=9)
+    for model, named, message in (
+        (other, f"medusa:{heads}", "was made for the target tiny"),
+        (tiny, f"medusa:{tiny}", "has no draft heads"),
+        (tiny, str(heads), "heads go by `medusa:DIR`"),
+        (tiny, f"medusa:{tmp_path / 'none'}", "no such file"),
+    ):
+        with pytest.raises(SettingError, match=message) as bad:
+            resolve_models(load_config({"model": str(model), "draft_model": named}, {}))
+        assert bad.value.key == "draft_model"
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"look_ahead": 4}, "look_ahead"),
+        ({"draft_siblings": 2}, "draft_siblings"),
+        ({"engine": "emulated:vocab_size=8"}, "draft_model"),
+    ],
+)
+def test_what_heads_do_not_go_with_is_refused(settings: dict[str, object], key: str) -> None:
+    with pytest.raises(SettingError, match="medusa:heads") as bad:
+        load_config({"draft_model": "medusa:heads", **settings}, {})
+    assert bad.value.key == key
 
 
 def test_a_hybrids_model_is_looked_for(tiny: Path, tmp_path: Path) -> None:

@@ -154,6 +154,11 @@ def test_each_rank_of_a_model_asks_for_as_much() -> None:
     assert beyond(both, {"CPU": 5.5, "GPU": 2.0}) == [placement.target]
 
 
+def test_a_target_that_drafts_itself_has_no_draft() -> None:
+    placement = plan_placement(load_config({"draft_model": "medusa:heads"}, {}), {"CPU": 2.0})
+    assert placement.draft is None
+
+
 def test_ranks_stand_on_one_machine_where_one_is_large_enough() -> None:
     """Else on as few as Ray finds."""
     ranks = Demand("target", 1.0, 1.0, 4)

@@ -102,7 +102,7 @@ def test_ranks_are_refused(target: Path, drafter: Path) -> None:
     [
         ({"format": 2}, "format 3"),
         ({"kind": "oracle"}, "kind is 'oracle'; `student`, `medusa` are known"),
-        ({"kind": "medusa"}, "of the kind `medusa`, and is loaded as a `student`"),
+        ({"kind": "medusa"}, "of the kind `medusa`, and is named as a `student`"),
         ({"colour": "red"}, "colour is missing, wrong or not known"),
         ({"vocab_size": "32"}, "vocab_size is missing"),
         ({"draft_vocab_size": 6}, r"draft_token_ids are torch.int32 \[7\], not 6"),

@@ -43,6 +43,7 @@ from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
 from outrider.v1 import draft_pb2, target_pb2, types_pb2
 from outrider.wire import convert
+from outrider.wire.codecs import VERIFY
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -110,6 +111,7 @@ VERIFY_ITEMS = st.builds(
     proposals(),
     st.integers(0, RUN_AHEAD_ROUNDS_MAX),
     st.none() | st.integers(0, LOGPROBS_MAX),
+    st.integers(0, NUM_DRAFT_TOKENS_MAX),
 )
 LOGPROBS = st.builds(
     PositionLogprobs,
@@ -131,17 +133,19 @@ def verdict_replies(draw: st.DrawFn) -> VerdictReply:
         tuple(draw(LOGPROBS) for _ in range(size)),
         draw(FLOAT32),
         draw(FLOAT32),
+        draw(proposals()),
     )
 
 
 @given(VERIFY_ITEMS)
 def test_verify_items_survive(item: VerifyItem) -> None:
-    """In full, and with the hash standing for the parameters."""
+    """In full, and with the hash standing for the parameters, which are put in again then."""
     data = convert.verify_item_to_proto(item, None).SerializeToString()
     assert convert.verify_item_from_proto(target_pb2.VerifyItem.FromString(data)) == item
     short = convert.verify_item_to_proto(item, item.head.sampling_hash)
     without = replace(item, head=replace(item.head, sampling=None))
     assert convert.verify_item_from_proto(short) == without
+    assert VERIFY.with_head(without, item.head) == item
 
 
 @given(
@@ -203,7 +207,8 @@ def test_verdicts_of_more_than_a_tree_are_refused() -> None:
 def test_descriptions_survive() -> None:
     description = ReplicaDescription("m", "w", "t", 49_152, "bfloat16", 2048, (0, 2), 64)
     costs = StepCosts((1, 8), (0.01, 0.02), 1e-3, 1e-6, 1e-7)
-    for described in (description, replace(description, step_costs=costs)):
+    others = ({"step_costs": costs}, {"drafts_itself": True})
+    for described in (description, *(replace(description, **other) for other in others)):
         message = convert.description_to_proto(described)
         assert convert.description_from_proto(message) == described
 
@@ -329,6 +334,11 @@ ITEM_CHANGES: list[tuple[str, Callable[[Any], Any], Callable[[Any], Any] | None]
         lambda m: setattr(m, "num_logprobs", LOGPROBS_MAX + 1),
         lambda m: setattr(m, "num_logprobs", LOGPROBS_MAX),
     ),
+    (
+        "num_next_draft_tokens",
+        lambda m: setattr(m, "num_next_draft_tokens", NUM_DRAFT_TOKENS_MAX + 1),
+        lambda m: setattr(m, "num_next_draft_tokens", NUM_DRAFT_TOKENS_MAX),
+    ),
 ]
 
 
@@ -370,6 +380,7 @@ ANSWER_CHANGES: list[tuple[str, Callable[[Any], Any]]] = [
     ("logprobs", lambda m: setattr(m.verdict.logprobs[0], "logprob", math.inf)),
     ("verdict.queue_ms", lambda m: setattr(m.verdict, "queue_ms", -1.0)),
     ("verdict.compute_ms", lambda m: setattr(m.verdict, "compute_ms", math.nan)),
+    ("proposal.token_ids", lambda m: m.verdict.next_proposal.token_ids.append(2**31)),
 ]
 
 

@@ -1,0 +1,109 @@
+"""Where a session's proposals come from: a protocol, and proposals as they come.
+
+`DraftSide` (`sides.py`) asks a replica for them; `SelfDrafts` (`self_drafts.py`) has them from the
+target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.drafting.drafter import Drafter, DraftRequest
+from outrider.messages import VerdictReply
+from outrider.sessions.state import Session
+from outrider.sessions.store import CacheState
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.proposal import SealedProposal
+from outrider.speculation.sampling import SamplingParams
+
+from .lengths import RoundLength
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A proposal and where it came from."""
+
+    proposal: SealedProposal
+    by_replica: bool
+    seconds: float
+    num_asked: int
+    """K that it was drafted for: of the round before, where it was drafted ahead."""
+    queue_ms: float = 0.0
+    compute_ms: float = 0.0
+    """The replica's own times."""
+    ahead: bool = False
+    """Whether it was there before the round began."""
+    siblings: tuple[int, ...] = ()
+    """Candidates that were asked for beside its tokens."""
+
+
+class Drafts(Protocol):
+    """One session's proposals. A round always gets one: a request must not suffer from a draft."""
+
+    @property
+    def cache_state(self) -> CacheState | None:
+        """What the store is told of this side; None where no replica drafts."""
+        ...
+
+    def prefill(self, round_index: int, num_draft_tokens: int) -> None:
+        """The prompt is being read, for a round without a proposal; the next one may want up to so
+        many tokens. Waits for nothing."""
+        ...
+
+    async def propose(
+        self,
+        round_index: int,
+        num_draft_tokens: int,
+        noise: RoundNoise,
+        siblings: tuple[int, ...] = (),
+    ) -> Drafted:
+        """A proposal of at most `num_draft_tokens` tokens, with as many `siblings` beside each at
+        most. Never raises for a draft's sake."""
+        ...
+
+    def num_next(self, length: RoundLength) -> int:
+        """How many tokens of the next round the target is to propose with its verdict on one of
+        this length."""
+        ...
+
+    def hear(self, reply: VerdictReply) -> None:
+        """That verdict has come."""
+        ...
+
+    def settle(self, common_length: int) -> None:
+        """Notes an outcome: the first `common_length` tokens of what was drafted are committed."""
+        ...
+
+    def close(self) -> None:
+        """Ends the session on this side."""
+        ...
+
+
+class StandIn:
+    """The local drafter that proposes for one session where nobody else does."""
+
+    def __init__(self, drafter: Drafter, session: Session, sampling: SamplingParams) -> None:
+        self._drafter = drafter
+        self._session = session
+        self._sampling = sampling
+
+    def propose(self, num_draft_tokens: int, noise: RoundNoise) -> SealedProposal:
+        """A chain of at most so many tokens behind the committed ones."""
+        session = self._session
+        request = DraftRequest(
+            session_id=session.session_id,
+            tenant=session.identity.tenant,
+            token_ids=session.tokens.ids,
+            digests=session.tokens,
+            prompt_length=session.prompt_length,
+            num_draft_tokens=num_draft_tokens,
+            sampling=self._sampling,
+            rule=session.identity.rule,
+            noise=noise,
+        )
+        return SealedProposal.of(self._drafter.propose([request])[0])
+
+    def close(self) -> None:
+        """The session ends."""
+        self._drafter.release(self._session.session_id)

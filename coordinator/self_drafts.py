@@ -1,0 +1,84 @@
+"""The proposals of a target that drafts itself: each comes with the verdict before it."""
+
+from __future__ import annotations
+
+import logging
+
+from outrider.errors import OutriderError, check
+from outrider.messages import VerdictReply
+from outrider.sessions.state import Session
+from outrider.sessions.store import CacheState
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.proposal import SealedProposal, require_q
+
+from .drafts import Drafted, StandIn
+from .lengths import RoundLength
+
+_log = logging.getLogger(__name__)
+
+
+class SelfDrafts:
+    """Implements `Drafts`. How many tokens the next round drafts is settled when it begins, and the
+    target is asked before that: for as many as this round drafts, or for all that are allowed where
+    this one drafts none. What is too long is cut. Where nothing has come, as behind rounds that the
+    target ran ahead, the stand-in proposes."""
+
+    def __init__(self, session: Session, stand_in: StandIn, num_draft_tokens: int) -> None:
+        """`num_draft_tokens` of the request."""
+        self._session = session
+        self._stand_in = stand_in
+        self._bound = num_draft_tokens
+        self._num_asked = 0
+        """K of what the newest verdict was to bring."""
+        self._next: SealedProposal | None = None
+        """What it brought."""
+
+    @property
+    def cache_state(self) -> CacheState | None:
+        """See `Drafts.cache_state`."""
+        return None
+
+    def prefill(self, round_index: int, num_draft_tokens: int) -> None:
+        """See `Drafts.prefill`: the target has read the prompt when it drafts."""
+
+    async def propose(
+        self,
+        round_index: int,
+        num_draft_tokens: int,
+        noise: RoundNoise,
+        siblings: tuple[int, ...] = (),
+    ) -> Drafted:
+        """See `Drafts.propose`. It waits for nothing."""
+        found, self._next = self._next, None
+        if found is None:
+            proposal = self._stand_in.propose(num_draft_tokens, noise)
+            return Drafted(proposal, False, 0.0, num_draft_tokens)
+        num_asked = min(self._num_asked, num_draft_tokens)
+        return Drafted(found.cut(num_draft_tokens), True, 0.0, num_asked)
+
+    def num_next(self, length: RoundLength) -> int:
+        """See `Drafts.num_next`."""
+        self._num_asked = 0 if length.run_ahead > 0 else length.num_draft_tokens or self._bound
+        return self._num_asked
+
+    def hear(self, reply: VerdictReply) -> None:
+        """See `Drafts.hear`. What cannot be used is left out."""
+        self._next = None
+        proposal = reply.next_proposal
+        if not proposal:
+            return
+        try:
+            check(not proposal.parents, "it is a tree")
+            check(len(proposal) <= self._num_asked, f"{self._num_asked} tokens were asked for")
+            require_q(proposal, self._session.identity.rule)
+        except OutriderError as error:
+            _log.warning("a target's own proposal is of no use: %s", error)
+            return
+        self._next = proposal
+
+    def settle(self, common_length: int) -> None:
+        """See `Drafts.settle`: the target keeps its own books."""
+
+    def close(self) -> None:
+        """See `Drafts.close`."""
+        self._stand_in.close()

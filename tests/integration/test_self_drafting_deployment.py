@@ -1,0 +1,59 @@
+"""A deployment whose target drafts itself with heads, on local Ray: two processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from models import byte_level_tokenizer, save_tiny_heads, save_tiny_model
+
+from deploy.launcher import Deployment
+from outrider.client import Client, GenerateRequest
+from outrider.config import load_config
+from outrider.engine.loading import load_model
+from outrider.generation import RoundReport
+from outrider.speculation.sampling import SamplingParams
+
+PROMPT = tuple(range(10, 30))
+VOCAB_SIZE = 320
+NUM_TOKENS = 24
+
+pytestmark = pytest.mark.xdist_group("heads")
+
+
+async def test_it_writes_what_its_target_writes(tmp_path: Path) -> None:
+    """Greedy, with proposals of its own in every round but the first; no draft is started, and
+    nobody misses one."""
+    target = save_tiny_model(
+        tmp_path / "target", vocab_size=VOCAB_SIZE, tokenizer=byte_level_tokenizer(VOCAB_SIZE)
+    )
+    heads = save_tiny_heads(tmp_path / "heads", target, range(0, VOCAB_SIZE, 3))
+    settings = {
+        "model": str(target), "draft_model": f"medusa:{heads}", "device": "cpu",
+        "dtype": "float32", "grpc_port": 0, "stop_timeout_s": 0, "length_control": False,
+        "num_draft_tokens": 2,
+    }  # fmt: skip
+    module, _ = load_model(target)
+    written = module.generate(  # type: ignore[operator]
+        torch.tensor([PROMPT]), max_new_tokens=NUM_TOKENS, do_sample=False
+    )
+    request = GenerateRequest(
+        PROMPT, sampling=SamplingParams(temperature=0.0), max_tokens=NUM_TOKENS, include_rounds=True
+    )
+    async with (
+        Deployment(load_config(settings, {}), tmp_path / "state") as deployment,
+        Client(deployment.endpoints.coordinator) as client,
+    ):
+        assert deployment.endpoints.draft == ""
+        ids: list[int] = []
+        rounds: list[RoundReport] = []
+        async for event in client.generate(request):
+            if isinstance(event, RoundReport):
+                rounds.append(event)
+            ids += getattr(event, "token_ids", ())
+    assert ids[:NUM_TOKENS] == written[0, len(PROMPT) :].tolist()
+    early = [entry.proposed_token_ids for entry in rounds[1 : NUM_TOKENS // 3]]
+    assert {len(token_ids) for token_ids in early} == {2}
+    # The heads have logits of these alone, and whoever stands in copies any.
+    assert all(token_id % 3 == 0 for token_ids in early for token_id in token_ids)

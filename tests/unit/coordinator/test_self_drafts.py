@@ -1,0 +1,98 @@
+"""Proposals that come with the target's verdicts, as the coordinator takes them."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.drafts import StandIn
+from coordinator.lengths import RoundLength
+from coordinator.self_drafts import SelfDrafts
+from outrider.drafting.ngram import NgramDrafter
+from outrider.messages import ReplyKey, VerdictReply
+from outrider.sessions.state import Session
+from outrider.sessions.store import NewSession
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.verdict import Verdict
+
+NAME = "0" * 31 + "1"
+NOISE = RoundNoise(1, Rule.TOKEN, 6)
+Q = DraftDistribution((4, 5), (2**15, 2**15))
+
+
+def self_drafts(rule: Rule = Rule.TOKEN) -> SelfDrafts:
+    """Of a session whose stand-in proposes the tokens 2, 3, 1, 2, ..."""
+    new = NewSession(
+        session_id=NAME, tenant="", owner="", seed=1, rule=rule, parameters="{}",
+        prompt_ids=(1, 2, 3, 1, 2, 3, 1),
+    )  # fmt: skip
+    session = Session.opened(new)
+    return SelfDrafts(session, StandIn(NgramDrafter(), session, SamplingParams()), 4)
+
+
+def verdict(proposal: SealedProposal) -> VerdictReply:
+    key = ReplyKey(NAME, 1, 0)
+    return VerdictReply(key, Verdict((), (1,)), 6, next_proposal=proposal)
+
+
+def sealed(num_tokens: int, parents: tuple[int, ...] = ()) -> SealedProposal:
+    q = (Q,) * (1 if parents else num_tokens)
+    return SealedProposal.of(Proposal((4, 5, 4, 5)[:num_tokens], q, parents))
+
+
+@pytest.mark.parametrize(
+    ("length", "num_next"),
+    [
+        (RoundLength(3, 0), 3),
+        (RoundLength(0, 0), 4),  # such as the first round
+        (RoundLength(0, 5), 0),  # the target does not wait
+    ],
+)
+def test_how_much_of_the_next_round_is_asked_for(length: RoundLength, num_next: int) -> None:
+    assert self_drafts().num_next(length) == num_next
+
+
+async def test_what_came_with_the_verdict_is_proposed_once() -> None:
+    """Cut to the round's length; then nothing is left of it, and the stand-in proposes."""
+    drafts = self_drafts()
+    drafts.num_next(RoundLength(3, 0))
+    drafts.hear(verdict(sealed(3)))
+    drafted = await drafts.propose(1, 2, NOISE)
+    assert (drafted.proposal, drafted.by_replica, drafted.num_asked) == (sealed(2), True, 2)
+    again = await drafts.propose(2, 2, NOISE)
+    assert (again.proposal.token_ids, again.by_replica, again.num_asked) == ((2, 3), False, 2)
+
+
+async def test_a_round_may_have_wanted_more_than_was_asked_for() -> None:
+    drafts = self_drafts()
+    drafts.num_next(RoundLength(1, 0))
+    drafts.hear(verdict(sealed(1)))
+    drafted = await drafts.propose(1, 4, NOISE)
+    assert (drafted.proposal, drafted.num_asked) == (sealed(1), 1)
+
+
+async def test_a_verdict_without_a_proposal_ends_the_one_before() -> None:
+    drafts = self_drafts()
+    drafts.num_next(RoundLength(3, 0))
+    drafts.hear(verdict(sealed(3)))
+    drafts.hear(verdict(SealedProposal()))
+    assert not (await drafts.propose(1, 2, NOISE)).by_replica
+
+
+@pytest.mark.parametrize(
+    ("proposal", "message"),
+    [
+        (sealed(3), "2 tokens were asked for"),
+        (sealed(2, (-1, -1)), "it is a tree"),
+        (SealedProposal((4, 5)), "q"),
+    ],
+)
+async def test_what_nobody_asked_for_is_not_used(
+    proposal: SealedProposal, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    drafts = self_drafts()
+    drafts.num_next(RoundLength(2, 0))
+    drafts.hear(verdict(proposal))
+    assert message in caplog.text
+    assert not (await drafts.propose(1, 2, NOISE)).by_replica
