@@ -20,9 +20,10 @@ from outrider.settings import blaming
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from outrider.distillation.distilling import Distilled, Report, Target
+    from outrider.distillation.distilling import Distilled
     from outrider.distillation.measuring import Measured
-    from outrider.distillation.training import Point
+    from outrider.distillation.target import Target
+    from outrider.distillation.training import Point, Report
     from outrider.distillation.writing import Template
     from outrider.text import TokenizerText
 
@@ -165,7 +166,7 @@ def _said(found: Distilled) -> str:
 
 
 def _target(arguments: argparse.Namespace) -> tuple[Target, TokenizerText | None]:
-    from outrider.distillation.distilling import Target
+    from outrider.distillation.target import Target
     from outrider.engine.loading import load_tokenizer
     from outrider.engine.sources import resolve_model
     from outrider.text import TokenizerText

@@ -9,7 +9,9 @@ from typing import Final
 
 from outrider.distillation.documents import HELD_OUT_EVERY
 from outrider.distillation.measuring import Measured
+from outrider.distillation.options import draft_model
 from outrider.distillation.training import Point
+from outrider.engine.drafter_files import TrainedKind
 
 CARD_FILE: Final = "README.md"
 PLOT_FILE: Final = "loss.svg"
@@ -35,12 +37,14 @@ class CardFacts:
     target: str
     target_fingerprint: str
     start: str
-    """What the student began as, ..."""
+    """What the drafter began as, ..."""
     is_trained: bool
     """... and whether that had learned before."""
-    num_layers: int
+    kind: TrainedKind
+    shape: str
+    """What its weights are parts of, and how many, ..."""
     num_parameters: int
-    """Without embeddings and head."""
+    """... without embeddings and head."""
     draft_vocab_size: int
     covered: float
     """Part of the target's probability that the head's tokens have in held-out answers, at least;
@@ -89,13 +93,15 @@ them{_unknown(facts)}.
             f"\nWhat {facts.start} had learned from before is not listed. Some of what is held out "
             "here\nmay be among it, if another rule held texts out then.\n"
         )
+    served = draft_model(facts.kind, "DIR")
     return f"""# A drafter for {facts.target}
 
 Made by `outrider distill` for speculative decoding of the target {facts.target} with weights
 `{facts.target_fingerprint}`, and for no other: its embeddings and head are the target's and are not
-stored here. Serve it with `outrider serve {facts.target} --draft-model DIR`.
+stored here. Serve it with `outrider serve {facts.target} --draft-model {served}`.
 
-- {facts.num_parameters / 1e6:.1f} million parameters of its own in {facts.num_layers} layers, begun
+- Of the kind `{facts.kind}`.
+- {facts.num_parameters / 1e6:.1f} million parameters of its own in {facts.shape}, begun
   as {facts.start}.
 - Of the head it has the rows for {facts.draft_vocab_size:,} tokens, to which the target gives at
   least {facts.covered:.1%} of its probability in held-out answers; other tokens are never proposed.
@@ -116,7 +122,8 @@ The target's 64 likeliest tokens at every place were what was learned:
 {learned}.
 
 `greedy` is the share of places where target and drafter find the same token likeliest, `sampled`
-the mean of sum min(p, q) at temperature 1, with q as it goes on the wire.
+the mean of sum min(p, q) at temperature 1, with q as it goes on the wire; both of the first draft
+token.
 
 {prompts}## Acceptance in answers of held-out documents
 
@@ -164,7 +171,7 @@ Given that all draft tokens before it were accepted, at temperature 1:
 
 def render_plot(points: Sequence[Point], is_trained: bool) -> str:
     """Loss (left) and running acceptance (right) over the steps, as an SVG. `is_trained`: of a
-    student that had learned before."""
+    drafter that had learned before."""
     loss = "loss (mostly likelihood)" if is_trained else "loss (cross-entropy, then likelihood)"
     learned = points[1:]
     steps = max(point.step for point in points) or 1

@@ -1,13 +1,13 @@
-"""The loss of a student against the target's likeliest tokens, and its gradient, in one pass.
+"""The loss of a drafter against the target's likeliest tokens, and its gradient, in one pass.
 
-With p the target's probability of each listed token and q the student's over its whole head, per
+With p the target's probability of each listed token and q the drafter's over its whole head, per
 row:
 
     cross-entropy   -sum_v p(v) log q(v)
     likelihood      -log A,  A = sum_v min(p(v), q(v))      the chance that a draft is accepted
 
 (LK losses, arXiv 2602.23881: the gradient of -log A is that of total variation, divided by A, so
-that rows where the student is far off are not left behind.) What p lists is the few dozen likeliest
+that rows where the drafter is far off are not left behind.) What p lists is the few dozen likeliest
 tokens; what it leaves out is taken as 0.
 
 The gradient of either by the logits is s * q(v), with one number s a row, less something at the
@@ -36,6 +36,10 @@ class TeacherRows:
     """[R, M]: of the head, for each listed token; any where `mass` is 0."""
     mass: torch.Tensor
     """[R, M], float32: p of each; 0 for a token that the head has no row for."""
+
+    def at(self, rows: torch.Tensor) -> TeacherRows:
+        """Of these [C]."""
+        return TeacherRows(self.columns[rows], self.mass[rows])
 
 
 def overlap_loss(

@@ -11,12 +11,17 @@ from outrider.limits import SEED_MAX
 from outrider.settings import check_range
 
 MINUTES_MAX: Final = 7 * 24 * 60.0
+KINDS: Final = ("student", "medusa")
+"""`TrainedKind`s, whose module needs torch."""
+HEADS: Final = 4
+HEADS_MAX: Final = 8
 LAYERS: Final = 5
 LAYERS_MAX: Final = 256
 DRAFT_VOCAB: Final = 8192
 DRAFT_VOCAB_MAX: Final = 2**20
 TOKENS_MAX: Final = 2**26
-"""Tokens that the target writes, at most; the teacher's cache takes some 260 bytes for each."""
+"""Tokens that the target writes, at most; the teacher's cache takes some 260 bytes for each, and
+for heads two for each number of the target's width, too."""
 STEPS_MAX: Final = 10**7
 
 
@@ -27,17 +32,22 @@ class DistillOptions:
     out: Path
     """The drafter's directory; it must not exist, be empty, or hold a drafter alone, which is
     replaced."""
+    kind: str = KINDS[0]
+    """What it is, of `KINDS`: a small model of its own, or heads on the target."""
     minutes: float = 30.0
     """For writing, reading and training together, earlier parts of the same run included; measuring
     is not limited."""
     layers: int | None = None
-    """Of the student, taken from the target's: see `kept_layers`; None = `LAYERS`, or those of
+    """Of the kind `student`, taken from the target's: see `kept_layers`; None = `LAYERS`, or those
+    of `start_from`."""
+    heads: int | None = None
+    """Of the kind `medusa`, one for each token of a draft; None = `HEADS`, or those of
     `start_from`."""
     draft_vocab: int | None = None
-    """Rows of the target's head that the student has; None = `DRAFT_VOCAB`, or those of
+    """Rows of the target's head that the drafter has; None = `DRAFT_VOCAB`, or those of
     `start_from`."""
     start_from: Path | None = None
-    """A drafter of this target that learns on, in place of a new student ..."""
+    """A drafter of this target and kind that learns on, in place of a new one ..."""
     start_name: str | None = None
     """... and what it is called on the card; None = as its path is."""
     prompts: tuple[tuple[int, ...], ...] = ()
@@ -57,12 +67,23 @@ class DistillOptions:
         for name, value, low, high in (
             ("minutes", self.minutes, 0.01, MINUTES_MAX),
             ("layers", self.layers, 1, LAYERS_MAX),
+            ("heads", self.heads, 1, HEADS_MAX),
             ("draft_vocab", self.draft_vocab, 2, DRAFT_VOCAB_MAX),
             ("seed", self.seed, 0, SEED_MAX),
             ("tokens", self.tokens, 0, TOKENS_MAX),
             ("steps", self.steps, 1, STEPS_MAX),
         ):
             check_range(name, value, low, high)
-        for name in ("layers", "draft_vocab"):
+        if self.kind not in KINDS:
+            raise SettingError("kind", f"{self.kind!r} is wrong; it must be {' or '.join(KINDS)}")
+        for name, kind in (("layers", "student"), ("heads", "medusa")):
+            if self.kind != kind and getattr(self, name) is not None:
+                raise SettingError(name, f"a drafter of the kind `{self.kind}` has none")
+        for name in ("layers", "heads", "draft_vocab"):
             if self.start_from is not None and getattr(self, name) is not None:
                 raise SettingError(name, "the drafter that is started from keeps what it has")
+
+
+def draft_model(kind: str, directory: Path | str) -> str:
+    """What `--draft-model` calls a drafter of this kind in a directory."""
+    return str(directory) if kind == KINDS[0] else f"{kind}:{directory}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,17 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from outrider.distillation.teacher import TeacherCache
+from outrider.distillation.dense_attention import use_dense_attention
+from outrider.distillation.learner import Depth, Start
+from outrider.distillation.learning import Batch
+from outrider.engine.drafter_files import TrainedDescription
 from outrider.engine.empty_models import parameters_on_meta
 from outrider.engine.fingerprints import tensors_fingerprint
-from outrider.engine.trained_drafters import load_drafter, narrow_head
+from outrider.engine.trained_drafters import load_drafter, narrow_head, save_drafter
 from outrider.errors import ConfigError, SettingError
 from outrider.settings import blaming
+from outrider.speculation.acceptance import conditional_acceptance
 
-_DOCUMENTS_AT_ONCE = 512
 _LAYERS_TO_COPY = 4
 """A student of fewer has the first layers and the last alone."""
 
@@ -46,59 +48,42 @@ def kept_layers(
     return sorted(kept)
 
 
-def likeliest_tokens(
-    caches: Sequence[TeacherCache], num_wanted: int, vocab_size: int
-) -> npt.NDArray[np.int64]:
-    """The tokens [N], ascending, with the most of the target's probability over the documents that
-    are learned from (ties: lowest ids)."""
-    learned = np.zeros(vocab_size)
-    for cache in caches:
-        rows = [cache.rows(i) for i, d in enumerate(cache.known) if not d.is_held_out]
-        learned += _mass(cache, rows, vocab_size)
-    return np.sort(np.argsort(-learned, kind="stable")[:num_wanted])
+class Student:
+    """A `Learner` that is a small model: it reads a text as the target does, and its further draft
+    tokens come from further steps."""
 
+    def __init__(self, module: Any) -> None:
+        """All of the module learns but what is the target's: embeddings and head."""
+        module.requires_grad_(True)
+        for shared in (module.get_input_embeddings(), module.get_output_embeddings()):
+            shared.weight.requires_grad_(False)
+        use_dense_attention(module)
+        self.module = module
+        self.weights: dict[str, nn.Parameter] = {
+            name: weight for name, weight in module.named_parameters() if weight.requires_grad
+        }
+        self.head: torch.Tensor = module.get_output_embeddings().weight
+        self.shape = f"{module.config.get_text_config().num_hidden_layers} layers"
 
-def covered_share(
-    caches: Sequence[TeacherCache], token_ids: npt.NDArray[np.int64], vocab_size: int
-) -> float:
-    """The part of the target's probability that these tokens have in the answers of held-out
-    documents, of 1. Tokens that the target did not list count as impossible: it is no less."""
-    mass, num_rows = np.zeros(vocab_size), 0
-    for cache in caches:
-        rows = [cache.answer_rows(i) for i, d in enumerate(cache.known) if d.is_held_out]
-        mass += _mass(cache, rows, vocab_size)
-        num_rows += sum(part.stop - part.start for part in rows)
-    return float(mass[token_ids].sum() / max(num_rows, 1))
+    def draft(self, batch: Batch) -> list[Depth]:
+        """The first draft token of every row; what comes behind it is that of the next row."""
+        hidden = self.module.base_model(
+            input_ids=batch.token_ids, use_cache=False
+        ).last_hidden_state
+        wanted = hidden.reshape(-1, hidden.shape[-1])[batch.rows]
+        return [Depth(wanted, torch.arange(len(wanted), device=wanted.device))]
 
+    def by_position(
+        self, texts: Sequence[Sequence[npt.NDArray[np.float64]]]
+    ) -> tuple[float | None, ...]:
+        """As `Learner`."""
+        return conditional_acceptance([ratios.tolist() for [ratios] in texts])
 
-def _mass(cache: TeacherCache, rows: Sequence[slice], vocab_size: int) -> npt.NDArray[np.float64]:
-    """The target's probability of each token [V], summed over these rows."""
-    arrays = cache.arrays()
-    mass = np.zeros(vocab_size)
-    for start in range(0, len(rows), _DOCUMENTS_AT_ONCE):
-        parts = rows[start : start + _DOCUMENTS_AT_ONCE]
-        ids, logprobs = (
-            np.concatenate([arrays[name][part] for part in parts]).ravel()
-            for name in ("ids", "logprobs")
-        )
-        weights = np.exp(logprobs.astype(np.float32))
-        mass += np.bincount(ids, weights, minlength=vocab_size)
-    return mass
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """A student before it learns."""
-
-    student: Any
-    token_ids: npt.NDArray[np.int64]
-    """[N], ascending: those of its head."""
-    name: str
-    """What it begins as; for people."""
-    key: str
-    """What tells it from every other of the same target and texts."""
-    is_trained: bool
-    """Whether it has learned before."""
+    def save(
+        self, directory: Path, token_ids: torch.Tensor, description: TrainedDescription
+    ) -> None:
+        """As `Learner`."""
+        save_drafter(directory, self.module, token_ids, description)
 
 
 def make_student(target: Any, layers: Sequence[int], token_ids: npt.NDArray[np.int64]) -> Start:
@@ -131,9 +116,10 @@ def make_student(target: Any, layers: Sequence[int], token_ids: npt.NDArray[np.i
     student.get_input_embeddings().weight = embedding
     rows = torch.from_numpy(token_ids).to(embedding.device)
     narrow_head(student, len(token_ids)).weight = nn.Parameter(before[rows])
-    student = _learning(student).to(embedding.device).eval()
+    student = student.to(embedding.device).eval()
     name = f"the target's layers {', '.join(map(str, layers))}"
-    return Start(student, token_ids, name, f"{layers}, {len(token_ids)}", is_trained=False)
+    key = f"{layers}, {len(token_ids)}"
+    return Start(Student(student), token_ids, name, key, is_trained=False)
 
 
 def load_student(
@@ -160,15 +146,7 @@ def load_student(
         )
         key = tensors_fingerprint(drafter)
     token_ids = np.array(info.logit_token_ids, dtype=np.int64)
-    return Start(_learning(student), token_ids, f"the drafter `{name}`", key, is_trained=True)
-
-
-def _learning(student: Any) -> Any:
-    """All of it learns but what is the target's: embeddings and head."""
-    student.requires_grad_(True)
-    for shared in (student.get_input_embeddings(), student.get_output_embeddings()):
-        shared.weight.requires_grad_(False)
-    return student
+    return Start(Student(student), token_ids, f"the drafter `{name}`", key, is_trained=True)
 
 
 def _layers_of(module: Any) -> nn.ModuleList:

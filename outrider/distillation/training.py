@@ -1,4 +1,4 @@
-"""Trains a student: cross-entropy first, then the likelihood of acceptance.
+"""Trains a drafter: cross-entropy first, then the likelihood of acceptance.
 
 The budget is a number of steps, or of seconds; what part of it is over says the learning rate and
 the loss. A checkpoint holds all that the rest depends on, the seconds so far among it, so that a
@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from outrider.distillation.learning import Lessons, Place
+from outrider.distillation.learner import Learner
+from outrider.distillation.learning import Batch, Lessons, Place
 from outrider.distillation.losses import overlap_loss
 from outrider.distillation.measuring import measure
 from outrider.distillation.storage import Stopwatch
@@ -34,13 +35,15 @@ _PEAK_RATE_BY_WIDTH: Final = 0.864
 _PEAK_RATE_MAX: Final = 2e-3
 """The highest learning rate is the former divided by the model's width, at most the latter."""
 _TRAINED_RATE: Final = 0.5
-"""Part of the peak for a student that has learned before."""
+"""Part of the peak for a drafter that has learned before."""
 _WARM_UP: Final = 0.04
 _LIKELIHOOD_FROM: Final = 0.25
 _LIKELIHOOD_UP_TO: Final = 0.5
 _LIKELIHOOD_SHARE: Final = 0.9
 """Until the first part of the budget cross-entropy alone; from the second on so much of the loss is
 the likelihood of acceptance; linear between them."""
+_DEPTH_SHARE: Final = 0.8
+"""A draft token's weight in the loss, of that of the one before it: it is reached less often."""
 _WEIGHT_DECAY: Final = 0.05
 _BETAS: Final = (0.9, 0.98)
 _LARGEST_GRADIENT: Final = 1.0
@@ -65,6 +68,10 @@ class Point:
     """Mean since the measurement before; of what the loss was then."""
     greedy: float
     sampled: float
+
+
+Report = Callable[[str, float, Point | None], None]
+"""Hears which stage goes on, what part of it is done, and what was measured last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +103,20 @@ def likelihood_share(part: float, is_trained: bool) -> float:
 
 
 class Trainer:
-    """One student on its way, in a folder of its own. `weights` are those that are trained, by
-    name; float32 masters of them take the steps."""
+    """One learner on its way, in a folder of its own. Float32 masters of its weights take the
+    steps."""
 
     def __init__(
         self,
-        student: Any,
+        learner: Learner,
         lessons: Lessons,
         directory: Path,
         seed: int,
         budget: Budget,
         is_trained: bool,
     ) -> None:
-        """`is_trained`: the student has learned before."""
-        self.student = student
+        """`is_trained`: the learner has learned before."""
+        self.learner = learner
         self._is_trained = is_trained
         self._lessons = lessons
         self._seed = seed
@@ -119,15 +126,12 @@ class Trainer:
         self.spent = Stopwatch()
         self._is_between_steps = True
         self._num_saved = 0
-        self._device = student.get_output_embeddings().weight.device
+        self._device = learner.head.device
         self._batch_tokens_max = BATCH_TOKENS["cpu" if self._device.type == "cpu" else "cuda"]
         self._batch_tokens = batch_tokens(0.0, self._batch_tokens_max)
-        self.weights = {
-            name: weight for name, weight in student.named_parameters() if weight.requires_grad
-        }
         self._masters = {
             name: torch.nn.Parameter(weight.detach().float().clone())
-            for name, weight in self.weights.items()
+            for name, weight in learner.weights.items()
         }
         decayed = [values for values in self._masters.values() if values.dim() > 1]
         others = [values for values in self._masters.values() if values.dim() <= 1]
@@ -190,23 +194,18 @@ class Trainer:
     def _step(self, places: list[Place]) -> None:
         batch = self._lessons.batch(places)
         part = self.part
-        hidden = self.student.base_model(
-            input_ids=batch.token_ids, use_cache=False
-        ).last_hidden_state
-        wanted = hidden.reshape(-1, hidden.shape[-1])[batch.rows]
-        head = self.student.get_output_embeddings().weight
-        loss = overlap_loss(wanted, head, batch.teacher, likelihood_share(part, self._is_trained))
+        loss = self._loss(batch, likelihood_share(part, self._is_trained))
         loss.backward()  # type: ignore[no-untyped-call]
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(part, hidden.shape[-1], self._is_trained)
-        for name, weight in self.weights.items():
+            group["lr"] = learning_rate(part, self.learner.head.shape[1], self._is_trained)
+        for name, weight in self.learner.weights.items():
             self._masters[name].grad = None if weight.grad is None else weight.grad.float()
             weight.grad = None
         torch.nn.utils.clip_grad_norm_(list(self._masters.values()), _LARGEST_GRADIENT)
         self._is_between_steps = False
         self._optimizer.step()
         with torch.no_grad():
-            for name, weight in self.weights.items():
+            for name, weight in self.learner.weights.items():
                 weight.copy_(self._masters[name])
         self.num_steps += 1
         self.num_tokens += len(batch.rows)
@@ -215,8 +214,17 @@ class Trainer:
         self._done_of_epoch += 1
         self._is_between_steps = True
 
+    def _loss(self, batch: Batch, share: float) -> torch.Tensor:
+        """The mean of the draft tokens' losses, by their weights."""
+        total, weights, weight = torch.zeros((), device=self._device), 0.0, 1.0
+        for depth in self.learner.draft(batch):
+            teacher = batch.teacher.at(depth.rows)
+            total = total + weight * overlap_loss(depth.hidden, self.learner.head, teacher, share)
+            weights, weight = weights + weight, weight * _DEPTH_SHARE
+        return total / weights
+
     def _measure(self) -> None:
-        measured = measure(self.student, self._lessons, self._running)
+        measured = measure(self.learner, self._lessons, self._running, is_first_alone=True)
         loss = self._loss_sum / max(self._loss_steps, 1)
         point = Point(
             step=self.num_steps,
@@ -267,7 +275,7 @@ class Trainer:
                     self._optimizer.state[master][key] = file.get_tensor(name)
                 else:
                     master.data.copy_(file.get_tensor(name))
-        for name, weight in self.weights.items():
+        for name, weight in self.learner.weights.items():
             weight.data.copy_(self._masters[name])
         self.points = [Point(**point) for point in state["points"]]
         self.num_steps = self._num_saved = state["num_steps"]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 NUM_DEPTHS: Final = 8
 """Depths that acceptance is told for."""
@@ -18,14 +19,27 @@ def conditional_acceptance(texts: Sequence[Sequence[float]]) -> tuple[float | No
     For such a text the mean of prod_{i<=k} min(1, q_i / p_i) over windows of k tokens is the chance
     that the first k of a chain are accepted. Chances at depth k and k - 1 are taken over the same
     windows, those of at least k tokens, so that a text's end favours neither."""
+    values = [np.asarray(ratios, dtype=np.float64) for ratios in texts]
+    windows = [[ratios[depth:] for depth in range(NUM_DEPTHS)] for ratios in values]
+    return acceptance_of_windows(windows, NUM_DEPTHS)
+
+
+def acceptance_of_windows(
+    texts: Sequence[Sequence[npt.NDArray[np.float64]]], num_depths: int
+) -> tuple[float | None, ...]:
+    """As `conditional_acceptance`, for draft token 1..`num_depths`, where the ratio at a place
+    depends on where its window begins: `texts[t][k][w]` is that of draft token k + 1 of window w.
+    Windows that a text's end cuts off are its last ones; a text may have fewer depths."""
     found: list[float | None] = []
-    for depth in range(1, NUM_DEPTHS + 1):
+    for depth in range(num_depths):
         reached = accepted = 0.0
         for ratios in texts:
-            values = np.asarray(ratios, dtype=np.float64)
-            if len(values) >= depth:
-                windows = np.lib.stride_tricks.sliding_window_view(values, depth)
-                reached += float(windows[:, :-1].prod(axis=1).sum())
-                accepted += float(windows.prod(axis=1).sum())
+            if depth < len(ratios):
+                last = ratios[depth]
+                before = np.ones(len(last))
+                for part in ratios[:depth]:
+                    before *= part[: len(last)]
+                reached += float(before.sum())
+                accepted += float((before * last).sum())
         found.append(accepted / reached if reached > 0 else None)
     return tuple(found)

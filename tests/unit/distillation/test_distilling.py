@@ -20,11 +20,12 @@ from models import save_tiny_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from outrider.distillation import distilling, teacher, training
-from outrider.distillation.distilling import Distilled, Target, distill
+from outrider.distillation import answering, teacher, training
+from outrider.distillation.distilling import Distilled, distill
 from outrider.distillation.documents import is_kept_back
 from outrider.distillation.options import DistillOptions
 from outrider.distillation.storage import Stopwatch
+from outrider.distillation.target import Target
 from outrider.distillation.teacher import TeacherCache
 from outrider.distillation.training import (
     Point,
@@ -136,8 +137,9 @@ KILLED: Final = """
 import json, os, signal, sys, torch
 from pathlib import Path
 from outrider.distillation import teacher, training
-from outrider.distillation.distilling import Target, distill
+from outrider.distillation.distilling import distill
 from outrider.distillation.options import DistillOptions
+from outrider.distillation.target import Target
 from outrider.distillation.writing import Template
 
 wishes, target, out, cache, stage, part = sys.argv[1:]
@@ -268,7 +270,7 @@ def test_both_sources_are_read_in_one_share_of_the_time(
     with pytest.raises(SettingError, match="too few"):
         run(target, tmp_path, steps=None, tokens=500, minutes=10.0, corpus=tmp_path / "corpus")
     (written, first), (given, second) = asked
-    share = distilling.READING_SHARE + distilling.WRITING_SHARE / 2 * (given / 300_000)
+    share = answering.READING_SHARE + answering.WRITING_SHARE / 2 * (given / 300_000)
     assert first == pytest.approx(share * 600 * written / (written + given))
     assert second == pytest.approx(share * 600 - used * first)
 

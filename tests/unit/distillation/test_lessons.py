@@ -254,8 +254,9 @@ def test_a_batch_has_the_targets_answers_by_column(module: Any, lessons: Lessons
 def test_what_is_measured_is_what_serving_would_find(module: Any, lessons: Lessons) -> None:
     """Against the definition, with q as it goes on the wire, text by text; answers alone, which the
     target wrote at the temperature that is stated."""
-    student = make_student(module, [1], TOKEN_IDS).student
-    measured = measure(student, lessons, lessons.held_out)
+    learner: Any = make_student(module, [1], TOKEN_IDS).learner
+    student = learner.module
+    measured = measure(learner, lessons, lessons.held_out)
     hits: dict[float, list[bool]] = {0.0: [], 1.0: []}
     overlaps: dict[float, list[float]] = {0.0: [], 1.0: []}
     texts = []

@@ -13,9 +13,10 @@ import pytest
 import torch
 from models import save_tiny_model
 
-from outrider.distillation import distilling, teacher
-from outrider.distillation.distilling import Distilled, Target, distill
+from outrider.distillation import answering, distilling, teacher
+from outrider.distillation.distilling import Distilled, distill
 from outrider.distillation.options import DistillOptions
+from outrider.distillation.target import Target
 from outrider.distillation.training import Point
 from outrider.distillation.writing import Template
 from outrider.engine.interface import SequenceStep
@@ -116,7 +117,7 @@ def test_long_prompts_are_refused_before_anything_is_run(
 def pages(monkeypatch: pytest.MonkeyPatch, num: int) -> None:
     """So many for the target that writes."""
     page_bytes = 2 * 2 * 2 * 8 * 4 * PAGE_SIZE  # layers, keys and values, heads, width, float32
-    monkeypatch.setattr(distilling, "memory_budget", lambda *given: num * page_bytes)
+    monkeypatch.setattr(answering, "memory_budget", lambda *given: num * page_bytes)
 
 
 def test_pages_are_kept_for_prompt_and_answer_and_not_for_the_models_length(
@@ -132,7 +133,7 @@ def test_pages_are_kept_for_prompt_and_answer_and_not_for_the_models_length(
         return forward(engine, steps)
 
     monkeypatch.setattr(PagedEngine, "forward", watched)
-    monkeypatch.setattr(distilling, "MEASURED_TOKENS_MAX", 11)
+    monkeypatch.setattr(answering, "MEASURED_TOKENS_MAX", 11)
     monkeypatch.setattr(teacher, "_POOL", 4)
     pages(monkeypatch, 8)
     stages = Heard()

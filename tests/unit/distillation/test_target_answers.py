@@ -12,8 +12,9 @@ from models import tiny_config, tiny_module
 
 from outrider.distillation import teacher
 from outrider.distillation.documents import Document
-from outrider.distillation.student import covered_share, kept_layers, likeliest_tokens, make_student
+from outrider.distillation.student import kept_layers, make_student
 from outrider.distillation.teacher import TeacherCache, check_head, largest
+from outrider.distillation.vocabulary import covered_share, likeliest_tokens
 from outrider.errors import ConfigError, SettingError
 
 VOCAB = 160
@@ -33,6 +34,11 @@ def documents() -> list[Document]:
     return [
         Document(row, 1 + number % 2, 2, 1.0, number in HELD_OUT) for number, row in enumerate(ids)
     ]
+
+
+def student_of(module: Any, layers: list[int], token_ids: Any) -> Any:
+    learner: Any = make_student(module, layers, token_ids).learner
+    return learner.module
 
 
 def test_answers_are_the_targets_distribution(
@@ -130,7 +136,7 @@ def test_a_student_starts_as_the_target(module: Any) -> None:
     """With all its layers and tokens it computes the same; only the embeddings are shared, and
     they are not trained."""
     token_ids = np.array([0, 5, 9, 80, 159])
-    student = make_student(module, [0, 1], token_ids).student
+    student = student_of(module, [0, 1], token_ids)
     ids = torch.randint(0, VOCAB, (2, 11))
     torch.testing.assert_close(student(ids).logits, module(ids).logits[..., token_ids])
     shared = module.get_input_embeddings().weight
@@ -139,7 +145,7 @@ def test_a_student_starts_as_the_target(module: Any) -> None:
     kept = {"model.embed_tokens.weight", "lm_head.weight"}
     assert trained == {name for name, _ in student.named_parameters()} - kept
     assert not student.training
-    one = make_student(module, [1], token_ids).student
+    one = student_of(module, [1], token_ids)
     mine, theirs = one.model.layers[0].mlp.up_proj, module.model.layers[1].mlp.up_proj
     assert torch.equal(mine.weight, theirs.weight)
     assert mine.weight is not theirs.weight
@@ -150,7 +156,7 @@ def test_nothing_of_a_student_is_made_anew() -> None:
     made to be thrown away, of which embeddings and head would be the most."""
     module = tiny_module(tiny_config("llama", VOCAB), dtype=torch.bfloat16)
     random = torch.get_rng_state()
-    student = make_student(module, [0, 1], np.arange(VOCAB)).student
+    student = student_of(module, [0, 1], np.arange(VOCAB))
     assert torch.equal(torch.get_rng_state(), random)
     theirs = {**module.state_dict(), **dict(module.named_buffers())}
     found = {**student.state_dict(), **dict(student.named_buffers())}

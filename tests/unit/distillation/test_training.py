@@ -50,8 +50,8 @@ def trainer(
     monkeypatch.setitem(training.BATCH_TOKENS, "cpu", 400)
 
     def make(place: Path, budget: Budget) -> Trainer:
-        student = make_student(module, [1], TOKEN_IDS).student
-        return Trainer(student, lessons, place, 0, budget, is_trained=False)
+        learner = make_student(module, [1], TOKEN_IDS).learner
+        return Trainer(learner, lessons, place, 0, budget, is_trained=False)
 
     return make
 
@@ -154,5 +154,5 @@ def test_a_step_that_was_broken_off_is_done_again(
     again = trainer(tmp_path / "broken", STEPS)
     assert again.num_steps == num_kept
     again.run(lambda part, point: None)
-    for name, weight in whole.weights.items():
-        assert torch.equal(again.weights[name], weight), name
+    for name, weight in whole.learner.weights.items():
+        assert torch.equal(again.learner.weights[name], weight), name

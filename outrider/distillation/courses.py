@@ -1,0 +1,65 @@
+"""How a drafter of each kind comes about: what it begins as, and what it needs of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.distillation.copying import copying_layers
+from outrider.distillation.learner import Start
+from outrider.distillation.options import LAYERS, DistillOptions
+from outrider.distillation.student import kept_layers, load_student, make_student
+from outrider.distillation.target import Target
+from outrider.engine.drafter_files import TrainedKind
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The way to a drafter."""
+
+    kind: TrainedKind
+    drafter: Start | None
+    """What learns on; None = what is made."""
+    make: Callable[[npt.NDArray[np.int64]], Start]
+    """What learns, for a head of these tokens [N], ascending."""
+
+
+def course_of(options: DistillOptions, target: Target, module: Any) -> Course:
+    """What is asked for, on the target's module. Raises `SettingError` for what this target cannot
+    have."""
+    return _COURSES[TrainedKind.STUDENT](options, target, module)
+
+
+def _student(options: DistillOptions, target: Target, module: Any) -> Course:
+    drafter, layers = None, []
+    if options.start_from is not None:
+        drafter = load_student(
+            options.start_from,
+            target.directory,
+            name=_start_name(options),
+            target_name=target.name,
+            dtype=target.dtype,
+            device=target.device,
+            trust_remote_code=target.trust_remote_code,
+        )
+    else:
+        num_layers = module.config.get_text_config().num_hidden_layers
+        layers = kept_layers(options.layers or LAYERS, num_layers, copying_layers(module))
+
+    def make(token_ids: npt.NDArray[np.int64]) -> Start:
+        return make_student(module, layers, token_ids)
+
+    return Course(TrainedKind.STUDENT, drafter, make)
+
+
+def _start_name(options: DistillOptions) -> str:
+    return options.start_name or str(options.start_from)
+
+
+_COURSES: Final[dict[TrainedKind, Callable[[DistillOptions, Target, Any], Course]]] = {
+    TrainedKind.STUDENT: _student,
+}
