@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.prompts import read_prompts
 from outrider.config import DTYPES, TargetConfig
-from outrider.distillation.options import DRAFT_VOCAB, LAYERS, DistillOptions
+from outrider.distillation.options import (
+    DRAFT_VOCAB,
+    HEADS,
+    KINDS,
+    LAYERS,
+    DistillOptions,
+    draft_model,
+)
 from outrider.drafting.registry import SHIPPED, DrafterChoice, DraftModel, parse_drafter
 from outrider.errors import BadRequest, SettingError
 from outrider.hosting import available_cores, use_threads
@@ -45,23 +52,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, required=True, metavar="DIR", help="the drafter's directory"
     )
     parser.add_argument(
+        "--kind", choices=KINDS, default=defaults.kind,
+        help="a small model of its own, or heads on the target that draft from what its own head "
+        "reads [%(default)s]",
+    )  # fmt: skip
+    parser.add_argument(
         "--minutes", type=float, default=defaults.minutes, metavar="N",
         help="to write, to read and to train, on a CPU or on a GPU; measuring comes on top "
         "[%(default)g]",
     )  # fmt: skip
     parser.add_argument(
         "--layers", type=int, metavar="N",
-        help="of the drafter: the target's first ones, two that copy, and its last "
+        help="of a student: the target's first ones, two that copy, and its last "
         f"[{LAYERS}]",
     )  # fmt: skip
+    parser.add_argument(
+        "--heads", type=int, metavar="N", help=f"of --kind medusa: tokens of a draft [{HEADS}]"
+    )
     parser.add_argument(
         "--draft-vocab", type=int, metavar="N",
         help=f"tokens that the drafter can propose [{DRAFT_VOCAB}]",
     )  # fmt: skip
     parser.add_argument(
         "--start-from", metavar="DRAFTER",
-        help="a drafter of this target, made before, that learns on: a directory, a hub id or "
-        + " or ".join(f"`{name}`" for name in SHIPPED.values()),
+        help="a drafter of this target and --kind, made before, that learns on: a directory, a "
+        "hub id or " + " or ".join(f"`{name}`" for name in SHIPPED.values()),
     )  # fmt: skip
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE",
@@ -104,9 +119,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Makes it, with a progress bar on standard error."""
     options = DistillOptions(
-        out=arguments.out, minutes=arguments.minutes, layers=arguments.layers,
-        draft_vocab=arguments.draft_vocab, corpus=arguments.corpus, seed=arguments.seed,
-        tokens=arguments.tokens, steps=arguments.steps, start_name=arguments.start_from,
+        out=arguments.out, kind=arguments.kind, minutes=arguments.minutes,
+        layers=arguments.layers, heads=arguments.heads, draft_vocab=arguments.draft_vocab,
+        corpus=arguments.corpus, seed=arguments.seed, tokens=arguments.tokens,
+        steps=arguments.steps, start_name=arguments.start_from,
         start_from=None if arguments.start_from is None else Path(arguments.start_from),
     )  # fmt: skip
     if options.start_name is not None:
@@ -135,7 +151,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(_summary(found)))
     else:
         print(_said(found))
-        print(f"outrider serve {arguments.target} --draft-model {found.out}")
+        served = draft_model(options.kind, found.out)
+        print(f"outrider serve {arguments.target} --draft-model {served}")
     return 0
 
 

@@ -65,7 +65,9 @@ class Answers:
         self._given, self._tokens_max, self._place = given, tokens_max, place
         self._dtype = str(module.dtype)
         self._seconds = options.minutes * 60
-        self._vocab_size: int = module.get_input_embeddings().weight.shape[0]
+        embeddings = module.get_input_embeddings().weight
+        self._vocab_size: int = embeddings.shape[0]
+        self._width: int | None = embeddings.shape[1] if course.has_features else None
 
     def write(self) -> WrittenCorpus:
         """What the target writes."""
@@ -124,7 +126,9 @@ class Answers:
     def ask(self, corpus: WrittenCorpus) -> dict[str, TeacherCache]:
         """What the target says of that and of what is given, by what wrote it."""
         sources = {
-            "the target, for this": self._apart(corpus.documents(self._options.tokens)),
+            "the target, for this": self._apart(
+                self._course.long_enough(corpus.documents(self._options.tokens))
+            ),
             "given by --corpus": self._given,
         }
         left = self._reading_seconds
@@ -132,8 +136,7 @@ class Answers:
         found: dict[str, TeacherCache] = {}
         for name, documents in sources.items():
             if documents:
-                folder = folder_name("answers", self._dtype, fingerprint_of(documents))
-                known = TeacherCache(self._place / folder, documents, self._vocab_size)
+                known = self._cache(documents)
                 tokens = sum(document.num_learned for document in documents)
                 seconds = left * tokens / tokens_left
                 known.fill(self._module, seconds, lambda part: self._report("reading", part, None))
@@ -149,6 +152,12 @@ class Answers:
                 "and one is not",
             )
         return found
+
+    def _cache(self, documents: Sequence[Document]) -> TeacherCache:
+        """What the target says of these, as far as it is known."""
+        more = [] if self._width is None else ["features"]
+        folder = folder_name("answers", self._dtype, fingerprint_of(documents), *more)
+        return TeacherCache(self._place / folder, documents, self._vocab_size, self._width)
 
     def _apart(self, documents: Sequence[Document]) -> list[Document]:
         """These, of which the target may have begun some with a prompt to measure with by itself:
@@ -191,9 +200,10 @@ class Answers:
                 )
             together = _TOGETHER["cpu" if self._is_cpu else "cuda"]
             corpus.write(engine, together, wanted, lambda part: report(_ANSWERING_PART * part))
-        documents = [replace(document, is_held_out=True) for document in corpus.documents()]
-        folder = folder_name("answers", self._dtype, fingerprint_of(documents))
-        cache = TeacherCache(self._place / folder, documents, self._vocab_size)
+        answered = self._course.long_enough(corpus.documents())
+        if not answered:
+            raise SettingError("measure", "the target's answers to these are too short to measure")
+        cache = self._cache([replace(document, is_held_out=True) for document in answered])
         rest = 1 - _ANSWERING_PART
         cache.fill(self._module, float("inf"), lambda part: report(_ANSWERING_PART + rest * part))
         return cache, corpus.spent.seconds + cache.spent.seconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.distillation.copying import copying_layers
+from outrider.distillation.documents import Document
+from outrider.distillation.heads import load_learned_heads, make_new_heads
 from outrider.distillation.learner import Start
-from outrider.distillation.options import LAYERS, DistillOptions
+from outrider.distillation.options import HEADS, LAYERS, DistillOptions
 from outrider.distillation.student import kept_layers, load_student, make_student
 from outrider.distillation.target import Target
 from outrider.engine.drafter_files import TrainedKind
@@ -22,16 +24,24 @@ class Course:
     """The way to a drafter."""
 
     kind: TrainedKind
+    has_features: bool
+    """Whether it learns from what the target's head reads, too."""
+    num_learned_min: int
+    """Learned tokens of a document that something can be drafted for."""
     drafter: Start | None
     """What learns on; None = what is made."""
     make: Callable[[npt.NDArray[np.int64]], Start]
     """What learns, for a head of these tokens [N], ascending."""
 
+    def long_enough(self, documents: Sequence[Document]) -> list[Document]:
+        """Of these, those that something can be learned from."""
+        return [document for document in documents if document.num_learned >= self.num_learned_min]
+
 
 def course_of(options: DistillOptions, target: Target, module: Any) -> Course:
     """What is asked for, on the target's module. Raises `SettingError` for what this target cannot
     have."""
-    return _COURSES[TrainedKind.STUDENT](options, target, module)
+    return _COURSES[TrainedKind(options.kind)](options, target, module)
 
 
 def _student(options: DistillOptions, target: Target, module: Any) -> Course:
@@ -53,7 +63,25 @@ def _student(options: DistillOptions, target: Target, module: Any) -> Course:
     def make(token_ids: npt.NDArray[np.int64]) -> Start:
         return make_student(module, layers, token_ids)
 
-    return Course(TrainedKind.STUDENT, drafter, make)
+    return Course(TrainedKind.STUDENT, False, 1, drafter, make)
+
+
+def _medusa(options: DistillOptions, target: Target, module: Any) -> Course:
+    drafter = None
+    if options.start_from is not None:
+        drafter = load_learned_heads(
+            options.start_from,
+            module,
+            name=_start_name(options),
+            target_directory=target.directory,
+            target_name=target.name,
+        )
+
+    def make(token_ids: npt.NDArray[np.int64]) -> Start:
+        return make_new_heads(module, options.heads or HEADS, token_ids, options.seed)
+
+    # The first learned token of a document is the newest one of the first draft.
+    return Course(TrainedKind.MEDUSA, True, 2, drafter, make)
 
 
 def _start_name(options: DistillOptions) -> str:
@@ -62,4 +90,5 @@ def _start_name(options: DistillOptions) -> str:
 
 _COURSES: Final[dict[TrainedKind, Callable[[DistillOptions, Target, Any], Course]]] = {
     TrainedKind.STUDENT: _student,
+    TrainedKind.MEDUSA: _medusa,
 }

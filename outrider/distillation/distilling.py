@@ -7,8 +7,8 @@ folder              what it holds                   its key names
 `measured-<key>`    the target's answers to         dtype, seed, prompts, lengths
                     prompts to measure with
 `written-<key>`     what the target wrote           dtype, seed, prompts, template, lengths
-`answers-<key>`     its answers about documents,    dtype, and every token of these, in order
-                    of either kind
+`answers-<key>`     its answers about documents,    dtype, every token of these, in order, and
+                    of either kind                  whether they are for heads
 `<kind>-<key>`      checkpoint and measurements     the answers, which of them are held out, and
                                                     all that is asked for
 """
@@ -103,7 +103,7 @@ class _Run:
         texts = read_corpus(
             files, self._vocab_size, target.encode, tokens_max, target.template.num_bare
         )
-        given = shuffled(texts)
+        given = self._course.long_enough(shuffled(texts))
         check_prompts("prompts", options.prompts, tokens_max - 1)
         longest = min(MEASURED_PROMPT_TOKENS_MAX, info.max_model_len - 1)
         check_prompts("measure", options.measure, longest)

@@ -1,4 +1,4 @@
-"""What a student learns from: the documents that the target was asked about, in batches."""
+"""What a drafter learns from: the documents that the target was asked about, in batches."""
 
 from __future__ import annotations
 
@@ -42,6 +42,10 @@ class Batch:
     likeliest: torch.Tensor
     """[R]: the columns of the target's likeliest tokens; -1 where the head has none."""
     teacher: TeacherRows
+    behind: torch.Tensor
+    """[R]: how many rows of the same document come behind."""
+    features: torch.Tensor | None
+    """[R, D], float16: what the target's head read at each; None where it was not kept."""
 
 
 class Lessons:
@@ -88,8 +92,10 @@ class Lessons:
                     for place in places
                 ]
             )
-            for name in ("ids", "logprobs", "written")
+            for name in self._arrays[0]
         }
+        lengths = [place.document.num_learned for place in places]
+        behind = np.concatenate([np.arange(length)[::-1] for length in lengths])
         columns = self._columns[answers["ids"]]
         mass = np.where(columns < 0, 0.0, np.exp(answers["logprobs"].astype(np.float32)))
         teacher = TeacherRows(
@@ -103,6 +109,8 @@ class Lessons:
             written=self._put(answers["written"].astype(np.float32)),
             likeliest=self._put(columns[:, 0]),
             teacher=teacher,
+            behind=self._put(behind),
+            features=self._put(answers["features"]) if "features" in answers else None,
         )
 
     def _put(self, values: npt.NDArray[Any]) -> torch.Tensor:

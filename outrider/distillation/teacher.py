@@ -4,6 +4,7 @@ array       a row for each learned token, in the order of the documents
 `ids`       [64] the likeliest tokens, likeliest first: uint16, or uint32 for a large vocabulary
 `logprobs`  [64] float16, of the target's own distribution (temperature 1)
 `written`   float16, of the token that stands there
+`features`  [D] float16: what its head read to say so; for draft heads alone
 
 Rows are only ever appended; `progress.json` says how many documents are whole.
 """
@@ -33,12 +34,20 @@ _GROUP: Final = 64
 _POOL: Final = 64
 """Documents that are asked about before anything is kept."""
 _PROGRESS: Final = "progress.json"
+_FEATURES: Final = "features"
 
 
 class TeacherCache:
     """The answers about one list of documents, of which the first ones are known."""
 
-    def __init__(self, directory: Path, documents: Sequence[Document], vocab_size: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        documents: Sequence[Document],
+        vocab_size: int,
+        width: int | None = None,
+    ) -> None:
+        """With features of this width; None = without."""
         self.documents = documents
         self.spent = Spent(directory)
         self._directory = directory
@@ -49,6 +58,8 @@ class TeacherCache:
             "logprobs": (np.float16, (self._entries,)),
             "written": (np.float16, ()),
         }
+        if width is not None:
+            self._kinds[_FEATURES] = (np.float16, (width,))
         self._num_documents = int(read_json(directory / _PROGRESS) or 0)
         lengths = [document.num_learned for document in documents]
         self._starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
@@ -84,7 +95,7 @@ class TeacherCache:
         return slice(rows.start + self.documents[index].num_before_answer, rows.stop)
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """The three, memory-mapped."""
+        """By name, memory-mapped."""
         num = int(self._starts[self._num_documents])
         return {
             name: np.memmap(self._path(name), dtype=kind, mode="r", shape=(num, *shape))
@@ -104,7 +115,9 @@ class TeacherCache:
             while not self.is_whole and (self._num_documents == 0 or self.spent.seconds < seconds):
                 last = min(self._num_documents + _POOL, len(self.documents))
                 pool = self.documents[self._num_documents : last]
-                for name, rows in _answers(module, pool, size, self._entries).items():
+                has_features = _FEATURES in self._kinds
+                answers = _answers(module, pool, size, self._entries, has_features)
+                for name, rows in answers.items():
                     files[name].write(rows.astype(self._kinds[name][0]).tobytes())
                     files[name].flush()
                 self._num_documents = last
@@ -149,12 +162,12 @@ def by_length(documents: Sequence[Document]) -> list[int]:
 
 
 def _answers(
-    module: Any, pool: Sequence[Document], size: int, entries: int
+    module: Any, pool: Sequence[Document], size: int, entries: int, has_features: bool
 ) -> dict[str, npt.NDArray[Any]]:
     """`ask` about a pool, in batches of documents of similar length; rows in the pool's order."""
     found: dict[int, dict[str, npt.NDArray[Any]]] = {}
     for batch in in_batches(pool, by_length(pool), size):
-        answers = ask(module, [pool[index] for index in batch], entries)
+        answers = ask(module, [pool[index] for index in batch], entries, has_features)
         ends = np.cumsum([pool[index].num_learned for index in batch])[:-1]
         split = {name: np.split(rows, ends) for name, rows in answers.items()}
         for place, index in enumerate(batch):
@@ -166,9 +179,10 @@ def _answers(
 
 
 def ask(
-    module: Any, documents: Sequence[Document], entries: int = ENTRIES
+    module: Any, documents: Sequence[Document], entries: int, has_features: bool
 ) -> dict[str, npt.NDArray[Any]]:
-    """The target's answers about the learned tokens of `documents`, one after another."""
+    """The target's answers about the learned tokens of `documents`, one after another, by the names
+    of the arrays."""
     device = module.get_input_embeddings().weight.device
     ids, rows, following = packed(documents)
     block = _ROWS_OF_A_BLOCK["cpu" if device.type == "cpu" else "cuda"]
@@ -186,7 +200,10 @@ def ask(
             )
         ]
     columns = [torch.cat(column).cpu().numpy() for column in zip(*found, strict=True)]
-    return dict(zip(("ids", "logprobs", "written"), columns, strict=True))
+    answers = dict(zip(("ids", "logprobs", "written"), columns, strict=True))
+    if has_features:
+        answers[_FEATURES] = wanted.half().cpu().numpy()
+    return answers
 
 
 def packed(

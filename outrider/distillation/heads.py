@@ -1,0 +1,119 @@
+"""Heads on the target, as they learn: `draft_heads.py` says what they are.
+
+A chain begins behind every learned token but a document's last one: the newest token is that one,
+f_0 what the target's head read to say it, and draft token i stands i places further on. Its logits
+are scored against what the target says of that place. So the tokens that a head is given are those
+of the text, as they are where a draft has been accepted so far.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from outrider.distillation.learner import Depth, Start
+from outrider.distillation.learning import Batch
+from outrider.engine.draft_heads import DraftHeads
+from outrider.engine.drafter_files import TrainedDescription
+from outrider.engine.fingerprints import tensors_fingerprint
+from outrider.engine.trained_heads import load_heads, make_heads, save_heads
+from outrider.errors import InvariantError
+from outrider.settings import blaming
+from outrider.speculation.acceptance import acceptance_of_windows
+
+_INNER_WIDTHS: Final = 2
+"""The inner width of a new head, in widths of the target."""
+_DOWN_DEVIATION: Final = 1e-3
+"""Of the weights that a new head's change goes through: at first it passes on what it is given."""
+
+
+class Heads:
+    """A `Learner` whose step drafts one token with each head."""
+
+    def __init__(self, module: DraftHeads) -> None:
+        """The heads learn; embeddings and head are the target's."""
+        module.requires_grad_(False)
+        module.heads.requires_grad_(True)
+        self.module = module
+        self.weights: dict[str, nn.Parameter] = {
+            name: weight for name, weight in module.named_parameters() if weight.requires_grad
+        }
+        self.head: torch.Tensor = module.head.weight
+        self.shape = f"{len(module.heads)} heads"
+
+    def draft(self, batch: Batch) -> list[Depth]:
+        """Draft token 1, 2, .. of the chains that the documents are long enough for; those of row r
+        begin with its features and are scored against row r + 1, r + 2, .."""
+        if batch.features is None:
+            raise InvariantError("heads learn from what the target's head reads")
+        following = batch.token_ids.reshape(-1)[batch.rows + 1]
+        features = batch.features.to(self.head.dtype)
+        rows = torch.arange(len(features), device=features.device)
+        found = []
+        for depth in range(len(self.module.heads)):
+            goes_on = batch.behind[rows] > 0
+            features, rows = features[goes_on], rows[goes_on]
+            if not len(rows):
+                break
+            features = self.module.advance(depth, features, following[rows])
+            rows = rows + 1
+            found.append(Depth(features, rows))
+        return found
+
+    def by_position(
+        self, texts: Sequence[Sequence[npt.NDArray[np.float64]]]
+    ) -> tuple[float | None, ...]:
+        """As `Learner`."""
+        return acceptance_of_windows(texts, len(self.module.heads))
+
+    def save(
+        self, directory: Path, token_ids: torch.Tensor, description: TrainedDescription
+    ) -> None:
+        """As `Learner`."""
+        save_heads(directory, self.module, token_ids, description)
+
+
+def make_new_heads(
+    target: Any, num_heads: int, token_ids: npt.NDArray[np.int64], seed: int
+) -> Start:
+    """Heads on the target's module that change next to nothing yet, for `token_ids` [N] of its
+    head. Their weights depend on the seed and on their shapes alone."""
+    width = target.get_input_embeddings().weight.shape[1]
+    module = make_heads(target, num_heads, _INNER_WIDTHS * width, torch.from_numpy(token_ids))
+    generator = torch.Generator().manual_seed(seed)
+    for name, linear in module.heads.named_modules():
+        if isinstance(linear, nn.Linear):
+            values = torch.empty(linear.weight.shape)
+            if name.endswith(".down"):
+                values.normal_(std=_DOWN_DEVIATION, generator=generator)
+            else:  # As the library begins such a layer.
+                nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+            linear.weight = nn.Parameter(values.to(module.embeddings))
+    began = "heads that pass on what the target's own head reads"
+    key = f"{num_heads}, {len(token_ids)}"
+    return Start(Heads(module), token_ids, began, key, is_trained=False)
+
+
+def load_learned_heads(
+    drafter: Path, target: Any, *, name: str, target_directory: Path, target_name: str
+) -> Start:
+    """Heads that were made for this target, both by the names that people know, to learn on.
+    Raises `SettingError` for such as were made for another, or that cannot be read."""
+    with blaming("start_from"):
+        module, token_ids = load_heads(
+            drafter,
+            target,
+            name=name,
+            target_directory=target_directory,
+            target_name=target_name,
+        )
+        key = tensors_fingerprint(drafter)
+    ids = np.array(token_ids, dtype=np.int64)
+    return Start(Heads(module), ids, f"the drafter `{name}`", key, is_trained=True)
