@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Final
 
 import pytest
 import torch
@@ -12,8 +13,14 @@ from models import byte_level_tokenizer, save_tiny_model
 from deploy.cli.main import main
 from outrider.distillation.distilling import Distilled
 from outrider.distillation.measuring import Measured, TemperatureRates
-from outrider.engine.trained_drafters import load_drafter
-from outrider.errors import ConfigError
+from outrider.distillation.options import KINDS, DistillOptions
+from outrider.engine.drafter_files import TrainedKind, check_target
+from outrider.errors import ConfigError, SettingError
+
+FLAGS: Final = {
+    TrainedKind.STUDENT: ["--layers", "1"],
+    TrainedKind.MEDUSA: ["--kind", "medusa", "--heads", "2"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +29,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("target"), eos_token_id=3)
 
 
+@pytest.mark.parametrize("kind", list(TrainedKind))
 def test_the_command_makes_one_that_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    kind: TrainedKind,
+) -> None:  # fmt: skip
     """With a chat template, prompts, texts and conversations of its own; one JSON object."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     model = save_tiny_model(
@@ -43,7 +52,7 @@ def test_the_command_makes_one_that_serves(
     measure.write_text('{"prompt": "Since when?"}\n{"prompt": "Where?"}\n')
     code = main(
         [
-            "distill", str(model), "--out", str(tmp_path / "out"), "--layers", "1",
+            "distill", str(model), "--out", str(tmp_path / "out"), *FLAGS[kind],
             "--draft-vocab", "64", "--tokens", "300", "--steps", "4", "--json",
             "--corpus", str(corpus), "--prompts", str(prompts), "--measure", str(measure),
         ]
@@ -55,7 +64,7 @@ def test_the_command_makes_one_that_serves(
     assert 0 < found["sampled"] < 1
     assert 0 < found["of_prompts"]["num_positions"] <= 4 * 128
     assert "training" in captured.err
-    load_drafter(tmp_path / "out", model, name="out", target="target")
+    check_target(tmp_path / "out", "out", kind, model, "target")
     [written] = (tmp_path / "cache" / "distillation").glob("*/written-*/conversations.jsonl")
     conversations = [json.loads(line) for line in written.read_text().splitlines()]
     assert [c["temperature"] for c in sorted(conversations, key=lambda c: c["index"])][:3] == [
@@ -67,6 +76,13 @@ def test_the_command_makes_one_that_serves(
     ("flags", "message"),
     [
         (["--layers", "9"], "--layers: 9 is more than the target's 2"),
+        (["--heads", "2"], "--heads: a drafter of the kind `student` has none"),
+        (["--kind", "medusa", "--heads", "9"], "--heads: 9 is wrong"),
+        (["--kind", "medusa", "--layers", "2"], "--layers: a drafter of the kind `medusa` has"),
+        (
+            ["--kind", "medusa", "--start-from", "demo-drafter", "--heads", "2"],
+            "--heads: the drafter that is",
+        ),
         (["--draft-vocab", "1"], "--draft-vocab: 1 is wrong"),
         (["--minutes", "nan"], "--minutes: nan is wrong"),
         (["--start-from", "nowhere"], "--start-from: "),
@@ -119,9 +135,17 @@ def test_remote_code_of_the_drafter_is_trusted_as_that_of_the_target(
         asked.clear()
 
 
+def test_the_kinds_that_are_asked_for_are_those_that_are_stored() -> None:
+    assert tuple(TrainedKind) == KINDS
+    with pytest.raises(SettingError, match="'eagle' is wrong; it must be student or medusa") as bad:
+        DistillOptions(out=Path(), kind="eagle")
+    assert bad.value.key == "kind"
+
+
+@pytest.mark.parametrize(("flags", "form"), [([], ""), (["--kind", "medusa"], "medusa:")])
 def test_without_json_all_that_was_measured_is_printed(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], flags: list[str], form: str,
 ) -> None:  # fmt: skip
     def measured(greedy: float, sampled: float) -> Measured:
         return Measured(tuple(
@@ -130,11 +154,11 @@ def test_without_json_all_that_was_measured_is_printed(
 
     found = Distilled(tmp_path / "o", measured(0.125, 0.25), measured(0.375, 0.5), 7, 90.0)
     monkeypatch.setattr("outrider.distillation.distilling.distill", lambda *given: found)
-    assert main(["distill", str(target), "--out", str(tmp_path / "o")]) == 0
+    assert main(["distill", str(target), "--out", str(tmp_path / "o"), *flags]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
         f"{tmp_path / 'o'}: 7 steps in 1.5 minutes",
         "acceptance, held-out texts: 0.125 at temperature 0, 0.250 at 1",
         "acceptance, --measure: 0.375 at temperature 0, 0.500 at 1",
-        f"outrider serve {target} --draft-model {tmp_path / 'o'}",
+        f"outrider serve {target} --draft-model {form}{tmp_path / 'o'}",
     ]

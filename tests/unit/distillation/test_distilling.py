@@ -35,9 +35,12 @@ from outrider.distillation.training import (
 )
 from outrider.distillation.writing import Template
 from outrider.engine.trained_drafters import load_drafter
+from outrider.engine.trained_heads import load_heads
 from outrider.errors import ConfigError, SettingError
 
 WISHES: Final = {"layers": 1, "draft_vocab": 24, "tokens": 2500, "steps": 30, "seed": 3}
+HEADS: Final = {"kind": "medusa", "layers": None, "heads": 3, "tokens": 4000, "steps": 120}
+"""In place of these, for draft heads: what a single place tells them is less."""
 OPTIONS = DistillOptions(out=Path(), **WISHES)  # type: ignore[arg-type]
 TEMPLATE = Template((0, 5), (3, 6))
 Report = Callable[[str, float, Point | None], None]
@@ -74,24 +77,46 @@ def number(text: str) -> int:
     return int(text.replace(",", ""))
 
 
-@pytest.fixture(scope="module")
-def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Point]]:
-    """A run that nobody killed, and what it measured."""
-    place = tmp_path_factory.mktemp("whole")
+def whole_run(target: Target, place: Path, **changes: object) -> list[Point]:
+    """What a run that nobody kills measures."""
     torch.set_num_threads(1)
     points: list[Point] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(training.BATCH_TOKENS, "cpu", 512)
         patch.setattr(teacher, "_POOL", 32)
-        run(target, place, lambda stage, part, point: points.extend([point] if point else []))
-    return place, points
+        run(
+            target, place, lambda stage, part, point: points.extend([point] if point else []),
+            **changes,
+        )  # fmt: skip
+    return points
 
 
-def test_acceptance_grows(whole: tuple[Path, list[Point]]) -> None:
-    first, last = whole[1][0], whole[1][-1]
-    assert last.sampled > first.sampled + 0.03
-    assert last.greedy >= first.greedy
-    assert last.step == OPTIONS.steps
+@pytest.fixture(scope="module")
+def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Point]]:
+    """A student's run that nobody killed, and what it measured."""
+    place = tmp_path_factory.mktemp("whole")
+    return place, whole_run(target, place)
+
+
+@pytest.fixture(scope="module")
+def heads(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Point]]:
+    """One of draft heads."""
+    place = tmp_path_factory.mktemp("heads")
+    return place, whole_run(target, place, **HEADS)
+
+
+@pytest.fixture(params=[("whole", {}), ("heads", HEADS)], ids=["student", "medusa"])
+def made(request: pytest.FixtureRequest) -> tuple[Path, list[Point], dict[str, object]]:
+    """A run of each kind, and what it was asked for."""
+    name, changes = request.param
+    return (*request.getfixturevalue(name), changes)
+
+
+def test_acceptance_grows(made: tuple[Path, list[Point], dict[str, object]]) -> None:
+    _, points, changes = made
+    assert points[-1].sampled > points[0].sampled + 0.03
+    assert points[-1].greedy >= points[0].greedy
+    assert points[-1].step == changes.get("steps", OPTIONS.steps)
 
 
 def test_what_comes_out_is_a_drafter_with_its_card(
@@ -111,10 +136,27 @@ def test_what_comes_out_is_a_drafter_with_its_card(
     assert sorted(path.name for path in out.parent.iterdir()) == ["cache", "out"]
 
 
+def test_heads_come_with_their_card(target: Target, heads: tuple[Path, list[Point]]) -> None:
+    """What loads as they do, and what serves them."""
+    out = heads[0] / "out"
+    module, token_ids = load_heads(
+        out, target.load()[0], name="out", target_directory=target.directory, target_name="tiny"
+    )
+    assert (len(module.heads), len(token_ids)) == (HEADS["heads"], OPTIONS.draft_vocab)
+    card = (out / "README.md").read_text()
+    for words in (
+        "`outrider serve tiny --draft-model medusa:DIR`", "Of the kind `medusa`", "in 3 heads",
+        "120 steps", "| draft token | 1 | 2 | 3 |\n", "begun\n  as heads that pass on",
+    ):  # fmt: skip
+        assert words in card, words
+    assert (out / "loss.svg").read_text().startswith("<svg ")
+
+
 @pytest.mark.parametrize(("stage", "part"), [("writing", 0.5), ("reading", 0.4), ("training", 0.6)])
 def test_a_run_that_is_killed_ends_as_one_that_was_not(
-    target: Target, whole: tuple[Path, list[Point]], tmp_path: Path, stage: str, part: float
-) -> None:
+    target: Target, made: tuple[Path, list[Point], dict[str, object]], tmp_path: Path, stage: str,
+    part: float,
+) -> None:  # fmt: skip
     """Bit for bit, on one machine: the same text, answers and steps."""
 
     def kill(now: str, done: float, point: Point | None) -> None:
@@ -122,13 +164,13 @@ def test_a_run_that_is_killed_ends_as_one_that_was_not(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(target, tmp_path, kill)
+        run(target, tmp_path, kill, **made[2])
     assert not (tmp_path / "out").exists()
     heard: list[tuple[str, float]] = []
-    run(target, tmp_path, lambda now, done, point: heard.append((now, done)))
+    run(target, tmp_path, lambda now, done, point: heard.append((now, done)), **made[2])
     first = {now: next(done for name, done in heard if name == now) for now, _ in heard}
     assert first[stage] > part / 2  # It did not begin anew.
-    expected = weights(whole[0])
+    expected = weights(made[0])
     for name, values in weights(tmp_path).items():
         assert torch.equal(values, expected[name]), name
 
@@ -356,6 +398,64 @@ def test_a_drafter_learns_on(
     assert any(not torch.equal(values, before[name]) for name, values in after.items())
     for name, values in weights(whole[0]).items():
         assert torch.equal(values, before[name]), name
+
+
+def test_heads_learn_on(target: Target, heads: tuple[Path, list[Point]], tmp_path: Path) -> None:
+    """All of them, from where they stood, with the tokens that they have."""
+    shutil.copytree(heads[0] / "cache", tmp_path / "cache")
+    changes = HEADS | {"heads": None, "draft_vocab": None, "start_name": "of-mine"}
+    points = whole_run(target, tmp_path, start_from=heads[0] / "out", **changes)
+    assert points[0].sampled == pytest.approx(heads[1][-1].sampled, abs=0.02)
+    assert points[-1].sampled > points[0].sampled
+    before, after = weights(heads[0]), weights(tmp_path)
+    assert before.keys() == after.keys()
+    assert torch.equal(after["draft_token_ids"], before["draft_token_ids"])
+    assert not torch.equal(after["heads.2.down.weight"], before["heads.2.down.weight"])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "in 3 heads, begun\n  as the drafter `of-mine`." in card
+
+
+def test_a_drafter_of_another_kind_is_not_started_from(
+    target: Target, whole: tuple[Path, list[Point]], heads: tuple[Path, list[Point]],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    for start, kind, found in ((whole, "medusa", "student"), (heads, "student", "medusa")):
+        wishes = {"start_from": start[0] / "out", "layers": None, "draft_vocab": None}
+        with pytest.raises(SettingError, match=f"is of the kind `{found}`, and is loaded") as bad:
+            run(target, tmp_path, kind=kind, **wishes)
+        assert bad.value.key == "start_from"
+
+
+def test_what_is_kept_for_heads_is_not_taken_for_a_students(
+    target: Target, heads: tuple[Path, list[Point]], tmp_path: Path
+) -> None:
+    """The text is the same for both; what is asked about it has more for heads."""
+    shutil.copytree(heads[0] / "cache", tmp_path / "cache")
+    run(target, tmp_path, tokens=HEADS["tokens"], steps=1)
+    names = [path.name for path in tmp_path.glob("cache/distillation/*/*-*")]
+    kinds = sorted(name.partition("-")[0] for name in names)
+    assert kinds == ["answers", "answers", "medusa", "student", "written"]
+    kept = [path.parent.name for path in tmp_path.rglob("features.bin")]
+    assert len(kept) == 1
+
+
+def test_answers_that_nothing_can_be_drafted_for_are_not_measured(
+    target: Target, heads: tuple[Path, list[Point]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A head needs a token behind the prompt to draft the next one."""
+    shutil.copytree(heads[0] / "cache", tmp_path / "cache")
+    prompts = ((0, 5, 9, 3, 6), (0, 5, 11, 12, 3, 6), (0, 5, 13, 3, 6))
+    found = run(target, tmp_path, measure=prompts, **HEADS).of_prompts
+    assert found is not None
+    [file] = (tmp_path / "cache").glob("distillation/*/measured-*/conversations.jsonl")
+    lengths = [len(json.loads(line)["answer"]) for line in file.read_text().splitlines()]
+    assert found.num_tokens == sum(length - 1 for length in lengths)
+    assert len(found.by_position) == 3
+    monkeypatch.setattr(answering, "MEASURED_TOKENS_MAX", 1)
+    with pytest.raises(SettingError, match="too short to measure") as bad:
+        run(target, tmp_path, measure=prompts, **HEADS)
+    assert bad.value.key == "measure"
 
 
 def test_a_drafter_of_another_target_is_not_started_from(
