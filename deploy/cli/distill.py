@@ -52,32 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, required=True, metavar="DIR", help="the drafter's directory"
     )
     parser.add_argument(
-        "--kind", choices=KINDS, default=defaults.kind,
-        help="a small model of its own, or heads on the target that draft from what its own head "
-        "reads [%(default)s]",
-    )  # fmt: skip
-    parser.add_argument(
         "--minutes", type=float, default=defaults.minutes, metavar="N",
         help="to write, to read and to train, on a CPU or on a GPU; measuring comes on top "
         "[%(default)g]",
     )  # fmt: skip
-    parser.add_argument(
-        "--layers", type=int, metavar="N",
-        help="of a student: the target's first ones, two that copy, and its last "
-        f"[{LAYERS}]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--heads", type=int, metavar="N", help=f"of --kind medusa: tokens of a draft [{HEADS}]"
-    )
-    parser.add_argument(
-        "--draft-vocab", type=int, metavar="N",
-        help=f"tokens that the drafter can propose [{DRAFT_VOCAB}]",
-    )  # fmt: skip
-    parser.add_argument(
-        "--start-from", metavar="DRAFTER",
-        help="a drafter of this target and --kind, made before, that learns on: a directory, a "
-        "hub id or " + " or ".join(f"`{name}`" for name in SHIPPED.values()),
-    )  # fmt: skip
+    _add_drafter(parser)
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE",
         help="JSONL of `prompt`: the target answers these before it asks itself",
@@ -114,6 +93,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object on standard output"
     )
+
+
+def _add_drafter(parser: argparse.ArgumentParser) -> None:
+    """Arguments that say what comes out."""
+    parser.add_argument(
+        "--kind", choices=KINDS, default=KINDS[0],
+        help="a small model of its own, or heads on the target that draft from what its own head "
+        "reads [%(default)s]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--layers", type=int, metavar="N",
+        help="of a student: the target's first ones, two that copy, and its last "
+        f"[{LAYERS}]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--heads", type=int, metavar="N", help=f"of --kind medusa: tokens of a draft [{HEADS}]"
+    )
+    parser.add_argument(
+        "--draft-vocab", type=int, metavar="N",
+        help=f"tokens that the drafter can propose [{DRAFT_VOCAB}]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--start-from", metavar="DRAFTER",
+        help="a drafter of this target and --kind, made before, that learns on: a directory, a "
+        "hub id or " + " or ".join(f"`{name}`" for name in SHIPPED.values()),
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:

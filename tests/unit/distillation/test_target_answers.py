@@ -61,13 +61,34 @@ def test_answers_are_the_targets_distribution(
         np.testing.assert_allclose(arrays["written"][rows], written.numpy(), atol=0.02)
 
 
-def test_a_kill_between_two_pools_costs_one(
-    module: Any, documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_features_are_what_the_head_reads(
+    module: Any, documents: list[Document], tmp_path: Path
 ) -> None:
+    """At the place before each learned token; so the head makes the answers of them."""
+    width = module.get_input_embeddings().weight.shape[1]
+    cache = TeacherCache(tmp_path, documents, VOCAB, width)
+    cache.fill(module, 1e9, lambda part: None)
+    arrays = cache.arrays()
+    for index, document in enumerate(documents):
+        ids = torch.from_numpy(document.token_ids.astype(np.int64))[None]
+        expected = module.base_model(ids).last_hidden_state[0, document.first - 1 : -1]
+        found = torch.tensor(arrays["features"][cache.rows(index)]).float()
+        torch.testing.assert_close(found, expected.detach(), atol=2e-3, rtol=2e-3)
+    said = module.get_output_embeddings()(torch.tensor(arrays["features"]).float())
+    assert (said.argmax(1).numpy() == arrays["ids"][:, 0]).mean() > 0.95
+
+
+@pytest.mark.parametrize("has_features", [False, True])
+def test_a_kill_between_two_pools_costs_one(
+    module: Any, documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    has_features: bool,
+) -> None:  # fmt: skip
     """What is written and not yet said to be there is asked again, and stands there once."""
     monkeypatch.setattr(teacher, "_POOL", 3)
-    whole = TeacherCache(tmp_path / "whole", documents, VOCAB)
+    width = module.get_input_embeddings().weight.shape[1] if has_features else None
+    whole = TeacherCache(tmp_path / "whole", documents, VOCAB, width)
     whole.fill(module, 1e9, lambda part: None)
+    assert ("features" in whole.arrays()) == has_features
     parts: list[float] = []
 
     def stop(part: float) -> None:
@@ -75,10 +96,10 @@ def test_a_kill_between_two_pools_costs_one(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        TeacherCache(tmp_path / "cut", documents, VOCAB).fill(module, 1e9, stop)
+        TeacherCache(tmp_path / "cut", documents, VOCAB, width).fill(module, 1e9, stop)
     with (tmp_path / "cut" / "logprobs.bin").open("ab") as file:
         file.write(b"torn")
-    again = TeacherCache(tmp_path / "cut", documents, VOCAB)
+    again = TeacherCache(tmp_path / "cut", documents, VOCAB, width)
     assert again.num_documents == 3
     again.fill(module, 1e9, parts.append)
     for name, rows in whole.arrays().items():
