@@ -44,7 +44,7 @@ def lessons(module: Any, tmp_path_factory: pytest.TempPathFactory) -> Lessons:
     random = np.random.default_rng(0)
     ids = [random.integers(0, VOCAB, 5 + i % 9).astype(np.int32) for i in range(3 * HELD_OUT_EVERY)]
     documents = [
-        Document(row, 1 + i % 3, 1 + i % 3 + i % 2, (0.0, 1.0)[i % 2], i % HELD_OUT_EVERY < 4)
+        Document(row, 1 + i % 3, 1 + i % 3 + 2 * (i % 2), (0.0, 1.0)[i % 2], i % HELD_OUT_EVERY < 4)
         for i, row in enumerate(ids)
     ]
     width = module.get_input_embeddings().weight.shape[1]
