@@ -107,7 +107,7 @@ def load_learned_heads(
     """Heads that were made for this target, both by the names that people know, to learn on.
     Raises `SettingError` for such as were made for another, or that cannot be read."""
     with blaming("start_from"):
-        module, token_ids = load_heads(
+        loaded = load_heads(
             drafter,
             target,
             name=name,
@@ -115,5 +115,5 @@ def load_learned_heads(
             target_name=target_name,
         )
         key = tensors_fingerprint(drafter)
-    ids = np.array(token_ids, dtype=np.int64)
-    return Start(Heads(module), ids, f"the drafter `{name}`", key, is_trained=True)
+    ids = np.array(loaded.token_ids, dtype=np.int64)
+    return Start(Heads(loaded.module), ids, f"the drafter `{name}`", key, is_trained=True)

@@ -139,10 +139,13 @@ def test_what_comes_out_is_a_drafter_with_its_card(
 def test_heads_come_with_their_card(target: Target, heads: tuple[Path, list[Point]]) -> None:
     """What loads as they do, and what serves them."""
     out = heads[0] / "out"
-    module, token_ids = load_heads(
+    loaded = load_heads(
         out, target.load()[0], name="out", target_directory=target.directory, target_name="tiny"
     )
-    assert (len(module.heads), len(token_ids)) == (HEADS["heads"], OPTIONS.draft_vocab)
+    assert (len(loaded.module.heads), len(loaded.token_ids)) == (
+        HEADS["heads"],
+        OPTIONS.draft_vocab,
+    )
     card = (out / "README.md").read_text()
     for words in (
         "`outrider serve tiny --draft-model medusa:DIR`", "Of the kind `medusa`", "in 3 heads",

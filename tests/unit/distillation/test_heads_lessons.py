@@ -233,11 +233,11 @@ def test_what_is_stored_is_what_was_measured(
     )
     distill(options, target, tmp_path / "cache", lambda stage, part, point: None)
     module, _ = target.load()
-    loaded, token_ids = load_heads(
+    loaded = load_heads(
         tmp_path / "out", module, name="out", target_directory=directory, target_name="tiny"
     )
-    assert len(token_ids) == 24
+    assert len(loaded.token_ids) == 24
     [(batch, expected)] = seen
     assert len(expected) == 2
-    for ours, theirs in zip(logits(Heads(loaded), batch), expected, strict=True):
+    for ours, theirs in zip(logits(Heads(loaded.module), batch), expected, strict=True):
         assert torch.equal(ours, theirs)
