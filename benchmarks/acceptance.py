@@ -11,12 +11,14 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+import numpy as np
+import numpy.typing as npt
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from outrider.errors import check
-from outrider.speculation.acceptance import conditional_acceptance
+from outrider.speculation.acceptance import NUM_DEPTHS, acceptance_of_windows
 
 from .figures import to_json
 from .prompt_options import PromptOptions, add_prompt_arguments, prompt_values
@@ -49,8 +51,10 @@ class PromptAcceptance:
     """Of each token written at temperature 0: whether the draft's likeliest is the same."""
     overlaps: tuple[float, ...]
     """Of each place of the text at temperature 1: sum over v of min(p(v), q(v))."""
-    ratios: tuple[float, ...]
-    """There, of the token x that the target wrote: min(1, q(x) / p(x))."""
+    ratios: tuple[tuple[float, ...], ...]
+    """Of the tokens x that the target wrote there min(1, q(x) / p(x)): as draft token 1 of a chain
+    that begins at the first place, the second, ..; as draft token 2 of it; and so on. One tuple
+    where the chain's beginning makes no difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +106,17 @@ def summarise(
         max_tokens=options.max_tokens,
         greedy=overall.greedy,
         sampled=overall.sampled,
-        by_position=conditional_acceptance([entry.ratios for entry in found]),
+        by_position=acceptance_of_windows([_windows(entry.ratios) for entry in found], NUM_DEPTHS),
         num_positions=sum(len(entry.overlaps) for entry in found),
         num_positions_greedy=sum(len(entry.hits) for entry in found),
         by_category={name: _rates(entries) for name, entries in by_category.items()},
     )
+
+
+def _windows(ratios: Sequence[Sequence[float]]) -> list[npt.NDArray[np.float64]]:
+    """As `acceptance_of_windows` takes them."""
+    found = [np.asarray(depth, dtype=np.float64) for depth in ratios]
+    return found if len(found) > 1 else [found[0][depth:] for depth in range(NUM_DEPTHS)]
 
 
 def _rates(found: Sequence[PromptAcceptance]) -> Rates:

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from outrider.drafting.drafter import Drafter, DraftRequest
-from outrider.engine.interface import Engine, SequenceStep
+from outrider.engine.interface import Engine, FeatureEngine, SequenceStep
+from outrider.engine.trained_heads import LoadedHeads
 from outrider.errors import SettingError
 from outrider.limits import DRAFT_SUPPORT_ENTRIES, SEED_MAX
 from outrider.speculation.drafting import quantise
@@ -44,15 +45,20 @@ class Asked:
 
 
 class Reader(Protocol):
-    """A draft that reads what the target wrote. [n] answers: one for each token of
-    `token_ids[first:]`, from nothing but the tokens before it."""
+    """A draft that reads what the target wrote: `token_ids[first:]`, n tokens."""
 
     def likeliest(self, token_ids: Sequence[int], first: int) -> list[int | None]:
-        """What it would propose at temperature 0; None = nothing."""
+        """[n]: what it would propose in place of each, first of all, at temperature 0; None =
+        nothing."""
         ...
 
-    def distributions(self, token_ids: Sequence[int], first: int) -> list[DraftDistribution | None]:
-        """q as it goes on the wire, at temperature 1; None = it would propose nothing."""
+    def distributions(
+        self, token_ids: Sequence[int], first: int
+    ) -> list[list[DraftDistribution | None]]:
+        """q as it goes on the wire, at temperature 1; None = it would propose nothing. [n] of draft
+        token 1 of the chains that begin at each place; [n - 1] of draft token 2 of these, were
+        token 1 the text's; and so on, as far as it drafts. [n] alone where q depends on nothing
+        but the tokens before it, wherever the chain begins."""
         ...
 
 
@@ -81,10 +87,15 @@ class ModelReader:
         return found
 
     def distributions(
+        self, token_ids: Sequence[int], first: int
+    ) -> list[list[DraftDistribution | None]]:
+        """See `Reader.distributions`."""
+        return [list(self.drawn_from(token_ids, first))]
+
+    def drawn_from(
         self, token_ids: Sequence[int], first: int, params: SamplingParams = SAMPLED
-    ) -> list[DraftDistribution | None]:
-        """See `Reader.distributions`; under other parameters than those of temperature 1 where
-        they are given."""
+    ) -> list[DraftDistribution]:
+        """[n]: q in place of each of `token_ids[first:]` under these parameters."""
         rows = target_probabilities(self._logits(token_ids, first), params)
         return [quantise(row, self._entries_max, self._vocabulary) for row in rows]
 
@@ -103,6 +114,53 @@ class ModelReader:
         return logits
 
 
+class HeadsReader:
+    """Heads on the target, whose features of the text they read."""
+
+    def __init__(
+        self, target: FeatureEngine, heads: LoadedHeads, entries_max: int = DRAFT_SUPPORT_ENTRIES
+    ) -> None:
+        self._target = target
+        self._heads = heads.module
+        self._token_ids = np.array(heads.token_ids, dtype=np.int64)
+        self._entries_max = entries_max
+
+    def likeliest(self, token_ids: Sequence[int], first: int) -> list[int | None]:
+        """See `Reader.likeliest`."""
+        columns = next(self._logits(token_ids, first)).argmax(dim=1).cpu().numpy()
+        return list(self._token_ids[columns].tolist())
+
+    def distributions(
+        self, token_ids: Sequence[int], first: int
+    ) -> list[list[DraftDistribution | None]]:
+        """See `Reader.distributions`."""
+        vocabulary = ReducedVocabulary(self._token_ids)
+        return [
+            [
+                quantise(row, self._entries_max, vocabulary)
+                for row in target_probabilities(logits, SAMPLED)
+            ]
+            for logits in self._logits(token_ids, first)
+        ]
+
+    def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
+        """[n, N] of the tokens that the chains from each place on begin with; [n - 1, N] of their
+        second ones; .. A chain begins with the features of the token before the newest one."""
+        num = len(token_ids) - first
+        step = SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), num_logits=num + 1)
+        try:
+            self._target.forward([step])
+            [features] = self._target.features()
+        finally:
+            self._target.release(_SEQUENCE)
+        text = torch.tensor(token_ids[first - 1 :], device=features.device)
+        for depth in range(min(num, len(self._heads.heads))):
+            windows = num - depth
+            newest = text[depth : depth + windows]
+            features = self._heads.advance(depth, features[:windows], newest)
+            yield self._heads.logits(features)
+
+
 class LookupReader:
     """A drafter without distributions, such as prompt lookup: asked anew for one token at every
     place. What it proposes is a one-hot q."""
@@ -115,11 +173,16 @@ class LookupReader:
         """See `Reader.likeliest`."""
         return list(self._proposed(token_ids, first, GREEDY, Rule.GREEDY))
 
-    def distributions(self, token_ids: Sequence[int], first: int) -> list[DraftDistribution | None]:
+    def distributions(
+        self, token_ids: Sequence[int], first: int
+    ) -> list[list[DraftDistribution | None]]:
         """See `Reader.distributions`."""
+        proposed = self._proposed(token_ids, first, SAMPLED, Rule.TOKEN)
         return [
-            None if token_id is None else DraftDistribution((token_id,), (COUNT_TOTAL,))
-            for token_id in self._proposed(token_ids, first, SAMPLED, Rule.TOKEN)
+            [
+                None if token_id is None else DraftDistribution((token_id,), (COUNT_TOTAL,))
+                for token_id in proposed
+            ]
         ]
 
     def _proposed(
@@ -179,17 +242,18 @@ def measure(
         last = start + len(group)
         progress(f"prompts {start + 1} to {last} of {len(prompts)}: {', '.join(kinds)}")
         readings = _read_group(target, reader, group)
-        for prompt, (hits, pairs) in zip(prompts[start:], readings, strict=False):
-            overlaps, ratios = (tuple(part) for part in zip(*pairs, strict=True))
+        for prompt, (hits, depths) in zip(prompts[start:], readings, strict=False):
+            overlaps = tuple(overlap for overlap, _ in depths[0])
+            ratios = tuple(tuple(ratio for _, ratio in pairs) for pairs in depths)
             found.append(PromptAcceptance(prompt.category, hits, overlaps, ratios))
     return summarise(options, found, model=target.info.name, draft_model=draft_model)
 
 
 def _read_group(
     target: Engine, reader: Reader, group: Sequence[Asked]
-) -> Iterator[tuple[tuple[bool, ...], list[tuple[float, float]]]]:
+) -> Iterator[tuple[tuple[bool, ...], list[list[tuple[float, float]]]]]:
     """Of each prompt: whether the draft's likeliest is what was written at temperature 0, and what
-    `_compare` says at temperature 1."""
+    `_compare` says at temperature 1 of each depth that the draft tells apart."""
     with torch.inference_mode():
         likely = [tokens for tokens, _ in write(target, group, GREEDY, Rule.GREEDY)]
         drawn = write(target, group, SAMPLED, Rule.TOKEN)
@@ -197,9 +261,18 @@ def _read_group(
         first = len(asked.prompt_ids)
         with torch.inference_mode():
             likeliest = reader.likeliest((*asked.prompt_ids, *written), first)
-            supports = reader.distributions((*asked.prompt_ids, *tokens), first)
+            depths = reader.distributions((*asked.prompt_ids, *tokens), first)
         hits = tuple(ours == theirs for ours, theirs in zip(likeliest, written, strict=True))
-        yield hits, [_compare(*place) for place in zip(rows, tokens, supports, strict=True)]
+        yield (
+            hits,
+            [
+                [
+                    _compare(*place)
+                    for place in zip(rows[depth:], tokens[depth:], supports, strict=True)
+                ]
+                for depth, supports in enumerate(depths)
+            ],
+        )
 
 
 def write(

@@ -129,7 +129,7 @@ class Reading:
             ranks = self._draft.ranks((*ids, *written), len(ids))
             places = [_greedy_place(rank, guessing[Rule.GREEDY]) for rank in ranks]
         elif self._draft is not None:
-            supports = self._draft.distributions((*ids, *written), len(ids), params)
+            supports = self._draft.drawn_from((*ids, *written), len(ids), params)
             places = [
                 self._place(guessing, row, token_id, q)
                 for row, token_id, q in zip(rows, written, supports, strict=True)

@@ -259,14 +259,24 @@ def _run_acceptance(arguments: argparse.Namespace) -> int:
     options.load_prompts()
     config = _model_config(arguments)
     target = _engine(config.target, "target")
-    from benchmarks.acceptance_reading import LookupReader, ModelReader, Reader, measure
+    from benchmarks.acceptance_reading import (
+        HeadsReader,
+        LookupReader,
+        ModelReader,
+        Reader,
+        measure,
+    )
+    from outrider.engine.paged_engine import PagedEngine
     from outrider.text import TokenizerText
 
     text = TokenizerText.load(Path(config.target.directory), config.target.model)
     max_model_len = target.info.max_model_len
     lookup, name = build_lookup(config.draft), config.draft.model
-    if config.draft.drafter.model is None and lookup is not None:
-        reader: Reader = LookupReader(lookup)
+    heads = target.draft_heads if isinstance(target, PagedEngine) else None
+    if heads is not None and isinstance(target, PagedEngine):
+        reader: Reader = HeadsReader(target, heads, config.draft.support_entries)
+    elif config.draft.drafter.model is None and lookup is not None:
+        reader = LookupReader(lookup)
     else:
         name = name if lookup is None else f"the model of {name}"
         draft = _engine(config.draft, "draft")

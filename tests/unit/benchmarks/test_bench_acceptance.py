@@ -6,7 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import byte_level_tokenizer, save_tiny_model
+from models import (
+    MAX_MODEL_LEN,
+    byte_level_tokenizer,
+    save_tiny_model,
+    tiny_config,
+    tiny_heads,
+    tiny_module,
+    twin,
+)
 from toy_engine import ToyEngine, toy_logits
 
 from benchmarks.acceptance import (
@@ -19,6 +27,7 @@ from benchmarks.acceptance_reading import (
     GREEDY,
     SAMPLED,
     Asked,
+    HeadsReader,
     LookupReader,
     ModelReader,
     Reader,
@@ -28,10 +37,15 @@ from benchmarks.acceptance_reading import (
 from deploy.cli.main import main
 from outrider.drafting.ngram import NgramDrafter
 from outrider.drafting.suffix import SuffixDrafter
+from outrider.engine.interface import ModelInfo
+from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError
 from outrider.speculation.acceptance import conditional_acceptance
+from outrider.speculation.drafting import quantise
 from outrider.speculation.proposal import COUNT_TOTAL
-from outrider.speculation.sampling import Rule
+from outrider.speculation.reduced import ReducedVocabulary
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.transforms import target_probabilities
 
 VOCAB_SIZE = 16
 SALT = 11
@@ -107,7 +121,7 @@ def test_lookup_proposes_what_followed_before_or_nothing() -> None:
     reader = LookupReader(NgramDrafter())
     text = (5, 6, 7, 5, 6, 7, 5, 9)
     assert reader.likeliest(text, 2) == [None, None, 6, 7, 5, 6]
-    q = reader.distributions(text, 2)
+    [q] = reader.distributions(text, 2)
     assert [entry and (entry.token_ids, entry.counts) for entry in q] == [
         None, None, ((6,), (COUNT_TOTAL,)), ((7,), (COUNT_TOTAL,)), ((5,), (COUNT_TOTAL,)),
         ((6,), (COUNT_TOTAL,)),
@@ -120,11 +134,50 @@ def test_suffix_decoding_has_what_the_same_pass_read_before_as_its_history() -> 
     reader = LookupReader(SuffixDrafter())
     text = (5, 6, 7, 8, 9)
     assert reader.likeliest(text, 2) == [None] * 3
-    assert reader.distributions(text, 2) == [None] * 3
+    assert reader.distributions(text, 2) == [[None] * 3]
     assert reader.likeliest(text, 2) == [7, 8, None]
-    assert [entry and entry.token_ids for entry in reader.distributions(text, 2)] == [
+    [q] = reader.distributions(text, 2)
+    assert [entry and entry.token_ids for entry in q] == [
         (7,), (8,), None
     ]  # fmt: skip
+
+
+def test_heads_read_the_text_from_each_place_on() -> None:
+    """Draft token 1 of the chain behind each prefix, and token 2 behind the text's own token 1,
+    from the features that the library has of that prefix."""
+    config = tiny_config("llama", VOCAB_SIZE)
+    module = tiny_module(config, dtype=torch.float64)
+    original, heads = twin(module), tiny_heads(module, range(0, VOCAB_SIZE, 2), num_heads=2)
+    info = ModelInfo("tiny", VOCAB_SIZE, MAX_MODEL_LEN, "float64", (), "", "")
+    reader = HeadsReader(PagedEngine(module, info, draft_heads=heads), heads, entries_max=4)
+    text, first = (3, 1, 4, 1, 5, 9, 2, 6), 3
+    hidden = original.base_model(torch.tensor([text])).last_hidden_state[0]
+    depths = reader.distributions(text, first)
+    assert [len(depth) for depth in depths] == [5, 4]
+    likeliest = reader.likeliest(text, first)
+    vocabulary = ReducedVocabulary.of(heads.token_ids)
+    for window in range(5):
+        features = hidden[first + window - 2][None]
+        for depth in range(min(2, 5 - window)):
+            newest = torch.tensor([text[first + window + depth - 1]])
+            features = heads.module.advance(depth, features, newest)
+            logits = heads.module.logits(features)
+            [q] = target_probabilities(logits, SamplingParams())
+            assert depths[depth][window] == quantise(q, 4, vocabulary)
+            if depth == 0:
+                assert likeliest[window] == heads.token_ids[int(logits.argmax())]
+
+
+def test_ratios_of_each_depth_are_taken_from_its_own_windows() -> None:
+    """Where a chain's beginning matters; else from the same ratios, shifted."""
+    options = AcceptanceOptions()
+    for ratios, expected in (
+        (((0.5, 1.0, 0.5), (0.25, 0.5)), [2 / 3, (0.125 + 0.5) / 1.5]),
+        (((0.5, 1.0, 0.5),), [2 / 3, (0.5 + 0.5) / 1.5]),
+    ):
+        found = [PromptAcceptance("a", (True,), (1.0,), ratios)]
+        report = summarise(options, found, model="", draft_model="")
+        assert list(report.by_position[:2]) == pytest.approx(expected)
 
 
 def test_completions_side_by_side_are_those_alone() -> None:
@@ -167,9 +220,9 @@ def test_nothing_is_known_behind_a_token_that_is_never_accepted() -> None:
 
 def test_places_count_alike_whichever_prompt_they_are_of() -> None:
     found = [
-        PromptAcceptance("a", (True,), (1.0,), (1.0,)),
-        PromptAcceptance("a", (False, False, True), (0.0, 0.5, 0.0), (0.0, 0.5, 0.0)),
-        PromptAcceptance("b", (False,), (0.25,), (0.25,)),
+        PromptAcceptance("a", (True,), (1.0,), ((1.0,),)),
+        PromptAcceptance("a", (False, False, True), (0.0, 0.5, 0.0), ((0.0, 0.5, 0.0),)),
+        PromptAcceptance("b", (False,), (0.25,), ((0.25,),)),
     ]
     report = summarise(AcceptanceOptions(), found, model="m", draft_model="d")
     assert report.greedy == pytest.approx(2 / 5)
