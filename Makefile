@@ -45,7 +45,7 @@ demo: $(STAMP) ## Start, generate with the real model, and print the speed-up ag
 
 test: $(STAMP) ## Run every test but the whole grids.
 	$(PYTEST) -m "not full" --durations 40
-	PYTHONOPTIMIZE=1 $(PYTEST) -m "not full" -q tests/unit tests/exactness/core
+	PYTHONOPTIMIZE=1 $(PYTEST) -m "not full and not long" -q tests/unit tests/exactness/core
 
 test-full: $(STAMP) ## Run every test, the whole grids included.
 	$(PYTEST)

@@ -231,7 +231,7 @@ async def test_greedy_equals_the_library_behind_a_shared_prefix(
 
 async def coupled(stack: Stack, prompt: tuple[int, ...], seed: int, k: int) -> tuple[int, ...]:
     request = GenerateRequest(
-        prompt, sampling=SamplingParams(), max_tokens=24, seed=seed, num_draft_tokens=k
+        prompt, sampling=SamplingParams(), max_tokens=16, seed=seed, num_draft_tokens=k
     )
     return (await stack.client.complete(request)).token_ids
 

@@ -193,6 +193,7 @@ def test_the_assistants_note_says_what_the_library_was_given() -> None:
     assert found.startswith("of hybrid:suffix,mine the model mine alone, without the look-up, as ")
 
 
+@pytest.mark.long
 async def test_every_peer_decodes_every_prompt(tiny: Path, target: Path, tmp_path: Path) -> None:
     """The library's two in processes of their own, and llama.cpp's two with a stand-in for the
     binding, which is given a file with the target's weights. All of ours write `0, 1, 2`."""

@@ -43,6 +43,7 @@ def test_wrong_flags_end_the_command(
     assert shown.out == ""
 
 
+@pytest.mark.long
 @pytest.mark.xdist_group("redis")
 def test_the_command_reads_rehearses_and_prints_one_json_object(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
