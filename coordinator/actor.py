@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from outrider.config import CoordinatorConfig
-from outrider.hosting import Place, advertised, log_to, use_threads
+from outrider.hosting import Place, advertised, build_lookup, log_to, use_threads
 from outrider.limits import SEED_BITS
 
 if TYPE_CHECKING:
+    from outrider.drafting.lookup import LookupDrafter
     from outrider.sessions.redis_store import RedisStore
     from outrider.telemetry.exporting import Exports
     from outrider.telemetry.observer import Observation
@@ -117,7 +118,6 @@ async def _report_health(service: CoordinatorService, server: RpcServer) -> None
 
 
 async def _build(config: CoordinatorConfig, observation: Observation) -> CoordinatorService:
-    from outrider.drafting.ngram import NgramConfig, NgramDrafter
     from outrider.wire.grpc_link import draft_link, target_link
 
     from .request import RequestDefaults
@@ -136,15 +136,24 @@ async def _build(config: CoordinatorConfig, observation: Observation) -> Coordin
             look_ahead=config.look_ahead or 0,
             look_ahead_bytes_max=config.look_ahead_bytes_max,
             draft_siblings=config.draft_siblings or 0,
+            confident=None if config.lookup is None else config.lookup.hybrid_min_score,
         ),
         store=await connect_store(config),
         target=target_link(config.target_address),
         draft=draft_link(config.draft_address) if config.draft_address else None,
-        stand_in=NgramDrafter(NgramConfig(config.ngram_min, config.ngram_max)),
+        stand_in=_stand_in(config),
         text=text,
         random_seed=_random_seeds(config.seed),
         observation=observation,
     )
+
+
+def _stand_in(config: CoordinatorConfig) -> LookupDrafter:
+    """Prompt lookup, or what goes before a target that drafts itself."""
+    from outrider.drafting.ngram import NgramConfig, NgramDrafter
+
+    found = None if config.lookup is None else build_lookup(config.lookup)
+    return found or NgramDrafter(NgramConfig(config.ngram_min, config.ngram_max))
 
 
 async def connect_store(config: CoordinatorConfig) -> RedisStore:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from outrider.drafting.drafter import Drafter, DraftRequest
+from outrider.drafting.drafter import DraftRequest
+from outrider.drafting.lookup import LookupDrafter
 from outrider.messages import VerdictReply
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState
@@ -81,15 +82,19 @@ class Drafts(Protocol):
 
 
 class StandIn:
-    """The local drafter that proposes for one session where nobody else does."""
+    """The local look-up that proposes for one session where nobody else does."""
 
-    def __init__(self, drafter: Drafter, session: Session, sampling: SamplingParams) -> None:
-        self._drafter = drafter
+    def __init__(self, lookup: LookupDrafter, session: Session, sampling: SamplingParams) -> None:
+        self._lookup = lookup
         self._session = session
         self._sampling = sampling
 
     def propose(self, num_draft_tokens: int, noise: RoundNoise) -> SealedProposal:
         """A chain of at most so many tokens behind the committed ones."""
+        return self.guess(num_draft_tokens, noise)[0]
+
+    def guess(self, num_draft_tokens: int, noise: RoundNoise) -> tuple[SealedProposal, float]:
+        """The same, and how many of its tokens are expected to be accepted."""
         session = self._session
         request = DraftRequest(
             session_id=session.session_id,
@@ -102,8 +107,9 @@ class StandIn:
             rule=session.identity.rule,
             noise=noise,
         )
-        return SealedProposal.of(self._drafter.propose([request])[0])
+        guess = self._lookup.guess(request)
+        return SealedProposal.of(guess.proposal(request)), guess.score
 
     def close(self) -> None:
         """The session ends."""
-        self._drafter.release(self._session.session_id)
+        self._lookup.release(self._session.session_id)

@@ -21,13 +21,17 @@ class SelfDrafts:
     """Implements `Drafts`. How many tokens the next round drafts is settled when it begins, and the
     target is asked before that: for as many as this round drafts, or for all that are allowed where
     this one drafts none. What is too long is cut. Where nothing has come, as behind rounds that the
-    target ran ahead, the stand-in proposes."""
+    target ran ahead, the stand-in proposes, and so it does where it is confident."""
 
-    def __init__(self, session: Session, stand_in: StandIn, num_draft_tokens: int) -> None:
-        """`num_draft_tokens` of the request."""
+    def __init__(
+        self, session: Session, stand_in: StandIn, num_draft_tokens: int, confident: float | None
+    ) -> None:
+        """`num_draft_tokens` of the request. The stand-in goes before the target if it expects
+        `confident` of its tokens to be accepted; None = never."""
         self._session = session
         self._stand_in = stand_in
         self._bound = num_draft_tokens
+        self._confident = confident
         self._num_asked = 0
         """K of what the newest verdict was to bring."""
         self._next: SealedProposal | None = None
@@ -48,11 +52,14 @@ class SelfDrafts:
         noise: RoundNoise,
         siblings: tuple[int, ...] = (),
     ) -> Drafted:
-        """See `Drafts.propose`. It waits for nothing."""
+        """See `Drafts.propose`. It waits for nothing. Whose proposal it is depends on what the
+        stand-in may look at, and not on what the target has proposed."""
         found, self._next = self._next, None
-        if found is None:
-            proposal = self._stand_in.propose(num_draft_tokens, noise)
-            return Drafted(proposal, False, 0.0, num_draft_tokens)
+        if found is None or self._confident is not None:
+            proposal, score = self._stand_in.guess(num_draft_tokens, noise)
+            is_sure = self._confident is not None and score >= self._confident
+            if found is None or is_sure:
+                return Drafted(proposal, is_sure, 0.0, num_draft_tokens)
         num_asked = min(self._num_asked, num_draft_tokens)
         return Drafted(found.cut(num_draft_tokens), True, 0.0, num_asked)
 

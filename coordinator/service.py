@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
 
-from outrider.drafting.drafter import Drafter
+from outrider.drafting.lookup import LookupDrafter
 from outrider.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -95,6 +95,9 @@ class CoordinatorOptions:
     draft_siblings: int = 0
     """Candidates that a proposal may have beside each of its tokens, where the draft does not look
     ahead; without `length_control` just so many are asked for."""
+    confident: float | None = None
+    """Tokens that the stand-in must expect to be accepted to go before a target that drafts itself;
+    None = it never does."""
 
 
 class CoordinatorService:
@@ -107,7 +110,7 @@ class CoordinatorService:
         store: SessionStore,
         target: Link[VerifyItem, VerifyAnswer],
         draft: Link[DraftItem, DraftAnswer] | None,
-        stand_in: Drafter,
+        stand_in: LookupDrafter,
         text: Text | None,
         random_bits: Callable[[int], int] = secrets.randbits,
         random_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
@@ -387,7 +390,7 @@ class CoordinatorService:
         options = self._options
         stand_in = StandIn(self._stand_in, heads.session, heads.sampling)
         if self._drafts_itself:
-            return SelfDrafts(heads.session, stand_in, num_draft_tokens)
+            return SelfDrafts(heads.session, stand_in, num_draft_tokens, options.confident)
         if self._draft is None:
             return None
         return DraftSide(

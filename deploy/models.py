@@ -51,6 +51,7 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
             config.coordinator,
             tokenizer_directory=str(directory) if _has_tokenizer(directory) else "",
             served_model_name=config.served_model_name,
+            lookup=draft if draft.drafter.heads and draft.drafter.lookup else None,
         ),
     )
 

@@ -405,6 +405,8 @@ class CoordinatorConfig(ServerConfig):
     """HOST:PORT of the target replica."""
     draft_address: str = ""
     """HOST:PORT of the draft replica; empty = none."""
+    lookup: DraftConfig | None = None
+    """Of a hybrid with heads: the look-up, which goes before the target's own proposals."""
 
     def __post_init__(self) -> None:
         ServerConfig.__post_init__(self)

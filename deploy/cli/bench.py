@@ -275,6 +275,7 @@ def _run_acceptance(arguments: argparse.Namespace) -> int:
     heads = target.draft_heads if isinstance(target, PagedEngine) else None
     if heads is not None and isinstance(target, PagedEngine):
         reader: Reader = HeadsReader(target, heads, config.draft.support_entries)
+        name = f"medusa:{config.target.heads}"
     elif config.draft.drafter.model is None and lookup is not None:
         reader = LookupReader(lookup)
     else:

@@ -45,8 +45,8 @@ class DraftModel:
 
 @dataclass(frozen=True, slots=True)
 class DrafterChoice:
-    """Who proposes: a look-up, a model, or the one where it is confident and else the other; or
-    heads on the target, beside its verdicts."""
+    """Who proposes: a look-up; a model, or heads on the target beside its verdicts; or the look-up
+    where it is confident and else one of these."""
 
     lookup: LookupKind | None
     model: DraftModel | None
@@ -89,10 +89,10 @@ def _parse_hybrid(name: str, parts: str) -> DrafterChoice:
     lookups = " or ".join(f"`{kind}`" for kind in _LOOKUPS)
     if not comma or first not in _LOOKUPS or not second:
         raise _wrong(name, f"a hybrid is `{_HYBRID}:LOOKUP,MODEL`, and LOOKUP {lookups}")
-    model = parse_drafter(second)
-    if model.model is None or model.lookup is not None:
+    other = parse_drafter(second)
+    if other.lookup is not None:
         raise _wrong(name, "its second part must be a model")
-    return DrafterChoice(_LOOKUPS[first], model.model)
+    return DrafterChoice(_LOOKUPS[first], other.model, other.heads)
 
 
 def _wrong(name: str, reason: str) -> SettingError:
@@ -165,7 +165,7 @@ DRAFTERS: Final = (
     ),
     DrafterDescription(
         draft_model="hybrid:LOOKUP,MODEL",
-        proposes="as ngram or suffix where confident, else as its model",
+        proposes="as ngram or suffix where confident, else as its model or heads",
         files="the model's",
         memory="both parts'",
         training="the model's",

@@ -21,14 +21,14 @@ NOISE = RoundNoise(1, Rule.TOKEN, 6)
 Q = DraftDistribution((4, 5), (2**15, 2**15))
 
 
-def self_drafts(rule: Rule = Rule.TOKEN) -> SelfDrafts:
+def self_drafts(rule: Rule = Rule.TOKEN, confident: float | None = None) -> SelfDrafts:
     """Of a session whose stand-in proposes the tokens 2, 3, 1, 2, ..."""
     new = NewSession(
         session_id=NAME, tenant="", owner="", seed=1, rule=rule, parameters="{}",
         prompt_ids=(1, 2, 3, 1, 2, 3, 1),
     )  # fmt: skip
     session = Session.opened(new)
-    return SelfDrafts(session, StandIn(NgramDrafter(), session, SamplingParams()), 4)
+    return SelfDrafts(session, StandIn(NgramDrafter(), session, SamplingParams()), 4, confident)
 
 
 def verdict(proposal: SealedProposal) -> VerdictReply:
@@ -62,6 +62,18 @@ async def test_what_came_with_the_verdict_is_proposed_once() -> None:
     assert (drafted.proposal, drafted.by_replica, drafted.num_asked) == (sealed(2), True, 2)
     again = await drafts.propose(2, 2, NOISE)
     assert (again.proposal.token_ids, again.by_replica, again.num_asked) == ((2, 3), False, 2)
+
+
+@pytest.mark.parametrize(("confident", "is_sure"), [(0.5, True), (4.0, False), (None, False)])
+async def test_a_confident_look_up_goes_first(confident: float | None, is_sure: bool) -> None:
+    """It counts as what was asked for, unlike one that only stands in."""
+    drafts = self_drafts(confident=confident)
+    drafts.num_next(RoundLength(2, 0))
+    drafts.hear(verdict(sealed(2)))
+    drafted = await drafts.propose(1, 2, NOISE)
+    assert drafted.by_replica
+    assert drafted.proposal.token_ids == ((2, 3) if is_sure else (4, 5))
+    assert (await drafts.propose(2, 2, NOISE)).by_replica is is_sure
 
 
 async def test_a_round_may_have_wanted_more_than_was_asked_for() -> None:

@@ -60,6 +60,11 @@ def test_a_target_has_the_heads_that_were_made_for_it(tiny: Path, tmp_path: Path
     check_before_start(config)
     assert (config.target.heads, config.target.heads_directory) == (str(heads), str(heads))
     assert (config.target.heads_support_entries, config.draft.directory) == (8, "")
+    assert config.coordinator.lookup is None
+    hybrid = resolve_models(
+        load_config({**models, "draft_model": f"hybrid:ngram,medusa:{heads}"}, {})
+    )
+    assert (hybrid.target.heads, hybrid.coordinator.lookup) == (str(heads), hybrid.draft)
     other = save_tiny_model(tmp_path / "other", seed=9)
     for model, named, message in (
         (other, f"medusa:{heads}", "was made for the target tiny"),

@@ -30,6 +30,7 @@ from outrider.errors import SettingError
         ("quantized:4", DrafterChoice(None, DraftModel(None, 4))),
         ("hybrid:suffix,demo", DrafterChoice(LookupKind.SUFFIX, DraftModel("demo"))),
         ("hybrid:ngram,quantized:4", DrafterChoice(LookupKind.NGRAM, DraftModel(None, 4))),
+        ("hybrid:suffix,medusa:/a,b", DrafterChoice(LookupKind.SUFFIX, None, "/a,b")),
         ("medusa:./a:b", DrafterChoice(None, None, "./a:b")),
         ("hybrid:ngram,/a,b", DrafterChoice(LookupKind.NGRAM, DraftModel("/a,b"))),
     ],
@@ -50,7 +51,6 @@ def test_a_name_says_who_proposes(name: str, choice: DrafterChoice) -> None:
         ("hybrid:suffix,", "LOOKUP `ngram` or `suffix`"),
         ("hybrid:suffix,ngram", "its second part must be a model"),
         ("hybrid:suffix,hybrid:ngram,demo", "its second part must be a model"),
-        ("hybrid:suffix,medusa:heads", "its second part must be a model"),
         ("medusa:", "the directory of the heads is missing"),
     ],
 )
