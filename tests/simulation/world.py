@@ -19,6 +19,7 @@ from outrider.wire.memory_link import MemoryLink
 from target_service.service import TargetService
 
 from .adversary import Adversary, UnreliableStore
+from .shown import ShownDrafter, ShownEngine
 
 SPEC = EmulatedSpec(
     vocab_size=6,
@@ -49,6 +50,14 @@ def target_service() -> TargetService:
     return TargetService(engine, executor, max_num_seqs=NUM_SEQUENCES)
 
 
+def self_drafting_service() -> TargetService:
+    engine = ShownEngine(SPEC, "target", NUM_SEQUENCES)
+    executor = InlineExecutor(engine.take_step_seconds)
+    return TargetService(
+        engine, executor, max_num_seqs=NUM_SEQUENCES, self_drafter=ShownDrafter(SPEC)
+    )
+
+
 def draft_service() -> DraftService:
     engine = EmulatedEngine(SPEC, "draft", NUM_SEQUENCES)
     executor = InlineExecutor(engine.take_step_seconds)
@@ -62,7 +71,12 @@ class World:
         loop = asyncio.get_running_loop()
         self.adversary = adversary
         self.store = MemoryStore(lambda: loop.time() * 1e3)
-        self._services: dict[str, Any] = {"target": target_service(), "draft": draft_service()}
+        # Of these a target that drafts itself leaves the draft alone.
+        self._build = {
+            "target": rng.choice((target_service, target_service, self_drafting_service)),
+            "draft": draft_service,
+        }
+        self._services: dict[str, Any] = {role: build() for role, build in self._build.items()}
         self._retired: list[Any] = []
         self._links: dict[str, Any] = {
             role: MemoryLink(service, adversary.deliver) for role, service in self._services.items()
@@ -77,6 +91,7 @@ class World:
                 max_sessions=16,
                 patience=PATIENCE,
                 draft_siblings=rng.choice((0, 2)),
+                confident=rng.choice((None, 0.5)),
             ),
             store=UnreliableStore(self.store, adversary),
             target=self._links["target"],
@@ -90,7 +105,7 @@ class World:
 
     async def start(self) -> None:
         await self.coordinator.start()
-        for role, build in (("target", target_service), ("draft", draft_service)):
+        for role, build in self._build.items():
             harm = self.adversary.crashes(lambda role=role, build=build: self._crash(role, build))
             self._harm.append(asyncio.create_task(harm))
 
