@@ -20,7 +20,7 @@ from outrider.telemetry.observer import SILENT, RequestObserver
 
 from .commits import Committer
 from .completion import Completion, Piece
-from .drafts import Drafted, Drafts
+from .drafts import NOTHING_WANTED, Drafted, Drafts
 from .journal import Entry, Journal
 from .lengths import LengthPolicy, PlayedRound, RoundLength
 from .request import GenerationParameters
@@ -157,9 +157,12 @@ class Decoding:
         self._observer.asked("target")
         loop = asyncio.get_running_loop()
         start = loop.time()
-        num_next = 0 if self._draft is None else self._draft.num_next(length)
+        wanted = NOTHING_WANTED
+        if self._draft is not None:
+            room = self._length_max - self._session.length - len(drafted.proposal) - 1
+            wanted = self._draft.next_wanted(length, room)
         reply = await self._target.verify(
-            index, drafted.proposal, length.run_ahead, self._parameters.logprobs, num_next
+            index, drafted.proposal, length.run_ahead, self._parameters.logprobs, wanted
         )
         if self._draft is not None:
             self._draft.hear(reply)

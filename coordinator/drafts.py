@@ -7,10 +7,11 @@ target.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from outrider.drafting.drafter import DraftRequest
 from outrider.drafting.lookup import LookupDrafter
+from outrider.errors import check
 from outrider.messages import VerdictReply
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState
@@ -39,6 +40,17 @@ class Drafted:
     """Candidates that were asked for beside its tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class NextWanted:
+    """What a target that drafts itself is to propose with its verdict."""
+
+    num_draft_tokens: int = 0
+    siblings: tuple[int, ...] = ()
+
+
+NOTHING_WANTED: Final = NextWanted()
+
+
 class Drafts(Protocol):
     """One session's proposals. A round always gets one: a request must not suffer from a draft."""
 
@@ -63,9 +75,9 @@ class Drafts(Protocol):
         most. Never raises for a draft's sake."""
         ...
 
-    def num_next(self, length: RoundLength) -> int:
-        """How many tokens of the next round the target is to propose with its verdict on one of
-        this length."""
+    def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
+        """What the target is to propose for the next round with its verdict on one of this length;
+        `room` is left in the target's context then."""
         ...
 
     def hear(self, reply: VerdictReply) -> None:
@@ -113,3 +125,20 @@ class StandIn:
     def close(self) -> None:
         """The session ends."""
         self._lookup.release(self._session.session_id)
+
+
+def check_wanted(
+    proposal: SealedProposal, num_draft_tokens: int, siblings: tuple[int, ...]
+) -> None:
+    """Raises `InvariantError` for more tokens, or other siblings, than were asked for."""
+    tree = proposal.tree
+    check(
+        tree.num_depths <= num_draft_tokens and len(proposal) <= num_draft_tokens + sum(siblings),
+        f"{len(proposal)} tokens in {tree.num_depths} places, "
+        f"{num_draft_tokens} and siblings {siblings} asked",
+    )
+    for group in tree.groups:
+        depth, others = tree.depths[group[0]], len(group) - 1
+        allowed = siblings[depth] if depth < len(siblings) else 0
+        different = len({proposal.token_ids[index] for index in group}) == len(group)
+        check(others <= allowed and different, f"{others} siblings at {depth}, {allowed} asked")

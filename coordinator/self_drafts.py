@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 
-from outrider.errors import OutriderError, check
+from outrider.errors import OutriderError
 from outrider.messages import VerdictReply
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import SealedProposal, require_q
 
-from .drafts import Drafted, StandIn
+from .drafts import NOTHING_WANTED, Drafted, NextWanted, StandIn, check_wanted
 from .lengths import RoundLength
+from .siblings import fitting
 
 _log = logging.getLogger(__name__)
 
@@ -32,8 +33,8 @@ class SelfDrafts:
         self._stand_in = stand_in
         self._bound = num_draft_tokens
         self._confident = confident
-        self._num_asked = 0
-        """K of what the newest verdict was to bring."""
+        self._wanted = NOTHING_WANTED
+        """Of the newest verdict's proposal."""
         self._next: SealedProposal | None = None
         """What it brought."""
 
@@ -60,13 +61,19 @@ class SelfDrafts:
             is_sure = self._confident is not None and score >= self._confident
             if found is None or is_sure:
                 return Drafted(proposal, is_sure, 0.0, num_draft_tokens)
-        num_asked = min(self._num_asked, num_draft_tokens)
-        return Drafted(found.cut(num_draft_tokens), True, 0.0, num_asked)
+        wanted = self._wanted
+        num_asked = min(wanted.num_draft_tokens, num_draft_tokens)
+        proposal = found.cut(num_draft_tokens)
+        return Drafted(proposal, True, 0.0, num_asked, siblings=wanted.siblings[:num_asked])
 
-    def num_next(self, length: RoundLength) -> int:
-        """See `Drafts.num_next`."""
-        self._num_asked = 0 if length.run_ahead > 0 else length.num_draft_tokens or self._bound
-        return self._num_asked
+    def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
+        """See `Drafts.next_wanted`."""
+        self._wanted = NOTHING_WANTED
+        if length.run_ahead == 0:
+            num_draft_tokens = length.num_draft_tokens or self._bound
+            siblings = fitting(length.siblings, room - num_draft_tokens)
+            self._wanted = NextWanted(num_draft_tokens, siblings)
+        return self._wanted
 
     def hear(self, reply: VerdictReply) -> None:
         """See `Drafts.hear`. What cannot be used is left out."""
@@ -75,8 +82,7 @@ class SelfDrafts:
         if not proposal:
             return
         try:
-            check(not proposal.parents, "it is a tree")
-            check(len(proposal) <= self._num_asked, f"{self._num_asked} tokens were asked for")
+            check_wanted(proposal, self._wanted.num_draft_tokens, self._wanted.siblings)
             require_q(proposal, self._session.identity.rule)
         except OutriderError as error:
             _log.warning("a target's own proposal is of no use: %s", error)

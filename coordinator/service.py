@@ -418,8 +418,7 @@ class CoordinatorService:
         drafted or verified."""
         options = self._options
         is_chain = session.identity.rule is Rule.BLOCK or sampling.penalised
-        is_chain = is_chain or options.look_ahead > 0 or self._drafts_itself
-        return 0 if is_chain else options.draft_siblings
+        return 0 if is_chain or options.look_ahead > 0 else options.draft_siblings
 
     def _end(self, run: SessionRun) -> None:
         """The client has its last event, or has gone: frees what the session holds."""

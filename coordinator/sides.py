@@ -43,7 +43,7 @@ from outrider.speculation.proposal import SealedProposal, require_q
 from outrider.speculation.sampling import SamplingParams
 from outrider.telemetry.observer import SILENT, RequestObserver, Side
 
-from .drafts import Drafted, StandIn
+from .drafts import NOTHING_WANTED, Drafted, NextWanted, StandIn, check_wanted
 from .lengths import RoundLength
 from .look_ahead import PushedProposals
 from .mailbox import PostOffice
@@ -145,9 +145,9 @@ class TargetSide:
         proposal: SealedProposal,
         run_ahead: int,
         num_logprobs: int | None,
-        num_next: int = 0,
+        wanted: NextWanted = NOTHING_WANTED,
     ) -> VerdictReply:
-        """The verdict of a round, with up to `num_next` tokens for the next one where the target
+        """The verdict of a round, and what is `wanted` of the next one where the target
         drafts itself. Asks again until there is one; raises what the target refuses with, and
         `Unavailable` once it cannot be reached for `target_gone_s`.
 
@@ -162,7 +162,7 @@ class TargetSide:
         while True:
             try:
                 if ask:
-                    self._send(round_index, proposal, run_ahead, num_logprobs, num_next)
+                    self._send(round_index, proposal, run_ahead, num_logprobs, wanted)
                 async with asyncio.timeout(wait_s):
                     answer = await self._mailbox.take(round_index)
             except TimeoutError:
@@ -211,11 +211,15 @@ class TargetSide:
         proposal: SealedProposal,
         run_ahead: int,
         num_logprobs: int | None,
-        num_next: int,
+        wanted: NextWanted,
     ) -> None:
         base_length = min(self.cached_length, len(self._heads.session.tokens) - 1)
         head = self._heads.write("target", round_index, base_length)
-        self._office.link.send(VerifyItem(head, proposal, run_ahead, num_logprobs, num_next))
+        self._office.link.send(
+            VerifyItem(
+                head, proposal, run_ahead, num_logprobs, wanted.num_draft_tokens, wanted.siblings
+            )
+        )
         self._asked_until = round_index + run_ahead
 
     def _checked(self, reply: VerdictReply, proposal: SealedProposal) -> VerdictReply:
@@ -346,9 +350,9 @@ class DraftSide:
         proposal = self._stand_in.propose(num_draft_tokens, noise)
         return Drafted(proposal, False, loop.time() - start, num_draft_tokens)
 
-    def num_next(self, length: RoundLength) -> int:
-        """See `Drafts.num_next`: the target proposes nothing."""
-        return 0
+    def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
+        """See `Drafts.next_wanted`: the target proposes nothing."""
+        return NextWanted()
 
     def hear(self, reply: VerdictReply) -> None:
         """See `Drafts.hear`: it says nothing to a draft."""
@@ -430,19 +434,8 @@ class DraftSide:
         self, answer: ProposalReply, num_draft_tokens: int, siblings: tuple[int, ...]
     ) -> None:
         """Raises `InvariantError` or `BadRequest` for a proposal that is not what was asked for."""
-        length, proposal = self._heads.session.length, answer.proposal
-        tree = proposal.tree
-        check(
-            tree.num_depths <= num_draft_tokens
-            and len(proposal) <= num_draft_tokens + sum(siblings),
-            f"{len(proposal)} tokens in {tree.num_depths} places, "
-            f"{num_draft_tokens} and siblings {siblings} asked",
-        )
-        for group in tree.groups:
-            depth, others = tree.depths[group[0]], len(group) - 1
-            allowed = siblings[depth] if depth < len(siblings) else 0
-            different = len({proposal.token_ids[index] for index in group}) == len(group)
-            check(others <= allowed and different, f"{others} siblings at {depth}, {allowed} asked")
+        length = self._heads.session.length
+        check_wanted(answer.proposal, num_draft_tokens, siblings)
         check(answer.base_length == length, f"it extends {answer.base_length}, not {length} tokens")
         require_q(answer.proposal, self._heads.session.identity.rule)
 

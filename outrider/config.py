@@ -453,7 +453,6 @@ class DeploymentConfig:
         for key, value, reason in (
             ("tensor_parallel_size", ranks if ranks > 1 else 0, "draft on a target of one rank"),
             ("look_ahead", self.coordinator.look_ahead, "draft once the outcome is known"),
-            ("draft_siblings", self.coordinator.draft_siblings, "draft chains"),
         ):
             if value:
                 raise SettingError(key, f"{value} given, but {self.draft.model}: heads {reason}")

@@ -72,6 +72,8 @@ class VerifyItem:
     num_logprobs: int | None = None
     num_next_draft_tokens: int = 0
     """K of the next round's proposal, which a target that drafts itself sends with its verdict."""
+    next_siblings: tuple[int, ...] = ()
+    """Candidates beside its first, second, ... token: see `DraftRequest.siblings`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +114,7 @@ class VerdictReply:
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     next_proposal: SealedProposal = NOTHING_SEALED
-    """Of the next round, behind this one's outcome; a chain of as many tokens as were asked for, or
-    fewer."""
+    """Of the next round, behind this one's outcome; what was asked for, or less."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,6 +176,8 @@ class Scorer:
                 f"{head.committed_length} committed and {len(item.proposal)} draft tokens are more "
                 f"than max_model_len {info.max_model_len}",
             )
+        if item.next_siblings and (head.rule is Rule.BLOCK or head.sampling.penalised):
+            raise BadRequest("next_siblings", "are wanted; block and penalties have chains alone")
         if item.proposal.parents and head.rule is Rule.BLOCK:
             raise BadRequest("proposal.parents", "are of a tree; block verification has none")
         if item.proposal.parents and head.sampling.penalised:
@@ -251,8 +253,9 @@ class Scorer:
         is wanted of it, or nothing more fits."""
         head, sampling = entry.question.item.head, entry.question.sampling
         length = head.committed_length + len(outcome.token_ids)
-        room = self._engine.info.max_model_len - length
-        num_draft_tokens = min(entry.question.item.num_next_draft_tokens, room)
+        item = entry.question.item
+        room = self._engine.info.max_model_len - length - sum(item.next_siblings)
+        num_draft_tokens = min(item.num_next_draft_tokens, room)
         if num_draft_tokens <= 0:
             return None
         history = entry.history
@@ -267,6 +270,7 @@ class Scorer:
             rule=head.rule,
             noise=RoundNoise(head.seed, head.rule, length),
             history=history,
+            siblings=item.next_siblings,
         )
 
     def _judge(self, entry: _Pass, logits: torch.Tensor) -> VerifyAnswer:

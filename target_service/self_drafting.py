@@ -12,12 +12,13 @@ import torch
 from outrider.engine.trained_heads import LoadedHeads
 from outrider.errors import OutriderError
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
-from outrider.speculation.drafting import DraftedToken, draw_from_logits
+from outrider.speculation.drafting import DraftedGroup, draw_from_logits, draw_siblings
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
 from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.transforms import TokenHistory
+from outrider.speculation.trees import comb
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,9 @@ class NextRound:
     """Its own."""
     history: TokenHistory
     """What penalties count, the newest token included; nothing where there are none."""
+    siblings: tuple[int, ...] = ()
+    """Candidates that are wanted beside the first, second, ... token; none with penalties, which
+    count tokens."""
 
 
 class SelfDrafter(Protocol):
@@ -45,7 +49,7 @@ class SelfDrafter(Protocol):
     on nothing that was drafted and not committed, and on no numbers but its own round's."""
 
     def propose(self, rounds: Sequence[NextRound]) -> list[Proposal]:
-        """One proposal for each, in order; of K tokens or fewer."""
+        """One proposal for each, in order; of what is wanted or less."""
         ...
 
 
@@ -79,15 +83,7 @@ class HeadDrafter:
     def _draw(self, entries: Sequence[_Growing], logits: torch.Tensor, depth: int) -> None:
         """The next token of each, of rounds that share rule and parameters."""
         try:
-            tokens, _ = draw_from_logits(
-                logits,
-                entries[0].round.sampling,
-                [entry.round.noise for entry in entries],
-                [depth] * len(entries),
-                self._entries_max,
-                entries[0].history,
-                self._vocabulary,
-            )
+            groups = self._drawn(entries, logits, depth)
         except OutriderError as error:
             if len(entries) > 1:  # It is one's own: each then draws alone, the same tokens.
                 for index, entry in enumerate(entries):
@@ -96,8 +92,24 @@ class HeadDrafter:
             logger.info("a draft ends after %d tokens: %s", depth, error)
             entries[0].ended = True
         else:
-            for entry, drawn in zip(entries, tokens, strict=True):
-                entry.drawn.append(drawn)
+            for entry, group in zip(entries, groups, strict=True):
+                entry.drawn.append(group)
+
+    def _drawn(
+        self, entries: Sequence[_Growing], logits: torch.Tensor, depth: int
+    ) -> list[DraftedGroup]:
+        sampling = entries[0].round.sampling
+        noises, depths = [entry.round.noise for entry in entries], [depth] * len(entries)
+        counts = [1 + entry.siblings(depth) for entry in entries]
+        if max(counts) > 1:
+            return draw_siblings(
+                logits, sampling, noises, depths, counts, self._entries_max, self._vocabulary
+            )
+        tokens, _ = draw_from_logits(
+            logits, sampling, noises, depths, self._entries_max, entries[0].history,
+            self._vocabulary,
+        )  # fmt: skip
+        return [((token_id,), q) for token_id, q in tokens]
 
 
 class _Growing:
@@ -108,7 +120,8 @@ class _Growing:
     def __init__(self, of: NextRound) -> None:
         self.round = of
         self.features = of.features
-        self.drawn: list[DraftedToken] = []
+        self.drawn: list[DraftedGroup] = []
+        """What stands at each place of the proposal; the next one follows its first token."""
         self.ended = False
 
     @property
@@ -117,22 +130,29 @@ class _Growing:
 
     @property
     def newest(self) -> int:
-        return self.drawn[-1][0] if self.drawn else self.round.newest
+        return self.drawn[-1][0][0] if self.drawn else self.round.newest
+
+    def siblings(self, depth: int) -> int:
+        """That are wanted at a place."""
+        wanted = self.round.siblings
+        return wanted[depth] if depth < len(wanted) else 0
 
     @property
     def history(self) -> TokenHistory:
         """Penalties count what was drafted as if it were output."""
         if not self.round.sampling.penalised:
             return self.round.history
-        drafted = tuple(token_id for token_id, _ in self.drawn)
+        drafted = tuple(group[0] for group, _ in self.drawn)
         return replace(self.round.history, output_ids=(*self.round.history.output_ids, *drafted))
 
     def result(self) -> Proposal:
         """With q where the rule looks at it."""
         if not self.drawn:
             return EMPTY_PROPOSAL
-        token_ids, q = zip(*self.drawn, strict=True)
-        return Proposal(token_ids, q if self.round.rule.needs_q else ())
+        groups, q = zip(*self.drawn, strict=True)
+        parents = comb([len(group) - 1 for group in groups])
+        token_ids = tuple(token_id for group in groups for token_id in group)
+        return Proposal(token_ids, q if self.round.rule.needs_q else (), parents)
 
 
 def _drawn_together(entries: Sequence[_Growing]) -> list[list[int]]:

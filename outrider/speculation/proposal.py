@@ -86,18 +86,23 @@ class SealedProposal:
         """Seals a proposal."""
         return cls(proposal.token_ids, encode_q(proposal.q), proposal.parents)
 
-    def cut(self, num_tokens: int) -> SealedProposal:
-        """Of a chain the first `num_tokens` tokens, with what they were drawn from. To be exact,
-        how many must depend on nothing that the proposal says."""
-        check(not self.parents, "a tree is not cut")
-        if num_tokens >= len(self):
+    def cut(self, num_depths: int) -> SealedProposal:
+        """The first `num_depths` tokens of each path, with what they were drawn from; of a tree
+        that is listed depth by depth, as `comb` lists it. To be exact, how many must depend on
+        nothing that the proposal says."""
+        tree = self.tree
+        if num_depths >= tree.num_depths:
             return self
+        check(list(tree.depths) == sorted(tree.depths), "a tree is cut that is listed by depth")
+        num = sum(depth < num_depths for depth in tree.depths)
+        groups = [group for group in tree.groups if group[0] < num]
         end = 0
         if self.q:
-            for _ in range(num_tokens):
+            for _ in groups:
                 size = int.from_bytes(self.q[end : end + _SIZE_BYTES], "little")
                 end += _SIZE_BYTES + size * _ENTRY_BYTES
-        return SealedProposal(self.token_ids[:num_tokens], self.q[:end])
+        parents = self.parents[:num] if len(groups) < num else ()
+        return SealedProposal(self.token_ids[:num], self.q[:end], parents)
 
     def without_q(self, rule: Rule) -> SealedProposal:
         """The same tokens, each as a one-hot draw where `rule` looks at q."""

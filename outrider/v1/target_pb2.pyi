@@ -14,18 +14,20 @@ class VerifyRequest(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[VerifyItem, _Mapping]]] = ...) -> None: ...
 
 class VerifyItem(_message.Message):
-    __slots__ = ("head", "proposal", "run_ahead", "num_logprobs", "num_next_draft_tokens")
+    __slots__ = ("head", "proposal", "run_ahead", "num_logprobs", "num_next_draft_tokens", "next_siblings")
     HEAD_FIELD_NUMBER: _ClassVar[int]
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     RUN_AHEAD_FIELD_NUMBER: _ClassVar[int]
     NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NUM_NEXT_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_SIBLINGS_FIELD_NUMBER: _ClassVar[int]
     head: _types_pb2.RoundHead
     proposal: _types_pb2.Proposal
     run_ahead: int
     num_logprobs: int
     num_next_draft_tokens: int
-    def __init__(self, head: _Optional[_Union[_types_pb2.RoundHead, _Mapping]] = ..., proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., run_ahead: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., num_next_draft_tokens: _Optional[int] = ...) -> None: ...
+    next_siblings: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, head: _Optional[_Union[_types_pb2.RoundHead, _Mapping]] = ..., proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., run_ahead: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., num_next_draft_tokens: _Optional[int] = ..., next_siblings: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class VerifyReply(_message.Message):
     __slots__ = ("items",)

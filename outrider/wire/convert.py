@@ -205,6 +205,7 @@ def verify_item_to_proto(item: VerifyItem, sampling_hash: int | None) -> target_
         run_ahead=item.run_ahead,
         num_logprobs=item.num_logprobs,
         num_next_draft_tokens=item.num_next_draft_tokens,
+        next_siblings=item.next_siblings,
     )
 
 
@@ -215,13 +216,15 @@ def verify_item_from_proto(message: target_pb2.VerifyItem) -> VerifyItem:
     num_logprobs = message.num_logprobs if message.HasField("num_logprobs") else None
     if num_logprobs is not None and num_logprobs > LOGPROBS_MAX:
         raise BadRequest("num_logprobs", f"{num_logprobs} is over {LOGPROBS_MAX}")
-    _check_draft_tokens(message.num_next_draft_tokens, "num_next_draft_tokens")
+    num_next, siblings = message.num_next_draft_tokens, tuple(message.next_siblings)
+    _check_tree(num_next, "num_next_draft_tokens", siblings, "next_siblings")
     return VerifyItem(
         head=head_from_proto(message.head),
         proposal=proposal_from_proto(message.proposal),
         run_ahead=message.run_ahead,
         num_logprobs=num_logprobs,
-        num_next_draft_tokens=message.num_next_draft_tokens,
+        num_next_draft_tokens=num_next,
+        next_siblings=siblings,
     )
 
 
@@ -239,27 +242,28 @@ def draft_item_to_proto(item: DraftItem, sampling_hash: int | None) -> draft_pb2
 
 def draft_item_from_proto(message: draft_pb2.DraftItem) -> DraftItem:
     """Raises `BadRequest` naming the field that does not fit."""
-    _check_draft_tokens(message.num_draft_tokens, "num_draft_tokens")
     if message.look_ahead > LOOK_AHEAD_MAX:
         raise BadRequest("look_ahead", f"{message.look_ahead} is over {LOOK_AHEAD_MAX}")
     held = None
     if message.HasField("held"):
         held = drafted_from_wire(message.held.token_ids, "held.token_ids")
     siblings = tuple(message.siblings)
-    if len(siblings) > NUM_DRAFT_TOKENS_MAX or max(siblings, default=0) > SIBLINGS_MAX:
-        raise BadRequest(
-            "siblings",
-            f"{siblings} are more than {SIBLINGS_MAX} beside each of {NUM_DRAFT_TOKENS_MAX} tokens",
-        )
-    if sum(siblings) + message.num_draft_tokens > TREE_TOKENS_MAX:
-        raise BadRequest("siblings", f"{siblings} make a tree of over {TREE_TOKENS_MAX} tokens")
+    _check_tree(message.num_draft_tokens, "num_draft_tokens", siblings, "siblings")
     head = head_from_proto(message.head)
     return DraftItem(head, message.num_draft_tokens, message.look_ahead, held, siblings)
 
 
-def _check_draft_tokens(number: int, field: str) -> None:
+def _check_tree(number: int, number_field: str, siblings: tuple[int, ...], field: str) -> None:
+    """Of what is asked for: tokens in a chain, and siblings beside them."""
     if number > NUM_DRAFT_TOKENS_MAX:
-        raise BadRequest(field, f"{number} is over {NUM_DRAFT_TOKENS_MAX}")
+        raise BadRequest(number_field, f"{number} is over {NUM_DRAFT_TOKENS_MAX}")
+    if len(siblings) > NUM_DRAFT_TOKENS_MAX or max(siblings, default=0) > SIBLINGS_MAX:
+        raise BadRequest(
+            field,
+            f"{siblings} are more than {SIBLINGS_MAX} beside each of {NUM_DRAFT_TOKENS_MAX} tokens",
+        )
+    if sum(siblings) + number > TREE_TOKENS_MAX:
+        raise BadRequest(field, f"{siblings} make a tree of over {TREE_TOKENS_MAX} tokens")
 
 
 # Answers

@@ -118,9 +118,10 @@ CELLS = [
         Rule.TOKEN, 2, TOP_K, vocab_size=4, draft_vocab_size=6, siblings=2, num_samples=3_900,
         detects=DETECTS_SOON,
     ),
-    # A target with heads of its own, which draft all tokens but one, and fewer than are asked for.
+    # A target with heads of its own, which draft all tokens but one, in trees of fewer places than
+    # are asked for.
     Cell(
-        Rule.TOKEN, 3, TOP_P, draft_token_ids=(0, 2), num_heads=2, num_samples=4_900,
+        Rule.TOKEN, 3, TOP_P, draft_token_ids=(0, 2), num_heads=2, siblings=1, num_samples=4_900,
         detects=DETECTS_SOON,
     ),
     # A draft whose head has rows for two tokens of the target's, not its first ones.

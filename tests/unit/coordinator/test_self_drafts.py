@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.drafts import StandIn
+from coordinator.drafts import NextWanted, StandIn
 from coordinator.lengths import RoundLength
 from coordinator.self_drafts import SelfDrafts
 from outrider.drafting.ngram import NgramDrafter
@@ -42,21 +42,25 @@ def sealed(num_tokens: int, parents: tuple[int, ...] = ()) -> SealedProposal:
 
 
 @pytest.mark.parametrize(
-    ("length", "num_next"),
+    ("length", "room", "wanted"),
     [
-        (RoundLength(3, 0), 3),
-        (RoundLength(0, 0), 4),  # such as the first round
-        (RoundLength(0, 5), 0),  # the target does not wait
+        (RoundLength(3, 0), 99, NextWanted(3)),
+        (RoundLength(3, 0, (2, 1)), 99, NextWanted(3, (2, 1))),
+        (RoundLength(3, 0, (2, 1)), 4, NextWanted(3, (1, 0))),
+        (RoundLength(0, 0), 99, NextWanted(4)),  # such as the first round
+        (RoundLength(0, 5), 99, NextWanted()),  # the target does not wait
     ],
 )
-def test_how_much_of_the_next_round_is_asked_for(length: RoundLength, num_next: int) -> None:
-    assert self_drafts().num_next(length) == num_next
+def test_how_much_of_the_next_round_is_asked_for(
+    length: RoundLength, room: int, wanted: NextWanted
+) -> None:
+    assert self_drafts().next_wanted(length, room) == wanted
 
 
 async def test_what_came_with_the_verdict_is_proposed_once() -> None:
     """Cut to the round's length; then nothing is left of it, and the stand-in proposes."""
     drafts = self_drafts()
-    drafts.num_next(RoundLength(3, 0))
+    drafts.next_wanted(RoundLength(3, 0), 99)
     drafts.hear(verdict(sealed(3)))
     drafted = await drafts.propose(1, 2, NOISE)
     assert (drafted.proposal, drafted.by_replica, drafted.num_asked) == (sealed(2), True, 2)
@@ -68,7 +72,7 @@ async def test_what_came_with_the_verdict_is_proposed_once() -> None:
 async def test_a_confident_look_up_goes_first(confident: float | None, is_sure: bool) -> None:
     """It counts as what was asked for, unlike one that only stands in."""
     drafts = self_drafts(confident=confident)
-    drafts.num_next(RoundLength(2, 0))
+    drafts.next_wanted(RoundLength(2, 0), 99)
     drafts.hear(verdict(sealed(2)))
     drafted = await drafts.propose(1, 2, NOISE)
     assert drafted.by_replica
@@ -78,15 +82,31 @@ async def test_a_confident_look_up_goes_first(confident: float | None, is_sure: 
 
 async def test_a_round_may_have_wanted_more_than_was_asked_for() -> None:
     drafts = self_drafts()
-    drafts.num_next(RoundLength(1, 0))
+    drafts.next_wanted(RoundLength(1, 0), 99)
     drafts.hear(verdict(sealed(1)))
     drafted = await drafts.propose(1, 4, NOISE)
     assert (drafted.proposal, drafted.num_asked) == (sealed(1), 1)
 
 
+async def test_siblings_come_with_their_tokens() -> None:
+    """A tree is cut by places, and says what was asked beside those that are left."""
+    drafts = self_drafts()
+    drafts.next_wanted(RoundLength(3, 0, (1, 2, 0)), 99)
+    other = DraftDistribution((1, 2, 3), (2**15, 2**14, 2**14))
+    tree = SealedProposal.of(Proposal((4, 5, 1, 2, 3, 4), (Q, other, None), (-1, -1, 0, 0, 0, 2)))
+    drafts.hear(verdict(tree))
+    drafted = await drafts.propose(1, 2, NOISE)
+    assert drafted.proposal.open() == Proposal((4, 5, 1, 2, 3), (Q, other), (-1, -1, 0, 0, 0))
+    assert (drafted.num_asked, drafted.siblings) == (2, (1, 2))
+    drafts.hear(verdict(SealedProposal.of(Proposal((4, 1, 2), (None, other), (-1, 0, 0)))))
+    assert (await drafts.propose(1, 1, NOISE)).proposal == SealedProposal.of(
+        Proposal((4,), (None,))
+    )
+
+
 async def test_a_verdict_without_a_proposal_ends_the_one_before() -> None:
     drafts = self_drafts()
-    drafts.num_next(RoundLength(3, 0))
+    drafts.next_wanted(RoundLength(3, 0), 99)
     drafts.hear(verdict(sealed(3)))
     drafts.hear(verdict(SealedProposal()))
     assert not (await drafts.propose(1, 2, NOISE)).by_replica
@@ -95,8 +115,8 @@ async def test_a_verdict_without_a_proposal_ends_the_one_before() -> None:
 @pytest.mark.parametrize(
     ("proposal", "message"),
     [
-        (sealed(3), "2 tokens were asked for"),
-        (sealed(2, (-1, -1)), "it is a tree"),
+        (sealed(3), "3 tokens in 3 places, 2 and siblings () asked"),
+        (sealed(2, (-1, -1)), "1 siblings at 0, 0 asked"),
         (SealedProposal((4, 5)), "q"),
     ],
 )
@@ -104,7 +124,7 @@ async def test_what_nobody_asked_for_is_not_used(
     proposal: SealedProposal, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     drafts = self_drafts()
-    drafts.num_next(RoundLength(2, 0))
+    drafts.next_wanted(RoundLength(2, 0), 99)
     drafts.hear(verdict(proposal))
     assert message in caplog.text
     assert not (await drafts.propose(1, 2, NOISE)).by_replica

@@ -82,7 +82,6 @@ def test_a_target_has_the_heads_that_were_made_for_it(tiny: Path, tmp_path: Path
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"look_ahead": 4}, "look_ahead"),
-        ({"draft_siblings": 2}, "draft_siblings"),
         ({"engine": "emulated:vocab_size=8"}, "draft_model"),
     ],
 )

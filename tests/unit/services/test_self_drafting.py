@@ -18,7 +18,7 @@ from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
 from outrider.engine.trained_heads import LoadedHeads
 from outrider.errors import InvariantError
-from outrider.messages import VerdictReply, VerifyItem
+from outrider.messages import Refused, VerdictReply, VerifyItem
 from outrider.speculation.decision import Outcome, decide
 from outrider.speculation.drafting import draw_from_logits
 from outrider.speculation.noise import RoundNoise
@@ -51,12 +51,18 @@ class Target:
     heard: Listener
 
     async def verify(
-        self, tokens: Sequence[int], proposal: SealedProposal, num_next: int, **head: Any
+        self,
+        tokens: Sequence[int],
+        proposal: SealedProposal,
+        num_next: int,
+        next_siblings: tuple[int, ...] = (),
+        **head: Any,
     ) -> VerdictReply:
         item = VerifyItem(
             make_head(tokens, seed=SEED, prompt_length=len(PROMPT), **head),
             proposal,
             num_next_draft_tokens=num_next,
+            next_siblings=next_siblings,
         )
         reply = await ask(self.link, self.heard, item)
         assert isinstance(reply, VerdictReply), reply
@@ -86,8 +92,8 @@ def outcome_of(
     reply: VerdictReply, tokens: Sequence[int], proposal: SealedProposal, rule: Rule
 ) -> Outcome:
     noise = RoundNoise(SEED, rule, len(tokens))
-    uniforms = noise.accept_uniforms(len(proposal))
-    return decide(reply.verdict, proposal.token_ids, rule, uniforms)
+    uniforms = noise.accept_uniforms(len(proposal), proposal.parents)
+    return decide(reply.verdict, proposal.token_ids, rule, uniforms, proposal.parents)
 
 
 @asynccontextmanager
@@ -143,6 +149,38 @@ async def test_what_heads_propose_behind_each_outcome(rule: Rule, sampling: Samp
             assert 0 < len(proposal) <= NUM_HEADS
         # Two random heads seldom find the same token likeliest.
         assert rule is Rule.GREEDY or len(set(accepted)) > 1
+
+
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.COUPLED, Rule.GREEDY])
+async def test_siblings_stand_beside_what_heads_draw(rule: Rule) -> None:
+    """The spine is the chain's; beside it stand others, of which some are accepted in their turn,
+    and the next proposal goes on from there."""
+    sampling = GREEDY if rule is Rule.GREEDY else SamplingParams()
+    async with running() as target:
+        tokens, proposal, beside = list(PROMPT), NOTHING_SEALED, 0
+        for index in range(9):
+            reply = await target.verify(
+                tokens, proposal, 2, rule=rule, sampling=sampling, round_index=index,
+                next_siblings=(2, 1),
+            )  # fmt: skip
+            outcome = outcome_of(reply, tokens, proposal, rule)
+            beside += any(place not in proposal.tree.spine for place in outcome.path)
+            tokens += outcome.token_ids
+            proposal = reply.next_proposal
+            assert proposal.open().spine_ids == target.expected(tokens, rule, sampling, 2).token_ids
+            assert proposal.parents == (-1, -1, -1, 0, 0)
+        # Laws so flat as these accept nearly every first token under the rule that compares them.
+        assert rule is not Rule.COUPLED or beside > 0
+
+
+async def test_trees_go_with_neither_block_nor_penalties() -> None:
+    async with running() as target:
+        for rule, sampling in ((Rule.BLOCK, SamplingParams()), (Rule.TOKEN, PENALISED)):
+            head = make_head(PROMPT, rule=rule, sampling=sampling)
+            item = VerifyItem(head, num_next_draft_tokens=2, next_siblings=(1,))
+            reply = await ask(target.link, target.heard, item)
+            assert isinstance(reply, Refused)
+            assert "next_siblings" in reply.message
 
 
 async def test_rounds_of_several_sessions_are_drafted_for_together() -> None:

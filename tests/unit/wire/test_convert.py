@@ -112,6 +112,7 @@ VERIFY_ITEMS = st.builds(
     st.integers(0, RUN_AHEAD_ROUNDS_MAX),
     st.none() | st.integers(0, LOGPROBS_MAX),
     st.integers(0, NUM_DRAFT_TOKENS_MAX),
+    st.lists(st.integers(0, SIBLINGS_MAX), max_size=2).map(tuple),
 )
 LOGPROBS = st.builds(
     PositionLogprobs,
@@ -338,6 +339,11 @@ ITEM_CHANGES: list[tuple[str, Callable[[Any], Any], Callable[[Any], Any] | None]
         "num_next_draft_tokens",
         lambda m: setattr(m, "num_next_draft_tokens", NUM_DRAFT_TOKENS_MAX + 1),
         lambda m: setattr(m, "num_next_draft_tokens", NUM_DRAFT_TOKENS_MAX),
+    ),
+    (
+        "next_siblings",
+        lambda m: m.next_siblings.append(SIBLINGS_MAX + 1),
+        lambda m: m.next_siblings.append(SIBLINGS_MAX),
     ),
 ]
 
