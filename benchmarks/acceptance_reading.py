@@ -146,6 +146,8 @@ class HeadsReader:
     def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
         """[n, N] of the tokens that the chains from each place on begin with; [n - 1, N] of their
         second ones; .. A chain begins with the features of the token before the newest one."""
+        if first < 2:
+            raise SettingError("prompts", "one has a single token; heads go on from two or more")
         num = len(token_ids) - first
         step = SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), num_logits=num + 1)
         try:

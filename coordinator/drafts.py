@@ -28,9 +28,11 @@ class Drafted:
 
     proposal: SealedProposal
     by_replica: bool
+    """False where somebody stands in for a draft that does not answer."""
     seconds: float
     num_asked: int
-    """K that it was drafted for: of the round before, where it was drafted ahead."""
+    """K that it was drafted for: of the round before, where it was drafted ahead; 0 where it says
+    nothing of whoever drafts."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     """The replica's own times."""

@@ -274,13 +274,20 @@ class LengthControl:
             num_draft_tokens, siblings = self._num_draft_tokens, self._beside
             if self._looks is not None:
                 num_draft_tokens, siblings = self._bound, self._looks
+            next_max = min(self._bound if self._may_look_next else num_draft_tokens, num_left - 2)
             num_draft_tokens = min(num_draft_tokens, num_left - 1)
-            return RoundLength(num_draft_tokens, 0, siblings[:num_draft_tokens])
+            return RoundLength(num_draft_tokens, 0, siblings[:num_draft_tokens], max(0, next_max))
         run_ahead = min(self._controls.run_ahead_rounds, num_left - 1)
         if self._bound > 0:
             self._plain_left -= 1
             run_ahead = min(run_ahead, self._plain_left)
-        return RoundLength(0, run_ahead)
+        next_max = 0 if run_ahead > 0 else max(0, min(self._bound, num_left - 2))
+        return RoundLength(0, run_ahead, next_max=next_max)
+
+    @property
+    def _may_look_next(self) -> bool:
+        """Whether the next round's length is chosen anew, and may be all that is allowed."""
+        return self._until_choice == 0 or self._experience.is_young
 
     def note(self, played: PlayedRound) -> None:
         """See `LengthPolicy.note`."""

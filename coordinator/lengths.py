@@ -20,6 +20,8 @@ class RoundLength:
     """Rounds after this one that are sure to have no proposal: the target need not wait."""
     siblings: tuple[int, ...] = ()
     """Candidates that are asked for beside the first, second, ... draft token."""
+    next_max: int = 0
+    """Draft tokens that the next round may ask for at most; 0 where the target runs ahead to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,9 @@ class FixedLength:
         """See `LengthPolicy.choose`. The first round has no draft, for which it would wait."""
         num_draft_tokens = min(self._num_draft_tokens, num_left - 1) if index > 0 else 0
         siblings = (self._siblings,) * num_draft_tokens if self._siblings else ()
-        return RoundLength(num_draft_tokens, min(self._run_ahead_rounds, num_left - 1), siblings)
+        run_ahead = min(self._run_ahead_rounds, num_left - 1)
+        next_max = max(0, min(self._num_draft_tokens, num_left - 2))
+        return RoundLength(num_draft_tokens, run_ahead, siblings, next_max)
 
     def note(self, played: PlayedRound) -> None:
         """See `LengthPolicy.note`: it makes no difference."""

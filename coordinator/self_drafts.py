@@ -20,23 +20,22 @@ _log = logging.getLogger(__name__)
 
 class SelfDrafts:
     """Implements `Drafts`. How many tokens the next round drafts is settled when it begins, and the
-    target is asked before that: for as many as this round drafts, or for all that are allowed where
-    this one drafts none. What is too long is cut. Where nothing has come, as behind rounds that the
-    target ran ahead, the stand-in proposes, and so it does where it is confident."""
+    target is asked before that, for as many as they may be. What is too long is cut. Where nothing
+    has come, as behind rounds that the target ran ahead, the stand-in proposes, and so it does
+    where it is confident."""
 
-    def __init__(
-        self, session: Session, stand_in: StandIn, num_draft_tokens: int, confident: float | None
-    ) -> None:
-        """`num_draft_tokens` of the request. The stand-in goes before the target if it expects
-        `confident` of its tokens to be accepted; None = never."""
+    def __init__(self, session: Session, stand_in: StandIn, confident: float | None) -> None:
+        """The stand-in goes before the target if it expects `confident` of its tokens to be
+        accepted; None = never."""
         self._session = session
         self._stand_in = stand_in
-        self._bound = num_draft_tokens
         self._confident = confident
         self._wanted = NOTHING_WANTED
         """Of the newest verdict's proposal."""
         self._next: SealedProposal | None = None
-        """What it brought."""
+        """What it brought ..."""
+        self._next_length = 0
+        """... and the committed tokens that this extends."""
 
     @property
     def cache_state(self) -> CacheState | None:
@@ -56,11 +55,14 @@ class SelfDrafts:
         """See `Drafts.propose`. It waits for nothing. Whose proposal it is depends on what the
         stand-in may look at, and not on what the target has proposed."""
         found, self._next = self._next, None
+        if self._next_length != self._session.length:
+            found = None  # It extends something else.
         if found is None or self._confident is not None:
             proposal, score = self._stand_in.guess(num_draft_tokens, noise)
             is_sure = self._confident is not None and score >= self._confident
             if found is None or is_sure:
-                return Drafted(proposal, is_sure, 0.0, num_draft_tokens)
+                # Of a guess that only fills in nothing is learned.
+                return Drafted(proposal, True, 0.0, num_draft_tokens if is_sure else 0)
         wanted = self._wanted
         num_asked = min(wanted.num_draft_tokens, num_draft_tokens)
         proposal = found.cut(num_draft_tokens)
@@ -68,11 +70,8 @@ class SelfDrafts:
 
     def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
         """See `Drafts.next_wanted`."""
-        self._wanted = NOTHING_WANTED
-        if length.run_ahead == 0:
-            num_draft_tokens = length.num_draft_tokens or self._bound
-            siblings = fitting(length.siblings, room - num_draft_tokens)
-            self._wanted = NextWanted(num_draft_tokens, siblings)
+        siblings = fitting(length.siblings[: length.next_max], room - length.next_max)
+        self._wanted = NextWanted(length.next_max, siblings)
         return self._wanted
 
     def hear(self, reply: VerdictReply) -> None:
@@ -82,6 +81,7 @@ class SelfDrafts:
         if not proposal:
             return
         try:
+            self._next_length = reply.next_base_length
             check_wanted(proposal, self._wanted.num_draft_tokens, self._wanted.siblings)
             require_q(proposal, self._session.identity.rule)
         except OutriderError as error:

@@ -390,7 +390,7 @@ class CoordinatorService:
         options = self._options
         stand_in = StandIn(self._stand_in, heads.session, heads.sampling)
         if self._drafts_itself:
-            return SelfDrafts(heads.session, stand_in, num_draft_tokens, options.confident)
+            return SelfDrafts(heads.session, stand_in, options.confident)
         if self._draft is None:
             return None
         return DraftSide(

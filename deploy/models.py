@@ -9,7 +9,7 @@ from typing import Final
 
 from outrider.config import DeploymentConfig, DraftConfig, TargetConfig
 from outrider.drafting.registry import DraftModel
-from outrider.errors import ConfigError, SettingError
+from outrider.errors import SettingError
 from outrider.settings import blaming
 
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -86,13 +86,11 @@ def _resolve_draft(
 
 def _with_heads(target: TargetConfig, draft: DraftConfig, name: str) -> TargetConfig:
     """A target that drafts for itself."""
-    from outrider.engine.drafter_files import TrainedKind, check_target, is_trained_drafter
+    from outrider.engine.drafter_files import TrainedKind, check_target
     from outrider.engine.sources import resolve_model
 
     with blaming("draft_model"):
-        directory = resolve_model(name, trust_remote_code=target.trust_remote_code)
-        if not is_trained_drafter(directory):
-            raise ConfigError(f"drafter {name} has no draft heads: {directory}")
+        directory = resolve_model(name, trust_remote_code=target.trust_remote_code, heads=True)
         check_target(directory, name, TrainedKind.MEDUSA, Path(target.directory), target.model)
     return replace(
         target,

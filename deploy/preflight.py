@@ -29,10 +29,11 @@ def check_before_start(config: DeploymentConfig) -> None:
     with blaming("model"):
         check_name(config.target.model)
     draft = config.draft.drafter.model
-    name = config.draft.drafter.heads if draft is None else draft.name
+    heads = config.draft.drafter.heads
+    name = heads if draft is None else draft.name
     if name is not None:
         with blaming("draft_model"):
-            check_name(name)
+            check_name(name, heads=heads is not None)
 
 
 def _check_listening(key: str, host: str, port: int) -> None:

@@ -115,6 +115,8 @@ class VerdictReply:
     compute_ms: float = 0.0
     next_proposal: SealedProposal = NOTHING_SEALED
     """Of the next round, behind this one's outcome; what was asked for, or less."""
+    next_base_length: int = 0
+    """Committed tokens that it extends."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from outrider.engine.admission import Admission, Admissions, Admitted, Ask
 from outrider.engine.interface import Engine, FeatureEngine, SequenceStep
 from outrider.engine.sequences import Aligned, SequenceTable
 from outrider.engine.token_budget import TokenBudget
-from outrider.errors import BadRequest, EngineLost, OutriderError, check
+from outrider.errors import BadRequest, EngineLost, InvariantError, OutriderError
 from outrider.messages import (
     PositionLogprobs,
     Refused,
@@ -71,6 +71,20 @@ class _Pass:
         return self.step.num_logits > 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """Who drafts for a target that does so itself, and the engine that shows it features."""
+
+    drafter: SelfDrafter
+    engine: FeatureEngine
+
+    @classmethod
+    def of(cls, drafter: SelfDrafter, engine: Engine) -> _Own:
+        if not isinstance(engine, FeatureEngine):
+            raise InvariantError("a target that drafts itself shows its features")
+        return cls(drafter, engine)
+
+
 class Scorer:
     """The target's `StepWorker`: owns the engine's sequences and what tokens they hold."""
 
@@ -78,12 +92,8 @@ class Scorer:
         self, engine: Engine, budget: TokenBudget, self_drafter: SelfDrafter | None = None
     ) -> None:
         """`budget` bounds each step. A `self_drafter` reads what the engine shows of its own."""
-        check(
-            self_drafter is None or isinstance(engine, FeatureEngine),
-            "a target that drafts itself shows its features",
-        )
         self._engine = engine
-        self._self_drafter = self_drafter
+        self._own = None if self_drafter is None else _Own.of(self_drafter, engine)
         self._table = SequenceTable(engine)
         self._admissions = Admissions(engine, self._table, budget)
         self._figures = self._admissions.figures
@@ -224,27 +234,28 @@ class Scorer:
     ) -> list[VerifyAnswer | Unfinished]:
         """The answers of a pass, with what is drafted behind those that are verdicts and want it.
         A proposal that fails costs speed alone."""
-        if self._self_drafter is None or not isinstance(self._engine, FeatureEngine):
+        if self._own is None:
             return answers
-        rounds: dict[int, NextRound] = {}
-        features = self._engine.features()
-        for index, (entry, answer) in enumerate(zip(passes, answers, strict=True)):
-            if isinstance(answer, VerdictReply):
-                outcome = _outcome(entry, answer.verdict)
-                following = self._next_round(entry, outcome, features[index])
-                if following is not None:
-                    rounds[index] = following
-        if rounds:
-            try:
-                proposals = self._self_drafter.propose(list(rounds.values()))
-            except Exception:
-                logger.exception("nothing is proposed behind %d verdicts", len(rounds))
-                return answers
-            for index, proposal in zip(rounds, proposals, strict=True):
-                answer = answers[index]
+        wanting: list[tuple[int, VerdictReply, NextRound]] = []
+        try:
+            features = self._own.engine.features()
+            for index, (entry, answer) in enumerate(zip(passes, answers, strict=True)):
                 if isinstance(answer, VerdictReply):
-                    answers[index] = replace(answer, next_proposal=SealedProposal.of(proposal))
-        return answers
+                    outcome = _outcome(entry, answer.verdict)
+                    following = self._next_round(entry, outcome, features[index])
+                    if following is not None:
+                        wanting.append((index, answer, following))
+            if not wanting:
+                return answers
+            proposals = self._own.drafter.propose([following for *_, following in wanting])
+        except Exception:
+            logger.exception("nothing is proposed behind %d verdicts", len(wanting))
+            return answers
+        found = list(answers)
+        for (index, reply, following), proposal in zip(wanting, proposals, strict=True):
+            length, sealed = following.noise.committed_length, SealedProposal.of(proposal)
+            found[index] = replace(reply, next_proposal=sealed, next_base_length=length)
+        return found
 
     def _next_round(
         self, entry: _Pass, outcome: Outcome, features: torch.Tensor

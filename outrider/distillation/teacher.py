@@ -202,7 +202,10 @@ def ask(
     columns = [torch.cat(column).cpu().numpy() for column in zip(*found, strict=True)]
     answers = dict(zip(("ids", "logprobs", "written"), columns, strict=True))
     if has_features:
-        answers[_FEATURES] = wanted.half().cpu().numpy()
+        features = wanted.half()
+        if not features.isfinite().all():
+            raise ConfigError("what the target's head reads is beyond the range of float16")
+        answers[_FEATURES] = features.cpu().numpy()
     return answers
 
 
@@ -251,7 +254,7 @@ def check_head(module: Any) -> None:
         same = torch.allclose(final_logits(module, hidden), whole, rtol=1e-2, atol=1e-2)
     if not same or module.get_output_embeddings().bias is not None:
         raise ConfigError(
-            f"no student can be made of a {type(module).__name__} yet: its logits are not its "
+            f"no drafter can be made of a {type(module).__name__} yet: its logits are not its "
             "head's product alone"
         )
 

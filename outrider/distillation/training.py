@@ -265,7 +265,7 @@ class Trainer:
                 if ":" not in name
             }
             if stored != {name: tuple(values.shape) for name, values in self._masters.items()}:
-                _log.warning("%s is of another student; training begins anew", self._path)
+                _log.warning("%s is of another drafter; training begins anew", self._path)
                 return
             state = json.loads(file.metadata()["state"])
             for name in file.keys():  # noqa: SIM118 (it is no mapping)

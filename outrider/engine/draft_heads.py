@@ -13,8 +13,13 @@ know the first.
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import nn
+
+_EPS: Final = 1e-6
+"""Under the root of the mean square."""
 
 
 class DraftHead(nn.Module):
@@ -28,7 +33,7 @@ class DraftHead(nn.Module):
     def forward(self, features: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
         """f_i [..., D] from f_{i-1} and e_i, both [..., D]."""
         width = features.shape[-1:]
-        seen = (nn.functional.rms_norm(part, width) for part in (features, embeddings))
+        seen = (nn.functional.rms_norm(part, width, eps=_EPS) for part in (features, embeddings))
         gate, up = self.gate_up(torch.cat([*seen], -1)).chunk(2, -1)
         down: torch.Tensor = self.down(nn.functional.silu(gate) * up)
         return features + down

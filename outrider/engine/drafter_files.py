@@ -66,7 +66,8 @@ class TrainedDescription:
 
 
 def is_trained_drafter(directory: Path) -> bool:
-    """Whether the directory holds a drafter of this kind, and no model that stands alone."""
+    """Whether the directory holds a drafter that was made for one target, of whatever kind, and no
+    model that stands alone."""
     return (directory / DESCRIPTION_FILE).is_file()
 
 
@@ -114,7 +115,8 @@ def check_target(
         raise ConfigError(
             f"drafter {name} was made for the target {description.target} with weights "
             f"{description.target_fingerprint}, and takes embeddings and head from there; {target} "
-            f"has weights {found}. Make one for it: outrider distill {target} --out DIR"
+            f"has weights {found}. Make one for it: outrider distill {target} --kind {kind} "
+            "--out DIR"
         )
     return description
 

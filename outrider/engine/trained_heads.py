@@ -15,6 +15,7 @@ from torch import nn
 
 from outrider.engine.draft_heads import DraftHeads
 from outrider.engine.drafter_files import (
+    DESCRIPTION_FILE,
     TOKEN_IDS,
     TrainedDescription,
     TrainedKind,
@@ -59,16 +60,24 @@ def load_heads(
     try:
         with open_weights(path) as files:
             tensors = {key: file.get_tensor(key) for key, file in files.items()}
+        vocab_size = len(target.get_output_embeddings().weight)
+        if description.vocab_size != vocab_size:
+            raise ConfigError(
+                f"drafter {name}: {DESCRIPTION_FILE} has vocab_size {description.vocab_size}, its "
+                f"target {vocab_size}"
+            )
         token_ids = checked_token_ids(tensors, description)
         downs = [tensors[key] for key in sorted(tensors) if key.endswith(_DOWN)]
-        if not downs:
+        if not downs or downs[0].dim() != 2:
             raise ConfigError(f"drafter {name}: its files hold no heads")
         heads = make_heads(target, len(downs), downs[0].shape[1], token_ids)
         for key, parameter in list(heads.named_parameters()):
             if key.startswith(_HEADS):
+                if key not in tensors:
+                    raise ConfigError(f"drafter {name}: its files lack the weights {key}")
                 values = restored(key, tensors)
-                if values.shape != parameter.shape:
-                    raise ConfigError(f"drafter {name}: {key} does not fit its target")
+                if values.shape != parameter.shape or not values.isfinite().all():
+                    raise ConfigError(f"drafter {name}: {key} does not fit, or is not finite")
                 owner, _, attribute = key.rpartition(".")
                 values = values.to(heads.embeddings)
                 new = nn.Parameter(values, requires_grad=False)

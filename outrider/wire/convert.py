@@ -288,6 +288,7 @@ def verify_answer_to_proto(
         verdict.compute_ms = answer.compute_ms
         if answer.next_proposal:
             verdict.next_proposal.CopyFrom(proposal_to_proto(answer.next_proposal))
+            verdict.next_base_length = answer.next_base_length
     else:
         _other_answer_to_proto(answer, message)
     return message
@@ -321,6 +322,7 @@ def verify_answer_from_proto(
         queue_ms=_milliseconds(verdict.queue_ms, "verdict.queue_ms"),
         compute_ms=_milliseconds(verdict.compute_ms, "verdict.compute_ms"),
         next_proposal=proposal_from_proto(verdict.next_proposal),
+        next_base_length=verdict.next_base_length,
     )
 
 

@@ -61,8 +61,15 @@ def can_pack(weight: torch.Tensor) -> bool:
     """Whether this machine's oneDNN has a layout for a weight of that device and dtype."""
     if weight.device.type != "cpu" or weight.dim() != 2 or weight.numel() == 0:
         return False
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
     if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
+        return multiplies_bfloat16()
+    return weight.dtype == torch.float32 and _has_onednn()
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this machine's oneDNN has products of bfloat16."""
+    return _has_onednn() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _has_onednn() -> bool:
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]

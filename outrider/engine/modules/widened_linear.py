@@ -2,8 +2,7 @@
 
 There torch takes the rows one by one, each over the whole weight. From some number of rows on it is
 quicker to widen the weight to float32, a block at a time that stays in the caches, and to multiply
-that. What it brings is measured in
-docs/performance.md.
+that. What it brings is measured in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ from typing import Final
 
 import torch
 from torch import nn
+
+from outrider.engine.modules.packed_linear import multiplies_bfloat16
 
 _ROWS_MIN: Final = 4
 """Rows from which on the weight is widened."""
@@ -50,7 +51,5 @@ class WidenedLinear(nn.Module):
 def must_widen(weight: torch.Tensor) -> bool:
     """Whether a weight is in bfloat16 on a CPU that has no products of it."""
     return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.bfloat16
-        and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and not multiplies_bfloat16()
     )

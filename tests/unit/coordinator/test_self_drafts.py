@@ -17,6 +17,7 @@ from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
 
 NAME = "0" * 31 + "1"
+PROMPT = (1, 2, 3, 1, 2, 3, 1)
 NOISE = RoundNoise(1, Rule.TOKEN, 6)
 Q = DraftDistribution((4, 5), (2**15, 2**15))
 
@@ -25,15 +26,17 @@ def self_drafts(rule: Rule = Rule.TOKEN, confident: float | None = None) -> Self
     """Of a session whose stand-in proposes the tokens 2, 3, 1, 2, ..."""
     new = NewSession(
         session_id=NAME, tenant="", owner="", seed=1, rule=rule, parameters="{}",
-        prompt_ids=(1, 2, 3, 1, 2, 3, 1),
+        prompt_ids=PROMPT,
     )  # fmt: skip
     session = Session.opened(new)
-    return SelfDrafts(session, StandIn(NgramDrafter(), session, SamplingParams()), 4, confident)
+    return SelfDrafts(session, StandIn(NgramDrafter(), session, SamplingParams()), confident)
 
 
-def verdict(proposal: SealedProposal) -> VerdictReply:
+def verdict(proposal: SealedProposal, base_length: int = len(PROMPT)) -> VerdictReply:
     key = ReplyKey(NAME, 1, 0)
-    return VerdictReply(key, Verdict((), (1,)), 6, next_proposal=proposal)
+    return VerdictReply(
+        key, Verdict((), (1,)), 6, next_proposal=proposal, next_base_length=base_length
+    )
 
 
 def sealed(num_tokens: int, parents: tuple[int, ...] = ()) -> SealedProposal:
@@ -44,10 +47,10 @@ def sealed(num_tokens: int, parents: tuple[int, ...] = ()) -> SealedProposal:
 @pytest.mark.parametrize(
     ("length", "room", "wanted"),
     [
-        (RoundLength(3, 0), 99, NextWanted(3)),
-        (RoundLength(3, 0, (2, 1)), 99, NextWanted(3, (2, 1))),
-        (RoundLength(3, 0, (2, 1)), 4, NextWanted(3, (1, 0))),
-        (RoundLength(0, 0), 99, NextWanted(4)),  # such as the first round
+        (RoundLength(1, 0, next_max=3), 99, NextWanted(3)),
+        (RoundLength(3, 0, (2, 1), 3), 99, NextWanted(3, (2, 1))),
+        (RoundLength(3, 0, (2, 1), 3), 4, NextWanted(3, (1, 0))),
+        (RoundLength(3, 0, (2, 1), 1), 99, NextWanted(1, (2,))),
         (RoundLength(0, 5), 99, NextWanted()),  # the target does not wait
     ],
 )
@@ -58,31 +61,32 @@ def test_how_much_of_the_next_round_is_asked_for(
 
 
 async def test_what_came_with_the_verdict_is_proposed_once() -> None:
-    """Cut to the round's length; then nothing is left of it, and the stand-in proposes."""
+    """Cut to the round's length; then nothing is left of it, and the stand-in fills in, of which
+    nothing is learned."""
     drafts = self_drafts()
-    drafts.next_wanted(RoundLength(3, 0), 99)
+    drafts.next_wanted(RoundLength(3, 0, next_max=3), 99)
     drafts.hear(verdict(sealed(3)))
     drafted = await drafts.propose(1, 2, NOISE)
-    assert (drafted.proposal, drafted.by_replica, drafted.num_asked) == (sealed(2), True, 2)
+    assert (drafted.proposal, drafted.num_asked) == (sealed(2), 2)
     again = await drafts.propose(2, 2, NOISE)
-    assert (again.proposal.token_ids, again.by_replica, again.num_asked) == ((2, 3), False, 2)
+    assert (again.proposal.token_ids, again.num_asked) == ((2, 3), 0)
 
 
 @pytest.mark.parametrize(("confident", "is_sure"), [(0.5, True), (4.0, False), (None, False)])
 async def test_a_confident_look_up_goes_first(confident: float | None, is_sure: bool) -> None:
-    """It counts as what was asked for, unlike one that only stands in."""
+    """It counts as what was asked for, unlike one that only fills in."""
     drafts = self_drafts(confident=confident)
-    drafts.next_wanted(RoundLength(2, 0), 99)
+    drafts.next_wanted(RoundLength(2, 0, next_max=2), 99)
     drafts.hear(verdict(sealed(2)))
     drafted = await drafts.propose(1, 2, NOISE)
-    assert drafted.by_replica
+    assert drafted.num_asked == 2
     assert drafted.proposal.token_ids == ((2, 3) if is_sure else (4, 5))
-    assert (await drafts.propose(2, 2, NOISE)).by_replica is is_sure
+    assert (await drafts.propose(2, 2, NOISE)).num_asked == (2 if is_sure else 0)
 
 
 async def test_a_round_may_have_wanted_more_than_was_asked_for() -> None:
     drafts = self_drafts()
-    drafts.next_wanted(RoundLength(1, 0), 99)
+    drafts.next_wanted(RoundLength(1, 0, next_max=1), 99)
     drafts.hear(verdict(sealed(1)))
     drafted = await drafts.propose(1, 4, NOISE)
     assert (drafted.proposal, drafted.num_asked) == (sealed(1), 1)
@@ -91,7 +95,7 @@ async def test_a_round_may_have_wanted_more_than_was_asked_for() -> None:
 async def test_siblings_come_with_their_tokens() -> None:
     """A tree is cut by places, and says what was asked beside those that are left."""
     drafts = self_drafts()
-    drafts.next_wanted(RoundLength(3, 0, (1, 2, 0)), 99)
+    drafts.next_wanted(RoundLength(3, 0, (1, 2, 0), 3), 99)
     other = DraftDistribution((1, 2, 3), (2**15, 2**14, 2**14))
     tree = SealedProposal.of(Proposal((4, 5, 1, 2, 3, 4), (Q, other, None), (-1, -1, 0, 0, 0, 2)))
     drafts.hear(verdict(tree))
@@ -104,12 +108,19 @@ async def test_siblings_come_with_their_tokens() -> None:
     )
 
 
+async def test_what_extends_something_else_is_not_used() -> None:
+    drafts = self_drafts()
+    drafts.next_wanted(RoundLength(3, 0, next_max=3), 99)
+    drafts.hear(verdict(sealed(3), len(PROMPT) + 1))
+    assert (await drafts.propose(1, 2, NOISE)).proposal.token_ids == (2, 3)
+
+
 async def test_a_verdict_without_a_proposal_ends_the_one_before() -> None:
     drafts = self_drafts()
-    drafts.next_wanted(RoundLength(3, 0), 99)
+    drafts.next_wanted(RoundLength(3, 0, next_max=3), 99)
     drafts.hear(verdict(sealed(3)))
     drafts.hear(verdict(SealedProposal()))
-    assert not (await drafts.propose(1, 2, NOISE)).by_replica
+    assert (await drafts.propose(1, 2, NOISE)).num_asked == 0
 
 
 @pytest.mark.parametrize(
@@ -124,7 +135,7 @@ async def test_what_nobody_asked_for_is_not_used(
     proposal: SealedProposal, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     drafts = self_drafts()
-    drafts.next_wanted(RoundLength(2, 0), 99)
+    drafts.next_wanted(RoundLength(2, 0, next_max=2), 99)
     drafts.hear(verdict(proposal))
     assert message in caplog.text
-    assert not (await drafts.propose(1, 2, NOISE)).by_replica
+    assert (await drafts.propose(1, 2, NOISE)).num_asked == 0

@@ -127,6 +127,7 @@ def verdict_replies(draw: st.DrawFn) -> VerdictReply:
     accept = tuple(draw(between(0, 1)) for _ in range(num_draft_tokens))
     correction = tuple(draw(IDS) for _ in range(num_draft_tokens + 1))
     size = draw(st.sampled_from([0, 2 * num_draft_tokens + 1]))
+    following = draw(proposals())
     return VerdictReply(
         draw(KEYS),
         Verdict(accept, correction),
@@ -134,7 +135,8 @@ def verdict_replies(draw: st.DrawFn) -> VerdictReply:
         tuple(draw(LOGPROBS) for _ in range(size)),
         draw(FLOAT32),
         draw(FLOAT32),
-        draw(proposals()),
+        following,
+        draw(U32) if following else 0,
     )
 
 
