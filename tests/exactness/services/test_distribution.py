@@ -112,7 +112,6 @@ CELLS = [
     # Suffix decoding over all that was written before, and a model where that is not confident.
     Cell(Rule.TOKEN, 2, TOP_P, lookup=LookupKind.SUFFIX, num_samples=4_900, detects=DETECTS_SOON),
     MANY_ROUNDS,
-    Cell(Rule.COUPLED, 2, PENALISED, num_samples=4_900, detects=DETECTS_SOON),
     # Trees by a draft that knows two tokens more than the target, which are never accepted.
     Cell(
         Rule.TOKEN, 2, TOP_K, vocab_size=4, draft_vocab_size=6, siblings=2, num_samples=3_900,

@@ -118,6 +118,7 @@ def test_at_temperature_0_told_rounds_are_played_rounds(kind: DraftKind, k: int)
             assert found.accepted[depth] == sum(taken > depth for _, taken in rounds)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "rule"),
     [(MODEL, Rule.TOKEN), (MODEL, Rule.BLOCK), (MODEL, Rule.COUPLED), (HYBRID, Rule.TOKEN)],
