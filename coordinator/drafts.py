@@ -31,8 +31,8 @@ class Drafted:
     """False where somebody stands in for a draft that does not answer."""
     seconds: float
     num_asked: int
-    """K that it was drafted for: of the round before, where it was drafted ahead; 0 where it says
-    nothing of whoever drafts."""
+    """K that it was drafted for, if that was settled before the round's own: the lesser of both; 0
+    where it says nothing of whoever drafts."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     """The replica's own times."""
@@ -96,7 +96,8 @@ class Drafts(Protocol):
 
 
 class StandIn:
-    """The local look-up that proposes for one session where nobody else does."""
+    """The local look-up that proposes for one session where nobody else does, or goes before a
+    target that drafts itself."""
 
     def __init__(self, lookup: LookupDrafter, session: Session, sampling: SamplingParams) -> None:
         self._lookup = lookup

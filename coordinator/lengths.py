@@ -29,7 +29,8 @@ class PlayedRound:
     """A round with a verdict."""
 
     num_asked: int
-    """K that its proposal was drafted for; 0 = none was asked for."""
+    """K that its proposal was drafted for; 0 = none was, or a look-up filled in, of which nothing
+    is learned."""
     survival: tuple[float, ...]
     """Of the proposed tokens, see `outrider.speculation.decision.survival`."""
     num_tokens: int

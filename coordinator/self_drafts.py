@@ -62,7 +62,9 @@ class SelfDrafts:
             is_sure = self._confident is not None and score >= self._confident
             if found is None or is_sure:
                 # Of a guess that only fills in nothing is learned.
-                return Drafted(proposal, True, 0.0, num_draft_tokens if is_sure else 0)
+                num_asked = num_draft_tokens if is_sure else 0
+                was_wanted = self._wanted.num_draft_tokens > 0
+                return Drafted(proposal, is_sure or not was_wanted, 0.0, num_asked)
         wanted = self._wanted
         num_asked = min(wanted.num_draft_tokens, num_draft_tokens)
         proposal = found.cut(num_draft_tokens)

@@ -71,7 +71,7 @@ class VerifyItem:
     """Rounds after this one that the target may run unasked, each answered on its own."""
     num_logprobs: int | None = None
     num_next_draft_tokens: int = 0
-    """K of the next round's proposal, which a target that drafts itself sends with its verdict."""
+    """Tokens that a target which drafts itself may propose for the next round."""
     next_siblings: tuple[int, ...] = ()
     """Candidates beside its first, second, ... token: see `DraftRequest.siblings`."""
 

@@ -143,7 +143,11 @@ def run(arguments: argparse.Namespace) -> int:
     start = None
     if options.start_name is not None:
         with blaming("start_from"):
-            start = resolve_model(options.start_name, trust_remote_code=arguments.trust_remote_code)
+            start = resolve_model(
+                options.start_name,
+                trust_remote_code=arguments.trust_remote_code,
+                heads=options.kind == "medusa",
+            )
     options = replace(
         options,
         prompts=_prompts("prompts", arguments.prompts, text),

@@ -18,8 +18,8 @@ _MEDUSA: Final = "medusa"
 QUANTIZED_BITS: Final = (8, 4)
 """Bits of a weight that a target can be made its own draft with."""
 _FORMS: Final = (
-    "`auto`, `ngram`, `suffix`, a model, `quantized:8`, `quantized:4`, `hybrid:LOOKUP,MODEL` or "
-    "`medusa:DIR`"
+    "`auto`, `ngram`, `suffix`, a model, `quantized:8`, `quantized:4`, `medusa:DIR` or "
+    "`hybrid:LOOKUP,MODEL`, whose MODEL may be heads, too"
 )
 
 
@@ -91,7 +91,7 @@ def _parse_hybrid(name: str, parts: str) -> DrafterChoice:
         raise _wrong(name, f"a hybrid is `{_HYBRID}:LOOKUP,MODEL`, and LOOKUP {lookups}")
     other = parse_drafter(second)
     if other.lookup is not None:
-        raise _wrong(name, "its second part must be a model")
+        raise _wrong(name, "its second part must be a model or heads")
     return DrafterChoice(_LOOKUPS[first], other.model, other.heads)
 
 
@@ -157,7 +157,7 @@ DRAFTERS: Final = (
     ),
     DrafterDescription(
         draft_model="medusa:DIR",
-        proposes="what heads on the target draw, from its last layer, beside its verdicts",
+        proposes="what heads on the target draw from what its own head read, with its verdicts",
         files="outrider distill --kind medusa",
         memory="its weights",
         training="done",

@@ -1,6 +1,6 @@
 """Heads that draft for the model they sit on, from what its own head reads.
 
-    f_0 = its last layer's output behind the token before the newest one
+    f_0 = what the model's own head read at the token before the newest one
     f_i = f_{i-1} + D_i (silu(G_i u_i) * (U_i u_i)),    u_i = [norm(f_{i-1}), norm(e_i)]
     logits of the i-th token behind the newest one = H f_i
 

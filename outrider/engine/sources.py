@@ -26,7 +26,7 @@ _DRAFTERS = Path(__file__).parents[1] / "drafters"
 _PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _CONFIG = "config.json"
 _DESCRIPTION = "drafter.json"
-"""Of draft heads, which have the configuration of their target."""
+"""Of a drafter that was made for one target; draft heads have no configuration beside it."""
 _SNAPSHOT_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 _REMOTE_CODE_FILES = ("*.py",)
 
@@ -94,7 +94,10 @@ def check_weights(directory: Path, name: str, *, heads: bool = False) -> None:
     """Raises `ConfigError` unless the directory holds a configuration and safetensors."""
     config = _DESCRIPTION if heads else _CONFIG
     if not (directory / config).is_file():
-        raise ConfigError(f"model {name}: no {config} in {directory}")
+        hint = ""
+        if (directory / _DESCRIPTION).is_file():
+            hint = f"; draft heads go by `medusa:{name}`, and serve no one but their target"
+        raise ConfigError(f"model {name}: no {config} in {directory}{hint}")
     if any(directory.glob("*.safetensors")):
         return
     pickled = sorted(p.name for p in directory.iterdir() if p.suffix in _PICKLED_SUFFIXES)

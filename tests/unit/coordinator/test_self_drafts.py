@@ -108,6 +108,15 @@ async def test_siblings_come_with_their_tokens() -> None:
     )
 
 
+async def test_a_missing_proposal_counts_as_a_stand_in_where_one_was_wanted() -> None:
+    """As behind a target whose heads fail, and not behind one that ran ahead."""
+    drafts = self_drafts()
+    for wanted, length in ((True, RoundLength(3, 0, next_max=3)), (False, RoundLength(0, 5))):
+        drafts.next_wanted(length, 99)
+        drafts.hear(verdict(SealedProposal()))
+        assert (await drafts.propose(1, 2, NOISE)).by_replica is not wanted
+
+
 async def test_what_extends_something_else_is_not_used() -> None:
     drafts = self_drafts()
     drafts.next_wanted(RoundLength(3, 0, next_max=3), 99)

@@ -69,7 +69,7 @@ def test_a_target_has_the_heads_that_were_made_for_it(tiny: Path, tmp_path: Path
     for model, named, message in (
         (other, f"medusa:{heads}", "was made for the target tiny"),
         (tiny, f"medusa:{tiny}", r"no drafter\.json"),
-        (tiny, str(heads), r"no config\.json"),
+        (tiny, str(heads), "draft heads go by `medusa:"),
         (tiny, f"medusa:{tmp_path / 'none'}", "no such file"),
     ):
         with pytest.raises(SettingError, match=message) as bad:

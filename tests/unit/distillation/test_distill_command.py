@@ -34,7 +34,8 @@ def test_the_command_makes_one_that_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     kind: TrainedKind,
 ) -> None:  # fmt: skip
-    """With a chat template, prompts, texts and conversations of its own; one JSON object."""
+    """With a chat template, prompts, texts and conversations of its own; one JSON object. What comes
+    out may learn on, by its directory."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     model = save_tiny_model(
         tmp_path / "target", vocab_size=336, eos_token_id=0, tokenizer=byte_level_tokenizer()
@@ -70,6 +71,12 @@ def test_the_command_makes_one_that_serves(
     assert [c["temperature"] for c in sorted(conversations, key=lambda c: c["index"])][:3] == [
         0.0, 0.7, 1.0,
     ]  # fmt: skip
+    again = [
+        "distill", str(model), "--out", str(tmp_path / "next"), "--kind", kind, "--tokens", "300",
+        "--steps", "2", "--start-from", str(tmp_path / "out"), "--corpus", str(corpus),
+    ]  # fmt: skip
+    assert main(again) == 0
+    assert str(tmp_path / "next") in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -114,7 +121,7 @@ def test_remote_code_of_the_drafter_is_trusted_as_that_of_the_target(
     """Or a drafter of such a target could not learn on."""
     asked: list[tuple[str, str, bool]] = []
 
-    def resolved(name: str, *, trust_remote_code: bool = False) -> Path:
+    def resolved(name: str, *, trust_remote_code: bool = False, heads: bool = False) -> Path:
         asked.append(("resolved", name, trust_remote_code))
         return target
 
