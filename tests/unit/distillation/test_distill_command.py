@@ -34,8 +34,8 @@ def test_the_command_makes_one_that_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     kind: TrainedKind,
 ) -> None:  # fmt: skip
-    """With a chat template, prompts, texts and conversations of its own; one JSON object. What comes
-    out may learn on, by its directory."""
+    """With a chat template, prompts, texts and conversations of its own; one JSON object. What
+    comes out may learn on, by its directory."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     model = save_tiny_model(
         tmp_path / "target", vocab_size=336, eos_token_id=0, tokenizer=byte_level_tokenizer()
