@@ -261,7 +261,7 @@ def test_a_checkpoint_of_another_student_is_not_gone_on_with(
         state = file.metadata()
     save_file(load_file(checkpoint) | {"lm_head.weight": torch.ones(2)}, checkpoint, state)
     run(target, tmp_path)
-    assert "another student" in caplog.text
+    assert "another drafter" in caplog.text
     expected = weights(whole[0])
     assert all(torch.equal(values, expected[name]) for name, values in weights(tmp_path).items())
 
@@ -425,7 +425,7 @@ def test_a_drafter_of_another_kind_is_not_started_from(
 ) -> None:  # fmt: skip
     for start, kind, found in ((whole, "medusa", "student"), (heads, "student", "medusa")):
         wishes = {"start_from": start[0] / "out", "layers": None, "draft_vocab": None}
-        with pytest.raises(SettingError, match=f"is of the kind `{found}`, and is loaded") as bad:
+        with pytest.raises(SettingError, match=f"is of the kind `{found}`, and is named") as bad:
             run(target, tmp_path, kind=kind, **wishes)
         assert bad.value.key == "start_from"
 

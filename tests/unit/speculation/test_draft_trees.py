@@ -76,8 +76,19 @@ def test_a_sealed_tree_opens() -> None:
     assert bare.open() == Proposal((4, 3, 9), (None, None), (-1, -1, 0))
     with pytest.raises(BadRequest, match="does not hold the drafted token 6"):
         SealedProposal.of(Proposal((4, 6, 9), (q, None), (-1, -1, 0))).open()
-    with pytest.raises(InvariantError, match="not cut"):
-        SealedProposal.of(proposal).cut(1)
+
+
+def test_a_sealed_tree_is_cut_by_places() -> None:
+    """With the q of those that are left; a chain is left where no siblings are."""
+    q = DraftDistribution((3, 4, 5), (COUNT_TOTAL - 2, 1, 1))
+    tree = SealedProposal.of(Proposal((9, 4, 5, 7), (None, q, None), (-1, 0, 0, 1)))
+    assert tree.cut(4) is tree
+    assert tree.cut(2).open() == Proposal((9, 4, 5), (None, q), (-1, 0, 0))
+    assert tree.cut(1).open() == Proposal((9,), (None,))
+    assert tree.cut(0).open() == Proposal()
+    by_path = SealedProposal.of(Proposal((4, 9, 5), (None, None), (-1, 0, -1)))
+    with pytest.raises(InvariantError, match="listed by depth"):
+        by_path.cut(1)
 
 
 def test_every_token_has_numbers_of_its_own() -> None:
