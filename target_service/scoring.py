@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from outrider.drafting.growing_rounds import RoundWanted
 from outrider.engine.admission import Admission, Admissions, Admitted, Ask
 from outrider.engine.interface import Engine, FeatureEngine, SequenceStep
 from outrider.engine.sequences import Aligned, SequenceTable
@@ -253,7 +254,8 @@ class Scorer:
             return answers
         found = list(answers)
         for (index, reply, following), proposal in zip(wanting, proposals, strict=True):
-            length, sealed = following.noise.committed_length, SealedProposal.of(proposal)
+            length = following.wanted.noise.committed_length
+            sealed = SealedProposal.of(proposal)
             found[index] = replace(reply, next_proposal=sealed, next_base_length=length)
         return found
 
@@ -273,8 +275,7 @@ class Scorer:
         if sampling.penalised:
             output_ids = (*history.output_ids, *outcome.token_ids)
             history = TokenHistory(history.prompt_ids, output_ids)
-        return NextRound(
-            features=features[outcome.last],
+        wanted = RoundWanted(
             newest=outcome.token_ids[-1],
             num_draft_tokens=num_draft_tokens,
             sampling=sampling,
@@ -283,6 +284,7 @@ class Scorer:
             history=history,
             siblings=item.next_siblings,
         )
+        return NextRound(features[outcome.last], wanted)
 
     def _judge(self, entry: _Pass, logits: torch.Tensor) -> VerifyAnswer:
         """The verdict on one item from its logits [K+1, V]."""

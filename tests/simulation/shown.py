@@ -41,14 +41,15 @@ class ShownDrafter:
         return [self._propose(entry) for entry in rounds]
 
     def _propose(self, entry: NextRound) -> Proposal:
-        context = [*entry.features.tolist()[1:], entry.newest]
+        wanted = entry.wanted
+        context = [*entry.features.tolist()[1:], wanted.newest]
         token_ids, q = [], []
-        for depth in range(entry.num_draft_tokens):
+        for depth in range(wanted.num_draft_tokens):
             logits = self._draft._logits(np.array([context], dtype=np.uint64))
             [(token_id, drawn_from)], _ = draw_from_logits(
-                logits, entry.sampling, [entry.noise], [depth], history=entry.history
+                logits, wanted.sampling, [wanted.noise], [depth], history=wanted.history
             )
             token_ids.append(token_id)
             q.append(drawn_from)
             context = [*context[1:], token_id]
-        return Proposal(tuple(token_ids), tuple(q) if entry.rule.needs_q else ())
+        return Proposal(tuple(token_ids), tuple(q) if wanted.rule.needs_q else ())

@@ -13,6 +13,7 @@ from models import tiny_config, tiny_heads, tiny_module, twin
 from rounds import GREEDY, Listener, ask, make_head
 from toy_engine import ToyEngine
 
+from outrider.drafting.growing_rounds import RoundWanted
 from outrider.engine.executor import InlineExecutor
 from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
@@ -231,10 +232,10 @@ async def test_logits_that_cannot_be_drawn_from_end_a_proposal() -> None:
     async with running() as target:
         drafter = HeadDrafter(target.heads)
         features = torch.randn(64, dtype=torch.float64)[: target.module.config.hidden_size]
-        good = NextRound(
-            features, 1, 2, SamplingParams(), Rule.COUPLED, RoundNoise(1, Rule.COUPLED, 5),
-            TokenHistory(),
-        )  # fmt: skip
+        wanted = RoundWanted(
+            1, 2, SamplingParams(), Rule.COUPLED, RoundNoise(1, Rule.COUPLED, 5), TokenHistory()
+        )
+        good = NextRound(features, wanted)
         bad = replace(good, features=features * float("nan"))
         with torch.inference_mode():
             [alone] = drafter.propose([good])

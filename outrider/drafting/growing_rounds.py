@@ -1,0 +1,144 @@
+"""Proposals that grow a token at a time from logits, many rounds of one step side by side."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from outrider.errors import OutriderError
+from outrider.speculation.drafting import DraftedGroup, draw_from_logits, draw_siblings
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
+from outrider.speculation.reduced import ReducedVocabulary
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.transforms import TokenHistory
+from outrider.speculation.trees import comb
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundWanted:
+    """What is wanted of a round that has not begun."""
+
+    newest: int
+    """The last token that will be committed when it begins."""
+    num_draft_tokens: int
+    """K, at least 1."""
+    sampling: SamplingParams
+    rule: Rule
+    noise: RoundNoise
+    """Its own."""
+    history: TokenHistory
+    """What penalties count, the newest token included; nothing where there are none."""
+    siblings: tuple[int, ...] = ()
+    """Candidates that are wanted beside the first, second, ... token; none with penalties, which
+    count tokens."""
+
+
+class GrowingRound:
+    """A proposal as it grows."""
+
+    __slots__ = ("drawn", "ended", "features", "wanted")
+
+    def __init__(self, wanted: RoundWanted, features: torch.Tensor) -> None:
+        self.wanted = wanted
+        self.features = features
+        """[D]: what its next token is drafted from, beside the newest one."""
+        self.drawn: list[DraftedGroup] = []
+        """What stands at each place of the proposal; the next one follows its first token."""
+        self.ended = False
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether a further token is to be drawn."""
+        return not self.ended and len(self.drawn) < self.wanted.num_draft_tokens
+
+    @property
+    def newest(self) -> int:
+        """The token that the next one follows."""
+        return self.drawn[-1][0][0] if self.drawn else self.wanted.newest
+
+    def siblings(self, depth: int) -> int:
+        """That are wanted at a place."""
+        wanted = self.wanted.siblings
+        return wanted[depth] if depth < len(wanted) else 0
+
+    @property
+    def history(self) -> TokenHistory:
+        """Penalties count what was drafted as if it were output."""
+        if not self.wanted.sampling.penalised:
+            return self.wanted.history
+        drafted = tuple(group[0] for group, _ in self.drawn)
+        history = self.wanted.history
+        return replace(history, output_ids=(*history.output_ids, *drafted))
+
+    def result(self) -> Proposal:
+        """With q where the rule looks at it."""
+        if not self.drawn:
+            return EMPTY_PROPOSAL
+        groups, q = zip(*self.drawn, strict=True)
+        parents = comb([len(group) - 1 for group in groups])
+        token_ids = tuple(token_id for group in groups for token_id in group)
+        return Proposal(token_ids, q if self.wanted.rule.needs_q else (), parents)
+
+
+class RoundDraws:
+    """Draws the next token of many rounds from a model's logits."""
+
+    def __init__(self, vocabulary: ReducedVocabulary | None, entries_max: int) -> None:
+        """The logits are of `vocabulary`; `entries_max` bounds the support of each draft
+        distribution."""
+        self._vocabulary = vocabulary
+        self._entries_max = entries_max
+
+    def draw(self, rounds: Sequence[GrowingRound], logits: torch.Tensor, depth: int) -> None:
+        """The next token of each, at the same place `depth` of all, from its row of [R, N]. One
+        whose row cannot be drawn from ends there."""
+        for together in _drawn_together(rounds):
+            self._draw([rounds[i] for i in together], logits[together], depth)
+
+    def _draw(self, rounds: Sequence[GrowingRound], logits: torch.Tensor, depth: int) -> None:
+        """Of rounds that share rule and parameters."""
+        try:
+            groups = self._drawn(rounds, logits, depth)
+        except OutriderError as error:
+            if len(rounds) > 1:  # It is one's own: each then draws alone, the same tokens.
+                for index, entry in enumerate(rounds):
+                    self._draw([entry], logits[index : index + 1], depth)
+                return
+            logger.info("a draft ends after %d tokens: %s", depth, error)
+            rounds[0].ended = True
+        else:
+            for entry, group in zip(rounds, groups, strict=True):
+                entry.drawn.append(group)
+
+    def _drawn(
+        self, rounds: Sequence[GrowingRound], logits: torch.Tensor, depth: int
+    ) -> list[DraftedGroup]:
+        sampling = rounds[0].wanted.sampling
+        noises, depths = [entry.wanted.noise for entry in rounds], [depth] * len(rounds)
+        counts = [1 + entry.siblings(depth) for entry in rounds]
+        if max(counts) > 1:
+            return draw_siblings(
+                logits, sampling, noises, depths, counts, self._entries_max, self._vocabulary
+            )
+        tokens, _ = draw_from_logits(
+            logits, sampling, noises, depths, self._entries_max, rounds[0].history,
+            self._vocabulary,
+        )  # fmt: skip
+        return [((token_id,), q) for token_id, q in tokens]
+
+
+def _drawn_together(rounds: Sequence[GrowingRound]) -> list[list[int]]:
+    """Rounds, by index, of one rule and the same parameters; each alone where these look at its
+    tokens."""
+    groups: dict[tuple[Rule, SamplingParams, int], list[int]] = {}
+    for index, entry in enumerate(rounds):
+        sampling = entry.wanted.sampling
+        alone = index if sampling.penalised else -1
+        groups.setdefault((entry.wanted.rule, sampling, alone), []).append(index)
+    return list(groups.values())
