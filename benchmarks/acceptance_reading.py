@@ -11,9 +11,11 @@ import torch
 
 from outrider.drafting.drafter import Drafter, DraftRequest
 from outrider.engine.interface import Engine, FeatureEngine, SequenceStep
+from outrider.engine.trained_eagle import LoadedEagle
 from outrider.engine.trained_heads import LoadedHeads
 from outrider.errors import SettingError
 from outrider.limits import DRAFT_SUPPORT_ENTRIES, SEED_MAX
+from outrider.speculation.acceptance import NUM_DEPTHS
 from outrider.speculation.drafting import quantise
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import COUNT_TOTAL, EMPTY_PROPOSAL, DraftDistribution
@@ -146,21 +148,69 @@ class HeadsReader:
     def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
         """[n, N] of the tokens that the chains from each place on begin with; [n - 1, N] of their
         second ones; .. A chain begins with the features of the token before the newest one."""
-        if first < 2:
-            raise SettingError("prompts", "one has a single token; heads go on from two or more")
         num = len(token_ids) - first
-        step = SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), num_logits=num + 1)
-        try:
-            self._target.forward([step])
-            [features] = self._target.features()
-        finally:
-            self._target.release(_SEQUENCE)
+        features = _features(self._target, token_ids, first)
         text = torch.tensor(token_ids[first - 1 :], device=features.device)
         for depth in range(min(num, len(self._heads.heads))):
             windows = num - depth
             newest = text[depth : depth + windows]
             features = self._heads.advance(depth, features[:windows], newest)
             yield self._heads.logits(features)
+
+
+class EagleReader:
+    """A head that reads the target's features of the text: those from the place before the newest
+    token of the prompt on, as when an answer begins."""
+
+    def __init__(
+        self, target: FeatureEngine, eagle: LoadedEagle, entries_max: int = DRAFT_SUPPORT_ENTRIES
+    ) -> None:
+        self._target = target
+        self._head = eagle.module
+        self._token_ids = np.array(eagle.token_ids, dtype=np.int64)
+        self._entries_max = entries_max
+
+    def likeliest(self, token_ids: Sequence[int], first: int) -> list[int | None]:
+        """See `Reader.likeliest`."""
+        columns = next(self._logits(token_ids, first)).argmax(dim=1).cpu().numpy()
+        return list(self._token_ids[columns].tolist())
+
+    def distributions(
+        self, token_ids: Sequence[int], first: int
+    ) -> list[list[DraftDistribution | None]]:
+        """See `Reader.distributions`."""
+        vocabulary = ReducedVocabulary(self._token_ids)
+        return [
+            [
+                quantise(row, self._entries_max, vocabulary)
+                for row in target_probabilities(logits, SAMPLED)
+            ]
+            for logits in self._logits(token_ids, first)
+        ]
+
+    def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
+        """As `HeadsReader`, of `NUM_DEPTHS` tokens of each chain."""
+        num = len(token_ids) - first
+        features = _features(self._target, token_ids, first).to(self._head.embeddings)
+        behind = torch.tensor(token_ids[first - 1 :], device=features.device)
+        padded = torch.nn.functional.pad(behind, (0, NUM_DEPTHS))[: num + NUM_DEPTHS - 1]
+        for depth, guessed in enumerate(
+            self._head.unroll(features[None, :num], padded[None], min(num, NUM_DEPTHS))
+        ):
+            yield self._head.logits(guessed[0, : num - depth])
+
+
+def _features(target: FeatureEngine, token_ids: Sequence[int], first: int) -> torch.Tensor:
+    """[n + 1, D] of the places from that before the newest token of the prompt on."""
+    if first < 2:
+        raise SettingError("prompts", "one has a single token; heads go on from two or more")
+    step = SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), num_logits=len(token_ids) - first + 1)
+    try:
+        target.forward([step])
+        [features] = target.features()
+    finally:
+        target.release(_SEQUENCE)
+    return features
 
 
 class LookupReader:

@@ -44,10 +44,12 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True)
 class NextWanted:
-    """What a target that drafts itself is to propose with its verdict."""
+    """What a target is to send with its verdict, for the next round."""
 
     num_draft_tokens: int = 0
     siblings: tuple[int, ...] = ()
+    features: bool = False
+    """Whether somebody else drafts from what its head reads."""
 
 
 NOTHING_WANTED: Final = NextWanted()

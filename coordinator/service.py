@@ -135,7 +135,9 @@ class CoordinatorService:
         self._model: ServedModel | None = None
         self._lengths: LengthControls | None = None
         self._drafts_itself = False
-        """Whether the target proposes with its verdicts."""
+        """Whether the target proposes with its verdicts ..."""
+        self._reads_features = False
+        """... or the draft from what the target's head reads."""
         self._observation = observation
         observation.watch_load(
             running=lambda: self.num_running,
@@ -151,6 +153,7 @@ class CoordinatorService:
         if self._draft is not None:
             draft = await self._draft.link.describe(DESCRIBE_TIMEOUT_S)
             check_compatible(target, draft)
+            self._reads_features = draft.reads_features
         if self._options.length_control:
             self._lengths = LengthControls(target, draft, self._options.run_ahead_rounds)
         self._model = ServedModel(
@@ -398,8 +401,9 @@ class CoordinatorService:
             heads,
             options.patience,
             stand_in,
-            options.look_ahead,
+            0 if self._reads_features else options.look_ahead,
             options.look_ahead_bytes_max,
+            self._reads_features,
         )
 
     def _length_policy(
@@ -427,11 +431,16 @@ class CoordinatorService:
 
 
 def check_compatible(target: ReplicaDescription, draft: ReplicaDescription) -> None:
-    """Raises `Incompatible` unless the draft's tokens mean what the target's mean. A draft that
-    only copies tokens fits every target."""
+    """Raises `Incompatible` unless the draft's tokens mean what the target's mean, and it is shown
+    what it reads. A draft that only copies tokens fits every target."""
     known = draft.tokenizer_fingerprint and target.tokenizer_fingerprint
     if known and draft.tokenizer_fingerprint != target.tokenizer_fingerprint:
         raise Incompatible(
             f"the draft {draft.model!r} has another tokenizer ({draft.tokenizer_fingerprint}) than "
             f"the target {target.model!r} ({target.tokenizer_fingerprint})"
+        )
+    if draft.reads_features and not target.shows_features:
+        raise Incompatible(
+            f"the draft {draft.model!r} goes on from what its target's head reads, which "
+            f"{target.model!r} does not show"
         )

@@ -44,6 +44,7 @@ from outrider.speculation.sampling import SamplingParams
 from outrider.telemetry.observer import SILENT, RequestObserver, Side
 
 from .drafts import NOTHING_WANTED, Drafted, NextWanted, StandIn, check_wanted
+from .feature_window import FeatureWindow
 from .lengths import RoundLength
 from .look_ahead import PushedProposals
 from .mailbox import PostOffice
@@ -217,7 +218,13 @@ class TargetSide:
         head = self._heads.write("target", round_index, base_length)
         self._office.link.send(
             VerifyItem(
-                head, proposal, run_ahead, num_logprobs, wanted.num_draft_tokens, wanted.siblings
+                head,
+                proposal,
+                run_ahead,
+                num_logprobs,
+                wanted.num_draft_tokens,
+                wanted.siblings,
+                wanted.features,
             )
         )
         self._asked_until = round_index + run_ahead
@@ -264,9 +271,11 @@ class DraftSide:
         stand_in: StandIn,
         look_ahead: int = 0,
         look_ahead_bytes_max: int = LOOK_AHEAD_BYTES_MAX,
+        reads_features: bool = False,
     ) -> None:
         """`look_ahead` outcomes of each round are to be worked out before they are known; so many
-        bytes of proposals are kept for them."""
+        bytes of proposals are kept for them. A draft that `reads_features` is sent those of the
+        target."""
         self._office = office
         self._heads = heads
         self._patience = patience
@@ -277,6 +286,7 @@ class DraftSide:
         self._look_ahead = look_ahead
         self._pushed = PushedProposals(look_ahead_bytes_max)
         self._mailbox.on_pushed = self._take_pushed
+        self._features = FeatureWindow() if reads_features else None
         self._asked: tuple[int, int] | None = None
         """The round whose proposal is waited for, and its K."""
         self._present = True
@@ -352,10 +362,12 @@ class DraftSide:
 
     def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
         """See `Drafts.next_wanted`: the target proposes nothing."""
-        return NextWanted()
+        return NextWanted(features=self._features is not None)
 
     def hear(self, reply: VerdictReply) -> None:
-        """See `Drafts.hear`: it says nothing to a draft."""
+        """See `Drafts.hear`: what it shows is for the draft's next question."""
+        if self._features is not None and reply.features is not None:
+            self._features.put(reply.features)
 
     def settle(self, common_length: int) -> None:
         """See `Drafts.settle`."""
@@ -377,6 +389,8 @@ class DraftSide:
             answer = await self._take(round_index, num_draft_tokens)
             if isinstance(answer, Resync):
                 self.cached_length = self._heads.held(answer)
+                if self._features is not None:
+                    self._features.forgotten()
                 self._heads.observer.resynced("draft")
             elif isinstance(answer, Refused):
                 raise error_from_code(answer.code, answer.message)
@@ -448,12 +462,19 @@ class DraftSide:
     ) -> None:
         base_length = min(self.cached_length, len(self._heads.session.tokens) - 1)
         head = self._heads.write("draft", round_index, base_length)
-        self._office.link.send(DraftItem(head, num_draft_tokens, self._look_ahead, held, siblings))
+        news = None if self._features is None else self._features.news
+        self._office.link.send(
+            DraftItem(head, num_draft_tokens, self._look_ahead, held, siblings, news)
+        )
+        if self._features is not None:
+            self._features.told()
 
     def _lose(self, error: Exception) -> None:
         _log.info("session %s goes on without its draft: %r", self._session_id, error)
         self._present = False
         self._mailbox.heard = False
+        if self._features is not None:
+            self._features.forgotten()
         self._rest()
 
     def _rest(self) -> None:

@@ -40,7 +40,8 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
     draft, draft_model = config.draft, config.draft.drafter.model
     if draft_model is not None:
         draft = _resolve_draft(config, draft_model, directory, trust)
-    target = replace(config.target, directory=str(directory))
+    reads = draft_model is not None and draft_model.reads_features
+    target = replace(config.target, directory=str(directory), shows_features=reads)
     if draft.drafter.heads is not None:
         target = _with_heads(target, draft, draft.drafter.heads)
     return replace(
@@ -69,12 +70,16 @@ def _resolve_draft(
     if draft_model.name is not None:
         name = draft_model.name
         with blaming("draft_model"):
-            directory = resolve_model(name, trust_remote_code=trust)
-            if is_trained_drafter(directory):
-                check_target(directory, name, TrainedKind.STUDENT, target, config.target.model)
+            reads = draft_model.reads_features
+            directory = resolve_model(name, trust_remote_code=trust, heads=reads)
+            if reads or is_trained_drafter(directory):
+                kind = TrainedKind.EAGLE if reads else TrainedKind.STUDENT
+                check_target(directory, name, kind, target, config.target.model)
                 draft = replace(draft, target=config.target.model, target_directory=str(target))
             else:
                 check_same_tokenizer(config.target.model, name, trust_remote_code=trust)
+    if draft_model.reads_features:
+        return replace(draft, directory=str(directory))
     _check_length("draft_max_model_len", draft.max_model_len, directory, trust)
     size_key = "draft_tensor_parallel_size"
     if not draft.target_directory:

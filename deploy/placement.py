@@ -63,7 +63,8 @@ def look_ahead_outcomes(config: DeploymentConfig, *, same_node: bool, num_cores:
     configuration says, else some where they `are_apart`, and none where no model drafts."""
     if config.coordinator.look_ahead is not None:
         return config.coordinator.look_ahead
-    if config.draft.drafter.model is None:
+    model = config.draft.drafter.model
+    if model is None or model.reads_features:
         return 0
     apart = are_apart(config, same_node=same_node, num_cores=num_cores)
     return LOOK_AHEAD_DEFAULT if apart else 0

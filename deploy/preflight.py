@@ -33,7 +33,7 @@ def check_before_start(config: DeploymentConfig) -> None:
     name = heads if draft is None else draft.name
     if name is not None:
         with blaming("draft_model"):
-            check_name(name, heads=heads is not None)
+            check_name(name, heads=config.draft.drafter.needs_features)
 
 
 def _check_listening(key: str, host: str, port: int) -> None:

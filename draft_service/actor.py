@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from outrider.config import DraftConfig
 from outrider.errors import InvariantError
 from outrider.hosting import (
+    build_eagle,
     build_lookup,
     cores_for,
     log_to,
@@ -14,11 +15,13 @@ from outrider.hosting import (
     step_costs,
     use_threads,
 )
+from outrider.limits import EAGLE_WINDOWS
 from outrider.messages import DraftAnswer, DraftItem
 from outrider.rank_host import engine_of_a_replica, threads_of_a_rank
 from outrider.replica_host import ReplicaHost
 
 if TYPE_CHECKING:
+    from outrider.drafting.lookup import LookupDrafter
     from outrider.engine.interface import Engine
     from outrider.work import StepObserver
 
@@ -37,7 +40,8 @@ class DraftActor(ReplicaHost[DraftItem, DraftAnswer]):
         log_to(log_directory, "draft")
         observer = self.observe(config, "draft")
         engine = None
-        if config.drafter.model is not None:
+        model = config.drafter.model
+        if model is not None and not model.reads_features:
             engine = await on_passing_thread(
                 engine_of_a_replica, config, "draft", num_threads, self.leadership
             )
@@ -57,6 +61,8 @@ def _build(
     from .service import DraftService
 
     lookup = build_lookup(config)
+    if config.drafter.needs_features:
+        return _build_eagle(config, lookup, observer)
     if engine is None:
         if lookup is None:
             raise InvariantError("a draft has neither a model nor a look-up")
@@ -76,4 +82,29 @@ def _build(
         model_tokens=config.hybrid_model_tokens,
         costs=executor.call(lambda: step_costs(engine, config, "draft")),
         observer=observer,
+    )
+
+
+def _build_eagle(
+    config: DraftConfig, lookup: LookupDrafter | None, observer: StepObserver | None
+) -> DraftService:
+    from outrider.drafting.ngram import NgramConfig, NgramDrafter
+    from outrider.engine.executor import ThreadExecutor
+    from outrider.engine.workers import start_workers
+
+    from .eagle_drafter import EagleDrafter
+    from .service import DraftService
+
+    eagle, info = build_eagle(config)
+    fills_in = lookup or NgramDrafter(NgramConfig(config.ngram_min, config.ngram_max))
+    drafter = EagleDrafter(
+        eagle,
+        fills_in,
+        min_score=None if lookup is None else config.hybrid_min_score,
+        sessions_max=EAGLE_WINDOWS * config.max_num_seqs,
+        entries_max=config.support_entries,
+    )
+    executor = ThreadExecutor("draft-step", lambda: 0.0, start_workers)
+    return DraftService.with_eagle(
+        drafter, info, executor, max_num_seqs=config.max_num_seqs, observer=observer
     )

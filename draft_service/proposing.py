@@ -216,6 +216,7 @@ class Proposer:
             rule=head.rule,
             noise=RoundNoise(head.seed, head.rule, head.committed_length),
             siblings=item.siblings,
+            features=item.features,
             digests=aligned.sequence,
         )
         new_tokens = aligned.new_tokens[: admission.num_granted]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from draft_service.eagle_drafter import EagleDrafter
 from draft_service.hybrid_drafter import HybridDrafter
 from draft_service.look_ahead import LookAheadLimits
 from draft_service.model_drafter import ModelDrafter
@@ -10,7 +13,7 @@ from outrider.drafting.drafter import Drafter
 from outrider.drafting.lookup import LookupDrafter
 from outrider.engine.costs import StepCosts
 from outrider.engine.executor import StepExecutor
-from outrider.engine.interface import Engine
+from outrider.engine.interface import Engine, ModelInfo
 from outrider.engine.token_budget import TokenBudget
 from outrider.limits import (
     BATCHED_TOKENS_DEFAULT,
@@ -67,6 +70,20 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         limits = LookAheadLimits(max_num_seqs, look_ahead_bytes_max)
         proposer = Proposer(drafter, engine, budget, limits)
         return cls(proposer, executor, describe_model(engine.info, max_num_seqs, costs), observer)
+
+    @classmethod
+    def with_eagle(
+        cls,
+        eagle: EagleDrafter,
+        info: ModelInfo,
+        executor: StepExecutor,
+        *,
+        max_num_seqs: int,
+        observer: StepObserver | None = None,
+    ) -> DraftService:
+        """Drafts from what the target's head reads, with a head that is told by `info`."""
+        description = replace(describe_model(info, max_num_seqs, None), reads_features=True)
+        return cls(Proposer(eagle), executor, description, observer)
 
     @classmethod
     def without_model(

@@ -176,6 +176,8 @@ class TargetConfig(ModelServerConfig):
     """Where these are."""
     heads_support_entries: int = DRAFT_SUPPORT_ENTRIES
     """Tokens that their distributions may keep on the wire."""
+    shows_features: bool = False
+    """Whether a draft is to read what its head reads."""
 
 
 def _ngram_min() -> Any:
@@ -277,11 +279,12 @@ class DraftConfig(ModelServerConfig):
         _check_ngrams(self.ngram_min, self.ngram_max)
         model, heads = self.drafter.model, self.drafter.heads
         bits = None if model is None else model.bits
-        if (bits is not None or heads is not None) and self.emulated is not None:
+        reads_features = model is not None and model.reads_features
+        if (bits is not None or heads or reads_features) and self.emulated is not None:
             raise SettingError(
                 "draft_model", f"{self.model} needs a target with weights; an emulated one has none"
             )
-        if bits is not None and self.tensor_parallel_size > 1:
+        if (bits is not None or reads_features) and self.tensor_parallel_size > 1:
             raise SettingError(
                 "draft_tensor_parallel_size",
                 f"{self.tensor_parallel_size} is wrong; {self.model} runs on one rank",
@@ -438,8 +441,8 @@ class DeploymentConfig:
         if self.draft.model == AUTO:
             named = drafter_for(None if self.target.emulated else self.target.model)
             object.__setattr__(self, "draft", replace(self.draft, model=named))
-        if self.draft.drafter.heads is not None:
-            self._check_heads()
+        if self.draft.drafter.needs_features:
+            self._check_features()
         if self.target.deterministic and self.coordinator.draft_siblings:
             raise SettingError(
                 "draft_siblings",
@@ -447,15 +450,19 @@ class DeploymentConfig:
                 "trees: their logits may differ in the last bit from those of a chain",
             )
 
-    def _check_heads(self) -> None:
-        """Of a target that drafts for itself."""
+    def _check_features(self) -> None:
+        """Of a target that shows what its head read, to heads or to a draft."""
         ranks = self.target.tensor_parallel_size
         for key, value, reason in (
-            ("tensor_parallel_size", ranks if ranks > 1 else 0, "draft on a target of one rank"),
-            ("look_ahead", self.coordinator.look_ahead, "draft once the outcome is known"),
+            ("tensor_parallel_size", ranks if ranks > 1 else 0, "a target of one rank shows it"),
+            ("look_ahead", self.coordinator.look_ahead, "it comes with the outcome, not before"),
         ):
             if value:
-                raise SettingError(key, f"{value} given, but {self.draft.model}: heads {reason}")
+                raise SettingError(
+                    key,
+                    f"{value} given, but {self.draft.model} drafts from what the target's head "
+                    f"reads: {reason}",
+                )
 
     @property
     def served_model_name(self) -> str:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from outrider.engine.costs import StepCosts
     from outrider.engine.interface import Engine, ModelInfo
     from outrider.engine.parallel.sharding import Ranks
+    from outrider.engine.trained_eagle import LoadedEagle
     from outrider.engine.trained_heads import LoadedHeads
 
 T = TypeVar("T")
@@ -134,7 +135,7 @@ def build_engine(
     # Ranks wait for each other within a step: one that fails to record it would hold up the others.
     acceleration = None
     if not config.deterministic:
-        records = ranks is None and not _has_heads(config)
+        records = ranks is None and not _shows_features(config)
         acceleration = find_acceleration(device, weight.dtype, graphs=records)
     heads = _heads(config, module)
     with blaming("draft_model"):
@@ -169,6 +170,7 @@ def build_engine(
             acceleration=acceleration,
             all_agree=all_agree,
             draft_heads=heads,
+            shows_features=_shows_features(config),
         )
         if engine.info.max_model_len < config.max_model_len:
             raise SettingError(
@@ -207,9 +209,12 @@ def _load(
     return load_shard(path, ranks, key=key, **options)
 
 
-def _has_heads(config: TargetConfig | DraftConfig) -> bool:
-    """Whether the model drafts for itself, from what a replayed step does not show."""
-    return isinstance(config, TargetConfig) and bool(config.heads_directory)
+def _shows_features(config: TargetConfig | DraftConfig) -> bool:
+    """Whether somebody drafts from what the model's head reads, and a replayed step does not
+    show."""
+    return isinstance(config, TargetConfig) and (
+        config.shows_features or bool(config.heads_directory)
+    )
 
 
 def _heads(config: TargetConfig | DraftConfig, module: torch.nn.Module) -> LoadedHeads | None:
@@ -232,6 +237,26 @@ def _bits(config: TargetConfig | DraftConfig) -> int | None:
     """Those that weights are rounded to; None = as they are."""
     draft = config.drafter.model if isinstance(config, DraftConfig) else None
     return None if draft is None else draft.bits
+
+
+def build_eagle(config: DraftConfig) -> tuple[LoadedEagle, ModelInfo]:
+    """The head that goes on from a target's features, and what it is. Blocks; raises
+    `ConfigError`."""
+    from outrider.engine.modules.swaps import speed_up
+    from outrider.engine.trained_eagle import load_eagle
+
+    with blaming("draft_model"):
+        eagle, info = load_eagle(
+            Path(config.directory),
+            Path(config.target_directory),
+            name=config.model,
+            target=config.target,
+            dtype=config.dtype,
+            device=config.device,
+            trust_remote_code=config.trust_remote_code,
+        )
+        speed_up(eagle.module)
+    return eagle, info
 
 
 def build_lookup(config: DraftConfig) -> LookupDrafter | None:

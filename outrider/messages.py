@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from outrider.engine.costs import StepCosts
+from outrider.features import Features
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
@@ -74,6 +75,8 @@ class VerifyItem:
     """Tokens that a target which drafts itself may propose for the next round."""
     next_siblings: tuple[int, ...] = ()
     """Candidates beside its first, second, ... token: see `DraftRequest.siblings`."""
+    wants_features: bool = False
+    """Whether the features of what the verdict commits are wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,8 @@ class DraftItem:
     siblings: tuple[int, ...] = ()
     """Candidates beside the first, second, ... token that the proposal may have: see
     `DraftRequest.siblings`. Not where the draft looks ahead."""
+    features: Features | None = None
+    """Of committed tokens, where the draft reads features and there are some that it may lack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,8 @@ class VerdictReply:
     """Of the next round, behind this one's outcome; what was asked for, or less."""
     next_base_length: int = 0
     """Committed tokens that it extends."""
+    features: Features | None = None
+    """Where wanted: of the last committed token and of those that were accepted behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,3 +190,7 @@ class ReplicaDescription:
     """How long its steps take; None where nobody knows."""
     drafts_itself: bool = False
     """Whether a target proposes the next round's tokens with its verdicts."""
+    shows_features: bool = False
+    """Whether a target says what its head read ..."""
+    reads_features: bool = False
+    """... and a draft proposes from that."""

@@ -35,6 +35,7 @@ from outrider.speculation.verdict import Verdict
 from outrider.speculation.verdicts import verdict_from_logits
 from outrider.work import StepFigures, Unfinished, refusal
 from target_service.self_drafting import NextRound, SelfDrafter
+from target_service.shown_features import sealed_features, shown_by
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +82,10 @@ class _Own:
 
     @classmethod
     def of(cls, drafter: SelfDrafter, engine: Engine) -> _Own:
-        if not isinstance(engine, FeatureEngine):
+        shown = shown_by(engine)
+        if shown is None:
             raise InvariantError("a target that drafts itself shows its features")
-        return cls(drafter, engine)
+        return cls(drafter, shown)
 
 
 class Scorer:
@@ -94,6 +96,7 @@ class Scorer:
     ) -> None:
         """`budget` bounds each step. A `self_drafter` reads what the engine shows of its own."""
         self._engine = engine
+        self._shown = shown_by(engine)
         self._own = None if self_drafter is None else _Own.of(self_drafter, engine)
         self._table = SequenceTable(engine)
         self._admissions = Admissions(engine, self._table, budget)
@@ -228,7 +231,23 @@ class Scorer:
             self._judge(entry, rows) if entry.is_whole else Unfinished.CONTINUES
             for entry, rows in zip(passes, logits, strict=True)
         ]
-        return self._with_next_proposals(passes, answers)
+        return self._with_next_proposals(passes, self._with_features(passes, answers))
+
+    def _with_features(
+        self, passes: Sequence[_Pass], answers: list[VerifyAnswer | Unfinished]
+    ) -> list[VerifyAnswer | Unfinished]:
+        """The answers of a pass, with what the head read at the tokens that verdicts commit, where
+        that is wanted."""
+        if self._shown is None or not any(e.question.item.wants_features for e in passes):
+            return answers
+        found, features = list(answers), self._shown.features()
+        for index, (entry, answer) in enumerate(zip(passes, answers, strict=True)):
+            item = entry.question.item
+            if isinstance(answer, VerdictReply) and item.wants_features:
+                rows = (0, *(place + 1 for place in _outcome(entry, answer.verdict).path))
+                shown = sealed_features(features[index][[*rows]], item.head.committed_length - 1)
+                found[index] = replace(answer, features=shown)
+        return found
 
     def _with_next_proposals(
         self, passes: Sequence[_Pass], answers: list[VerifyAnswer | Unfinished]

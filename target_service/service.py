@@ -16,6 +16,7 @@ from outrider.work import Outlet, StepObserver, Work
 from target_service.run_ahead import RunAhead
 from target_service.scoring import Scorer
 from target_service.self_drafting import SelfDrafter
+from target_service.shown_features import shown_by
 
 
 class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
@@ -38,6 +39,7 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
         description = replace(
             describe_model(engine.info, max_num_seqs, costs),
             drafts_itself=self_drafter is not None,
+            shows_features=shown_by(engine) is not None,
         )
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         scorer = Scorer(engine, budget, self_drafter)

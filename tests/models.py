@@ -31,6 +31,7 @@ from outrider.engine.fingerprints import tensors_fingerprint
 from outrider.engine.modules.packed_linear import PackedLinear, can_pack
 from outrider.engine.modules.widened_linear import WidenedLinear
 from outrider.engine.trained_drafters import save_drafter
+from outrider.engine.trained_eagle import LoadedEagle, make_eagle, save_eagle
 from outrider.engine.trained_heads import LoadedHeads, make_heads, save_heads
 
 MAX_MODEL_LEN = 128
@@ -175,14 +176,19 @@ def save_tiny_drafter(
     """Saves such a drafter of the model in `target`; returns `directory`."""
     module = AutoModelForCausalLM.from_pretrained(target)
     drafter = tiny_drafter(module, token_ids, num_layers, seed)
-    description = TrainedDescription(
-        format=FORMAT, kind=TrainedKind.STUDENT, target="tiny",
-        target_fingerprint=tensors_fingerprint(target),
-        vocab_size=module.config.vocab_size, draft_vocab_size=len(token_ids),
-    )  # fmt: skip
+    description = _description(TrainedKind.STUDENT, target, module, token_ids)
     directory.mkdir(parents=True, exist_ok=True)
     save_drafter(directory, drafter, torch.tensor(token_ids), description)
     return directory
+
+
+def _description(
+    kind: TrainedKind, target: Path, module: Any, token_ids: Sequence[int]
+) -> TrainedDescription:
+    return TrainedDescription(
+        format=FORMAT, kind=kind, target="tiny", target_fingerprint=tensors_fingerprint(target),
+        vocab_size=module.config.vocab_size, draft_vocab_size=len(token_ids),
+    )  # fmt: skip
 
 
 def tiny_heads(
@@ -204,13 +210,34 @@ def save_tiny_heads(
     """Saves such heads of the model in `target`; returns `directory`."""
     module = AutoModelForCausalLM.from_pretrained(target)
     heads = tiny_heads(module, token_ids, num_heads)
-    description = TrainedDescription(
-        format=FORMAT, kind=TrainedKind.MEDUSA, target="tiny",
-        target_fingerprint=tensors_fingerprint(target),
-        vocab_size=module.config.vocab_size, draft_vocab_size=len(token_ids),
-    )  # fmt: skip
     directory.mkdir(parents=True, exist_ok=True)
+    description = _description(TrainedKind.MEDUSA, target, module, token_ids)
     save_heads(directory, heads.module, torch.tensor(token_ids), description)
+    return directory
+
+
+def tiny_eagle(target: Any, token_ids: Sequence[int], seed: int = 1) -> LoadedEagle:
+    """A random head that reads features, with weights of the target and logits of `token_ids`."""
+    module = make_eagle(
+        target.get_input_embeddings().weight,
+        target.get_output_embeddings().weight,
+        2 * target.config.hidden_size,
+        torch.tensor(token_ids),
+    )
+    generator = torch.Generator().manual_seed(seed)
+    for linear in module.layer.children():
+        values = torch.randn(linear.weight.shape, generator=generator) * _SPREAD
+        linear.weight = torch.nn.Parameter(values.to(target.dtype), requires_grad=False)
+    return LoadedEagle(module.eval(), tuple(token_ids))
+
+
+def save_tiny_eagle(directory: Path, target: Path, token_ids: Sequence[int]) -> Path:
+    """Saves such a head for the model in `target`; returns `directory`."""
+    module = AutoModelForCausalLM.from_pretrained(target)
+    eagle = tiny_eagle(module, token_ids)
+    directory.mkdir(parents=True, exist_ok=True)
+    description = _description(TrainedKind.EAGLE, target, module, token_ids)
+    save_eagle(directory, eagle.module, torch.tensor(token_ids), description)
     return directory
 
 

@@ -13,13 +13,14 @@ from coordinator.request import RequestDefaults
 from coordinator.service import CoordinatorOptions, CoordinatorService
 from coordinator.servicer import CoordinatorServicer
 from coordinator.sides import Patience
+from draft_service.eagle_drafter import EagleDrafter
 from draft_service.service import DraftService
 from draft_service.servicer import DraftServicer
 from outrider.client import Client
 from outrider.drafting.lookup import LookupDrafter
 from outrider.drafting.ngram import NgramDrafter
 from outrider.engine.executor import ThreadExecutor
-from outrider.engine.interface import Engine
+from outrider.engine.interface import Engine, ModelInfo
 from outrider.limits import HYBRID_SCORE_MIN
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_store import RedisStore
@@ -56,7 +57,7 @@ class Stack:
 
 
 def _draft_service(
-    engine: Engine | None,
+    engine: Engine | EagleDrafter | None,
     lookup: LookupDrafter | None,
     lookup_score: float,
     observer: StepObserver | None,
@@ -70,6 +71,12 @@ def _draft_service(
             executor,
             max_num_seqs=NUM_SEQUENCES,
             observer=observer,
+        )
+    if isinstance(engine, EagleDrafter):
+        info = ModelInfo("eagle", 0, 0, "", (), "", "")
+        executor = ThreadExecutor("draft", lambda: 0.0)
+        return DraftService.with_eagle(
+            engine, info, executor, max_num_seqs=NUM_SEQUENCES, observer=observer
         )
     executor = ThreadExecutor("draft", engine.take_step_seconds)
     return DraftService.with_model(
@@ -104,9 +111,11 @@ async def running_stack(
     target_observer: StepObserver | None = None,
     draft_observer: StepObserver | None = None,
     self_drafter: SelfDrafter | None = None,
+    eagle: EagleDrafter | None = None,
 ) -> AsyncIterator[Stack]:
     """Target and draft on the given engines; `lookup` before the draft's, or alone where that is
-    None (by default n-grams). With a `self_drafter` nobody asks the draft. Everything is checked
+    None (by default n-grams); an `eagle` in place of both. With a `self_drafter` nobody asks the
+    draft. Everything is checked
     and closed at the end. `directory` is for Redis."""
     async with AsyncExitStack() as stack:
         redis = EmbeddedRedis(directory)
@@ -119,7 +128,7 @@ async def running_stack(
             observer=target_observer,
             self_drafter=self_drafter,
         )
-        draft = _draft_service(draft_engine, lookup, lookup_score, draft_observer)
+        draft = _draft_service(draft_engine or eagle, lookup, lookup_score, draft_observer)
         target_server = await _serve(stack, TargetServicer(target).grpc_service)
         draft_server = await _serve(stack, DraftServicer(draft).grpc_service)
         coordinator = CoordinatorService(

@@ -23,7 +23,13 @@ from outrider.config import (
 )
 from outrider.drafting.registry import LookupKind, parse_drafter
 from outrider.errors import SettingError
-from outrider.hosting import available_cores, build_engine, build_lookup, use_threads
+from outrider.hosting import (
+    available_cores,
+    build_eagle,
+    build_engine,
+    build_lookup,
+    use_threads,
+)
 
 from .connection import Connection, add_connection_flags, connected
 from .settings import add_setting_flags, deployment_config
@@ -260,6 +266,7 @@ def _run_acceptance(arguments: argparse.Namespace) -> int:
     config = _model_config(arguments)
     target = _engine(config.target, "target")
     from benchmarks.acceptance_reading import (
+        EagleReader,
         HeadsReader,
         LookupReader,
         ModelReader,
@@ -276,6 +283,10 @@ def _run_acceptance(arguments: argparse.Namespace) -> int:
     if heads is not None and isinstance(target, PagedEngine):
         reader: Reader = HeadsReader(target, heads, config.draft.support_entries)
         name = f"medusa:{config.target.heads}"
+    elif config.target.shows_features and isinstance(target, PagedEngine):
+        eagle, _ = build_eagle(config.draft)
+        reader = EagleReader(target, eagle, config.draft.support_entries)
+        name = name if lookup is None else f"the head of {name}"
     elif config.draft.drafter.model is None and lookup is not None:
         reader = LookupReader(lookup)
     else:
@@ -299,7 +310,8 @@ def _run_hits(arguments: argparse.Namespace) -> int:
     options = hits.HitOptions.from_arguments(arguments)
     options.load_prompts()
     config = _model_config(arguments)
-    if config.draft.drafter.model is None:
+    model = config.draft.drafter.model
+    if model is None or model.reads_features:
         raise SettingError(
             "draft_model", f"{config.draft.model} does not guess outcomes; name a model"
         )

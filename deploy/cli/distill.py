@@ -99,8 +99,8 @@ def _add_drafter(parser: argparse.ArgumentParser) -> None:
     """Arguments that say what comes out."""
     parser.add_argument(
         "--kind", choices=KINDS, default=KINDS[0],
-        help="a small model of its own, or heads on the target that draft from what its own head "
-        "reads [%(default)s]",
+        help="a small model of its own, heads on the target that draft from what its own head "
+        "reads, or a head of the draft service that is sent this [%(default)s]",
     )  # fmt: skip
     parser.add_argument(
         "--layers", type=int, metavar="N",
@@ -146,7 +146,7 @@ def run(arguments: argparse.Namespace) -> int:
             start = resolve_model(
                 options.start_name,
                 trust_remote_code=arguments.trust_remote_code,
-                heads=options.kind == "medusa",
+                heads=options.kind != KINDS[0],
             )
     options = replace(
         options,

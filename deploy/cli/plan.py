@@ -78,9 +78,10 @@ def _check(config: DeploymentConfig) -> None:
     """Raises `SettingError` for what cannot be read and rehearsed in processes of this command."""
     if config.target.emulated is not None:
         raise SettingError("engine", "an emulated one is no model; this measures models")
-    if config.draft.drafter.heads is not None:
+    if config.draft.drafter.needs_features:
         raise SettingError(
-            "draft_model", f"{config.draft.model} is wrong; a plan is of a draft beside the target"
+            "draft_model",
+            f"{config.draft.model} is wrong; a plan is of a draft that reads nothing of the target",
         )
     for key, size in (
         ("tensor_parallel_size", config.target.tensor_parallel_size),

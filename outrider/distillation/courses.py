@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from outrider.distillation.copying import copying_layers
 from outrider.distillation.documents import Document
+from outrider.distillation.eagle import load_learned_eagle, make_new_eagle
 from outrider.distillation.heads import load_learned_heads, make_new_heads
 from outrider.distillation.learner import Start
 from outrider.distillation.options import HEADS, LAYERS, DistillOptions
@@ -84,6 +85,23 @@ def _medusa(options: DistillOptions, target: Target, module: Any) -> Course:
     return Course(TrainedKind.MEDUSA, True, 2, drafter, make)
 
 
+def _eagle(options: DistillOptions, target: Target, module: Any) -> Course:
+    drafter = None
+    if options.start_from is not None:
+        drafter = load_learned_eagle(
+            options.start_from,
+            module,
+            name=_start_name(options),
+            target_directory=target.directory,
+            target_name=target.name,
+        )
+
+    def make(token_ids: npt.NDArray[np.int64]) -> Start:
+        return make_new_eagle(module, token_ids, options.seed)
+
+    return Course(TrainedKind.EAGLE, True, 2, drafter, make)
+
+
 def _start_name(options: DistillOptions) -> str:
     return options.start_name or str(options.start_from)
 
@@ -91,4 +109,5 @@ def _start_name(options: DistillOptions) -> str:
 _COURSES: Final[dict[TrainedKind, Callable[[DistillOptions, Target, Any], Course]]] = {
     TrainedKind.STUDENT: _student,
     TrainedKind.MEDUSA: _medusa,
+    TrainedKind.EAGLE: _eagle,
 }

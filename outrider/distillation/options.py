@@ -11,7 +11,7 @@ from outrider.limits import SEED_MAX
 from outrider.settings import check_range
 
 MINUTES_MAX: Final = 7 * 24 * 60.0
-KINDS: Final = ("student", "medusa")
+KINDS: Final = ("student", "medusa", "eagle")
 """`TrainedKind`s, whose module needs torch."""
 HEADS: Final = 4
 HEADS_MAX: Final = 8
@@ -33,7 +33,8 @@ class DistillOptions:
     """The drafter's directory; it must not exist, be empty, or hold a drafter alone, which is
     replaced."""
     kind: str = KINDS[0]
-    """What it is, of `KINDS`: a small model of its own, or heads on the target."""
+    """What it is, of `KINDS`: a small model of its own, heads on the target, or a head apart from
+    it that reads what the target's own head read."""
     minutes: float = 30.0
     """For writing, reading and training together, earlier parts of the same run included; measuring
     is not limited."""
@@ -75,7 +76,9 @@ class DistillOptions:
         ):
             check_range(name, value, low, high)
         if self.kind not in KINDS:
-            raise SettingError("kind", f"{self.kind!r} is wrong; it must be {' or '.join(KINDS)}")
+            raise SettingError(
+                "kind", f"{self.kind!r} is wrong; it must be one of {', '.join(KINDS)}"
+            )
         for name, kind in (("layers", "student"), ("heads", "medusa")):
             if self.kind != kind and getattr(self, name) is not None:
                 raise SettingError(name, f"a drafter of the kind `{self.kind}` has none")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from outrider.features import Features
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling import Rule, SamplingParams
@@ -33,6 +34,9 @@ class DraftRequest:
     """Candidates that are wanted beside the first, second, ... token of the proposal, 0 behind
     them; a drafter that has none proposes a chain. None with penalties, which count tokens, or
     under block."""
+    features: Features | None = None
+    """What the target's head read at some committed tokens, those without a token behind them left
+    out; None where there is nothing new, and for drafters that do not read it."""
     digests: TokenSequence | None = None
     """The first of `token_ids`, or all, where their digests are known: whoever kept a prefix then
     need not compare it token by token. Read only, and only during the call."""

@@ -15,11 +15,12 @@ SHIPPED: Final = {"demo": "demo-drafter"}
 _QUANTIZED: Final = "quantized"
 _HYBRID: Final = "hybrid"
 _MEDUSA: Final = "medusa"
+_EAGLE: Final = "eagle"
 QUANTIZED_BITS: Final = (8, 4)
 """Bits of a weight that a target can be made its own draft with."""
 _FORMS: Final = (
-    "`auto`, `ngram`, `suffix`, a model, `quantized:8`, `quantized:4`, `medusa:DIR` or "
-    "`hybrid:LOOKUP,MODEL`, whose MODEL may be heads, too"
+    "`auto`, `ngram`, `suffix`, a model, `quantized:8`, `quantized:4`, `medusa:DIR`, "
+    "`eagle:DIR` or `hybrid:LOOKUP,MODEL`, whose MODEL may be heads, too"
 )
 
 
@@ -41,6 +42,8 @@ class DraftModel:
     """A directory, a .gguf file or a hub id; None = the target's own weights ..."""
     bits: int | None = None
     """... of so many bits; None = as they are."""
+    reads_features: bool = False
+    """Whether it is a head that goes on from what the target's own head read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,11 @@ class DrafterChoice:
     model: DraftModel | None
     heads: str | None = None
     """A directory of heads."""
+
+    @property
+    def needs_features(self) -> bool:
+        """Whether it goes on from what the target's own head read."""
+        return self.heads is not None or (self.model is not None and self.model.reads_features)
 
 
 def drafter_for(target: str | None) -> str:
@@ -74,6 +82,10 @@ def parse_drafter(name: str) -> DrafterChoice:
         if not rest:
             raise _wrong(name, "the directory of the heads is missing")
         return DrafterChoice(None, None, rest)
+    if form == _EAGLE:
+        if not rest:
+            raise _wrong(name, "the directory of the head is missing")
+        return DrafterChoice(None, DraftModel(rest, reads_features=True))
     if form == _QUANTIZED:
         if rest not in map(str, QUANTIZED_BITS):
             allowed = " or ".join(map(str, QUANTIZED_BITS))
@@ -160,6 +172,14 @@ DRAFTERS: Final = (
         proposes="what heads on the target draw from what its own head read, with its verdicts",
         files="outrider distill --kind medusa",
         memory="its weights",
+        training="done",
+        q="sparse",
+    ),
+    DrafterDescription(
+        draft_model="eagle:DIR",
+        proposes="what a head draws from what the target's own head read, and sends",
+        files="outrider distill --kind eagle",
+        memory="its weights, rows of the target's",
         training="done",
         q="sparse",
     ),

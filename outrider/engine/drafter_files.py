@@ -20,6 +20,7 @@ from typing import Final
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from outrider.engine.fingerprints import tensors_fingerprint
 from outrider.errors import ConfigError
@@ -40,6 +41,9 @@ class TrainedKind(StrEnum):
     """A small model of the target's architecture (`trained_drafters.py`)."""
     MEDUSA = "medusa"
     """Heads on the target (`trained_heads.py`)."""
+    EAGLE = "eagle"
+    """A head apart from the target, which reads what the target's own head read
+    (`trained_eagle.py`)."""
 
 
 def allowed_kinds() -> str:
@@ -107,8 +111,8 @@ def check_target(
     description = read_description(directory, name)
     if description.kind != kind:
         raise ConfigError(
-            f"drafter {name} is of the kind `{description.kind}`, and is named as a `{kind}`; "
-            f"heads go by `{TrainedKind.MEDUSA}:DIR`, a student by its directory alone"
+            f"drafter {name} is of the kind `{description.kind}`, and is named as a `{kind}`; a "
+            "student goes by its directory alone, every other kind by `KIND:DIR`"
         )
     found = tensors_fingerprint(target_directory)
     if description.target_fingerprint != found:
@@ -129,6 +133,23 @@ def save_files(
     (directory / WEIGHTS_FILE).chmod(0o644)  # The library lets nobody else read it.
     text = json.dumps(asdict(description), indent=2)
     (directory / DESCRIPTION_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def fill(module: nn.Module, prefix: str, tensors: Mapping[str, torch.Tensor], name: str) -> None:
+    """Gives the parameters whose names begin with `prefix` their values of a drafter's file, in the
+    dtype and on the device that the others have. Raises `ConfigError` for missing and wrong ones,
+    `ValueError` as `restored`."""
+    like = next(p for key, p in module.named_parameters() if not key.startswith(prefix))
+    for key, parameter in list(module.named_parameters()):
+        if key.startswith(prefix):
+            if key not in tensors:
+                raise ConfigError(f"drafter {name}: its files lack the weights {key}")
+            values = restored(key, tensors)
+            if values.shape != parameter.shape or not values.isfinite().all():
+                raise ConfigError(f"drafter {name}: {key} does not fit, or is not finite")
+            owner, _, attribute = key.rpartition(".")
+            new = nn.Parameter(values.to(like), requires_grad=False)
+            setattr(module.get_submodule(owner), attribute, new)
 
 
 def as_stored(values: torch.Tensor) -> torch.Tensor:

@@ -147,9 +147,14 @@ class Engine(Protocol):
 
 @runtime_checkable
 class FeatureEngine(Engine, Protocol):
-    """An engine that shows what its logits were made of."""
+    """An engine that can show what its logits were made of."""
+
+    @property
+    def shows_features(self) -> bool:
+        """Whether it does; constant."""
+        ...
 
     def features(self) -> list[torch.Tensor]:
-        """For each step of the last `forward` [num_logits, D]: what the model's head made its
-        logits of, in the model's dtype, on its device. They stand until the next call."""
+        """Where it does, for each step of the last `forward` [num_logits, D]: what the model's head
+        made its logits of, in the model's dtype, on its device. They stand until the next call."""
         ...

@@ -75,6 +75,7 @@ class PagedEngine:
         acceleration: Acceleration | None = None,
         all_agree: Callable[[bool], bool] = bool,
         draft_heads: LoadedHeads | None = None,
+        shows_features: bool = False,
     ) -> None:
         """At most `max_num_seqs` sequences in one step; pages for at most
         `kv_cache_memory_bytes`, and no more than so many sequences of full length fill. A step of
@@ -83,8 +84,9 @@ class PagedEngine:
         bit-equal however they come to be run, alone or beside others, at once or in parts, or
         after a prefix that others ran. `acceleration` is what steps are run with where they are
         not deterministic; where the trial fails with it, steps are run without. Ranks that share
-        the model do the same then: `all_agree` is whether all of them say yes. With `draft_heads`
-        it has `features` for them, and `acceleration` may record no steps: replays show none.
+        the model do the same then: `all_agree` is whether all of them say yes. With `draft_heads`,
+        or if it `shows_features`, it has `features`, and `acceleration` may record no steps:
+        replays show none.
 
         `info.max_model_len` of the engine is what fits all pages, if that is less. Raises
         `ConfigError` for a model that cannot be run on pages, or not deterministically."""
@@ -101,9 +103,9 @@ class PagedEngine:
         self._acceleration = None if deterministic else acceleration
         self._all_agree = all_agree
         self.draft_heads = draft_heads
-        self._head = None if draft_heads is None else watch_head(module)
+        self._head = watch_head(module) if shows_features or draft_heads is not None else None
         check(
-            draft_heads is None or acceleration is None or acceleration.new_recorder is None,
+            self._head is None or acceleration is None or acceleration.new_recorder is None,
             "recorded steps show no features",
         )
         self._seen = torch.empty(0)
@@ -230,9 +232,14 @@ class PagedEngine:
         self._pool.written(steps)
         return logits
 
+    @property
+    def shows_features(self) -> bool:
+        """See `FeatureEngine.shows_features`."""
+        return self._head is not None
+
     def features(self) -> list[torch.Tensor]:
         """See `FeatureEngine.features`."""
-        check(self._head is not None, "an engine without draft heads keeps no features")
+        check(self._head is not None, "an engine that shows no features keeps none")
         return self._features
 
     def draw_chains(self, chains: Sequence[Chain], draws: Draws) -> npt.NDArray[Any] | None:
@@ -388,7 +395,7 @@ class PagedEngine:
         logits: torch.Tensor = output.logits[0]
         if self._head is not None:
             if self._head.rows is None:
-                raise ConfigError("its head is not called as a module: it can have no draft heads")
+                raise ConfigError("its head is not called as a module: what it reads is not known")
             self._seen = self._wanted(self._head.rows[0], logit_rows)
         return self._wanted(logits, logit_rows)
 

@@ -10,6 +10,7 @@ anything else               a snapshot of that hub repository, fetched if need b
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from importlib import metadata
@@ -96,7 +97,8 @@ def check_weights(directory: Path, name: str, *, heads: bool = False) -> None:
     if not (directory / config).is_file():
         hint = ""
         if (directory / _DESCRIPTION).is_file():
-            hint = f"; draft heads go by `medusa:{name}`, and serve no one but their target"
+            kind = _kind_of(directory / _DESCRIPTION)
+            hint = f"; draft heads go by `{kind}:{name}`, and serve no one but their target"
         raise ConfigError(f"model {name}: no {config} in {directory}{hint}")
     if any(directory.glob("*.safetensors")):
         return
@@ -107,6 +109,14 @@ def check_weights(directory: Path, name: str, *, heads: bool = False) -> None:
             "are loaded; convert them to safetensors first"
         )
     raise ConfigError(f"model {name}: no *.safetensors in {directory}")
+
+
+def _kind_of(description: Path) -> str:
+    """For messages."""
+    try:
+        return str(json.loads(description.read_text(encoding="utf-8"))["kind"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "KIND"
 
 
 def _demo_gguf() -> Path:

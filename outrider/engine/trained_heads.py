@@ -21,7 +21,7 @@ from outrider.engine.drafter_files import (
     TrainedKind,
     check_target,
     checked_token_ids,
-    restored,
+    fill,
     save_files,
     stored,
 )
@@ -71,17 +71,7 @@ def load_heads(
         if not downs or downs[0].dim() != 2:
             raise ConfigError(f"drafter {name}: its files hold no heads")
         heads = make_heads(target, len(downs), downs[0].shape[1], token_ids)
-        for key, parameter in list(heads.named_parameters()):
-            if key.startswith(_HEADS):
-                if key not in tensors:
-                    raise ConfigError(f"drafter {name}: its files lack the weights {key}")
-                values = restored(key, tensors)
-                if values.shape != parameter.shape or not values.isfinite().all():
-                    raise ConfigError(f"drafter {name}: {key} does not fit, or is not finite")
-                owner, _, attribute = key.rpartition(".")
-                values = values.to(heads.embeddings)
-                new = nn.Parameter(values, requires_grad=False)
-                setattr(heads.get_submodule(owner), attribute, new)
+        fill(heads, _HEADS, tensors, name)
     except LOADING_ERRORS as error:
         raise ConfigError(f"drafter {name}: cannot be loaded: {error}") from error
     return LoadedHeads(heads.requires_grad_(False).eval(), tuple(token_ids.tolist()))

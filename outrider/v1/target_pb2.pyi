@@ -14,20 +14,22 @@ class VerifyRequest(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[VerifyItem, _Mapping]]] = ...) -> None: ...
 
 class VerifyItem(_message.Message):
-    __slots__ = ("head", "proposal", "run_ahead", "num_logprobs", "num_next_draft_tokens", "next_siblings")
+    __slots__ = ("head", "proposal", "run_ahead", "num_logprobs", "num_next_draft_tokens", "next_siblings", "wants_features")
     HEAD_FIELD_NUMBER: _ClassVar[int]
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     RUN_AHEAD_FIELD_NUMBER: _ClassVar[int]
     NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NUM_NEXT_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NEXT_SIBLINGS_FIELD_NUMBER: _ClassVar[int]
+    WANTS_FEATURES_FIELD_NUMBER: _ClassVar[int]
     head: _types_pb2.RoundHead
     proposal: _types_pb2.Proposal
     run_ahead: int
     num_logprobs: int
     num_next_draft_tokens: int
     next_siblings: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, head: _Optional[_Union[_types_pb2.RoundHead, _Mapping]] = ..., proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., run_ahead: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., num_next_draft_tokens: _Optional[int] = ..., next_siblings: _Optional[_Iterable[int]] = ...) -> None: ...
+    wants_features: bool
+    def __init__(self, head: _Optional[_Union[_types_pb2.RoundHead, _Mapping]] = ..., proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., run_ahead: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., num_next_draft_tokens: _Optional[int] = ..., next_siblings: _Optional[_Iterable[int]] = ..., wants_features: _Optional[bool] = ...) -> None: ...
 
 class VerifyReply(_message.Message):
     __slots__ = ("items",)
@@ -52,7 +54,7 @@ class VerifyReplyItem(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., resync: _Optional[_Union[_types_pb2.Resync, _Mapping]] = ..., refused: _Optional[_Union[_types_pb2.Refused, _Mapping]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("accept_probability", "correction", "logprobs", "cached_length", "queue_ms", "compute_ms", "next_proposal", "next_base_length")
+    __slots__ = ("accept_probability", "correction", "logprobs", "cached_length", "queue_ms", "compute_ms", "next_proposal", "next_base_length", "features")
     ACCEPT_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
     CORRECTION_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +63,7 @@ class Verdict(_message.Message):
     COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
     NEXT_PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     NEXT_BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     accept_probability: _containers.RepeatedScalarFieldContainer[float]
     correction: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.PositionLogprobs]
@@ -69,4 +72,5 @@ class Verdict(_message.Message):
     compute_ms: float
     next_proposal: _types_pb2.Proposal
     next_base_length: int
-    def __init__(self, accept_probability: _Optional[_Iterable[float]] = ..., correction: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.PositionLogprobs, _Mapping]]] = ..., cached_length: _Optional[int] = ..., queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., next_proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., next_base_length: _Optional[int] = ...) -> None: ...
+    features: _types_pb2.Features
+    def __init__(self, accept_probability: _Optional[_Iterable[float]] = ..., correction: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.PositionLogprobs, _Mapping]]] = ..., cached_length: _Optional[int] = ..., queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., next_proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., next_base_length: _Optional[int] = ..., features: _Optional[_Union[_types_pb2.Features, _Mapping]] = ...) -> None: ...

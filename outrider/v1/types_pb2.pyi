@@ -89,6 +89,16 @@ class Proposal(_message.Message):
     parents: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., q: _Optional[bytes] = ..., parents: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class Features(_message.Message):
+    __slots__ = ("first", "width", "rows")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    width: int
+    rows: bytes
+    def __init__(self, first: _Optional[int] = ..., width: _Optional[int] = ..., rows: _Optional[bytes] = ...) -> None: ...
+
 class Resync(_message.Message):
     __slots__ = ("cached_length", "prefix_digest")
     CACHED_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -126,7 +136,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ReplicaDescription(_message.Message):
-    __slots__ = ("model", "weights_fingerprint", "tokenizer_fingerprint", "vocab_size", "dtype", "max_model_len", "eos_token_ids", "max_num_seqs", "step_costs", "drafts_itself")
+    __slots__ = ("model", "weights_fingerprint", "tokenizer_fingerprint", "vocab_size", "dtype", "max_model_len", "eos_token_ids", "max_num_seqs", "step_costs", "drafts_itself", "shows_features", "reads_features")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +147,8 @@ class ReplicaDescription(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     STEP_COSTS_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_ITSELF_FIELD_NUMBER: _ClassVar[int]
+    SHOWS_FEATURES_FIELD_NUMBER: _ClassVar[int]
+    READS_FEATURES_FIELD_NUMBER: _ClassVar[int]
     model: str
     weights_fingerprint: str
     tokenizer_fingerprint: str
@@ -147,7 +159,9 @@ class ReplicaDescription(_message.Message):
     max_num_seqs: int
     step_costs: StepCosts
     drafts_itself: bool
-    def __init__(self, model: _Optional[str] = ..., weights_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_num_seqs: _Optional[int] = ..., step_costs: _Optional[_Union[StepCosts, _Mapping]] = ..., drafts_itself: _Optional[bool] = ...) -> None: ...
+    shows_features: bool
+    reads_features: bool
+    def __init__(self, model: _Optional[str] = ..., weights_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_num_seqs: _Optional[int] = ..., step_costs: _Optional[_Union[StepCosts, _Mapping]] = ..., drafts_itself: _Optional[bool] = ..., shows_features: _Optional[bool] = ..., reads_features: _Optional[bool] = ...) -> None: ...
 
 class StepCosts(_message.Message):
     __slots__ = ("rows", "seconds", "session_s", "slot_s", "row_slot_s")

@@ -44,6 +44,8 @@ from outrider.v1 import draft_pb2, target_pb2, types_pb2
 
 from .fields import (
     drafted_from_wire,
+    features_from_proto,
+    features_to_proto,
     proposal_from_proto,
     proposal_to_proto,
     session_id_from_wire,
@@ -206,6 +208,7 @@ def verify_item_to_proto(item: VerifyItem, sampling_hash: int | None) -> target_
         num_logprobs=item.num_logprobs,
         num_next_draft_tokens=item.num_next_draft_tokens,
         next_siblings=item.next_siblings,
+        wants_features=item.wants_features,
     )
 
 
@@ -225,6 +228,7 @@ def verify_item_from_proto(message: target_pb2.VerifyItem) -> VerifyItem:
         num_logprobs=num_logprobs,
         num_next_draft_tokens=num_next,
         next_siblings=siblings,
+        wants_features=message.wants_features,
     )
 
 
@@ -237,6 +241,7 @@ def draft_item_to_proto(item: DraftItem, sampling_hash: int | None) -> draft_pb2
         look_ahead=item.look_ahead,
         held=held,
         siblings=item.siblings,
+        features=None if item.features is None else features_to_proto(item.features),
     )
 
 
@@ -250,7 +255,8 @@ def draft_item_from_proto(message: draft_pb2.DraftItem) -> DraftItem:
     siblings = tuple(message.siblings)
     _check_tree(message.num_draft_tokens, "num_draft_tokens", siblings, "siblings")
     head = head_from_proto(message.head)
-    return DraftItem(head, message.num_draft_tokens, message.look_ahead, held, siblings)
+    features = features_from_proto(message.features, "features")
+    return DraftItem(head, message.num_draft_tokens, message.look_ahead, held, siblings, features)
 
 
 def _check_tree(number: int, number_field: str, siblings: tuple[int, ...], field: str) -> None:
@@ -289,6 +295,8 @@ def verify_answer_to_proto(
         if answer.next_proposal:
             verdict.next_proposal.CopyFrom(proposal_to_proto(answer.next_proposal))
             verdict.next_base_length = answer.next_base_length
+        if answer.features is not None:
+            verdict.features.CopyFrom(features_to_proto(answer.features))
     else:
         _other_answer_to_proto(answer, message)
     return message
@@ -323,6 +331,7 @@ def verify_answer_from_proto(
         compute_ms=_milliseconds(verdict.compute_ms, "verdict.compute_ms"),
         next_proposal=proposal_from_proto(verdict.next_proposal),
         next_base_length=verdict.next_base_length,
+        features=features_from_proto(verdict.features, "verdict.features"),
     )
 
 
@@ -448,6 +457,8 @@ def description_to_proto(description: ReplicaDescription) -> types_pb2.ReplicaDe
         max_num_seqs=description.max_num_seqs,
         step_costs=costs if costs is None else types_pb2.StepCosts(**asdict(costs)),
         drafts_itself=description.drafts_itself,
+        shows_features=description.shows_features,
+        reads_features=description.reads_features,
     )
 
 
@@ -464,6 +475,8 @@ def description_from_proto(message: types_pb2.ReplicaDescription) -> ReplicaDesc
         max_num_seqs=message.max_num_seqs,
         step_costs=_costs(message.step_costs) if message.HasField("step_costs") else None,
         drafts_itself=message.drafts_itself,
+        shows_features=message.shows_features,
+        reads_features=message.reads_features,
     )
 
 

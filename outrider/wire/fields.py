@@ -6,7 +6,14 @@ import re
 from collections.abc import Iterable, Sequence
 
 from outrider.errors import BadRequest
-from outrider.limits import NUM_DRAFT_TOKENS_MAX, TOKEN_ID_MAX, TREE_TOKENS_MAX
+from outrider.features import BYTES_OF_A_NUMBER, Features
+from outrider.limits import (
+    FEATURES_MAX,
+    FEATURES_WIDTH_MAX,
+    NUM_DRAFT_TOKENS_MAX,
+    TOKEN_ID_MAX,
+    TREE_TOKENS_MAX,
+)
 from outrider.speculation.proposal import NOTHING_SEALED, Q_BYTES_MAX, SealedProposal
 from outrider.speculation.trees import draft_tree
 from outrider.v1 import types_pb2
@@ -60,3 +67,21 @@ def proposal_from_proto(message: types_pb2.Proposal) -> SealedProposal:
     parents = tuple(parent - 1 for parent in message.parents)
     draft_tree(parents, len(token_ids))
     return SealedProposal(token_ids, message.q, parents)
+
+
+def features_to_proto(features: Features) -> types_pb2.Features:
+    """Field for field."""
+    return types_pb2.Features(first=features.first, width=features.width, rows=features.rows)
+
+
+def features_from_proto(message: types_pb2.Features, field: str) -> Features | None:
+    """Checks that they are whole rows, and few; None where none were sent."""
+    if not (message.width or message.rows):
+        return None
+    if not 0 < message.width <= FEATURES_WIDTH_MAX:
+        raise BadRequest(f"{field}.width", f"{message.width} is not in 1..{FEATURES_WIDTH_MAX}")
+    num, rest = divmod(len(message.rows), message.width * BYTES_OF_A_NUMBER)
+    if rest or not 0 < num <= FEATURES_MAX:
+        whole = f"1 to {FEATURES_MAX} rows of {message.width} numbers"
+        raise BadRequest(f"{field}.rows", f"{len(message.rows)} bytes are not {whole}")
+    return Features(message.first, message.width, message.rows)

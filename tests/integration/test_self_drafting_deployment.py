@@ -1,12 +1,14 @@
-"""A deployment whose target drafts itself with heads, on local Ray: two processes."""
+"""Deployments that draft from what the target's head reads, on local Ray: by heads on the target,
+two processes, and by a head in a draft, three."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from models import byte_level_tokenizer, save_tiny_heads, save_tiny_model
+from models import byte_level_tokenizer, save_tiny_eagle, save_tiny_heads, save_tiny_model
 
 from deploy.launcher import Deployment
 from outrider.client import Client, GenerateRequest
@@ -22,15 +24,21 @@ NUM_TOKENS = 24
 pytestmark = pytest.mark.xdist_group("heads")
 
 
-async def test_it_writes_what_its_target_writes(tmp_path: Path) -> None:
-    """Greedy, with proposals of its own in every round but the first; no draft is started, and
-    nobody misses one. The look-up that goes first is never so sure as is asked of it here."""
+@pytest.mark.parametrize(
+    ("kind", "save", "has_draft"),
+    [("medusa", save_tiny_heads, False), ("eagle", save_tiny_eagle, True)],
+)
+async def test_it_writes_what_its_target_writes(
+    tmp_path: Path, kind: str, save: Callable[[Path, Path, Sequence[int]], Path], has_draft: bool
+) -> None:
+    """Greedy, with the heads' proposals in every round but the first. The look-up that goes first
+    is never so sure as is asked of it here."""
     target = save_tiny_model(
         tmp_path / "target", vocab_size=VOCAB_SIZE, tokenizer=byte_level_tokenizer(VOCAB_SIZE)
     )
-    heads = save_tiny_heads(tmp_path / "heads", target, range(0, VOCAB_SIZE, 3))
+    heads = save(tmp_path / "heads", target, range(0, VOCAB_SIZE, 3))
     settings = {
-        "model": str(target), "draft_model": f"hybrid:suffix,medusa:{heads}", "device": "cpu",
+        "model": str(target), "draft_model": f"hybrid:suffix,{kind}:{heads}", "device": "cpu",
         "dtype": "float32", "grpc_port": 0, "stop_timeout_s": 0, "length_control": False,
         "num_draft_tokens": 2, "hybrid_min_score": 4.0,
     }  # fmt: skip
@@ -45,7 +53,7 @@ async def test_it_writes_what_its_target_writes(tmp_path: Path) -> None:
         Deployment(load_config(settings, {}), tmp_path / "state") as deployment,
         Client(deployment.endpoints.coordinator) as client,
     ):
-        assert deployment.endpoints.draft == ""
+        assert bool(deployment.endpoints.draft) is has_draft
         ids: list[int] = []
         rounds: list[RoundReport] = []
         async for event in client.generate(request):

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 import torch
 from exactness.law import FALSE_ALARM, Fit, completion_law, fit, product
-from models import tiny_config, tiny_drafter, tiny_heads, tiny_module, twin
+from models import tiny_config, tiny_drafter, tiny_eagle, tiny_heads, tiny_module, twin
 from stack import Stack, running_stack
 
+from draft_service.eagle_drafter import EagleDrafter
 from outrider.drafting.lookup import LookupDrafter
 from outrider.drafting.ngram import NgramDrafter
 from outrider.drafting.registry import LookupKind
@@ -74,6 +75,8 @@ class Cell:
     """Those that a draft's head has rows for, of the target's; empty = as wide as said above."""
     num_heads: int = 0
     """Of the target, which drafts itself then, for `draft_token_ids`."""
+    reads_features: bool = False
+    """Whether a head drafts `draft_token_ids` from what the target's head reads."""
     siblings: int = 0
     """Candidates beside each draft token: proposals are trees then."""
     num_tokens: int = 3
@@ -89,7 +92,8 @@ class Cell:
         drafters += [f"draft{self.draft_vocab_size}{bits}"] if self.draft_vocab_size else []
         draft = "+".join(drafters)
         if self.draft_token_ids:
-            draft = f"{self.num_heads or ''}head" + "".join(map(str, self.draft_token_ids))
+            head = "eagle" if self.reads_features else f"{self.num_heads or ''}head"
+            draft = head + "".join(map(str, self.draft_token_ids))
         transforms = (
             f"T{self.params.temperature:g}-k{self.params.top_k}-p{self.params.top_p:g}"
             f"{'-penalised' if self.params.penalised else ''}"
@@ -122,6 +126,11 @@ CELLS = [
     Cell(
         Rule.TOKEN, 3, TOP_P, draft_token_ids=(0, 2), num_heads=2, siblings=1, num_samples=4_900,
         detects=DETECTS_SOON,
+    ),
+    # A head that reads the target's features, in trees, and a look-up in the first round.
+    Cell(
+        Rule.TOKEN, 2, PLAIN, draft_token_ids=(0, 1), reads_features=True, siblings=1,
+        num_samples=4_900, detects=DETECTS_SOON,
     ),
     # A draft whose head has rows for two tokens of the target's, not its first ones.
     Cell(
@@ -199,6 +208,21 @@ WIDE_GRID = [
             (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED), (PLAIN, PENALISED, BIASED)
         )
     ),
+    *(
+        Cell(
+            rule,
+            4,
+            params,
+            vocab_size=4,
+            draft_token_ids=(0, 1, 3),
+            reads_features=True,
+            max_tokens=6,
+            num_samples=13_500,
+        )
+        for rule, params in product(
+            (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED), (PLAIN, PENALISED, BIASED)
+        )
+    ),
     Cell(Rule.TOKEN, 4, PLAIN, num_tokens=1, max_tokens=1, num_samples=7_600),
     Cell(Rule.BLOCK, 4, TOP_K, num_tokens=6, max_tokens=6, num_samples=12_500),
 ]
@@ -210,6 +234,7 @@ def tiny_engine(
     bits: int | None = None,
     head_ids: tuple[int, ...] = (),
     num_heads: int = 0,
+    shows_features: bool = False,
 ) -> tuple[Any, PagedEngine]:
     torch.set_num_threads(1)
     config = tiny_config("llama", vocab_size)
@@ -222,7 +247,10 @@ def tiny_engine(
     heads = tiny_heads(module, head_ids, num_heads) if num_heads else None
     if bits is not None:
         speed_up(module, bits)
-    return original, PagedEngine(module, info, max_num_seqs=64, draft_heads=heads)
+    engine = PagedEngine(
+        module, info, max_num_seqs=64, draft_heads=heads, shows_features=shows_features
+    )
+    return original, engine
 
 
 def lookup_of(kind: LookupKind | None) -> LookupDrafter | None:
@@ -279,10 +307,14 @@ async def sample(stack: Stack, cell: Cell) -> tuple[list[tuple[int, ...]], int]:
 async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
     """How well completions fit the law, and how many draft tokens were accepted in all."""
     module, target = tiny_engine(
-        cell.vocab_size, seed=3, head_ids=cell.draft_token_ids, num_heads=cell.num_heads
-    )
-    draft = None
-    if cell.draft_token_ids and not cell.num_heads:
+        cell.vocab_size, 3, head_ids=cell.draft_token_ids, num_heads=cell.num_heads,
+        shows_features=cell.reads_features,
+    )  # fmt: skip
+    draft = eagle = None
+    if cell.reads_features:
+        loaded = tiny_eagle(module, cell.draft_token_ids)
+        eagle = EagleDrafter(loaded, NgramDrafter(), sessions_max=CONCURRENCY)
+    elif cell.draft_token_ids and not cell.num_heads:
         draft = reduced_engine(module, cell.draft_token_ids, cell.draft_seed)
     elif cell.draft_vocab_size is not None:
         _, draft = tiny_engine(cell.draft_vocab_size, cell.draft_seed, cell.draft_bits)
@@ -296,6 +328,7 @@ async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
         lookup_score=CONFIDENT,
         draft_siblings=cell.siblings,
         self_drafter=None if target.draft_heads is None else HeadDrafter(target.draft_heads),
+        eagle=eagle,
     ) as stack:
         samples, num_accepted = await sample(stack, cell)
     result = fit(samples, law, cell.detects)

@@ -11,6 +11,7 @@ from models import (
     byte_level_tokenizer,
     save_tiny_model,
     tiny_config,
+    tiny_eagle,
     tiny_heads,
     tiny_module,
     twin,
@@ -27,6 +28,7 @@ from benchmarks.acceptance_reading import (
     GREEDY,
     SAMPLED,
     Asked,
+    EagleReader,
     HeadsReader,
     LookupReader,
     ModelReader,
@@ -166,6 +168,32 @@ def test_heads_read_the_text_from_each_place_on() -> None:
             assert depths[depth][window] == quantise(q, 4, vocabulary)
             if depth == 0:
                 assert likeliest[window] == heads.token_ids[int(logits.argmax())]
+
+
+def test_a_head_reads_the_features_of_the_text() -> None:
+    """Of the chain behind each prefix of the text, from all features since the answer began."""
+    module = tiny_module(tiny_config("llama", VOCAB_SIZE), dtype=torch.float64)
+    original = twin(module)
+    eagle = tiny_eagle(original, range(0, VOCAB_SIZE, 2))
+    info = ModelInfo("tiny", VOCAB_SIZE, MAX_MODEL_LEN, "float64", (), "", "")
+    engine = PagedEngine(module, info, shows_features=True)
+    reader = EagleReader(engine, eagle, entries_max=4)
+    text, first = (3, 1, 4, 1, 5, 9, 2, 6), 3
+    hidden = original.base_model(torch.tensor([text])).last_hidden_state
+    depths = reader.distributions(text, first)
+    assert [len(depth) for depth in depths] == [5, 4, 3, 2, 1]
+    likeliest = reader.likeliest(text, first)
+    vocabulary = ReducedVocabulary.of(eagle.token_ids)
+    for window in range(5):
+        features = hidden[:, first - 2 : first + window - 1]
+        for depth in range(5 - window):
+            behind = torch.tensor([text[first - 1 : first + window + depth]])
+            *_, guessed = eagle.module.unroll(features, behind, depth + 1)
+            logits = eagle.module.logits(guessed[0, -1:])
+            [q] = target_probabilities(logits, SamplingParams())
+            assert depths[depth][window] == quantise(q, 4, vocabulary)
+            if depth == 0:
+                assert likeliest[window] == eagle.token_ids[int(logits.argmax())]
 
 
 def test_ratios_of_each_depth_are_taken_from_its_own_windows() -> None:

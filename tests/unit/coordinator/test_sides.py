@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from coordinator.drafts import NextWanted
+from coordinator.lengths import RoundLength
 from coordinator.mailbox import PostOffice
 from coordinator.sides import DraftSide, HeadWriter, Patience, TargetSide
 from outrider.clock import run_virtually
@@ -16,10 +18,12 @@ from outrider.errors import (
     StaleEpoch,
     Unavailable,
 )
+from outrider.features import Features
 from outrider.messages import (
     ProposalReply,
     Refused,
     ReplicaDescription,
+    ReplyKey,
     Resync,
     VerdictReply,
 )
@@ -275,6 +279,51 @@ def test_a_draft_reads_the_prompt_once() -> None:
     prefill, item = link.sent
     assert (prefill.num_draft_tokens, prefill.head.append) == (0, PROMPT)
     assert (item.head.base_length, item.head.append) == (4, (9,))
+
+
+def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
+    """New ones once; all that are kept where it asks for a resync, and once it was away."""
+
+    def resync(item: Any) -> Resync:
+        return Resync(item.head.key, 0, 0)
+
+    def shown(place: int) -> VerdictReply:
+        key = ReplyKey("0" * 32, 0, 0)
+        features = Features(place, 1, bytes([place, 0]))
+        return VerdictReply(key, Verdict((), (9,)), 0, features=features)
+
+    link = ScriptedLink(proposal, proposal, resync, proposal, LinkLost("down"), None)
+
+    async def main() -> None:
+        one = session()
+        draft = DraftSide(
+            PostOffice(link, "d"), heads(one), PATIENCE, StandIn(), reads_features=True
+        )
+        wanted = draft.next_wanted(RoundLength(2, 0), 9)
+        assert wanted == NextWanted(features=True)
+        for index in range(5):
+            await draft.propose(index, 1, NOISE)
+            draft.hear(shown(3 + index))
+            one.decide((9,), Counters())
+            draft.settle(one.length)
+        await asyncio.sleep(PATIENCE.draft_retry_s)
+        await draft.propose(5, 1, NOISE)
+
+    run_virtually(main())
+    sent = [item.features and (item.features.first, item.features.end) for item in link.sent]
+    assert sent == [None, (3, 4), (4, 5), (3, 5), (5, 6), (3, 8)]
+
+
+def test_a_target_is_asked_for_features_that_somebody_reads() -> None:
+    link = ScriptedLink(verdict, verdict)
+
+    async def test(target: TargetSide, one: Session) -> None:
+        for wants in (True, False):
+            wanted = NextWanted(features=wants)
+            await target.verify(0 if wants else 1, NOTHING_SEALED, 0, None, wanted)
+
+    with_target(link, test)
+    assert [item.wants_features for item in link.sent] == [True, False]
 
 
 def test_a_silent_draft_costs_one_wait_and_is_used_again_when_it_answers() -> None:

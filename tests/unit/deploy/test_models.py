@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from models import MAX_MODEL_LEN, byte_level_tokenizer, save_tiny_heads, save_tiny_model
+from models import (
+    MAX_MODEL_LEN,
+    byte_level_tokenizer,
+    save_tiny_eagle,
+    save_tiny_heads,
+    save_tiny_model,
+)
 
 from deploy.models import resolve_models, tokenizer_warning
 from deploy.preflight import check_before_start
@@ -77,6 +83,28 @@ def test_a_target_has_the_heads_that_were_made_for_it(tiny: Path, tmp_path: Path
         assert bad.value.key == "draft_model"
 
 
+def test_a_draft_that_reads_features_has_a_target_that_shows_them(
+    tiny: Path, tmp_path: Path
+) -> None:
+    eagle = save_tiny_eagle(tmp_path / "eagle", tiny, (1, 2, 5))
+    models = {"model": str(tiny), "draft_model": f"hybrid:ngram,eagle:{eagle}"}
+    config = resolve_models(load_config(models, {}))
+    check_before_start(config)
+    assert config.target.shows_features
+    assert not resolve_models(load_config({"model": str(tiny)}, {})).target.shows_features
+    assert (config.draft.directory, config.draft.target_directory) == (str(eagle), str(tiny))
+    heads = save_tiny_heads(tmp_path / "heads", tiny, (1, 2, 5))
+    for named, message in (
+        (f"eagle:{heads}", "is of the kind `medusa`, and is named as a `eagle`"),
+        (str(eagle), "draft heads go by `eagle:"),
+        (f"eagle:{tiny}", r"no drafter\.json"),
+    ):
+        with pytest.raises(SettingError, match=message) as bad:
+            resolve_models(load_config({**models, "draft_model": named}, {}))
+        assert bad.value.key == "draft_model"
+
+
+@pytest.mark.parametrize("draft_model", ["medusa:heads", "eagle:heads"])
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
@@ -85,10 +113,17 @@ def test_a_target_has_the_heads_that_were_made_for_it(tiny: Path, tmp_path: Path
         ({"engine": "emulated:vocab_size=8"}, "draft_model"),
     ],
 )
-def test_what_heads_do_not_go_with_is_refused(settings: dict[str, object], key: str) -> None:
-    with pytest.raises(SettingError, match="medusa:heads") as bad:
-        load_config({"draft_model": "medusa:heads", **settings}, {})
+def test_what_features_do_not_go_with_is_refused(
+    draft_model: str, settings: dict[str, object], key: str
+) -> None:
+    with pytest.raises(SettingError, match=draft_model) as bad:
+        load_config({"draft_model": draft_model, **settings}, {})
     assert bad.value.key == key
+
+
+def test_a_head_that_reads_features_runs_on_one_rank() -> None:
+    with pytest.raises(SettingError, match="eagle:a runs on one rank"):
+        load_config({"draft_model": "eagle:a", "draft_tensor_parallel_size": 2}, {})
 
 
 def test_a_hybrids_model_is_looked_for(tiny: Path, tmp_path: Path) -> None:

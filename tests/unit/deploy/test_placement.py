@@ -154,6 +154,11 @@ def test_each_rank_of_a_model_asks_for_as_much() -> None:
     assert beyond(both, {"CPU": 5.5, "GPU": 2.0}) == [placement.target]
 
 
+def test_a_draft_that_reads_features_looks_nowhere_ahead() -> None:
+    config = load_config({"draft_model": "eagle:head"}, {})
+    assert look_ahead_outcomes(config, same_node=False, num_cores=8) == 0
+
+
 def test_a_target_that_drafts_itself_has_no_draft() -> None:
     placement = plan_placement(load_config({"draft_model": "medusa:heads"}, {}), {"CPU": 2.0})
     assert placement.draft is None

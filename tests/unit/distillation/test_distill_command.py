@@ -20,6 +20,7 @@ from outrider.errors import ConfigError, SettingError
 FLAGS: Final = {
     TrainedKind.STUDENT: ["--layers", "1"],
     TrainedKind.MEDUSA: ["--kind", "medusa", "--heads", "2"],
+    TrainedKind.EAGLE: ["--kind", "eagle"],
 }
 
 
@@ -144,8 +145,8 @@ def test_remote_code_of_the_drafter_is_trusted_as_that_of_the_target(
 
 def test_the_kinds_that_are_asked_for_are_those_that_are_stored() -> None:
     assert tuple(TrainedKind) == KINDS
-    with pytest.raises(SettingError, match="'eagle' is wrong; it must be student or medusa") as bad:
-        DistillOptions(out=Path(), kind="eagle")
+    with pytest.raises(SettingError, match="'hydra' is wrong; it must be one of student, ") as bad:
+        DistillOptions(out=Path(), kind="hydra")
     assert bad.value.key == "kind"
 
 

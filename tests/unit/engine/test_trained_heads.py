@@ -116,5 +116,5 @@ def test_steps_that_are_replayed_show_nothing() -> None:
     recording = Acceleration(attend=None, num_programs=1, new_recorder=lambda: None)  # type: ignore[arg-type, return-value]
     with pytest.raises(InvariantError, match="show no features"):
         PagedEngine(module, INFO, draft_heads=heads, acceleration=recording)
-    with pytest.raises(InvariantError, match="keeps no features"):
+    with pytest.raises(InvariantError, match="keeps none"):
         PagedEngine(twin(module), replace(INFO, name="other")).features()

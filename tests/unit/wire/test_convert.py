@@ -14,8 +14,11 @@ from rounds import make_head
 
 from outrider.engine.costs import StepCosts
 from outrider.errors import BadRequest
+from outrider.features import Features
 from outrider.limits import (
     DEADLINE_MS_MAX,
+    FEATURES_MAX,
+    FEATURES_WIDTH_MAX,
     LOGIT_BIAS_ENTRIES_MAX,
     LOGPROBS_MAX,
     NUM_DRAFT_TOKENS_MAX,
@@ -210,7 +213,12 @@ def test_verdicts_of_more_than_a_tree_are_refused() -> None:
 def test_descriptions_survive() -> None:
     description = ReplicaDescription("m", "w", "t", 49_152, "bfloat16", 2048, (0, 2), 64)
     costs = StepCosts((1, 8), (0.01, 0.02), 1e-3, 1e-6, 1e-7)
-    others = ({"step_costs": costs}, {"drafts_itself": True})
+    others = (
+        {"step_costs": costs},
+        {"drafts_itself": True},
+        {"shows_features": True},
+        {"reads_features": True},
+    )
     for described in (description, *(replace(description, **other) for other in others)):
         message = convert.description_to_proto(described)
         assert convert.description_from_proto(message) == described
@@ -364,6 +372,39 @@ def test_item_limits_from_both_sides(
     bad(message)
     with pytest.raises(BadRequest) as caught:
         convert.verify_item_from_proto(message)
+    assert caught.value.field == field
+
+
+def test_features_travel_with_questions_and_verdicts() -> None:
+    features = Features(7, 3, bytes(range(12)))
+    item = DraftItem(make_head((1,)), 2, features=features)
+    assert convert.draft_item_from_proto(convert.draft_item_to_proto(item, None)) == item
+    wanting = VerifyItem(make_head((1,)), wants_features=True)
+    assert convert.verify_item_from_proto(convert.verify_item_to_proto(wanting, None)) == wanting
+    reply = VerdictReply(ReplyKey("0" * 32, 1, 0), Verdict((), (1,)), 1, features=features)
+    assert convert.verify_answer_from_proto(convert.verify_answer_to_proto(reply)) == reply
+
+
+@pytest.mark.parametrize(
+    ("width", "num_bytes", "field"),
+    [
+        (2, 4 * FEATURES_MAX, None),
+        (2, 4 * FEATURES_MAX + 4, "features.rows"),
+        (2, 6, "features.rows"),
+        (2, 0, "features.rows"),
+        (0, 4, "features.width"),
+        (FEATURES_WIDTH_MAX, 2 * FEATURES_WIDTH_MAX, None),
+        (FEATURES_WIDTH_MAX + 1, 2 * (FEATURES_WIDTH_MAX + 1), "features.width"),
+    ],
+)
+def test_features_are_whole_rows_and_few(width: int, num_bytes: int, field: str | None) -> None:
+    message = convert.draft_item_to_proto(DraftItem(make_head((1,)), 1), None)
+    message.features.width, message.features.rows = width, bytes(num_bytes)
+    if field is None:
+        convert.draft_item_from_proto(message)
+        return
+    with pytest.raises(BadRequest) as caught:
+        convert.draft_item_from_proto(message)
     assert caught.value.field == field
 
 

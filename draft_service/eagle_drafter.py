@@ -1,0 +1,227 @@
+"""Drafting from what the target's own head read, with a head apart from the target."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from outrider.drafting.drafter import DraftRequest
+from outrider.drafting.growing_rounds import GrowingRound, RoundDraws, RoundWanted
+from outrider.drafting.lookup import LookupDrafter
+from outrider.engine.eagle_head import Pairs
+from outrider.engine.trained_eagle import LoadedEagle
+from outrider.errors import BadRequest, check
+from outrider.features import Features
+from outrider.limits import DRAFT_SUPPORT_ENTRIES, FEATURES_MAX
+from outrider.speculation.proposal import Proposal
+from outrider.speculation.reduced import ReducedVocabulary
+from outrider.speculation.transforms import NO_HISTORY, TokenHistory
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """The newest committed pairs of a session, P of `FEATURES_MAX` at most."""
+
+    keys: torch.Tensor
+    """[P, heads, width of one]"""
+    values: torch.Tensor
+    """The same of values."""
+    last: Pairs
+    """Of the newest pair alone ..."""
+    features: torch.Tensor
+    """... [D], and what it was made of."""
+    end: int
+    """The place behind it."""
+
+
+class EagleDrafter:
+    """A `Drafter` that goes on from features which come with the requests. Of a session it keeps
+    what attention sees of the newest pairs, of `sessions_max` sessions at most, the longest unused
+    makes room; one that is unknown, or that misses some, begins with what has come. A look-up
+    proposes where there is nothing to go on from (before the first verdict, behind rounds that the
+    target ran ahead), and, if asked to, where it is confident. Which of them does depends on
+    committed tokens and on earlier rounds alone."""
+
+    def __init__(
+        self,
+        eagle: LoadedEagle,
+        lookup: LookupDrafter,
+        *,
+        min_score: float | None = None,
+        sessions_max: int,
+        entries_max: int = DRAFT_SUPPORT_ENTRIES,
+    ) -> None:
+        """The look-up goes first where it expects `min_score` of its tokens to be accepted; None =
+        never. `entries_max` bounds the support of each draft distribution."""
+        check(sessions_max > 0, "sessions_max must be positive")
+        self._head = eagle.module
+        self._draws = RoundDraws(ReducedVocabulary.of(eagle.token_ids), entries_max)
+        self._lookup = lookup
+        self._min_score = min_score
+        self._sessions_max = sessions_max
+        self._windows: OrderedDict[str, _Window] = OrderedDict()
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        """See `Drafter.propose`. A round whose logits cannot be drawn from has what was drawn so
+        far. Raises `BadRequest` for features that cannot be this target's."""
+        with torch.inference_mode():
+            self._hear(requests)
+            guesses = [self._lookup.guess(request) for request in requests]
+            found = [
+                guess.proposal(request) for guess, request in zip(guesses, requests, strict=True)
+            ]
+            mine = [
+                index
+                for index, request in enumerate(requests)
+                if self._goes_on(request)
+                and (self._min_score is None or guesses[index].score < self._min_score)
+            ]
+            if mine:
+                drafted = self._draft([requests[index] for index in mine])
+                for index, proposal in zip(mine, drafted, strict=True):
+                    found[index] = proposal
+        return found
+
+    def release(self, session_id: str) -> None:
+        """See `Drafter.release`."""
+        self._lookup.release(session_id)
+        self._windows.pop(session_id, None)
+
+    def _goes_on(self, request: DraftRequest) -> bool:
+        """Whether the newest committed token has a pair, and a proposal is wanted."""
+        window = self._windows.get(request.session_id)
+        has_pair = window is not None and window.end == len(request.token_ids) - 1
+        return has_pair and request.num_draft_tokens > 0
+
+    def _hear(self, requests: Sequence[DraftRequest]) -> None:
+        """Takes the new features of all sessions in, in one pass."""
+        heard = [(request, rows) for request in requests if (rows := self._new_rows(request))]
+        if not heard:
+            return
+        weight = self._head.embeddings
+        features = torch.cat([_tensor(rows) for _, rows in heard]).to(weight)
+        tokens = [v for request, rows in heard for v in _behind(request, rows)]
+        places = [place for _, rows in heard for place in range(rows.first, rows.end)]
+        pairs = self._head.pairs(
+            features,
+            torch.tensor(tokens, device=weight.device),
+            torch.tensor(places, device=weight.device),
+        )
+        start = 0
+        for request, rows in heard:
+            end = start + len(rows)
+            self._extend(request.session_id, rows.first, pairs, features, slice(start, end))
+            start = end
+
+    def _new_rows(self, request: DraftRequest) -> Features | None:
+        """Of a request's features those that are not in the session's window yet."""
+        rows = request.features
+        if rows is None:
+            return None
+        vocab_size, width = self._head.embeddings.shape
+        length = len(request.token_ids)
+        if rows.width != width:
+            raise BadRequest("features.width", f"{rows.width} given; the target's has {width}")
+        if rows.end >= length:
+            raise BadRequest("features", f"are of places up to {rows.end}, of {length} tokens")
+        window = self._windows.get(request.session_id)
+        known = window.end if window is not None and window.end >= rows.first else rows.first
+        new = rows.since(known)
+        is_known = new is not None and max(_behind(request, new)) < vocab_size
+        return new if is_known else None
+
+    def _extend(
+        self, session_id: str, first: int, pairs: Pairs, features: torch.Tensor, rows: slice
+    ) -> None:
+        window = self._windows.pop(session_id, None)
+        keys, values = pairs.keys[rows], pairs.values[rows]
+        if window is not None and window.end == first:
+            keys = torch.cat([window.keys, keys])
+            values = torch.cat([window.values, values])
+        newest = rows.stop - 1
+        parts = (pairs.queries, pairs.keys, pairs.values, pairs.joined)
+        self._windows[session_id] = _Window(
+            keys[-FEATURES_MAX:].clone(),
+            values[-FEATURES_MAX:].clone(),
+            Pairs(*(part[newest].clone() for part in parts)),
+            features[newest].clone(),
+            first + rows.stop - rows.start,
+        )
+        if len(self._windows) > self._sessions_max:
+            self._windows.popitem(last=False)
+
+    def _draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        """A token of every round at a time."""
+        windows = [self._windows[request.session_id] for request in requests]
+        growing = [
+            GrowingRound(_wanted(request), window.features)
+            for request, window in zip(requests, windows, strict=True)
+        ]
+        keys = nn.utils.rnn.pad_sequence([window.keys for window in windows], batch_first=True)
+        values = nn.utils.rnn.pad_sequence([window.values for window in windows], batch_first=True)
+        lengths = torch.tensor([len(window.keys) for window in windows], device=keys.device)
+        seen = torch.arange(keys.shape[1], device=keys.device) < lengths[:, None]
+        places = torch.tensor([window.end for window in windows], device=keys.device)
+        queries = torch.stack([window.last.queries for window in windows])
+        joined = torch.stack([window.last.joined for window in windows])
+        features = torch.stack([window.features for window in windows])
+        for depth in range(max(request.num_draft_tokens for request in requests)):
+            mixed = _attend(queries, keys, values, seen)
+            features = self._head.guess(features, joined, mixed)
+            active = [index for index, entry in enumerate(growing) if entry.wants_more]
+            logits = self._head.logits(features[active])
+            self._draws.draw([growing[index] for index in active], logits, depth)
+            if not any(entry.wants_more for entry in growing):
+                break
+            newest = torch.tensor([entry.newest for entry in growing], device=keys.device)
+            pairs = self._head.pairs(features, newest, places + depth)
+            queries, joined = pairs.queries, pairs.joined
+            keys = torch.cat([keys, pairs.keys[:, None]], 1)
+            values = torch.cat([values, pairs.values[:, None]], 1)
+            seen = nn.functional.pad(seen, (0, 1), value=True)
+        return [entry.result() for entry in growing]
+
+
+def _wanted(request: DraftRequest) -> RoundWanted:
+    token_ids, prompt_length = request.token_ids, request.prompt_length
+    history = NO_HISTORY
+    if request.sampling.penalised:
+        history = TokenHistory(tuple(token_ids[:prompt_length]), tuple(token_ids[prompt_length:]))
+    return RoundWanted(
+        newest=token_ids[-1],
+        num_draft_tokens=request.num_draft_tokens,
+        sampling=request.sampling,
+        rule=request.rule,
+        noise=request.noise,
+        history=history,
+        siblings=request.siblings,
+    )
+
+
+def _behind(request: DraftRequest, rows: Features) -> Sequence[int]:
+    """The tokens behind the places of features."""
+    return request.token_ids[rows.first + 1 : rows.end + 1]
+
+
+def _tensor(rows: Features) -> torch.Tensor:
+    """[n, D], bfloat16."""
+    numbers = torch.frombuffer(bytearray(rows.rows), dtype=torch.bfloat16)
+    return numbers.view(len(rows), rows.width)
+
+
+def _attend(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor
+) -> torch.Tensor:
+    """[S, heads, E]: of a query [S, heads, E] each over its L keys and values [S, L, heads, E], of
+    which it sees some [S, L]."""
+    mixed = nn.functional.scaled_dot_product_attention(
+        queries[:, :, None],
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        attn_mask=seen[:, None, None],
+    )
+    return mixed[:, :, 0]

@@ -1,0 +1,174 @@
+"""A head that drafts from what its target's own head read, apart from the target.
+
+    x_i = J [norm(f_i), norm(e_{i+1})]           f_i: read at place i; e_{i+1}: the token behind it
+    y_i = x_i + O attention(q_i, keys and values of the pairs up to i, rotated by their places)
+    g_i = f_i + y_i + D (silu(G n_i) * (U n_i)),                                n_i = norm(y_i)
+    logits of the token behind the pair i = H g_i
+
+What a pair's place had to say of the next one is guessed as g_i, which stands for f_{i+1} in the
+next pair of a proposal. norm divides by the root mean square; H has the rows of the target's head
+for a part of its vocabulary. Of committed pairs the last `FEATURES_MAX` are seen. A layer over
+features, trained on what it will be given, is EAGLE's (arXiv 2401.15077, and 2503.01840 for
+training on its own guesses).
+
+A pair's key and value depend on nothing but the pair, so that one which was seen once is never
+looked at again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import nn
+
+from outrider.limits import FEATURES_MAX
+
+_EPS: Final = 1e-6
+"""Under the root of the mean square."""
+_HEAD_WIDTH_MAX: Final = 64
+_ROTATION_BASE: Final = 10_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """What attention sees of pairs; all [.., heads, width of one], rotated where they must be."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    joined: torch.Tensor
+    """x [.., D]."""
+
+
+class EagleLayer(nn.Module):
+    """What is trained, for features of width D and an inner width M."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.join = nn.Linear(2 * width, width, bias=False)
+        self.attend = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate_up = nn.Linear(width, 2 * inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+
+class EagleHead(nn.Module):
+    """The layer, with embeddings [V, D] and a head [N, D] that are the target's."""
+
+    def __init__(self, inner: int, embeddings: nn.Parameter, head: nn.Parameter) -> None:
+        """The weights of the layer are without values."""
+        super().__init__()
+        width = embeddings.shape[1]
+        with torch.device("meta"):
+            self.layer = EagleLayer(width, inner)
+            self.head = nn.Linear(width, head.shape[0], bias=False)
+        self.to(embeddings.dtype)
+        self.embeddings = embeddings
+        self.head.weight = head
+        self.head_width = max(
+            size for size in range(1, _HEAD_WIDTH_MAX + 1) if width % size == 0 and size % 2 == 0
+        )
+        """Of each attention head."""
+
+    def pairs(self, features: torch.Tensor, token_ids: torch.Tensor, places: torch.Tensor) -> Pairs:
+        """Of features [.., D] read at `places` [..], and the tokens [..] behind these."""
+        width = features.shape[-1:]
+        embedded = nn.functional.embedding(token_ids, self.embeddings)
+        joined = self.layer.join(
+            torch.cat(
+                [
+                    nn.functional.rms_norm(features, width, eps=_EPS),
+                    nn.functional.rms_norm(embedded, width, eps=_EPS),
+                ],
+                -1,
+            )
+        )
+        seen = self.layer.attend(nn.functional.rms_norm(joined, width, eps=_EPS))
+        queries, keys, values = seen.unflatten(-1, (3, -1, self.head_width)).unbind(-3)
+        queries, keys = (_rotated(vectors, places) for vectors in (queries, keys))
+        return Pairs(queries, keys, values, joined)
+
+    def guess(
+        self, features: torch.Tensor, joined: torch.Tensor, mixed: torch.Tensor
+    ) -> torch.Tensor:
+        """g [.., D] of features and x of pairs, and what attention made of their queries
+        [.., heads, width of one]."""
+        y = joined + self.layer.out(mixed.flatten(-2))
+        gate, up = self.layer.gate_up(nn.functional.rms_norm(y, y.shape[-1:], eps=_EPS)).chunk(
+            2, -1
+        )
+        guessed: torch.Tensor = features + y + self.layer.down(nn.functional.silu(gate) * up)
+        return guessed
+
+    def unroll(
+        self, features: torch.Tensor, token_ids: torch.Tensor, num_depths: int
+    ) -> Iterator[torch.Tensor]:
+        """g [B, L, D] of the first, second, .. token of a chain behind each pair of B texts, which
+        goes on as the text does: of features [B, L, D] and the tokens [B, L + num_depths - 1]
+        behind them."""
+        num_pairs = features.shape[1]
+        first: Pairs | None = None
+        own: list[Pairs] = []
+        for depth in range(num_depths):
+            behind = token_ids[:, depth : depth + num_pairs]
+            places = torch.arange(depth, depth + num_pairs, device=features.device)
+            pairs = self.pairs(features, behind, places.expand_as(behind))
+            if first is None:
+                first = pairs
+            else:
+                own.append(pairs)
+            mixed = _attend_in_windows(pairs.queries, first, own)
+            features = self.guess(features, pairs.joined, mixed)
+            yield features
+
+    def logits(self, guessed: torch.Tensor) -> torch.Tensor:
+        """[.., N], float32, of g [.., D]."""
+        logits: torch.Tensor = self.head(guessed)
+        return logits.float()
+
+
+def _attend_in_windows(queries: torch.Tensor, first: Pairs, own: Sequence[Pairs]) -> torch.Tensor:
+    """[B, L, heads, E]: of the queries of chains behind each pair of a text, over the last
+    `FEATURES_MAX` pairs of the text up to there and over the `own` ones of the chain."""
+    num_pairs, width = queries.shape[1], queries.shape[-1]
+    blocked = -(-num_pairs // FEATURES_MAX) * FEATURES_MAX
+
+    def blocks(vectors: torch.Tensor) -> torch.Tensor:
+        """[B, blocks, heads, FEATURES_MAX, E]"""
+        padded = nn.functional.pad(vectors, (0, 0, 0, 0, 0, blocked - num_pairs))
+        shape = (len(padded), -1, FEATURES_MAX, *padded.shape[2:])
+        return padded.reshape(shape).transpose(2, 3)
+
+    def with_earlier(vectors: torch.Tensor) -> torch.Tensor:
+        """The block before each one, then itself."""
+        return torch.cat([nn.functional.pad(vectors, (0, 0) * 3 + (1, 0))[:, :-1], vectors], 3)
+
+    asked = blocks(queries) / math.sqrt(width)
+    scores = asked @ with_earlier(blocks(first.keys)).transpose(-1, -2)
+    row = torch.arange(FEATURES_MAX, device=queries.device)[:, None]
+    column = torch.arange(2 * FEATURES_MAX, device=queries.device)
+    seen = (column > row) & (column <= row + FEATURES_MAX)
+    is_first = torch.arange(scores.shape[1], device=queries.device)[:, None, None, None] == 0
+    seen = seen & ~(is_first & (column < FEATURES_MAX))
+    scores = scores.masked_fill(~seen, -torch.inf)
+    chains = [(asked * blocks(pairs.keys)).sum(-1, keepdim=True) for pairs in own]
+    weights = torch.cat([scores, *chains], -1).softmax(-1)
+    mixed = weights[..., : 2 * FEATURES_MAX] @ with_earlier(blocks(first.values))
+    for index, pairs in enumerate(own):
+        place = 2 * FEATURES_MAX + index
+        mixed = mixed + weights[..., place : place + 1] * blocks(pairs.values)
+    return mixed.transpose(2, 3).flatten(1, 2)[:, :num_pairs]
+
+
+def _rotated(vectors: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """[.., heads, E], each half a rotation of the other by its place [..]."""
+    half = vectors.shape[-1] // 2
+    powers = torch.arange(half, device=vectors.device, dtype=torch.float64) / half
+    angles = places[..., None] * _ROTATION_BASE**-powers
+    cos, sin = (part.to(vectors.dtype)[..., None, :] for part in (angles.cos(), angles.sin()))
+    first, second = vectors.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

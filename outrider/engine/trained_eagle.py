@@ -1,0 +1,148 @@
+"""An `EagleHead` that was made for one target, on disk (`drafter_files.py`) and beside its target.
+
+Weights are named as in `EagleHead`; the inner width is told by their shapes. Embeddings and the
+head are the target's, and are not stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from outrider.engine.drafter_files import (
+    DESCRIPTION_FILE,
+    TOKEN_IDS,
+    TrainedDescription,
+    TrainedKind,
+    check_target,
+    checked_token_ids,
+    fill,
+    save_files,
+    stored,
+)
+from outrider.engine.eagle_head import EagleHead
+from outrider.engine.empty_models import empty_model
+from outrider.engine.fingerprints import tensors_fingerprint
+from outrider.engine.interface import ModelInfo
+from outrider.engine.loading import LOADING_ERRORS, describe, resolve_device, set_threads
+from outrider.engine.weight_files import open_weights, stored_names
+from outrider.errors import ConfigError, check
+
+_LAYER: Final = "layer."
+_DOWN: Final = "layer.down.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEagle:
+    """A head that drafts from features."""
+
+    module: EagleHead
+    token_ids: tuple[int, ...]
+    """[N], ascending: of its logits."""
+
+
+def make_eagle(
+    embeddings: nn.Parameter, rows: torch.Tensor, inner: int, token_ids: torch.Tensor
+) -> EagleHead:
+    """A head whose layer has no values, with the target's embeddings [V, D] and the rows of the
+    target's head [V, D] for `token_ids` [N]."""
+    head = nn.Parameter(rows.detach()[token_ids.to(rows.device)], requires_grad=False)
+    return EagleHead(inner, embeddings, head)
+
+
+def load_eagle(
+    path: Path,
+    target_directory: Path,
+    *,
+    name: str,
+    target: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    num_threads: int | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[LoadedEagle, ModelInfo]:
+    """The head in `path`, with embeddings and head of the target in `target_directory`, and what
+    it is. `num_threads` is set for the whole process. Raises `ConfigError`, also for a target that
+    it was not made for."""
+    where = resolve_device(device)
+    set_threads(num_threads)
+    empty = empty_model(target_directory, target, dtype, "sdpa", trust_remote_code)
+    info = describe(
+        empty, target_directory, name, max_model_len=None, trust_remote_code=trust_remote_code
+    )
+    try:
+        embeddings, rows = _of_target(empty, target_directory, name)
+        loaded = load_eagle_on(
+            path, embeddings.to(where), rows.to(where),
+            name=name, target_directory=target_directory, target_name=target,
+        )  # fmt: skip
+        fingerprint = tensors_fingerprint(path)
+    except LOADING_ERRORS as error:
+        raise ConfigError(f"drafter {name}: cannot be loaded: {error}") from error
+    info = replace(info, weights_fingerprint=fingerprint, logit_token_ids=loaded.token_ids)
+    return loaded, info
+
+
+def load_eagle_on(
+    path: Path,
+    embeddings: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    name: str,
+    target_directory: Path,
+    target_name: str,
+) -> LoadedEagle:
+    """The head in `path` with these embeddings and head rows [V, D] of the target in
+    `target_directory`, of their dtype and on their device. Raises `ConfigError`, also for a target
+    that it was not made for."""
+    description = check_target(path, name, TrainedKind.EAGLE, target_directory, target_name)
+    if description.vocab_size != len(rows):
+        raise ConfigError(
+            f"drafter {name}: {DESCRIPTION_FILE} has vocab_size {description.vocab_size}, its "
+            f"target {len(rows)}"
+        )
+    try:
+        with open_weights(path) as files:
+            tensors = {key: file.get_tensor(key) for key, file in files.items()}
+        token_ids = checked_token_ids(tensors, description)
+        if _DOWN not in tensors or tensors[_DOWN].dim() != 2:
+            raise ConfigError(f"drafter {name}: its files lack the weights {_DOWN}")
+        fixed = nn.Parameter(embeddings, requires_grad=False)
+        module = make_eagle(fixed, rows, tensors[_DOWN].shape[1], token_ids)
+        fill(module, _LAYER, tensors, name)
+    except LOADING_ERRORS as error:
+        raise ConfigError(f"drafter {name}: cannot be loaded: {error}") from error
+    return LoadedEagle(module.requires_grad_(False).eval(), tuple(token_ids.tolist()))
+
+
+def save_eagle(
+    directory: Path, module: EagleHead, token_ids: torch.Tensor, description: TrainedDescription
+) -> None:
+    """Writes the description and what is not the target's of a head whose logits are of `token_ids`
+    [N]."""
+    tensors: dict[str, torch.Tensor] = {TOKEN_IDS: token_ids.to(torch.int32)}
+    for key, values in module.named_parameters():
+        if key.startswith(_LAYER):
+            tensors |= stored(key, values.detach().cpu())
+    save_files(directory, tensors, description)
+
+
+def _of_target(empty: Any, directory: Path, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Embeddings and head [V, D] of the target's files, in its dtype here."""
+    wanted = dict(empty.named_parameters())
+    names = {id(parameter): key for key, parameter in wanted.items()}
+    parts = (empty.get_input_embeddings().weight, empty.get_output_embeddings().weight)
+    embeddings, head = (names[id(part)] for part in parts)
+    check(empty.get_output_embeddings().bias is None, "drafters are made for heads without a bias")
+    with open_weights(directory) as files:
+        found = stored_names(empty, wanted, files)
+        if embeddings not in found:
+            raise ConfigError(f"drafter {name}: the target's files lack the weights {embeddings}")
+        # A target without a head in its files has its embeddings for one.
+        keys = (found[embeddings], found.get(head, found[embeddings]))
+        values = {key: files[key].get_tensor(key).to(parts[0].dtype) for key in keys}
+    return values[keys[0]], values[keys[1]]

@@ -1,0 +1,296 @@
+"""A draft that goes on from what the target's head read: rounds of both services."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from models import tiny_config, tiny_eagle, tiny_module, twin
+from rounds import GREEDY, Listener, ask, make_head
+from toy_engine import ToyEngine
+
+from draft_service.eagle_drafter import EagleDrafter
+from draft_service.service import DraftService
+from outrider.drafting.ngram import NgramConfig, NgramDrafter
+from outrider.engine.executor import InlineExecutor
+from outrider.engine.interface import ModelInfo
+from outrider.engine.paged_engine import PagedEngine
+from outrider.engine.trained_eagle import LoadedEagle
+from outrider.features import Features
+from outrider.limits import FEATURES_MAX
+from outrider.messages import DraftItem, ProposalReply, Refused, VerdictReply, VerifyItem
+from outrider.speculation.decision import decide
+from outrider.speculation.drafting import draw_from_logits
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
+from outrider.speculation.reduced import ReducedVocabulary
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.transforms import TokenHistory
+from outrider.wire.memory_link import MemoryLink
+from target_service.service import TargetService
+
+VOCAB, LENGTH = 24, 120
+PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
+HEAD_IDS = tuple(range(0, VOCAB, 2))
+SEED = 11
+FLATTER = 0.03
+"""Scales logits, so that what a random head draws is accepted at times."""
+PENALISED = SamplingParams(temperature=0.9, presence_penalty=0.8, repetition_penalty=1.4)
+SESSIONS_MAX = 3
+TOLERANCE = 1e-2
+"""Of features in bfloat16, beside those of the library."""
+
+
+@dataclass
+class Pair:
+    """A target that shows features, its module once more, and a draft that reads them."""
+
+    module: Any
+    eagle: LoadedEagle
+    target: MemoryLink[Any, Any]
+    draft: MemoryLink[Any, Any]
+    verdicts: Listener
+    proposals: Listener
+
+    async def verify(
+        self, tokens: Sequence[int], proposal: SealedProposal, wants: bool = True, **head: Any
+    ) -> VerdictReply:
+        item = VerifyItem(
+            make_head(tokens, seed=SEED, prompt_length=len(PROMPT), **head),
+            proposal,
+            wants_features=wants,
+        )
+        reply = await ask(self.target, self.verdicts, item)
+        assert isinstance(reply, VerdictReply), reply
+        return reply
+
+    async def propose(
+        self, tokens: Sequence[int], features: Features | None, num: int = 3, **options: Any
+    ) -> ProposalReply:
+        siblings = options.pop("siblings", ())
+        head = make_head(tokens, seed=SEED, prompt_length=len(PROMPT), **options)
+        item = DraftItem(head, num, siblings=siblings, features=features)
+        reply = await ask(self.draft, self.proposals, item)
+        assert isinstance(reply, ProposalReply), reply
+        return reply
+
+    def features(self, tokens: Sequence[int], first: int, end: int | None = None) -> Features:
+        """Of these places, by the library's own pass; as they travel."""
+        hidden = self.module.base_model(torch.tensor([tokens])).last_hidden_state[0]
+        rows = hidden[first : len(tokens) - 1 if end is None else end].detach().bfloat16()
+        return Features(first, rows.shape[1], rows.view(torch.uint8).numpy().tobytes())
+
+    def expected(
+        self, tokens: Sequence[int], features: Features, rule: Rule, sampling: SamplingParams,
+        num: int = 3,
+    ) -> Proposal:  # fmt: skip
+        """By the head's pass over all of these features at once."""
+        first, width = features.first, features.width
+        rows = torch.frombuffer(bytearray(features.rows), dtype=torch.bfloat16)
+        pairs = rows.view(1, -1, width).double()
+        num_pairs = pairs.shape[1]
+        assert features.end == len(tokens) - 1
+        noise, drafted, q = RoundNoise(SEED, rule, len(tokens)), list(tokens), []
+        for depth in range(num):
+            behind = torch.tensor([drafted[first + 1 :]])
+            *_, guessed = self.eagle.module.unroll(pairs, behind, depth + 1)
+            history = TokenHistory(PROMPT, tuple(drafted[len(PROMPT) :]))
+            [(token_id, distribution)], _ = draw_from_logits(
+                self.eagle.module.logits(guessed[:, num_pairs - 1]), sampling, [noise], [depth],
+                history=history, vocabulary=ReducedVocabulary.of(HEAD_IDS),
+            )  # fmt: skip
+            drafted.append(token_id)
+            q.append(distribution)
+        token_ids = tuple(drafted[len(tokens) :])
+        return Proposal(token_ids, tuple(q) if rule.needs_q else ())
+
+
+@asynccontextmanager
+async def running(min_score: float | None = None) -> AsyncIterator[Pair]:
+    config = tiny_config("llama", VOCAB, LENGTH)
+    config.tie_word_embeddings = False
+    module = tiny_module(config, dtype=torch.float64)
+    with torch.no_grad():
+        module.lm_head.weight.mul_(FLATTER)
+    original = twin(module)
+    eagle = tiny_eagle(original, HEAD_IDS)
+    info = ModelInfo("tiny", VOCAB, LENGTH, "float64", (), "w", "t")
+    engine = PagedEngine(module, info, shows_features=True)
+    target = TargetService(engine, InlineExecutor(engine.take_step_seconds), max_num_seqs=8)
+    drafter = EagleDrafter(
+        eagle, NgramDrafter(NgramConfig(1, 16)), min_score=min_score, sessions_max=SESSIONS_MAX
+    )
+    draft = DraftService.with_eagle(
+        drafter, replace(info, name="eagle"), InlineExecutor(lambda: 0.0), max_num_seqs=8
+    )
+    links: tuple[MemoryLink[Any, Any], ...] = (MemoryLink(target), MemoryLink(draft))
+    yield Pair(original, eagle, *links, *map(Listener, links))
+    target.check_integrity()
+    for link in links:
+        await link.close()
+    await target.close()
+    await draft.close()
+
+
+@pytest.mark.parametrize(
+    ("rule", "sampling"),
+    [
+        (Rule.TOKEN, SamplingParams()),
+        (Rule.BLOCK, SamplingParams(top_p=0.9)),
+        (Rule.COUPLED, SamplingParams()),
+        (Rule.GREEDY, GREEDY),
+        (Rule.TOKEN, PENALISED),
+        (Rule.COUPLED, PENALISED),
+    ],
+)
+async def test_what_is_drafted_round_after_round(rule: Rule, sampling: SamplingParams) -> None:
+    """With draft tokens accepted and refused, from what each verdict has shown, past the length of
+    the window: what the head draws that has seen all of it at once."""
+    num_rounds = 2 * FEATURES_MAX // 3 if rule is Rule.TOKEN and not sampling.penalised else 8
+    async with running() as pair:
+        tokens, proposal, accepted = list(PROMPT), NOTHING_SEALED, []
+        shown: Features | None = None
+        for index in range(num_rounds):
+            options: dict[str, Any] = {"rule": rule, "sampling": sampling, "round_index": index}
+            length = len(tokens)
+            reply = await pair.verify(tokens, proposal, **options)
+            uniforms = RoundNoise(SEED, rule, length).accept_uniforms(len(proposal))
+            outcome = decide(reply.verdict, proposal.token_ids, rule, uniforms)
+            accepted.append(outcome.num_accepted)
+            tokens += outcome.token_ids
+            new = reply.features
+            assert new is not None
+            assert (new.first, new.end) == (length - 1, len(tokens) - 1)
+            assert _close(new, pair.features(tokens, length - 1))
+            shown = new if shown is None else shown.joined(new)
+            proposal = (await pair.propose(tokens, new, **options)).proposal
+            assert proposal.open() == pair.expected(tokens, shown, rule, sampling)
+        assert rule is Rule.GREEDY or len(set(accepted)) > 1
+
+
+def _close(ours: Features, theirs: Features) -> bool:
+    a, b = (
+        torch.frombuffer(bytearray(features.rows), dtype=torch.bfloat16).float()
+        for features in (ours, theirs)
+    )
+    return bool((a - b).abs().max() < TOLERANCE * b.abs().max())
+
+
+async def test_a_tree_shows_the_path_that_was_accepted() -> None:
+    """The spine is the chain's; where a candidate beside it is accepted, its features are shown."""
+    async with running() as pair:
+        text, options = [*PROMPT, 7], {"rule": Rule.COUPLED}
+        features = pair.features(text, len(PROMPT) - 1)
+        tree = (await pair.propose(text, features, 2, siblings=(2, 1), **options)).proposal
+        assert tree.parents == (-1, -1, -1, 0, 0)
+        assert (
+            tree.open().spine_ids
+            == pair.expected(text, features, Rule.COUPLED, SamplingParams(), 2).token_ids
+        )
+        seen_beside = False
+        for seed in range(40):
+            head = make_head(text, seed=seed, session=seed + 3, **options)
+            item = VerifyItem(head, tree, wants_features=True)
+            reply = await ask(pair.target, pair.verdicts, item)
+            uniforms = RoundNoise(seed, Rule.COUPLED, len(text)).accept_uniforms(5, tree.parents)
+            outcome = decide(reply.verdict, tree.token_ids, Rule.COUPLED, uniforms, tree.parents)
+            shown = pair.features([*text, *outcome.token_ids], len(text) - 1)
+            assert _close(reply.features, shown)
+            seen_beside |= any(place not in tree.tree.spine for place in outcome.path)
+        assert seen_beside
+
+
+async def test_nothing_is_shown_that_nobody_wants() -> None:
+    async with running() as pair:
+        assert (await pair.verify(PROMPT, NOTHING_SEALED, wants=False)).features is None
+        assert (await pair.target.describe(1.0)).shows_features
+        assert (await pair.draft.describe(1.0)).reads_features
+    service = TargetService(ToyEngine(), InlineExecutor(lambda: 0.0), max_num_seqs=1)
+    assert not service.describe().shows_features
+
+
+async def test_sessions_are_drafted_for_together_each_from_its_own() -> None:
+    """Of several lengths and rules, some without anything to go on from."""
+    text = [*PROMPT, *(i * 7 % VOCAB for i in range(30))]
+    asked = {1: (12, Rule.TOKEN, 0, 2), 2: (38, Rule.COUPLED, 20, 3), 3: (20, Rule.TOKEN, 18, 1)}
+    async with running() as pair:
+        for number, (length, rule, first, num) in asked.items():
+            head = make_head(
+                text[:length], session=number, rule=rule, seed=SEED, prompt_length=len(PROMPT)
+            )
+            pair.draft.send(DraftItem(head, num, features=pair.features(text[:length], first)))
+        replies = {int(r.key.session_id, 16): r for r in await pair.proposals.wait(3)}
+        for number, (length, rule, first, num) in asked.items():
+            features = pair.features(text[:length], first)
+            expected = pair.expected(text[:length], features, rule, SamplingParams(), num)
+            assert replies[number].proposal.open() == expected
+
+
+async def test_a_gap_and_a_repetition() -> None:
+    """After a gap it begins with what has come; what it knows is not taken twice."""
+    text = [*PROMPT, *(i * 5 % VOCAB for i in range(20))]
+    async with running() as pair:
+        await pair.propose(text[:10], pair.features(text[:10], 7), rule=Rule.COUPLED)
+        late = pair.features(text[:20], 17)
+        found = await pair.propose(text[:20], late, rule=Rule.COUPLED, round_index=1)
+        expected = pair.expected(text[:20], late, Rule.COUPLED, SamplingParams())
+        assert found.proposal.open() == expected
+        again = await pair.propose(text[:20], late, rule=Rule.COUPLED, round_index=1)
+        assert again.proposal == found.proposal
+        overlapping = pair.features(text[:22], 16)
+        found = await pair.propose(text[:22], overlapping, rule=Rule.COUPLED, round_index=2)
+        heard = pair.features(text[:22], 17)
+        expected = pair.expected(text[:22], heard, Rule.COUPLED, SamplingParams())
+        assert found.proposal.open() == expected
+
+
+async def test_a_look_up_fills_in_where_there_is_nothing_to_go_on_from() -> None:
+    """Without features, behind tokens that have none yet, or once the session was forgotten."""
+    text = [1, 2, 3, 4, 1, 2, 3]
+    async with running() as pair:
+        copied = SealedProposal.of(Proposal((4, 1, 2)))
+        assert (await pair.propose(text, None)).proposal == copied
+        old = pair.features(text, 3, end=5)
+        assert (await pair.propose(text, old, round_index=1)).proposal == copied
+        newest = pair.features(text, 5)
+        drafted = (await pair.propose(text, newest, round_index=2)).proposal
+        assert all(token_id % 2 == 0 for token_id in drafted.token_ids)
+        assert drafted == (await pair.propose(text, None, round_index=3)).proposal
+        for other in range(SESSIONS_MAX):
+            await pair.propose(text, newest, session=10 + other)
+        assert (await pair.propose(text, None, round_index=4)).proposal == copied
+
+
+async def test_a_confident_look_up_goes_first_if_asked_to() -> None:
+    text = [1, 2, 3, 4, 1, 2, 3]
+    copied = SealedProposal.of(Proposal((4, 1, 2)))
+    for min_score, goes_first in ((0.5, True), (9.0, False)):
+        async with running(min_score) as pair:
+            found = await pair.propose(text, pair.features(text, 5))
+            assert (found.proposal == copied) is goes_first
+
+
+@pytest.mark.parametrize(
+    ("features", "field"),
+    [
+        (Features(1, 4, bytes(8)), "features.width"),
+        (Features(6, 32, bytes(64)), "features"),
+    ],
+)
+async def test_features_that_cannot_be_are_refused(features: Features, field: str) -> None:
+    """And harm no other session of the step."""
+    async with running() as pair:
+        text = (1, 2, 3, 4, 1, 2, 3)
+        good = pair.features(text, 5)
+        expected = (await pair.propose(text, good, session=9)).proposal
+        for number, rows in ((1, features), (2, good)):
+            head = make_head(text, session=number, seed=SEED, prompt_length=len(PROMPT) - 2)
+            pair.draft.send(DraftItem(head, 3, features=rows))
+        replies = {int(r.key.session_id, 16): r for r in await pair.proposals.wait(2)}
+        assert isinstance(replies[1], Refused)
+        assert replies[1].message.startswith(f"{field}:")
+        assert replies[2].proposal == expected
