@@ -70,21 +70,21 @@ class EagleDrafter:
         far. Raises `BadRequest` for features that cannot be this target's."""
         with torch.inference_mode():
             self._hear(requests)
-            guesses = [self._lookup.guess(request) for request in requests]
-            found = [
-                guess.proposal(request) for guess, request in zip(guesses, requests, strict=True)
-            ]
+            looked_up = [self._looked_up(request) for request in requests]
             mine = [
-                index
-                for index, request in enumerate(requests)
-                if self._goes_on(request)
-                and (self._min_score is None or guesses[index].score < self._min_score)
+                request for request, found in zip(requests, looked_up, strict=True) if found is None
             ]
-            if mine:
-                drafted = self._draft([requests[index] for index in mine])
-                for index, proposal in zip(mine, drafted, strict=True):
-                    found[index] = proposal
-        return found
+            drafted = iter(self._draft(mine) if mine else ())
+        return [next(drafted) if found is None else found for found in looked_up]
+
+    def _looked_up(self, request: DraftRequest) -> Proposal | None:
+        """What the look-up proposes; None where the head does."""
+        goes_on = self._goes_on(request)
+        if goes_on and self._min_score is None:
+            return None
+        guess = self._lookup.guess(request)
+        is_sure = self._min_score is not None and guess.score >= self._min_score
+        return None if goes_on and not is_sure else guess.proposal(request)
 
     def release(self, session_id: str) -> None:
         """See `Drafter.release`."""
