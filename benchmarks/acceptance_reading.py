@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -10,8 +11,9 @@ import numpy as np
 import torch
 
 from outrider.drafting.drafter import Drafter, DraftRequest
-from outrider.engine.interface import Engine, FeatureEngine, SequenceStep
+from outrider.engine.interface import Engine, FeatureEngine, SequenceStep, ShallowEngine
 from outrider.engine.trained_eagle import LoadedEagle
+from outrider.engine.trained_exits import LoadedExit
 from outrider.engine.trained_heads import LoadedHeads
 from outrider.errors import SettingError
 from outrider.limits import DRAFT_SUPPORT_ENTRIES, SEED_MAX
@@ -116,38 +118,68 @@ class ModelReader:
         return logits
 
 
-class HeadsReader:
-    """Heads on the target, whose features of the text they read."""
+class ExitReader(ModelReader):
+    """The target's first layers, and a head behind them: one shallow pass reads everything."""
 
     def __init__(
-        self, target: FeatureEngine, heads: LoadedHeads, entries_max: int = DRAFT_SUPPORT_ENTRIES
+        self, target: ShallowEngine, exit_head: LoadedExit, entries_max: int = DRAFT_SUPPORT_ENTRIES
     ) -> None:
+        super().__init__(target, entries_max)
+        self._vocabulary = ReducedVocabulary.of(exit_head.token_ids)
         self._target = target
-        self._heads = heads.module
-        self._token_ids = np.array(heads.token_ids, dtype=np.int64)
+        self._head = exit_head.module
+
+    def _logits(self, token_ids: Sequence[int], first: int) -> torch.Tensor:
+        step = SequenceStep(_SEQUENCE, tuple(token_ids[:-1]), num_logits=len(token_ids) - first)
+        try:
+            [hidden] = self._target.forward_shallow([step])
+        finally:
+            self._target.release(_SEQUENCE)
+        return self._head.logits(hidden)
+
+
+class _ChainReader(ABC):
+    """A `Reader` whose q depends on where a chain began."""
+
+    def __init__(self, token_ids: Sequence[int], entries_max: int) -> None:
+        self._vocabulary = ReducedVocabulary(np.array(token_ids, dtype=np.int64))
         self._entries_max = entries_max
 
     def likeliest(self, token_ids: Sequence[int], first: int) -> list[int | None]:
         """See `Reader.likeliest`."""
         columns = next(self._logits(token_ids, first)).argmax(dim=1).cpu().numpy()
-        return list(self._token_ids[columns].tolist())
+        return list(self._vocabulary.token_ids[columns].tolist())
 
     def distributions(
         self, token_ids: Sequence[int], first: int
     ) -> list[list[DraftDistribution | None]]:
         """See `Reader.distributions`."""
-        vocabulary = ReducedVocabulary(self._token_ids)
         return [
             [
-                quantise(row, self._entries_max, vocabulary)
+                quantise(row, self._entries_max, self._vocabulary)
                 for row in target_probabilities(logits, SAMPLED)
             ]
             for logits in self._logits(token_ids, first)
         ]
 
+    @abstractmethod
     def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
         """[n, N] of the tokens that the chains from each place on begin with; [n - 1, N] of their
-        second ones; .. A chain begins with the features of the token before the newest one."""
+        second ones; .."""
+
+
+class HeadsReader(_ChainReader):
+    """Heads on the target, whose features of the text they read: a chain begins with those of the
+    token before the newest one."""
+
+    def __init__(
+        self, target: FeatureEngine, heads: LoadedHeads, entries_max: int = DRAFT_SUPPORT_ENTRIES
+    ) -> None:
+        super().__init__(heads.token_ids, entries_max)
+        self._target = target
+        self._heads = heads.module
+
+    def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
         num = len(token_ids) - first
         features = _features(self._target, token_ids, first)
         text = torch.tensor(token_ids[first - 1 :], device=features.device)
@@ -158,38 +190,18 @@ class HeadsReader:
             yield self._heads.logits(features)
 
 
-class EagleReader:
+class EagleReader(_ChainReader):
     """A head that reads the target's features of the text: those from the place before the newest
-    token of the prompt on, as when an answer begins."""
+    token of the prompt on, as when an answer begins. Chains have `NUM_DEPTHS` tokens at most."""
 
     def __init__(
         self, target: FeatureEngine, eagle: LoadedEagle, entries_max: int = DRAFT_SUPPORT_ENTRIES
     ) -> None:
+        super().__init__(eagle.token_ids, entries_max)
         self._target = target
         self._head = eagle.module
-        self._token_ids = np.array(eagle.token_ids, dtype=np.int64)
-        self._entries_max = entries_max
-
-    def likeliest(self, token_ids: Sequence[int], first: int) -> list[int | None]:
-        """See `Reader.likeliest`."""
-        columns = next(self._logits(token_ids, first)).argmax(dim=1).cpu().numpy()
-        return list(self._token_ids[columns].tolist())
-
-    def distributions(
-        self, token_ids: Sequence[int], first: int
-    ) -> list[list[DraftDistribution | None]]:
-        """See `Reader.distributions`."""
-        vocabulary = ReducedVocabulary(self._token_ids)
-        return [
-            [
-                quantise(row, self._entries_max, vocabulary)
-                for row in target_probabilities(logits, SAMPLED)
-            ]
-            for logits in self._logits(token_ids, first)
-        ]
 
     def _logits(self, token_ids: Sequence[int], first: int) -> Iterator[torch.Tensor]:
-        """As `HeadsReader`, of `NUM_DEPTHS` tokens of each chain."""
         num = len(token_ids) - first
         features = _features(self._target, token_ids, first).to(self._head.embeddings)
         behind = torch.tensor(token_ids[first - 1 :], device=features.device)

@@ -367,7 +367,7 @@ class DraftSide:
     def hear(self, reply: VerdictReply) -> None:
         """See `Drafts.hear`: what it shows is for the draft's next question."""
         if self._features is not None and reply.features is not None:
-            self._features.put(reply.features)
+            self._features.put(reply.features, self._heads.session.length)
 
     def settle(self, common_length: int) -> None:
         """See `Drafts.settle`."""
@@ -396,6 +396,8 @@ class DraftSide:
                 raise error_from_code(answer.code, answer.message)
             else:
                 self._check(answer, num_draft_tokens, siblings)
+                if self._features is not None:
+                    self._features.told()
                 return answer
 
     async def _take(self, round_index: int, num_draft_tokens: int) -> DraftAnswer:
@@ -466,15 +468,11 @@ class DraftSide:
         self._office.link.send(
             DraftItem(head, num_draft_tokens, self._look_ahead, held, siblings, news)
         )
-        if self._features is not None:
-            self._features.told()
 
     def _lose(self, error: Exception) -> None:
         _log.info("session %s goes on without its draft: %r", self._session_id, error)
         self._present = False
         self._mailbox.heard = False
-        if self._features is not None:
-            self._features.forgotten()
         self._rest()
 
     def _rest(self) -> None:

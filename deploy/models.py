@@ -42,8 +42,8 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
         draft = _resolve_draft(config, draft_model, directory, trust)
     reads = draft_model is not None and draft_model.reads_features
     target = replace(config.target, directory=str(directory), shows_features=reads)
-    if draft.drafter.heads is not None:
-        target = _with_heads(target, draft, draft.drafter.heads)
+    if draft.drafter.on_target is not None:
+        target = _with_heads(target, draft, draft.drafter.on_target)
     return replace(
         config,
         target=target,
@@ -52,7 +52,7 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
             config.coordinator,
             tokenizer_directory=str(directory) if _has_tokenizer(directory) else "",
             served_model_name=config.served_model_name,
-            lookup=draft if draft.drafter.heads and draft.drafter.lookup else None,
+            lookup=draft if draft.drafter.on_target and draft.drafter.lookup else None,
         ),
     )
 
@@ -90,16 +90,18 @@ def _resolve_draft(
 
 
 def _with_heads(target: TargetConfig, draft: DraftConfig, name: str) -> TargetConfig:
-    """A target that drafts for itself."""
+    """A target that drafts for itself, with heads or with its first layers and one behind them."""
     from outrider.engine.drafter_files import TrainedKind, check_target
     from outrider.engine.sources import resolve_model
 
     with blaming("draft_model"):
         directory = resolve_model(name, trust_remote_code=target.trust_remote_code, heads=True)
-        check_target(directory, name, TrainedKind.MEDUSA, Path(target.directory), target.model)
+        kind = TrainedKind.MEDUSA if draft.drafter.heads is not None else TrainedKind.EARLY_EXIT
+        check_target(directory, name, kind, Path(target.directory), target.model)
     return replace(
         target,
         heads=name,
+        heads_kind=kind,
         heads_directory=str(directory),
         heads_support_entries=draft.support_entries,
     )

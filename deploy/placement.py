@@ -52,7 +52,7 @@ def plan_placement(config: DeploymentConfig, resources: Mapping[str, float]) -> 
         ),
         target=Demand(TARGET, config.target.num_cpus, target_gpus, target_ranks),
         draft=None
-        if config.draft.drafter.heads is not None
+        if config.draft.drafter.on_target is not None
         else Demand(DRAFT, config.draft.num_cpus, draft_gpus, draft_ranks),
         coordinator=Demand(COORDINATOR, config.coordinator.num_cpus, 0.0),
     )

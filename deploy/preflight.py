@@ -29,11 +29,11 @@ def check_before_start(config: DeploymentConfig) -> None:
     with blaming("model"):
         check_name(config.target.model)
     draft = config.draft.drafter.model
-    heads = config.draft.drafter.heads
-    name = heads if draft is None else draft.name
+    on_target = config.draft.drafter.on_target
+    name = on_target if draft is None else draft.name
     if name is not None:
         with blaming("draft_model"):
-            check_name(name, heads=config.draft.drafter.needs_features)
+            check_name(name, heads=config.draft.drafter.reads_target)
 
 
 def _check_listening(key: str, host: str, port: int) -> None:

@@ -61,7 +61,7 @@ def _build(
     from .service import DraftService
 
     lookup = build_lookup(config)
-    if config.drafter.needs_features:
+    if config.drafter.reads_target:
         return _build_eagle(config, lookup, observer)
     if engine is None:
         if lookup is None:

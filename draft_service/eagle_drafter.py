@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,17 +34,23 @@ class _Window:
     """Of the newest pair alone ..."""
     features: torch.Tensor
     """... [D], and what it was made of."""
+    tokens: tuple[int, ...]
+    """Those behind the places of the pairs."""
     end: int
-    """The place behind it."""
+    """The place behind the newest pair."""
+
+    def is_of(self, token_ids: Sequence[int]) -> bool:
+        """Whether the session's committed tokens are still those of its pairs."""
+        return tuple(token_ids[self.end - len(self.tokens) + 1 : self.end + 1]) == self.tokens
 
 
 class EagleDrafter:
     """A `Drafter` that goes on from features which come with the requests. Of a session it keeps
     what attention sees of the newest pairs, of `sessions_max` sessions at most, the longest unused
     makes room; one that is unknown, or that misses some, begins with what has come. A look-up
-    proposes where there is nothing to go on from (before the first verdict, behind rounds that the
-    target ran ahead), and, if asked to, where it is confident. Which of them does depends on
-    committed tokens and on earlier rounds alone."""
+    proposes where there is nothing to go on from, as before the first verdict, and, if asked to,
+    where it is confident. Which of them does depends on committed tokens and on earlier rounds
+    alone."""
 
     def __init__(
         self,
@@ -64,6 +70,8 @@ class EagleDrafter:
         self._min_score = min_score
         self._sessions_max = sessions_max
         self._windows: OrderedDict[str, _Window] = OrderedDict()
+        self.on_dropped: Callable[[str], None] = lambda session_id: None
+        """Hears whose pairs made room: who sent them has them still."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """See `Drafter.propose`. A round whose logits cannot be drawn from has what was drawn so
@@ -93,12 +101,23 @@ class EagleDrafter:
 
     def _goes_on(self, request: DraftRequest) -> bool:
         """Whether the newest committed token has a pair, and a proposal is wanted."""
-        window = self._windows.get(request.session_id)
+        window = self._window(request)
         has_pair = window is not None and window.end == len(request.token_ids) - 1
         return has_pair and request.num_draft_tokens > 0
 
+    def _window(self, request: DraftRequest) -> _Window | None:
+        """What is kept of the session, if it is of these tokens; else it is forgotten."""
+        window = self._windows.get(request.session_id)
+        if window is None or window.is_of(request.token_ids):
+            return window
+        del self._windows[request.session_id]
+        return None
+
     def _hear(self, requests: Sequence[DraftRequest]) -> None:
         """Takes the new features of all sessions in, in one pass."""
+        for request in requests:
+            if request.session_id in self._windows:
+                self._windows.move_to_end(request.session_id)
         heard = [(request, rows) for request in requests if (rows := self._new_rows(request))]
         if not heard:
             return
@@ -114,8 +133,11 @@ class EagleDrafter:
         start = 0
         for request, rows in heard:
             end = start + len(rows)
-            self._extend(request.session_id, rows.first, pairs, features, slice(start, end))
+            self._extend(request, rows, pairs, features, slice(start, end))
             start = end
+        while len(self._windows) > self._sessions_max:
+            dropped, _ = self._windows.popitem(last=False)
+            self.on_dropped(dropped)
 
     def _new_rows(self, request: DraftRequest) -> Features | None:
         """Of a request's features those that are not in the session's window yet."""
@@ -128,39 +150,42 @@ class EagleDrafter:
             raise BadRequest("features.width", f"{rows.width} given; the target's has {width}")
         if rows.end >= length:
             raise BadRequest("features", f"are of places up to {rows.end}, of {length} tokens")
-        window = self._windows.get(request.session_id)
+        window = self._window(request)
         known = window.end if window is not None and window.end >= rows.first else rows.first
         new = rows.since(known)
         is_known = new is not None and max(_behind(request, new)) < vocab_size
         return new if is_known else None
 
     def _extend(
-        self, session_id: str, first: int, pairs: Pairs, features: torch.Tensor, rows: slice
+        self,
+        request: DraftRequest,
+        new: Features,
+        pairs: Pairs,
+        features: torch.Tensor,
+        rows: slice,
     ) -> None:
-        window = self._windows.pop(session_id, None)
-        keys, values = pairs.keys[rows], pairs.values[rows]
-        if window is not None and window.end == first:
+        """The session's window by new pairs, which are those `rows`."""
+        window = self._windows.pop(request.session_id, None)
+        keys, values, tokens = pairs.keys[rows], pairs.values[rows], (*_behind(request, new),)
+        if window is not None and window.end == new.first:
             keys = torch.cat([window.keys, keys])
             values = torch.cat([window.values, values])
+            tokens = window.tokens + tokens
         newest = rows.stop - 1
         parts = (pairs.queries, pairs.keys, pairs.values, pairs.joined)
-        self._windows[session_id] = _Window(
+        self._windows[request.session_id] = _Window(
             keys[-FEATURES_MAX:].clone(),
             values[-FEATURES_MAX:].clone(),
             Pairs(*(part[newest].clone() for part in parts)),
             features[newest].clone(),
-            first + rows.stop - rows.start,
+            tokens[-FEATURES_MAX:],
+            new.end,
         )
-        if len(self._windows) > self._sessions_max:
-            self._windows.popitem(last=False)
 
     def _draft(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """A token of every round at a time."""
         windows = [self._windows[request.session_id] for request in requests]
-        growing = [
-            GrowingRound(_wanted(request), window.features)
-            for request, window in zip(requests, windows, strict=True)
-        ]
+        growing = [GrowingRound(_wanted(request)) for request in requests]
         keys = nn.utils.rnn.pad_sequence([window.keys for window in windows], batch_first=True)
         values = nn.utils.rnn.pad_sequence([window.values for window in windows], batch_first=True)
         lengths = torch.tensor([len(window.keys) for window in windows], device=keys.device)

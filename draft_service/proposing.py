@@ -162,6 +162,10 @@ class Proposer:
         if self._table.epoch(session_id) <= epoch:
             self._forget(session_id)
 
+    def forget_tokens(self, session_id: str) -> None:
+        """The session is asked for again by a resync, with all that goes with its tokens."""
+        self._table.release(session_id)
+
     def recover(self, items: Sequence[DraftItem]) -> None:
         """See `StepWorker.recover`."""
         for item in items:

@@ -83,7 +83,9 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
     ) -> DraftService:
         """Drafts from what the target's head reads, with a head that is told by `info`."""
         description = replace(describe_model(info, max_num_seqs, None), reads_features=True)
-        return cls(Proposer(eagle), executor, description, observer)
+        proposer = Proposer(eagle)
+        eagle.on_dropped = proposer.forget_tokens
+        return cls(proposer, executor, description, observer)
 
     @classmethod
     def without_model(

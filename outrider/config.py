@@ -171,7 +171,9 @@ class TargetConfig(ModelServerConfig):
     directory: str = ""
     """Where the model's files are, once its name is resolved; empty for an emulated engine."""
     heads: str = ""
-    """What its draft heads are called, where it drafts for itself; else empty."""
+    """What its draft heads, or exit head, are called, where it drafts for itself; else empty."""
+    heads_kind: str = ""
+    """`medusa` or `early-exit`."""
     heads_directory: str = ""
     """Where these are."""
     heads_support_entries: int = DRAFT_SUPPORT_ENTRIES
@@ -277,14 +279,14 @@ class DraftConfig(ModelServerConfig):
     def __post_init__(self) -> None:
         ModelServerConfig.__post_init__(self)
         _check_ngrams(self.ngram_min, self.ngram_max)
-        model, heads = self.drafter.model, self.drafter.heads
+        model = self.drafter.model
         bits = None if model is None else model.bits
-        reads_features = model is not None and model.reads_features
-        if (bits is not None or heads or reads_features) and self.emulated is not None:
+        reads_target = self.drafter.reads_target
+        if (bits is not None or reads_target) and self.emulated is not None:
             raise SettingError(
                 "draft_model", f"{self.model} needs a target with weights; an emulated one has none"
             )
-        if (bits is not None or reads_features) and self.tensor_parallel_size > 1:
+        if (bits is not None or reads_target) and self.tensor_parallel_size > 1:
             raise SettingError(
                 "draft_tensor_parallel_size",
                 f"{self.tensor_parallel_size} is wrong; {self.model} runs on one rank",
@@ -409,7 +411,7 @@ class CoordinatorConfig(ServerConfig):
     draft_address: str = ""
     """HOST:PORT of the draft replica; empty = none."""
     lookup: DraftConfig | None = None
-    """Of a hybrid with heads: the look-up, which goes before the target's own proposals."""
+    """Of a hybrid whose target drafts: the look-up, which goes before its own proposals."""
 
     def __post_init__(self) -> None:
         ServerConfig.__post_init__(self)
@@ -441,8 +443,8 @@ class DeploymentConfig:
         if self.draft.model == AUTO:
             named = drafter_for(None if self.target.emulated else self.target.model)
             object.__setattr__(self, "draft", replace(self.draft, model=named))
-        if self.draft.drafter.needs_features:
-            self._check_features()
+        if self.draft.drafter.reads_target:
+            self._check_reading()
         if self.target.deterministic and self.coordinator.draft_siblings:
             raise SettingError(
                 "draft_siblings",
@@ -450,18 +452,18 @@ class DeploymentConfig:
                 "trees: their logits may differ in the last bit from those of a chain",
             )
 
-    def _check_features(self) -> None:
-        """Of a target that shows what its head read, to heads or to a draft."""
+    def _check_reading(self) -> None:
+        """Of a target that computes what is drafted from."""
         ranks = self.target.tensor_parallel_size
         for key, value, reason in (
-            ("tensor_parallel_size", ranks if ranks > 1 else 0, "a target of one rank shows it"),
-            ("look_ahead", self.coordinator.look_ahead, "it comes with the outcome, not before"),
+            ("tensor_parallel_size", ranks if ranks > 1 else 0, "which takes one rank"),
+            ("look_ahead", self.coordinator.look_ahead, "once the outcome is known"),
         ):
             if value:
                 raise SettingError(
                     key,
-                    f"{value} given, but {self.draft.model} drafts from what the target's head "
-                    f"reads: {reason}",
+                    f"{value} given, but {self.draft.model} drafts from what its target computes, "
+                    f"{reason}",
                 )
 
     @property

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from outrider.engine.interface import Engine, ModelInfo
     from outrider.engine.parallel.sharding import Ranks
     from outrider.engine.trained_eagle import LoadedEagle
+    from outrider.engine.trained_exits import LoadedExit
     from outrider.engine.trained_heads import LoadedHeads
 
 T = TypeVar("T")
@@ -137,18 +138,17 @@ def build_engine(
     if not config.deterministic:
         records = ranks is None and not _shows_features(config)
         acceleration = find_acceleration(device, weight.dtype, graphs=records)
-    heads = _heads(config, module)
+    heads, exit_head = _heads(config, module), _exit_head(config, module)
     with blaming("draft_model"):
         speed_up(module, bits=_bits(config))
-    if heads is not None:
-        speed_up(heads.module)
+    for own in (heads, exit_head):
+        if own is not None:
+            speed_up(own.module)
     if ranks is not None:
         ranks.wait_for_all()
+    num_recorded = 0 if acceleration is None else acceleration.recorded_bytes_max
     num_bytes = config.kv_cache_memory_bytes or memory_budget(
-        device,
-        config.gpu_memory_utilization,
-        config.num_gpus,
-        0 if acceleration is None else acceleration.recorded_bytes_max,
+        device, config.gpu_memory_utilization, config.num_gpus, num_recorded
     )
     if ranks is not None:  # they hold the same pages
         num_bytes = least(ranks, num_bytes, device)
@@ -171,6 +171,7 @@ def build_engine(
             all_agree=all_agree,
             draft_heads=heads,
             shows_features=_shows_features(config),
+            exit_head=exit_head,
         )
         if engine.info.max_model_len < config.max_model_len:
             raise SettingError(
@@ -209,28 +210,46 @@ def _load(
     return load_shard(path, ranks, key=key, **options)
 
 
+def _drafts_with(config: TargetConfig | DraftConfig) -> str:
+    """The kind of what a target drafts with for itself; empty for whoever does not."""
+    return config.heads_kind if isinstance(config, TargetConfig) else ""
+
+
 def _shows_features(config: TargetConfig | DraftConfig) -> bool:
     """Whether somebody drafts from what the model's head reads, and a replayed step does not
     show."""
-    return isinstance(config, TargetConfig) and (
-        config.shows_features or bool(config.heads_directory)
+    return _drafts_with(config) == "medusa" or (
+        isinstance(config, TargetConfig) and config.shows_features
     )
 
 
 def _heads(config: TargetConfig | DraftConfig, module: torch.nn.Module) -> LoadedHeads | None:
-    """The draft heads on a target, whose weights are all there still."""
-    if not isinstance(config, TargetConfig) or not config.heads_directory:
+    """The draft heads on a target, whose weights are all there still. What they read a replayed
+    step does not show."""
+    if not isinstance(config, TargetConfig) or config.heads_kind != "medusa":
         return None
     from outrider.engine.trained_heads import load_heads
 
     with blaming("draft_model"):
-        return load_heads(
-            Path(config.heads_directory),
-            module,
-            name=config.heads,
-            target_directory=Path(config.directory),
-            target_name=config.model,
-        )
+        return load_heads(Path(config.heads_directory), module, **_whose(config))
+
+
+def _exit_head(config: TargetConfig | DraftConfig, module: torch.nn.Module) -> LoadedExit | None:
+    """The head behind such a target's first layers."""
+    if not isinstance(config, TargetConfig) or config.heads_kind != "early-exit":
+        return None
+    from outrider.engine.trained_exits import load_exit
+
+    with blaming("draft_model"):
+        return load_exit(Path(config.heads_directory), module, **_whose(config))
+
+
+def _whose(config: TargetConfig) -> dict[str, Any]:
+    return {
+        "name": config.heads,
+        "target_directory": Path(config.directory),
+        "target_name": config.model,
+    }
 
 
 def _bits(config: TargetConfig | DraftConfig) -> int | None:

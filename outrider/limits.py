@@ -50,7 +50,7 @@ FEATURES_MAX: Final = 64
 """Committed tokens whose features a draft is given, and drafts from, at most."""
 EAGLE_WINDOWS: Final = 4
 """Sessions whose newest features such a draft keeps, for each that a step may have."""
-FEATURES_WIDTH_MAX: Final = 2**16
+FEATURES_WIDTH_MAX: Final = 2**15
 """Numbers in the features of a token."""
 HYBRID_SCORE_MIN: Final = 0.6
 """Tokens that a look-up must expect to be accepted before it stands in for a model, by default."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from outrider.engine.interface import Engine
     from outrider.work import StepObserver
 
+    from .self_drafting import SelfDrafter
     from .service import TargetService
 
 
@@ -38,13 +39,10 @@ class TargetActor(ReplicaHost[VerifyItem, VerifyAnswer]):
 
 def _build(engine: Engine, config: TargetConfig, observer: StepObserver | None) -> TargetService:
     from outrider.engine.executor import ThreadExecutor
-    from outrider.engine.paged_engine import PagedEngine
     from outrider.engine.workers import start_workers
 
-    from .self_drafting import HeadDrafter
     from .service import TargetService
 
-    heads = engine.draft_heads if isinstance(engine, PagedEngine) else None
     executor = ThreadExecutor("target-step", engine.take_step_seconds, start_workers)
     return TargetService(
         engine,
@@ -53,5 +51,19 @@ def _build(engine: Engine, config: TargetConfig, observer: StepObserver | None) 
         max_num_batched_tokens=config.max_num_batched_tokens,
         costs=executor.call(lambda: step_costs(engine, config, "target")),
         observer=observer,
-        self_drafter=None if heads is None else HeadDrafter(heads, config.heads_support_entries),
+        self_drafter=self_drafter_of(engine, config.heads_support_entries),
     )
+
+
+def self_drafter_of(engine: Engine, entries_max: int) -> SelfDrafter | None:
+    """Who drafts for the target, if it is the target."""
+    from outrider.engine.paged_engine import PagedEngine
+
+    from .exit_drafting import ExitDrafter
+    from .self_drafting import HeadDrafter
+
+    if not isinstance(engine, PagedEngine):
+        return None
+    if engine.exit_head is not None:
+        return ExitDrafter(engine.exit_head, engine, entries_max)
+    return None if engine.draft_heads is None else HeadDrafter(engine.draft_heads, entries_max)

@@ -34,7 +34,7 @@ from outrider.speculation.transforms import TokenHistory, raw_logprobs
 from outrider.speculation.verdict import Verdict
 from outrider.speculation.verdicts import verdict_from_logits
 from outrider.work import StepFigures, Unfinished, refusal
-from target_service.self_drafting import NextRound, SelfDrafter
+from target_service.self_drafting import NO_FEATURES, NextRound, SelfDrafter
 from target_service.shown_features import sealed_features, shown_by
 
 logger = logging.getLogger(__name__)
@@ -75,17 +75,24 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """Who drafts for a target that does so itself, and the engine that shows it features."""
+    """Who drafts for a target that does so itself, and the engine that shows it features, where it
+    looks at them."""
 
     drafter: SelfDrafter
-    engine: FeatureEngine
+    engine: FeatureEngine | None
 
     @classmethod
     def of(cls, drafter: SelfDrafter, engine: Engine) -> _Own:
+        if not drafter.reads_features:
+            return cls(drafter, None)
         shown = shown_by(engine)
         if shown is None:
-            raise InvariantError("a target that drafts itself shows its features")
+            raise InvariantError("a target whose heads draft shows its features")
         return cls(drafter, shown)
+
+    def shown(self, index: int, row: int) -> torch.Tensor:
+        """What this row of the last pass's step `index` was made of."""
+        return NO_FEATURES if self.engine is None else self.engine.features()[index][row]
 
 
 class Scorer:
@@ -241,12 +248,15 @@ class Scorer:
         if self._shown is None or not any(e.question.item.wants_features for e in passes):
             return answers
         found, features = list(answers), self._shown.features()
-        for index, (entry, answer) in enumerate(zip(passes, answers, strict=True)):
-            item = entry.question.item
-            if isinstance(answer, VerdictReply) and item.wants_features:
-                rows = (0, *(place + 1 for place in _outcome(entry, answer.verdict).path))
-                shown = sealed_features(features[index][[*rows]], item.head.committed_length - 1)
-                found[index] = replace(answer, features=shown)
+        wanting = [
+            (index, answer, _outcome(entry, answer.verdict).path)
+            for index, (entry, answer) in enumerate(zip(passes, answers, strict=True))
+            if isinstance(answer, VerdictReply) and entry.question.item.wants_features
+        ]
+        rows = [features[index][[0, *(place + 1 for place in path)]] for index, _, path in wanting]
+        firsts = [passes[index].question.item.head.committed_length - 1 for index, *_ in wanting]
+        for (index, answer, _), shown in zip(wanting, sealed_features(rows, firsts), strict=True):
+            found[index] = replace(answer, features=shown)
         return found
 
     def _with_next_proposals(
@@ -256,33 +266,39 @@ class Scorer:
         A proposal that fails costs speed alone."""
         if self._own is None:
             return answers
+        found = list(answers)
         wanting: list[tuple[int, VerdictReply, NextRound]] = []
+        proposals: list[Proposal] = []
         try:
-            features = self._own.engine.features()
             for index, (entry, answer) in enumerate(zip(passes, answers, strict=True)):
-                if isinstance(answer, VerdictReply):
-                    outcome = _outcome(entry, answer.verdict)
-                    following = self._next_round(entry, outcome, features[index])
-                    if following is not None:
-                        wanting.append((index, answer, following))
-            if not wanting:
-                return answers
-            proposals = self._own.drafter.propose([following for *_, following in wanting])
+                if not isinstance(answer, VerdictReply):
+                    continue
+                outcome = _outcome(entry, answer.verdict)
+                following = self._next_round(entry, outcome, self._own.shown(index, outcome.last))
+                if following is not None:
+                    found[index] = reply = self._given_up(answer, following)
+                    wanting.append((index, reply, following))
+            if wanting:
+                proposals = self._own.drafter.propose([following for *_, following in wanting])
         except Exception:
             logger.exception("nothing is proposed behind %d verdicts", len(wanting))
-            return answers
-        found = list(answers)
+            return found
         for (index, reply, following), proposal in zip(wanting, proposals, strict=True):
             length = following.wanted.noise.committed_length
             sealed = SealedProposal.of(proposal)
             found[index] = replace(reply, next_proposal=sealed, next_base_length=length)
         return found
 
+    def _given_up(self, reply: VerdictReply, following: NextRound) -> VerdictReply:
+        """A verdict behind which only the slots of what will be committed are held."""
+        num_run = following.wanted.noise.committed_length - 1
+        return replace(reply, cached_length=self._table.keep(following.sequence_id, num_run))
+
     def _next_round(
         self, entry: _Pass, outcome: Outcome, features: torch.Tensor
     ) -> NextRound | None:
-        """The round behind an outcome, from the features [K+1, D] of the pass; None where nothing
-        is wanted of it, or nothing more fits."""
+        """The round behind an outcome, whose last token was drawn from a row that these features
+        [D] were read for; None where nothing is wanted of it, or nothing more fits."""
         head, sampling = entry.question.item.head, entry.question.sampling
         length = head.committed_length + len(outcome.token_ids)
         item = entry.question.item
@@ -303,7 +319,7 @@ class Scorer:
             history=history,
             siblings=item.next_siblings,
         )
-        return NextRound(features[outcome.last], wanted)
+        return NextRound(features, wanted, head.session_id)
 
     def _judge(self, entry: _Pass, logits: torch.Tensor) -> VerifyAnswer:
         """The verdict on one item from its logits [K+1, V]."""

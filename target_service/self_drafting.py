@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
@@ -14,27 +14,40 @@ from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.reduced import ReducedVocabulary
 
+NO_FEATURES: Final = torch.empty(0)
+
 
 @dataclass(frozen=True, slots=True)
 class NextRound:
     """What is known of a round that has not begun."""
 
     features: torch.Tensor
-    """[D]: what the target's head read at the token before the newest one."""
+    """[D]: what the target's head read at the token before the newest one; `NO_FEATURES` for a
+    drafter that does not look at it."""
     wanted: RoundWanted
+    sequence_id: str
+    """The target's, which holds the committed tokens but the newest one."""
 
 
 class SelfDrafter(Protocol):
     """Proposes for rounds of the target that it is a part of. As of any drafter, a proposal depends
     on nothing that was drafted and not committed, and on no numbers but its own round's."""
 
+    @property
+    def reads_features(self) -> bool:
+        """Whether it looks at `NextRound.features`; constant."""
+        ...
+
     def propose(self, rounds: Sequence[NextRound]) -> list[Proposal]:
-        """One proposal for each, in order; of what is wanted or less."""
+        """One proposal for each, in order; of what is wanted or less. The target's sequences are
+        then as they were."""
         ...
 
 
 class HeadDrafter:
     """Drafts with heads: a token of every round at a time."""
+
+    reads_features: Final = True
 
     def __init__(self, heads: LoadedHeads, entries_max: int = DRAFT_SUPPORT_ENTRIES) -> None:
         """`entries_max` bounds the support of each draft distribution."""
@@ -44,16 +57,17 @@ class HeadDrafter:
     def propose(self, rounds: Sequence[NextRound]) -> list[Proposal]:
         """See `SelfDrafter.propose`. A round whose logits cannot be drawn from has what was drawn
         so far."""
-        growing = [GrowingRound(entry.wanted, entry.features) for entry in rounds]
+        growing = [GrowingRound(entry.wanted) for entry in rounds]
+        features = [entry.features for entry in rounds]
         for depth in range(len(self._heads.heads)):
-            active = [entry for entry in growing if entry.wants_more]
+            active = [index for index, entry in enumerate(growing) if entry.wants_more]
             if not active:
                 break
-            features = torch.stack([entry.features for entry in active])
-            newest = torch.tensor([entry.newest for entry in active], device=features.device)
-            features = self._heads.advance(depth, features, newest)
-            logits = self._heads.logits(features)
-            for entry, row in zip(active, features, strict=True):
-                entry.features = row
-            self._draws.draw(active, logits, depth)
+            given = torch.stack([features[index] for index in active])
+            newest = torch.tensor([growing[index].newest for index in active], device=given.device)
+            found = self._heads.advance(depth, given, newest)
+            for index, row in zip(active, found, strict=True):
+                features[index] = row
+            logits = self._heads.logits(found)
+            self._draws.draw([growing[index] for index in active], logits, depth)
         return [entry.result() for entry in growing]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 
 from outrider.engine.interface import Engine, FeatureEngine
-from outrider.features import Features
+from outrider.features import BYTES_OF_A_NUMBER, Features
 
 
 def shown_by(engine: Engine) -> FeatureEngine | None:
@@ -13,7 +16,13 @@ def shown_by(engine: Engine) -> FeatureEngine | None:
     return engine if isinstance(engine, FeatureEngine) and engine.shows_features else None
 
 
-def sealed_features(rows: torch.Tensor, first: int) -> Features:
-    """Rows [n, D] of tokens from the place `first` on, as they travel."""
-    numbers = rows.to("cpu", torch.bfloat16).contiguous()
-    return Features(first, rows.shape[1], numbers.view(torch.uint8).numpy().tobytes())
+def sealed_features(rows: Sequence[torch.Tensor], firsts: Sequence[int]) -> list[Features]:
+    """Rows [n, D] of tokens from each of the places `firsts` on, as they travel."""
+    if not rows:
+        return []
+    numbers = torch.cat([*rows]).to("cpu", torch.bfloat16).view(torch.uint8).numpy()
+    sizes = np.cumsum([len(part) for part in rows])[:-1]
+    return [
+        Features(first, part.shape[1] // BYTES_OF_A_NUMBER, part.tobytes())
+        for first, part in zip(firsts, np.split(numbers, sizes), strict=True)
+    ]

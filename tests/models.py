@@ -32,6 +32,7 @@ from outrider.engine.modules.packed_linear import PackedLinear, can_pack
 from outrider.engine.modules.widened_linear import WidenedLinear
 from outrider.engine.trained_drafters import save_drafter
 from outrider.engine.trained_eagle import LoadedEagle, make_eagle, save_eagle
+from outrider.engine.trained_exits import LoadedExit, make_exit, save_exit
 from outrider.engine.trained_heads import LoadedHeads, make_heads, save_heads
 
 MAX_MODEL_LEN = 128
@@ -238,6 +239,32 @@ def save_tiny_eagle(directory: Path, target: Path, token_ids: Sequence[int]) -> 
     directory.mkdir(parents=True, exist_ok=True)
     description = _description(TrainedKind.EAGLE, target, module, token_ids)
     save_eagle(directory, eagle.module, torch.tensor(token_ids), description)
+    return directory
+
+
+def tiny_exit(
+    target: Any, token_ids: Sequence[int], num_layers: int = 1, seed: int = 1
+) -> LoadedExit:
+    """A random exit head behind a layer of a target's module, with logits of `token_ids`."""
+    width = target.config.hidden_size
+    module = make_exit(target, 2 * width, torch.tensor(token_ids))
+    generator = torch.Generator().manual_seed(seed)
+    module.scale = torch.nn.Parameter(torch.ones(width, dtype=target.dtype), requires_grad=False)
+    for linear in (module.mix, module.gate_up, module.down):
+        values = torch.randn(linear.weight.shape, generator=generator) * _SPREAD
+        linear.weight = torch.nn.Parameter(values.to(target.dtype), requires_grad=False)
+    return LoadedExit(module.eval(), tuple(token_ids), num_layers)
+
+
+def save_tiny_exit(
+    directory: Path, target: Path, token_ids: Sequence[int], num_layers: int = 1
+) -> Path:
+    """Saves such an exit head of the model in `target`; returns `directory`."""
+    module = AutoModelForCausalLM.from_pretrained(target)
+    made = tiny_exit(module, token_ids, num_layers)
+    description = _description(TrainedKind.EARLY_EXIT, target, module, token_ids)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_exit(directory, made.module, num_layers, torch.tensor(token_ids), description)
     return directory
 
 

@@ -267,6 +267,7 @@ def _run_acceptance(arguments: argparse.Namespace) -> int:
     target = _engine(config.target, "target")
     from benchmarks.acceptance_reading import (
         EagleReader,
+        ExitReader,
         HeadsReader,
         LookupReader,
         ModelReader,
@@ -279,20 +280,23 @@ def _run_acceptance(arguments: argparse.Namespace) -> int:
     text = TokenizerText.load(Path(config.target.directory), config.target.model)
     max_model_len = target.info.max_model_len
     lookup, name = build_lookup(config.draft), config.draft.model
-    heads = target.draft_heads if isinstance(target, PagedEngine) else None
-    if heads is not None and isinstance(target, PagedEngine):
-        reader: Reader = HeadsReader(target, heads, config.draft.support_entries)
-        name = f"medusa:{config.target.heads}"
-    elif config.target.shows_features and isinstance(target, PagedEngine):
-        eagle, _ = build_eagle(config.draft)
-        reader = EagleReader(target, eagle, config.draft.support_entries)
+    own = target if isinstance(target, PagedEngine) else None
+    support_entries = config.draft.support_entries
+    if own is not None and own.draft_heads is not None:
+        reader: Reader = HeadsReader(own, own.draft_heads, support_entries)
+        name = f"{config.target.heads_kind}:{config.target.heads}"
+    elif own is not None and own.exit_head is not None:
+        reader = ExitReader(own, own.exit_head, support_entries)
+        name = f"{config.target.heads_kind}:{config.target.heads}"
+    elif own is not None and own.shows_features:
+        reader = EagleReader(own, build_eagle(config.draft)[0], support_entries)
         name = name if lookup is None else f"the head of {name}"
     elif config.draft.drafter.model is None and lookup is not None:
         reader = LookupReader(lookup)
     else:
         name = name if lookup is None else f"the model of {name}"
         draft = _engine(config.draft, "draft")
-        reader = ModelReader(draft, config.draft.support_entries)
+        reader = ModelReader(draft, support_entries)
         max_model_len = min(max_model_len, draft.info.max_model_len)
 
     report = measure(

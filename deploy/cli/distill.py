@@ -100,12 +100,13 @@ def _add_drafter(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kind", choices=KINDS, default=KINDS[0],
         help="a small model of its own, heads on the target that draft from what its own head "
-        "reads, or a head of the draft service that is sent this [%(default)s]",
+        "reads, one behind its first layers, or one in the draft service that is sent what its own "
+        "head reads [%(default)s]",
     )  # fmt: skip
     parser.add_argument(
         "--layers", type=int, metavar="N",
         help="of a student: the target's first ones, two that copy, and its last "
-        f"[{LAYERS}]",
+        f"[{LAYERS}]; of --kind early-exit: the first ones, which draft [a fifth of the target's]",
     )  # fmt: skip
     parser.add_argument(
         "--heads", type=int, metavar="N", help=f"of --kind medusa: tokens of a draft [{HEADS}]"

@@ -10,7 +10,9 @@ from typing import Final
 from outrider.drafting.registry import DRAFTERS
 
 LONGEST_WORD: Final = 10
-"""Of what they propose: a narrow terminal cuts no word."""
+"""Of what they propose and of their files: a narrow terminal cuts no word of ..."""
+_WORDY: Final = ("proposes", "files")
+"""... these columns."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         table.add_column(
             "--draft-model" if is_name else name,
             no_wrap=is_name,
-            min_width=LONGEST_WORD if name == "proposes" else None,
+            min_width=LONGEST_WORD if name in _WORDY else None,
         )
     for drafter in found:
         table.add_row(*drafter.values())

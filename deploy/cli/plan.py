@@ -78,7 +78,7 @@ def _check(config: DeploymentConfig) -> None:
     """Raises `SettingError` for what cannot be read and rehearsed in processes of this command."""
     if config.target.emulated is not None:
         raise SettingError("engine", "an emulated one is no model; this measures models")
-    if config.draft.drafter.needs_features:
+    if config.draft.drafter.reads_target:
         raise SettingError(
             "draft_model",
             f"{config.draft.model} is wrong; a plan is of a draft that reads nothing of the target",

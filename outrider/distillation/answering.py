@@ -67,7 +67,6 @@ class Answers:
         self._seconds = options.minutes * 60
         embeddings = module.get_input_embeddings().weight
         self._vocab_size: int = embeddings.shape[0]
-        self._width: int | None = embeddings.shape[1] if course.has_features else None
 
     def write(self) -> WrittenCorpus:
         """What the target writes."""
@@ -155,9 +154,10 @@ class Answers:
 
     def _cache(self, documents: Sequence[Document]) -> TeacherCache:
         """What the target says of these, as far as it is known."""
-        more = [] if self._width is None else ["features"]
+        features = self._course.features
+        more = [] if features is None else features.key
         folder = folder_name("answers", self._dtype, fingerprint_of(documents), *more)
-        return TeacherCache(self._place / folder, documents, self._vocab_size, self._width)
+        return TeacherCache(self._place / folder, documents, self._vocab_size, features)
 
     def _apart(self, documents: Sequence[Document]) -> list[Document]:
         """These, of which the target may have begun some with a prompt to measure with by itself:

@@ -12,11 +12,17 @@ import numpy.typing as npt
 from outrider.distillation.copying import copying_layers
 from outrider.distillation.documents import Document
 from outrider.distillation.eagle import load_learned_eagle, make_new_eagle
+from outrider.distillation.exits import (
+    layers_before_exit,
+    load_learned_exit,
+    make_new_exit,
+)
 from outrider.distillation.heads import load_learned_heads, make_new_heads
 from outrider.distillation.learner import Start
 from outrider.distillation.options import HEADS, LAYERS, DistillOptions
 from outrider.distillation.student import kept_layers, load_student, make_student
 from outrider.distillation.target import Target
+from outrider.distillation.teacher import Features
 from outrider.engine.drafter_files import TrainedKind
 
 
@@ -25,8 +31,8 @@ class Course:
     """The way to a drafter."""
 
     kind: TrainedKind
-    has_features: bool
-    """Whether it learns from what the target's head reads, too."""
+    features: Features | None
+    """What of the target it learns from beside its answers; None = nothing."""
     num_learned_min: int
     """Learned tokens of a document that something can be drafted for."""
     drafter: Start | None
@@ -64,7 +70,7 @@ def _student(options: DistillOptions, target: Target, module: Any) -> Course:
     def make(token_ids: npt.NDArray[np.int64]) -> Start:
         return make_student(module, layers, token_ids)
 
-    return Course(TrainedKind.STUDENT, False, 1, drafter, make)
+    return Course(TrainedKind.STUDENT, None, 1, drafter, make)
 
 
 def _medusa(options: DistillOptions, target: Target, module: Any) -> Course:
@@ -82,7 +88,27 @@ def _medusa(options: DistillOptions, target: Target, module: Any) -> Course:
         return make_new_heads(module, options.heads or HEADS, token_ids, options.seed)
 
     # The first learned token of a document is the newest one of the first draft.
-    return Course(TrainedKind.MEDUSA, True, 2, drafter, make)
+    return Course(TrainedKind.MEDUSA, Features.of(module), 2, drafter, make)
+
+
+def _early_exit(options: DistillOptions, target: Target, module: Any) -> Course:
+    drafter = None
+    if options.start_from is not None:
+        drafter, num_layers = load_learned_exit(
+            options.start_from,
+            module,
+            name=_start_name(options),
+            target_directory=target.directory,
+            target_name=target.name,
+        )
+    else:
+        num_layers = layers_before_exit(module, options.layers)
+
+    def make(token_ids: npt.NDArray[np.int64]) -> Start:
+        return make_new_exit(module, num_layers, token_ids, options.seed)
+
+    features = Features.of(module, num_layers)
+    return Course(TrainedKind.EARLY_EXIT, features, 1, drafter, make)
 
 
 def _eagle(options: DistillOptions, target: Target, module: Any) -> Course:
@@ -99,7 +125,7 @@ def _eagle(options: DistillOptions, target: Target, module: Any) -> Course:
     def make(token_ids: npt.NDArray[np.int64]) -> Start:
         return make_new_eagle(module, token_ids, options.seed)
 
-    return Course(TrainedKind.EAGLE, True, 2, drafter, make)
+    return Course(TrainedKind.EAGLE, Features.of(module), 2, drafter, make)
 
 
 def _start_name(options: DistillOptions) -> str:
@@ -110,4 +136,5 @@ _COURSES: Final[dict[TrainedKind, Callable[[DistillOptions, Target, Any], Course
     TrainedKind.STUDENT: _student,
     TrainedKind.MEDUSA: _medusa,
     TrainedKind.EAGLE: _eagle,
+    TrainedKind.EARLY_EXIT: _early_exit,
 }

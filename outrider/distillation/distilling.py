@@ -8,7 +8,7 @@ folder              what it holds                   its key names
                     prompts to measure with
 `written-<key>`     what the target wrote           dtype, seed, prompts, template, lengths
 `answers-<key>`     its answers about documents,    dtype, every token of these, in order, and
-                    of either kind                  whether they are for heads
+                    of either kind                  what is kept beside them
 `<kind>-<key>`      checkpoint and measurements     the answers, which of them are held out, and
                                                     all that is asked for
 """

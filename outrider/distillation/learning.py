@@ -45,7 +45,8 @@ class Batch:
     behind: torch.Tensor
     """[R]: how many rows of the same document come behind."""
     features: torch.Tensor | None
-    """[R, D], float16: what the target's head read at each; None where it was not kept."""
+    """[R, D], float16: what the target's head read at each, or one of its layers put out; None
+    where neither was kept."""
 
 
 class Lessons:

@@ -11,7 +11,7 @@ from outrider.limits import SEED_MAX
 from outrider.settings import check_range
 
 MINUTES_MAX: Final = 7 * 24 * 60.0
-KINDS: Final = ("student", "medusa", "eagle")
+KINDS: Final = ("student", "medusa", "early-exit", "eagle")
 """`TrainedKind`s, whose module needs torch."""
 HEADS: Final = 4
 HEADS_MAX: Final = 8
@@ -21,7 +21,7 @@ DRAFT_VOCAB: Final = 8192
 DRAFT_VOCAB_MAX: Final = 2**20
 TOKENS_MAX: Final = 2**26
 """Tokens that the target writes, at most; the teacher's cache takes some 260 bytes for each, and
-for heads two for each number of the target's width, too."""
+but for a student two for each number of the target's width, too."""
 STEPS_MAX: Final = 10**7
 
 
@@ -33,14 +33,15 @@ class DistillOptions:
     """The drafter's directory; it must not exist, be empty, or hold a drafter alone, which is
     replaced."""
     kind: str = KINDS[0]
-    """What it is, of `KINDS`: a small model of its own, heads on the target, or a head apart from
-    it that reads what the target's own head read."""
+    """What it is, of `KINDS`: a small model of its own, heads on the target, one behind its first
+    layers, or one apart from it that reads what the target's own head read."""
     minutes: float = 30.0
     """For writing, reading and training together, earlier parts of the same run included; measuring
     is not limited."""
     layers: int | None = None
     """Of the kind `student`, taken from the target's: see `kept_layers`; None = `LAYERS`, or those
-    of `start_from`."""
+    of `start_from`. Of the kind `early-exit` those of the target that draft; None = about a fifth
+    of them."""
     heads: int | None = None
     """Of the kind `medusa`, one for each token of a draft; None = `HEADS`, or those of
     `start_from`."""
@@ -79,8 +80,8 @@ class DistillOptions:
             raise SettingError(
                 "kind", f"{self.kind!r} is wrong; it must be one of {', '.join(KINDS)}"
             )
-        for name, kind in (("layers", "student"), ("heads", "medusa")):
-            if self.kind != kind and getattr(self, name) is not None:
+        for name, kinds in (("layers", ("student", "early-exit")), ("heads", ("medusa",))):
+            if self.kind not in kinds and getattr(self, name) is not None:
                 raise SettingError(name, f"a drafter of the kind `{self.kind}` has none")
         for name in ("layers", "heads", "draft_vocab"):
             if self.start_from is not None and getattr(self, name) is not None:

@@ -19,8 +19,9 @@ from outrider.distillation.learning import Batch
 from outrider.engine.drafter_files import TrainedDescription
 from outrider.engine.empty_models import parameters_on_meta
 from outrider.engine.fingerprints import tensors_fingerprint
+from outrider.engine.first_layers import layers_of
 from outrider.engine.trained_drafters import load_drafter, narrow_head, save_drafter
-from outrider.errors import ConfigError, SettingError
+from outrider.errors import SettingError
 from outrider.settings import blaming
 from outrider.speculation.acceptance import conditional_acceptance
 
@@ -90,7 +91,7 @@ def make_student(target: Any, layers: Sequence[int], token_ids: npt.NDArray[np.i
     """A module of the target's architecture with its embeddings, its head's rows for `token_ids`,
     and copies of these layers of it. Embeddings and head stay as they are: so students need less
     data, and nothing of both has to be kept. It learns as it is served, without dropout."""
-    found = _layers_of(target)
+    found = layers_of(target)
     config = copy.deepcopy(target.config)
     text_config = config.get_text_config()
     text_config.num_hidden_layers = len(layers)
@@ -110,7 +111,7 @@ def make_student(target: Any, layers: Sequence[int], token_ids: npt.NDArray[np.i
         if ".layers." not in name and values.data_ptr() not in shared
     }
     student.load_state_dict(kept, strict=False, assign=True)
-    for mine, index in zip(_layers_of(student), layers, strict=True):
+    for mine, index in zip(layers_of(student), layers, strict=True):
         copies = {name: values.clone() for name, values in found[index].state_dict().items()}
         mine.load_state_dict(copies, assign=True)
     student.get_input_embeddings().weight = embedding
@@ -147,13 +148,3 @@ def load_student(
         key = tensors_fingerprint(drafter)
     token_ids = np.array(info.logit_token_ids, dtype=np.int64)
     return Start(Student(student), token_ids, f"the drafter `{name}`", key, is_trained=True)
-
-
-def _layers_of(module: Any) -> nn.ModuleList:
-    """The decoder's layers. Raises `ConfigError` for an architecture that keeps them elsewhere."""
-    layers = getattr(module.base_model, "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise ConfigError(
-            f"a student cannot be made of a {type(module).__name__}: it has no list of layers"
-        )
-    return layers

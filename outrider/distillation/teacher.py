@@ -4,7 +4,8 @@ array       a row for each learned token, in the order of the documents
 `ids`       [64] the likeliest tokens, likeliest first: uint16, or uint32 for a large vocabulary
 `logprobs`  [64] float16, of the target's own distribution (temperature 1)
 `written`   float16, of the token that stands there
-`features`  [D] float16: what its head read to say so; for draft heads alone
+`features`  [D] float16: what its head read to say so, or one of its layers put out there; for
+            what drafts from that alone
 
 Rows are only ever appended; `progress.json` says how many documents are whole.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +25,8 @@ import torch
 
 from outrider.distillation.documents import Document
 from outrider.distillation.storage import Spent, read_json, write_whole
-from outrider.errors import ConfigError, check
+from outrider.engine.first_layers import watched_layer
+from outrider.errors import ConfigError, InvariantError, check
 
 ENTRIES: Final = 64
 _TOKENS_OF_A_PASS: Final = {"cpu": 4096, "cuda": 65_536}
@@ -37,6 +40,26 @@ _PROGRESS: Final = "progress.json"
 _FEATURES: Final = "features"
 
 
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What of the target is kept beside its answers."""
+
+    width: int
+    """D."""
+    layer: int | None
+    """What the last of so many layers puts out; None = what the head reads."""
+
+    @classmethod
+    def of(cls, module: Any, layer: int | None = None) -> Features:
+        """Of this target's module."""
+        return cls(module.get_input_embeddings().weight.shape[1], layer)
+
+    @property
+    def key(self) -> list[object]:
+        """What tells a cache with these from others of the same documents."""
+        return [_FEATURES] if self.layer is None else [_FEATURES, self.layer]
+
+
 class TeacherCache:
     """The answers about one list of documents, of which the first ones are known."""
 
@@ -45,9 +68,9 @@ class TeacherCache:
         directory: Path,
         documents: Sequence[Document],
         vocab_size: int,
-        width: int | None = None,
+        features: Features | None = None,
     ) -> None:
-        """With features of this width; None = without."""
+        """With these features; None = without."""
         self.documents = documents
         self.spent = Spent(directory)
         self._directory = directory
@@ -58,8 +81,9 @@ class TeacherCache:
             "logprobs": (np.float16, (self._entries,)),
             "written": (np.float16, ()),
         }
-        if width is not None:
-            self._kinds[_FEATURES] = (np.float16, (width,))
+        self._features = features
+        if features is not None:
+            self._kinds[_FEATURES] = (np.float16, (features.width,))
         self._num_documents = int(read_json(directory / _PROGRESS) or 0)
         lengths = [document.num_learned for document in documents]
         self._starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
@@ -115,8 +139,7 @@ class TeacherCache:
             while not self.is_whole and (self._num_documents == 0 or self.spent.seconds < seconds):
                 last = min(self._num_documents + _POOL, len(self.documents))
                 pool = self.documents[self._num_documents : last]
-                has_features = _FEATURES in self._kinds
-                answers = _answers(module, pool, size, self._entries, has_features)
+                answers = _answers(module, pool, size, self._entries, self._features)
                 for name, rows in answers.items():
                     files[name].write(rows.astype(self._kinds[name][0]).tobytes())
                     files[name].flush()
@@ -162,12 +185,12 @@ def by_length(documents: Sequence[Document]) -> list[int]:
 
 
 def _answers(
-    module: Any, pool: Sequence[Document], size: int, entries: int, has_features: bool
+    module: Any, pool: Sequence[Document], size: int, entries: int, features: Features | None
 ) -> dict[str, npt.NDArray[Any]]:
     """`ask` about a pool, in batches of documents of similar length; rows in the pool's order."""
     found: dict[int, dict[str, npt.NDArray[Any]]] = {}
     for batch in in_batches(pool, by_length(pool), size):
-        answers = ask(module, [pool[index] for index in batch], entries, has_features)
+        answers = ask(module, [pool[index] for index in batch], entries, features)
         ends = np.cumsum([pool[index].num_learned for index in batch])[:-1]
         split = {name: np.split(rows, ends) for name, rows in answers.items()}
         for place, index in enumerate(batch):
@@ -179,7 +202,7 @@ def _answers(
 
 
 def ask(
-    module: Any, documents: Sequence[Document], entries: int, has_features: bool
+    module: Any, documents: Sequence[Document], entries: int, features: Features | None
 ) -> dict[str, npt.NDArray[Any]]:
     """The target's answers about the learned tokens of `documents`, one after another, by the names
     of the arrays."""
@@ -187,11 +210,9 @@ def ask(
     ids, rows, following = packed(documents)
     block = _ROWS_OF_A_BLOCK["cpu" if device.type == "cpu" else "cuda"]
     with torch.inference_mode():
-        # Padding stands behind every text, where a causal model does not look: no mask is needed.
-        hidden = module.base_model(
-            input_ids=torch.from_numpy(ids).to(device), use_cache=False
-        ).last_hidden_state
-        wanted = hidden.reshape(-1, hidden.shape[-1])[torch.from_numpy(rows).to(device)]
+        hidden, shown = _read(module, torch.from_numpy(ids).to(device), features)
+        where = torch.from_numpy(rows).to(device)
+        wanted, shown = (part.reshape(-1, part.shape[-1])[where] for part in (hidden, shown))
         follow = torch.from_numpy(following).to(device)
         found = [
             _likeliest(module, part, token_ids, entries)
@@ -201,12 +222,28 @@ def ask(
         ]
     columns = [torch.cat(column).cpu().numpy() for column in zip(*found, strict=True)]
     answers = dict(zip(("ids", "logprobs", "written"), columns, strict=True))
-    if has_features:
-        features = wanted.half()
-        if not features.isfinite().all():
-            raise ConfigError("what the target's head reads is beyond the range of float16")
-        answers[_FEATURES] = features.cpu().numpy()
+    if features is not None:
+        kept = shown.half()
+        if not kept.isfinite().all():
+            what = "head reads" if features.layer is None else f"layer {features.layer} puts out"
+            raise ConfigError(f"what the target's {what} is beyond the range of float16")
+        answers[_FEATURES] = kept.cpu().numpy()
     return answers
+
+
+def _read(
+    module: Any, token_ids: torch.Tensor, features: Features | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the target's head reads of B texts, and what is to be kept of them: both [B, T, D]."""
+    # Padding stands behind every text, where a causal model does not look: no mask is needed.
+    if features is None or features.layer is None:
+        hidden = module.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+        return hidden, hidden
+    with watched_layer(module, features.layer) as watched:
+        hidden = module.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+    if watched.output is None:
+        raise InvariantError("a layer of the target was not called")
+    return hidden, watched.output
 
 
 def packed(

@@ -42,12 +42,10 @@ class RoundWanted:
 class GrowingRound:
     """A proposal as it grows."""
 
-    __slots__ = ("drawn", "ended", "features", "wanted")
+    __slots__ = ("drawn", "ended", "wanted")
 
-    def __init__(self, wanted: RoundWanted, features: torch.Tensor) -> None:
+    def __init__(self, wanted: RoundWanted) -> None:
         self.wanted = wanted
-        self.features = features
-        """[D]: what its next token is drafted from, beside the newest one."""
         self.drawn: list[DraftedGroup] = []
         """What stands at each place of the proposal; the next one follows its first token."""
         self.ended = False

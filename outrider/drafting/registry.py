@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
@@ -15,12 +15,13 @@ SHIPPED: Final = {"demo": "demo-drafter"}
 _QUANTIZED: Final = "quantized"
 _HYBRID: Final = "hybrid"
 _MEDUSA: Final = "medusa"
+_EARLY_EXIT: Final = "early-exit"
 _EAGLE: Final = "eagle"
 QUANTIZED_BITS: Final = (8, 4)
 """Bits of a weight that a target can be made its own draft with."""
 _FORMS: Final = (
     "`auto`, `ngram`, `suffix`, a model, `quantized:8`, `quantized:4`, `medusa:DIR`, "
-    "`eagle:DIR` or `hybrid:LOOKUP,MODEL`, whose MODEL may be heads, too"
+    "`early-exit:DIR`, `eagle:DIR` or `hybrid:LOOKUP,MODEL`, whose MODEL may be heads, too"
 )
 
 
@@ -48,18 +49,26 @@ class DraftModel:
 
 @dataclass(frozen=True, slots=True)
 class DrafterChoice:
-    """Who proposes: a look-up; a model, or heads on the target beside its verdicts; or the look-up
-    where it is confident and else one of these."""
+    """Who proposes: a look-up; a model, or the target itself beside its verdicts, with heads or
+    with its first layers; or the look-up where it is confident and else one of these."""
 
     lookup: LookupKind | None
     model: DraftModel | None
     heads: str | None = None
     """A directory of heads."""
+    early_exit: str | None = None
+    """A directory of a head behind the target's first layers."""
 
     @property
-    def needs_features(self) -> bool:
-        """Whether it goes on from what the target's own head read."""
-        return self.heads is not None or (self.model is not None and self.model.reads_features)
+    def on_target(self) -> str | None:
+        """The directory of what the target drafts with, where it does."""
+        return self.heads or self.early_exit
+
+    @property
+    def reads_target(self) -> bool:
+        """Whether it goes on from what the target computes."""
+        reads = self.model is not None and self.model.reads_features
+        return reads or self.on_target is not None
 
 
 def drafter_for(target: str | None) -> str:
@@ -82,6 +91,10 @@ def parse_drafter(name: str) -> DrafterChoice:
         if not rest:
             raise _wrong(name, "the directory of the heads is missing")
         return DrafterChoice(None, None, rest)
+    if form == _EARLY_EXIT:
+        if not rest:
+            raise _wrong(name, "the directory of the exit head is missing")
+        return DrafterChoice(None, None, early_exit=rest)
     if form == _EAGLE:
         if not rest:
             raise _wrong(name, "the directory of the head is missing")
@@ -103,8 +116,8 @@ def _parse_hybrid(name: str, parts: str) -> DrafterChoice:
         raise _wrong(name, f"a hybrid is `{_HYBRID}:LOOKUP,MODEL`, and LOOKUP {lookups}")
     other = parse_drafter(second)
     if other.lookup is not None:
-        raise _wrong(name, "its second part must be a model or heads")
-    return DrafterChoice(_LOOKUPS[first], other.model, other.heads)
+        raise _wrong(name, "its second part must be a model, heads or an exit head")
+    return replace(other, lookup=_LOOKUPS[first])
 
 
 def _wrong(name: str, reason: str) -> SettingError:
@@ -176,16 +189,24 @@ DRAFTERS: Final = (
         q="sparse",
     ),
     DrafterDescription(
+        draft_model="early-exit:DIR",
+        proposes="what a head behind the target's first layers draws, with its verdicts",
+        files="outrider distill --kind early-exit",
+        memory="its weights",
+        training="done",
+        q="sparse",
+    ),
+    DrafterDescription(
         draft_model="eagle:DIR",
         proposes="what a head draws from what the target's own head read, and sends",
         files="outrider distill --kind eagle",
-        memory="its weights, rows of the target's",
+        memory="its weights, the target's rows, 64 tokens a session",
         training="done",
         q="sparse",
     ),
     DrafterDescription(
         draft_model="hybrid:LOOKUP,MODEL",
-        proposes="as ngram or suffix where confident, else as its model or heads",
+        proposes="as ngram or suffix where confident, else as its model, heads or exit head",
         files="the model's",
         memory="both parts'",
         training="the model's",

@@ -11,7 +11,7 @@ file                what it holds
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from itertools import pairwise
@@ -41,6 +41,8 @@ class TrainedKind(StrEnum):
     """A small model of the target's architecture (`trained_drafters.py`)."""
     MEDUSA = "medusa"
     """Heads on the target (`trained_heads.py`)."""
+    EARLY_EXIT = "early-exit"
+    """A head behind the target's first layers (`trained_exits.py`)."""
     EAGLE = "eagle"
     """A head apart from the target, which reads what the target's own head read
     (`trained_eagle.py`)."""
@@ -135,23 +137,6 @@ def save_files(
     (directory / DESCRIPTION_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def fill(module: nn.Module, prefix: str, tensors: Mapping[str, torch.Tensor], name: str) -> None:
-    """Gives the parameters whose names begin with `prefix` their values of a drafter's file, in the
-    dtype and on the device that the others have. Raises `ConfigError` for missing and wrong ones,
-    `ValueError` as `restored`."""
-    like = next(p for key, p in module.named_parameters() if not key.startswith(prefix))
-    for key, parameter in list(module.named_parameters()):
-        if key.startswith(prefix):
-            if key not in tensors:
-                raise ConfigError(f"drafter {name}: its files lack the weights {key}")
-            values = restored(key, tensors)
-            if values.shape != parameter.shape or not values.isfinite().all():
-                raise ConfigError(f"drafter {name}: {key} does not fit, or is not finite")
-            owner, _, attribute = key.rpartition(".")
-            new = nn.Parameter(values.to(like), requires_grad=False)
-            setattr(module.get_submodule(owner), attribute, new)
-
-
 def as_stored(values: torch.Tensor) -> torch.Tensor:
     """What is left of a weight once it has been stored and loaded, in its own dtype."""
     return restored("", stored("", values)).to(values.dtype)
@@ -191,3 +176,32 @@ def checked_token_ids(
     if found[0] < 0 or found[-1] >= vocab_size or any(a >= b for a, b in pairwise(found)):
         raise ValueError(f"{TOKEN_IDS} do not ascend from 0 or more to below {vocab_size}")
     return token_ids.long()
+
+
+def check_vocabulary(description: TrainedDescription, name: str, vocab_size: int) -> None:
+    """Raises `ConfigError` unless the drafter is for a target of this vocabulary."""
+    if description.vocab_size != vocab_size:
+        raise ConfigError(
+            f"drafter {name}: {DESCRIPTION_FILE} has vocab_size {description.vocab_size}, its "
+            f"target {vocab_size}"
+        )
+
+
+def put_weights(
+    module: nn.Module,
+    names: Iterable[str],
+    tensors: Mapping[str, torch.Tensor],
+    like: torch.Tensor,
+    drafter: str,
+) -> None:
+    """Gives these parameters of a module the values that a drafter's file has, in the dtype and on
+    the device of `like`. Raises `ConfigError` for such as are missing, misfit, or not finite."""
+    for name in names:
+        if name not in tensors:
+            raise ConfigError(f"drafter {drafter}: its files lack the weights {name}")
+        values = restored(name, tensors)
+        if values.shape != module.get_parameter(name).shape or not values.isfinite().all():
+            raise ConfigError(f"drafter {drafter}: {name} does not fit, or is not finite")
+        owner, _, attribute = name.rpartition(".")
+        new = nn.Parameter(values.to(like), requires_grad=False)
+        setattr(module.get_submodule(owner), attribute, new)

@@ -158,3 +158,15 @@ class FeatureEngine(Engine, Protocol):
         """Where it does, for each step of the last `forward` [num_logits, D]: what the model's head
         made its logits of, in the model's dtype, on its device. They stand until the next call."""
         ...
+
+
+@runtime_checkable
+class ShallowEngine(Engine, Protocol):
+    """An engine that runs tokens through its model's first layers alone, on the same slots, for
+    whoever drafts from what these put out."""
+
+    def forward_shallow(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
+        """As `forward`, but per step [num_logits, D]: what the last of the first layers put out, in
+        the model's dtype. The slots that it takes are nobody else's, hold keys and values of these
+        layers alone, and are given back by `keep` before the sequence's next `forward`."""
+        ...

@@ -144,14 +144,14 @@ class PagePool:
         nothing."""
         return self._is_roomy(steps) or self._num_missing(steps, without, begun or {}) <= 0
 
-    def append(self, steps: Sequence[SequenceStep]) -> list[Copy]:
+    def append(self, steps: Sequence[SequenceStep], whole: bool = True) -> list[Copy]:
         """Takes slots for the tokens of each step, at most one a sequence, and makes it busy. An
         unknown sequence begins without salt. Returns the page copies to make before any slot is
         written. `written` follows; or, where the step fails, `keep` of the length before, and
         `forget` where a copy was not made, so that nothing unwritten is shared.
 
         Evicts what is idle as needed; raises `OutOfPages` where even that does not do, changing
-        nothing."""
+        nothing. Slots that are not `whole` are never shared as a prefix."""
         if not self._is_roomy(steps):
             self._make_room(steps)
         size = self._page_size
@@ -165,7 +165,7 @@ class PagePool:
             if sequence.length % size:
                 copies += self._own(sequence, len(sequence.pages) - 1)
             self._write(sequence, step.token_ids)
-            sequence.grow(len(step.token_ids), step.parents)
+            sequence.grow(len(step.token_ids), step.parents, whole)
         return copies
 
     def name(self, sequence_id: str, token_ids: Sequence[int]) -> None:

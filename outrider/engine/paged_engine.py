@@ -24,7 +24,8 @@ from outrider.engine.attention import AttentionLayer, LayerPages, find_layers
 from outrider.engine.chains import Chain, Draws
 from outrider.engine.cuda.acceleration import Acceleration
 from outrider.engine.cuda.tabled_steps import TabledSteps
-from outrider.engine.gathered_steps import GatheredSteps, Steps
+from outrider.engine.first_layers import first_layers, watched_layer
+from outrider.engine.gathered_steps import Forward, GatheredSteps, Steps
 from outrider.engine.head_inputs import watch_head
 from outrider.engine.interface import FoundPrefix, ModelInfo, PageCounts, SequenceStep
 from outrider.engine.kv_cache import KVCache, pages_in
@@ -37,14 +38,16 @@ from outrider.engine.supported_models import (
     CROWD_SLOTS,
     TRIAL_SEQUENCES,
     check_answers,
+    check_first_layers,
     check_independent,
     check_supported,
     dense_logits,
     dependent_at,
     trial_tokens,
 )
+from outrider.engine.trained_exits import LoadedExit
 from outrider.engine.trained_heads import LoadedHeads
-from outrider.errors import ConfigError, check
+from outrider.errors import ConfigError, InvariantError, check
 from outrider.limits import ENGINE_SEQUENCES_MAX, KV_CACHE_BYTES_DEFAULT, PAGE_SIZE
 
 WIDE_STEP_ROWS: Final = 16
@@ -59,8 +62,8 @@ _log = logging.getLogger(__name__)
 
 
 class PagedEngine:
-    """Implements `FeatureEngine` and `ChainEngine`. The module belongs to it from now on: its
-    attention is replaced, and it cannot be called from elsewhere."""
+    """Implements `FeatureEngine`, `ShallowEngine` and `ChainEngine`. The module belongs to it from
+    now on: its attention is replaced, and it cannot be called from elsewhere."""
 
     def __init__(
         self,
@@ -76,6 +79,7 @@ class PagedEngine:
         all_agree: Callable[[bool], bool] = bool,
         draft_heads: LoadedHeads | None = None,
         shows_features: bool = False,
+        exit_head: LoadedExit | None = None,
     ) -> None:
         """At most `max_num_seqs` sequences in one step; pages for at most
         `kv_cache_memory_bytes`, and no more than so many sequences of full length fill. A step of
@@ -86,7 +90,8 @@ class PagedEngine:
         not deterministic; where the trial fails with it, steps are run without. Ranks that share
         the model do the same then: `all_agree` is whether all of them say yes. With `draft_heads`,
         or if it `shows_features`, it has `features`, and `acceleration` may record no steps:
-        replays show none.
+        replays show none. With an `exit_head` it has `forward_shallow` for it, whose steps are
+        never recorded.
 
         `info.max_model_len` of the engine is what fits all pages, if that is less. Raises
         `ConfigError` for a model that cannot be run on pages, or not deterministically."""
@@ -103,6 +108,7 @@ class PagedEngine:
         self._acceleration = None if deterministic else acceleration
         self._all_agree = all_agree
         self.draft_heads = draft_heads
+        self.exit_head = exit_head
         self._head = watch_head(module) if shows_features or draft_heads is not None else None
         check(
             self._head is None or acceleration is None or acceleration.new_recorder is None,
@@ -123,7 +129,7 @@ class PagedEngine:
         self.narrow_threads = narrow_threads
 
     def _build(self, info: ModelInfo, max_num_seqs: int, kv_cache_memory_bytes: int) -> None:
-        expected = dense_logits(self._module, trial_tokens(info))
+        expected = self._dense_answers(info)
         layers = find_layers(self._module, info.max_model_len)
         shapes = [layer.shape for layer in layers]
         pages_of_longest = -(-info.max_model_len // self._page_size)
@@ -145,6 +151,16 @@ class PagedEngine:
             info.name, num_pages, self._page_size, self.kv_cache_bytes / 2**20,
         )  # fmt: skip
 
+    def _dense_answers(self, info: ModelInfo) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The trial's logits [T, V], and what the first layers put out, [T, D], where they are to
+        be run alone."""
+        ids = trial_tokens(info)
+        if self.exit_head is None:
+            return dense_logits(self._module, ids), None
+        with watched_layer(self._module, self.exit_head.num_layers) as watched:
+            logits = dense_logits(self._module, ids)
+        return logits, None if watched.output is None else watched.output[0]
+
     def _make_independent(self, layers: Sequence[AttentionLayer], num_pages: int) -> None:
         """Raises `SettingError` where rows depend on others, even in blocks of few."""
         num_pages = min(num_pages, -(-CROWD_SLOTS // self._page_size))
@@ -156,18 +172,25 @@ class PagedEngine:
             self._use_pages(layers, num_pages)
             check_independent(self, self._max_num_seqs)
 
-    def _try(self, layers: Sequence[AttentionLayer], expected: torch.Tensor) -> None:
+    def _try(
+        self, layers: Sequence[AttentionLayer], expected: tuple[torch.Tensor, torch.Tensor | None]
+    ) -> None:
         """Runs the trial, with what accelerates steps or, where that fails, without."""
-        num_pages = TRIAL_SEQUENCES * -(-len(expected) // self._page_size)
+        num_pages = TRIAL_SEQUENCES * -(-len(expected[0]) // self._page_size)
         self._use_pages(layers, num_pages)
         if isinstance(self._steps, TabledSteps):
             # Of the ranks that share a model, only the leader has logits to look at.
-            trials = (self._steps.try_kernel, partial(check_answers, self, expected))
+            trials = (self._steps.try_kernel, partial(self._check_trial, *expected))
             if all(self._all_agree(self._passes(trial)) for trial in trials):
                 return
             self._acceleration = None
             self._use_pages(layers, num_pages)
-        check_answers(self, expected)
+        self._check_trial(*expected)
+
+    def _check_trial(self, logits: torch.Tensor, shallow: torch.Tensor | None) -> None:
+        check_answers(self, logits)
+        if shallow is not None:
+            check_first_layers(self, shallow)
 
     def _passes(self, trial: Callable[[], None]) -> bool:
         """Whether a trial of what accelerates steps finds nothing here."""
@@ -192,20 +215,37 @@ class PagedEngine:
             layer.block: LayerPages(cache, layer.window)
             for layer, cache in zip(layers, self._cache.layers, strict=True)
         }
-        self._steps: Steps
-        if self._acceleration is None:
-            self._steps = GatheredSteps(
-                self._call, pages, self._page_size, self._device, self._dtype,
+        self._steps = self._new_steps(self._call, layers, pages, self._acceleration)
+        self._shallow_steps: Steps | None = None
+        self._whole_lengths: dict[str, int] = {}
+        if self.exit_head is not None:
+            shallow = first_layers(self._module, self.exit_head.num_layers)
+            blocks = set(shallow.modules())
+            first = [layer for layer in layers if layer.block in blocks]
+            own = {layer.block: pages[layer.block] for layer in first}
+            unrecorded = self._acceleration and replace(self._acceleration, new_recorder=None)
+            call = partial(self._call_shallow, shallow)
+            self._shallow_steps = self._new_steps(call, first, own, unrecorded)
+
+    def _new_steps(
+        self,
+        call: Forward,
+        layers: Sequence[AttentionLayer],
+        pages: dict[torch.nn.Module, LayerPages],
+        acceleration: Acceleration | None,
+    ) -> Steps:
+        """Steps of a module with these layers, on these pages of the pool."""
+        if acceleration is None:
+            return GatheredSteps(
+                call, pages, self._page_size, self._device, self._dtype,
                 fixed_shapes=self._deterministic,
             )  # fmt: skip
-            return
         heads = max(
             ((layer.query_heads, layer.shape.num_heads) for layer in layers),
             key=lambda numbers: numbers[0] / numbers[1],
         )
-        self._steps = TabledSteps(
-            self._acceleration, self._call, pages, heads, self._page_size, num_pages, self._device
-        )
+        spare = self._pool.num_pages
+        return TabledSteps(acceleration, call, pages, heads, self._page_size, spare, self._device)
 
     @property
     def info(self) -> ModelInfo:
@@ -227,10 +267,37 @@ class PagedEngine:
         check_steps(steps, self._info, self._max_num_seqs, self.length)
         if not steps:
             return []
+        for step in steps:
+            self._check_whole(step.sequence_id)
         with self._appended(steps) as lengths:
-            logits = self._run(steps, lengths)
+            rows = self._run(self._steps, steps, lengths)
         self._pool.written(steps)
-        return logits
+        # The copy is made outside of inference mode, so that callers may change it in place.
+        sizes = [step.num_logits for step in steps]
+        if self._head is not None:
+            self._features = list(torch.split(self._seen[: sum(sizes)], sizes))
+        return list(torch.split(rows.to(self._logits_dtype, copy=True), sizes))
+
+    def forward_shallow(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
+        """See `ShallowEngine.forward_shallow`."""
+        if self._shallow_steps is None:
+            raise InvariantError("an engine without an exit head runs no shallow steps")
+        check_steps(steps, self._info, self._max_num_seqs, self.length)
+        check(not any(step.parents for step in steps), "shallow steps have no trees")
+        if not steps:
+            return []
+        with self._appended(steps, whole=False) as lengths:
+            for step, length in zip(steps, lengths, strict=True):
+                self._whole_lengths.setdefault(step.sequence_id, length)
+            rows = self._run(self._shallow_steps, steps, lengths)
+        return list(torch.split(rows, [step.num_logits for step in steps]))
+
+    def _check_whole(self, sequence_id: str) -> None:
+        """Raises `InvariantError` for a sequence with slots that hold the first layers alone."""
+        whole = self._whole_lengths.get(sequence_id)
+        if whole is not None:
+            check(self.length(sequence_id) <= whole, f"{sequence_id}: its last slots are shallow")
+            del self._whole_lengths[sequence_id]
 
     @property
     def shows_features(self) -> bool:
@@ -288,6 +355,7 @@ class PagedEngine:
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         """See `Engine.attach`."""
+        self._whole_lengths.pop(sequence_id, None)
         return self._pool.attach(sequence_id, token_ids, salt)
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
@@ -317,6 +385,7 @@ class PagedEngine:
 
     def release(self, sequence_id: str) -> None:
         """See `Engine.release`."""
+        self._whole_lengths.pop(sequence_id, None)
         self._pool.release(sequence_id)
 
     def take_step_seconds(self) -> float:
@@ -328,11 +397,11 @@ class PagedEngine:
         self._pool.check_integrity()
 
     @contextmanager
-    def _appended(self, steps: Sequence[SequenceStep]) -> Iterator[list[int]]:
+    def _appended(self, steps: Sequence[SequenceStep], whole: bool = True) -> Iterator[list[int]]:
         """Gives the lengths of the sequences before a step, whose slots they have within. Where it
         fails they have them no more."""
         lengths = [self.length(step.sequence_id) for step in steps]
-        copies = self._pool.append(steps)
+        copies = self._pool.append(steps, whole)
         missing = {page for _, page in copies}
         try:
             self._cache.copy_pages(copies)
@@ -363,7 +432,10 @@ class PagedEngine:
             self._pool.forget(sequence_id)
             raise
 
-    def _run(self, steps: Sequence[SequenceStep], lengths: Sequence[int]) -> list[torch.Tensor]:
+    def _run(
+        self, runner: Steps, steps: Sequence[SequenceStep], lengths: Sequence[int]
+    ) -> torch.Tensor:
+        """[L, any]: a row for each that is wanted of the steps."""
         sequences = [
             HeldSequence(step, length, self._pool.pages(step.sequence_id))
             for step, length in zip(steps, lengths, strict=True)
@@ -372,13 +444,8 @@ class PagedEngine:
             is_wide = sum(len(step.token_ids) for step in steps) >= WIDE_STEP_ROWS
             torch.set_num_threads(self.num_threads if is_wide else self.narrow_threads)
         with torch.inference_mode():
-            logits = self._steps.run(sequences)
-        # The copy is made outside of inference mode, so that callers may change it in place.
-        sizes = [step.num_logits for step in steps]
-        wanted = logits[: sum(sizes)].to(self._logits_dtype, copy=True)
-        if self._head is not None:
-            self._features = list(torch.split(self._seen[: sum(sizes)], sizes))
-        return list(torch.split(wanted, sizes))
+            rows = runner.run(sequences)
+        return rows[: sum(step.num_logits for step in steps)]
 
     def _call(
         self, token_ids: torch.Tensor, position_ids: torch.Tensor, logit_rows: torch.Tensor
@@ -398,6 +465,18 @@ class PagedEngine:
                 raise ConfigError("its head is not called as a module: what it reads is not known")
             self._seen = self._wanted(self._head.rows[0], logit_rows)
         return self._wanted(logits, logit_rows)
+
+    def _call_shallow(
+        self,
+        shallow: Any,
+        token_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        wanted_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """As `_call`, of the first layers: what they put out, [L, D]."""
+        output = shallow(input_ids=token_ids, position_ids=position_ids, use_cache=False)
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden.index_select(0, wanted_rows)
 
     def _wanted(self, rows: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
         """Of what the head read or made the rows that were asked for."""

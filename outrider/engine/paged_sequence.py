@@ -3,7 +3,8 @@
 A slot's keys and values depend on every slot that its token attended to. Only of a chain, where
 each slot follows the one before it, do the ids up to a slot tell what it holds; so only whole pages
 of the chain that a sequence begins with may be shared as a prefix. Behind the chain stand the slots
-of a tree, until `keep` cuts it to a path, and slots that were run behind such a tree.
+of a tree, until `keep` cuts it to a path, slots that were run behind such a tree, and slots that
+hold something in a model's first layers alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from outrider.engine.prefixes import Prefix
 from outrider.errors import check
 
 _MIXED = -2
-"""Stands for the slot that a slot follows where it attended to more than those it stands behind."""
+"""Stands for the slot that a slot follows where it attended to more than those it stands behind, or
+does not hold all that follows from them."""
 
 
 class PagedSequence:
@@ -50,11 +52,12 @@ class PagedSequence:
         branch.loose = self.loose.copy()
         return branch
 
-    def grow(self, num: int, parents: Sequence[int]) -> None:
-        """Notes `num` more slots; `parents` as in `SequenceStep`."""
+    def grow(self, num: int, parents: Sequence[int], whole: bool = True) -> None:
+        """Notes `num` more slots; `parents` as in `SequenceStep`. Such as are not `whole` never
+        come to be of the chain."""
         held = self.length
         self.length += num
-        if self.loose:
+        if self.loose or not whole:
             self.loose += [_MIXED] * num
         elif parents:
             self.loose = [held + parent if parent >= 0 else held - 1 for parent in parents]

@@ -128,6 +128,16 @@ class SequenceTable:
         sequence.extend(token_ids[:missing])
         return len(sequence)
 
+    def keep(self, session_id: str, length: int) -> int:
+        """Gives up what a session holds behind its first `length` tokens. Returns the length held
+        now, which is less where the engine has evicted it."""
+        entry = self._entries.get(session_id)
+        if entry is None:
+            raise InvariantError(f"session {session_id} is not in the table")
+        self._forget_evicted(session_id, entry)
+        self._cut(session_id, entry.sequence, min(length, len(entry.sequence)))
+        return len(entry.sequence)
+
     def rewind(self, session_id: str) -> Aligned | None:
         """Cuts a session that was aligned back to its committed tokens but the last, which can be
         run once more for its logits; None where these are not held any more."""

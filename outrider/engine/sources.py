@@ -27,7 +27,7 @@ _DRAFTERS = Path(__file__).parents[1] / "drafters"
 _PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _CONFIG = "config.json"
 _DESCRIPTION = "drafter.json"
-"""Of a drafter that was made for one target; draft heads have no configuration beside it."""
+"""Of a drafter that was made for one target; what drafts on it has no configuration beside it."""
 _SNAPSHOT_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 _REMOTE_CODE_FILES = ("*.py",)
 
@@ -41,8 +41,8 @@ def cache_dir() -> Path:
 
 
 def resolve_model(name: str, *, trust_remote_code: bool = False, heads: bool = False) -> Path:
-    """The local directory of a model, or of draft `heads`, see the table above. May take minutes
-    the first time.
+    """The local directory of a model, or of draft `heads` or of an exit head, see the table above.
+    May take minutes the first time.
 
     Raises `ConfigError` where there is no such model, or where its weights are not safetensors.
     """

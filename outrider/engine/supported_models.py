@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from outrider.engine.attention import set_attention
-from outrider.engine.interface import Engine, ModelInfo, SequenceStep
+from outrider.engine.interface import Engine, ModelInfo, SequenceStep, ShallowEngine
 from outrider.errors import ConfigError, SettingError
 
 _ATTENTION_LAYERS: Final = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -116,6 +116,23 @@ def check_answers(engine: Engine, expected: torch.Tensor) -> None:
                 f"with paged attention its logits differ from its own by {difference:.2g} of their "
                 f"norm; {tolerance:g} is allowed"
             )
+
+
+def check_first_layers(engine: ShallowEngine, expected: torch.Tensor) -> None:
+    """Runs the end of a sequence of the trial, which is over, once more through the first layers;
+    raises `ConfigError` unless they put out `expected` [T, D]."""
+    ids = trial_tokens(engine.info)
+    chunk = min(_TRIAL_CHUNK, len(ids) - 1)
+    engine.keep("whole", chunk)
+    [found] = engine.forward_shallow([SequenceStep("whole", ids[chunk:], len(ids) - chunk)])
+    reference = expected[chunk:].double()
+    difference = ((found.double() - reference).norm(dim=1) / reference.norm(dim=1)).max()
+    tolerance = _TOLERANCES.get(expected.dtype, _HALF_TOLERANCE)
+    if not difference <= tolerance:  # NaN satisfies no comparison
+        raise ConfigError(
+            f"run alone, its first layers put out what differs by {difference:.2g} of its norm; "
+            f"{tolerance:g} is allowed"
+        )
 
 
 def check_independent(engine: Engine, max_num_seqs: int) -> None:

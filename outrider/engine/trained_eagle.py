@@ -20,7 +20,7 @@ from outrider.engine.drafter_files import (
     TrainedKind,
     check_target,
     checked_token_ids,
-    fill,
+    put_weights,
     save_files,
     stored,
 )
@@ -113,7 +113,8 @@ def load_eagle_on(
             raise ConfigError(f"drafter {name}: its files lack the weights {_DOWN}")
         fixed = nn.Parameter(embeddings, requires_grad=False)
         module = make_eagle(fixed, rows, tensors[_DOWN].shape[1], token_ids)
-        fill(module, _LAYER, tensors, name)
+        names = [key for key, _ in module.named_parameters() if key.startswith(_LAYER)]
+        put_weights(module, names, tensors, embeddings, name)
     except LOADING_ERRORS as error:
         raise ConfigError(f"drafter {name}: cannot be loaded: {error}") from error
     return LoadedEagle(module.requires_grad_(False).eval(), tuple(token_ids.tolist()))

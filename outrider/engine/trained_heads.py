@@ -15,13 +15,13 @@ from torch import nn
 
 from outrider.engine.draft_heads import DraftHeads
 from outrider.engine.drafter_files import (
-    DESCRIPTION_FILE,
     TOKEN_IDS,
     TrainedDescription,
     TrainedKind,
     check_target,
+    check_vocabulary,
     checked_token_ids,
-    fill,
+    put_weights,
     save_files,
     stored,
 )
@@ -60,18 +60,14 @@ def load_heads(
     try:
         with open_weights(path) as files:
             tensors = {key: file.get_tensor(key) for key, file in files.items()}
-        vocab_size = len(target.get_output_embeddings().weight)
-        if description.vocab_size != vocab_size:
-            raise ConfigError(
-                f"drafter {name}: {DESCRIPTION_FILE} has vocab_size {description.vocab_size}, its "
-                f"target {vocab_size}"
-            )
+        check_vocabulary(description, name, len(target.get_output_embeddings().weight))
         token_ids = checked_token_ids(tensors, description)
         downs = [tensors[key] for key in sorted(tensors) if key.endswith(_DOWN)]
         if not downs or downs[0].dim() != 2:
             raise ConfigError(f"drafter {name}: its files hold no heads")
         heads = make_heads(target, len(downs), downs[0].shape[1], token_ids)
-        fill(heads, _HEADS, tensors, name)
+        names = [key for key, _ in heads.named_parameters() if key.startswith(_HEADS)]
+        put_weights(heads, names, tensors, heads.embeddings, name)
     except LOADING_ERRORS as error:
         raise ConfigError(f"drafter {name}: cannot be loaded: {error}") from error
     return LoadedHeads(heads.requires_grad_(False).eval(), tuple(token_ids.tolist()))

@@ -1,14 +1,20 @@
-"""Deployments that draft from what the target's head reads, on local Ray: by heads on the target,
-two processes, and by a head in a draft, three."""
+"""Deployments that draft from what the target computes, on local Ray: by itself, two processes, and
+by a head in a draft, three."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from models import byte_level_tokenizer, save_tiny_eagle, save_tiny_heads, save_tiny_model
+from models import (
+    byte_level_tokenizer,
+    save_tiny_eagle,
+    save_tiny_exit,
+    save_tiny_heads,
+    save_tiny_model,
+)
 
 from deploy.launcher import Deployment
 from outrider.client import Client, GenerateRequest
@@ -26,10 +32,14 @@ pytestmark = pytest.mark.xdist_group("heads")
 
 @pytest.mark.parametrize(
     ("kind", "save", "has_draft"),
-    [("medusa", save_tiny_heads, False), ("eagle", save_tiny_eagle, True)],
+    [
+        ("medusa", save_tiny_heads, False),
+        ("early-exit", save_tiny_exit, False),
+        ("eagle", save_tiny_eagle, True),
+    ],
 )
 async def test_it_writes_what_its_target_writes(
-    tmp_path: Path, kind: str, save: Callable[[Path, Path, Sequence[int]], Path], has_draft: bool
+    tmp_path: Path, kind: str, save: Callable[..., Path], has_draft: bool
 ) -> None:
     """Greedy, with the heads' proposals in every round but the first. The look-up that goes first
     is never so sure as is asked of it here."""

@@ -1,4 +1,5 @@
-"""An emulated target that drafts itself, as one with heads does."""
+"""Emulated targets that show what their logits are made of, and who drafts from that: such a target
+itself, as one with heads does, or a head in a draft."""
 
 from __future__ import annotations
 
@@ -8,8 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from draft_service.eagle_drafter import EagleDrafter
+from outrider.drafting.drafter import DraftRequest
+from outrider.drafting.ngram import NgramDrafter
+from outrider.engine.eagle_head import EagleHead
 from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
 from outrider.engine.interface import SequenceStep
+from outrider.engine.trained_eagle import LoadedEagle
+from outrider.errors import check
 from outrider.speculation.drafting import draw_from_logits
 from outrider.speculation.proposal import Proposal
 from target_service.self_drafting import NextRound
@@ -17,6 +24,8 @@ from target_service.self_drafting import NextRound
 
 class ShownEngine(EmulatedEngine):
     """Shows, for each row of logits, the last tokens that it follows from."""
+
+    shows_features = True
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
         rows = super().forward(steps)
@@ -33,6 +42,8 @@ class ShownEngine(EmulatedEngine):
 
 class ShownDrafter:
     """Drafts what an emulated draft would, from such tokens."""
+
+    reads_features = True
 
     def __init__(self, spec: EmulatedSpec) -> None:
         self._draft = EmulatedEngine(spec, "draft")
@@ -53,3 +64,32 @@ class ShownDrafter:
             q.append(drawn_from)
             context = [*context[1:], token_id]
         return Proposal(tuple(token_ids), tuple(q) if wanted.rule.needs_q else ())
+
+
+class CheckedEagle(EagleDrafter):
+    """A random head over two tokens of context. What it hears of a place must be of its token."""
+
+    def __init__(self, spec: EmulatedSpec, sessions_max: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def numbers(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.randn(shape, generator=generator), requires_grad=False)
+
+        width = 2
+        module = EagleHead(4, numbers(spec.vocab_size, width), numbers(spec.vocab_size - 1, width))
+        for linear in module.layer.children():
+            linear.weight = numbers(*linear.weight.shape)
+        loaded = LoadedEagle(module.eval(), tuple(range(spec.vocab_size - 1)))
+        super().__init__(loaded, NgramDrafter(), sessions_max=sessions_max)
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        for request in requests:
+            features = request.features
+            if features is not None:
+                rows = torch.frombuffer(bytearray(features.rows), dtype=torch.bfloat16)
+                newest = rows.view(len(features), -1)[:, -1].long().tolist()
+                check(
+                    newest == list(request.token_ids[features.first : features.end]),
+                    "features are of the tokens that they are said to be of",
+                )
+        return super().propose(requests)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from typing import Any
 
 from coordinator.request import RequestDefaults
@@ -19,7 +20,7 @@ from outrider.wire.memory_link import MemoryLink
 from target_service.service import TargetService
 
 from .adversary import Adversary, UnreliableStore
-from .shown import ShownDrafter, ShownEngine
+from .shown import CheckedEagle, ShownDrafter, ShownEngine
 
 SPEC = EmulatedSpec(
     vocab_size=6,
@@ -39,6 +40,7 @@ PATIENCE = Patience(
     draft_answer_s=0.1,
     draft_retry_s=0.2,
 )
+EAGLE_STEP_S = 0.002
 NUM_SEQUENCES = 3
 """In a step: fewer than sessions at times. Nor do the pages of `SPEC` suffice for all of them, so
 that some are preempted."""
@@ -64,6 +66,27 @@ def draft_service() -> DraftService:
     return DraftService.with_model(engine, executor, max_num_seqs=NUM_SEQUENCES)
 
 
+def showing_service() -> TargetService:
+    engine = ShownEngine(SPEC, "target", NUM_SEQUENCES)
+    executor = InlineExecutor(engine.take_step_seconds)
+    return TargetService(engine, executor, max_num_seqs=NUM_SEQUENCES)
+
+
+def eagle_service() -> DraftService:
+    info = EmulatedEngine(SPEC, "draft", NUM_SEQUENCES).info
+    drafter = CheckedEagle(SPEC, sessions_max=NUM_SEQUENCES)
+    executor = InlineExecutor(lambda: EAGLE_STEP_S)
+    return DraftService.with_eagle(drafter, info, executor, max_num_seqs=NUM_SEQUENCES)
+
+
+WORLDS = (
+    {"target": target_service, "draft": draft_service},
+    {"target": target_service, "draft": draft_service},
+    {"target": self_drafting_service, "draft": draft_service},  # which nobody asks
+    {"target": showing_service, "draft": eagle_service},
+)
+
+
 class World:
     """Everything that runs, and how it is harmed."""
 
@@ -71,11 +94,7 @@ class World:
         loop = asyncio.get_running_loop()
         self.adversary = adversary
         self.store = MemoryStore(lambda: loop.time() * 1e3)
-        # Of these a target that drafts itself leaves the draft alone.
-        self._build = {
-            "target": rng.choice((target_service, target_service, self_drafting_service)),
-            "draft": draft_service,
-        }
+        self._build: dict[str, Callable[[], Any]] = {**rng.choice(WORLDS)}
         self._services: dict[str, Any] = {role: build() for role, build in self._build.items()}
         self._retired: list[Any] = []
         self._links: dict[str, Any] = {

@@ -17,7 +17,15 @@ import numpy as np
 import pytest
 import torch
 from exactness.law import FALSE_ALARM, Fit, completion_law, fit, product
-from models import tiny_config, tiny_drafter, tiny_eagle, tiny_heads, tiny_module, twin
+from models import (
+    tiny_config,
+    tiny_drafter,
+    tiny_eagle,
+    tiny_exit,
+    tiny_heads,
+    tiny_module,
+    twin,
+)
 from stack import Stack, running_stack
 
 from draft_service.eagle_drafter import EagleDrafter
@@ -29,10 +37,11 @@ from outrider.engine.interface import ModelInfo
 from outrider.engine.modules.swaps import speed_up
 from outrider.engine.paged_engine import PagedEngine
 from outrider.generation import GenerateRequest
+from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.speculation.noise import NoiseBatch, Place, RoundNoise
 from outrider.speculation.philox import WordArray
 from outrider.speculation.sampling import Rule, SamplingParams
-from target_service.self_drafting import HeadDrafter
+from target_service.actor import self_drafter_of
 
 DETECTS = 0.05
 DETECTS_SOON = 0.07
@@ -77,6 +86,8 @@ class Cell:
     """Of the target, which drafts itself then, for `draft_token_ids`."""
     reads_features: bool = False
     """Whether a head drafts `draft_token_ids` from what the target's head reads."""
+    exits: bool = False
+    """Whether the target drafts with the first of two layers, for `draft_token_ids`."""
     siblings: int = 0
     """Candidates beside each draft token: proposals are trees then."""
     num_tokens: int = 3
@@ -93,6 +104,7 @@ class Cell:
         draft = "+".join(drafters)
         if self.draft_token_ids:
             head = "eagle" if self.reads_features else f"{self.num_heads or ''}head"
+            head = "exit" if self.exits else head
             draft = head + "".join(map(str, self.draft_token_ids))
         transforms = (
             f"T{self.params.temperature:g}-k{self.params.top_k}-p{self.params.top_p:g}"
@@ -125,6 +137,11 @@ CELLS = [
     # are asked for.
     Cell(
         Rule.TOKEN, 3, TOP_P, draft_token_ids=(0, 2), num_heads=2, siblings=1, num_samples=4_900,
+        detects=DETECTS_SOON,
+    ),
+    # A target whose first layer drafts all tokens but one, in trees.
+    Cell(
+        Rule.TOKEN, 3, TOP_P, draft_token_ids=(0, 2), exits=True, siblings=1, num_samples=4_900,
         detects=DETECTS_SOON,
     ),
     # A head that reads the target's features, in trees, and a look-up in the first round.
@@ -200,12 +217,13 @@ WIDE_GRID = [
             params,
             vocab_size=4,
             draft_token_ids=(0, 1, 3),
-            num_heads=3,
+            num_heads=num_heads,
+            exits=not num_heads,
             max_tokens=6,
             num_samples=13_500,
         )
-        for rule, params in product(
-            (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED), (PLAIN, PENALISED, BIASED)
+        for rule, params, num_heads in product(
+            (Rule.TOKEN, Rule.BLOCK, Rule.COUPLED), (PLAIN, PENALISED, BIASED), (3, 0)
         )
     ),
     *(
@@ -235,21 +253,24 @@ def tiny_engine(
     head_ids: tuple[int, ...] = (),
     num_heads: int = 0,
     shows_features: bool = False,
+    exits: bool = False,
 ) -> tuple[Any, PagedEngine]:
     torch.set_num_threads(1)
     config = tiny_config("llama", vocab_size)
-    config.num_hidden_layers = 1
+    config.num_hidden_layers = 2 if exits else 1
     module = tiny_module(config, seed)
     with torch.no_grad():
         module.lm_head.weight.mul_(FLATTER)
     info = ModelInfo(f"tiny-{seed}", vocab_size, 128, "float32", (), f"w{seed}", "tiny")
     original = twin(module)
     heads = tiny_heads(module, head_ids, num_heads) if num_heads else None
+    made = tiny_exit(module, head_ids) if exits else None
     if bits is not None:
         speed_up(module, bits)
     engine = PagedEngine(
-        module, info, max_num_seqs=64, draft_heads=heads, shows_features=shows_features
-    )
+        module, info, max_num_seqs=64, draft_heads=heads, exit_head=made,
+        shows_features=shows_features,
+    )  # fmt: skip
     return original, engine
 
 
@@ -308,13 +329,14 @@ async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
     """How well completions fit the law, and how many draft tokens were accepted in all."""
     module, target = tiny_engine(
         cell.vocab_size, 3, head_ids=cell.draft_token_ids, num_heads=cell.num_heads,
-        shows_features=cell.reads_features,
+        exits=cell.exits, shows_features=cell.reads_features,
     )  # fmt: skip
     draft = eagle = None
+    self_drafter = self_drafter_of(target, DRAFT_SUPPORT_ENTRIES)
     if cell.reads_features:
         loaded = tiny_eagle(module, cell.draft_token_ids)
         eagle = EagleDrafter(loaded, NgramDrafter(), sessions_max=CONCURRENCY)
-    elif cell.draft_token_ids and not cell.num_heads:
+    elif cell.draft_token_ids and self_drafter is None:
         draft = reduced_engine(module, cell.draft_token_ids, cell.draft_seed)
     elif cell.draft_vocab_size is not None:
         _, draft = tiny_engine(cell.draft_vocab_size, cell.draft_seed, cell.draft_bits)
@@ -327,7 +349,7 @@ async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
         lookup=lookup,
         lookup_score=CONFIDENT,
         draft_siblings=cell.siblings,
-        self_drafter=None if target.draft_heads is None else HeadDrafter(target.draft_heads),
+        self_drafter=self_drafter,
         eagle=eagle,
     ) as stack:
         samples, num_accepted = await sample(stack, cell)

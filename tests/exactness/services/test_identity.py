@@ -14,20 +14,21 @@ from typing import Any
 import pytest
 import torch
 from library_text import LibraryText, library_text
-from models import depth_cut, twin
+from models import depth_cut, tiny_config, tiny_exit, tiny_heads, tiny_module, twin
 from paged_engines import WatchedEngine
 from stack import Stack, running_stack
 
 from outrider.drafting.suffix import SuffixDrafter
-from outrider.engine.interface import SequenceStep
+from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.loading import load_model
 from outrider.engine.modules.swaps import speed_up
 from outrider.engine.sources import resolve_model
 from outrider.engine.trained_drafters import load_drafter
 from outrider.generation import GenerateRequest
-from outrider.limits import PAGE_SIZE
+from outrider.limits import DRAFT_SUPPORT_ENTRIES, PAGE_SIZE
 from outrider.speculation.sampling import SamplingParams
 from outrider.text import TokenizerText
+from target_service.actor import self_drafter_of
 
 pytestmark = pytest.mark.xdist_group("identity")
 
@@ -263,3 +264,49 @@ async def test_coupled_tokens_do_not_depend_on_the_draft(
         for (prompt, seed), tokens in expected.items():
             for k in reversed(NUM_DRAFT_TOKENS):
                 assert await coupled(with_hybrid, prompt, seed, k) == tokens
+
+
+TINY_VOCAB = 24
+TINY_PAGES = 40
+"""For half of what sixteen tiny sessions hold."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["draft_heads", "exit_head"])
+@pytest.mark.parametrize("siblings", [0, 2])
+async def test_a_target_that_drafts_itself_writes_what_it_would_without(
+    tmp_path: Path, kind: str, siblings: int
+) -> None:
+    """A tiny target in float64, sixteen sessions at once on pages that they preempt each other for:
+    greedy equals the library, and coupled tokens are the same for K = 0 and 4, chains or trees."""
+    torch.set_num_threads(1)
+    config = tiny_config("llama", TINY_VOCAB)
+    config.num_hidden_layers = 3
+    module = tiny_module(config, dtype=torch.float64)
+    original, ids = twin(module), range(0, TINY_VOCAB, 2)
+    made = {"draft_heads": tiny_heads, "exit_head": tiny_exit}[kind](module, ids)
+    info = ModelInfo("tiny", TINY_VOCAB, 128, "float64", (), "w", "tiny")
+    slot_bytes = 3 * 2 * 2 * 8 * 8
+    target = Target(
+        module, info, max_num_seqs=CROWD, page_size=SMALL_PAGE,
+        kv_cache_memory_bytes=TINY_PAGES * SMALL_PAGE * slot_bytes, **{kind: made},
+    )  # fmt: skip
+    random = torch.Generator().manual_seed(5)
+    prompts = [
+        tuple(torch.randint(TINY_VOCAB, (8 + n,), generator=random).tolist()) for n in range(CROWD)
+    ]
+    async with running_stack(
+        target, None, tmp_path, draft_siblings=siblings,
+        self_drafter=self_drafter_of(target, DRAFT_SUPPORT_ENTRIES),
+    ) as stack:  # fmt: skip
+        asked = [Asked(prompt, 4, library_text(original, prompt, 12)) for prompt in prompts]
+        await check_at_once(stack, asked)
+        texts = [
+            await asyncio.gather(
+                *(coupled(stack, prompt, seed, k) for seed, prompt in enumerate(prompts))
+            )
+            for k in (0, 4)
+        ]
+        assert texts[0] == texts[1]
+        assert stack.target._worker.figures.num_preemptions > 0
+    target.check_integrity()

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from models import (
     save_tiny_model,
     tiny_config,
     tiny_eagle,
+    tiny_exit,
     tiny_heads,
     tiny_module,
     twin,
@@ -29,6 +31,7 @@ from benchmarks.acceptance_reading import (
     SAMPLED,
     Asked,
     EagleReader,
+    ExitReader,
     HeadsReader,
     LookupReader,
     ModelReader,
@@ -194,6 +197,26 @@ def test_a_head_reads_the_features_of_the_text() -> None:
             assert depths[depth][window] == quantise(q, 4, vocabulary)
             if depth == 0:
                 assert likeliest[window] == eagle.token_ids[int(logits.argmax())]
+
+
+def test_an_exit_reads_the_text_in_one_shallow_pass() -> None:
+    """At every place what its head makes of the library's own hidden states there."""
+    module = tiny_module(tiny_config("llama", VOCAB_SIZE), dtype=torch.float64)
+    original, made = twin(module), tiny_exit(module, range(0, VOCAB_SIZE, 2))
+    info = ModelInfo("tiny", VOCAB_SIZE, MAX_MODEL_LEN, "float64", (), "", "")
+    engine = PagedEngine(module, info, exit_head=made)
+    reader = ExitReader(engine, made, entries_max=4)
+    text, first = (3, 1, 4, 1, 5, 9, 2, 6), 3
+    states: Any = original(torch.tensor([text]), output_hidden_states=True).hidden_states
+    logits = made.module.logits(states[1][0])
+    [depth] = reader.distributions(text, first)
+    likeliest = reader.likeliest(text, first)
+    for place in range(len(text) - first):
+        row = logits[first + place - 1][None]
+        [q] = target_probabilities(row, SamplingParams())
+        assert depth[place] == quantise(q, 4, ReducedVocabulary.of(made.token_ids))
+        assert likeliest[place] == made.token_ids[int(row.argmax())]
+    assert engine.page_counts().num_free == engine.page_counts().num_pages
 
 
 def test_ratios_of_each_depth_are_taken_from_its_own_windows() -> None:

@@ -282,7 +282,7 @@ def test_a_draft_reads_the_prompt_once() -> None:
 
 
 def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
-    """New ones once; all that are kept where it asks for a resync, and once it was away."""
+    """What it has not answered to; all that are kept where it asks for a resync."""
 
     def resync(item: Any) -> Resync:
         return Resync(item.head.key, 0, 0)
@@ -311,7 +311,7 @@ def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
 
     run_virtually(main())
     sent = [item.features and (item.features.first, item.features.end) for item in link.sent]
-    assert sent == [None, (3, 4), (4, 5), (3, 5), (5, 6), (3, 8)]
+    assert sent == [None, (3, 4), (4, 5), (3, 5), (5, 6), (5, 8)]
 
 
 def test_a_target_is_asked_for_features_that_somebody_reads() -> None:

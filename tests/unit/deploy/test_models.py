@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from models import (
     MAX_MODEL_LEN,
     byte_level_tokenizer,
     save_tiny_eagle,
+    save_tiny_exit,
     save_tiny_heads,
     save_tiny_model,
 )
@@ -58,25 +60,33 @@ def test_a_target_that_drafts_for_itself_lends_its_files(tiny: Path, draft_model
     assert bad.value.key == "draft_max_model_len"
 
 
-def test_a_target_has_the_heads_that_were_made_for_it(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "other_kind", "save"),
+    [("medusa", "early-exit", save_tiny_heads), ("early-exit", "medusa", save_tiny_exit)],
+)
+def test_a_target_has_the_heads_that_were_made_for_it(
+    tiny: Path, tmp_path: Path, kind: str, other_kind: str, save: Callable[..., Path]
+) -> None:
     """It gets their place, and the draft loads nothing; other targets and drafters are refused."""
-    heads = save_tiny_heads(tmp_path / "heads", tiny, (1, 2, 5))
-    models = {"model": str(tiny), "draft_model": f"medusa:{heads}", "draft_support_entries": 8}
+    heads = save(tmp_path / "heads", tiny, (1, 2, 5))
+    models = {"model": str(tiny), "draft_model": f"{kind}:{heads}", "draft_support_entries": 8}
     config = resolve_models(load_config(models, {}))
     check_before_start(config)
     assert (config.target.heads, config.target.heads_directory) == (str(heads), str(heads))
+    assert config.target.heads_kind == kind
     assert (config.target.heads_support_entries, config.draft.directory) == (8, "")
     assert config.coordinator.lookup is None
     hybrid = resolve_models(
-        load_config({**models, "draft_model": f"hybrid:ngram,medusa:{heads}"}, {})
+        load_config({**models, "draft_model": f"hybrid:ngram,{kind}:{heads}"}, {})
     )
     assert (hybrid.target.heads, hybrid.coordinator.lookup) == (str(heads), hybrid.draft)
     other = save_tiny_model(tmp_path / "other", seed=9)
     for model, named, message in (
-        (other, f"medusa:{heads}", "was made for the target tiny"),
-        (tiny, f"medusa:{tiny}", r"no drafter\.json"),
-        (tiny, str(heads), "draft heads go by `medusa:"),
-        (tiny, f"medusa:{tmp_path / 'none'}", "no such file"),
+        (other, f"{kind}:{heads}", "was made for the target tiny"),
+        (tiny, f"{kind}:{tiny}", r"no drafter\.json"),
+        (tiny, f"{other_kind}:{heads}", f"kind `{kind}`, and is named as a `{other_kind}`"),
+        (tiny, str(heads), f"draft heads go by `{kind}:"),
+        (tiny, f"{kind}:{tmp_path / 'none'}", "no such file"),
     ):
         with pytest.raises(SettingError, match=message) as bad:
             resolve_models(load_config({"model": str(model), "draft_model": named}, {}))
@@ -113,7 +123,7 @@ def test_a_draft_that_reads_features_has_a_target_that_shows_them(
         ({"engine": "emulated:vocab_size=8"}, "draft_model"),
     ],
 )
-def test_what_features_do_not_go_with_is_refused(
+def test_what_reading_the_target_does_not_go_with_is_refused(
     draft_model: str, settings: dict[str, object], key: str
 ) -> None:
     with pytest.raises(SettingError, match=draft_model) as bad:

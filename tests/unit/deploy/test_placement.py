@@ -159,8 +159,9 @@ def test_a_draft_that_reads_features_looks_nowhere_ahead() -> None:
     assert look_ahead_outcomes(config, same_node=False, num_cores=8) == 0
 
 
-def test_a_target_that_drafts_itself_has_no_draft() -> None:
-    placement = plan_placement(load_config({"draft_model": "medusa:heads"}, {}), {"CPU": 2.0})
+@pytest.mark.parametrize("named", ["medusa:heads", "hybrid:suffix,early-exit:exit"])
+def test_a_target_that_drafts_itself_has_no_draft(named: str) -> None:
+    placement = plan_placement(load_config({"draft_model": named}, {}), {"CPU": 2.0})
     assert placement.draft is None
 
 

@@ -20,6 +20,7 @@ from outrider.errors import ConfigError, SettingError
 FLAGS: Final = {
     TrainedKind.STUDENT: ["--layers", "1"],
     TrainedKind.MEDUSA: ["--kind", "medusa", "--heads", "2"],
+    TrainedKind.EARLY_EXIT: ["--kind", "early-exit", "--layers", "1"],
     TrainedKind.EAGLE: ["--kind", "eagle"],
 }
 
@@ -87,6 +88,8 @@ def test_the_command_makes_one_that_serves(
         (["--heads", "2"], "--heads: a drafter of the kind `student` has none"),
         (["--kind", "medusa", "--heads", "9"], "--heads: 9 is wrong"),
         (["--kind", "medusa", "--layers", "2"], "--layers: a drafter of the kind `medusa` has"),
+        (["--kind", "early-exit", "--heads", "2"], "--heads: a drafter of the kind `early-exit`"),
+        (["--kind", "early-exit", "--layers", "2"], "--layers: it cannot be left behind 2 of its"),
         (
             ["--kind", "medusa", "--start-from", "demo-drafter", "--heads", "2"],
             "--heads: the drafter that is",
@@ -150,7 +153,14 @@ def test_the_kinds_that_are_asked_for_are_those_that_are_stored() -> None:
     assert bad.value.key == "kind"
 
 
-@pytest.mark.parametrize(("flags", "form"), [([], ""), (["--kind", "medusa"], "medusa:")])
+@pytest.mark.parametrize(
+    ("flags", "form"),
+    [
+        ([], ""),
+        (["--kind", "medusa"], "medusa:"),
+        (["--kind", "early-exit"], "early-exit:"),
+    ],
+)
 def test_without_json_all_that_was_measured_is_printed(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str], flags: list[str], form: str,

@@ -19,7 +19,7 @@ from outrider.distillation.learning import Batch, Lessons
 from outrider.distillation.measuring import Measured, measure
 from outrider.distillation.options import DistillOptions
 from outrider.distillation.target import Target
-from outrider.distillation.teacher import TeacherCache
+from outrider.distillation.teacher import Features, TeacherCache
 from outrider.distillation.writing import Template
 from outrider.engine.trained_eagle import load_eagle
 from outrider.errors import SettingError
@@ -42,8 +42,8 @@ def lessons(module: Any, tmp_path_factory: pytest.TempPathFactory) -> Lessons:
         Document(row, 1 + i % 3, 1 + i % 3, (0.0, 1.0)[i % 2], i % HELD_OUT_EVERY < 4)
         for i, row in enumerate(ids)
     ]
-    width = module.get_input_embeddings().weight.shape[1]
-    cache = TeacherCache(tmp_path_factory.mktemp("answers"), documents, VOCAB, width)
+    features = Features.of(module)
+    cache = TeacherCache(tmp_path_factory.mktemp("answers"), documents, VOCAB, features)
     cache.fill(module, 1e9, lambda part: None)
     return Lessons([cache], TOKEN_IDS, VOCAB, torch.device("cpu"))
 

@@ -13,7 +13,7 @@ from models import tiny_config, tiny_module
 from outrider.distillation import teacher
 from outrider.distillation.documents import Document
 from outrider.distillation.student import kept_layers, make_student
-from outrider.distillation.teacher import TeacherCache, check_head, largest
+from outrider.distillation.teacher import Features, TeacherCache, check_head, largest
 from outrider.distillation.vocabulary import covered_share, likeliest_tokens
 from outrider.errors import ConfigError, SettingError
 
@@ -65,8 +65,7 @@ def test_features_are_what_the_head_reads(
     module: Any, documents: list[Document], tmp_path: Path
 ) -> None:
     """At the place before each learned token; so the head makes the answers of them."""
-    width = module.get_input_embeddings().weight.shape[1]
-    cache = TeacherCache(tmp_path, documents, VOCAB, width)
+    cache = TeacherCache(tmp_path, documents, VOCAB, Features.of(module))
     cache.fill(module, 1e9, lambda part: None)
     arrays = cache.arrays()
     for index, document in enumerate(documents):
@@ -85,8 +84,8 @@ def test_a_kill_between_two_pools_costs_one(
 ) -> None:  # fmt: skip
     """What is written and not yet said to be there is asked again, and stands there once."""
     monkeypatch.setattr(teacher, "_POOL", 3)
-    width = module.get_input_embeddings().weight.shape[1] if has_features else None
-    whole = TeacherCache(tmp_path / "whole", documents, VOCAB, width)
+    features = Features.of(module) if has_features else None
+    whole = TeacherCache(tmp_path / "whole", documents, VOCAB, features)
     whole.fill(module, 1e9, lambda part: None)
     assert ("features" in whole.arrays()) == has_features
     parts: list[float] = []
@@ -96,10 +95,10 @@ def test_a_kill_between_two_pools_costs_one(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        TeacherCache(tmp_path / "cut", documents, VOCAB, width).fill(module, 1e9, stop)
+        TeacherCache(tmp_path / "cut", documents, VOCAB, features).fill(module, 1e9, stop)
     with (tmp_path / "cut" / "logprobs.bin").open("ab") as file:
         file.write(b"torn")
-    again = TeacherCache(tmp_path / "cut", documents, VOCAB, width)
+    again = TeacherCache(tmp_path / "cut", documents, VOCAB, features)
     assert again.num_documents == 3
     again.fill(module, 1e9, parts.append)
     for name, rows in whole.arrays().items():

@@ -32,6 +32,11 @@ from outrider.errors import SettingError
         ("hybrid:ngram,quantized:4", DrafterChoice(LookupKind.NGRAM, DraftModel(None, 4))),
         ("hybrid:suffix,medusa:/a,b", DrafterChoice(LookupKind.SUFFIX, None, "/a,b")),
         ("medusa:./a:b", DrafterChoice(None, None, "./a:b")),
+        ("early-exit:./a:b", DrafterChoice(None, None, early_exit="./a:b")),
+        (
+            "hybrid:suffix,early-exit:/a,b",
+            DrafterChoice(LookupKind.SUFFIX, None, early_exit="/a,b"),
+        ),
         ("eagle:a", DrafterChoice(None, DraftModel("a", reads_features=True))),
         (
             "hybrid:ngram,eagle:a",
@@ -57,6 +62,7 @@ def test_a_name_says_who_proposes(name: str, choice: DrafterChoice) -> None:
         ("hybrid:suffix,ngram", "its second part must be a model"),
         ("hybrid:suffix,hybrid:ngram,demo", "its second part must be a model"),
         ("medusa:", "the directory of the heads is missing"),
+        ("early-exit:", "the directory of the exit head is missing"),
         ("eagle:", "the directory of the head is missing"),
     ],
 )

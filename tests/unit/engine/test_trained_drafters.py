@@ -101,7 +101,10 @@ def test_ranks_are_refused(target: Path, drafter: Path) -> None:
     ("changes", "message"),
     [
         ({"format": 2}, "format 3"),
-        ({"kind": "oracle"}, "kind is 'oracle'; `student`, `medusa`, `eagle` are known"),
+        (
+            {"kind": "oracle"},
+            "kind is 'oracle'; `student`, `medusa`, `early-exit`, `eagle` are known",
+        ),
         ({"kind": "medusa"}, "of the kind `medusa`, and is named as a `student`"),
         ({"colour": "red"}, "colour is missing, wrong or not known"),
         ({"vocab_size": "32"}, "vocab_size is missing"),

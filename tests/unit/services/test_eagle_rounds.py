@@ -22,7 +22,7 @@ from outrider.engine.paged_engine import PagedEngine
 from outrider.engine.trained_eagle import LoadedEagle
 from outrider.features import Features
 from outrider.limits import FEATURES_MAX
-from outrider.messages import DraftItem, ProposalReply, Refused, VerdictReply, VerifyItem
+from outrider.messages import DraftItem, ProposalReply, Refused, Resync, VerdictReply, VerifyItem
 from outrider.speculation.decision import decide
 from outrider.speculation.drafting import draw_from_logits
 from outrider.speculation.noise import RoundNoise
@@ -248,6 +248,29 @@ async def test_a_gap_and_a_repetition() -> None:
         assert found.proposal.open() == expected
 
 
+async def test_a_session_that_made_room_is_asked_for_again() -> None:
+    """With its tokens, behind which the coordinator sends all features that it has."""
+    text = [*PROMPT, *(i * 5 % VOCAB for i in range(20))]
+    async with running() as pair:
+        await pair.propose(text[:20], pair.features(text[:20], 7))
+        for other in range(SESSIONS_MAX):
+            await pair.propose(text, pair.features(text, 5), session=10 + other)
+        head = make_head(text[:21], 20, seed=SEED, prompt_length=len(PROMPT), round_index=1)
+        asked = DraftItem(head, 3, features=pair.features(text[:21], 19))
+        assert isinstance(await ask(pair.draft, pair.proposals, asked), Resync)
+
+
+async def test_features_of_tokens_that_were_never_committed_are_forgotten() -> None:
+    """As when a coordinator that has died had decided more than was stored."""
+    first, second = ([*PROMPT, *(i * step % VOCAB for i in range(12))] for step in (5, 7))
+    async with running() as pair:
+        await pair.propose(first, pair.features(first, 7), rule=Rule.COUPLED)
+        features = pair.features(second, 10)
+        found = await pair.propose(second, features, rule=Rule.COUPLED, epoch=2)
+        expected = pair.expected(second, features, Rule.COUPLED, SamplingParams())
+        assert found.proposal.open() == expected
+
+
 async def test_a_look_up_fills_in_where_there_is_nothing_to_go_on_from() -> None:
     """Without features, behind tokens that have none yet, or once the session was forgotten."""
     text = [1, 2, 3, 4, 1, 2, 3]
@@ -260,9 +283,6 @@ async def test_a_look_up_fills_in_where_there_is_nothing_to_go_on_from() -> None
         drafted = (await pair.propose(text, newest, round_index=2)).proposal
         assert all(token_id % 2 == 0 for token_id in drafted.token_ids)
         assert drafted == (await pair.propose(text, None, round_index=3)).proposal
-        for other in range(SESSIONS_MAX):
-            await pair.propose(text, newest, session=10 + other)
-        assert (await pair.propose(text, None, round_index=4)).proposal == copied
 
 
 async def test_a_confident_look_up_goes_first_if_asked_to() -> None:

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny_config, tiny_heads, tiny_module, twin
+from models import tiny_config, tiny_exit, tiny_heads, tiny_module, twin
 from rounds import GREEDY, Listener, ask, make_head
 from toy_engine import ToyEngine
 
 from outrider.drafting.growing_rounds import RoundWanted
 from outrider.engine.executor import InlineExecutor
-from outrider.engine.interface import ModelInfo
+from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
-from outrider.engine.trained_heads import LoadedHeads
 from outrider.errors import InvariantError
+from outrider.limits import DRAFT_SUPPORT_ENTRIES, PAGE_SIZE
 from outrider.messages import Refused, VerdictReply, VerifyItem
 from outrider.speculation.decision import Outcome, decide
 from outrider.speculation.drafting import draw_from_logits
@@ -28,7 +28,9 @@ from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.transforms import TokenHistory
 from outrider.wire.memory_link import MemoryLink
-from target_service.self_drafting import HeadDrafter, NextRound
+from target_service.actor import self_drafter_of
+from target_service.exit_drafting import ExitDrafter
+from target_service.self_drafting import NO_FEATURES, NextRound, SelfDrafter
 from target_service.service import TargetService
 
 VOCAB, LENGTH = 24, 40
@@ -36,6 +38,7 @@ PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 HEAD_IDS = tuple(range(0, VOCAB, 2))
 NUM_HEADS = 3
 SEED = 11
+MEDUSA, EARLY_EXIT = KINDS = ("medusa", "early-exit")
 FLATTER = 0.03
 """Scales logits, so that what random heads draw is accepted at times."""
 PENALISED = SamplingParams(temperature=0.9, presence_penalty=0.8, repetition_penalty=1.4)
@@ -43,10 +46,10 @@ PENALISED = SamplingParams(temperature=0.9, presence_penalty=0.8, repetition_pen
 
 @dataclass
 class Target:
-    """A target with heads, its module once more, and a link to it."""
+    """A target that drafts itself, its module once more, and a link to it."""
 
     module: Any
-    heads: LoadedHeads
+    engine: PagedEngine
     service: TargetService
     link: MemoryLink[Any, Any]
     heard: Listener
@@ -69,24 +72,46 @@ class Target:
         assert isinstance(reply, VerdictReply), reply
         return reply
 
+    def num_drafted(self, wanted: int) -> int:
+        """Heads draft no more tokens than there are of them."""
+        return wanted if self.engine.draft_heads is None else min(wanted, NUM_HEADS)
+
+    def logits(self, tokens: Sequence[int], drafted: Sequence[int]) -> torch.Tensor:
+        """What follows the newest of `tokens` and the drafted ones, which `drafted` are."""
+        if self.engine.exit_head is not None:
+            text = torch.tensor([[*tokens[:-1], *drafted]])
+            states = self.module(text, output_hidden_states=True).hidden_states
+            hidden = states[self.engine.exit_head.num_layers][:, -1]
+            return self.engine.exit_head.module.logits(hidden)
+        assert self.engine.draft_heads is not None
+        heads = self.engine.draft_heads.module
+        features = self.module.base_model(torch.tensor([tokens[:-1]])).last_hidden_state[:, -1]
+        for depth, token in enumerate(drafted):
+            features = heads.advance(depth, features, torch.tensor([token]))
+        return heads.logits(features)
+
     def expected(
         self, tokens: Sequence[int], rule: Rule, sampling: SamplingParams, num: int
     ) -> Proposal:
         """By the library's own pass over all committed tokens."""
-        hidden = self.module.base_model(torch.tensor([tokens[:-1]])).last_hidden_state
-        features, drafted = hidden[:, -1], [tokens[-1]]
-        noise, q = RoundNoise(SEED, rule, len(tokens)), []
-        for depth in range(min(num, NUM_HEADS)):
-            features = self.heads.module.advance(depth, features, torch.tensor(drafted[-1:]))
+        drafted, q = [tokens[-1]], []
+        noise = RoundNoise(SEED, rule, len(tokens))
+        for depth in range(self.num_drafted(num)):
             output = (*tokens[len(PROMPT) :], *drafted[1:])
             [(token_id, distribution)], _ = draw_from_logits(
-                self.heads.module.logits(features), sampling, [noise], [depth],
+                self.logits(tokens, drafted), sampling, [noise], [depth],
                 history=TokenHistory(PROMPT, output),
                 vocabulary=ReducedVocabulary.of(HEAD_IDS),
             )  # fmt: skip
             drafted.append(token_id)
             q.append(distribution)
         return Proposal(tuple(drafted[1:]), tuple(q) if rule.needs_q else ())
+
+
+def drafter_of(engine: PagedEngine) -> SelfDrafter:
+    drafter = self_drafter_of(engine, DRAFT_SUPPORT_ENTRIES)
+    assert drafter is not None
+    return drafter
 
 
 def outcome_of(
@@ -97,26 +122,37 @@ def outcome_of(
     return decide(reply.verdict, proposal.token_ids, rule, uniforms, proposal.parents)
 
 
-@asynccontextmanager
-async def running(drafter: Any = None) -> AsyncIterator[Target]:
+def tiny_engine(kind: str, **options: Any) -> tuple[Any, PagedEngine]:
+    """Of a target that drafts itself; and its module once more."""
     config = tiny_config("llama", VOCAB, LENGTH)
     config.tie_word_embeddings = False
     module = tiny_module(config, dtype=torch.float64)
     with torch.no_grad():
         module.lm_head.weight.mul_(FLATTER)
     original = twin(module)
-    heads = tiny_heads(module, HEAD_IDS, NUM_HEADS)
     info = ModelInfo("tiny", VOCAB, LENGTH, "float64", (), "w", "t")
-    engine = PagedEngine(module, info, draft_heads=heads)
+    if kind == MEDUSA:
+        options["draft_heads"] = tiny_heads(module, HEAD_IDS, NUM_HEADS)
+    else:
+        options["exit_head"] = tiny_exit(module, HEAD_IDS, seed=3)
+    return original, PagedEngine(module, info, **options)
+
+
+@asynccontextmanager
+async def running(
+    drafter: SelfDrafter | None = None, kind: str = MEDUSA, **options: Any
+) -> AsyncIterator[Target]:
+    original, engine = tiny_engine(kind, **options)
     service = TargetService(
         engine,
         InlineExecutor(engine.take_step_seconds),
         max_num_seqs=8,
-        self_drafter=drafter or HeadDrafter(heads),
+        self_drafter=drafter or drafter_of(engine),
     )
     link = MemoryLink(service)
-    yield Target(original, heads, service, link, Listener(link))
+    yield Target(original, engine, service, link, Listener(link))
     service.check_integrity()
+    engine.check_integrity()
     await link.close()
     await service.close()
 
@@ -132,10 +168,14 @@ async def running(drafter: Any = None) -> AsyncIterator[Target]:
         (Rule.COUPLED, PENALISED),
     ],
 )
-async def test_what_heads_propose_behind_each_outcome(rule: Rule, sampling: SamplingParams) -> None:
-    """Round after round, with draft tokens accepted and refused: what the heads draw from the
-    features of the token before the newest one, with the next round's noise."""
-    async with running() as target:
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_is_proposed_behind_each_outcome(
+    kind: str, rule: Rule, sampling: SamplingParams
+) -> None:
+    """Round after round, with draft tokens accepted and refused: what heads draw from the features
+    of the token before the newest one, or an exit head from what the first layers put out, with the
+    next round's noise."""
+    async with running(kind=kind) as target:
         tokens, proposal = list(PROMPT), NOTHING_SEALED
         accepted = []
         for index in range(9):
@@ -147,17 +187,18 @@ async def test_what_heads_propose_behind_each_outcome(rule: Rule, sampling: Samp
             tokens += outcome.token_ids
             proposal = reply.next_proposal
             assert proposal.open() == target.expected(tokens, rule, sampling, 4)
-            assert 0 < len(proposal) <= NUM_HEADS
+            assert 0 < len(proposal) == target.num_drafted(4)
         # Two random heads seldom find the same token likeliest.
         assert rule is Rule.GREEDY or len(set(accepted)) > 1
 
 
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.COUPLED, Rule.GREEDY])
-async def test_siblings_stand_beside_what_heads_draw(rule: Rule) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+async def test_siblings_stand_beside_what_is_drawn(kind: str, rule: Rule) -> None:
     """The spine is the chain's; beside it stand others, of which some are accepted in their turn,
     and the next proposal goes on from there."""
     sampling = GREEDY if rule is Rule.GREEDY else SamplingParams()
-    async with running() as target:
+    async with running(kind=kind) as target:
         tokens, proposal, beside = list(PROMPT), NOTHING_SEALED, 0
         for index in range(9):
             reply = await target.verify(
@@ -184,10 +225,11 @@ async def test_trees_go_with_neither_block_nor_penalties() -> None:
             assert "next_siblings" in reply.message
 
 
-async def test_rounds_of_several_sessions_are_drafted_for_together() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+async def test_rounds_of_several_sessions_are_drafted_for_together(kind: str) -> None:
     """Some want a proposal and some do not, of different rules: each gets its own."""
     wants = {1: (Rule.TOKEN, 2), 2: (Rule.COUPLED, 0), 3: (Rule.COUPLED, 3), 4: (Rule.TOKEN, 1)}
-    async with running() as target:
+    async with running(kind=kind) as target:
         items = [
             VerifyItem(
                 make_head([*PROMPT, n], session=n, rule=rule, seed=SEED, prompt_length=len(PROMPT)),
@@ -204,8 +246,9 @@ async def test_rounds_of_several_sessions_are_drafted_for_together() -> None:
             assert found == target.expected(tokens, rule, SamplingParams(), num_next)
 
 
-async def test_no_more_is_proposed_than_fits() -> None:
-    async with running() as target:
+@pytest.mark.parametrize("kind", KINDS)
+async def test_no_more_is_proposed_than_fits(kind: str) -> None:
+    async with running(kind=kind) as target:
         for room, expected in ((3, 2), (2, 1), (1, 0)):
             tokens = [*PROMPT, *[5] * (LENGTH - len(PROMPT) - room)]
             reply = await target.verify(tokens, NOTHING_SEALED, num_next=3, session=room)
@@ -216,6 +259,8 @@ async def test_a_verdict_stands_without_a_proposal() -> None:
     """Whatever goes wrong in drafting costs speed alone."""
 
     class Broken:
+        reads_features = True
+
         def propose(self, rounds: Sequence[NextRound]) -> list[Proposal]:
             raise RuntimeError("no memory")
 
@@ -230,12 +275,12 @@ async def test_a_verdict_stands_without_a_proposal() -> None:
 async def test_logits_that_cannot_be_drawn_from_end_a_proposal() -> None:
     """One session's; what it drew before is proposed, and others have all of theirs."""
     async with running() as target:
-        drafter = HeadDrafter(target.heads)
+        drafter = drafter_of(target.engine)
         features = torch.randn(64, dtype=torch.float64)[: target.module.config.hidden_size]
         wanted = RoundWanted(
             1, 2, SamplingParams(), Rule.COUPLED, RoundNoise(1, Rule.COUPLED, 5), TokenHistory()
         )
-        good = NextRound(features, wanted)
+        good = NextRound(features, wanted, "a")
         bad = replace(good, features=features * float("nan"))
         with torch.inference_mode():
             [alone] = drafter.propose([good])
@@ -248,7 +293,89 @@ async def test_the_target_says_that_it_drafts() -> None:
         assert (await target.link.describe(1.0)).drafts_itself
     with pytest.raises(InvariantError, match="shows its features"):
         TargetService(
-            ToyEngine(), InlineExecutor(lambda: 0.0), max_num_seqs=1, self_drafter=HeadDrafter(
-                LoadedHeads(target.heads.module, HEAD_IDS)
-            ),
+            ToyEngine(), InlineExecutor(lambda: 0.0), max_num_seqs=1,
+            self_drafter=drafter_of(target.engine),
         )  # fmt: skip
+    with pytest.raises(InvariantError, match="runs them alone"):
+        _, engine = tiny_engine(EARLY_EXIT)
+        assert engine.exit_head is not None
+        ExitDrafter(engine.exit_head, ToyEngine())
+
+
+async def test_an_exit_leaves_the_target_as_it_was() -> None:
+    """After a refused draft the engine holds what is committed but for the newest token, and no
+    page more; the next proposal says so, too."""
+    async with running(kind=EARLY_EXIT) as target:
+        tokens, proposal = list(PROMPT), NOTHING_SEALED
+        for index in range(4):
+            reply = await target.verify(tokens, proposal, 4, rule=Rule.TOKEN, round_index=index)
+            tokens += outcome_of(reply, tokens, proposal, Rule.TOKEN).token_ids
+            proposal = reply.next_proposal
+            assert len(proposal) == 4
+            assert reply.cached_length == len(tokens) - 1
+            assert target.engine.length(make_head(tokens).session_id) == len(tokens) - 1
+            pages = target.engine.page_counts()
+            assert pages.num_pages - pages.num_free == -(-(len(tokens) - 1) // PAGE_SIZE)
+
+
+async def test_an_exit_proposes_no_more_than_there_are_pages_for() -> None:
+    """Two sessions at the ends of their pages, and one page that is left: one goes on, the other
+    has what fitted. Both verdicts stand."""
+    page_bytes = 2 * 2 * 2 * 8 * 8 * 4
+    async with running(
+        kind=EARLY_EXIT, page_size=4, kv_cache_memory_bytes=7 * page_bytes
+    ) as target:
+        texts = {1: [*PROMPT, 1, 2], 2: [*PROMPT, 3, 4]}
+        for number, text in texts.items():
+            head = make_head(
+                text, session=number, seed=SEED, prompt_length=len(PROMPT), rule=Rule.TOKEN
+            )
+            target.link.send(VerifyItem(head, num_next_draft_tokens=4))
+        replies = {int(r.key.session_id, 16): r for r in await target.heard.wait(2)}
+        found = sorted(len(reply.next_proposal) for reply in replies.values())
+        assert found == [2, 4]
+        for number, reply in replies.items():
+            tokens = [*texts[number], *reply.verdict.correction]
+            expected = target.expected(
+                tokens, Rule.TOKEN, SamplingParams(), len(reply.next_proposal)
+            )
+            assert reply.next_proposal.open() == expected
+        assert target.engine.page_counts().num_free == 1
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+async def test_an_exit_whose_steps_fail_proposes_what_it_has(depth: int) -> None:
+    """And leaves the target as it was."""
+    async with running(kind=EARLY_EXIT) as target:
+        steps, whole = 0, target.engine.forward_shallow
+
+        def failing(given: Sequence[SequenceStep]) -> list[torch.Tensor]:
+            nonlocal steps
+            steps += 1
+            if steps > depth:
+                raise RuntimeError("no memory")
+            return whole(given)
+
+        target.engine.forward_shallow = failing  # type: ignore[method-assign]
+        reply = await target.verify(PROMPT, NOTHING_SEALED, 4, rule=Rule.TOKEN)
+        tokens = [*PROMPT, *reply.verdict.correction]
+        expected = target.expected(tokens, Rule.TOKEN, SamplingParams(), depth)
+        assert reply.next_proposal.open().token_ids == expected.token_ids
+        assert target.engine.length(make_head(tokens).session_id) == len(PROMPT)
+        del target.engine.forward_shallow
+        reply = await target.verify(tokens, reply.next_proposal, 4, rule=Rule.TOKEN, round_index=1)
+        assert len(reply.next_proposal) == 4
+
+
+async def test_an_exit_drafts_behind_nothing_but_what_is_committed() -> None:
+    """A sequence that holds less, or more, is left alone."""
+    _, engine = tiny_engine(EARLY_EXIT)
+    drafter = drafter_of(engine)
+    noise = RoundNoise(1, Rule.COUPLED, len(PROMPT) + 1)
+    wanted = RoundWanted(3, 2, SamplingParams(), Rule.COUPLED, noise, TokenHistory())
+    with torch.inference_mode():
+        for name, tokens in (("right", PROMPT), ("less", PROMPT[1:]), ("more", (*PROMPT, 1))):
+            engine.forward([SequenceStep(name, tokens, 1)])
+            [found] = drafter.propose([NextRound(NO_FEATURES, wanted, name)])
+            assert len(found) == (2 if name == "right" else 0)
+            assert engine.length(name) == len(tokens)

@@ -1,0 +1,224 @@
+"""Steps through a model's first layers: what they put out, and that nothing is left of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import tiny_config, tiny_exit, tiny_module, twin
+from recorded_work import CountingRecorder, attend_by_tables
+
+from outrider.engine.cuda.acceleration import Acceleration
+from outrider.engine.interface import ModelInfo, SequenceStep, ShallowEngine
+from outrider.engine.modules.swaps import speed_up
+from outrider.engine.paged_engine import PagedEngine
+from outrider.errors import ConfigError, InvariantError, OutOfPages
+
+VOCAB = 32
+HEAD_IDS = (1, 4, 5, 9, 20)
+ROUNDING = 1e-6
+"""Some families norm in float32, whatever the model's dtype."""
+PAGE = 4
+TEXT = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
+INFO = ModelInfo("tiny", VOCAB, 128, "float64", (), "", "")
+
+
+def built(
+    family: str = "llama", num_layers: int = 1, dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[Any, PagedEngine]:
+    """The module once more, and an engine."""
+    config = tiny_config(family, VOCAB)
+    config.num_hidden_layers = 3
+    if getattr(config, "layer_types", None):
+        config.layer_types = [*config.layer_types, "full_attention"][:3]
+    module = tiny_module(config, dtype=dtype)
+    original, made = twin(module), tiny_exit(module, HEAD_IDS, num_layers)
+    return original, PagedEngine(module, INFO, page_size=PAGE, exit_head=made, **options)
+
+
+def hidden(module: Any, tokens: tuple[int, ...], layer: int) -> torch.Tensor:
+    """[T, D], by the library."""
+    states: Any = module(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    found: torch.Tensor = states[layer][0]
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_they_put_out_what_the_library_says(
+    family: str, deterministic: bool, num_layers: int
+) -> None:
+    """Behind a prefix that another sequence has left, a token at a time, beside others."""
+    module, engine = built(family, num_layers, deterministic=deterministic)
+    assert isinstance(engine, ShallowEngine)
+    engine.forward([SequenceStep("first", TEXT, 0)])
+    assert engine.attach("a", (*TEXT, 7)) == 2 * PAGE
+    engine.forward([SequenceStep("a", TEXT[2 * PAGE :], 1), SequenceStep("b", (7, 7), 1)])
+    texts = {"a": TEXT, "b": (7, 7)}
+    for token in (8, 2, 11):
+        texts = {name: (*text, token) for name, text in texts.items()}
+        found = engine.forward_shallow([SequenceStep(name, (token,), 1) for name in texts])
+        for text, rows in zip(texts.values(), found, strict=True):
+            expected = hidden(module, text, num_layers)[-1:]
+            assert (rows - expected).abs().max() < ROUNDING
+    engine.keep("a", len(TEXT))
+    [rows] = engine.forward_shallow([SequenceStep("a", (8, 2, 11), 2)])
+    expected = hidden(module, texts["a"], num_layers)[-2:]
+    assert (rows - expected).abs().max() < ROUNDING
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_nothing_is_left_of_them(dtype: torch.dtype) -> None:
+    """What follows is bit-equal to what it is without them, and all pages are back."""
+    answers, pages = [], []
+    for drafts in (False, True):
+        _, engine = built(dtype=dtype)
+        engine.forward([SequenceStep("a", TEXT, 1), SequenceStep("b", TEXT[:3], 1)])
+        before = engine.page_counts()
+        if drafts:
+            for token in (8, 2, 11, 4, 6, 3):
+                engine.forward_shallow(
+                    [SequenceStep("a", (token,), 1), SequenceStep("b", (token, 1), 1)]
+                )
+            assert engine.length("a") == len(TEXT) + 6
+            assert engine.page_counts().num_free < before.num_free
+            engine.check_integrity()
+            engine.keep("a", len(TEXT))
+            engine.keep("b", 3)
+        assert engine.page_counts() == before
+        engine.check_integrity()
+        answers += engine.forward([SequenceStep("a", (9, 2), 2), SequenceStep("b", (6,), 1)])
+        pages.append(engine.page_counts())
+    assert pages[0] == pages[1]
+    for plain, after in zip(answers[:2], answers[2:], strict=True):
+        assert torch.equal(plain, after)
+
+
+@pytest.mark.parametrize("ending", ["keep", "release", "evict", "more", "cut"])
+def test_their_pages_are_never_shared(ending: str) -> None:
+    """However the sequence goes on: nobody finds more than what was run whole."""
+    _, engine = built(kv_cache_memory_bytes=12 * _PAGE_BYTES)
+    assert engine.page_counts().num_pages == 12
+    engine.forward([SequenceStep("a", TEXT, 1)])
+    drafted = (8, 2, 11, 4, 6, 3, 9, 10)
+    engine.forward_shallow([SequenceStep("a", drafted, 1)])
+    match ending:
+        case "keep":
+            engine.keep("a", len(TEXT))
+        case "release":
+            engine.release("a")
+        case "evict":
+            engine.mark_idle("a")
+            engine.forward([SequenceStep("b", (7,) * 11 * PAGE, 1)])
+        case "more":
+            engine.forward_shallow([SequenceStep("a", (1, 2, 3), 1)])
+        case "cut":
+            engine.keep("a", len(TEXT) + 3)
+            engine.mark_idle("a")
+    assert engine.find((*TEXT, *drafted, 1)).length <= 2 * PAGE
+    engine.check_integrity()
+
+
+def test_a_whole_step_behind_them_is_refused() -> None:
+    """It would attend to slots whose deeper layers nobody has written."""
+    _, engine = built()
+    engine.forward([SequenceStep("a", TEXT, 1)])
+    engine.forward_shallow([SequenceStep("a", (8,), 1)])
+    engine.forward_shallow([SequenceStep("a", (2,), 1)])
+    with pytest.raises(InvariantError, match="its last slots are shallow"):
+        engine.forward([SequenceStep("a", (3,), 1)])
+    engine.keep("a", len(TEXT) + 1)
+    with pytest.raises(InvariantError, match="its last slots are shallow"):
+        engine.forward([SequenceStep("a", (3,), 1)])
+    engine.keep("a", len(TEXT))
+    engine.forward([SequenceStep("a", (3,), 1)])
+    engine.forward_shallow([SequenceStep("b", (8,), 1)])
+    engine.release("b")
+    engine.forward([SequenceStep("b", (3, 4), 1)])
+
+
+def test_without_pages_nothing_has_changed() -> None:
+    _, engine = built(kv_cache_memory_bytes=12 * _PAGE_BYTES)
+    engine.forward([SequenceStep("a", TEXT, 1), SequenceStep("b", (7,) * 9 * PAGE, 1)])
+    step = SequenceStep("a", (8, 2, 11), 1)
+    assert not engine.can_hold([step])
+    with pytest.raises(OutOfPages):
+        engine.forward_shallow([step])
+    assert engine.length("a") == len(TEXT)
+    engine.check_integrity()
+    [logits] = engine.forward([SequenceStep("a", (8,), 1)])
+    assert logits.isfinite().all()
+
+
+def test_a_module_that_is_made_faster_has_them_too() -> None:
+    module = tiny_module(tiny_config("llama", VOCAB))
+    original, made = twin(module), tiny_exit(module, HEAD_IDS)
+    speed_up(module)
+    engine = PagedEngine(module, INFO, exit_head=made)
+    engine.forward([SequenceStep("a", TEXT[:4], 1)])
+    [rows] = engine.forward_shallow([SequenceStep("a", TEXT[4:], 6)])
+    assert (rows - hidden(original, TEXT, 1)[4:]).abs().max() < 1e-3
+
+
+def test_steps_from_tables_are_recorded_and_shallow_ones_run_as_they_come() -> None:
+    """On what stands in for a device: both put out what they must, beside each other."""
+    module = tiny_module(tiny_config("llama", VOCAB))
+    original, made = twin(module), tiny_exit(module, HEAD_IDS)
+    recorder = CountingRecorder()
+    acceleration = Acceleration(attend_by_tables, 8, lambda: recorder)
+    engine = PagedEngine(module, INFO, exit_head=made, acceleration=acceleration)
+    assert engine.records_steps
+    text, drafted = TEXT, (8, 2, 11)
+    engine.forward([SequenceStep("a", text, 1)])
+    for _ in range(3):
+        before = (recorder.num_recorded, recorder.num_replayed)
+        for index, token in enumerate(drafted, start=1):
+            [rows] = engine.forward_shallow([SequenceStep("a", (token,), 1)])
+            expected = hidden(original, (*text, *drafted[:index]), 1)[-1:]
+            assert (rows - expected).abs().max() < 1e-3
+        assert (recorder.num_recorded, recorder.num_replayed) == before
+        engine.keep("a", len(text))
+        [logits] = engine.forward([SequenceStep("a", drafted, 3)])
+        text = (*text, *drafted)
+        assert (logits - original(torch.tensor([text])).logits[0, -3:]).abs().max() < 1e-2
+    assert recorder.num_recorded > 0
+    assert recorder.num_replayed > 0
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
+def test_a_model_that_cannot_be_cut_so_is_refused(family: str) -> None:
+    module = tiny_module(tiny_config(family, VOCAB), dtype=torch.float64)
+    with pytest.raises(ConfigError, match=r"model tiny: a GPT\w+ has no (list of layers|norm)"):
+        PagedEngine(module, INFO, exit_head=tiny_exit(module, HEAD_IDS))
+
+
+def test_layers_that_put_out_something_else_alone_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found at the start, by the whole model's own layers."""
+    module = tiny_module(tiny_config("llama", VOCAB), dtype=torch.float64)
+    made = tiny_exit(module, HEAD_IDS)
+
+    def unlike(module: Any, num_layers: int) -> Any:
+        from outrider.engine.first_layers import first_layers
+
+        shallow = first_layers(module, num_layers)
+        shallow.norm = module.model.norm
+        return shallow
+
+    monkeypatch.setattr("outrider.engine.paged_engine.first_layers", unlike)
+    with pytest.raises(ConfigError, match="model tiny: run alone, its first layers"):
+        PagedEngine(module, INFO, exit_head=made)
+
+
+def test_an_engine_without_an_exit_has_none() -> None:
+    module = tiny_module(tiny_config("llama", VOCAB), dtype=torch.float64)
+    engine = PagedEngine(module, INFO)
+    with pytest.raises(InvariantError, match="runs no shallow steps"):
+        engine.forward_shallow([SequenceStep("a", (1,), 1)])
+
+
+_PAGE_BYTES = 3 * 2 * 2 * 8 * 8 * PAGE
+"""Layers, keys and values, heads, width, float64."""
