@@ -380,6 +380,8 @@ class PagedEngine:
         """See `Engine.keep`. Keys stay rotated for the position they were run at, so a slot of
         `path` must have been run at the position it gets."""
         moves = self._pool.keep(sequence_id, length, path)
+        if self.length(sequence_id) <= self._whole_lengths.get(sequence_id, -1):
+            del self._whole_lengths[sequence_id]
         with self._forgetting(sequence_id):
             self._cache.move_slots(moves)
 

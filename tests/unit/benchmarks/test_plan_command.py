@@ -26,6 +26,11 @@ from deploy.cli.settings import deployment_config, with_flags
         (("--plot", "/nowhere/at.all"), "error: --plot: "),
         (("--server", "127.0.0.1:1"), "error: --server: "),
         (("--engine", "emulated:seed=1"), "--engine"),
+        (
+            ("--draft-model", "early-exit:DIR"),
+            "error: --draft-model: early-exit:DIR is wrong; a plan",
+        ),
+        (("--draft-model", "eagle:DIR"), "error: --draft-model: eagle:DIR is wrong; a plan"),
         (("--tensor-parallel-size", "2"), "--tensor-parallel-size: 2 is wrong"),
         (("--draft-model", "hybrid:ngram"), "--draft-model"),
     ],

@@ -132,7 +132,11 @@ def test_a_whole_step_behind_them_is_refused() -> None:
     engine.keep("a", len(TEXT) + 1)
     with pytest.raises(InvariantError, match="its last slots are shallow"):
         engine.forward([SequenceStep("a", (3,), 1)])
-    engine.keep("a", len(TEXT))
+    engine.keep("a", len(TEXT) - 4)
+    engine.forward_shallow([SequenceStep("a", (8,), 1)])
+    with pytest.raises(InvariantError, match="its last slots are shallow"):
+        engine.forward([SequenceStep("a", (3,), 1)])
+    engine.keep("a", len(TEXT) - 4)
     engine.forward([SequenceStep("a", (3,), 1)])
     engine.forward_shallow([SequenceStep("b", (8,), 1)])
     engine.release("b")
