@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from outrider.distillation.copying import copying_layers
 from outrider.distillation.documents import Document
-from outrider.distillation.eagle import load_learned_eagle, make_new_eagle
-from outrider.distillation.exits import (
-    layers_before_exit,
-    load_learned_exit,
-    make_new_exit,
-)
-from outrider.distillation.heads import load_learned_heads, make_new_heads
-from outrider.distillation.learner import Start
+from outrider.distillation.eagle import Eagle, make_new_eagle
+from outrider.distillation.exits import Exit, layers_before_exit, make_new_exit
+from outrider.distillation.heads import Heads, make_new_heads
+from outrider.distillation.learner import Learner, Start
 from outrider.distillation.options import HEADS, LAYERS, DistillOptions
 from outrider.distillation.student import kept_layers, load_student, make_student
 from outrider.distillation.target import Target
 from outrider.distillation.teacher import Features
 from outrider.engine.drafter_files import TrainedKind
+from outrider.engine.fingerprints import tensors_fingerprint
+from outrider.engine.trained_eagle import load_eagle_on
+from outrider.engine.trained_exits import LoadedExit, load_exit
+from outrider.engine.trained_heads import load_heads
+from outrider.settings import blaming
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,58 +77,72 @@ def _student(options: DistillOptions, target: Target, module: Any) -> Course:
 
 
 def _medusa(options: DistillOptions, target: Target, module: Any) -> Course:
-    drafter = None
-    if options.start_from is not None:
-        drafter = load_learned_heads(
-            options.start_from,
-            module,
-            name=_start_name(options),
-            target_directory=target.directory,
-            target_name=target.name,
-        )
-
     def make(token_ids: npt.NDArray[np.int64]) -> Start:
         return make_new_heads(module, options.heads or HEADS, token_ids, options.seed)
 
+    drafter = None
+    if options.start_from is not None:
+        load = partial(load_heads, options.start_from, module)
+        drafter = _learned(options, target, load, lambda loaded: Heads(loaded.module))
     # The first learned token of a document is the newest one of the first draft.
     return Course(TrainedKind.MEDUSA, Features.of(module), 2, drafter, make)
 
 
 def _early_exit(options: DistillOptions, target: Target, module: Any) -> Course:
-    drafter = None
-    if options.start_from is not None:
-        drafter, num_layers = load_learned_exit(
-            options.start_from,
-            module,
-            name=_start_name(options),
-            target_directory=target.directory,
-            target_name=target.name,
-        )
-    else:
-        num_layers = layers_before_exit(module, options.layers)
-
     def make(token_ids: npt.NDArray[np.int64]) -> Start:
         return make_new_exit(module, num_layers, token_ids, options.seed)
 
+    drafter, num_layers = None, 0
+
+    def learner(loaded: LoadedExit) -> Exit:
+        nonlocal num_layers
+        num_layers = loaded.num_layers
+        return Exit(loaded.module, num_layers)
+
+    if options.start_from is None:
+        num_layers = layers_before_exit(module, options.layers)
+    else:
+        load = partial(load_exit, options.start_from, module)
+        drafter = _learned(options, target, load, learner)
     features = Features.of(module, num_layers)
     return Course(TrainedKind.EARLY_EXIT, features, 1, drafter, make)
 
 
 def _eagle(options: DistillOptions, target: Target, module: Any) -> Course:
-    drafter = None
-    if options.start_from is not None:
-        drafter = load_learned_eagle(
-            options.start_from,
-            module,
-            name=_start_name(options),
-            target_directory=target.directory,
-            target_name=target.name,
-        )
-
     def make(token_ids: npt.NDArray[np.int64]) -> Start:
         return make_new_eagle(module, token_ids, options.seed)
 
+    drafter = None
+    if options.start_from is not None:
+        embeddings = module.get_input_embeddings().weight
+        rows = module.get_output_embeddings().weight
+        load = partial(load_eagle_on, options.start_from, embeddings, rows)
+        drafter = _learned(options, target, load, lambda loaded: Eagle(loaded.module))
     return Course(TrainedKind.EAGLE, Features.of(module), 2, drafter, make)
+
+
+class _Loaded(Protocol):
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+
+
+_AnyLoaded = TypeVar("_AnyLoaded", bound=_Loaded)
+
+
+def _learned(
+    options: DistillOptions,
+    target: Target,
+    load: Callable[..., _AnyLoaded],
+    learner: Callable[[_AnyLoaded], Learner],
+) -> Start:
+    """What learns on. Raises `SettingError` for what was made for another target or in another
+    way, or that cannot be read."""
+    name = _start_name(options)
+    with blaming("start_from"):
+        loaded = load(name=name, target_directory=target.directory, target_name=target.name)
+        key = tensors_fingerprint(Path(options.start_from or name))
+    ids = np.array(loaded.token_ids, dtype=np.int64)
+    return Start(learner(loaded), ids, f"the drafter `{name}`", key, is_trained=True)
 
 
 def _start_name(options: DistillOptions) -> str:

@@ -8,7 +8,6 @@ before, nobody has features of when an answer begins.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -20,20 +19,17 @@ from torch import nn
 
 from outrider.distillation.learner import Depth, Start
 from outrider.distillation.learning import Batch
+from outrider.distillation.new_weights import fill_linears
 from outrider.engine.drafter_files import TrainedDescription
 from outrider.engine.eagle_head import EagleHead
-from outrider.engine.fingerprints import tensors_fingerprint
-from outrider.engine.trained_eagle import load_eagle_on, make_eagle, save_eagle
+from outrider.engine.trained_eagle import make_eagle, save_eagle
 from outrider.errors import InvariantError
-from outrider.settings import blaming
 from outrider.speculation.acceptance import acceptance_of_windows
 
 NUM_DEPTHS: Final = 3
 """Tokens of the chains that it learns from, and is measured with."""
 _INNER_WIDTHS: Final = 2
 """The inner width of a new layer, in widths of the target."""
-_LAST_DEVIATION: Final = 1e-3
-"""Of the weights that a new layer's changes go through: at first it passes on what it is given."""
 
 
 class Eagle:
@@ -98,34 +94,6 @@ def make_new_eagle(target: Any, token_ids: npt.NDArray[np.int64], seed: int) -> 
         _INNER_WIDTHS * embeddings.shape[1],
         torch.from_numpy(token_ids),
     )
-    generator = torch.Generator().manual_seed(seed)
-    for name, linear in module.layer.named_modules():
-        if not isinstance(linear, nn.Linear):
-            continue
-        values = torch.empty(linear.weight.shape)
-        if name in ("join", "out", "down"):
-            values.normal_(std=_LAST_DEVIATION, generator=generator)
-        else:  # As the library begins such a layer.
-            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
-        linear.weight = nn.Parameter(values.to(embeddings))
+    fill_linears(module.layer, seed, ("join", "out", "down"), embeddings)
     began = "a layer that passes on what the target's own head reads"
     return Start(Eagle(module), token_ids, began, str(len(token_ids)), is_trained=False)
-
-
-def load_learned_eagle(
-    drafter: Path, target: Any, *, name: str, target_directory: Path, target_name: str
-) -> Start:
-    """A head that was made for this target, both by the names that people know, to learn on.
-    Raises `SettingError` for one that was made for another, or that cannot be read."""
-    with blaming("start_from"):
-        loaded = load_eagle_on(
-            drafter,
-            target.get_input_embeddings().weight,
-            target.get_output_embeddings().weight,
-            name=name,
-            target_directory=target_directory,
-            target_name=target_name,
-        )
-        key = tensors_fingerprint(drafter)
-    ids = np.array(loaded.token_ids, dtype=np.int64)
-    return Start(Eagle(loaded.module), ids, f"the drafter `{name}`", key, is_trained=True)

@@ -21,9 +21,8 @@ from outrider.distillation.learner import Depth, Start
 from outrider.distillation.learning import Batch
 from outrider.engine.drafter_files import TrainedDescription
 from outrider.engine.exit_head import ExitHead
-from outrider.engine.fingerprints import tensors_fingerprint
 from outrider.engine.first_layers import check_exit, last_norm, norm_weight
-from outrider.engine.trained_exits import LoadedExit, load_exit, make_exit, save_exit
+from outrider.engine.trained_exits import make_exit, save_exit
 from outrider.errors import InvariantError
 from outrider.settings import blaming
 from outrider.speculation.acceptance import conditional_acceptance
@@ -102,24 +101,3 @@ def make_new_exit(
     began = "the target's own norm and head there"
     key = f"{num_layers}, {len(token_ids)}"
     return Start(Exit(module, num_layers), token_ids, began, key, is_trained=False)
-
-
-def load_learned_exit(
-    drafter: Path, target: Any, *, name: str, target_directory: Path, target_name: str
-) -> tuple[Start, int]:
-    """An exit head that was made for this target, both by the names that people know, to learn on,
-    and how many layers stand before it. Raises `SettingError` for one that was made for
-    another, or that cannot be read."""
-    with blaming("start_from"):
-        loaded: LoadedExit = load_exit(
-            drafter,
-            target,
-            name=name,
-            target_directory=target_directory,
-            target_name=target_name,
-        )
-        key = tensors_fingerprint(drafter)
-    ids = np.array(loaded.token_ids, dtype=np.int64)
-    learner = Exit(loaded.module, loaded.num_layers)
-    start = Start(learner, ids, f"the drafter `{name}`", key, is_trained=True)
-    return start, loaded.num_layers

@@ -8,7 +8,6 @@ of the text, as they are where a draft has been accepted so far.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -20,18 +19,15 @@ from torch import nn
 
 from outrider.distillation.learner import Depth, Start
 from outrider.distillation.learning import Batch
+from outrider.distillation.new_weights import fill_linears
 from outrider.engine.draft_heads import DraftHeads
 from outrider.engine.drafter_files import TrainedDescription
-from outrider.engine.fingerprints import tensors_fingerprint
-from outrider.engine.trained_heads import load_heads, make_heads, save_heads
+from outrider.engine.trained_heads import make_heads, save_heads
 from outrider.errors import InvariantError
-from outrider.settings import blaming
 from outrider.speculation.acceptance import acceptance_of_windows
 
 _INNER_WIDTHS: Final = 2
 """The inner width of a new head, in widths of the target."""
-_DOWN_DEVIATION: Final = 1e-3
-"""Of the weights that a new head's change goes through: at first it passes on what it is given."""
 
 
 class Heads:
@@ -87,33 +83,7 @@ def make_new_heads(
     head. Their weights depend on the seed and on their shapes alone."""
     width = target.get_input_embeddings().weight.shape[1]
     module = make_heads(target, num_heads, _INNER_WIDTHS * width, torch.from_numpy(token_ids))
-    generator = torch.Generator().manual_seed(seed)
-    for name, linear in module.heads.named_modules():
-        if isinstance(linear, nn.Linear):
-            values = torch.empty(linear.weight.shape)
-            if name.endswith(".down"):
-                values.normal_(std=_DOWN_DEVIATION, generator=generator)
-            else:  # As the library begins such a layer.
-                nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
-            linear.weight = nn.Parameter(values.to(module.embeddings))
+    fill_linears(module.heads, seed, ("down",), module.embeddings)
     began = "heads that pass on what the target's own head reads"
     key = f"{num_heads}, {len(token_ids)}"
     return Start(Heads(module), token_ids, began, key, is_trained=False)
-
-
-def load_learned_heads(
-    drafter: Path, target: Any, *, name: str, target_directory: Path, target_name: str
-) -> Start:
-    """Heads that were made for this target, both by the names that people know, to learn on.
-    Raises `SettingError` for such as were made for another, or that cannot be read."""
-    with blaming("start_from"):
-        loaded = load_heads(
-            drafter,
-            target,
-            name=name,
-            target_directory=target_directory,
-            target_name=target_name,
-        )
-        key = tensors_fingerprint(drafter)
-    ids = np.array(loaded.token_ids, dtype=np.int64)
-    return Start(Heads(loaded.module), ids, f"the drafter `{name}`", key, is_trained=True)

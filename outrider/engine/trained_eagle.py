@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from outrider.engine.drafter_files import (
-    DESCRIPTION_FILE,
     TOKEN_IDS,
     TrainedDescription,
     TrainedKind,
     check_target,
+    check_vocabulary,
     checked_token_ids,
     put_weights,
     save_files,
@@ -100,12 +100,8 @@ def load_eagle_on(
     `target_directory`, of their dtype and on their device. Raises `ConfigError`, also for a target
     that it was not made for."""
     description = check_target(path, name, TrainedKind.EAGLE, target_directory, target_name)
-    if description.vocab_size != len(rows):
-        raise ConfigError(
-            f"drafter {name}: {DESCRIPTION_FILE} has vocab_size {description.vocab_size}, its "
-            f"target {len(rows)}"
-        )
     try:
+        check_vocabulary(description, name, len(rows))
         with open_weights(path) as files:
             tensors = {key: file.get_tensor(key) for key, file in files.items()}
         token_ids = checked_token_ids(tensors, description)
