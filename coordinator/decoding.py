@@ -181,10 +181,12 @@ class Decoding:
             num_tokens=len(outcome.token_ids),
             context=self._session.length,
             draft_s=drafted.seconds,
-            target_s=(reply.queue_ms + reply.compute_ms) / 1e3,
+            target_s=(reply.queue_ms + reply.compute_ms - reply.next_draft_ms) / 1e3,
             ended_at=asyncio.get_running_loop().time(),
             num_siblings=len(proposal) - len(tree.spine),
             siblings=sibling_chances(tree, accept, drafted.siblings),
+            beside=drafted.beside,
+            next_draft_s=reply.next_draft_ms / 1e3,
         )
         self._lengths.note(played)
 

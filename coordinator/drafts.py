@@ -19,7 +19,7 @@ from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import SealedProposal
 from outrider.speculation.sampling import SamplingParams
 
-from .lengths import RoundLength
+from .lengths import DraftedBeside, RoundLength
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,8 @@ class Drafted:
     """Whether it was there before the round began."""
     siblings: tuple[int, ...] = ()
     """Candidates that were asked for beside its tokens."""
+    beside: DraftedBeside | None = None
+    """Where it came with the verdict before: what it took there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -274,20 +274,25 @@ class LengthControl:
             num_draft_tokens, siblings = self._num_draft_tokens, self._beside
             if self._looks is not None:
                 num_draft_tokens, siblings = self._bound, self._looks
-            next_max = min(self._bound if self._may_look_next else num_draft_tokens, num_left - 2)
+            next_max = min(self._longest_next(num_draft_tokens), num_left - 2)
             num_draft_tokens = min(num_draft_tokens, num_left - 1)
             return RoundLength(num_draft_tokens, 0, siblings[:num_draft_tokens], max(0, next_max))
         run_ahead = min(self._controls.run_ahead_rounds, num_left - 1)
         if self._bound > 0:
             self._plain_left -= 1
             run_ahead = min(run_ahead, self._plain_left)
-        next_max = 0 if run_ahead > 0 else max(0, min(self._bound, num_left - 2))
-        return RoundLength(0, run_ahead, next_max=next_max)
+        drafts_next = self._plain_ends and self._plain_left == 0
+        next_max = min(self._longest_next(0), num_left - 2) if drafts_next else 0
+        return RoundLength(0, run_ahead, next_max=max(0, next_max))
 
-    @property
-    def _may_look_next(self) -> bool:
-        """Whether the next round's length is chosen anew, and may be all that is allowed."""
-        return self._until_choice == 0 or self._experience.is_young
+    def _longest_next(self, num_draft_tokens: int) -> int:
+        """What the next round may come to ask for, behind one of so many tokens: where it is chosen
+        anew one more than that, or than would be chosen now. A target that drafts itself is asked
+        for as many before that is settled, and may take a step for each."""
+        if self._until_choice > 0 and not self._experience.is_young:
+            return num_draft_tokens
+        likely = num_draft_tokens or _best(self._options()[0]).num_draft_tokens
+        return min(self._bound, likely + 1)
 
     def note(self, played: PlayedRound) -> None:
         """See `LengthPolicy.note`."""
@@ -296,7 +301,7 @@ class LengthControl:
         if before is None:
             return  # The first round runs the prompt.
         costs = self._controls.costs
-        round_s = max(0.0, played.ended_at - before)
+        round_s = max(0.0, played.ended_at - before - played.next_draft_s)
         num_proposed = len(played.survival)
         num_rows = 1 + num_proposed + played.num_siblings
         costs.note_load(num_rows, played.num_tokens, round_s, played.target_s)
@@ -312,12 +317,16 @@ class LengthControl:
         elif played.num_asked > 0:
             draft_s = None if self._num_missed > 0 else played.draft_s
             rest_s = round_s - played.draft_s - played.target_s
+            num_drafted = num_proposed
+            if played.beside is not None:
+                draft_s, num_drafted = played.beside.seconds, played.beside.num_tokens
             costs.note_drafted(
-                num_proposed, draft_s, played.target_s, rest_s, played.context, played.num_siblings
-            )
+                num_proposed, draft_s, played.target_s, rest_s, played.context,
+                played.num_siblings, num_drafted,
+            )  # fmt: skip
             self._siblings.note(played.siblings)
             self._experience.siblings.note(played.siblings)
-            self._drafting.note(played.num_tokens, round_s)
+            self._drafting.note(played.num_tokens, round_s + played.next_draft_s)
             self._averages.note(played.num_asked, played.survival)
             self._experience.note(played.num_asked, played.survival)
             self._num_missed = 0

@@ -21,7 +21,17 @@ class RoundLength:
     siblings: tuple[int, ...] = ()
     """Candidates that are asked for beside the first, second, ... draft token."""
     next_max: int = 0
-    """Draft tokens that the next round may ask for at most; 0 where the target runs ahead to it."""
+    """Draft tokens that a target which drafts itself is to have for the next round, which may ask
+    for fewer or more; 0 where that is sure to have none."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedBeside:
+    """Drafting that a target did in one step with a verdict."""
+
+    num_tokens: int
+    """Drafted, of which a round may leave some out."""
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +57,10 @@ class PlayedRound:
     """Tokens beside those of `survival` that were proposed."""
     siblings: SiblingChances = NO_SIBLINGS
     """What came of them."""
+    beside: DraftedBeside | None = None
+    """Where its proposal came with the verdict before: what it took there ..."""
+    next_draft_s: float = 0.0
+    """... and what the next round's took beside this one's, which is not of `target_s`."""
 
 
 class LengthPolicy(Protocol):

@@ -176,11 +176,14 @@ class RoundCosts:
         rest_s: float,
         context: int,
         num_siblings: int = 0,
+        num_drafted: int | None = None,
     ) -> None:
-        """A round for which tokens were asked: the wait for its proposal (None where that is not
-        what such rounds wait), the target's time, and what neither explains."""
+        """A round for which tokens were asked: the time of its proposal (None where that is not
+        what such rounds wait), which had `num_drafted` tokens where some were left out, the
+        target's time, and what neither explains."""
         if draft_s is not None:
-            self._draft.note(num_proposed * self._draft_token, self._bounded(draft_s))
+            num_drafted = num_proposed if num_drafted is None else num_drafted
+            self._draft.note(num_drafted * self._draft_token, self._bounded(draft_s))
             self._rest.note(self._bounded(max(0.0, rest_s)))
         self._drafted_among.note(self._others())
         load = self._load(num_proposed + num_siblings, context)

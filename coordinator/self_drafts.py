@@ -12,7 +12,7 @@ from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import SealedProposal, require_q
 
 from .drafts import NOTHING_WANTED, Drafted, NextWanted, StandIn, check_wanted
-from .lengths import RoundLength
+from .lengths import DraftedBeside, RoundLength
 from .siblings import fitting
 
 _log = logging.getLogger(__name__)
@@ -35,7 +35,9 @@ class SelfDrafts:
         self._next: SealedProposal | None = None
         """What it brought ..."""
         self._next_length = 0
-        """... and the committed tokens that this extends."""
+        """... and the committed tokens that this extends ..."""
+        self._next_s = 0.0
+        """... and what it took."""
 
     @property
     def cache_state(self) -> CacheState | None:
@@ -68,7 +70,9 @@ class SelfDrafts:
         wanted = self._wanted
         num_asked = min(wanted.num_draft_tokens, num_draft_tokens)
         proposal = found.cut(num_draft_tokens)
-        return Drafted(proposal, True, 0.0, num_asked, siblings=wanted.siblings[:num_asked])
+        beside = DraftedBeside(found.tree.num_depths, self._next_s)
+        siblings = wanted.siblings[:num_asked]
+        return Drafted(proposal, True, 0.0, num_asked, siblings=siblings, beside=beside)
 
     def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
         """See `Drafts.next_wanted`."""
@@ -84,6 +88,7 @@ class SelfDrafts:
             return
         try:
             self._next_length = reply.next_base_length
+            self._next_s = reply.next_draft_ms / 1e3
             check_wanted(proposal, self._wanted.num_draft_tokens, self._wanted.siblings)
             require_q(proposal, self._session.identity.rule)
         except OutriderError as error:

@@ -122,6 +122,8 @@ class VerdictReply:
     """Of the next round, behind this one's outcome; what was asked for, or less."""
     next_base_length: int = 0
     """Committed tokens that it extends."""
+    next_draft_ms: float = 0.0
+    """What of `compute_ms` it took to draft, for all sessions of the step."""
     features: Features | None = None
     """Where wanted: of the last committed token and of those that were accepted behind it."""
 

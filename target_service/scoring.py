@@ -7,7 +7,8 @@ Refused      Resync           Unfinished    append + proposal      next to the l
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -99,10 +100,16 @@ class Scorer:
     """The target's `StepWorker`: owns the engine's sequences and what tokens they hold."""
 
     def __init__(
-        self, engine: Engine, budget: TokenBudget, self_drafter: SelfDrafter | None = None
+        self,
+        engine: Engine,
+        budget: TokenBudget,
+        self_drafter: SelfDrafter | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`budget` bounds each step. A `self_drafter` reads what the engine shows of its own."""
+        """`budget` bounds each step. A `self_drafter` reads what the engine shows of its own, and
+        takes the time of this clock, in seconds."""
         self._engine = engine
+        self._clock = clock
         self._shown = shown_by(engine)
         self._own = None if self_drafter is None else _Own.of(self_drafter, engine)
         self._table = SequenceTable(engine)
@@ -269,6 +276,7 @@ class Scorer:
         found = list(answers)
         wanting: list[tuple[int, VerdictReply, NextRound]] = []
         proposals: list[Proposal] = []
+        draft_ms = 0.0
         try:
             for index, (entry, answer) in enumerate(zip(passes, answers, strict=True)):
                 if not isinstance(answer, VerdictReply):
@@ -279,14 +287,18 @@ class Scorer:
                     found[index] = reply = self._given_up(answer, following)
                     wanting.append((index, reply, following))
             if wanting:
+                began = self._clock()
                 proposals = self._own.drafter.propose([following for *_, following in wanting])
+                draft_ms = (self._clock() - began) * 1e3
         except Exception:
             logger.exception("nothing is proposed behind %d verdicts", len(wanting))
             return found
         for (index, reply, following), proposal in zip(wanting, proposals, strict=True):
             length = following.wanted.noise.committed_length
             sealed = SealedProposal.of(proposal)
-            found[index] = replace(reply, next_proposal=sealed, next_base_length=length)
+            found[index] = replace(
+                reply, next_proposal=sealed, next_base_length=length, next_draft_ms=draft_ms
+            )
         return found
 
     def _given_up(self, reply: VerdictReply, following: NextRound) -> VerdictReply:

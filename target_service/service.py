@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 
 from outrider.engine.costs import StepCosts
@@ -32,17 +34,18 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
         costs: StepCosts | None = None,
         observer: StepObserver | None = None,
         self_drafter: SelfDrafter | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`max_num_seqs` sessions and `max_num_batched_tokens` tokens share a step at most, and
         fewer where its `costs` are known and would be felt. With a `self_drafter` it needs a
-        `FeatureEngine`."""
+        `FeatureEngine` or a `ShallowEngine`; what it takes is told by `clock`, in seconds."""
         description = replace(
             describe_model(engine.info, max_num_seqs, costs),
             drafts_itself=self_drafter is not None,
             shows_features=shown_by(engine) is not None,
         )
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
-        scorer = Scorer(engine, budget, self_drafter)
+        scorer = Scorer(engine, budget, self_drafter, clock)
         super().__init__(scorer, executor, description, observer, budget.note_seconds)
         self._ahead: OrderedDict[str, RunAhead] = OrderedDict()
 

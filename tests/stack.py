@@ -18,7 +18,7 @@ from draft_service.service import DraftService
 from draft_service.servicer import DraftServicer
 from outrider.client import Client
 from outrider.drafting.lookup import LookupDrafter
-from outrider.drafting.ngram import NgramDrafter
+from outrider.drafting.ngram import NgramConfig, NgramDrafter
 from outrider.engine.executor import ThreadExecutor
 from outrider.engine.interface import Engine, ModelInfo
 from outrider.limits import HYBRID_SCORE_MIN
@@ -41,6 +41,8 @@ PATIENCE = Patience(
     draft_retry_s=0.2,
 )
 NUM_SEQUENCES = 64
+RARE = NgramDrafter(NgramConfig(16, 16))
+"""So that it is not this one whose tokens are accepted."""
 
 
 @dataclass
@@ -115,7 +117,7 @@ async def running_stack(
 ) -> AsyncIterator[Stack]:
     """Target and draft on the given engines; `lookup` before the draft's, or alone where that is
     None (by default n-grams); an `eagle` in place of both. With a `self_drafter` nobody asks the
-    draft. Everything is checked
+    draft, and who stands in for either of these finds next to nothing. Everything is checked
     and closed at the end. `directory` is for Redis."""
     async with AsyncExitStack() as stack:
         redis = EmbeddedRedis(directory)
@@ -146,7 +148,7 @@ async def running_stack(
             store=await RedisStore.connect(redis.url),
             target=target_link(target_server.address),
             draft=draft_link(draft_server.address),
-            stand_in=NgramDrafter(),
+            stand_in=RARE if self_drafter or eagle else NgramDrafter(),
             text=text,
             observation=observation,
         )

@@ -7,7 +7,6 @@ target's first layers run over the draft tokens as they run over a text.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +18,7 @@ from torch import nn
 
 from outrider.distillation.learner import Depth, Start
 from outrider.distillation.learning import Batch
+from outrider.distillation.new_weights import fill_linears
 from outrider.engine.drafter_files import TrainedDescription
 from outrider.engine.exit_head import ExitHead
 from outrider.engine.first_layers import check_exit, last_norm, norm_weight
@@ -90,14 +90,9 @@ def make_new_exit(
     embeddings = target.get_input_embeddings().weight
     width = embeddings.shape[1]
     module = make_exit(target, _INNER_WIDTHS * width, torch.from_numpy(token_ids))
-    gates = torch.empty(module.gate_up.weight.shape)  # As the library begins such a layer.
-    generator = torch.Generator().manual_seed(seed)
-    nn.init.kaiming_uniform_(gates, a=math.sqrt(5), generator=generator)
     scale = _FIRST_SCALE * norm_weight(last_norm(target), width)
     module.scale = nn.Parameter(scale.to(embeddings))
-    module.gate_up.weight = nn.Parameter(gates.to(embeddings))
-    for linear in (module.mix, module.down):
-        linear.weight = nn.Parameter(torch.zeros(linear.weight.shape).to(embeddings))
+    fill_linears(module, seed, ("mix", "down"), embeddings)
     began = "the target's own norm and head there"
     key = f"{num_layers}, {len(token_ids)}"
     return Start(Exit(module, num_layers), token_ids, began, key, is_trained=False)

@@ -14,12 +14,12 @@ _QUIET_DEVIATION: Final = 1e-3
 
 
 def fill_linears(module: nn.Module, seed: int, quiet: Collection[str], like: torch.Tensor) -> None:
-    """Gives every linear layer of a module its first weights, in the dtype and on the device of
+    """Gives linear layers of a module that have no values their first weights, in the form of
     `like`: next to nothing where its own name is in `quiet`, else as the library begins such a
     layer. They depend on the seed and on the layers' shapes and order alone."""
     generator = torch.Generator().manual_seed(seed)
     for name, linear in module.named_modules():
-        if isinstance(linear, nn.Linear):
+        if isinstance(linear, nn.Linear) and linear.weight.is_meta:
             values = torch.empty(linear.weight.shape)
             if name.rpartition(".")[2] in quiet:
                 values.normal_(std=_QUIET_DEVIATION, generator=generator)

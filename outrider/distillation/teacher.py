@@ -22,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from outrider.distillation.documents import Document
 from outrider.distillation.storage import Spent, read_json, write_whole
@@ -47,7 +48,8 @@ class Features:
     width: int
     """D."""
     layer: int | None
-    """What the last of so many layers puts out; None = what the head reads."""
+    """What the last of so many layers puts out, divided by its root mean square, as an exit head
+    does first: it may be beyond float16; None = what the head reads."""
 
     @classmethod
     def of(cls, module: Any, layer: int | None = None) -> Features:
@@ -57,7 +59,7 @@ class Features:
     @property
     def key(self) -> list[object]:
         """What tells a cache with these from others of the same documents."""
-        return [_FEATURES] if self.layer is None else [_FEATURES, self.layer]
+        return [_FEATURES] if self.layer is None else [_FEATURES, self.layer, "normed"]
 
 
 class TeacherCache:
@@ -225,8 +227,7 @@ def ask(
     if features is not None:
         kept = shown.half()
         if not kept.isfinite().all():
-            what = "head reads" if features.layer is None else f"layer {features.layer} puts out"
-            raise ConfigError(f"what the target's {what} is beyond the range of float16")
+            raise ConfigError("what the target's head reads is beyond the range of float16")
         answers[_FEATURES] = kept.cpu().numpy()
     return answers
 
@@ -243,7 +244,7 @@ def _read(
         hidden = module.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
     if watched.output is None:
         raise InvariantError("a layer of the target was not called")
-    return hidden, watched.output
+    return hidden, nn.functional.rms_norm(watched.output.float(), watched.output.shape[-1:])
 
 
 def packed(

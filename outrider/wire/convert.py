@@ -295,6 +295,7 @@ def verify_answer_to_proto(
         if answer.next_proposal:
             verdict.next_proposal.CopyFrom(proposal_to_proto(answer.next_proposal))
             verdict.next_base_length = answer.next_base_length
+        verdict.next_draft_ms = answer.next_draft_ms
         if answer.features is not None:
             verdict.features.CopyFrom(features_to_proto(answer.features))
     else:
@@ -331,6 +332,7 @@ def verify_answer_from_proto(
         compute_ms=_milliseconds(verdict.compute_ms, "verdict.compute_ms"),
         next_proposal=proposal_from_proto(verdict.next_proposal),
         next_base_length=verdict.next_base_length,
+        next_draft_ms=_milliseconds(verdict.next_draft_ms, "verdict.next_draft_ms"),
         features=features_from_proto(verdict.features, "verdict.features"),
     )
 

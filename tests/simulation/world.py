@@ -56,8 +56,9 @@ def self_drafting_service() -> TargetService:
     engine = ShownEngine(SPEC, "target", NUM_SEQUENCES)
     executor = InlineExecutor(engine.take_step_seconds)
     return TargetService(
-        engine, executor, max_num_seqs=NUM_SEQUENCES, self_drafter=ShownDrafter(SPEC)
-    )
+        engine, executor, max_num_seqs=NUM_SEQUENCES, self_drafter=ShownDrafter(SPEC),
+        clock=lambda: 0.0,
+    )  # fmt: skip
 
 
 def draft_service() -> DraftService:

@@ -26,7 +26,7 @@ from models import (
     tiny_module,
     twin,
 )
-from stack import Stack, running_stack
+from stack import RARE, Stack, running_stack
 
 from draft_service.eagle_drafter import EagleDrafter
 from outrider.drafting.lookup import LookupDrafter
@@ -144,7 +144,7 @@ CELLS = [
         Rule.TOKEN, 3, TOP_P, draft_token_ids=(0, 2), exits=True, siblings=1, num_samples=4_900,
         detects=DETECTS_SOON,
     ),
-    # A head that reads the target's features, in trees, and a look-up in the first round.
+    # A head that reads the target's features, in trees.
     Cell(
         Rule.TOKEN, 2, PLAIN, draft_token_ids=(0, 1), reads_features=True, siblings=1,
         num_samples=4_900, detects=DETECTS_SOON,
@@ -335,7 +335,7 @@ async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
     self_drafter = self_drafter_of(target, DRAFT_SUPPORT_ENTRIES)
     if cell.reads_features:
         loaded = tiny_eagle(module, cell.draft_token_ids)
-        eagle = EagleDrafter(loaded, NgramDrafter(), sessions_max=CONCURRENCY)
+        eagle = EagleDrafter(loaded, RARE, sessions_max=CONCURRENCY)
     elif cell.draft_token_ids and self_drafter is None:
         draft = reduced_engine(module, cell.draft_token_ids, cell.draft_seed)
     elif cell.draft_vocab_size is not None:

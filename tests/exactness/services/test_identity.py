@@ -26,9 +26,11 @@ from outrider.engine.sources import resolve_model
 from outrider.engine.trained_drafters import load_drafter
 from outrider.generation import GenerateRequest
 from outrider.limits import DRAFT_SUPPORT_ENTRIES, PAGE_SIZE
+from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling import SamplingParams
 from outrider.text import TokenizerText
 from target_service.actor import self_drafter_of
+from target_service.self_drafting import NextRound, SelfDrafter
 
 pytestmark = pytest.mark.xdist_group("identity")
 
@@ -266,6 +268,21 @@ async def test_coupled_tokens_do_not_depend_on_the_draft(
                 assert await coupled(with_hybrid, prompt, seed, k) == tokens
 
 
+class Counted:
+    """A `SelfDrafter` that knows how much it drafted."""
+
+    def __init__(self, drafter: SelfDrafter | None) -> None:
+        assert drafter is not None
+        self._drafter = drafter
+        self.reads_features = drafter.reads_features
+        self.num_tokens = 0
+
+    def propose(self, rounds: Sequence[NextRound]) -> list[Proposal]:
+        found = self._drafter.propose(rounds)
+        self.num_tokens += sum(map(len, found))
+        return found
+
+
 TINY_VOCAB = 24
 TINY_PAGES = 40
 """For half of what sixteen tiny sessions hold."""
@@ -295,10 +312,10 @@ async def test_a_target_that_drafts_itself_writes_what_it_would_without(
     prompts = [
         tuple(torch.randint(TINY_VOCAB, (8 + n,), generator=random).tolist()) for n in range(CROWD)
     ]
+    drafter = Counted(self_drafter_of(target, DRAFT_SUPPORT_ENTRIES))
     async with running_stack(
-        target, None, tmp_path, draft_siblings=siblings,
-        self_drafter=self_drafter_of(target, DRAFT_SUPPORT_ENTRIES),
-    ) as stack:  # fmt: skip
+        target, None, tmp_path, draft_siblings=siblings, self_drafter=drafter
+    ) as stack:
         asked = [Asked(prompt, 4, library_text(original, prompt, 12)) for prompt in prompts]
         await check_at_once(stack, asked)
         texts = [
@@ -309,4 +326,5 @@ async def test_a_target_that_drafts_itself_writes_what_it_would_without(
         ]
         assert texts[0] == texts[1]
         assert stack.target._worker.figures.num_preemptions > 0
+    assert drafter.num_tokens > CROWD * 12
     target.check_integrity()

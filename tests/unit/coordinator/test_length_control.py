@@ -348,8 +348,10 @@ def test_a_session_that_begins_plain_runs_ahead_from_its_first_round() -> None:
 def test_the_first_round_has_no_draft_and_runs_not_ahead_of_one() -> None:
     control = World().open()
     assert not control.begins_plain
-    assert control.choose(0, ENDLESS) == RoundLength(0, 0, next_max=control._bound)
-    assert control.choose(1, ENDLESS).num_draft_tokens > 0
+    first, second = control.choose(0, ENDLESS), control.choose(1, ENDLESS)
+    assert first == RoundLength(0, 0, next_max=first.next_max)
+    assert 1 < first.next_max < BOUND
+    assert second.num_draft_tokens > 0
 
 
 def test_a_trial_behind_a_prompt_that_the_draft_has_not_read_is_dearer() -> None:
@@ -464,18 +466,18 @@ TIMES = st.sampled_from((0.0, 1e-9, 0.001, 0.02, 5.0, 1e6))
 def test_bounds_hold_for_any_history(
     bound: int, max_tokens: int, tables: bool, data: st.DataObject
 ) -> None:
-    """Whatever proposals, verdicts and times: 0 <= K <= the request's bound, no more than the
-    completion takes and than the round before said; the target runs ahead of no round with a
-    proposal, nor beyond the end."""
+    """Whatever proposals, verdicts and times: 0 <= K <= the request's bound and no more than the
+    completion takes, and so what the next round is drafted for; the target runs ahead of no round
+    with a proposal, nor beyond the end."""
     table = StepCosts((1, 2), (0.0, 0.01)) if tables else None
     control = controls(table, table).open(Rule.BLOCK, 1, bound, 10)
-    left, index, now, sure, most = max_tokens, 0, 0.0, 0, 0
+    left, index, now, sure = max_tokens, 0, 0.0, 0
     while left > 0 and index < 120:
         length = control.choose(index, left)
         num = length.num_draft_tokens
         assert 0 <= num <= min(bound, left - 1)
-        assert num <= most
-        most = bound if length.run_ahead > 0 else length.next_max
+        assert 0 <= length.next_max <= min(bound, max(0, left - 2))
+        assert length.next_max == 0 or length.run_ahead == 0
         assert 0 <= length.run_ahead <= min(RUN_AHEAD, left - 1)
         assert num == 0 or (index > 0 and length.run_ahead == 0 and sure == 0)
         sure = max(sure - 1, length.run_ahead)

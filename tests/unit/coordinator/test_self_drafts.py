@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.drafts import NextWanted, StandIn
-from coordinator.lengths import RoundLength
+from coordinator.lengths import DraftedBeside, RoundLength
 from coordinator.self_drafts import SelfDrafts
 from outrider.drafting.ngram import NgramDrafter
 from outrider.messages import ReplyKey, VerdictReply
@@ -35,8 +35,9 @@ def self_drafts(rule: Rule = Rule.TOKEN, confident: float | None = None) -> Self
 def verdict(proposal: SealedProposal, base_length: int = len(PROMPT)) -> VerdictReply:
     key = ReplyKey(NAME, 1, 0)
     return VerdictReply(
-        key, Verdict((), (1,)), 6, next_proposal=proposal, next_base_length=base_length
-    )
+        key, Verdict((), (1,)), 6, next_proposal=proposal, next_base_length=base_length,
+        next_draft_ms=250.0,
+    )  # fmt: skip
 
 
 def sealed(num_tokens: int, parents: tuple[int, ...] = ()) -> SealedProposal:
@@ -68,6 +69,7 @@ async def test_what_came_with_the_verdict_is_proposed_once() -> None:
     drafts.hear(verdict(sealed(3)))
     drafted = await drafts.propose(1, 2, NOISE)
     assert (drafted.proposal, drafted.num_asked) == (sealed(2), 2)
+    assert (drafted.seconds, drafted.beside) == (0.0, DraftedBeside(3, 0.25))
     again = await drafts.propose(2, 2, NOISE)
     assert (again.proposal.token_ids, again.num_asked) == ((2, 3), 0)
 

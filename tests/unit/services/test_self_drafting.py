@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -140,7 +140,10 @@ def tiny_engine(kind: str, **options: Any) -> tuple[Any, PagedEngine]:
 
 @asynccontextmanager
 async def running(
-    drafter: SelfDrafter | None = None, kind: str = MEDUSA, **options: Any
+    drafter: SelfDrafter | None = None,
+    kind: str = MEDUSA,
+    clock: Callable[[], float] = lambda: 0.0,
+    **options: Any,
 ) -> AsyncIterator[Target]:
     original, engine = tiny_engine(kind, **options)
     service = TargetService(
@@ -148,6 +151,7 @@ async def running(
         InlineExecutor(engine.take_step_seconds),
         max_num_seqs=8,
         self_drafter=drafter or drafter_of(engine),
+        clock=clock,
     )
     link = MemoryLink(service)
     yield Target(original, engine, service, link, Listener(link))
@@ -270,6 +274,15 @@ async def test_a_verdict_stands_without_a_proposal() -> None:
         reply = await target.verify(PROMPT, NOTHING_SEALED, num_next=3)
     assert reply.verdict == expected.verdict
     assert reply.next_proposal == NOTHING_SEALED
+
+
+async def test_what_drafting_took_is_said() -> None:
+    """Nothing where nothing was drafted."""
+    times = iter((1.0, 1.25))
+    async with running(clock=lambda: next(times)) as target:
+        plain = await target.verify(PROMPT, NOTHING_SEALED, num_next=0)
+        drafted = await target.verify(PROMPT, NOTHING_SEALED, num_next=2, round_index=1)
+    assert (plain.next_draft_ms, drafted.next_draft_ms) == (0.0, 250.0)
 
 
 async def test_logits_that_cannot_be_drawn_from_end_a_proposal() -> None:

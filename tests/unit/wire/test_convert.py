@@ -381,7 +381,8 @@ def test_features_travel_with_questions_and_verdicts() -> None:
     assert convert.draft_item_from_proto(convert.draft_item_to_proto(item, None)) == item
     wanting = VerifyItem(make_head((1,)), wants_features=True)
     assert convert.verify_item_from_proto(convert.verify_item_to_proto(wanting, None)) == wanting
-    reply = VerdictReply(ReplyKey("0" * 32, 1, 0), Verdict((), (1,)), 1, features=features)
+    key = ReplyKey("0" * 32, 1, 0)
+    reply = VerdictReply(key, Verdict((), (1,)), 1, features=features, next_draft_ms=0.5)
     assert convert.verify_answer_from_proto(convert.verify_answer_to_proto(reply)) == reply
 
 
