@@ -151,6 +151,14 @@ def stored(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: (rows / scales[:, None]).round_().to(torch.int8), name + _SCALE: scales}
 
 
+def stored_weights(module: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """What these parameters of a module are in a drafter's file."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name in names:
+        tensors |= stored(name, module.get_parameter(name).detach().cpu())
+    return tensors
+
+
 def restored(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """A weight of a drafter's file. Raises `ValueError` unless each row has its scale."""
     values = tensors[name]

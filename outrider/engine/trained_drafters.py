@@ -26,7 +26,7 @@ from outrider.engine.drafter_files import (
     checked_token_ids,
     restored,
     save_files,
-    stored,
+    stored_weights,
 )
 from outrider.engine.empty_models import empty_model
 from outrider.engine.fingerprints import tokenizer_table
@@ -38,7 +38,7 @@ from outrider.engine.loading import (
     resolve_device,
     set_threads,
 )
-from outrider.engine.weight_files import open_weights, stored_names
+from outrider.engine.weight_files import open_weights, read_weights, stored_names
 from outrider.errors import ConfigError, check
 
 
@@ -98,13 +98,27 @@ def save_drafter(
 ) -> None:
     """Writes configuration, description and weights of a drafter whose head has the target's rows
     of `token_ids` [N]; its embeddings and its head are left out."""
-    tensors: dict[str, torch.Tensor] = {TOKEN_IDS: token_ids.to(torch.int32)}
     shared = _shared_with_target(module)
-    for name, values in module.named_parameters():
-        if name not in shared:
-            tensors |= stored(name, values.detach().cpu())
+    own = [name for name, _ in module.named_parameters() if name not in shared]
+    tensors = {TOKEN_IDS: token_ids.to(torch.int32), **stored_weights(module, own)}
     module.config.save_pretrained(directory)
     save_files(directory, tensors, description)
+
+
+def target_weights(
+    module: Any, target_directory: Path, name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Embeddings [V, D] and head [V, D] as the target's files have them; `module` is the target's
+    or a drafter's of its architecture, with or without values. Raises `ConfigError`."""
+    embeddings, head = _shared_with_target(module)
+    with open_weights(target_directory) as files:
+        names = stored_names(module, dict(module.named_parameters()), files)
+        if embeddings not in names:
+            raise ConfigError(f"drafter {name}: the target's files lack the weights {embeddings}")
+        # A target without a head in its files has its embeddings for one.
+        found = (names[embeddings], names.get(head, names[embeddings]))
+        values = {key: files[key].get_tensor(key) for key in found}
+    return values[found[0]], values[found[1]]
 
 
 def _shared_with_target(module: Any) -> tuple[str, str]:
@@ -121,17 +135,10 @@ def _fill(
     """Gives every parameter its values; the tokens of the head's rows."""
     wanted = dict(module.named_parameters())
     embeddings, head = _shared_with_target(module)
-    with open_weights(path) as files:
-        tensors = {key: file.get_tensor(key) for key, file in files.items()}
+    tensors = read_weights(path)
     token_ids = checked_token_ids(tensors, description)
-    with open_weights(target_directory) as files:
-        names = stored_names(module, wanted, files)
-        if embeddings not in names:
-            raise ConfigError(f"drafter {name}: the target's files lack the weights {embeddings}")
-        values = {embeddings: files[names[embeddings]].get_tensor(names[embeddings])}
-        # A target without a head in its files has its embeddings for one.
-        heads = names.get(head, names[embeddings])
-        values[head] = files[heads].get_tensor(heads)[token_ids]
+    embedding_rows, head_rows = target_weights(module, target_directory, name)
+    values = {embeddings: embedding_rows, head: head_rows[token_ids]}
     for key, parameter in wanted.items():
         if key not in values:
             if key not in tensors:

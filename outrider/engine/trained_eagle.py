@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -22,14 +22,15 @@ from outrider.engine.drafter_files import (
     checked_token_ids,
     put_weights,
     save_files,
-    stored,
+    stored_weights,
 )
 from outrider.engine.eagle_head import EagleHead
 from outrider.engine.empty_models import empty_model
 from outrider.engine.fingerprints import tensors_fingerprint
 from outrider.engine.interface import ModelInfo
 from outrider.engine.loading import LOADING_ERRORS, describe, resolve_device, set_threads
-from outrider.engine.weight_files import open_weights, stored_names
+from outrider.engine.trained_drafters import target_weights
+from outrider.engine.weight_files import read_weights
 from outrider.errors import ConfigError, check
 
 _LAYER: Final = "layer."
@@ -71,11 +72,14 @@ def load_eagle(
     where = resolve_device(device)
     set_threads(num_threads)
     empty = empty_model(target_directory, target, dtype, "sdpa", trust_remote_code)
+    check(empty.get_output_embeddings().bias is None, "drafters are made for heads without a bias")
     info = describe(
         empty, target_directory, name, max_model_len=None, trust_remote_code=trust_remote_code
     )
     try:
-        embeddings, rows = _of_target(empty, target_directory, name)
+        embeddings, rows = (
+            values.to(empty.dtype) for values in target_weights(empty, target_directory, name)
+        )
         loaded = load_eagle_on(
             path, embeddings.to(where), rows.to(where),
             name=name, target_directory=target_directory, target_name=target,
@@ -102,15 +106,13 @@ def load_eagle_on(
     description = check_target(path, name, TrainedKind.EAGLE, target_directory, target_name)
     try:
         check_vocabulary(description, name, len(rows))
-        with open_weights(path) as files:
-            tensors = {key: file.get_tensor(key) for key, file in files.items()}
+        tensors = read_weights(path)
         token_ids = checked_token_ids(tensors, description)
         if _DOWN not in tensors or tensors[_DOWN].dim() != 2:
             raise ConfigError(f"drafter {name}: its files lack the weights {_DOWN}")
         fixed = nn.Parameter(embeddings, requires_grad=False)
         module = make_eagle(fixed, rows, tensors[_DOWN].shape[1], token_ids)
-        names = [key for key, _ in module.named_parameters() if key.startswith(_LAYER)]
-        put_weights(module, names, tensors, embeddings, name)
+        put_weights(module, _stored_names(module), tensors, embeddings, name)
     except LOADING_ERRORS as error:
         raise ConfigError(f"drafter {name}: cannot be loaded: {error}") from error
     return LoadedEagle(module.requires_grad_(False).eval(), tuple(token_ids.tolist()))
@@ -121,25 +123,9 @@ def save_eagle(
 ) -> None:
     """Writes the description and what is not the target's of a head whose logits are of `token_ids`
     [N]."""
-    tensors: dict[str, torch.Tensor] = {TOKEN_IDS: token_ids.to(torch.int32)}
-    for key, values in module.named_parameters():
-        if key.startswith(_LAYER):
-            tensors |= stored(key, values.detach().cpu())
-    save_files(directory, tensors, description)
+    tensors = stored_weights(module, _stored_names(module))
+    save_files(directory, {TOKEN_IDS: token_ids.to(torch.int32), **tensors}, description)
 
 
-def _of_target(empty: Any, directory: Path, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Embeddings and head [V, D] of the target's files, in its dtype here."""
-    wanted = dict(empty.named_parameters())
-    names = {id(parameter): key for key, parameter in wanted.items()}
-    parts = (empty.get_input_embeddings().weight, empty.get_output_embeddings().weight)
-    embeddings, head = (names[id(part)] for part in parts)
-    check(empty.get_output_embeddings().bias is None, "drafters are made for heads without a bias")
-    with open_weights(directory) as files:
-        found = stored_names(empty, wanted, files)
-        if embeddings not in found:
-            raise ConfigError(f"drafter {name}: the target's files lack the weights {embeddings}")
-        # A target without a head in its files has its embeddings for one.
-        keys = (found[embeddings], found.get(head, found[embeddings]))
-        values = {key: files[key].get_tensor(key).to(parts[0].dtype) for key in keys}
-    return values[keys[0]], values[keys[1]]
+def _stored_names(module: EagleHead) -> list[str]:
+    return [name for name, _ in module.named_parameters() if name.startswith(_LAYER)]

@@ -22,12 +22,12 @@ from outrider.engine.drafter_files import (
     checked_token_ids,
     put_weights,
     save_files,
-    stored,
+    stored_weights,
 )
 from outrider.engine.exit_head import ExitHead
 from outrider.engine.first_layers import check_exit
 from outrider.engine.loading import LOADING_ERRORS
-from outrider.engine.weight_files import open_weights
+from outrider.engine.weight_files import read_weights
 from outrider.errors import ConfigError
 
 _NUM_LAYERS: Final = "num_layers"
@@ -60,8 +60,7 @@ def load_exit(
     on its device. Raises `ConfigError`, also for a target that it was not made for."""
     description = check_target(path, name, TrainedKind.EARLY_EXIT, target_directory, target_name)
     try:
-        with open_weights(path) as files:
-            tensors = {key: file.get_tensor(key) for key, file in files.items()}
+        tensors = read_weights(path)
         check_vocabulary(description, name, len(target.get_output_embeddings().weight))
         token_ids = checked_token_ids(tensors, description)
         down, layers = tensors.get(_DOWN), tensors.get(_NUM_LAYERS)
@@ -93,9 +92,8 @@ def save_exit(
     tensors = {
         TOKEN_IDS: token_ids.to(torch.int32),
         _NUM_LAYERS: torch.tensor([num_layers], dtype=torch.int32),
+        **stored_weights(module, _stored_names(module)),
     }
-    for name in _stored_names(module):
-        tensors |= stored(name, module.get_parameter(name).detach().cpu())
     save_files(directory, tensors, description)
 
 

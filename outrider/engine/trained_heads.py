@@ -23,10 +23,10 @@ from outrider.engine.drafter_files import (
     checked_token_ids,
     put_weights,
     save_files,
-    stored,
+    stored_weights,
 )
 from outrider.engine.loading import LOADING_ERRORS
-from outrider.engine.weight_files import open_weights
+from outrider.engine.weight_files import read_weights
 from outrider.errors import ConfigError
 
 _HEADS: Final = "heads."
@@ -58,16 +58,14 @@ def load_heads(
     its device. Raises `ConfigError`, also for a target that they were not made for."""
     description = check_target(path, name, TrainedKind.MEDUSA, target_directory, target_name)
     try:
-        with open_weights(path) as files:
-            tensors = {key: file.get_tensor(key) for key, file in files.items()}
+        tensors = read_weights(path)
         check_vocabulary(description, name, len(target.get_output_embeddings().weight))
         token_ids = checked_token_ids(tensors, description)
         downs = [tensors[key] for key in sorted(tensors) if key.endswith(_DOWN)]
         if not downs or downs[0].dim() != 2:
             raise ConfigError(f"drafter {name}: its files hold no heads")
         heads = make_heads(target, len(downs), downs[0].shape[1], token_ids)
-        names = [key for key, _ in heads.named_parameters() if key.startswith(_HEADS)]
-        put_weights(heads, names, tensors, heads.embeddings, name)
+        put_weights(heads, _stored_names(heads), tensors, heads.embeddings, name)
     except LOADING_ERRORS as error:
         raise ConfigError(f"drafter {name}: cannot be loaded: {error}") from error
     return LoadedHeads(heads.requires_grad_(False).eval(), tuple(token_ids.tolist()))
@@ -78,8 +76,9 @@ def save_heads(
 ) -> None:
     """Writes the description and what is not the target's of heads whose logits are of `token_ids`
     [N]."""
-    tensors: dict[str, torch.Tensor] = {TOKEN_IDS: token_ids.to(torch.int32)}
-    for name, values in heads.named_parameters():
-        if name.startswith(_HEADS):
-            tensors |= stored(name, values.detach().cpu())
-    save_files(directory, tensors, description)
+    tensors = stored_weights(heads, _stored_names(heads))
+    save_files(directory, {TOKEN_IDS: token_ids.to(torch.int32), **tensors}, description)
+
+
+def _stored_names(heads: DraftHeads) -> list[str]:
+    return [name for name, _ in heads.named_parameters() if name.startswith(_HEADS)]

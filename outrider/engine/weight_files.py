@@ -25,6 +25,12 @@ def open_weights(path: Path) -> Iterator[Mapping[str, Any]]:
         yield found
 
 
+def read_weights(path: Path) -> dict[str, Any]:
+    """Every stored tensor."""
+    with open_weights(path) as files:
+        return {key: file.get_tensor(key) for key, file in files.items()}
+
+
 def weight_files(path: Path) -> list[Path]:
     """As the library picks them: some repositories hold the same weights twice."""
     if (path / _SINGLE).is_file():
