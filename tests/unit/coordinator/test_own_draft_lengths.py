@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
+from test_sides import session
 
+from coordinator.decoding import Decoding, Verified
+from coordinator.drafts import Drafted
 from coordinator.length_control import LengthControls
 from coordinator.lengths import DraftedBeside, PlayedRound
+from outrider.clock import run_virtually
 from outrider.engine.costs import StepCosts
-from outrider.messages import ReplicaDescription
+from outrider.messages import ReplicaDescription, ReplyKey, VerdictReply
+from outrider.speculation.decision import decide
+from outrider.speculation.proposal import NOTHING_SEALED
 from outrider.speculation.sampling import Rule
+from outrider.speculation.verdict import Verdict
 
 BOUND = 8
 RUN_AHEAD = 8
@@ -24,8 +32,8 @@ def play_own_drafts(draft_s: float, acceptance: float, rounds: int = 2400) -> tu
     description = ReplicaDescription("m", "", "", 100, "float32", 0, (), 64, table, True)
     one, rng, now = LengthControls(description, None, RUN_AHEAD), random.Random(1), 0.0
     tokens = seconds = 0.0
-    for session in range(rounds // 200):
-        control, drafted = one.open(Rule.COUPLED, session, BOUND, 100), 0
+    for number in range(rounds // 200):
+        control, drafted = one.open(Rule.COUPLED, number, BOUND, 100), 0
         for index in range(200):
             length = control.choose(index, ENDLESS)
             num = min(length.num_draft_tokens, drafted)
@@ -43,7 +51,7 @@ def play_own_drafts(draft_s: float, acceptance: float, rounds: int = 2400) -> tu
                 )
             )  # fmt: skip
             drafted = length.next_max
-            if 400 * session >= rounds:
+            if 400 * number >= rounds:
                 tokens, seconds = tokens + 1 + accepted, seconds + target_s + next_s
         control.close()
     best = max(
@@ -60,3 +68,33 @@ def test_what_a_targets_own_drafts_cost_is_known(draft_s: float, acceptance: flo
     found, best = play_own_drafts(draft_s, acceptance)
     assert found > 0.9 * best
     assert found > 0.97 / 0.016
+
+
+def test_drafting_beside_a_verdict_is_no_time_of_the_verdict() -> None:
+    """What the target took for the next proposal is told apart from its step, and what this
+    round's took comes with it."""
+    notes: list[PlayedRound] = []
+
+    class Lengths:
+        def note(self, played: PlayedRound) -> None:
+            notes.append(played)
+
+    async def main() -> None:
+        parts: Any = dict.fromkeys(
+            ("parameters", "completion", "target", "draft", "committer", "journal")
+        )
+        lengths: Any = Lengths()
+        decoding = Decoding(session=session(), lengths=lengths, length_max=99, **parts)
+        reply = VerdictReply(
+            ReplyKey("0" * 32, 1, 0), Verdict((), (9,)), 4,
+            queue_ms=5.0, compute_ms=40.0, next_draft_ms=10.0,
+        )  # fmt: skip
+        beside = DraftedBeside(3, 0.02)
+        drafted = Drafted(NOTHING_SEALED, True, 0.0, 2, beside=beside)
+        decoding._note(drafted, Verified(reply, 0.05), decide(reply.verdict, (), Rule.GREEDY, ()))
+
+    run_virtually(main())
+    [played] = notes
+    assert played.target_s == pytest.approx(0.035)
+    assert played.next_draft_s == pytest.approx(0.01)
+    assert played.beside == DraftedBeside(3, 0.02)

@@ -264,10 +264,10 @@ async def test_features_of_tokens_that_were_never_committed_are_forgotten() -> N
     """As when a coordinator that has died had decided more than was stored."""
     first, second = ([*PROMPT, *(i * step % VOCAB for i in range(12))] for step in (5, 7))
     async with running() as pair:
-        await pair.propose(first, pair.features(first, 7), rule=Rule.COUPLED)
+        await pair.propose(first, pair.features(first, 7), rule=Rule.TOKEN)
         features = pair.features(second, 10)
-        found = await pair.propose(second, features, rule=Rule.COUPLED, epoch=2)
-        expected = pair.expected(second, features, Rule.COUPLED, SamplingParams())
+        found = await pair.propose(second, features, rule=Rule.TOKEN, epoch=2)
+        expected = pair.expected(second, features, Rule.TOKEN, SamplingParams())
         assert found.proposal.open() == expected
 
 
