@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 from outrider.engine.free_pages import FreePages, require_pages
 from outrider.engine.interface import FoundPrefix, PageCounts, SequenceStep
-from outrider.engine.paged_sequence import PagedSequence
+from outrider.engine.paged_sequence import PagedSequence, require_whole
 from outrider.engine.prefixes import Digest, Prefix, PrefixIndex, chain_digest
 from outrider.engine.slots import check_kept
 from outrider.errors import InvariantError, check
@@ -151,7 +151,10 @@ class PagePool:
         `forget` where a copy was not made, so that nothing unwritten is shared.
 
         Evicts what is idle as needed; raises `OutOfPages` where even that does not do, changing
-        nothing. Slots that are not `whole` are never shared as a prefix."""
+        nothing. Slots that are not `whole` are never shared, and `keep` gives them back before any
+        that are whole; else `InvariantError` is raised."""
+        if whole:
+            require_whole(self._sequences, steps)
         if not self._is_roomy(steps):
             self._make_room(steps)
         size = self._page_size
@@ -235,21 +238,18 @@ class PagePool:
     def check_integrity(self) -> None:
         """Raises `InvariantError` unless every page is where it is said to be."""
         size = self._page_size
-        holders, busy_holders = Counter[int](), Counter[int]()
+        holders, busy = Counter[int](), Counter[int]()
         for sequence_id, sequence in self._sequences.items():
             sequence.check_integrity(sequence_id, size)
             holders.update(sequence.pages)
-            busy_holders.update(sequence.pages if sequence.busy else ())
+            busy.update(sequence.pages if sequence.busy else ())
             for page, prefix in zip(sequence.pages, sequence.prefixes, strict=False):
                 ids = self._packed_ids(page)
                 check(prefix.packed_ids == ids, f"page {page} of {sequence_id} is corrupt")
         pages = range(self._num_pages)
         check(self._holders == [holders[page] for page in pages], "holders are miscounted")
-        check(
-            self._busy_holders == [busy_holders[page] for page in pages],
-            "busy holders are miscounted",
-        )
-        check(self._num_busy_pages == len(busy_holders), "busy pages are miscounted")
+        check(self._busy_holders == [busy[p] for p in pages], "busy holders are miscounted")
+        check(self._num_busy_pages == len(busy), "busy pages are miscounted")
         known = {page for page in pages if page in self._prefixes}
         for page in known:
             ids = self._packed_ids(page)

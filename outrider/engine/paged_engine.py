@@ -217,7 +217,6 @@ class PagedEngine:
         }
         self._steps = self._new_steps(self._call, layers, pages, self._acceleration)
         self._shallow_steps: Steps | None = None
-        self._whole_lengths: dict[str, int] = {}
         if self.exit_head is not None:
             shallow = first_layers(self._module, self.exit_head.num_layers)
             blocks = set(shallow.modules())
@@ -267,8 +266,6 @@ class PagedEngine:
         check_steps(steps, self._info, self._max_num_seqs, self.length)
         if not steps:
             return []
-        for step in steps:
-            self._check_whole(step.sequence_id)
         with self._appended(steps) as lengths:
             rows = self._run(self._steps, steps, lengths)
         self._pool.written(steps)
@@ -287,17 +284,8 @@ class PagedEngine:
         if not steps:
             return []
         with self._appended(steps, whole=False) as lengths:
-            for step, length in zip(steps, lengths, strict=True):
-                self._whole_lengths.setdefault(step.sequence_id, length)
             rows = self._run(self._shallow_steps, steps, lengths)
         return list(torch.split(rows, [step.num_logits for step in steps]))
-
-    def _check_whole(self, sequence_id: str) -> None:
-        """Raises `InvariantError` for a sequence with slots that hold the first layers alone."""
-        whole = self._whole_lengths.get(sequence_id)
-        if whole is not None:
-            check(self.length(sequence_id) <= whole, f"{sequence_id}: its last slots are shallow")
-            del self._whole_lengths[sequence_id]
 
     @property
     def shows_features(self) -> bool:
@@ -355,7 +343,6 @@ class PagedEngine:
 
     def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
         """See `Engine.attach`."""
-        self._whole_lengths.pop(sequence_id, None)
         return self._pool.attach(sequence_id, token_ids, salt)
 
     def fork(self, sequence_id: str, branch_id: str) -> None:
@@ -380,14 +367,11 @@ class PagedEngine:
         """See `Engine.keep`. Keys stay rotated for the position they were run at, so a slot of
         `path` must have been run at the position it gets."""
         moves = self._pool.keep(sequence_id, length, path)
-        if self.length(sequence_id) <= self._whole_lengths.get(sequence_id, -1):
-            del self._whole_lengths[sequence_id]
         with self._forgetting(sequence_id):
             self._cache.move_slots(moves)
 
     def release(self, sequence_id: str) -> None:
         """See `Engine.release`."""
-        self._whole_lengths.pop(sequence_id, None)
         self._pool.release(sequence_id)
 
     def take_step_seconds(self) -> float:

@@ -9,8 +9,9 @@ hold something in a model's first layers alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from outrider.engine.interface import SequenceStep
 from outrider.engine.prefixes import Prefix
 from outrider.errors import check
 
@@ -22,7 +23,9 @@ does not hold all that follows from them."""
 class PagedSequence:
     """One sequence of slots."""
 
-    __slots__ = ("busy", "is_branch", "length", "loose", "pages", "prefixes", "salt")
+    __slots__ = (
+        "busy", "is_branch", "length", "loose", "num_shallow", "pages", "prefixes", "salt",
+    )  # fmt: skip
 
     def __init__(self, salt: str, is_branch: bool) -> None:
         self.salt = salt
@@ -37,6 +40,8 @@ class PagedSequence:
         and those at the end may have been forgotten."""
         self.loose: list[int] = []
         """For each slot behind the chain the slot that it follows; -1 = it is the first."""
+        self.num_shallow = 0
+        """Slots at the end that hold something in a model's first layers alone."""
 
     @property
     def chain_length(self) -> int:
@@ -44,7 +49,8 @@ class PagedSequence:
         return self.length - len(self.loose)
 
     def branch(self) -> PagedSequence:
-        """A busy branch with the same slots on the same pages."""
+        """A busy branch with the same slots on the same pages, all of which are whole."""
+        check(not self.num_shallow, "a sequence whose last slots are shallow cannot be forked")
         branch = PagedSequence(self.salt, is_branch=True)
         branch.length = self.length
         branch.pages = self.pages.copy()
@@ -53,10 +59,12 @@ class PagedSequence:
         return branch
 
     def grow(self, num: int, parents: Sequence[int], whole: bool = True) -> None:
-        """Notes `num` more slots; `parents` as in `SequenceStep`. Such as are not `whole` never
-        come to be of the chain."""
+        """Notes `num` more slots; `parents` as in `SequenceStep`. Such as are not `whole` are
+        shallow, and never come to be of the chain."""
         held = self.length
         self.length += num
+        if not whole:
+            self.num_shallow += num
         if self.loose or not whole:
             self.loose += [_MIXED] * num
         elif parents:
@@ -65,9 +73,10 @@ class PagedSequence:
 
     def shrink(self, length: int, path: Sequence[int]) -> None:
         """Notes that the first `length` slots and those of `path` are left."""
-        chain_length = self.chain_length
+        chain_length, num_whole = self.chain_length, self.length - self.num_shallow
         first = min(length, chain_length)
         kept = [*range(first, length), *path]
+        self.num_shallow = sum(slot >= num_whole for slot in kept)
         places = {slot: first + index for index, slot in enumerate(kept)}
         followed = [
             slot - 1 if slot < chain_length else self.loose[slot - chain_length] for slot in kept
@@ -82,6 +91,7 @@ class PagedSequence:
         check(len(self.pages) == whole, f"{name} holds too many or too few pages")
         check(len(set(self.pages)) == whole, f"{name} holds a page twice")
         check(0 <= self.chain_length <= self.length, f"{name}: a bad chain")
+        check(0 <= self.num_shallow <= len(self.loose), f"{name}: a shallow slot of the chain")
 
     def _settle(self) -> None:
         """Counts loose slots that continue the chain as its own."""
@@ -90,3 +100,11 @@ class PagedSequence:
         while num < len(self.loose) and self.loose[num] == last + num:
             num += 1
         del self.loose[:num]
+
+
+def require_whole(sequences: Mapping[str, PagedSequence], steps: Sequence[SequenceStep]) -> None:
+    """Raises `InvariantError` unless all slots that these steps stand behind are whole."""
+    for step in steps:
+        sequence = sequences.get(step.sequence_id)
+        is_whole = sequence is None or not sequence.num_shallow
+        check(is_whole, f"{step.sequence_id}: its last slots are shallow")

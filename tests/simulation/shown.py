@@ -1,5 +1,5 @@
-"""Emulated targets that show what their logits are made of, and who drafts from that: such a target
-itself, as one with heads does, or a head in a draft."""
+"""Emulated targets that show what their logits or their first layers' are made of, and who drafts
+from that: such a target itself, as one with heads or an early exit does, or a head in a draft."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from outrider.drafting.ngram import NgramDrafter
 from outrider.engine.eagle_head import EagleHead
 from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
 from outrider.engine.interface import SequenceStep
+from outrider.engine.slots import check_steps
 from outrider.engine.trained_eagle import LoadedEagle
+from outrider.engine.trained_exits import LoadedExit
 from outrider.errors import check
 from outrider.speculation.drafting import draw_from_logits
 from outrider.speculation.proposal import Proposal
+from target_service.exit_drafting import ExitDrafter
 from target_service.self_drafting import NextRound
 
 
@@ -64,6 +67,36 @@ class ShownDrafter:
             q.append(drawn_from)
             context = [*context[1:], token_id]
         return Proposal(tuple(token_ids), tuple(q) if wanted.rule.needs_q else ())
+
+
+class ShallowEngine(EmulatedEngine):
+    """Its first layers put out, for each row, the last tokens that it follows from."""
+
+    def forward_shallow(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
+        check_steps(steps, self._info, self._max_num_seqs, self.length)
+        self._pool.append(steps, whole=False)
+        rows = []
+        for step in steps:
+            held = self._pool.token_ids(step.sequence_id)
+            ends = range(len(held) - step.num_logits + 1, len(held) + 1)
+            rows.append(torch.tensor([self._context(held, end) for end in ends]))
+        return rows
+
+
+class EmulatedExit(torch.nn.Module):
+    """Puts out what an emulated draft would, of such tokens."""
+
+    def __init__(self, spec: EmulatedSpec) -> None:
+        super().__init__()
+        self._draft = EmulatedEngine(spec, "draft")
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._draft._logits(hidden.numpy().astype(np.uint64))
+
+
+def exit_drafter(spec: EmulatedSpec, engine: ShallowEngine) -> ExitDrafter:
+    module: Any = EmulatedExit(spec)
+    return ExitDrafter(LoadedExit(module, tuple(range(spec.vocab_size)), 1), engine)
 
 
 class CheckedEagle(EagleDrafter):

@@ -20,7 +20,7 @@ from outrider.wire.memory_link import MemoryLink
 from target_service.service import TargetService
 
 from .adversary import Adversary, UnreliableStore
-from .shown import CheckedEagle, ShownDrafter, ShownEngine
+from .shown import CheckedEagle, ShallowEngine, ShownDrafter, ShownEngine, exit_drafter
 
 SPEC = EmulatedSpec(
     vocab_size=6,
@@ -61,6 +61,15 @@ def self_drafting_service() -> TargetService:
     )  # fmt: skip
 
 
+def early_exit_service() -> TargetService:
+    engine = ShallowEngine(SPEC, "target", NUM_SEQUENCES)
+    executor = InlineExecutor(engine.take_step_seconds)
+    return TargetService(
+        engine, executor, max_num_seqs=NUM_SEQUENCES, self_drafter=exit_drafter(SPEC, engine),
+        clock=lambda: 0.0,
+    )  # fmt: skip
+
+
 def draft_service() -> DraftService:
     engine = EmulatedEngine(SPEC, "draft", NUM_SEQUENCES)
     executor = InlineExecutor(engine.take_step_seconds)
@@ -84,6 +93,7 @@ WORLDS = (
     {"target": target_service, "draft": draft_service},
     {"target": target_service, "draft": draft_service},
     {"target": self_drafting_service, "draft": draft_service},  # which nobody asks
+    {"target": early_exit_service, "draft": draft_service},
     {"target": showing_service, "draft": eagle_service},
 )
 

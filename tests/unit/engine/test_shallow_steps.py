@@ -143,6 +143,19 @@ def test_a_whole_step_behind_them_is_refused() -> None:
     engine.forward([SequenceStep("b", (3, 4), 1)])
 
 
+def test_a_sequence_with_such_slots_cannot_be_forked() -> None:
+    """A branch would attend to them."""
+    _, engine = built()
+    engine.forward([SequenceStep("a", TEXT, 1)])
+    engine.forward_shallow([SequenceStep("a", (8,), 1)])
+    with pytest.raises(InvariantError, match="cannot be forked"):
+        engine.fork("a", "branch")
+    engine.check_integrity()
+    engine.keep("a", len(TEXT))
+    engine.fork("a", "branch")
+    engine.forward([SequenceStep("branch", (8,), 1)])
+
+
 def test_without_pages_nothing_has_changed() -> None:
     _, engine = built(kv_cache_memory_bytes=12 * _PAGE_BYTES)
     engine.forward([SequenceStep("a", TEXT, 1), SequenceStep("b", (7,) * 9 * PAGE, 1)])
