@@ -100,10 +100,10 @@ async def _coordinating(
     """A coordinator between `setup`'s `draft`, `target` and `redis_url`, with its defaults; its
     address. `seen` is put on its links' codecs."""
     use_threads(1)
+    from coordinator.asking import Patience
     from coordinator.request import RequestDefaults
     from coordinator.service import CoordinatorOptions, CoordinatorService
     from coordinator.servicer import CoordinatorServicer
-    from coordinator.sides import Patience
     from outrider.drafting.ngram import NgramDrafter
     from outrider.sessions.redis_store import RedisStore
     from outrider.v1 import coordinator_pb2
@@ -134,16 +134,20 @@ async def _coordinating(
             ),
         ),
         store=ClockedStore(await RedisStore.connect(setup["redis_url"]), clock),
-        target=ClockedLink(
-            GrpcLink(open_channel(target), seen(codecs.VERIFY), target),
-            clock.verify_sent,
-            clock.verdict_heard,
-        ),
-        draft=ClockedLink(
-            GrpcLink(open_channel(draft), seen(codecs.DRAFT), draft),
-            clock.draft_sent,
-            clock.draft_heard,
-        ),
+        targets={
+            "target": ClockedLink(
+                GrpcLink(open_channel(target), seen(codecs.VERIFY), target),
+                clock.verify_sent,
+                clock.verdict_heard,
+            )
+        },
+        drafts={
+            "draft": ClockedLink(
+                GrpcLink(open_channel(draft), seen(codecs.DRAFT), draft),
+                clock.draft_sent,
+                clock.draft_heard,
+            )
+        },
         stand_in=NgramDrafter(),
         text=None,
     )

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from outrider.telemetry.observer import Observation
     from outrider.wire.server import RpcServer
 
+    from .asking import Patience
     from .prompts import Text
     from .service import CoordinatorService
-    from .sides import Patience
 
 _log = logging.getLogger(__name__)
 
@@ -139,8 +139,8 @@ async def _build(config: CoordinatorConfig, observation: Observation) -> Coordin
             confident=None if config.lookup is None else config.lookup.hybrid_min_score,
         ),
         store=await connect_store(config),
-        target=target_link(config.target_address),
-        draft=draft_link(config.draft_address) if config.draft_address else None,
+        targets={"target-0": target_link(config.target_address)},
+        drafts={"draft-0": draft_link(config.draft_address)} if config.draft_address else {},
         stand_in=_stand_in(config),
         text=text,
         random_seed=_random_seeds(config.seed),
@@ -181,7 +181,7 @@ def _load_text(config: CoordinatorConfig) -> Text | None:
 
 
 def _patience(config: CoordinatorConfig) -> Patience:
-    from .sides import Patience
+    from .asking import Patience
 
     return Patience(
         target_answer_s=config.target_timeout_ms / 1e3,

@@ -25,7 +25,7 @@ from .journal import Entry, Journal
 from .lengths import LengthPolicy, PlayedRound, RoundLength
 from .request import GenerationParameters
 from .siblings import fitting, sibling_chances
-from .sides import TargetSide
+from .target_side import TargetSide
 
 _NOT_DRAFTED = Drafted(NOTHING_SEALED, by_replica=False, seconds=0.0, num_asked=0)
 

@@ -1,7 +1,7 @@
 """Where a session's proposals come from: a protocol, and proposals as they come.
 
-`DraftSide` (`sides.py`) asks a replica for them; `SelfDrafts` (`self_drafts.py`) has them from the
-target.
+`DraftSide` (`draft_side.py`) asks a replica for them; `SelfDrafts` (`self_drafts.py`) has them from
+the target.
 """
 
 from __future__ import annotations

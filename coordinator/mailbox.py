@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from outrider.errors import LinkLost, check
 from outrider.limits import MAILBOX_REPLIES_MAX
-from outrider.messages import ProposalReply, Refused, Resync, VerdictReply
+from outrider.messages import ProposalReply, Refused, ReplicaDescription, Resync, VerdictReply
 from outrider.wire.link import Link
 
 Item = TypeVar("Item")
@@ -63,6 +63,10 @@ class Mailbox(Generic[Answer]):
         lost, self._lost = self._lost is not None, None
         return lost
 
+    def forget_loss(self) -> None:
+        """Whatever broke is not what is waited for from now on."""
+        self._lost = None
+
     async def take(self, round_index: int) -> Answer:
         """Waits for the answer to a round. Raises `LinkLost` when the stream breaks meanwhile.
         One waiter at a time."""
@@ -86,36 +90,61 @@ class Mailbox(Generic[Answer]):
 class PostOffice(Generic[Item, Answer]):
     """One replica's link, shared by all sessions that use it."""
 
-    def __init__(self, link: Link[Item, Answer], replica: str) -> None:
+    def __init__(
+        self, link: Link[Item, Answer], replica: str, description: ReplicaDescription
+    ) -> None:
         self.link: Link[Item, Answer] = link
         self.replica = replica
         """The replica's name in the session store."""
+        self.description = description
+        self.leaving = False
+        """Whether its sessions are to go elsewhere."""
+        self.away = False
+        """Whether it could not be reached when it was last tried, and nothing came since."""
         self._boxes: dict[str, Mailbox[Answer]] = {}
-        link.listen(self._deliver, self._lose)
+        link.listen(self._deliver, self.lose)
 
-    def open(self, session_id: str, epoch: int) -> Mailbox[Answer]:
-        """A mailbox for a session."""
+    @property
+    def is_open(self) -> bool:
+        """Whether sessions may come here."""
+        return not (self.leaving or self.away)
+
+    @property
+    def sessions(self) -> list[str]:
+        """Those that have a mailbox here."""
+        return list(self._boxes)
+
+    @property
+    def num_boxes(self) -> int:
+        """How many these are."""
+        return len(self._boxes)
+
+    def open(self, session_id: str, box: Mailbox[Answer]) -> None:
+        """Answers to a session go to its mailbox from now on."""
         check(session_id not in self._boxes, f"session {session_id} has a mailbox already")
-        box: Mailbox[Answer] = Mailbox(epoch)
         self._boxes[session_id] = box
-        return box
+
+    def send(self, item: Item) -> None:
+        """See `Link.send`."""
+        try:
+            self.link.send(item)
+        except LinkLost:
+            self.away = True
+            raise
 
     def close(self, session_id: str, epoch: int) -> None:
-        """Closes the mailbox and lets the replica forget the session."""
+        """Answers to a session go nowhere any more, and the replica may forget it."""
         if self._boxes.pop(session_id, None) is not None:
             self.link.release(session_id, epoch)
 
-    def check_integrity(self, sessions: set[str], *, every: bool = True) -> None:
-        """Raises `InvariantError` unless these sessions, `every` one or some, and no others have
-        a mailbox."""
-        check(self._boxes.keys() <= sessions, "a mailbox without a session")
-        check(not every or self._boxes.keys() == sessions, "a session without a mailbox")
+    def lose(self, error: Exception) -> None:
+        """The replica cannot be reached: whoever waits is told."""
+        self.away = True
+        for box in self._boxes.values():
+            box.lose(error)
 
     def _deliver(self, answer: Answer) -> None:
+        self.away = False
         box = self._boxes.get(answer.key.session_id)
         if box is not None:
             box.put(answer)
-
-    def _lose(self, error: Exception) -> None:
-        for box in self._boxes.values():
-            box.lose(error)

@@ -127,6 +127,8 @@ class RoundCosts:
         """The engines' tables, as far as they are known. At most `max_num_seqs` sessions share a
         step of the target."""
         self.num_sessions = 0
+        self.num_targets = 1
+        """That share them."""
         """Sessions that run."""
         self._table = target
         self._draft_table = draft
@@ -257,7 +259,8 @@ class RoundCosts:
         if self._round.value <= 0:
             return 0.0
         share = self._at_target.value / self._round.value
-        return min(self._max_others, max(0, self.num_sessions - 1) * share)
+        others = max(0.0, self.num_sessions / self.num_targets - 1)
+        return min(self._max_others, others * share)
 
     def _pace(self) -> float:
         """Tokens a second of one session."""

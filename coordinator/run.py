@@ -21,7 +21,7 @@ from .drafts import Drafts
 from .journal import Journal
 from .lengths import LengthPolicy
 from .request import GenerationParameters
-from .sides import TargetSide
+from .target_side import TargetSide
 
 _log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from outrider.errors import (
     StoreUnavailable,
     Unavailable,
 )
+from outrider.fleet.rendezvous import affinity
 from outrider.generation import Event, GenerateRequest, Started
 from outrider.limits import (
     ABANDON_TRIES_MAX,
@@ -48,13 +49,15 @@ from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.telemetry.observer import UNOBSERVED, Observation, RequestObserver
 from outrider.wire.link import Link
 
+from .asking import HeadWriter, Patience
 from .commits import Committer
 from .completion import Completion
+from .draft_side import DraftSide
 from .drafts import Drafts, StandIn
 from .length_control import LengthControls
 from .lengths import FixedLength, LengthPolicy
-from .mailbox import PostOffice
 from .prompts import PromptEncoder, Text
+from .replicas import Berth, ReplicaPool
 from .request import (
     GenerationParameters,
     RequestDefaults,
@@ -64,11 +67,10 @@ from .request import (
 )
 from .run import COMMIT_GRACE_S, SessionRun
 from .self_drafts import SelfDrafts
-from .sides import DraftSide, HeadWriter, Patience, TargetSide
+from .target_side import TargetSide
 
 _log = logging.getLogger(__name__)
 
-DESCRIBE_TIMEOUT_S: Final = 10.0
 HEALTH_TIMEOUT_S: Final = 2.0
 NO_SESSION: Final = "0" * 32
 """An id that no session has; asking for it shows whether the store answers."""
@@ -101,27 +103,31 @@ class CoordinatorOptions:
 
 
 class CoordinatorService:
-    """Serves requests with one target and one draft replica; knows nothing of gRPC or Ray."""
+    """Serves requests with the target and draft replicas that it knows; knows nothing of gRPC or
+    Ray."""
 
     def __init__(
         self,
         options: CoordinatorOptions,
         *,
         store: SessionStore,
-        target: Link[VerifyItem, VerifyAnswer],
-        draft: Link[DraftItem, DraftAnswer] | None,
+        targets: Mapping[str, Link[VerifyItem, VerifyAnswer]],
+        drafts: Mapping[str, Link[DraftItem, DraftAnswer]],
         stand_in: LookupDrafter,
         text: Text | None,
         random_bits: Callable[[int], int] = secrets.randbits,
         random_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
         observation: Observation = UNOBSERVED,
     ) -> None:
-        """`stand_in` drafts while no draft replica answers. `random_bits(n)` gives n fresh random
-        bits, for session ids; `random_seed()` the seed of a request that names none."""
+        """`targets` and `drafts` are there from the start, by name; without drafts nobody is asked
+        for proposals. `stand_in` drafts while no draft replica answers. `random_bits(n)` gives n
+        fresh random bits, for session ids; `random_seed()` the seed of a request that names
+        none."""
         self._options = options
         self._store = store
-        self._target = PostOffice(target, "target-0")
-        self._draft = None if draft is None else PostOffice(draft, "draft-0")
+        self._links = (targets, drafts)
+        self.targets: ReplicaPool[VerifyItem, VerifyAnswer] = ReplicaPool("target", self._fits)
+        self.drafts: ReplicaPool[DraftItem, DraftAnswer] = ReplicaPool("draft", self._fits_target)
         self._stand_in = stand_in
         self._text = text
         self._prompts = PromptEncoder(text)
@@ -132,12 +138,12 @@ class CoordinatorService:
         self._running: dict[str, SessionRun] = {}
         self._num_admitted = 0
         self._background: set[asyncio.Task[None]] = set()
+        self._watching: list[asyncio.Task[None]] = []
         self._model: ServedModel | None = None
         self._lengths: LengthControls | None = None
-        self._drafts_itself = False
-        """Whether the target proposes with its verdicts ..."""
-        self._reads_features = False
-        """... or the draft from what the target's head reads."""
+        self._target: ReplicaDescription | None = None
+        self._draft: ReplicaDescription | None = None
+        """What all targets and all drafts have in common with these."""
         self._observation = observation
         observation.watch_load(
             running=lambda: self.num_running,
@@ -147,15 +153,14 @@ class CoordinatorService:
     async def start(self) -> None:
         """Learns what the replicas run, and starts committing. Raises `Unavailable` where one
         does not answer, `Incompatible` where they do not fit together."""
-        target = await self._target.link.describe(DESCRIBE_TIMEOUT_S)
-        self._drafts_itself = target.drafts_itself
-        draft: ReplicaDescription | None = None
-        if self._draft is not None:
-            draft = await self._draft.link.describe(DESCRIBE_TIMEOUT_S)
-            check_compatible(target, draft)
-            self._reads_features = draft.reads_features
+        targets, drafts = self._links
+        for name, target_link in targets.items():
+            await self.targets.join(name, target_link)
+        target = self._target = self._target or self.targets.description
+        for name, draft_link in drafts.items():
+            await self.drafts.join(name, draft_link)
         if self._options.length_control:
-            self._lengths = LengthControls(target, draft, self._options.run_ahead_rounds)
+            self._lengths = LengthControls(target, self._draft, self._options.run_ahead_rounds)
         self._model = ServedModel(
             name=self._options.served_model_name or target.model,
             vocab_size=target.vocab_size,
@@ -163,6 +168,8 @@ class CoordinatorService:
             eos_token_ids=target.eos_token_ids,
         )
         self._commit_task = asyncio.create_task(self._committer.run())
+        pools = (self.targets, self.drafts)
+        self._watching = [asyncio.create_task(pool.watch()) for pool in pools]
 
     @property
     def model(self) -> ServedModel:
@@ -243,14 +250,16 @@ class CoordinatorService:
         await self._committer.close()
         if self._commit_task is not None:
             await asyncio.gather(self._commit_task, return_exceptions=True)
-        await self._target.link.close()
-        if self._draft is not None:
-            await self._draft.link.close()
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        await self.targets.close()
+        await self.drafts.close()
         await self._store.close()
 
     async def healthy(self) -> bool:
         """Whether a request that comes now can make progress: commits go on, and the store and
-        the target answer. The draft is not asked, because requests do without it."""
+        a target answer. The draft is not asked, because requests do without it."""
         if self._commit_task is None or self._committer.closing:
             return False
         try:
@@ -259,11 +268,7 @@ class CoordinatorService:
             pass  # It has answered.
         except OutriderError:
             return False
-        try:
-            await self._target.link.describe(HEALTH_TIMEOUT_S)
-        except Unavailable:
-            return False
-        return True
+        return await self.targets.healthy(HEALTH_TIMEOUT_S)
 
     @property
     def failed(self) -> bool:
@@ -275,9 +280,8 @@ class CoordinatorService:
         the target's side, none but those on the draft's, and commits agree. For an idle
         coordinator: a session that has just ended is still being closed."""
         running = set(self._running)
-        self._target.check_integrity(running)
-        if self._draft is not None:
-            self._draft.check_integrity(running, every=False)
+        self.targets.check_integrity(running)
+        self.drafts.check_integrity(running, every=False)
         self._committer.check_integrity()
 
     def _check(self, request: GenerateRequest) -> None:
@@ -360,7 +364,8 @@ class CoordinatorService:
         options = self._options
         self._committer.add(session)
         heads = HeadWriter(session, parameters.sampling, deadline, observer)
-        draft = self._drafts(heads, parameters.num_draft_tokens)
+        key = affinity(session.identity.tenant, parameters.prompt_ids)
+        draft = self._drafts_of(heads, parameters.num_draft_tokens, key)
         num_draft_tokens = parameters.num_draft_tokens
         completion = Completion(
             max_tokens=parameters.max_tokens,
@@ -372,7 +377,9 @@ class CoordinatorService:
             session=session,
             parameters=parameters,
             completion=completion,
-            target=TargetSide(self._target, heads, options.patience),
+            target=TargetSide(
+                Berth(self.targets, session.session_id, session.epoch, key), heads, options.patience
+            ),
             draft=draft,
             committer=self._committer,
             lengths=self._length_policy(
@@ -386,24 +393,25 @@ class CoordinatorService:
         self._running[session.session_id] = run
         return run
 
-    def _drafts(self, heads: HeadWriter, num_draft_tokens: int) -> Drafts | None:
+    def _drafts_of(self, heads: HeadWriter, num_draft_tokens: int, key: bytes) -> Drafts | None:
         """Where the proposals of a session come from; None for one without."""
         if num_draft_tokens == 0:
             return None
         options = self._options
         stand_in = StandIn(self._stand_in, heads.session, heads.sampling)
-        if self._drafts_itself:
+        if self._target is not None and self._target.drafts_itself:
             return SelfDrafts(heads.session, stand_in, options.confident)
         if self._draft is None:
             return None
+        reads_features = self._draft.reads_features
         return DraftSide(
-            self._draft,
+            Berth(self.drafts, heads.session.session_id, heads.session.epoch, key),
             heads,
             options.patience,
             stand_in,
-            0 if self._reads_features else options.look_ahead,
+            0 if reads_features else options.look_ahead,
             options.look_ahead_bytes_max,
-            self._reads_features,
+            reads_features,
         )
 
     def _length_policy(
@@ -412,6 +420,7 @@ class CoordinatorService:
         siblings = self._siblings(session, sampling)
         if self._lengths is None:
             return FixedLength(num_draft_tokens, self._options.run_ahead_rounds, siblings)
+        self._lengths.costs.num_targets = max(1, self.targets.num_present)
         identity = session.identity
         return self._lengths.open(
             identity.rule, identity.seed, num_draft_tokens, session.prompt_length, siblings
@@ -424,10 +433,44 @@ class CoordinatorService:
         is_chain = session.identity.rule is Rule.BLOCK or sampling.penalised
         return 0 if is_chain or options.look_ahead > 0 else options.draft_siblings
 
+    def _fits(self, target: ReplicaDescription) -> None:
+        """Raises `Incompatible` for a target whose tokens mean something else than those of the
+        first one, or that drafts in another way."""
+        if self._target is None:
+            self._target = target
+        elif _kind(target) != _kind(self._target):
+            raise Incompatible(
+                f"the target {target.model!r} has another vocabulary, tokenizer or way of drafting "
+                f"than {self._target.model!r}"
+            )
+
+    def _fits_target(self, draft: ReplicaDescription) -> None:
+        """Raises `Incompatible` for a draft that does not go with the targets, or reads something
+        else than the first one."""
+        if self._target is not None:
+            check_compatible(self._target, draft)
+        if self._draft is None:
+            self._draft = draft
+        elif draft.reads_features != self._draft.reads_features:
+            raise Incompatible(
+                f"of the drafts {draft.model!r} and {self._draft.model!r} only one goes on from "
+                "what its target's head reads"
+            )
+
     def _end(self, run: SessionRun) -> None:
         """The client has its last event, or has gone: frees what the session holds."""
         del self._running[run.session_id]
         self._in_background(run.close())
+
+
+def _kind(target: ReplicaDescription) -> tuple[int, str, bool, bool]:
+    """What targets between which a session may move, and that draw on the same drafts, share."""
+    return (
+        target.vocab_size,
+        target.tokenizer_fingerprint,
+        target.drafts_itself,
+        target.shows_features,
+    )
 
 
 def check_compatible(target: ReplicaDescription, draft: ReplicaDescription) -> None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coordinator.asking import Patience
 from coordinator.prompts import Text
 from coordinator.request import RequestDefaults
 from coordinator.service import CoordinatorOptions, CoordinatorService
 from coordinator.servicer import CoordinatorServicer
-from coordinator.sides import Patience
 from draft_service.eagle_drafter import EagleDrafter
 from draft_service.service import DraftService
 from draft_service.servicer import DraftServicer
@@ -146,8 +146,8 @@ async def running_stack(
                 draft_siblings=draft_siblings,
             ),
             store=await RedisStore.connect(redis.url),
-            target=target_link(target_server.address),
-            draft=draft_link(draft_server.address),
+            targets={"t": target_link(target_server.address)},
+            drafts={"d": draft_link(draft_server.address)},
             stand_in=RARE if self_drafter or eagle else NgramDrafter(),
             text=text,
             observation=observation,

@@ -47,6 +47,9 @@ class RequestMeters:
         self.resyncs = Counts(
             meter, "resyncs", "", "Answers of a replica that lacked the stated prefix.", "side"
         )
+        self.moves = Counts(
+            meter, "session_moves", "", "Sessions that went on to another replica.", "side"
+        )
         self.look_ahead_hits = Counts(
             meter, "look_ahead_hits", "", "Rounds whose proposal was there before they began."
         )

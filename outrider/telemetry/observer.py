@@ -43,6 +43,9 @@ class RequestObserver:
     def resynced(self, side: Side) -> None:
         """A side lacked the prefix and said so."""
 
+    def moved(self, side: Side) -> None:
+        """A side has another replica from now on."""
+
     def drafted(
         self,
         num_tokens: int,

@@ -216,6 +216,11 @@ class ObservedRequest(RequestObserver):
         if self._sampled is not None:
             self._asked[side].add_event("outrider.resync")
 
+    def moved(self, side: Side) -> None:
+        """See `RequestObserver.moved`."""
+        self._meters.moves.add(1, side)
+        self._span.add_event("outrider.move", {"outrider.peer": side})
+
     def drafted(
         self,
         num_tokens: int,

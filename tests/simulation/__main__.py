@@ -24,7 +24,7 @@ def main() -> int:
     seeds = [options.seed] if options.seed is not None else range(options.seeds)
     faults: Counter[str] = Counter()
     ranks = RankCount()
-    failed = num_tokens = num_sessions = 0
+    failed = num_tokens = num_sessions = num_moves = 0
     for seed in seeds:
         try:
             result = run_seed(seed)
@@ -37,6 +37,7 @@ def main() -> int:
         ranks.merge(result.ranks)
         num_tokens += result.num_tokens
         num_sessions += result.num_sessions
+        num_moves += result.num_moves
     deviation = ranks.largest_deviation()
     if deviation > DEVIATION_MAX:
         failed += 1
@@ -45,7 +46,7 @@ def main() -> int:
     print(f"sampled_tokens={ranks.num_tokens} largest_deviation={deviation:.2f}")
     print(
         f"seeds={len(seeds)} failed={failed} faults{{{counts}}} "
-        f"sessions={num_sessions} tokens={num_tokens}"
+        f"tokens={num_tokens} sessions={num_sessions} sessions_moved={num_moves}"
     )
     return 1 if failed else 0
 

@@ -32,7 +32,9 @@ class Odds:
     reorder: float = 0.0
     store_failure: float = 0.0
     crash_s: float = 0.0
-    """Mean virtual seconds between crashes of a replica; 0 = none."""
+    """Mean virtual seconds between crashes of replicas of a role; 0 = none."""
+    scale_s: float = 0.0
+    """The same, between two that one of them is replaced by a new one."""
 
     @classmethod
     def drawn(cls, rng: random.Random) -> Odds:
@@ -45,6 +47,7 @@ class Odds:
             reorder=0.10 * wildness,
             store_failure=0.05 * wildness,
             crash_s=1.0 / wildness,
+            scale_s=rng.choice((0.0, 2.0 / wildness)),
         )
 
 
@@ -77,13 +80,19 @@ class Adversary:
             self.faults["duplicate"] += 1
             loop.call_later(travel_s + rng.expovariate(1 / 0.05), message)
 
-    async def crashes(self, crash: Callable[[], Awaitable[None]]) -> None:
-        """Runs `crash` again and again until cancelled."""
-        while self.odds.crash_s > 0:
-            await asyncio.sleep(self._rng.expovariate(1 / self.odds.crash_s))
-            self.faults["crash"] += 1
-            await crash()
+    async def again_and_again(
+        self, kind: str, mean_s: float, harm: Callable[[str], Awaitable[None]], role: str
+    ) -> None:
+        """Harms a role until cancelled, so many virtual seconds apart on average; 0 = never."""
+        while mean_s > 0:
+            await asyncio.sleep(self._rng.expovariate(1 / mean_s))
+            self.faults[kind] += 1
+            await harm(role)
         await asyncio.get_running_loop().create_future()
+
+    def pick(self, options: Sequence[T]) -> T:
+        """Which one is harmed."""
+        return self._rng.choice(options)
 
     def pause_s(self, longest: float) -> float:
         """How long something stays away."""

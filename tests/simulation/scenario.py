@@ -77,6 +77,8 @@ class Result:
     faults: Counter[str]
     num_tokens: int
     num_sessions: int
+    num_moves: int
+    """Of sessions to another replica."""
     ranks: RankCount
 
 
@@ -113,20 +115,20 @@ def run_seed(seed: int, odds: Odds | None = None) -> Result:
     adversary = Adversary(random.Random(rng.getrandbits(64)), drawn)
     ranks = RankCount()
 
-    async def main() -> int:
+    async def main() -> tuple[int, int]:
         world = World(rng, adversary)
         await world.start()
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_run_session(world, plan, ranks)) for plan in plans]
         await asyncio.sleep(1.0)
         await world.stop()
-        return sum(task.result() for task in tasks)
+        return sum(task.result() for task in tasks), world.moves.num_moves
 
     try:
-        num_tokens = run_virtually(main())
+        num_tokens, num_moves = run_virtually(main())
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from errors
-    return Result(seed, adversary.faults, num_tokens, len(plans), ranks)
+    return Result(seed, adversary.faults, num_tokens, len(plans), num_moves, ranks)
 
 
 async def _run_session(world: World, plan: Plan, ranks: RankCount) -> int:

@@ -11,6 +11,7 @@ import pytest
 from coordinator.commits import Committer
 from coordinator.journal import Journal
 from coordinator.mailbox import Mailbox
+from coordinator.replicas import Berth
 from outrider.engine.sequences import SequenceTable
 from outrider.errors import OutriderError, StoreUnavailable
 
@@ -18,18 +19,20 @@ from .adversary import CALM
 from .scenario import RankCount, run_seed
 
 NUM_SEEDS = 60
-FAULTS = {"drop", "delay", "duplicate", "reorder", "crash", "store"}
+FAULTS = {"drop", "delay", "duplicate", "reorder", "crash", "scale", "store"}
 
 
 def test_runs_under_faults_lose_and_duplicate_nothing() -> None:
     """Seeds 0..59: every check of `scenario` holds, and every kind of fault came up. False alarm
     of the one statistical check (6 standard deviations): below 1e-8."""
     faults: Counter[str] = Counter()
-    ranks = RankCount()
+    ranks, num_moves = RankCount(), 0
     for seed in range(NUM_SEEDS):
         result = run_seed(seed)
         faults += result.faults
         ranks.merge(result.ranks)
+        num_moves += result.num_moves
+    assert num_moves > 50
     assert set(faults) == FAULTS
     assert ranks.num_tokens > 1000
     assert ranks.largest_deviation() < 6
@@ -83,6 +86,14 @@ def test_planted_failure_of_a_running_stream_is_found(monkeypatch: pytest.Monkey
         return await read(self)
 
     monkeypatch.setattr(Journal, "read", sometimes)
+    assert found(5)
+
+
+def test_planted_mailbox_left_behind_by_a_move_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stays(self: Berth[Any, Any]) -> None:
+        self._office = None
+
+    monkeypatch.setattr(Berth, "close", stays)
     assert found(5)
 
 

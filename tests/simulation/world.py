@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from coordinator.asking import Patience
 from coordinator.request import RequestDefaults
 from coordinator.service import CoordinatorOptions, CoordinatorService
-from coordinator.sides import Patience
 from draft_service.service import DraftService
 from outrider.drafting.ngram import NgramDrafter
 from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
 from outrider.engine.executor import InlineExecutor
 from outrider.errors import LinkLost
+from outrider.generation import GenerateRequest
 from outrider.sessions.memory_store import MemoryStore
+from outrider.telemetry.observer import Observation, RequestObserver, Side
 from outrider.wire.memory_link import MemoryLink
 from target_service.service import TargetService
 
@@ -98,6 +102,28 @@ WORLDS = (
 )
 
 
+@dataclass
+class Replica:
+    """One replica, as it is now: a crash leaves its link and replaces its service."""
+
+    role: str
+    service: Any
+    link: Any
+
+
+class CountedMoves(Observation, RequestObserver):
+    """Of all sessions to another replica."""
+
+    def __init__(self) -> None:
+        self.num_moves = 0
+
+    def begin(self, request: GenerateRequest, model: str, traceparent: str) -> RequestObserver:
+        return self
+
+    def moved(self, side: Side) -> None:
+        self.num_moves += 1
+
+
 class World:
     """Everything that runs, and how it is harmed."""
 
@@ -106,11 +132,13 @@ class World:
         self.adversary = adversary
         self.store = MemoryStore(lambda: loop.time() * 1e3)
         self._build: dict[str, Callable[[], Any]] = {**rng.choice(WORLDS)}
-        self._services: dict[str, Any] = {role: build() for role, build in self._build.items()}
+        self.moves = CountedMoves()
         self._retired: list[Any] = []
-        self._links: dict[str, Any] = {
-            role: MemoryLink(service, adversary.deliver) for role, service in self._services.items()
-        }
+        self._names = itertools.count()
+        self._replicas: dict[str, Replica] = {}
+        for role in self._build:
+            for _ in range(rng.choice((1, 2, 2))):
+                self._add(role)
         self.coordinator = CoordinatorService(
             CoordinatorOptions(
                 name="simulated",
@@ -124,20 +152,25 @@ class World:
                 confident=rng.choice((None, 0.5)),
             ),
             store=UnreliableStore(self.store, adversary),
-            target=self._links["target"],
-            draft=self._links["draft"],
+            targets=self._links("target"),
+            drafts=self._links("draft"),
             stand_in=NgramDrafter(),
             text=None,
             random_bits=rng.getrandbits,
             random_seed=lambda: rng.getrandbits(64),
+            observation=self.moves,
         )
         self._harm: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         await self.coordinator.start()
-        for role, build in self._build.items():
-            harm = self.adversary.crashes(lambda role=role, build=build: self._crash(role, build))
-            self._harm.append(asyncio.create_task(harm))
+        adversary = self.adversary
+        for role in self._build:
+            harms = (
+                adversary.again_and_again("crash", adversary.odds.crash_s, self._crash, role),
+                adversary.again_and_again("scale", adversary.odds.scale_s, self._scale, role),
+            )
+            self._harm += [asyncio.create_task(harm) for harm in harms]
 
     async def stop(self) -> None:
         """Stops the harm and everything else, and looks whether anything is left over."""
@@ -146,15 +179,39 @@ class World:
         await asyncio.gather(*self._harm, return_exceptions=True)
         await self.coordinator.close()
         self.coordinator.check_integrity()
-        for service in (*self._services.values(), *self._retired):
+        for service in (*(one.service for one in self._replicas.values()), *self._retired):
             await service.close()
             service.check_integrity()
 
-    async def _crash(self, role: str, build: Any) -> None:
-        """The replica dies with all it holds; after a while another one is there."""
-        link = self._links[role]
-        link.sever(LinkLost(f"the {role} died"), reachable=False)
-        self._retired.append(self._services[role])
+    def _links(self, role: str) -> dict[str, Any]:
+        return {name: one.link for name, one in self._replicas.items() if one.role == role}
+
+    def _add(self, role: str) -> str:
+        service = self._build[role]()
+        name = f"{role}-{next(self._names)}"
+        self._replicas[name] = Replica(role, service, MemoryLink(service, self.adversary.deliver))
+        return name
+
+    def _pool(self, role: str) -> Any:
+        return self.coordinator.targets if role == "target" else self.coordinator.drafts
+
+    async def _crash(self, role: str) -> None:
+        """A replica dies with all it holds; after a while another one is there."""
+        one = self.adversary.pick([r for r in self._replicas.values() if r.role == role])
+        one.link.sever(LinkLost(f"the {role} died"), reachable=False)
+        self._retired.append(one.service)
         await asyncio.sleep(self.adversary.pause_s(0.5))
-        self._services[role] = build()
-        link.restore(self._services[role])
+        one.service = self._build[role]()
+        one.link.restore(one.service)
+
+    async def _scale(self, role: str) -> None:
+        """A replica comes, and another one is to be left, and goes."""
+        pool = self._pool(role)
+        name = self._add(role)
+        await pool.join(name, self._replicas[name].link)
+        await asyncio.sleep(self.adversary.pause_s(0.3))
+        leaving = self.adversary.pick(pool.names)
+        pool.retire(leaving)
+        await asyncio.sleep(self.adversary.pause_s(0.3))
+        await pool.leave(leaving)
+        self._retired.append(self._replicas.pop(leaving).service)

@@ -236,6 +236,14 @@ def test_resyncs_are_counted_by_side() -> None:
     assert [event.name for event in wire.events] == ["outrider.resync"]
 
 
+def test_moves_are_counted_by_side_and_told_in_the_trace() -> None:
+    recorded = Recorded()
+    recorded.observer.moved("target")
+    recorded.observer.moved("draft")
+    recorded.observer.moved("draft")
+    assert recorded.total("session_moves") == 3
+
+
 def test_a_request_that_breaks_off_ends_all_its_spans_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

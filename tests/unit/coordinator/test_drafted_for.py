@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from test_pushed_proposals import pushed
-from test_sides import NOISE, PATIENCE, ScriptedLink, StandIn, heads, session
+from test_sides import NOISE, PATIENCE, ScriptedLink, StandIn, berth, heads, session
 
-from coordinator.mailbox import PostOffice
-from coordinator.sides import Drafted, DraftSide
+from coordinator.draft_side import DraftSide
+from coordinator.drafts import Drafted
 from outrider.clock import run_virtually
 from outrider.messages import ProposalReply
 from outrider.sessions.store import Counters
@@ -35,7 +35,7 @@ def second_round(
 
     async def main() -> Drafted:
         one = session()
-        draft = DraftSide(PostOffice(asked, "d"), heads(one), PATIENCE, StandIn(), look_ahead)
+        draft = DraftSide(berth(asked), heads(one), PATIENCE, StandIn(), look_ahead)
         draft.prefill(0, 2)
         if ahead:
             asked.on_answer(pushed(1, 4, (9,), tokens=ahead))

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from toy_engine import ToyEngine
 
+from coordinator.asking import Patience
 from coordinator.request import RequestDefaults
 from coordinator.service import CoordinatorOptions, CoordinatorService
-from coordinator.sides import Patience
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
 from outrider.drafting.ngram import NgramDrafter
@@ -97,8 +97,8 @@ def generate(rule: Rule, num_draft_tokens: int, draft_step_s: float, draft_salt:
                 patience=PATIENCE,
             ),
             store=MemoryStore(lambda: loop.time() * 1e3),
-            target=target_link,
-            draft=MemoryLink(draft, deliver),
+            targets={"t": target_link},
+            drafts={"d": MemoryLink(draft, deliver)},
             stand_in=NgramDrafter(),
             text=None,
             observation=found.counts,

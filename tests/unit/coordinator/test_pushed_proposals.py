@@ -7,11 +7,20 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from test_sides import NOISE, PATIENCE, PROMPT, ScriptedLink, StandIn, heads, proposal, session
+from test_sides import (
+    NOISE,
+    PATIENCE,
+    PROMPT,
+    ScriptedLink,
+    StandIn,
+    berth,
+    heads,
+    proposal,
+    session,
+)
 
+from coordinator.draft_side import DraftSide
 from coordinator.look_ahead import PushedProposals
-from coordinator.mailbox import PostOffice
-from coordinator.sides import DraftSide
 from outrider.clock import run_virtually
 from outrider.errors import LinkLost
 from outrider.messages import ProposalReply, ReplyKey
@@ -89,8 +98,7 @@ def with_draft(
 ) -> None:
     async def main() -> None:
         one = session()
-        office = PostOffice(link, "d")
-        await test(DraftSide(office, heads(one), PATIENCE, StandIn(), look_ahead=6), one)
+        await test(DraftSide(berth(link), heads(one), PATIENCE, StandIn(), look_ahead=6), one)
 
     run_virtually(main())
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from toy_engine import ToyEngine
 
+from coordinator.asking import Patience
 from coordinator.request import RequestDefaults
 from coordinator.service import CoordinatorOptions, CoordinatorService
-from coordinator.sides import Patience
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
 from outrider.drafting.ngram import NgramDrafter
@@ -96,8 +96,8 @@ class Bench:
                 patience=PATIENCE,
             ),
             store=self.store,
-            target=self.target_link,
-            draft=MemoryLink(self.draft),
+            targets={"t": self.target_link},
+            drafts={"d": MemoryLink(self.draft)},
             stand_in=NgramDrafter(),
             text=text,
         )

@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 
+from coordinator.asking import HeadWriter, Patience
+from coordinator.draft_side import DraftSide
 from coordinator.drafts import NextWanted
 from coordinator.lengths import RoundLength
-from coordinator.mailbox import PostOffice
-from coordinator.sides import DraftSide, HeadWriter, Patience, TargetSide
+from coordinator.replicas import Berth, ReplicaPool
+from coordinator.target_side import TargetSide
 from outrider.clock import run_virtually
 from outrider.errors import (
     BadRequest,
@@ -110,10 +112,20 @@ def heads(of: Session) -> HeadWriter:
     return HeadWriter(of, SamplingParams(temperature=0.0), deadline=1000.0)
 
 
+def berth(*links: ScriptedLink, weights: tuple[str, ...] = ()) -> Berth[Any, Any]:
+    """A place with the first of some replicas, named r0, r1 ...; the others are there to go to."""
+    pool: ReplicaPool[Any, Any] = ReplicaPool("target")
+    for index, link in enumerate(links):
+        fingerprint = weights[index] if weights else "w"
+        description = ReplicaDescription("toy", fingerprint, "", 99, "float32", 0, (), 8)
+        pool.admit(f"r{index}", link, description)
+    return Berth(pool, "0" * 32, 1, b"key", preferred="r0")
+
+
 def with_target(link: ScriptedLink, test: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
     async def main() -> Any:
         one = session()
-        return await test(TargetSide(PostOffice(link, "t"), heads(one), PATIENCE), one)
+        return await test(TargetSide(berth(link), heads(one), PATIENCE), one)
 
     return run_virtually(main())
 
@@ -121,7 +133,7 @@ def with_target(link: ScriptedLink, test: Callable[..., Coroutine[Any, Any, Any]
 def with_draft(link: ScriptedLink, test: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
     async def main() -> Any:
         one = session()
-        return await test(DraftSide(PostOffice(link, "d"), heads(one), PATIENCE, StandIn()), one)
+        return await test(DraftSide(berth(link), heads(one), PATIENCE, StandIn()), one)
 
     return run_virtually(main())
 
@@ -137,7 +149,7 @@ def test_what_the_target_lacks_is_sent_and_what_it_holds_is_not() -> None:
         target.settle(reply, one.length)
         one.decide((9,), Counters())
         await target.verify(1, SealedProposal((1, 2)), 0, None)
-        assert target.cache_state == CacheState("t", 4)
+        assert target.cache_state == CacheState("r0", 4)
 
     with_target(link, test)
     first, second = (item.head for item in link.sent)
@@ -296,9 +308,7 @@ def test_a_draft_that_reads_features_is_sent_what_it_lacks() -> None:
 
     async def main() -> None:
         one = session()
-        draft = DraftSide(
-            PostOffice(link, "d"), heads(one), PATIENCE, StandIn(), reads_features=True
-        )
+        draft = DraftSide(berth(link), heads(one), PATIENCE, StandIn(), reads_features=True)
         wanted = draft.next_wanted(RoundLength(2, 0), 9)
         assert wanted == NextWanted(features=True)
         for index in range(5):
@@ -431,7 +441,7 @@ def test_a_proposal_without_its_q_is_not_passed_on() -> None:
     async def main() -> None:
         new = NewSession("0" * 32, "", "me", 3, Rule.TOKEN, "{}", PROMPT)
         writer = HeadWriter(Session.opened(new), SamplingParams(), deadline=1000.0)
-        draft = DraftSide(PostOffice(link, "d"), writer, PATIENCE, StandIn())
+        draft = DraftSide(berth(link), writer, PATIENCE, StandIn())
         drafted = await draft.propose(1, 3, RoundNoise(3, Rule.TOKEN, len(PROMPT)))
         assert not drafted.by_replica
 

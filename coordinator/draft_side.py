@@ -1,29 +1,15 @@
-"""The two sides of a session: its target and its draft, each behind one replica's stream.
+"""One session's draft, behind the stream of whichever replica it has; see `target_side.py`.
 
-A side knows how many of the session's tokens its replica holds, sends what is missing, and asks
-again when an answer does not come. The target's side ends in a verdict or an error; the draft's
-side always ends in a proposal, because a request must not suffer from a draft.
+This side always ends in a proposal, because a request must not suffer from a draft.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import replace
 
-from outrider.errors import (
-    BadRequest,
-    DeadlineExceeded,
-    InvariantError,
-    LinkLost,
-    OutriderError,
-    Overloaded,
-    Unavailable,
-    check,
-    error_from_code,
-)
+from outrider.errors import LinkLost, OutriderError, Overloaded, check, error_from_code
 from outrider.limits import LOOK_AHEAD_BYTES_MAX
 from outrider.messages import (
     DraftAnswer,
@@ -31,232 +17,20 @@ from outrider.messages import (
     ProposalReply,
     Refused,
     Resync,
-    RoundHead,
     VerdictReply,
-    VerifyAnswer,
-    VerifyItem,
 )
-from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import SealedProposal, require_q
-from outrider.speculation.sampling import SamplingParams
-from outrider.telemetry.observer import SILENT, RequestObserver, Side
 
-from .drafts import NOTHING_WANTED, Drafted, NextWanted, StandIn, check_wanted
+from .asking import HeadWriter, Patience
+from .drafts import Drafted, NextWanted, StandIn, check_wanted
 from .feature_window import FeatureWindow
 from .lengths import RoundLength
 from .look_ahead import PushedProposals
-from .mailbox import PostOffice
+from .replicas import Berth
 
 _log = logging.getLogger(__name__)
-
-
-ANSWER_WAIT_GROWTH_MAX: Final = 8
-"""How much longer than the first wait for a verdict the later ones get."""
-RETRY_S_MAX: Final = 1.0
-"""Longest rest between two tries to reach a target: one that comes back is soon found."""
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long a side waits, and for how long it tries. All in seconds."""
-
-    target_answer_s: float
-    """A target's answer not here by then is asked for again; doubled at each repetition."""
-    target_gone_s: float
-    """A target that cannot be reached for so long ends the request with `Unavailable`."""
-    target_retry_s: float
-    """First rest before a target is asked again; doubled at each repetition."""
-    draft_answer_s: float
-    """A draft that takes longer is not waited for until it has answered something."""
-    draft_retry_s: float
-    """Rest between two questions to an absent draft."""
-
-
-class HeadWriter:
-    """Writes the head of each message of one session."""
-
-    def __init__(
-        self,
-        session: Session,
-        sampling: SamplingParams,
-        deadline: float,
-        observer: RequestObserver = SILENT,
-    ) -> None:
-        self.session = session
-        self.observer = observer
-        self.sampling = sampling
-        self._sampling_hash = sampling.hash()
-        self._deadline = deadline
-
-    def write(self, side: Side, round_index: int, base_length: int) -> RoundHead:
-        """The head of a message to a side that states the first `base_length` committed tokens."""
-        session = self.session
-        left = self._deadline - asyncio.get_running_loop().time()
-        return RoundHead(
-            session_id=session.session_id,
-            tenant=session.identity.tenant,
-            epoch=session.epoch,
-            round=round_index,
-            base_length=base_length,
-            prefix_digest=session.tokens.digest(base_length),
-            append=session.tokens.since(base_length),
-            prompt_length=session.prompt_length,
-            rule=session.identity.rule,
-            seed=session.identity.seed,
-            sampling=self.sampling,
-            sampling_hash=self._sampling_hash,
-            deadline_ms=max(1, math.ceil(left * 1e3)),
-            traceparent=self.observer.context(side),
-        )
-
-    def held(self, resync: Resync) -> int:
-        """How many tokens a replica that asked for a resync can keep."""
-        tokens = self.session.tokens
-        known = tokens.holds(resync.cached_length, resync.prefix_digest)
-        return min(resync.cached_length, len(tokens) - 1) if known else 0
-
-
-class TargetSide:
-    """One session's target."""
-
-    def __init__(
-        self, office: PostOffice[VerifyItem, VerifyAnswer], heads: HeadWriter, patience: Patience
-    ) -> None:
-        self._office = office
-        self._heads = heads
-        self._patience = patience
-        self._session_id = heads.session.session_id
-        self._epoch = heads.session.epoch
-        self._mailbox = office.open(self._session_id, self._epoch)
-        self._asked_until = -1
-        """The last round that the target will answer without being asked again."""
-        self.cached_length = 0
-        """Committed tokens that the target is thought to hold."""
-
-    @property
-    def cache_state(self) -> CacheState:
-        """What the store is told of this side."""
-        return CacheState(self._office.replica, self.cached_length)
-
-    async def verify(
-        self,
-        round_index: int,
-        proposal: SealedProposal,
-        run_ahead: int,
-        num_logprobs: int | None,
-        wanted: NextWanted = NOTHING_WANTED,
-    ) -> VerdictReply:
-        """The verdict of a round, and what is `wanted` of the next one where the target
-        drafts itself. Asks again until there is one; raises what the target refuses with, and
-        `Unavailable` once it cannot be reached for `target_gone_s`.
-
-        Where the target cannot read the draft's q, the same tokens are verified as one-hot draws,
-        which is exact for whatever tokens: none is dropped for what a draft says of it."""
-        loop = asyncio.get_running_loop()
-        if self._mailbox.begin(round_index):
-            self._asked_until = -1
-        unreachable_since: float | None = None
-        wait_s, retry_s = self._patience.target_answer_s, self._patience.target_retry_s
-        ask = len(proposal) > 0 or self._must_ask(round_index, run_ahead)
-        while True:
-            try:
-                if ask:
-                    self._send(round_index, proposal, run_ahead, num_logprobs, wanted)
-                async with asyncio.timeout(wait_s):
-                    answer = await self._mailbox.take(round_index)
-            except TimeoutError:
-                unreachable_since = None  # The stream has stood all the while.
-                wait_s = min(2 * wait_s, ANSWER_WAIT_GROWTH_MAX * self._patience.target_answer_s)
-            except (LinkLost, Overloaded) as error:
-                now = loop.time()
-                unreachable_since = now if unreachable_since is None else unreachable_since
-                if now - unreachable_since >= self._patience.target_gone_s:
-                    raise Unavailable(f"no target can be reached: {error.message}") from error
-                await asyncio.sleep(retry_s)
-                retry_s = min(2 * retry_s, RETRY_S_MAX)
-            else:
-                unreachable_since = None
-                if isinstance(answer, VerdictReply):
-                    return self._checked(answer, proposal)
-                if isinstance(answer, Refused) and _is_about_q(answer):
-                    bare = proposal.without_q(self._heads.session.identity.rule)
-                    ask = proposal != bare  # Else this is once more about what was sent before.
-                    if ask:
-                        _log.warning("a draft's q cannot be read: %s", answer.message)
-                    proposal = bare
-                    continue
-                await self._put_right(answer, retry_s)
-                if isinstance(answer, Refused):
-                    retry_s = min(2 * retry_s, RETRY_S_MAX)
-            ask = True
-
-    def settle(self, reply: VerdictReply, common_length: int) -> None:
-        """Notes an outcome: the first `common_length` tokens of what was verified are committed."""
-        self.cached_length = min(reply.cached_length, common_length)
-
-    def close(self) -> None:
-        """Ends the session on this side."""
-        self._office.close(self._session_id, self._epoch)
-
-    def _must_ask(self, round_index: int, run_ahead: int) -> bool:
-        """Whether the target has to hear of a round without a proposal: not while it decodes
-        ahead on its own and more than half of what it may do is left."""
-        left = self._asked_until - round_index
-        return left < 0 or left < run_ahead // 2
-
-    def _send(
-        self,
-        round_index: int,
-        proposal: SealedProposal,
-        run_ahead: int,
-        num_logprobs: int | None,
-        wanted: NextWanted,
-    ) -> None:
-        base_length = min(self.cached_length, len(self._heads.session.tokens) - 1)
-        head = self._heads.write("target", round_index, base_length)
-        self._office.link.send(
-            VerifyItem(
-                head,
-                proposal,
-                run_ahead,
-                num_logprobs,
-                wanted.num_draft_tokens,
-                wanted.siblings,
-                wanted.features,
-            )
-        )
-        self._asked_until = round_index + run_ahead
-
-    def _checked(self, reply: VerdictReply, proposal: SealedProposal) -> VerdictReply:
-        num_draft_tokens = len(proposal)
-        check(
-            len(reply.verdict.accept_probability) == num_draft_tokens
-            and len(reply.verdict.correction) == num_draft_tokens + 1,
-            f"a verdict for {len(reply.verdict.accept_probability)} draft tokens, "
-            f"{num_draft_tokens} were proposed",
-        )
-        return reply
-
-    async def _put_right(self, answer: Resync | Refused, retry_s: float) -> None:
-        if isinstance(answer, Resync):
-            self.cached_length = self._heads.held(answer)
-            self._heads.observer.resynced("target")
-            return
-        error = error_from_code(answer.code, answer.message)
-        if isinstance(error, BadRequest):
-            # The user's fields were checked before: what is wrong with a message is our doing.
-            raise InvariantError(f"the target refuses a message: {error.message}")
-        # A deadline that has passed over there is about to pass here.
-        if not isinstance(error, Overloaded | Unavailable | DeadlineExceeded):
-            raise error
-        await asyncio.sleep(retry_s)
-
-
-def _is_about_q(answer: Refused) -> bool:
-    error = error_from_code(answer.code, answer.message)
-    return isinstance(error, BadRequest) and error.field == "proposal.q"
 
 
 class DraftSide:
@@ -265,7 +39,7 @@ class DraftSide:
 
     def __init__(
         self,
-        office: PostOffice[DraftItem, DraftAnswer],
+        berth: Berth[DraftItem, DraftAnswer],
         heads: HeadWriter,
         patience: Patience,
         stand_in: StandIn,
@@ -276,13 +50,11 @@ class DraftSide:
         """`look_ahead` outcomes of each round are to be worked out before they are known; so many
         bytes of proposals are kept for them. A draft that `reads_features` is sent those of the
         target."""
-        self._office = office
+        self._berth = berth
+        self._mailbox = berth.mailbox
         self._heads = heads
         self._patience = patience
         self._stand_in = stand_in
-        self._session_id = heads.session.session_id
-        self._epoch = heads.session.epoch
-        self._mailbox = office.open(self._session_id, self._epoch)
         self._look_ahead = look_ahead
         self._pushed = PushedProposals(look_ahead_bytes_max)
         self._mailbox.on_pushed = self._take_pushed
@@ -300,7 +72,7 @@ class DraftSide:
     @property
     def cache_state(self) -> CacheState | None:
         """See `Drafts.cache_state`."""
-        return CacheState(self._office.replica, self.cached_length)
+        return CacheState(self._berth.replica, self.cached_length)
 
     def prefill(self, round_index: int, num_draft_tokens: int) -> None:
         """Lets the draft read the prompt while the target does, and look ahead of a round without
@@ -326,6 +98,8 @@ class DraftSide:
         loop = asyncio.get_running_loop()
         start = loop.time()
         self._mailbox.begin(round_index)
+        if self._berth.is_left and self._move():
+            self._present = True
         looked_for, self._looked_for = self._looked_for, num_draft_tokens
         pushed = self._pushed.begin(round_index, self._heads.session.tokens)
         if pushed is not None and self._is_fit(pushed):
@@ -378,7 +152,7 @@ class DraftSide:
     def close(self) -> None:
         """See `Drafts.close`."""
         self._stand_in.close()
-        self._office.close(self._session_id, self._epoch)
+        self._berth.close()
 
     async def _ask(
         self, round_index: int, num_draft_tokens: int, siblings: tuple[int, ...]
@@ -465,15 +239,23 @@ class DraftSide:
         base_length = min(self.cached_length, len(self._heads.session.tokens) - 1)
         head = self._heads.write("draft", round_index, base_length)
         news = None if self._features is None else self._features.news
-        self._office.link.send(
-            DraftItem(head, num_draft_tokens, self._look_ahead, held, siblings, news)
-        )
+        self._berth.send(DraftItem(head, num_draft_tokens, self._look_ahead, held, siblings, news))
 
     def _lose(self, error: Exception) -> None:
-        _log.info("session %s goes on without its draft: %r", self._session_id, error)
-        self._present = False
+        _log.info("a round goes on without its draft: %r", error)
+        self._present = isinstance(error, LinkLost) and self._move()
         self._mailbox.heard = False
         self._rest()
+
+    def _move(self) -> bool:
+        """Goes to another draft, if there is one."""
+        if not self._berth.move():
+            return False
+        self.cached_length = 0
+        if self._features is not None:
+            self._features.forgotten()
+        self._heads.observer.moved("draft")
+        return True
 
     def _rest(self) -> None:
         self._ask_again_at = asyncio.get_running_loop().time() + self._patience.draft_retry_s

@@ -1,0 +1,72 @@
+"""What both sides of a session (`target_side.py`, `draft_side.py`) ask a replica with."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass
+
+from outrider.messages import Resync, RoundHead
+from outrider.sessions.state import Session
+from outrider.speculation.sampling import SamplingParams
+from outrider.telemetry.observer import SILENT, RequestObserver, Side
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a side waits, and for how long it tries. All in seconds."""
+
+    target_answer_s: float
+    """A target's answer not here by then is asked for again; doubled at each repetition."""
+    target_gone_s: float
+    """A target that cannot be reached for so long ends the request with `Unavailable`."""
+    target_retry_s: float
+    """First rest before a target is asked again; doubled at each repetition."""
+    draft_answer_s: float
+    """A draft that takes longer is not waited for until it has answered something."""
+    draft_retry_s: float
+    """Rest between two questions to an absent draft."""
+
+
+class HeadWriter:
+    """Writes the head of each message of one session."""
+
+    def __init__(
+        self,
+        session: Session,
+        sampling: SamplingParams,
+        deadline: float,
+        observer: RequestObserver = SILENT,
+    ) -> None:
+        self.session = session
+        self.observer = observer
+        self.sampling = sampling
+        self._sampling_hash = sampling.hash()
+        self._deadline = deadline
+
+    def write(self, side: Side, round_index: int, base_length: int) -> RoundHead:
+        """The head of a message to a side that states the first `base_length` committed tokens."""
+        session = self.session
+        left = self._deadline - asyncio.get_running_loop().time()
+        return RoundHead(
+            session_id=session.session_id,
+            tenant=session.identity.tenant,
+            epoch=session.epoch,
+            round=round_index,
+            base_length=base_length,
+            prefix_digest=session.tokens.digest(base_length),
+            append=session.tokens.since(base_length),
+            prompt_length=session.prompt_length,
+            rule=session.identity.rule,
+            seed=session.identity.seed,
+            sampling=self.sampling,
+            sampling_hash=self._sampling_hash,
+            deadline_ms=max(1, math.ceil(left * 1e3)),
+            traceparent=self.observer.context(side),
+        )
+
+    def held(self, resync: Resync) -> int:
+        """How many tokens a replica that asked for a resync can keep."""
+        tokens = self.session.tokens
+        known = tokens.holds(resync.cached_length, resync.prefix_digest)
+        return min(resync.cached_length, len(tokens) - 1) if known else 0

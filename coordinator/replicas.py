@@ -1,0 +1,231 @@
+"""The replicas of one role that a coordinator knows, and each session's place among them.
+
+    office     one replica's link and the mailboxes of its sessions            mailbox.py
+    pool       the offices: replicas join, leave, are away and are back
+    berth      where a session is now; it moves when its replica goes away or is to be left
+
+A session that moves takes nothing along: its new replica is sent the committed tokens, and begins
+with the pages that it has of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final, Generic, TypeVar
+
+from outrider.errors import LinkLost, OutriderError, Unavailable, check
+from outrider.fleet.rendezvous import choose
+from outrider.messages import ProposalReply, Refused, ReplicaDescription, Resync, VerdictReply
+from outrider.telemetry.observer import Side
+from outrider.wire.link import Link
+
+from .mailbox import Mailbox, PostOffice
+
+_log = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer", bound=VerdictReply | ProposalReply | Resync | Refused)
+
+DESCRIBE_TIMEOUT_S: Final = 10.0
+"""How long a replica that is new may take to say what it runs ..."""
+PROBE_TIMEOUT_S: Final = 2.0
+"""... and one that was away, to be there again."""
+PROBE_PERIOD_S: Final = 0.2
+"""Between two looks at the replicas that are away."""
+
+
+class ReplicaPool(Generic[Item, Answer]):
+    """The replicas of one role. Those of other weights may be among them, as while new ones come
+    in: a session stays with the weights that it began with."""
+
+    def __init__(
+        self, role: Side, fits: Callable[[ReplicaDescription], None] = lambda description: None
+    ) -> None:
+        """`fits` raises an `OutriderError` for a replica that cannot be used here."""
+        self.role = role
+        self._fits = fits
+        self._offices: dict[str, PostOffice[Item, Answer]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Of the replicas that are known, in the order in which they joined."""
+        return list(self._offices)
+
+    @property
+    def num_present(self) -> int:
+        """Replicas that can be reached, as far as is known, and are not to be left."""
+        return sum(office.is_open for office in self._offices.values())
+
+    @property
+    def description(self) -> ReplicaDescription:
+        """What the replica runs that joined first of those that are known. Raises `Unavailable`
+        where there is none."""
+        for office in self._offices.values():
+            return office.description
+        raise Unavailable(f"no {self.role} is known")
+
+    async def join(self, name: str, link: Link[Item, Answer]) -> None:
+        """Takes a replica in, whose link is the pool's from now on. Raises `Unavailable` where it
+        does not say what it runs, and what `fits` raises; then it is not taken in."""
+        check(name not in self._offices, f"{name} has joined already")
+        try:
+            description = await link.describe(DESCRIBE_TIMEOUT_S)
+            self._fits(description)
+        except BaseException:
+            await link.close()
+            raise
+        self.admit(name, link, description)
+
+    def admit(self, name: str, link: Link[Item, Answer], description: ReplicaDescription) -> None:
+        """As `join`, for a replica of which it is known what it runs, and that it fits."""
+        self._offices[name] = PostOffice(link, name, description)
+
+    def retire(self, name: str) -> None:
+        """A replica is to be left: it gets no more sessions, and those that it has move at the
+        beginning of their next round, where there is another."""
+        office = self._offices.get(name)
+        if office is not None:
+            office.leaving = True
+
+    async def leave(self, name: str) -> None:
+        """A replica is gone: its sessions hear that it is lost, and move."""
+        office = self._offices.pop(name, None)
+        if office is not None:
+            office.lose(LinkLost(f"the {self.role} {name} is gone"))
+            await office.link.close()
+
+    def find(
+        self,
+        affinity: bytes,
+        weights: str,
+        without: PostOffice[Item, Answer] | None,
+        preferred: str = "",
+    ) -> PostOffice[Item, Answer] | None:
+        """Where a session may go that shares pages with those of the same `affinity`, by
+        `rendezvous.choose`; to `preferred` before all others. One that is away only where none is
+        left behind for it. `weights` are the fingerprint of those that it needs; empty = any."""
+        fitting = {
+            name: office
+            for name, office in self._offices.items()
+            if office is not without and weights in ("", office.description.weights_fingerprint)
+        }
+        present = {name: office for name, office in fitting.items() if office.is_open}
+        if not present and without is None:
+            present = fitting
+        if preferred in present:
+            return present[preferred]
+        name = choose(affinity, {name: office.num_boxes for name, office in present.items()})
+        return None if name is None else present[name]
+
+    async def watch(self) -> None:
+        """Looks for replicas that are away, until it is cancelled."""
+        while True:
+            await asyncio.sleep(PROBE_PERIOD_S)
+            away = [office for office in self._offices.values() if office.away]
+            await asyncio.gather(*(self._probe(office) for office in away))
+
+    async def _probe(self, office: PostOffice[Item, Answer]) -> None:
+        """One that answers is there again, perhaps as another: it was started anew."""
+        try:
+            description = await office.link.describe(PROBE_TIMEOUT_S)
+            self._fits(description)
+        except OutriderError as error:
+            _log.debug("the %s %s is still away: %s", self.role, office.replica, error)
+        else:
+            _log.info("the %s %s is there again", self.role, office.replica)
+            office.description, office.away = description, False
+
+    async def healthy(self, timeout_s: float) -> bool:
+        """Whether a replica answers."""
+        for office in list(self._offices.values()):
+            try:
+                await office.link.describe(timeout_s)
+            except Unavailable:
+                continue
+            return True
+        return False
+
+    async def close(self) -> None:
+        """Closes all links."""
+        await asyncio.gather(*(office.link.close() for office in self._offices.values()))
+
+    def check_integrity(self, sessions: set[str], *, every: bool = True) -> None:
+        """Raises `InvariantError` unless these sessions, `every` one or some, and no others have a
+        mailbox, and in one office."""
+        boxes = [name for office in self._offices.values() for name in office.sessions]
+        check(len(boxes) == len(set(boxes)), "a session with two mailboxes")
+        check(set(boxes) <= sessions, "a mailbox without a session")
+        check(not every or set(boxes) == sessions, "a session without a mailbox")
+
+
+class Berth(Generic[Item, Answer]):
+    """One session's place: with a replica, or, while none is known, with nobody. Its mailbox goes
+    along when it moves."""
+
+    def __init__(
+        self,
+        pool: ReplicaPool[Item, Answer],
+        session_id: str,
+        epoch: int,
+        affinity: bytes,
+        preferred: str = "",
+    ) -> None:
+        """`affinity` is `rendezvous.affinity`; `preferred` the replica that may have the session's
+        tokens, if there is one."""
+        self.mailbox: Mailbox[Answer] = Mailbox(epoch)
+        self._pool = pool
+        self._session_id = session_id
+        self._epoch = epoch
+        self._affinity = affinity
+        self._office: PostOffice[Item, Answer] | None = None
+        self._weights = ""
+        self._enter(pool.find(affinity, "", None, preferred))
+
+    @property
+    def replica(self) -> str:
+        """The replica's name in the session store; empty where there is none."""
+        return "" if self._office is None else self._office.replica
+
+    @property
+    def is_left(self) -> bool:
+        """Whether it should move as soon as there is somewhere to go."""
+        return self._office is None or not self._office.is_open
+
+    def send(self, item: Item) -> None:
+        """See `Link.send`."""
+        if self._office is None:
+            raise LinkLost(f"no {self._pool.role} is known")
+        self._office.send(item)
+
+    def give_up(self) -> None:
+        """The replica says that it cannot go on: it counts as away until it is asked again, or
+        answers somebody."""
+        if self._office is not None:
+            self._office.away = True
+
+    def move(self) -> bool:
+        """Goes to another replica with the same weights that can be reached. Returns whether there
+        is one. Nothing that was asked for is answered then, and what the new one holds is not
+        known."""
+        found = self._pool.find(self._affinity, self._weights, self._office)
+        if found is None:
+            return False
+        _log.info("session %s moves: %s, %s", self._session_id, self.replica, found.replica)
+        self.close()
+        self._enter(found)
+        return True
+
+    def close(self) -> None:
+        """Leaves the replica, which may forget the session."""
+        if self._office is not None:
+            self._office.close(self._session_id, self._epoch)
+            self._office = None
+
+    def _enter(self, office: PostOffice[Item, Answer] | None) -> None:
+        if office is not None:
+            office.open(self._session_id, self.mailbox)
+            self.mailbox.forget_loss()
+            self._office = office
+            self._weights = self._weights or office.description.weights_fingerprint

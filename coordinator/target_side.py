@@ -1,0 +1,195 @@
+"""One session's target, behind the stream of whichever replica it has.
+
+A side knows how many of the session's tokens its replica holds, sends what is missing, asks again
+when an answer does not come, and goes to another replica when its own is away. This one ends in a
+verdict or an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+from outrider.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    InvariantError,
+    LinkLost,
+    Overloaded,
+    Unavailable,
+    check,
+    error_from_code,
+)
+from outrider.messages import Refused, Resync, VerdictReply, VerifyAnswer, VerifyItem
+from outrider.sessions.store import CacheState
+from outrider.speculation.proposal import SealedProposal
+
+from .asking import HeadWriter, Patience
+from .drafts import NOTHING_WANTED, NextWanted
+from .replicas import Berth
+
+_log = logging.getLogger(__name__)
+
+ANSWER_WAIT_GROWTH_MAX: Final = 8
+"""How much longer than the first wait for a verdict the later ones get."""
+RETRY_S_MAX: Final = 1.0
+"""Longest rest between two tries to reach a target: one that comes back is soon found."""
+
+
+class TargetSide:
+    """One session's target."""
+
+    def __init__(
+        self, berth: Berth[VerifyItem, VerifyAnswer], heads: HeadWriter, patience: Patience
+    ) -> None:
+        self._berth = berth
+        self._mailbox = berth.mailbox
+        self._heads = heads
+        self._patience = patience
+        self._asked_until = -1
+        """The last round that the target will answer without being asked again."""
+        self.cached_length = 0
+        """Committed tokens that the target is thought to hold."""
+
+    @property
+    def cache_state(self) -> CacheState:
+        """What the store is told of this side."""
+        return CacheState(self._berth.replica, self.cached_length)
+
+    async def verify(
+        self,
+        round_index: int,
+        proposal: SealedProposal,
+        run_ahead: int,
+        num_logprobs: int | None,
+        wanted: NextWanted = NOTHING_WANTED,
+    ) -> VerdictReply:
+        """The verdict of a round, and what is `wanted` of the next one where the target
+        drafts itself. Asks again until there is one, elsewhere where the target cannot be reached
+        or is to be left; raises what it refuses with, and `Unavailable` once none can be reached
+        for `target_gone_s`.
+
+        Where the target cannot read the draft's q, the same tokens are verified as one-hot draws,
+        which is exact for whatever tokens: none is dropped for what a draft says of it."""
+        loop = asyncio.get_running_loop()
+        if self._mailbox.begin(round_index):
+            self._asked_until = -1
+        if self._berth.is_left:
+            self._move()
+        unreachable_since: float | None = None
+        wait_s, retry_s = self._patience.target_answer_s, self._patience.target_retry_s
+        ask = len(proposal) > 0 or self._must_ask(round_index, run_ahead)
+        while True:
+            try:
+                if ask:
+                    self._send(round_index, proposal, run_ahead, num_logprobs, wanted)
+                async with asyncio.timeout(wait_s):
+                    answer = await self._mailbox.take(round_index)
+            except TimeoutError:
+                unreachable_since = None  # The stream has stood all the while.
+                wait_s = min(2 * wait_s, ANSWER_WAIT_GROWTH_MAX * self._patience.target_answer_s)
+            except (LinkLost, Overloaded) as error:
+                if isinstance(error, LinkLost) and self._move():
+                    ask = True
+                    continue
+                now = loop.time()
+                unreachable_since = now if unreachable_since is None else unreachable_since
+                if now - unreachable_since >= self._patience.target_gone_s:
+                    raise Unavailable(f"no target can be reached: {error.message}") from error
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, RETRY_S_MAX)
+            else:
+                unreachable_since = None
+                if isinstance(answer, VerdictReply):
+                    return self._checked(answer, proposal)
+                if isinstance(answer, Refused) and _is_about_q(answer):
+                    bare = proposal.without_q(self._heads.session.identity.rule)
+                    ask = proposal != bare  # Else this is once more about what was sent before.
+                    if ask:
+                        _log.warning("a draft's q cannot be read: %s", answer.message)
+                    proposal = bare
+                    continue
+                await self._put_right(answer, retry_s)
+                if isinstance(answer, Refused):
+                    retry_s = min(2 * retry_s, RETRY_S_MAX)
+            ask = True
+
+    def settle(self, reply: VerdictReply, common_length: int) -> None:
+        """Notes an outcome: the first `common_length` tokens of what was verified are committed."""
+        self.cached_length = min(reply.cached_length, common_length)
+
+    def close(self) -> None:
+        """Ends the session on this side."""
+        self._berth.close()
+
+    def _move(self) -> bool:
+        """Goes to another target, if there is one."""
+        if not self._berth.move():
+            return False
+        self.cached_length = 0
+        self._asked_until = -1
+        self._heads.observer.moved("target")
+        return True
+
+    def _must_ask(self, round_index: int, run_ahead: int) -> bool:
+        """Whether the target has to hear of a round without a proposal: not while it decodes
+        ahead on its own and more than half of what it may do is left."""
+        left = self._asked_until - round_index
+        return left < 0 or left < run_ahead // 2
+
+    def _send(
+        self,
+        round_index: int,
+        proposal: SealedProposal,
+        run_ahead: int,
+        num_logprobs: int | None,
+        wanted: NextWanted,
+    ) -> None:
+        base_length = min(self.cached_length, len(self._heads.session.tokens) - 1)
+        head = self._heads.write("target", round_index, base_length)
+        self._berth.send(
+            VerifyItem(
+                head,
+                proposal,
+                run_ahead,
+                num_logprobs,
+                wanted.num_draft_tokens,
+                wanted.siblings,
+                wanted.features,
+            )
+        )
+        self._asked_until = round_index + run_ahead
+
+    def _checked(self, reply: VerdictReply, proposal: SealedProposal) -> VerdictReply:
+        num_draft_tokens = len(proposal)
+        check(
+            len(reply.verdict.accept_probability) == num_draft_tokens
+            and len(reply.verdict.correction) == num_draft_tokens + 1,
+            f"a verdict for {len(reply.verdict.accept_probability)} draft tokens, "
+            f"{num_draft_tokens} were proposed",
+        )
+        return reply
+
+    async def _put_right(self, answer: Resync | Refused, retry_s: float) -> None:
+        if isinstance(answer, Resync):
+            self.cached_length = self._heads.held(answer)
+            self._heads.observer.resynced("target")
+            return
+        error = error_from_code(answer.code, answer.message)
+        if isinstance(error, BadRequest):
+            # The user's fields were checked before: what is wrong with a message is our doing.
+            raise InvariantError(f"the target refuses a message: {error.message}")
+        # A deadline that has passed over there is about to pass here.
+        if not isinstance(error, Overloaded | Unavailable | DeadlineExceeded):
+            raise error
+        if isinstance(error, Unavailable):
+            self._berth.give_up()
+            if self._move():
+                return
+        await asyncio.sleep(retry_s)
+
+
+def _is_about_q(answer: Refused) -> bool:
+    error = error_from_code(answer.code, answer.message)
+    return isinstance(error, BadRequest) and error.field == "proposal.q"

@@ -1,0 +1,293 @@
+"""Several replicas of a role: where sessions go, and when they move."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from test_sides import (
+    NOISE,
+    PATIENCE,
+    PROMPT,
+    ScriptedLink,
+    StandIn,
+    berth,
+    heads,
+    proposal,
+    refuse,
+    session,
+    verdict,
+)
+
+from coordinator.draft_side import DraftSide
+from coordinator.replicas import PROBE_PERIOD_S, Berth, ReplicaPool
+from coordinator.target_side import TargetSide
+from outrider.clock import run_virtually
+from outrider.errors import Incompatible, InvariantError, LinkLost, Unavailable
+from outrider.messages import ReplicaDescription
+from outrider.sessions.store import Counters
+from outrider.speculation.proposal import NOTHING_SEALED
+
+TOY = ReplicaDescription("toy", "w", "", 99, "float32", 0, (), 8)
+
+
+def with_targets(
+    place: Callable[[], Berth[Any, Any]],
+    test: Callable[..., Coroutine[Any, Any, Any]],
+) -> Any:
+    async def main() -> Any:
+        one = session()
+        return await test(TargetSide(place(), heads(one), PATIENCE), one)
+
+    return run_virtually(main())
+
+
+def test_a_target_that_cannot_be_reached_is_left_at_once() -> None:
+    """With all tokens: what the other one holds is not known."""
+    first, second = ScriptedLink(verdict, LinkLost("down")), ScriptedLink(verdict, verdict)
+
+    async def test(target: Any, one: Any) -> None:
+        loop = asyncio.get_running_loop()
+        reply = await target.verify(0, NOTHING_SEALED, 0, None)
+        one.decide((9,), Counters())
+        target.settle(reply, len(PROMPT))
+        reply = await target.verify(1, NOTHING_SEALED, 0, None)
+        assert loop.time() == 0
+        assert target.cache_state.replica == "r1"
+        assert second.sent[0].head.base_length == 0
+        assert second.sent[0].head.append == (*PROMPT, 9)
+        assert first.released == ["0" * 32]
+        assert not second.released
+        one.decide((9,), Counters())
+        target.settle(reply, len(PROMPT) + 1)
+        await target.verify(2, NOTHING_SEALED, 0, None)
+        assert second.sent[1].head.append == (9,)
+        assert len(first.sent) == 2
+
+    with_targets(lambda: berth(first, second), test)
+
+
+def test_a_stream_that_breaks_while_an_answer_is_waited_for_moves_the_session() -> None:
+    first, second = ScriptedLink(None), ScriptedLink(verdict)
+
+    async def test(target: Any, one: Any) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.3, lambda: first.on_lost(LinkLost("reset")))
+        await target.verify(0, NOTHING_SEALED, 0, None)
+        assert loop.time() == pytest.approx(0.3)
+        assert target.cache_state.replica == "r1"
+
+    with_targets(lambda: berth(first, second), test)
+
+
+def test_a_target_that_runs_ahead_is_asked_again_elsewhere() -> None:
+    """What the first one was to answer without being asked, the second does not know of."""
+    first, second = ScriptedLink(verdict), ScriptedLink(verdict)
+
+    async def test(target: Any, one: Any) -> None:
+        reply = await target.verify(0, NOTHING_SEALED, 8, None)
+        one.decide((9,), Counters())
+        target.settle(reply, len(PROMPT))
+        first.on_lost(LinkLost("reset"))
+        await target.verify(1, NOTHING_SEALED, 8, None)
+        assert [item.head.round for item in second.sent] == [1]
+
+    with_targets(lambda: berth(first, second), test)
+
+
+def test_where_all_are_away_the_session_waits_and_goes_on_with_the_first_that_is_back() -> None:
+    first = ScriptedLink(LinkLost("down"))
+    second = ScriptedLink(LinkLost("down"), LinkLost("down"), LinkLost("down"), verdict)
+
+    async def test(target: Any, one: Any) -> None:
+        await target.verify(0, NOTHING_SEALED, 0, None)
+        assert 0 < asyncio.get_running_loop().time() < PATIENCE.target_gone_s
+        assert len(first.sent) == 1
+
+    with_targets(lambda: berth(first, second), test)
+
+
+def test_a_session_stays_with_the_weights_that_it_began_with() -> None:
+    """Its text would be of two models otherwise."""
+    first, second = ScriptedLink(*[LinkLost("down")] * 99), ScriptedLink(verdict)
+
+    async def test(target: Any, one: Any) -> None:
+        with pytest.raises(Unavailable, match="no target can be reached"):
+            await target.verify(0, NOTHING_SEALED, 0, None)
+        assert not second.sent
+
+    with_targets(lambda: berth(first, second, weights=("old", "new")), test)
+
+
+def test_a_target_that_is_to_be_left_is_left_between_two_rounds() -> None:
+    first, second = ScriptedLink(verdict, verdict), ScriptedLink(verdict)
+    pool: ReplicaPool[Any, Any] = ReplicaPool("target")
+
+    def place() -> Berth[Any, Any]:
+        pool.admit("r0", first, TOY)
+        return Berth(pool, "0" * 32, 1, b"key")
+
+    async def test(target: Any, one: Any) -> None:
+        reply = await target.verify(0, NOTHING_SEALED, 0, None)
+        pool.retire("r0")
+        one.decide((9,), Counters())
+        target.settle(reply, len(PROMPT))
+        reply = await target.verify(1, NOTHING_SEALED, 0, None)  # There is nowhere to go yet.
+        assert target.cache_state.replica == "r0"
+        pool.admit("r1", second, TOY)
+        one.decide((9,), Counters())
+        target.settle(reply, len(PROMPT) + 1)
+        await target.verify(2, NOTHING_SEALED, 0, None)
+        assert target.cache_state.replica == "r1"
+        assert first.released == ["0" * 32]
+
+    with_targets(place, test)
+
+
+def test_a_target_that_is_taken_out_is_left_within_the_round() -> None:
+    first, second = ScriptedLink(None), ScriptedLink(verdict)
+    pool: ReplicaPool[Any, Any] = ReplicaPool("target")
+
+    def place() -> Berth[Any, Any]:
+        pool.admit("r0", first, TOY)
+        return Berth(pool, "0" * 32, 1, b"key")
+
+    async def test(target: Any, one: Any) -> None:
+        pool.admit("r1", second, TOY)
+        verifying = asyncio.create_task(target.verify(0, NOTHING_SEALED, 0, None))
+        await asyncio.sleep(0.1)
+        await pool.leave("r0")
+        await verifying
+        assert pool.names == ["r1"]
+        assert target.cache_state.replica == "r1"
+
+    with_targets(place, test)
+
+
+def test_a_draft_that_is_lost_is_replaced_for_the_next_round() -> None:
+    first, second = ScriptedLink(LinkLost("down")), ScriptedLink(proposal)
+
+    async def main() -> None:
+        one = session()
+        draft = DraftSide(berth(first, second), heads(one), PATIENCE, StandIn())
+        drafted = await draft.propose(1, 2, NOISE)
+        assert not drafted.by_replica
+        drafted = await draft.propose(2, 2, NOISE)
+        assert drafted.by_replica
+        assert second.sent[0].head.append == PROMPT
+        assert asyncio.get_running_loop().time() == 0
+
+    run_virtually(main())
+
+
+def test_a_draft_that_is_slow_is_not_left_for_it() -> None:
+    first, second = ScriptedLink(None), ScriptedLink(proposal)
+
+    async def main() -> None:
+        draft = DraftSide(berth(first, second), heads(session()), PATIENCE, StandIn())
+        assert not (await draft.propose(1, 2, NOISE)).by_replica
+        assert not (await draft.propose(2, 2, NOISE)).by_replica
+        assert not second.sent
+
+    run_virtually(main())
+
+
+class Described(ScriptedLink):
+    """A link whose replica says what it runs, from a time on."""
+
+    def __init__(self, description: ReplicaDescription, since: float = 0.0) -> None:
+        super().__init__()
+        self.description = description
+        self.since = since
+        self.closed = False
+
+    async def describe(self, timeout_s: float) -> ReplicaDescription:
+        if asyncio.get_running_loop().time() < self.since:
+            raise Unavailable("away")
+        return self.description
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def test_only_replicas_that_fit_join() -> None:
+    def fits(description: ReplicaDescription) -> None:
+        if description.vocab_size != 99:
+            raise Incompatible("another vocabulary")
+
+    async def main() -> None:
+        pool: ReplicaPool[Any, Any] = ReplicaPool("target", fits)
+        other = Described(ReplicaDescription("b", "v", "", 7, "float32", 0, (), 8))
+        silent = Described(TOY, since=1.0)
+        with pytest.raises(Incompatible):
+            await pool.join("b", other)
+        with pytest.raises(Unavailable):
+            await pool.join("c", silent)
+        assert other.closed
+        assert silent.closed
+        with pytest.raises(Unavailable, match="no target is known"):
+            _ = pool.description
+        await pool.join("a", Described(TOY))
+        with pytest.raises(InvariantError, match="joined already"):
+            await pool.join("a", Described(TOY))
+        assert pool.names == ["a"]
+        assert pool.num_present == 1
+
+    run_virtually(main())
+
+
+def test_a_replica_that_is_back_is_found_by_looking_for_it() -> None:
+    """Nobody sends to one that is away, so it would not be heard of."""
+
+    async def main() -> None:
+        pool: ReplicaPool[Any, Any] = ReplicaPool("target")
+        link = Described(TOY)
+        await pool.join("a", link)
+        await pool.join("b", Described(TOY))
+        watching = asyncio.create_task(pool.watch())
+        link.since = 1.0
+        link.on_lost(LinkLost("reset"))
+        assert pool.num_present == 1
+        await asyncio.sleep(0.9)
+        assert pool.num_present == 1
+        await asyncio.sleep(0.1 + PROBE_PERIOD_S)
+        assert pool.num_present == 2
+        watching.cancel()
+
+    run_virtually(main())
+
+
+def test_sessions_are_shared_out_evenly_and_alike_ones_meet() -> None:
+    async def main() -> None:
+        pool: ReplicaPool[Any, Any] = ReplicaPool("target")
+        for name in ("a", "b", "c"):
+            pool.admit(name, ScriptedLink(), TOY)
+        places = [Berth(pool, f"{n:032x}", 1, bytes([n])) for n in range(12)]
+        loads = Counter(place.replica for place in places)
+        assert len(loads) == 3
+        assert max(loads.values()) <= 5  # A quarter above the mean.
+        for place in places:
+            place.close()
+        places = [Berth(pool, f"{n:032x}", 1, b"alike") for n in range(2)]
+        assert places[0].replica != places[1].replica  # More than the mean is too much for one.
+        places[0].close()
+        assert Berth(pool, "f" * 32, 1, b"alike").replica != places[1].replica
+        assert Berth(pool, "e" * 32, 1, b"alike", preferred=places[1].replica).replica == (
+            places[1].replica
+        )
+
+    run_virtually(main())
+
+
+def test_a_refusal_of_a_target_that_shuts_down_moves_the_session() -> None:
+    first, second = ScriptedLink(refuse(Unavailable("shutting down"))), ScriptedLink(verdict)
+
+    async def test(target: Any, one: Any) -> None:
+        await target.verify(0, NOTHING_SEALED, 0, None)
+        assert asyncio.get_running_loop().time() == 0
+        assert target.cache_state.replica == "r1"
+
+    with_targets(lambda: berth(first, second), test)
