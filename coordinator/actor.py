@@ -133,6 +133,7 @@ async def _build(config: CoordinatorConfig, observation: Observation) -> Coordin
             run_ahead_rounds=config.run_ahead_rounds,
             max_sessions=config.max_sessions,
             patience=_patience(config),
+            resume_grace_s=config.resume_grace_ms / 1e3,
             look_ahead=config.look_ahead or 0,
             look_ahead_bytes_max=config.look_ahead_bytes_max,
             draft_siblings=config.draft_siblings or 0,

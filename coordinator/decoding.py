@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 from dataclasses import dataclass
 
 from outrider.errors import DeadlineExceeded
@@ -24,6 +22,7 @@ from .drafts import NOTHING_WANTED, Drafted, Drafts
 from .journal import Entry, Journal
 from .lengths import LengthPolicy, PlayedRound, RoundLength
 from .request import GenerationParameters
+from .resuming import write_logprobs
 from .siblings import fitting, sibling_chances
 from .target_side import TargetSide
 
@@ -54,8 +53,10 @@ class Decoding:
         lengths: LengthPolicy,
         length_max: int,
         observer: RequestObserver = SILENT,
+        ended: FinishReason | None = None,
     ) -> None:
-        """`length_max` is the target's: of committed tokens and a proposal's together."""
+        """`length_max` is the target's: of committed tokens and a proposal's together. `ended` is
+        why there is nothing to decode, for a completion that was whole when it was resumed."""
         self._session = session
         self._length_max = length_max
         self._parameters = parameters
@@ -66,6 +67,7 @@ class Decoding:
         self._journal = journal
         self._lengths = lengths
         self._observer = observer
+        self._ended = ended
         self._deadline: asyncio.Timeout | None = None
         self._cancelled = False
 
@@ -76,6 +78,8 @@ class Decoding:
         identify(self._session.session_id, self._observer.trace_id)
         try:
             async with asyncio.timeout_at(deadline) as self._deadline:
+                if self._ended is not None:
+                    return self._ended
                 if self._cancelled:
                     return self._interrupted(FinishReason.CANCELLED)
                 return await self._rounds()
@@ -207,7 +211,7 @@ class Decoding:
             ),
             draft=None if self._draft is None else self._draft.cache_state,
             target=self._target.cache_state,
-            logprobs=[_logprob_line(logprobs) for logprobs in tokens.logprobs],
+            logprobs=[write_logprobs(logprobs) for logprobs in tokens.logprobs],
         )
         self._observer.decided(len(drafted.proposal), num_accepted, piece.num_tokens)
         self._committer.notify(self._session)
@@ -246,16 +250,6 @@ class Decoding:
             origins=outcome.origins[: piece.num_tokens],
             logprobs=logprobs,
         )
-
-
-def _logprob_line(logprobs: PositionLogprobs) -> str:
-    """JSON knows no infinity: an impossible token has null."""
-    top = [[token_id, _finite(value)] for token_id, value in logprobs.top]
-    return json.dumps([_finite(logprobs.logprob), top], allow_nan=False)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _report(index: int, drafted: Drafted, verified: Verified, num_accepted: int) -> RoundReport:

@@ -66,7 +66,7 @@ class DraftSide:
         self._looked_for = 0
         """K of the newest item: of what is drafted ahead for the next round."""
         self._ask_again_at = 0.0
-        self.cached_length = 0
+        self.cached_length = heads.session.draft.held_by(berth.replica)
         """Committed tokens that the draft is thought to hold."""
 
     @property

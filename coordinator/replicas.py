@@ -18,6 +18,8 @@ from typing import Final, Generic, TypeVar
 from outrider.errors import LinkLost, OutriderError, Unavailable, check
 from outrider.fleet.rendezvous import choose
 from outrider.messages import ProposalReply, Refused, ReplicaDescription, Resync, VerdictReply
+from outrider.sessions.state import Session
+from outrider.sessions.store import CacheState
 from outrider.telemetry.observer import Side
 from outrider.wire.link import Link
 
@@ -158,6 +160,13 @@ class ReplicaPool(Generic[Item, Answer]):
         check(len(boxes) == len(set(boxes)), "a session with two mailboxes")
         check(set(boxes) <= sessions, "a mailbox without a session")
         check(not every or set(boxes) == sessions, "a session without a mailbox")
+
+
+def berth_of(
+    pool: ReplicaPool[Item, Answer], session: Session, affinity: bytes, held: CacheState
+) -> Berth[Item, Answer]:
+    """A place for a session, with the replica that holds the most of it where that is there."""
+    return Berth(pool, session.session_id, session.epoch, affinity, held.replica)
 
 
 class Berth(Generic[Item, Answer]):

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from outrider import limits
-from outrider.errors import BadRequest
+from outrider.errors import BadRequest, DataLoss
 from outrider.generation import GenerateRequest
 from outrider.speculation.sampling import Rule, SamplingParams, check_sampling, resolve_rule
 
@@ -33,6 +33,41 @@ class GenerationParameters:
         values = asdict(self)
         del values["prompt_ids"]
         return json.dumps(values, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str, prompt_ids: tuple[int, ...]) -> GenerationParameters:
+        """What `to_json` wrote. Raises `DataLoss` for anything else."""
+        try:
+            values = json.loads(text)
+            sampling = values.pop("sampling")
+            bias = tuple(
+                (int(token_id), float(add)) for token_id, add in sampling.pop("logit_bias")
+            )
+            return cls(
+                prompt_ids=prompt_ids,
+                sampling=SamplingParams(**sampling, logit_bias=bias),
+                stop=tuple(values.pop("stop")),
+                rule=Rule(values.pop("rule")),
+                **values,
+            )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DataLoss(f"the session's parameters cannot be read: {error}") from error
+
+    def as_request(self) -> GenerateRequest:
+        """The request, with nothing left open."""
+        return GenerateRequest(
+            prompt=self.prompt_ids,
+            sampling=self.sampling,
+            max_tokens=self.max_tokens,
+            stop=self.stop,
+            ignore_eos=self.ignore_eos,
+            seed=self.seed,
+            rule=self.rule,
+            num_draft_tokens=self.num_draft_tokens,
+            deadline_ms=self.deadline_ms,
+            logprobs=self.logprobs,
+            include_rounds=self.include_rounds,
+        )
 
 
 @dataclass(frozen=True, slots=True)

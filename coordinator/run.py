@@ -7,10 +7,10 @@ import logging
 from collections.abc import AsyncGenerator
 from typing import Final
 
-from outrider.errors import DeadlineExceeded, OutriderError, StoreUnavailable
+from outrider.errors import DeadlineExceeded, OutriderError, StaleEpoch, StoreUnavailable
 from outrider.generation import Event, Finished, Metrics, Usage
 from outrider.sessions.state import Session
-from outrider.sessions.store import FinishReason
+from outrider.sessions.store import Counters, FinishReason
 from outrider.telemetry.logs import about, identify
 from outrider.telemetry.observer import SILENT, RequestObserver
 
@@ -18,9 +18,10 @@ from .commits import Committer
 from .completion import Completion
 from .decoding import Decoding
 from .drafts import Drafts
-from .journal import Journal
+from .journal import Entry, Journal
 from .lengths import LengthPolicy
 from .request import GenerationParameters
+from .resuming import Replayed
 from .target_side import TargetSide
 
 _log = logging.getLogger(__name__)
@@ -46,9 +47,11 @@ class SessionRun:
         arrived: float,
         deadline: float,
         observer: RequestObserver = SILENT,
+        replayed: Replayed | None = None,
     ) -> None:
         """Starts decoding a session that the committer knows. `length_max` is the target's,
-        `arrived` and `deadline` are times of the event loop's clock."""
+        `arrived` and `deadline` are times of the event loop's clock; `replayed` is what a resumed
+        session has, whose completion it is."""
         self._session = session
         self._parameters = parameters
         self._target = target
@@ -60,7 +63,12 @@ class SessionRun:
         self._first_token_at: float | None = None
         self._ended = False
         self._observer = observer
+        self._handed_over = False
+        self._num_known = completion.num_tokens
+        """Tokens that another stream may have told."""
         self._journal = Journal(session, committer, observer)
+        if replayed is not None and replayed.tokens is not None:
+            self._journal.write(Entry(session.length, replayed.tokens, None, arrived))
         self._decoding = Decoding(
             session=session,
             parameters=parameters,
@@ -72,6 +80,7 @@ class SessionRun:
             lengths=lengths,
             length_max=length_max,
             observer=observer,
+            ended=None if replayed is None else replayed.finish_reason,
         )
         self._task = asyncio.create_task(self._decoding.run(deadline))
 
@@ -79,6 +88,16 @@ class SessionRun:
     def session_id(self) -> str:
         """32 hexadecimal digits."""
         return self._session.session_id
+
+    @property
+    def epoch(self) -> int:
+        """Under which it runs."""
+        return self._session.epoch
+
+    @property
+    def counters(self) -> Counters:
+        """What its rounds came to."""
+        return self._session.counters
 
     @property
     def tenant(self) -> str:
@@ -106,15 +125,23 @@ class SessionRun:
             if report is not None:
                 yield report
             yield tokens
+        if self._handed_over:
+            raise StaleEpoch(f"session {self.session_id} was resumed by another stream")
         reason = await self._task
         await self._finish(reason, max(self._deadline, loop.time()) + COMMIT_GRACE_S)
         finished = self._finished(reason, loop.time())
         self._observer.finished(finished)
         yield finished
 
-    async def close(self) -> None:
+    async def hand_over(self) -> bool:
+        """As `close`, but leaves the record to whoever goes on with the session."""
+        self._handed_over = True
+        return await self.close()
+
+    async def close(self) -> bool:
         """Stops decoding and frees what the session holds everywhere. A session that has not
-        ended is recorded as cancelled."""
+        ended is recorded as cancelled. Returns whether it had ended."""
+        had_ended = self._ended
         identify(self.session_id, self._observer.trace_id)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -123,7 +150,7 @@ class SessionRun:
         if self._draft is not None:
             self._draft.close()
         try:
-            if not self._ended:
+            if not (self._ended or self._handed_over):
                 now = asyncio.get_running_loop().time()
                 await self._finish(FinishReason.CANCELLED, now + COMMIT_GRACE_S)
         except OutriderError as error:
@@ -140,6 +167,7 @@ class SessionRun:
                 num_accepted_draft_tokens=counters.num_accepted_draft_tokens,
             )
             _log.info("the session ended", extra=fields)
+        return had_ended
 
     def _late(self) -> OutriderError:
         if self._first_token_at is None:
@@ -171,6 +199,8 @@ class SessionRun:
                 num_accepted_draft_tokens=accepted,
                 mean_acceptance_length=1 + accepted / max(1, counters.num_rounds),
                 time_to_first_token_ms=(first - self._arrived) * 1e3,
-                tokens_per_second=num_tokens / seconds if seconds > 0 else 0.0,
+                tokens_per_second=(
+                    (num_tokens - self._num_known) / seconds if seconds > 0 else 0.0
+                ),
             ),
         )

@@ -3,45 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from outrider.drafting.lookup import LookupDrafter
 from outrider.errors import (
     BadRequest,
     DeadlineExceeded,
-    Incompatible,
     NotFound,
     OutriderError,
     Overloaded,
-    StoreUnavailable,
+    StaleEpoch,
     Unavailable,
 )
 from outrider.fleet.rendezvous import affinity
-from outrider.generation import Event, GenerateRequest, Started
+from outrider.generation import Event, GenerateRequest, ResumeRequest, Started
 from outrider.limits import (
-    ABANDON_TRIES_MAX,
-    COMMIT_RETRY_MS_MAX,
-    COMMIT_RETRY_MS_MIN,
     LOOK_AHEAD_BYTES_MAX,
-    OPEN_TRIES_MAX,
     SEED_BITS,
 )
 from outrider.messages import (
     DraftAnswer,
     DraftItem,
-    ReplicaDescription,
     VerifyAnswer,
     VerifyItem,
 )
-from outrider.sessions.state import FIRST_EPOCH, Session
+from outrider.sessions.state import Session
 from outrider.sessions.store import (
-    Counters,
-    FinishReason,
-    NewSession,
     SessionRecord,
     SessionStore,
 )
@@ -51,13 +42,15 @@ from outrider.wire.link import Link
 
 from .asking import HeadWriter, Patience
 from .commits import Committer
+from .compatibility import Compatibility
 from .completion import Completion
 from .draft_side import DraftSide
 from .drafts import Drafts, StandIn
 from .length_control import LengthControls
 from .lengths import FixedLength, LengthPolicy
+from .opening import Opener
 from .prompts import PromptEncoder, Text
-from .replicas import Berth, ReplicaPool
+from .replicas import ReplicaPool, berth_of
 from .request import (
     GenerationParameters,
     RequestDefaults,
@@ -65,11 +58,12 @@ from .request import (
     check_fields,
     resolve,
 )
+from .resuming import Replayed, parameters_of, replay, told_again
 from .run import COMMIT_GRACE_S, SessionRun
 from .self_drafts import SelfDrafts
 from .target_side import TargetSide
 
-_log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 HEALTH_TIMEOUT_S: Final = 2.0
 NO_SESSION: Final = "0" * 32
@@ -94,6 +88,8 @@ class CoordinatorOptions:
     """Outcomes of a round that the draft works out before they are known."""
     look_ahead_bytes_max: int = LOOK_AHEAD_BYTES_MAX
     """Of the proposals for them that are kept for a session."""
+    resume_grace_s: float = 0.0
+    """How long a session whose client is gone may be resumed before it counts as cancelled."""
     draft_siblings: int = 0
     """Candidates that a proposal may have beside each of its tokens, where the draft does not look
     ahead; without `length_control` just so many are asked for."""
@@ -126,24 +122,30 @@ class CoordinatorService:
         self._options = options
         self._store = store
         self._links = (targets, drafts)
-        self.targets: ReplicaPool[VerifyItem, VerifyAnswer] = ReplicaPool("target", self._fits)
-        self.drafts: ReplicaPool[DraftItem, DraftAnswer] = ReplicaPool("draft", self._fits_target)
+        self._together = Compatibility()
+        self.targets: ReplicaPool[VerifyItem, VerifyAnswer] = ReplicaPool(
+            "target", self._together.check_target
+        )
+        self.drafts: ReplicaPool[DraftItem, DraftAnswer] = ReplicaPool(
+            "draft", self._together.check_draft
+        )
         self._stand_in = stand_in
         self._text = text
         self._prompts = PromptEncoder(text)
         self._random_bits = random_bits
         self._random_seed = random_seed
+        self._opener = Opener(store, options.name, random_bits, self._in_background)
         self._committer = Committer(store, options.name, lambda: random_bits(53) / 2**53)
         self._commit_task: asyncio.Task[None] | None = None
         self._running: dict[str, SessionRun] = {}
         self._num_admitted = 0
-        self._background: set[asyncio.Task[None]] = set()
+        self._ending: dict[str, asyncio.Task[bool]] = {}
+        """What frees sessions that run no more."""
+        self._closing = asyncio.Event()
+        self._background: set[asyncio.Task[Any]] = set()
         self._watching: list[asyncio.Task[None]] = []
         self._model: ServedModel | None = None
         self._lengths: LengthControls | None = None
-        self._target: ReplicaDescription | None = None
-        self._draft: ReplicaDescription | None = None
-        """What all targets and all drafts have in common with these."""
         self._observation = observation
         observation.watch_load(
             running=lambda: self.num_running,
@@ -156,11 +158,13 @@ class CoordinatorService:
         targets, drafts = self._links
         for name, target_link in targets.items():
             await self.targets.join(name, target_link)
-        target = self._target = self._target or self.targets.description
+        target = self.targets.description
         for name, draft_link in drafts.items():
             await self.drafts.join(name, draft_link)
         if self._options.length_control:
-            self._lengths = LengthControls(target, self._draft, self._options.run_ahead_rounds)
+            self._lengths = LengthControls(
+                target, self._together.draft, self._options.run_ahead_rounds
+            )
         self._model = ServedModel(
             name=self._options.served_model_name or target.model,
             vocab_size=target.vocab_size,
@@ -205,24 +209,82 @@ class CoordinatorService:
             try:
                 async with asyncio.timeout_at(deadline):
                     parameters = await self._resolve(request)
-                    session = await self._open(tenant, parameters)
+                    session = await self._opener.open(tenant, parameters)
             except TimeoutError:
                 raise DeadlineExceeded(
                     f"deadline_ms: {deadline_ms} ms passed before the session was open"
                 ) from None
-            observer.opened(session.session_id, session.prompt_length, parameters.seed)
             run = self._begin(session, parameters, arrived, deadline, observer)
-            try:
-                yield Started(session.session_id, self.model.name, parameters.seed, parameters.rule)
-                async for event in run.events():
+            async with aclosing(self._events(run, parameters)) as events:
+                async for event in events:
                     yield event
-            finally:
-                self._end(run)
         except BaseException as error:
             observer.failed(error)
             raise
         finally:
             self._num_admitted -= 1
+
+    async def resume(
+        self, request: ResumeRequest, tenant: str = "", traceparent: str = ""
+    ) -> AsyncGenerator[Event]:
+        """Goes on with a session whose stream has broken, whichever coordinator ran it: `Started`,
+        one `Tokens` of what the client lacks of the tokens that are stored, then as `generate`. It
+        is that session's last stream: one that still runs ends with `StaleEpoch`. Its deadline
+        begins anew. Raises `BadRequest`, `NotFound`, `Overloaded`, `DataLoss` (the store lacks
+        tokens that the client has), and `Unavailable` while another coordinator may have it."""
+        arrived = asyncio.get_running_loop().time()
+        self._check_open()
+        await self.session(request.session_id, tenant)
+        self._num_admitted += 1
+        try:
+            record = await self._store.take_over(request.session_id, self._options.name)
+            await self._hand_over(record)
+            parameters = parameters_of(record)
+            replayed = replay(record, parameters, self._completion(parameters), request.num_tokens)
+            if record.finish_reason is not None:
+                for event in told_again(record, self.model.name, replayed):
+                    yield event
+                return
+            observer = self._observation.begin(
+                parameters.as_request(), self.model.name, traceparent
+            )
+            try:
+                deadline = arrived + parameters.deadline_ms / 1e3
+                session = Session.resumed(record)
+                run = self._begin(session, parameters, arrived, deadline, observer, replayed)
+                async with aclosing(self._events(run, parameters)) as events:
+                    async for event in events:
+                        yield event
+            except BaseException as error:
+                observer.failed(error)
+                raise
+        finally:
+            self._num_admitted -= 1
+
+    async def _hand_over(self, record: SessionRecord) -> None:
+        """Ends what runs here of a session that was taken over under a newer epoch. Raises
+        `StaleEpoch` where another stream has done that meanwhile."""
+        while (run := self._running.get(record.session_id)) is not None:
+            if run.epoch >= record.epoch:
+                raise StaleEpoch(f"session {record.session_id} was resumed by another stream")
+            del self._running[record.session_id]
+            await run.hand_over()
+        ending = self._ending.get(record.session_id)
+        if ending is not None:
+            await asyncio.wait([ending])
+
+    async def _events(
+        self, run: SessionRun, parameters: GenerationParameters
+    ) -> AsyncGenerator[Event]:
+        try:
+            yield Started(run.session_id, self.model.name, parameters.seed, parameters.rule)
+            async for event in run.events():
+                yield event
+        except (GeneratorExit, asyncio.CancelledError):
+            self._end(run, is_gone=True)
+            raise
+        finally:
+            self._end(run)
 
     async def cancel(self, session_id: str, tenant: str = "") -> None:
         """Ends a running session as cancelled; a finished one is left as it is. Raises
@@ -243,10 +305,13 @@ class CoordinatorService:
     async def close(self) -> None:
         """Cancels what runs, commits what was decided, closes the links and the store."""
         self._prompts.close()
+        self._closing.set()
         for run in self._running.values():
             run.cancel()
         if self._background:
-            await asyncio.wait(self._background, timeout=COMMIT_GRACE_S)
+            _, late = await asyncio.wait(self._background, timeout=COMMIT_GRACE_S)
+            for task in late:
+                task.cancel()
         await self._committer.close()
         if self._commit_task is not None:
             await asyncio.gather(self._commit_task, return_exceptions=True)
@@ -286,13 +351,17 @@ class CoordinatorService:
 
     def _check(self, request: GenerateRequest) -> None:
         """Refuses at once what need not be looked at any further."""
-        if self._committer.closing:
-            raise Unavailable("this coordinator is shutting down")
+        self._check_open()
         if request.model not in ("", self.model.name):
             raise NotFound(f"model: {request.model!r} is not served; {self.model.name!r} is")
         if request.stop and self._text is None:
             raise BadRequest("stop", "the model has no tokenizer, so there is no text to stop at")
         check_fields(request, self.model)
+
+    def _check_open(self) -> None:
+        """Refuses what is too much, or too late."""
+        if self._committer.closing:
+            raise Unavailable("this coordinator is shutting down")
         if self._num_admitted >= self._options.max_sessions:
             raise Overloaded(f"{self._options.max_sessions} sessions run already; try again later")
 
@@ -301,57 +370,11 @@ class CoordinatorService:
         seed = self._random_seed()
         return resolve(request, field, prompt_ids, self.model, self._options.defaults, seed)
 
-    async def _open(self, tenant: str, parameters: GenerationParameters) -> Session:
-        """A session that the store has. Each try opens another one: whether a store that did not
-        answer has opened the one before is not known."""
-        for tries_left in range(OPEN_TRIES_MAX - 1, 0, -1):
-            try:
-                return await self._open_one(tenant, parameters)
-            except StoreUnavailable as error:
-                _log.info("a session could not be opened, %d tries left: %r", tries_left, error)
-            await asyncio.sleep(COMMIT_RETRY_MS_MIN / 1e3)
-        return await self._open_one(tenant, parameters)
-
-    async def _open_one(self, tenant: str, parameters: GenerationParameters) -> Session:
-        new = NewSession(
-            session_id=f"{self._random_bits(128):032x}",
-            tenant=tenant,
-            owner=self._options.name,
-            seed=parameters.seed,
-            rule=parameters.rule,
-            parameters=parameters.to_json(),
-            prompt_ids=parameters.prompt_ids,
-        )
-        opening = asyncio.create_task(self._store.open(new))
-        try:
-            await asyncio.shield(opening)
-        except (asyncio.CancelledError, StoreUnavailable):
-            self._in_background(self._abandon(opening, new.session_id))
-            raise
-        return Session.opened(new)
-
-    async def _abandon(self, opening: asyncio.Task[None], session_id: str) -> None:
-        """Records a session as cancelled that nobody wants, once its opening has ended."""
-        await asyncio.wait([opening])
-        for attempt in range(ABANDON_TRIES_MAX):
-            try:
-                await self._store.finish(
-                    session_id, FIRST_EPOCH, FinishReason.CANCELLED, Counters()
-                )
-            except StoreUnavailable as error:
-                _log.info("session %s is not closed yet: %r", session_id, error)
-            except OutriderError as error:
-                _log.info("session %s was never opened: %r", session_id, error)
-                return
-            else:
-                return
-            wait_ms = min(COMMIT_RETRY_MS_MIN * 2**attempt, COMMIT_RETRY_MS_MAX)
-            await asyncio.sleep(wait_ms / 1e3)
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     def _begin(
         self,
@@ -360,25 +383,21 @@ class CoordinatorService:
         arrived: float,
         deadline: float,
         observer: RequestObserver,
+        replayed: Replayed | None = None,
     ) -> SessionRun:
         options = self._options
+        observer.opened(session.session_id, session.prompt_length, parameters.seed)
         self._committer.add(session)
         heads = HeadWriter(session, parameters.sampling, deadline, observer)
         key = affinity(session.identity.tenant, parameters.prompt_ids)
         draft = self._drafts_of(heads, parameters.num_draft_tokens, key)
         num_draft_tokens = parameters.num_draft_tokens
-        completion = Completion(
-            max_tokens=parameters.max_tokens,
-            stop=parameters.stop,
-            eos_token_ids=() if parameters.ignore_eos else self.model.eos_token_ids,
-            text_stream=None if self._text is None else self._text.stream(),
-        )
         run = SessionRun(
             session=session,
             parameters=parameters,
-            completion=completion,
+            completion=self._completion(parameters) if replayed is None else replayed.completion,
             target=TargetSide(
-                Berth(self.targets, session.session_id, session.epoch, key), heads, options.patience
+                berth_of(self.targets, session, key, session.target), heads, options.patience
             ),
             draft=draft,
             committer=self._committer,
@@ -389,9 +408,18 @@ class CoordinatorService:
             arrived=arrived,
             deadline=deadline,
             observer=observer,
+            replayed=replayed,
         )
         self._running[session.session_id] = run
         return run
+
+    def _completion(self, parameters: GenerationParameters) -> Completion:
+        return Completion(
+            max_tokens=parameters.max_tokens,
+            stop=parameters.stop,
+            eos_token_ids=() if parameters.ignore_eos else self.model.eos_token_ids,
+            text_stream=None if self._text is None else self._text.stream(),
+        )
 
     def _drafts_of(self, heads: HeadWriter, num_draft_tokens: int, key: bytes) -> Drafts | None:
         """Where the proposals of a session come from; None for one without."""
@@ -399,13 +427,14 @@ class CoordinatorService:
             return None
         options = self._options
         stand_in = StandIn(self._stand_in, heads.session, heads.sampling)
-        if self._target is not None and self._target.drafts_itself:
+        target, draft = self._together.target, self._together.draft
+        if target is not None and target.drafts_itself:
             return SelfDrafts(heads.session, stand_in, options.confident)
-        if self._draft is None:
+        if draft is None:
             return None
-        reads_features = self._draft.reads_features
+        reads_features = draft.reads_features
         return DraftSide(
-            Berth(self.drafts, heads.session.session_id, heads.session.epoch, key),
+            berth_of(self.drafts, heads.session, key, heads.session.draft),
             heads,
             options.patience,
             stand_in,
@@ -433,57 +462,27 @@ class CoordinatorService:
         is_chain = session.identity.rule is Rule.BLOCK or sampling.penalised
         return 0 if is_chain or options.look_ahead > 0 else options.draft_siblings
 
-    def _fits(self, target: ReplicaDescription) -> None:
-        """Raises `Incompatible` for a target whose tokens mean something else than those of the
-        first one, or that drafts in another way."""
-        if self._target is None:
-            self._target = target
-        elif _kind(target) != _kind(self._target):
-            raise Incompatible(
-                f"the target {target.model!r} has another vocabulary, tokenizer or way of drafting "
-                f"than {self._target.model!r}"
-            )
+    def _end(self, run: SessionRun, is_gone: bool = False) -> None:
+        """The client has its last event, or an error, or is gone: frees what the session holds,
+        unless it was handed over."""
+        session_id = run.session_id
+        if self._running.get(session_id) is not run:
+            return
+        del self._running[session_id]
+        waits = is_gone and self._options.resume_grace_s > 0
+        ending = self._in_background(run.hand_over() if waits else run.close())
+        self._ending[session_id] = ending
+        ending.add_done_callback(lambda _: self._ending.pop(session_id, None))
+        if waits:
+            self._in_background(self._wait_for_client(run, ending))
 
-    def _fits_target(self, draft: ReplicaDescription) -> None:
-        """Raises `Incompatible` for a draft that does not go with the targets, or reads something
-        else than the first one."""
-        if self._target is not None:
-            check_compatible(self._target, draft)
-        if self._draft is None:
-            self._draft = draft
-        elif draft.reads_features != self._draft.reads_features:
-            raise Incompatible(
-                f"of the drafts {draft.model!r} and {self._draft.model!r} only one goes on from "
-                "what its target's head reads"
-            )
-
-    def _end(self, run: SessionRun) -> None:
-        """The client has its last event, or has gone: frees what the session holds."""
-        del self._running[run.session_id]
-        self._in_background(run.close())
-
-
-def _kind(target: ReplicaDescription) -> tuple[int, str, bool, bool]:
-    """What targets between which a session may move, and that draw on the same drafts, share."""
-    return (
-        target.vocab_size,
-        target.tokenizer_fingerprint,
-        target.drafts_itself,
-        target.shows_features,
-    )
-
-
-def check_compatible(target: ReplicaDescription, draft: ReplicaDescription) -> None:
-    """Raises `Incompatible` unless the draft's tokens mean what the target's mean, and it is shown
-    what it reads. A draft that only copies tokens fits every target."""
-    known = draft.tokenizer_fingerprint and target.tokenizer_fingerprint
-    if known and draft.tokenizer_fingerprint != target.tokenizer_fingerprint:
-        raise Incompatible(
-            f"the draft {draft.model!r} has another tokenizer ({draft.tokenizer_fingerprint}) than "
-            f"the target {target.model!r} ({target.tokenizer_fingerprint})"
-        )
-    if draft.reads_features and not target.shows_features:
-        raise Incompatible(
-            f"the draft {draft.model!r} goes on from what its target's head reads, which "
-            f"{target.model!r} does not show"
-        )
+    async def _wait_for_client(self, run: SessionRun, ending: asyncio.Task[bool]) -> None:
+        """Nothing is decoded for a client that is gone. It may come back, to any coordinator."""
+        if await ending:
+            return
+        try:
+            async with asyncio.timeout(self._options.resume_grace_s):
+                await self._closing.wait()
+        except TimeoutError:
+            pass
+        await self._opener.cancel(run.session_id, run.epoch, run.counters)

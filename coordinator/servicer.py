@@ -9,7 +9,12 @@ from outrider.limits import TRACEPARENT_CHARS_MAX
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.wire.fields import session_id_from_wire
-from outrider.wire.generation import event_to_proto, request_from_proto, session_to_proto
+from outrider.wire.generation import (
+    event_to_proto,
+    request_from_proto,
+    resume_from_proto,
+    session_to_proto,
+)
 from outrider.wire.server import Context
 
 from .service import CoordinatorService
@@ -27,6 +32,17 @@ class CoordinatorServicer:
         """Streams a generation; a client that goes away cancels it."""
         running = self._service.generate(
             request_from_proto(request), traceparent=_traceparent(context)
+        )
+        async with aclosing(running) as events:
+            async for event in events:
+                yield event_to_proto(event)
+
+    async def resume(
+        self, request: pb.ResumeRequest, context: Context
+    ) -> AsyncGenerator[pb.GenerateEvent]:
+        """Streams the rest of a generation; a client that goes away cancels it."""
+        running = self._service.resume(
+            resume_from_proto(request), traceparent=_traceparent(context)
         )
         async with aclosing(running) as events:
             async for event in events:

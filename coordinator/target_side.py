@@ -49,7 +49,7 @@ class TargetSide:
         self._patience = patience
         self._asked_until = -1
         """The last round that the target will answer without being asked again."""
-        self.cached_length = 0
+        self.cached_length = heads.session.target.held_by(berth.replica)
         """Committed tokens that the target is thought to hold."""
 
     @property

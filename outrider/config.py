@@ -360,6 +360,10 @@ class CoordinatorConfig(ServerConfig):
         minimum=1,
         maximum=DEADLINE_MS_MAX,
     )
+    resume_grace_ms: int = setting(
+        10_000, "Wait for a client whose stream broke to resume its session, which then counts as "
+        "cancelled, ms. Nothing is decoded meanwhile.", minimum=0, maximum=WAIT_MS_MAX,
+    )  # fmt: skip
     draft_timeout_ms: int = setting(
         1_000, "Wait for a proposal before the round goes on without one, ms.",
         minimum=1, maximum=WAIT_MS_MAX,

@@ -116,6 +116,10 @@ class Unavailable(_Retryable):
     http_status = 503
 
 
+class StreamBroken(Unavailable):
+    """No coordinator answers, or not any more; none has said that it cannot serve the request."""
+
+
 class EngineLost(Unavailable):
     """An engine is broken for good, as where a rank of its model is gone."""
 

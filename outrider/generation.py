@@ -47,6 +47,15 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class ResumeRequest:
+    """Which session to go on with, whose stream has broken."""
+
+    session_id: str
+    num_tokens: int = 0
+    """Of the completion that have come; they are not told again."""
+
+
+@dataclass(frozen=True, slots=True)
 class Started:
     """The session is open."""
 

@@ -56,6 +56,8 @@ class Stack:
     target_server: RpcServer
     draft_server: RpcServer
     redis: EmbeddedRedis
+    server: RpcServer
+    """The coordinator's."""
 
 
 def _draft_service(
@@ -95,6 +97,15 @@ async def _serve(stack: AsyncExitStack, service: Service) -> RpcServer:
     return server
 
 
+async def _close(client: Client, coordinator: CoordinatorService, *services: Any) -> None:
+    await client.close()
+    await coordinator.close()
+    coordinator.check_integrity()
+    for service in services:
+        await service.close()
+        service.check_integrity()
+
+
 @asynccontextmanager
 async def running_stack(
     target_engine: Engine,
@@ -108,6 +119,7 @@ async def running_stack(
     max_sessions: int = 1000,
     look_ahead: int = 8,
     draft_siblings: int = 0,
+    resume_grace_s: float = 0.0,
     length_control: bool = False,
     observation: Observation = UNOBSERVED,
     target_observer: StepObserver | None = None,
@@ -144,6 +156,7 @@ async def running_stack(
                 patience=patience,
                 look_ahead=0 if draft_siblings else look_ahead,
                 draft_siblings=draft_siblings,
+                resume_grace_s=resume_grace_s,
             ),
             store=await RedisStore.connect(redis.url),
             targets={"t": target_link(target_server.address)},
@@ -157,11 +170,8 @@ async def running_stack(
         server = await _serve(stack, Service(descriptor, CoordinatorServicer(coordinator)))
         client = Client(server.address)
         try:
-            yield Stack(client, coordinator, target, draft, target_server, draft_server, redis)
+            yield Stack(
+                client, coordinator, target, draft, target_server, draft_server, redis, server
+            )
         finally:
-            await client.close()
-            await coordinator.close()
-            coordinator.check_integrity()
-            for service in (target, draft):
-                await service.close()
-                service.check_integrity()
+            await _close(client, coordinator, target, draft)

@@ -29,6 +29,7 @@ from outrider.client.results import (
     CoordinatorDescription,
     SessionView,
 )
+from outrider.client.resuming import ResumingTransport
 from outrider.client.synchronous import SyncClient
 from outrider.client.transport import Transport
 from outrider.generation import (
@@ -37,6 +38,7 @@ from outrider.generation import (
     Finished,
     GenerateRequest,
     Metrics,
+    ResumeRequest,
     RoundReport,
     Started,
     Tokens,
@@ -58,6 +60,8 @@ __all__ = [
     "GrpcTransport",
     "InProcessTransport",
     "Metrics",
+    "ResumeRequest",
+    "ResumingTransport",
     "RoundReport",
     "Rule",
     "SamplingParams",

@@ -10,6 +10,7 @@ from typing import Self
 from outrider.client.grpc_transport import GrpcTransport
 from outrider.client.requests import (
     CALL_TIMEOUT_S,
+    RESUMED_TIMEOUT_S,
     check_sendable,
     check_timeout,
     generate_timeout_s,
@@ -20,20 +21,29 @@ from outrider.client.results import (
     CoordinatorDescription,
     SessionView,
 )
+from outrider.client.resuming import RESUME_TIMEOUT_S, ResumingTransport
 from outrider.client.transport import Transport
-from outrider.generation import Event, GenerateRequest
+from outrider.generation import Event, GenerateRequest, ResumeRequest
 
 
 class Client:
-    """One way to a coordinator. Any number of calls at a time, on one event loop.
+    """One way to a coordinator, or to several of a deployment, of which one that answers is asked.
+    Any number of calls at a time, on one event loop. A generation whose stream breaks goes on by
+    itself, at another coordinator if there is one, without a token lost or told twice.
 
     `timeout_s` bounds a call that does no generation, in seconds; a generation's bound is its
     `deadline_ms`, or the default one, and some seconds for its last event."""
 
-    def __init__(self, server: str | Transport) -> None:
-        """`server` is HOST:PORT, or a transport, which the client then owns and closes. Nothing
-        is sent before the first call."""
-        self._transport = GrpcTransport(server) if isinstance(server, str) else server
+    def __init__(
+        self, server: str | Transport, *, resume_timeout_s: float = RESUME_TIMEOUT_S
+    ) -> None:
+        """`server` is HOST:PORT, or several with commas between them, or a transport, which the
+        client then owns and closes. Nothing is sent before the first call. A broken stream is
+        tried to be resumed for `resume_timeout_s` seconds; 0 = not at all."""
+        if isinstance(server, str):
+            each = [GrpcTransport(address.strip()) for address in server.split(",")]
+            server = ResumingTransport(each, resume_timeout_s)
+        self._transport = server
 
     async def __aenter__(self) -> Self:
         return self
@@ -58,9 +68,22 @@ class Client:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event]:
         """The events of one generation as they come. Leaving the iterator early (`aclose`) cancels
         the session. Raises what the coordinator refuses the request with, and `DeadlineExceeded`
-        if its last event does not come."""
+        if its last event does not come. A stream that breaks is resumed, or ends with
+        `StreamBroken`; then `resume` may be tried later."""
         check_sendable(request)
         events = self._transport.generate(request, generate_timeout_s(request))
+        async with aclosing(events):
+            async for event in events:
+                yield event
+
+    async def resume(
+        self, session_id: str, num_tokens: int = 0, timeout_s: float = RESUMED_TIMEOUT_S
+    ) -> AsyncGenerator[Event]:
+        """The events of a generation that another client, or this one, has begun and whose stream
+        broke: `Started` again, then what follows the `num_tokens` tokens that are known already.
+        Raises `NotFound`, `DataLoss` where the store lacks tokens that are known, and `Unavailable`
+        as long as another coordinator may still have the session (some two seconds)."""
+        events = self._transport.resume(ResumeRequest(session_id, num_tokens), timeout_s)
         async with aclosing(events):
             async for event in events:
                 yield event

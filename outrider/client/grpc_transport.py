@@ -12,8 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.client.results import CoordinatorDescription, SessionView
 from outrider.client.transport import CLOSED
-from outrider.errors import DeadlineExceeded, OutriderError, Unavailable
-from outrider.generation import Event, GenerateRequest
+from outrider.errors import DeadlineExceeded, OutriderError, StreamBroken, Unavailable
+from outrider.generation import Event, GenerateRequest, ResumeRequest
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc, types_pb2
 from outrider.wire.channel import open_channel
@@ -21,6 +21,7 @@ from outrider.wire.generation import (
     FINISH_REASONS,
     event_from_proto,
     request_to_proto,
+    resume_to_proto,
     rule_from_number,
 )
 from outrider.wire.status import status_to_error
@@ -46,10 +47,17 @@ class GrpcTransport:
         """HOST:PORT."""
         return self._address
 
-    async def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
+    def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
         """See `Transport.generate`."""
+        return self._events(self._stub.Generate, request_to_proto(request), timeout_s)
+
+    def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
+        """See `Transport.resume`."""
+        return self._events(self._stub.Resume, resume_to_proto(request), timeout_s)
+
+    async def _events(self, method: Any, request: Any, timeout_s: float) -> AsyncGenerator[Event]:
         self._check_open()
-        call = self._stub.Generate(request_to_proto(request), timeout=timeout_s)
+        call = method(request, timeout=timeout_s)
         try:
             async for message in call:
                 event = event_from_proto(message)
@@ -114,15 +122,15 @@ class GrpcTransport:
 
 
 def call_error(error: grpc.aio.AioRpcError, address: str) -> OutriderError:
-    """What a call to `address` failed with: the coordinator's error, or `Unavailable` in words of
-    our own where no coordinator answered. Those of gRPC stay in its cause."""
+    """What a call to `address` failed with: the coordinator's error, or `StreamBroken` in words
+    of our own where no coordinator answered. Those of gRPC stay in its cause."""
     meant = status_to_error(error)
     metadata: Any = error.trailing_metadata()
     answered = any(key == STATUS_DETAILS for key, _ in metadata or ())
     if answered or not isinstance(meant, Unavailable):
         return meant
     reason = _ERROR_NUMBER.sub("", meant.message.rpartition(": ")[2]).rstrip("])")
-    return Unavailable(f"nothing answers at {address} ({reason})")
+    return StreamBroken(f"nothing answers at {address} ({reason})")
 
 
 def session_view(found: pb.Session) -> SessionView:

@@ -14,10 +14,15 @@ from typing import Final, Protocol
 from outrider.client.results import CoordinatorDescription, SessionView
 from outrider.client.transport import CLOSED
 from outrider.errors import DeadlineExceeded, Unavailable
-from outrider.generation import Event, GenerateRequest
+from outrider.generation import Event, GenerateRequest, ResumeRequest
 from outrider.sessions.store import SessionRecord
 from outrider.wire.fields import session_id_from_wire
-from outrider.wire.generation import request_from_proto, request_to_proto
+from outrider.wire.generation import (
+    request_from_proto,
+    request_to_proto,
+    resume_from_proto,
+    resume_to_proto,
+)
 
 ADDRESS: Final = "in-process"
 
@@ -58,6 +63,10 @@ class CoordinatorApi(Protocol):
         """Runs a request; closing the iterator early cancels the session."""
         ...
 
+    def resume(self, request: ResumeRequest, tenant: str = "") -> AsyncGenerator[Event]:
+        """Goes on with a session; closing the iterator early cancels it."""
+        ...
+
     async def cancel(self, session_id: str, tenant: str = "") -> None:
         """Ends a session as cancelled."""
         ...
@@ -90,11 +99,21 @@ class InProcessTransport:
         """No address: a name."""
         return ADDRESS
 
-    async def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
+    def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
         """See `Transport.generate`."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
         decoded = request_from_proto(request_to_proto(request))
-        async with aclosing(self._service.generate(decoded, self._tenant)) as events:
+        return self._events(self._service.generate(decoded, self._tenant), timeout_s)
+
+    def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
+        """See `Transport.resume`."""
+        decoded = resume_from_proto(resume_to_proto(request))
+        return self._events(self._service.resume(decoded, self._tenant), timeout_s)
+
+    async def _events(
+        self, stream: AsyncGenerator[Event], timeout_s: float
+    ) -> AsyncGenerator[Event]:
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        async with aclosing(stream) as events:
             while True:
                 # Entered anew for every event: a timeout that is held open over a yield would
                 # cancel whatever the caller does meanwhile.

@@ -8,12 +8,14 @@ from typing import Final
 
 from outrider.errors import BadRequest
 from outrider.generation import ChatMessage, GenerateRequest
-from outrider.limits import DEADLINE_MS_DEFAULT, SEED_MAX
+from outrider.limits import DEADLINE_MS_DEFAULT, DEADLINE_MS_MAX, SEED_MAX
 
 CALL_TIMEOUT_S: Final = 10.0
 """Of a call that does no generation."""
 GENERATE_SLACK_S: Final = 10.0
 """What the call of a generation may last longer than the generation's own deadline."""
+RESUMED_TIMEOUT_S: Final = DEADLINE_MS_MAX / 1000 + GENERATE_SLACK_S
+"""Of the call that goes on with one, whose deadline only the coordinator knows."""
 _INT32: Final = (-(2**31), 2**31 - 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator
 from types import TracebackType
 from typing import Any, Self, cast
@@ -12,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider.client.grpc_transport import call_error, description, session_view
 from outrider.client.requests import (
     CALL_TIMEOUT_S,
+    RESUMED_TIMEOUT_S,
     check_sendable,
     check_timeout,
     generate_timeout_s,
@@ -22,13 +24,14 @@ from outrider.client.results import (
     CoordinatorDescription,
     SessionView,
 )
+from outrider.client.resuming import RESUME_TIMEOUT_S, Told
 from outrider.client.transport import CLOSED
-from outrider.errors import DeadlineExceeded, OutriderError, Unavailable
-from outrider.generation import Event, GenerateRequest
+from outrider.errors import DeadlineExceeded, OutriderError, StreamBroken, Unavailable
+from outrider.generation import Event, GenerateRequest, ResumeRequest
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc, types_pb2
 from outrider.wire.channel import channel_options
-from outrider.wire.generation import event_from_proto, request_to_proto
+from outrider.wire.generation import event_from_proto, request_to_proto, resume_to_proto
 
 
 class SyncClient:
@@ -37,15 +40,20 @@ class SyncClient:
     It is gRPC's own blocking channel: there is no event loop behind it, so it may be used inside a
     program that runs one, and an interrupt (Ctrl-C) leaves a call at once."""
 
-    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None = None) -> None:
-        """`address` is HOST:PORT. Nothing is sent before the first call."""
+    def __init__(
+        self,
+        address: str,
+        credentials: grpc.ChannelCredentials | None = None,
+        *,
+        resume_timeout_s: float = RESUME_TIMEOUT_S,
+    ) -> None:
+        """`address` is HOST:PORT, or several with commas between them; `resume_timeout_s` as of
+        `Client`. Nothing is sent before the first call."""
         self._address = address
-        if credentials is None:
-            self._channel = grpc.insecure_channel(address, channel_options())
-        else:
-            self._channel = grpc.secure_channel(address, credentials, channel_options())
-        self._stub: Any = coordinator_pb2_grpc.CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
-        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+        each = [one.strip() for one in address.split(",")]
+        self._coordinators = [_Coordinator(one, credentials) for one in each]
+        self._resume_timeout_s = resume_timeout_s
+        self._current = 0
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -65,23 +73,52 @@ class SyncClient:
         return self._address
 
     def close(self) -> None:
-        """Cancels what runs and closes the channel; calls then raise `Unavailable`."""
+        """Cancels what runs and closes the channels; calls then raise `Unavailable`."""
         self._closed = True
-        self._channel.close()
+        for coordinator in self._coordinators:
+            coordinator.channel.close()
 
     def generate(self, request: GenerateRequest) -> Generator[Event]:
         """See `Client.generate`. Leaving the iterator early (`close`, or an exception in the loop
         over it) cancels the session."""
         check_sendable(request)
+        deadline = time.monotonic() + generate_timeout_s(request)
+        told = Told(len(self._coordinators), self._resume_timeout_s)
+        while True:
+            left_s = max(0.001, deadline - time.monotonic())
+            rest = told.rest
+            try:
+                if rest is None:
+                    events = self._events("Generate", request_to_proto(request), left_s)
+                else:
+                    events = self._events("Resume", resume_to_proto(rest), left_s)
+                for event in events:
+                    if told.note(event):
+                        yield event
+                return
+            except Unavailable as error:
+                wait_s = told.wait_after(error, time.monotonic(), deadline)
+            self._current = (self._current + 1) % len(self._coordinators)
+            time.sleep(wait_s)
+
+    def resume(
+        self, session_id: str, num_tokens: int = 0, timeout_s: float = RESUMED_TIMEOUT_S
+    ) -> Generator[Event]:
+        """See `Client.resume`."""
+        request = resume_to_proto(ResumeRequest(session_id, num_tokens))
+        yield from self._events("Resume", request, timeout_s)
+
+    def _events(self, name: str, request: Any, timeout_s: float) -> Generator[Event]:
         self._check_open()
-        call = self._stub.Generate(request_to_proto(request), timeout=generate_timeout_s(request))
+        coordinator = self._coordinators[self._current]
+        call = getattr(coordinator.stub, name)(request, timeout=timeout_s)
         try:
             for message in call:
                 event = event_from_proto(message)
                 if event is not None:
                     yield event
         except grpc.RpcError as error:
-            raise self._explained(error) from error
+            raise self._explained(error, coordinator.address) from error
         finally:
             call.cancel()
 
@@ -94,39 +131,67 @@ class SyncClient:
 
     def cancel(self, session_id: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """See `Client.cancel`."""
-        self._call(self._stub.Cancel, pb.CancelRequest(session_id=session_id), timeout_s)
+        self._call("Cancel", pb.CancelRequest(session_id=session_id), timeout_s)
 
     def get_session(self, session_id: str, timeout_s: float = CALL_TIMEOUT_S) -> SessionView:
         """See `Client.get_session`."""
         request = pb.GetSessionRequest(session_id=session_id)
-        return session_view(self._call(self._stub.GetSession, request, timeout_s))
+        return session_view(self._call("GetSession", request, timeout_s))
 
     def describe(self, timeout_s: float = CALL_TIMEOUT_S) -> CoordinatorDescription:
         """See `Client.describe`."""
-        return description(self._call(self._stub.Describe, types_pb2.DescribeRequest(), timeout_s))
+        return description(self._call("Describe", types_pb2.DescribeRequest(), timeout_s))
 
     def healthy(self, timeout_s: float = CALL_TIMEOUT_S) -> bool:
         """See `Client.healthy`."""
-        try:
-            reply = self._call(self._health.Check, health_pb2.HealthCheckRequest(), timeout_s)
-        except (Unavailable, DeadlineExceeded):
-            return False
-        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+        request = health_pb2.HealthCheckRequest()
+        for coordinator in self._coordinators:
+            try:
+                reply = self._ask(coordinator, coordinator.health.Check, request, timeout_s)
+            except (Unavailable, DeadlineExceeded):
+                continue
+            if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                return True
+        return False
 
-    def _call(self, method: Any, request: Any, timeout_s: float) -> Any:
+    def _call(self, name: str, request: Any, timeout_s: float) -> Any:
+        """The answer of the first coordinator that gives one."""
+        for _ in self._coordinators[1:]:
+            coordinator = self._coordinators[self._current]
+            try:
+                return self._ask(coordinator, getattr(coordinator.stub, name), request, timeout_s)
+            except StreamBroken:
+                self._current = (self._current + 1) % len(self._coordinators)
+        coordinator = self._coordinators[self._current]
+        return self._ask(coordinator, getattr(coordinator.stub, name), request, timeout_s)
+
+    def _ask(self, coordinator: _Coordinator, method: Any, request: Any, timeout_s: float) -> Any:
         self._check_open()
         try:
             return method(request, timeout=check_timeout(timeout_s))
         except grpc.RpcError as error:
-            raise self._explained(error) from error
+            raise self._explained(error, coordinator.address) from error
 
     def _check_open(self) -> None:
         if self._closed:
             raise Unavailable(CLOSED)
 
-    def _explained(self, error: grpc.RpcError) -> OutriderError:
+    def _explained(self, error: grpc.RpcError, address: str) -> OutriderError:
         """What an error of gRPC means; closing the channel ends its calls as cancelled."""
         if self._closed:
             return Unavailable(CLOSED)
         # It is the call too, and so has a status.
-        return call_error(cast(Any, error), self._address)
+        return call_error(cast(Any, error), address)
+
+
+class _Coordinator:
+    """A channel to one of them."""
+
+    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
+        self.address = address
+        if credentials is None:
+            self.channel = grpc.insecure_channel(address, channel_options())
+        else:
+            self.channel = grpc.secure_channel(address, credentials, channel_options())
+        self.stub: Any = coordinator_pb2_grpc.CoordinatorStub(self.channel)  # type: ignore[no-untyped-call]
+        self.health: Any = health_pb2_grpc.HealthStub(self.channel)

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import Final, Protocol
 
 from outrider.client.results import CoordinatorDescription, SessionView
-from outrider.generation import Event, GenerateRequest
+from outrider.generation import Event, GenerateRequest, ResumeRequest
 
 CLOSED: Final = "the client is closed"
 """Why a call on a closed transport is `Unavailable`."""
@@ -15,7 +15,8 @@ CLOSED: Final = "the client is closed"
 class Transport(Protocol):
     """Carries calls to one coordinator. Every method is for one event loop, ends within the
     `timeout_s` seconds it is given, and raises errors of `outrider.errors` alone, `Unavailable` and
-    `DeadlineExceeded` among them. Requests have been checked (`outrider.client.requests`)."""
+    `DeadlineExceeded` among them, and `StreamBroken` where no coordinator answers. Requests have
+    been checked (`outrider.client.requests`)."""
 
     @property
     def address(self) -> str:
@@ -24,6 +25,11 @@ class Transport(Protocol):
 
     def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
         """The events of one generation; closing the iterator early cancels its session."""
+        ...
+
+    def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
+        """The events of a generation whose stream broke, from `Started` on, without the tokens that
+        had come; closing the iterator early cancels its session."""
         ...
 
     async def cancel(self, session_id: str, timeout_s: float) -> None:

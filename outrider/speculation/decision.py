@@ -19,6 +19,8 @@ class Origin(StrEnum):
     ACCEPTED = "accepted"
     CORRECTION = "correction"
     BONUS = "bonus"
+    STORED = "stored"
+    """Read from the store by a resumed session, which does not know."""
 
 
 @dataclass(frozen=True, slots=True)

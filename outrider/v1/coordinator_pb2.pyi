@@ -13,6 +13,7 @@ class Origin(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ORIGIN_UNSPECIFIED: _ClassVar[Origin]
     ORIGIN_ACCEPTED: _ClassVar[Origin]
     ORIGIN_CORRECTION: _ClassVar[Origin]
+    ORIGIN_STORED: _ClassVar[Origin]
     ORIGIN_BONUS: _ClassVar[Origin]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
@@ -25,6 +26,7 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 ORIGIN_UNSPECIFIED: Origin
 ORIGIN_ACCEPTED: Origin
 ORIGIN_CORRECTION: Origin
+ORIGIN_STORED: Origin
 ORIGIN_BONUS: Origin
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
@@ -83,6 +85,14 @@ class GenerateRequest(_message.Message):
     logprobs: int
     include_rounds: bool
     def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., num_draft_tokens: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., logprobs: _Optional[int] = ..., include_rounds: _Optional[bool] = ...) -> None: ...
+
+class ResumeRequest(_message.Message):
+    __slots__ = ("session_id", "num_tokens")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    num_tokens: int
+    def __init__(self, session_id: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
     __slots__ = ("started", "tokens", "round", "finished")

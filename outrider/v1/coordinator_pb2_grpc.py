@@ -40,6 +40,11 @@ class CoordinatorStub:
                 request_serializer=outrider_dot_v1_dot_coordinator__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_coordinator__pb2.GenerateEvent.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_stream(
+                '/outrider.v1.Coordinator/Resume',
+                request_serializer=outrider_dot_v1_dot_coordinator__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_coordinator__pb2.GenerateEvent.FromString,
+                _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/outrider.v1.Coordinator/Cancel',
                 request_serializer=outrider_dot_v1_dot_coordinator__pb2.CancelRequest.SerializeToString,
@@ -61,6 +66,12 @@ class CoordinatorServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,6 +101,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
                     request_deserializer=outrider_dot_v1_dot_coordinator__pb2.GenerateRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_coordinator__pb2.GenerateEvent.SerializeToString,
+            ),
+            'Resume': grpc.unary_stream_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=outrider_dot_v1_dot_coordinator__pb2.ResumeRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_coordinator__pb2.GenerateEvent.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
@@ -134,6 +150,33 @@ class Coordinator:
             target,
             '/outrider.v1.Coordinator/Generate',
             outrider_dot_v1_dot_coordinator__pb2.GenerateRequest.SerializeToString,
+            outrider_dot_v1_dot_coordinator__pb2.GenerateEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/outrider.v1.Coordinator/Resume',
+            outrider_dot_v1_dot_coordinator__pb2.ResumeRequest.SerializeToString,
             outrider_dot_v1_dot_coordinator__pb2.GenerateEvent.FromString,
             options,
             channel_credentials,

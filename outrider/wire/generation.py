@@ -13,6 +13,7 @@ from outrider.generation import (
     GenerateRequest,
     Metrics,
     Prompt,
+    ResumeRequest,
     RoundReport,
     Started,
     Tokens,
@@ -31,6 +32,7 @@ from outrider.wire.convert import (
     sampling_from_proto,
     sampling_to_proto,
 )
+from outrider.wire.fields import session_id_from_wire
 
 Value = TypeVar("Value")
 
@@ -38,6 +40,7 @@ ORIGINS: Final[dict[int, Origin]] = {
     pb.ORIGIN_ACCEPTED: Origin.ACCEPTED,
     pb.ORIGIN_CORRECTION: Origin.CORRECTION,
     pb.ORIGIN_BONUS: Origin.BONUS,
+    pb.ORIGIN_STORED: Origin.STORED,
 }
 FINISH_REASONS: Final[dict[int, FinishReason]] = {
     pb.FINISH_REASON_STOP: FinishReason.STOP,
@@ -132,6 +135,18 @@ def _prompt_from_proto(message: pb.GenerateRequest) -> Prompt:
             )
         return tuple(ChatMessage(turn.role, turn.content) for turn in message.chat.messages)
     raise BadRequest("prompt", "is missing; give one of text, chat, token_ids")
+
+
+def resume_to_proto(request: ResumeRequest) -> pb.ResumeRequest:
+    """Raises `BadRequest` for a number of tokens that no message holds."""
+    if not 0 <= request.num_tokens < 2**32:
+        raise BadRequest("num_tokens", f"{request.num_tokens} is wrong; allowed: 0..{2**32 - 1}")
+    return pb.ResumeRequest(session_id=request.session_id, num_tokens=request.num_tokens)
+
+
+def resume_from_proto(message: pb.ResumeRequest) -> ResumeRequest:
+    """Raises `BadRequest` for what is no session's id."""
+    return ResumeRequest(session_id_from_wire(message.session_id), message.num_tokens)
 
 
 # Events

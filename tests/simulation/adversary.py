@@ -35,6 +35,8 @@ class Odds:
     """Mean virtual seconds between crashes of replicas of a role; 0 = none."""
     scale_s: float = 0.0
     """The same, between two that one of them is replaced by a new one."""
+    fall_s: float = 0.0
+    """The same, between two that a coordinator dies or stands still for a while."""
 
     @classmethod
     def drawn(cls, rng: random.Random) -> Odds:
@@ -48,6 +50,7 @@ class Odds:
             store_failure=0.05 * wildness,
             crash_s=1.0 / wildness,
             scale_s=rng.choice((0.0, 2.0 / wildness)),
+            fall_s=rng.choice((0.0, 4.0 / wildness)),
         )
 
 
@@ -81,13 +84,13 @@ class Adversary:
             loop.call_later(travel_s + rng.expovariate(1 / 0.05), message)
 
     async def again_and_again(
-        self, kind: str, mean_s: float, harm: Callable[[str], Awaitable[None]], role: str
+        self, kind: str, mean_s: float, harm: Callable[[], Awaitable[None]]
     ) -> None:
-        """Harms a role until cancelled, so many virtual seconds apart on average; 0 = never."""
+        """Does harm until cancelled, so many virtual seconds apart on average; 0 = never."""
         while mean_s > 0:
             await asyncio.sleep(self._rng.expovariate(1 / mean_s))
             self.faults[kind] += 1
-            await harm(role)
+            await harm()
         await asyncio.get_running_loop().create_future()
 
     def pick(self, options: Sequence[T]) -> T:
@@ -111,14 +114,16 @@ class UnreliableStore:
 
     def __init__(self, inner: MemoryStore, adversary: Adversary) -> None:
         self.inner = inner
+        self.is_cut = False
+        """Whether nothing reaches it."""
         self._adversary = adversary
 
     async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
         await asyncio.sleep(0.0002)
-        if self._adversary.store_fails():
+        if self.is_cut or self._adversary.store_fails():
             raise StoreUnavailable("the adversary ate the question")
         result = await call()
-        if self._adversary.store_fails():
+        if self.is_cut or self._adversary.store_fails():
             raise StoreUnavailable("the adversary ate the answer")
         return result
 

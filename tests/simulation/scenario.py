@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from outrider.clock import run_virtually
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.interface import SequenceStep
-from outrider.errors import InvariantError, OutriderError, StoreUnavailable, check
+from outrider.errors import InvariantError, OutriderError, Unavailable, check
 from outrider.generation import Event, Finished, GenerateRequest, Started, Tokens
 from outrider.sessions.store import FinishReason, SessionState
 from outrider.speculation.noise import RoundNoise
@@ -148,7 +148,7 @@ async def _generate(world: World, plan: Plan, ranks: RankCount) -> int:
     prompt = request.prompt
     shown: list[int] = []
     session_id, finished, num_events = "", None, 0
-    async with aclosing(world.coordinator.generate(request)) as events:
+    async with aclosing(world.client.generate(request)) as events:
         async for event in _or_not_opened(events):
             num_events += 1
             if isinstance(event, Started):
@@ -178,14 +178,14 @@ class _NotOpened(Exception):
 
 
 async def _or_not_opened(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
-    """The same events; a store that fails before the first of them is `_NotOpened`. Later it must
-    not fail the stream."""
+    """The same events; a store or a coordinator that fails before the first of them is
+    `_NotOpened`. Later neither must fail the stream."""
     started = False
     try:
         async for event in events:
             started = True
             yield event
-    except StoreUnavailable as error:
+    except Unavailable as error:
         if started:
             raise
         raise _NotOpened from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,14 +13,16 @@ from coordinator.commits import Committer
 from coordinator.journal import Journal
 from coordinator.mailbox import Mailbox
 from coordinator.replicas import Berth
-from outrider.engine.sequences import SequenceTable
+from outrider.engine.sequences import Aligned, SequenceTable
 from outrider.errors import OutriderError, StoreUnavailable
+from outrider.sessions.memory_store import MemoryStore
+from outrider.sessions.store import Append
 
-from .adversary import CALM
+from .adversary import CALM, Odds
 from .scenario import RankCount, run_seed
 
 NUM_SEEDS = 60
-FAULTS = {"drop", "delay", "duplicate", "reorder", "crash", "scale", "store"}
+FAULTS = {"drop", "delay", "duplicate", "reorder", "crash", "scale", "fall", "store"}
 
 
 def test_runs_under_faults_lose_and_duplicate_nothing() -> None:
@@ -48,11 +51,11 @@ def test_without_faults_there_are_none() -> None:
         assert not run_seed(seed, CALM).faults
 
 
-def found(seeds: int) -> bool:
+def found(seeds: int, odds: Odds | None = None) -> bool:
     """Whether one of so many seeds fails."""
     for seed in range(seeds):
         try:
-            run_seed(seed)
+            run_seed(seed, odds)
         except OutriderError:
             return True
     return False
@@ -87,6 +90,40 @@ def test_planted_failure_of_a_running_stream_is_found(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Journal, "read", sometimes)
     assert found(5)
+
+
+def test_planted_replica_that_trusts_the_callers_length_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def goes_on(self: SequenceTable, head: Any, entry: Any) -> Aligned:
+        return Aligned(entry.sequence, head.append)
+
+    monkeypatch.setattr(SequenceTable, "_resync", goes_on)
+    assert found(5)
+
+
+@pytest.mark.long
+def test_planted_disregard_of_epochs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By store and replicas: each alone keeps the tokens of a coordinator that was thought dead
+    out."""
+    append, entry = MemoryStore._append, SequenceTable._entry
+
+    def of_any_epoch(self: MemoryStore, one: Append) -> int | OutriderError:
+        kept = self._find(one.session_id)
+        epoch = one.epoch if kept is None else kept.record.epoch
+        return append(self, replace(one, epoch=epoch, owner=""))
+
+    async def all_own(self: MemoryStore, owner: str, sessions: Any) -> list[str]:
+        return []
+
+    def of_this_epoch(self: SequenceTable, head: Any) -> Any:
+        known = self._entries.get(head.session_id)
+        return entry(self, head if known is None else replace(head, epoch=known.epoch))
+
+    monkeypatch.setattr(MemoryStore, "_append", of_any_epoch)
+    monkeypatch.setattr(MemoryStore, "renew", all_own)
+    monkeypatch.setattr(SequenceTable, "_entry", of_this_epoch)
+    assert found(600, Odds(store_failure=0.05, reorder=0.1, fall_s=0.5))
 
 
 def test_planted_mailbox_left_behind_by_a_move_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,23 +1,26 @@
-"""Coordinator, draft, target and store in one process on a virtual clock."""
+"""Coordinators, drafts, targets, clients and a store in one process on a virtual clock."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from coordinator.asking import Patience
 from coordinator.request import RequestDefaults
 from coordinator.service import CoordinatorOptions, CoordinatorService
 from draft_service.service import DraftService
+from outrider.client import Client, ResumingTransport
 from outrider.drafting.ngram import NgramDrafter
 from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
 from outrider.engine.executor import InlineExecutor
-from outrider.errors import LinkLost
-from outrider.generation import GenerateRequest
+from outrider.errors import LinkLost, StreamBroken, Unavailable
+from outrider.generation import Event, GenerateRequest, ResumeRequest
 from outrider.sessions.memory_store import MemoryStore
 from outrider.telemetry.observer import Observation, RequestObserver, Side
 from outrider.wire.memory_link import MemoryLink
@@ -104,11 +107,12 @@ WORLDS = (
 
 @dataclass
 class Replica:
-    """One replica, as it is now: a crash leaves its link and replaces its service."""
+    """One replica, as it is now: a crash leaves its links and replaces its service."""
 
     role: str
     service: Any
-    link: Any
+    links: dict[int, Any]
+    """By the host whose coordinator has it."""
 
 
 class CountedMoves(Observation, RequestObserver):
@@ -131,87 +135,208 @@ class World:
         loop = asyncio.get_running_loop()
         self.adversary = adversary
         self.store = MemoryStore(lambda: loop.time() * 1e3)
+        self._rng = rng
         self._build: dict[str, Callable[[], Any]] = {**rng.choice(WORLDS)}
         self.moves = CountedMoves()
         self._retired: list[Any] = []
         self._names = itertools.count()
         self._replicas: dict[str, Replica] = {}
+        self._shape = {
+            "length_control": rng.random() < 0.5,
+            "draft_siblings": rng.choice((0, 2)),
+            "confident": rng.choice((None, 0.5)),
+        }
+        self._hosts = [Host(index) for index in range(rng.choice((1, 2, 2)))]
         for role in self._build:
             for _ in range(rng.choice((1, 2, 2))):
                 self._add(role)
-        self.coordinator = CoordinatorService(
-            CoordinatorOptions(
-                name="simulated",
-                served_model_name="toy",
-                defaults=RequestDefaults(num_draft_tokens=4, deadline_ms=600_000),
-                length_control=rng.random() < 0.5,
-                run_ahead_rounds=4,
-                max_sessions=16,
-                patience=PATIENCE,
-                draft_siblings=rng.choice((0, 2)),
-                confident=rng.choice((None, 0.5)),
-            ),
-            store=UnreliableStore(self.store, adversary),
-            targets=self._links("target"),
-            drafts=self._links("draft"),
-            stand_in=NgramDrafter(),
-            text=None,
-            random_bits=rng.getrandbits,
-            random_seed=lambda: rng.getrandbits(64),
-            observation=self.moves,
+        for host in self._hosts:
+            self._coordinate(host)
+        self.client = Client(
+            ResumingTransport([HostTransport(host) for host in self._hosts], resume_timeout_s=60.0)
         )
         self._harm: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        await self.coordinator.start()
-        adversary = self.adversary
+        for host in self._hosts:
+            await host.coordinator.start()
+        adversary, odds = self.adversary, self.adversary.odds
+        harms = [adversary.again_and_again("fall", odds.fall_s, self._fall)]
         for role in self._build:
-            harms = (
-                adversary.again_and_again("crash", adversary.odds.crash_s, self._crash, role),
-                adversary.again_and_again("scale", adversary.odds.scale_s, self._scale, role),
-            )
-            self._harm += [asyncio.create_task(harm) for harm in harms]
+            harms += [
+                adversary.again_and_again("crash", odds.crash_s, partial(self._crash, role)),
+                adversary.again_and_again("scale", odds.scale_s, partial(self._scale, role)),
+            ]
+        self._harm = [asyncio.create_task(harm) for harm in harms]
 
     async def stop(self) -> None:
         """Stops the harm and everything else, and looks whether anything is left over."""
         for task in self._harm:
             task.cancel()
         await asyncio.gather(*self._harm, return_exceptions=True)
-        await self.coordinator.close()
-        self.coordinator.check_integrity()
-        for service in (*(one.service for one in self._replicas.values()), *self._retired):
-            await service.close()
-            service.check_integrity()
+        for host in self._hosts:
+            await host.let_go()
+            await host.coordinator.close()
+            host.coordinator.check_integrity()
+        for one in (*(replica.service for replica in self._replicas.values()), *self._retired):
+            await one.close()
+            one.check_integrity()
 
-    def _links(self, role: str) -> dict[str, Any]:
-        return {name: one.link for name, one in self._replicas.items() if one.role == role}
+    def _coordinate(self, host: Host) -> None:
+        """A coordinator begins on a host, with a name of its own."""
+        rng = self._rng
+        host.store = UnreliableStore(self.store, self.adversary)
+        links = {
+            role: {n: r.links[host.index] for n, r in self._replicas.items() if r.role == role}
+            for role in ("target", "draft")
+        }
+        host.coordinator = CoordinatorService(
+            CoordinatorOptions(
+                name=f"coordinator-{next(self._names)}",
+                served_model_name="toy",
+                defaults=RequestDefaults(num_draft_tokens=4, deadline_ms=600_000),
+                run_ahead_rounds=4,
+                max_sessions=16,
+                patience=PATIENCE,
+                resume_grace_s=60.0,
+                **self._shape,
+            ),
+            store=host.store,
+            targets=links["target"],
+            drafts=links["draft"],
+            stand_in=NgramDrafter(),
+            text=None,
+            random_bits=rng.getrandbits,
+            random_seed=lambda: rng.getrandbits(64),
+            observation=self.moves,
+        )
 
     def _add(self, role: str) -> str:
         service = self._build[role]()
+        links = {host.index: MemoryLink(service, self.adversary.deliver) for host in self._hosts}
         name = f"{role}-{next(self._names)}"
-        self._replicas[name] = Replica(role, service, MemoryLink(service, self.adversary.deliver))
+        self._replicas[name] = Replica(role, service, links)
         return name
-
-    def _pool(self, role: str) -> Any:
-        return self.coordinator.targets if role == "target" else self.coordinator.drafts
 
     async def _crash(self, role: str) -> None:
         """A replica dies with all it holds; after a while another one is there."""
         one = self.adversary.pick([r for r in self._replicas.values() if r.role == role])
-        one.link.sever(LinkLost(f"the {role} died"), reachable=False)
+        for link in one.links.values():
+            link.sever(LinkLost(f"the {role} died"), reachable=False)
         self._retired.append(one.service)
         await asyncio.sleep(self.adversary.pause_s(0.5))
         one.service = self._build[role]()
-        one.link.restore(one.service)
+        for index, link in one.links.items():
+            link.restore(one.service)
+            if self._hosts[index].is_down:
+                link.sever(LinkLost("the coordinator is down"), reachable=False)
 
     async def _scale(self, role: str) -> None:
         """A replica comes, and another one is to be left, and goes."""
-        pool = self._pool(role)
+        up = [host for host in self._hosts if not host.is_down]
+        if len(up) < len(self._hosts):
+            return  # Nobody tells one that is down of it.
         name = self._add(role)
-        await pool.join(name, self._replicas[name].link)
+        pools = [
+            host.coordinator.targets if role == "target" else host.coordinator.drafts
+            for host in self._hosts
+        ]
+        for host, pool in zip(self._hosts, pools, strict=True):
+            with suppress(Unavailable):  # It fell meanwhile.
+                await pool.join(name, self._replicas[name].links[host.index])
         await asyncio.sleep(self.adversary.pause_s(0.3))
-        leaving = self.adversary.pick(pool.names)
-        pool.retire(leaving)
+        leaving = self.adversary.pick([n for n, r in self._replicas.items() if r.role == role])
+        for pool in pools:
+            pool.retire(leaving)
         await asyncio.sleep(self.adversary.pause_s(0.3))
-        await pool.leave(leaving)
+        for pool in pools:
+            await pool.leave(leaving)
         self._retired.append(self._replicas.pop(leaving).service)
+
+    async def _fall(self) -> None:
+        """A coordinator cannot reach anybody, nor be reached. Then it goes on as if nothing had
+        been; or it was dead, and another one begins in its place, with new links."""
+        host = self.adversary.pick(self._hosts)
+        links = [one.links[host.index] for one in self._replicas.values()]
+        host.is_down = host.store.is_cut = True
+        for link in links:
+            link.sever(LinkLost("the coordinator is down"), reachable=False)
+        host.breaks.set()
+        host.breaks = asyncio.Event()
+        is_dead = self.adversary.pick((False, True))
+        if is_dead:
+            await host.let_go()
+        await asyncio.sleep(self.adversary.pause_s(4.0))
+        if is_dead:
+            dead = host.coordinator
+            for one in self._replicas.values():
+                one.links[host.index] = MemoryLink(one.service, self.adversary.deliver)
+            self._coordinate(host)
+            await host.coordinator.start()
+            await dead.close()
+        else:
+            host.store.is_cut = False
+            for one in self._replicas.values():
+                one.links[host.index].restore()
+            await asyncio.sleep(self.adversary.pause_s(1.0))  # It does not know of its clients yet.
+            await host.let_go()
+        host.is_down = False
+
+
+class Host:
+    """Where a coordinator runs."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.coordinator: Any = None
+        self.store: Any = None
+        self.is_down = False
+        self.breaks = asyncio.Event()
+        """Set when the streams of clients break."""
+        self.broken: list[tuple[Any, asyncio.Task[Any]]] = []
+        """Streams whose end the coordinator has not seen yet, and what each waits for."""
+
+    async def let_go(self) -> None:
+        """The coordinator sees which clients are gone."""
+        broken, self.broken = self.broken, []
+        for stream, waiting in broken:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            await stream.aclose()
+
+
+class HostTransport:
+    """A client's way to whatever coordinator runs on a host; of `Transport` what clients here
+    use."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.address = f"host-{host.index}"
+
+    def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
+        return self._events(lambda: self._host.coordinator.generate(request))
+
+    def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
+        return self._events(lambda: self._host.coordinator.resume(request))
+
+    async def _events(self, begin: Callable[[], AsyncGenerator[Event]]) -> AsyncGenerator[Event]:
+        host = self._host
+        if host.is_down:
+            raise StreamBroken(f"nothing answers at {self.address}")
+        stream = begin()
+        breaking = asyncio.create_task(host.breaks.wait())
+        try:
+            while True:
+                coming = asyncio.create_task(anext(stream, None))
+                await asyncio.wait({coming, breaking}, return_when=asyncio.FIRST_COMPLETED)
+                if breaking.done():
+                    host.broken.append((stream, coming))
+                    stream = None
+                    raise StreamBroken(f"{self.address} fell")
+                if (event := coming.result()) is None:
+                    return
+                yield event
+        finally:
+            breaking.cancel()
+            if stream is not None:
+                await stream.aclose()

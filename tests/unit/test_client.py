@@ -57,6 +57,7 @@ class _Coordinator:
         self.left = asyncio.Event()
         """Set when a call has ended, however it ended."""
         self.requests: list[pb.GenerateRequest] = []
+        self.resumed: list[tuple[str, int]] = []
         self.cancelled: list[str] = []
 
     async def generate(
@@ -74,6 +75,13 @@ class _Coordinator:
                     yield event_to_proto(event)
         finally:
             self.left.set()
+
+    async def resume(
+        self, request: pb.ResumeRequest, context: Any
+    ) -> AsyncGenerator[pb.GenerateEvent]:
+        self.resumed.append((request.session_id, request.num_tokens))
+        async for event in self.generate(pb.GenerateRequest(), context):
+            yield event
 
     async def cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelReply:
         self.cancelled.append(request.session_id)

@@ -78,22 +78,30 @@ class SlowText:
 class Bench:
     """A coordinator and what it talks to."""
 
-    def __init__(self, text: Any = None, max_sessions: int = 10) -> None:
+    def __init__(
+        self,
+        text: Any = None,
+        max_sessions: int = 10,
+        resume_grace_s: float = 0.0,
+        store: MemoryStore | None = None,
+        name: str = "c",
+    ) -> None:
         loop = asyncio.get_running_loop()
         executor = InlineExecutor(lambda: STEP_S)
         self.target = TargetService(ToyEngine(), executor, max_num_seqs=8)
         self.draft = DraftService.with_model(ToyEngine(salt=2), executor, max_num_seqs=8)
         self.target_link = MemoryLink(self.target)
-        self.store = MemoryStore(lambda: loop.time() * 1e3)
+        self.store = store or MemoryStore(lambda: loop.time() * 1e3)
         self.service = CoordinatorService(
             CoordinatorOptions(
-                name="c",
+                name=name,
                 served_model_name="toy",
                 defaults=RequestDefaults(num_draft_tokens=2, deadline_ms=60_000),
                 length_control=False,
                 run_ahead_rounds=8,
                 max_sessions=max_sessions,
                 patience=PATIENCE,
+                resume_grace_s=resume_grace_s,
             ),
             store=self.store,
             targets={"t": self.target_link},

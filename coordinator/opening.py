@@ -1,0 +1,89 @@
+"""Sessions that are opened, or given up, in a store which may not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from outrider.errors import OutriderError, StoreUnavailable
+from outrider.limits import (
+    ABANDON_TRIES_MAX,
+    COMMIT_RETRY_MS_MAX,
+    COMMIT_RETRY_MS_MIN,
+    OPEN_TRIES_MAX,
+)
+from outrider.sessions.state import FIRST_EPOCH, Session
+from outrider.sessions.store import Counters, FinishReason, NewSession, SessionStore
+
+from .request import GenerationParameters
+
+_log = logging.getLogger(__name__)
+
+
+class Opener:
+    """Opens the sessions of one coordinator, and records those that nobody wants."""
+
+    def __init__(
+        self,
+        store: SessionStore,
+        owner: str,
+        random_bits: Callable[[int], int],
+        in_background: Callable[[Coroutine[Any, Any, None]], object],
+    ) -> None:
+        """`owner` is the coordinator's name in the store, `random_bits(n)` gives n fresh random
+        bits; work that nobody waits for goes `in_background`."""
+        self._store = store
+        self._owner = owner
+        self._random_bits = random_bits
+        self._in_background = in_background
+
+    async def open(self, tenant: str, parameters: GenerationParameters) -> Session:
+        """A session that the store has. Each try opens another one: whether a store that did not
+        answer has opened the one before is not known."""
+        for tries_left in range(OPEN_TRIES_MAX - 1, 0, -1):
+            try:
+                return await self._open_one(tenant, parameters)
+            except StoreUnavailable as error:
+                _log.info("a session could not be opened, %d tries left: %r", tries_left, error)
+            await asyncio.sleep(COMMIT_RETRY_MS_MIN / 1e3)
+        return await self._open_one(tenant, parameters)
+
+    async def _open_one(self, tenant: str, parameters: GenerationParameters) -> Session:
+        new = NewSession(
+            session_id=f"{self._random_bits(128):032x}",
+            tenant=tenant,
+            owner=self._owner,
+            seed=parameters.seed,
+            rule=parameters.rule,
+            parameters=parameters.to_json(),
+            prompt_ids=parameters.prompt_ids,
+        )
+        opening = asyncio.create_task(self._store.open(new))
+        try:
+            await asyncio.shield(opening)
+        except (asyncio.CancelledError, StoreUnavailable):
+            self._in_background(self._abandon(opening, new.session_id))
+            raise
+        return Session.opened(new)
+
+    async def _abandon(self, opening: asyncio.Task[None], session_id: str) -> None:
+        """Records a session as cancelled that nobody wants, once its opening has ended."""
+        await asyncio.wait([opening])
+        await self.cancel(session_id, FIRST_EPOCH, Counters())
+
+    async def cancel(self, session_id: str, epoch: int, counters: Counters) -> None:
+        """Records a session that runs nowhere as cancelled, unless somebody goes on with it."""
+        for attempt in range(ABANDON_TRIES_MAX):
+            try:
+                await self._store.finish(session_id, epoch, FinishReason.CANCELLED, counters)
+            except StoreUnavailable as error:
+                _log.info("session %s is not closed yet: %r", session_id, error)
+            except OutriderError as error:
+                _log.info("session %s is not there, or another's: %r", session_id, error)
+                return
+            else:
+                return
+            wait_ms = min(COMMIT_RETRY_MS_MIN * 2**attempt, COMMIT_RETRY_MS_MAX)
+            await asyncio.sleep(wait_ms / 1e3)

@@ -1,0 +1,111 @@
+"""Two coordinators on one store: a session goes on at the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stack import PATIENCE, Stack, running_stack
+
+from coordinator.request import RequestDefaults
+from coordinator.service import CoordinatorOptions, CoordinatorService
+from coordinator.servicer import CoordinatorServicer
+from outrider.client import Client, Finished, GenerateRequest, SamplingParams, Started, Tokens
+from outrider.drafting.ngram import NgramDrafter
+from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.errors import NotFound, StreamBroken
+from outrider.sessions.redis_store import RedisStore
+from outrider.sessions.store import FinishReason
+from outrider.speculation.sampling import Rule
+from outrider.v1 import coordinator_pb2
+from outrider.wire.grpc_link import draft_link, target_link
+from outrider.wire.server import RpcServer, Service
+
+SPEC = EmulatedSpec(vocab_size=64, support=8, max_model_len=4096, verify_ms=10.0)
+REQUEST = GenerateRequest(
+    (1, 2, 3), max_tokens=120, seed=5, rule=Rule.COUPLED, sampling=SamplingParams(), logprobs=1
+)
+
+
+@pytest.fixture
+async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
+    target, draft = EmulatedEngine(SPEC, "target"), EmulatedEngine(SPEC, "draft")
+    async with running_stack(target, draft, tmp_path, resume_grace_s=5.0) as running:
+        yield running
+
+
+async def another_coordinator(exits: AsyncExitStack, stack: Stack) -> RpcServer:
+    service = CoordinatorService(
+        CoordinatorOptions(
+            name="another",
+            served_model_name="model",
+            defaults=RequestDefaults(num_draft_tokens=4, deadline_ms=600_000),
+            length_control=False,
+            run_ahead_rounds=8,
+            max_sessions=10,
+            patience=PATIENCE,
+        ),
+        store=await RedisStore.connect(stack.redis.url),
+        targets={"t": target_link(stack.target_server.address)},
+        drafts={"d": draft_link(stack.draft_server.address)},
+        stand_in=NgramDrafter(),
+        text=None,
+    )
+    await service.start()
+    descriptor: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
+    server = RpcServer([Service(descriptor, CoordinatorServicer(service))])
+    await server.start()
+
+    async def close() -> None:
+        await server.stop()
+        await service.close()
+        service.check_integrity()
+
+    exits.push_async_callback(close)
+    return server
+
+
+async def test_when_its_coordinator_is_gone_a_generation_goes_on_at_the_other(
+    stack: Stack,
+) -> None:
+    whole = await stack.client.complete(REQUEST)
+    async with AsyncExitStack() as exits:
+        server = await another_coordinator(exits, stack)
+        client = Client(f"{stack.client.address},{server.address}")
+        exits.push_async_callback(client.close)
+        events, loop = [], asyncio.get_running_loop()
+        gap_s, last_at = 0.0, loop.time()
+        async for event in client.generate(REQUEST):
+            events.append(event)
+            gap_s, last_at = max(gap_s, loop.time() - last_at), loop.time()
+            if isinstance(event, Tokens) and event.first_index <= 40 < (
+                event.first_index + len(event.token_ids)
+            ):
+                await stack.server.stop(0)
+        tokens = [event for event in events if isinstance(event, Tokens)]
+        assert tuple(v for event in tokens for v in event.token_ids) == whole.token_ids
+        assert tuple(e for event in tokens for e in event.logprobs) == whole.logprobs
+        assert sum(isinstance(event, Started) for event in events) == 1
+        assert isinstance(events[-1], Finished)
+        assert events[-1].finish_reason is FinishReason.LENGTH
+        assert gap_s < 4  # The lease of two seconds, and what it takes to ask again.
+        view = await client.get_session(events[0].session_id)
+        assert view.epoch == 2
+
+
+async def test_with_nobody_to_go_on_with_it_the_stream_ends_as_broken(stack: Stack) -> None:
+    client = Client(stack.client.address, resume_timeout_s=0.5)
+    with pytest.raises(StreamBroken, match="nothing answers"):
+        async for event in client.generate(REQUEST):
+            if isinstance(event, Tokens):
+                await stack.server.stop(0)
+    await client.close()
+
+
+async def test_a_session_nobody_has_is_not_found(stack: Stack) -> None:
+    with pytest.raises(NotFound):
+        await anext(stack.client.resume("0" * 32))

@@ -1,0 +1,212 @@
+"""Generations whose stream breaks: what a caller hears, and which coordinator is asked when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import pytest
+from test_client import FINISHED, FIRST, ID, SECOND, STARTED, _Coordinator
+
+from outrider.client import Client, GenerateRequest, ResumeRequest, ResumingTransport, SyncClient
+from outrider.client.resuming import Told
+from outrider.clock import run_virtually
+from outrider.errors import (
+    DataLoss,
+    NotFound,
+    OutriderError,
+    Overloaded,
+    StreamBroken,
+    Unavailable,
+)
+from outrider.generation import Event
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.wire.server import RpcServer, Service
+
+BROKEN = StreamBroken("down")
+REQUEST = GenerateRequest((1,))
+
+
+class Scripted:
+    """A transport that answers each call with the next entry of a script."""
+
+    def __init__(self, *script: Sequence[Event | OutriderError]) -> None:
+        self.script = list(script)
+        self.asked: list[ResumeRequest | None] = []
+        self.address = "scripted"
+        self.closed = False
+
+    def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
+        return self._next(None)
+
+    def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
+        return self._next(request)
+
+    async def _next(self, request: ResumeRequest | None) -> AsyncGenerator[Event]:
+        self.asked.append(request)
+        for event in self.script.pop(0) if self.script else (BROKEN,):
+            if isinstance(event, OutriderError):
+                raise event
+            yield event
+
+    async def describe(self, timeout_s: float) -> str:
+        found = self.script.pop(0)[0]
+        if isinstance(found, OutriderError):
+            raise found
+        return str(found)
+
+    async def healthy(self, timeout_s: float) -> bool:
+        return not self.script
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def heard(*transports: Scripted, resume_timeout_s: float = 15.0) -> list[Event]:
+    async def main() -> list[Event]:
+        each: Any = transports
+        client = Client(ResumingTransport(each, resume_timeout_s))
+        return [event async for event in client.generate(REQUEST)]
+
+    return run_virtually(main())
+
+
+def test_a_broken_stream_goes_on_at_the_next_coordinator() -> None:
+    first = Scripted((STARTED, FIRST, BROKEN))
+    second = Scripted((STARTED, SECOND, FINISHED))
+    assert heard(first, second) == [STARTED, FIRST, SECOND, FINISHED]
+    assert second.asked == [ResumeRequest(ID, 2)]
+
+
+def test_it_goes_round_until_one_has_the_session() -> None:
+    """The lease of the one that is gone must run out first."""
+    leased = Unavailable("another coordinator has it", 2000)
+    first = Scripted((STARTED, FIRST, BROKEN), (BROKEN,), (BROKEN,))
+    second = Scripted((leased,), (leased,), (STARTED, SECOND, BROKEN), (FINISHED,))
+    third = Scripted()
+    assert heard(first, second, third) == [STARTED, FIRST, SECOND, FINISHED]
+    assert {request.num_tokens for request in second.asked if request} == {2, 3}
+
+
+def test_with_one_coordinator_it_is_asked_again() -> None:
+    """It may have been started anew."""
+    only = Scripted((STARTED, BROKEN), (BROKEN,), (BROKEN,), (STARTED, FIRST, SECOND, FINISHED))
+    assert heard(only) == [STARTED, FIRST, SECOND, FINISHED]
+
+
+def test_it_is_given_up_in_time() -> None:
+    async def main() -> None:
+        only = Scripted((STARTED, FIRST, BROKEN))
+        each: Any = [only]
+        client = Client(ResumingTransport(each, 5.0))
+        with pytest.raises(StreamBroken, match="down"):
+            async for _ in client.generate(REQUEST):
+                pass
+        assert 3.0 < asyncio.get_running_loop().time() <= 5.0
+        assert len(only.asked) > 5
+
+    run_virtually(main())
+
+
+def test_without_time_to_resume_the_first_break_is_the_end() -> None:
+    with pytest.raises(StreamBroken):
+        heard(Scripted((STARTED, FIRST, BROKEN)), Scripted(), resume_timeout_s=0.0)
+
+
+def test_nothing_told_yet_is_asked_anew_of_each_once() -> None:
+    first, second = Scripted((BROKEN,)), Scripted((STARTED, FIRST, SECOND, FINISHED))
+    assert heard(first, second) == [STARTED, FIRST, SECOND, FINISHED]
+    assert second.asked == [None]
+    first, second = Scripted((BROKEN,)), Scripted((BROKEN,))
+    with pytest.raises(StreamBroken):
+        heard(first, second)
+    assert len(first.asked) == len(second.asked) == 1
+
+
+@pytest.mark.parametrize("error", [Unavailable("no target"), Overloaded("full"), NotFound("no")])
+def test_what_a_coordinator_answers_stands(error: OutriderError) -> None:
+    for script in ((error,), (STARTED, FIRST, error)):
+        other = Scripted()
+        with pytest.raises(type(error), match=error.message):
+            heard(Scripted(script), other)
+        assert not other.asked
+
+
+def test_a_session_that_is_lost_ends_the_stream() -> None:
+    with pytest.raises(DataLoss):
+        heard(Scripted((STARTED, FIRST, BROKEN)), Scripted((DataLoss("gone"),)))
+
+
+def test_waits_grow_and_begin_anew_with_what_comes() -> None:
+    told = Told(2, 60.0)
+    assert told.rest is None
+    assert told.note(STARTED)
+    waits = [told.wait_after(BROKEN, now, 1e9) for now in range(8)]
+    assert waits == sorted(waits)
+    assert waits[-1] == 1.0
+    assert not told.note(STARTED)
+    assert told.wait_after(BROKEN, 100.0, 1e9) == waits[0]
+    with pytest.raises(StreamBroken):
+        told.wait_after(BROKEN, 100.0, 100.0)
+
+
+def test_other_calls_go_to_one_that_answers() -> None:
+    async def main() -> None:
+        each: Any = [Scripted((BROKEN,), ("first",)), Scripted(("second",), (BROKEN,))]
+        transport = ResumingTransport(each)
+        assert await transport.describe(1.0) == "second"
+        assert await transport.describe(1.0) == "first"
+        assert await transport.healthy(1.0)
+        assert transport.address == "scripted,scripted"
+        await transport.close()
+        assert all(one.closed for one in each)
+
+    run_virtually(main())
+
+
+class Falling(_Coordinator):
+    """Ends its server in the middle of its first stream."""
+
+    server: RpcServer
+
+    async def generate(
+        self, request: pb.GenerateRequest, context: Any
+    ) -> AsyncGenerator[pb.GenerateEvent]:
+        async for event in super().generate(request, context):
+            yield event
+        await self.server.stop(0)
+
+
+async def serve(coordinator: _Coordinator) -> RpcServer:
+    descriptor = pb.DESCRIPTOR.services_by_name["Coordinator"]
+    server = RpcServer([Service(descriptor, coordinator)])
+    await server.start()
+    await server.set_serving(True)
+    return server
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_a_server_that_ends_within_a_stream_is_replaced_by_the_other(blocking: bool) -> None:
+    falling, other = Falling(), _Coordinator()
+    falling.events, other.events = (STARTED, FIRST), (STARTED, SECOND, FINISHED)
+    falling.server, server = await serve(falling), await serve(other)
+    addresses = f"{falling.server.address}, {server.address}"
+
+    def block() -> list[Event]:
+        with SyncClient(addresses) as client:
+            found = list(client.generate(REQUEST))
+            assert client.healthy()
+            assert client.describe().model == "demo"
+            assert list(client.resume(ID, 2)) == [STARTED, SECOND, FINISHED]
+            return found
+
+    if blocking:
+        found = await asyncio.to_thread(block)
+    else:
+        async with Client(addresses) as client:
+            found = [event async for event in client.generate(REQUEST)]
+            assert [event async for event in client.resume(ID, 2)] == [STARTED, SECOND, FINISHED]
+    assert found == [STARTED, FIRST, SECOND, FINISHED]
+    assert other.resumed == [(ID, 2)] * 2
+    await server.stop()
