@@ -20,8 +20,8 @@ class Compatibility:
             self.target = target
         elif _kind(target) != _kind(self.target):
             raise Incompatible(
-                f"the target {target.model!r} has another vocabulary, tokenizer or way of drafting "
-                f"than {self.target.model!r}"
+                f"the target {target.model!r} has another vocabulary, length, tokenizer or way of "
+                f"drafting than {self.target.model!r}"
             )
 
     def check_draft(self, draft: ReplicaDescription) -> None:
@@ -38,9 +38,10 @@ class Compatibility:
             )
 
 
-def _kind(target: ReplicaDescription) -> tuple[int, str, bool, bool]:
+def _kind(target: ReplicaDescription) -> tuple[int, int, str, bool, bool]:
     return (
         target.vocab_size,
+        target.max_model_len,
         target.tokenizer_fingerprint,
         target.drafts_itself,
         target.shows_features,

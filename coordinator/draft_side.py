@@ -9,7 +9,14 @@ import asyncio
 import logging
 from dataclasses import replace
 
-from outrider.errors import LinkLost, OutriderError, Overloaded, check, error_from_code
+from outrider.errors import (
+    LinkLost,
+    OutriderError,
+    Overloaded,
+    Unavailable,
+    check,
+    error_from_code,
+)
 from outrider.limits import LOOK_AHEAD_BYTES_MAX
 from outrider.messages import (
     DraftAnswer,
@@ -243,7 +250,9 @@ class DraftSide:
 
     def _lose(self, error: Exception) -> None:
         _log.info("a round goes on without its draft: %r", error)
-        self._present = isinstance(error, LinkLost) and self._move()
+        if isinstance(error, Unavailable) and not isinstance(error, LinkLost):
+            self._berth.give_up()
+        self._present = isinstance(error, Unavailable) and self._move()
         self._mailbox.heard = False
         self._rest()
 

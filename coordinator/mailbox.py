@@ -91,8 +91,13 @@ class PostOffice(Generic[Item, Answer]):
     """One replica's link, shared by all sessions that use it."""
 
     def __init__(
-        self, link: Link[Item, Answer], replica: str, description: ReplicaDescription
+        self,
+        link: Link[Item, Answer],
+        replica: str,
+        description: ReplicaDescription,
+        on_away: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_away` hears when the replica cannot be reached."""
         self.link: Link[Item, Answer] = link
         self.replica = replica
         """The replica's name in the session store."""
@@ -100,7 +105,9 @@ class PostOffice(Generic[Item, Answer]):
         self.leaving = False
         """Whether its sessions are to go elsewhere."""
         self.away = False
-        """Whether it could not be reached when it was last tried, and nothing came since."""
+        """Whether it could not be reached when it was last tried, and has not said since what it
+        runs."""
+        self._on_away = on_away
         self._boxes: dict[str, Mailbox[Answer]] = {}
         link.listen(self._deliver, self.lose)
 
@@ -129,8 +136,13 @@ class PostOffice(Generic[Item, Answer]):
         try:
             self.link.send(item)
         except LinkLost:
-            self.away = True
+            self.miss()
             raise
+
+    def miss(self) -> None:
+        """The replica cannot be reached, or cannot go on."""
+        self.away = True
+        self._on_away()
 
     def close(self, session_id: str, epoch: int) -> None:
         """Answers to a session go nowhere any more, and the replica may forget it."""
@@ -139,12 +151,11 @@ class PostOffice(Generic[Item, Answer]):
 
     def lose(self, error: Exception) -> None:
         """The replica cannot be reached: whoever waits is told."""
-        self.away = True
+        self.miss()
         for box in self._boxes.values():
             box.lose(error)
 
     def _deliver(self, answer: Answer) -> None:
-        self.away = False
         box = self._boxes.get(answer.key.session_id)
         if box is not None:
             box.put(answer)

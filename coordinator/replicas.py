@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, Generic, TypeVar
 
 from outrider.errors import LinkLost, OutriderError, Unavailable, check
@@ -34,13 +35,13 @@ DESCRIBE_TIMEOUT_S: Final = 10.0
 """How long a replica that is new may take to say what it runs ..."""
 PROBE_TIMEOUT_S: Final = 2.0
 """... and one that was away, to be there again."""
-PROBE_PERIOD_S: Final = 0.2
+PROBE_PERIOD_S: Final = 0.1
 """Between two looks at the replicas that are away."""
 
 
 class ReplicaPool(Generic[Item, Answer]):
     """The replicas of one role. Those of other weights may be among them, as while new ones come
-    in: a session stays with the weights that it began with."""
+    in: a session may have to stay with the weights that it began with."""
 
     def __init__(
         self, role: Side, fits: Callable[[ReplicaDescription], None] = lambda description: None
@@ -49,6 +50,10 @@ class ReplicaPool(Generic[Item, Answer]):
         self.role = role
         self._fits = fits
         self._offices: dict[str, PostOffice[Item, Answer]] = {}
+        self._lost = asyncio.Event()
+        """Set when a replica cannot be reached."""
+        self._found = asyncio.Event()
+        """Set, and made anew, when one is there that was not."""
 
     @property
     def names(self) -> list[str]:
@@ -68,6 +73,18 @@ class ReplicaPool(Generic[Item, Answer]):
             return office.description
         raise Unavailable(f"no {self.role} is known")
 
+    @property
+    def weights(self) -> str:
+        """Those of the replica that joined last of those that are present, or else of all; see
+        `ReplicaDescription.weights`. Empty where there is none."""
+        offices = list(self._offices.values())
+        newest = [office for office in offices if office.is_open] or offices
+        return newest[-1].description.weights if newest else ""
+
+    def has(self, weights: str) -> bool:
+        """Whether a replica with these weights is known."""
+        return any(office.description.weights == weights for office in self._offices.values())
+
     async def join(self, name: str, link: Link[Item, Answer]) -> None:
         """Takes a replica in, whose link is the pool's from now on. Raises `Unavailable` where it
         does not say what it runs, and what `fits` raises; then it is not taken in."""
@@ -82,7 +99,8 @@ class ReplicaPool(Generic[Item, Answer]):
 
     def admit(self, name: str, link: Link[Item, Answer], description: ReplicaDescription) -> None:
         """As `join`, for a replica of which it is known what it runs, and that it fits."""
-        self._offices[name] = PostOffice(link, name, description)
+        self._offices[name] = PostOffice(link, name, description, self._lost.set)
+        self._tell_found()
 
     def retire(self, name: str) -> None:
         """A replica is to be left: it gets no more sessions, and those that it has move at the
@@ -107,11 +125,11 @@ class ReplicaPool(Generic[Item, Answer]):
     ) -> PostOffice[Item, Answer] | None:
         """Where a session may go that shares pages with those of the same `affinity`, by
         `rendezvous.choose`; to `preferred` before all others. One that is away only where none is
-        left behind for it. `weights` are the fingerprint of those that it needs; empty = any."""
+        left behind for it. `weights` are those that it needs; empty = any."""
         fitting = {
             name: office
             for name, office in self._offices.items()
-            if office is not without and weights in ("", office.description.weights_fingerprint)
+            if office is not without and weights in ("", office.description.weights)
         }
         present = {name: office for name, office in fitting.items() if office.is_open}
         if not present and without is None:
@@ -122,11 +140,29 @@ class ReplicaPool(Generic[Item, Answer]):
         return None if name is None else present[name]
 
     async def watch(self) -> None:
-        """Looks for replicas that are away, until it is cancelled."""
+        """Looks for replicas that are away, at once and then now and then, until it is cancelled;
+        one that comes and goes is looked for no more often."""
+        loop = asyncio.get_running_loop()
+        due = loop.time()
         while True:
-            await asyncio.sleep(PROBE_PERIOD_S)
+            await self._lost.wait()
+            await asyncio.sleep(due - loop.time())
+            self._lost.clear()
+            due = loop.time() + PROBE_PERIOD_S
             away = [office for office in self._offices.values() if office.away]
             await asyncio.gather(*(self._probe(office) for office in away))
+            if any(office.away for office in away):
+                self._lost.set()
+
+    async def change(self, timeout_s: float) -> None:
+        """Waits until there is a replica that was not, but no longer than that."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._found.wait()
+
+    def _tell_found(self) -> None:
+        self._found.set()
+        self._found = asyncio.Event()
 
     async def _probe(self, office: PostOffice[Item, Answer]) -> None:
         """One that answers is there again, perhaps as another: it was started anew."""
@@ -138,6 +174,7 @@ class ReplicaPool(Generic[Item, Answer]):
         else:
             _log.info("the %s %s is there again", self.role, office.replica)
             office.description, office.away = description, False
+            self._tell_found()
 
     async def healthy(self, timeout_s: float) -> bool:
         """Whether a replica answers."""
@@ -163,10 +200,14 @@ class ReplicaPool(Generic[Item, Answer]):
 
 
 def berth_of(
-    pool: ReplicaPool[Item, Answer], session: Session, affinity: bytes, held: CacheState
+    pool: ReplicaPool[Item, Answer],
+    session: Session,
+    affinity: bytes,
+    held: CacheState,
+    weights: str = "",
 ) -> Berth[Item, Answer]:
     """A place for a session, with the replica that holds the most of it where that is there."""
-    return Berth(pool, session.session_id, session.epoch, affinity, held.replica)
+    return Berth(pool, session.session_id, session.epoch, affinity, held.replica, weights)
 
 
 class Berth(Generic[Item, Answer]):
@@ -180,17 +221,18 @@ class Berth(Generic[Item, Answer]):
         epoch: int,
         affinity: bytes,
         preferred: str = "",
+        weights: str = "",
     ) -> None:
         """`affinity` is `rendezvous.affinity`; `preferred` the replica that may have the session's
-        tokens, if there is one."""
+        tokens, if there is one. Only replicas with these `weights` will do; empty = any."""
         self.mailbox: Mailbox[Answer] = Mailbox(epoch)
         self._pool = pool
         self._session_id = session_id
         self._epoch = epoch
         self._affinity = affinity
+        self._weights = weights
         self._office: PostOffice[Item, Answer] | None = None
-        self._weights = ""
-        self._enter(pool.find(affinity, "", None, preferred))
+        self._enter(pool.find(affinity, weights, None, preferred))
 
     @property
     def replica(self) -> str:
@@ -203,16 +245,25 @@ class Berth(Generic[Item, Answer]):
         return self._office is None or not self._office.is_open
 
     def send(self, item: Item) -> None:
-        """See `Link.send`."""
-        if self._office is None:
+        """See `Link.send`. One that was away is sent nothing before it has said what it runs: it
+        may have been started anew, as another."""
+        office = self._office
+        if office is None:
             raise LinkLost(f"no {self._pool.role} is known")
-        self._office.send(item)
+        if office.away:
+            raise LinkLost(f"the {self._pool.role} {office.replica} is away")
+        if self._weights not in ("", office.description.weights):
+            raise LinkLost(f"the {self._pool.role} {office.replica} has other weights now")
+        office.send(item)
+
+    async def change(self, timeout_s: float) -> None:
+        """See `ReplicaPool.change`."""
+        await self._pool.change(timeout_s)
 
     def give_up(self) -> None:
-        """The replica says that it cannot go on: it counts as away until it is asked again, or
-        answers somebody."""
+        """The replica says that it cannot go on: it counts as away until it says what it runs."""
         if self._office is not None:
-            self._office.away = True
+            self._office.miss()
 
     def move(self) -> bool:
         """Goes to another replica with the same weights that can be reached. Returns whether there
@@ -237,4 +288,3 @@ class Berth(Generic[Item, Answer]):
             office.open(self._session_id, self.mailbox)
             self.mailbox.forget_loss()
             self._office = office
-            self._weights = self._weights or office.description.weights_fingerprint

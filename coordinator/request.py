@@ -27,6 +27,8 @@ class GenerationParameters:
     deadline_ms: int
     logprobs: int | None
     include_rounds: bool
+    weights: str = ""
+    """Of the target that it is decoded by (`ReplicaDescription.weights`), wherever it goes on."""
 
     def to_json(self) -> str:
         """These parameters without the prompt, for the session store."""

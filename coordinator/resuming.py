@@ -6,15 +6,27 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from outrider.errors import DataLoss, check
-from outrider.generation import Event, Finished, Metrics, Started, Tokens, Usage
+from outrider.generation import (
+    Event,
+    Finished,
+    Metrics,
+    ResumeRequest,
+    Started,
+    Tokens,
+    Usage,
+)
 from outrider.messages import PositionLogprobs
 from outrider.sessions.store import FinishReason, SessionRecord
 from outrider.speculation.decision import Origin
 
 from .completion import Completion
 from .request import GenerationParameters
+
+TOKENS_PER_EVENT: Final = 512
+"""In one event of a replay: a long answer with log-probabilities would fill no message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +35,10 @@ class Replayed:
 
     completion: Completion
     """With all stored tokens."""
-    tokens: Tokens | None
-    """Those that the client lacks; None where it has all."""
+    events: tuple[Tokens, ...]
+    """What the client lacks of it."""
     finish_reason: FinishReason | None
-    """Why the completion ends with them, if it does: its end was not stored."""
+    """Why the completion ends with them, if it does: its end may not be stored."""
 
 
 def parameters_of(record: SessionRecord) -> GenerationParameters:
@@ -35,39 +47,48 @@ def parameters_of(record: SessionRecord) -> GenerationParameters:
     return GenerationParameters.from_json(record.parameters, prompt_ids)
 
 
+def check_known(record: SessionRecord, request: ResumeRequest) -> None:
+    """Raises `DataLoss` where the client has tokens that the store lacks, whatever the rule: in
+    bfloat16 no rule is sure to decode the same ones again."""
+    num_stored = len(record.token_ids) - record.prompt_length
+    if request.num_tokens > num_stored:
+        raise DataLoss(
+            f"num_tokens: the client has {request.num_tokens} tokens, the store {num_stored}; "
+            "the session cannot be resumed"
+        )
+
+
 def replay(
     record: SessionRecord,
     parameters: GenerationParameters,
     completion: Completion,
-    num_known: int,
+    request: ResumeRequest,
 ) -> Replayed:
     """Pushes the stored tokens into an empty `completion`. Its text depends on its tokens alone,
-    however they came, so what follows the client's first `num_known` goes on from their text.
-    Raises `DataLoss` where the store has fewer."""
+    however they came, so what follows the client's goes on from its text; of a session that has
+    ended, what was held back is told too, if the client says that it lacks it."""
     token_ids = record.token_ids[record.prompt_length :]
-    if num_known > len(token_ids):
-        raise DataLoss(
-            f"num_tokens: the client has {num_known} tokens, the store {len(token_ids)}; "
-            "the session cannot be resumed"
-        )
-    known = completion.push(token_ids[:num_known])
-    missing = token_ids[num_known:]
-    if not missing:
-        return Replayed(completion, None, known.finish_reason)
-    piece = completion.push(missing)
-    check(piece.num_tokens == len(missing), "tokens are stored behind the end of a completion")
+    first = request.num_tokens
     lines = record.logprobs.split("\n")[:-1] if parameters.logprobs is not None else []
-    text = piece.text
-    if piece.finish_reason is None and record.finish_reason is not None:
-        text += completion.finish()
-    tokens = Tokens(
-        first_index=num_known,
-        token_ids=missing,
-        text_delta=text,
-        origins=(Origin.STORED,) * len(missing),
-        logprobs=tuple(read_logprobs(line) for line in lines[num_known:]),
-    )
-    return Replayed(completion, tokens, piece.finish_reason)
+    known = completion.push(token_ids[:first])
+    reason = known.finish_reason
+    told = len(known.text) if request.num_characters is None else request.num_characters
+    text, events = known.text, []
+    for start in range(first, len(token_ids), TOKENS_PER_EVENT):
+        chunk = token_ids[start : start + TOKENS_PER_EVENT]
+        piece = completion.push(chunk)
+        check(piece.num_tokens == len(chunk), "tokens are stored behind a completion's end")
+        reason = piece.finish_reason
+        text, before = text + piece.text, max(told, len(text))
+        origins = (Origin.STORED,) * len(chunk)
+        logprobs = tuple(read_logprobs(line) for line in lines[start : start + len(chunk)])
+        delta = text[min(told, before) if start == first else before :]
+        events.append(Tokens(start, chunk, delta, origins, logprobs))
+    if record.finish_reason is not None and reason is None:
+        text, before = text + completion.finish(), max(told, len(text))
+        if text[before:]:
+            events.append(Tokens(len(token_ids), (), text[before:], (), ()))
+    return Replayed(completion, tuple(events), reason)
 
 
 def told_again(record: SessionRecord, model: str, replayed: Replayed) -> Iterator[Event]:
@@ -75,8 +96,7 @@ def told_again(record: SessionRecord, model: str, replayed: Replayed) -> Iterato
     if record.finish_reason is None:
         return
     yield Started(record.session_id, model, record.seed, record.rule)
-    if replayed.tokens is not None:
-        yield replayed.tokens
+    yield from replayed.events
     counters = record.counters
     yield Finished(
         finish_reason=record.finish_reason,

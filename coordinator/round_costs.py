@@ -127,9 +127,9 @@ class RoundCosts:
         """The engines' tables, as far as they are known. At most `max_num_seqs` sessions share a
         step of the target."""
         self.num_sessions = 0
+        """Sessions that run ..."""
         self.num_targets = 1
-        """That share them."""
-        """Sessions that run."""
+        """... and the targets that share them."""
         self._table = target
         self._draft_table = draft
         self._draft_token = 1.0 if draft is None else draft.step_seconds(1)

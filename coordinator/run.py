@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import Final
 
 from outrider.errors import DeadlineExceeded, OutriderError, StaleEpoch, StoreUnavailable
-from outrider.generation import Event, Finished, Metrics, Usage
+from outrider.generation import Event, Finished, Metrics, Tokens, Usage
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters, FinishReason
 from outrider.telemetry.logs import about, identify
@@ -67,8 +67,8 @@ class SessionRun:
         self._num_known = completion.num_tokens
         """Tokens that another stream may have told."""
         self._journal = Journal(session, committer, observer)
-        if replayed is not None and replayed.tokens is not None:
-            self._journal.write(Entry(session.length, replayed.tokens, None, arrived))
+        for tokens in () if replayed is None else replayed.events:
+            self._journal.write(Entry(session.length, tokens, None, arrived))
         self._decoding = Decoding(
             session=session,
             parameters=parameters,
@@ -111,31 +111,45 @@ class SessionRun:
     async def events(self) -> AsyncGenerator[Event]:
         """Every event after `Started`."""
         loop = asyncio.get_running_loop()
+        held_back: Tokens | None = None
         while True:
             try:
                 async with asyncio.timeout_at(self._deadline + COMMIT_GRACE_S):
                     entry = await self._journal.read()
             except TimeoutError:
                 raise self._late() from None
+            except OutriderError:
+                self._check_here()
+                raise
             if entry is None:
                 break
             tokens, report = entry
+            if not tokens.token_ids:
+                held_back = tokens  # If the session could still go on, it might come again.
+                continue
             if self._first_token_at is None:
                 self._first_token_at = loop.time()
             if report is not None:
                 yield report
             yield tokens
-        if self._handed_over:
-            raise StaleEpoch(f"session {self.session_id} was resumed by another stream")
+        self._check_here()
         reason = await self._task
         await self._finish(reason, max(self._deadline, loop.time()) + COMMIT_GRACE_S)
+        if held_back is not None:
+            yield held_back
         finished = self._finished(reason, loop.time())
         self._observer.finished(finished)
         yield finished
 
+    def _check_here(self) -> None:
+        """Raises `StaleEpoch` where the session was handed over."""
+        if self._handed_over:
+            raise StaleEpoch(f"session {self.session_id} was resumed by another stream")
+
     async def hand_over(self) -> bool:
-        """As `close`, but leaves the record to whoever goes on with the session."""
-        self._handed_over = True
+        """As `close`, but leaves the record to whoever goes on with the session, unless its end is
+        decided."""
+        self._handed_over = self._session.finish_reason is None
         return await self.close()
 
     async def close(self) -> bool:
@@ -145,6 +159,7 @@ class SessionRun:
         identify(self.session_id, self._observer.trace_id)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        self._journal.close()  # A task that never began has not.
         self._lengths.close()
         self._target.close()
         if self._draft is not None:

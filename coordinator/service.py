@@ -6,17 +6,17 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 from outrider.drafting.lookup import LookupDrafter
 from outrider.errors import (
     BadRequest,
     DeadlineExceeded,
+    Incompatible,
     NotFound,
     OutriderError,
     Overloaded,
-    StaleEpoch,
     Unavailable,
 )
 from outrider.fleet.rendezvous import affinity
@@ -32,10 +32,7 @@ from outrider.messages import (
     VerifyItem,
 )
 from outrider.sessions.state import Session
-from outrider.sessions.store import (
-    SessionRecord,
-    SessionStore,
-)
+from outrider.sessions.store import SessionRecord, SessionStore
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.telemetry.observer import UNOBSERVED, Observation, RequestObserver
 from outrider.wire.link import Link
@@ -58,8 +55,9 @@ from .request import (
     check_fields,
     resolve,
 )
-from .resuming import Replayed, parameters_of, replay, told_again
+from .resuming import Replayed, check_known, parameters_of, replay, told_again
 from .run import COMMIT_GRACE_S, SessionRun
+from .runs import Runs
 from .self_drafts import SelfDrafts
 from .target_side import TargetSide
 
@@ -137,11 +135,8 @@ class CoordinatorService:
         self._opener = Opener(store, options.name, random_bits, self._in_background)
         self._committer = Committer(store, options.name, lambda: random_bits(53) / 2**53)
         self._commit_task: asyncio.Task[None] | None = None
-        self._running: dict[str, SessionRun] = {}
+        self._runs = Runs(self._opener, options.resume_grace_s, self._in_background)
         self._num_admitted = 0
-        self._ending: dict[str, asyncio.Task[bool]] = {}
-        """What frees sessions that run no more."""
-        self._closing = asyncio.Event()
         self._background: set[asyncio.Task[Any]] = set()
         self._watching: list[asyncio.Task[None]] = []
         self._model: ServedModel | None = None
@@ -185,7 +180,7 @@ class CoordinatorService:
     @property
     def num_running(self) -> int:
         """Sessions that run now."""
-        return len(self._running)
+        return len(self._runs)
 
     async def generate(
         self, request: GenerateRequest, tenant: str = "", traceparent: str = ""
@@ -228,20 +223,20 @@ class CoordinatorService:
         self, request: ResumeRequest, tenant: str = "", traceparent: str = ""
     ) -> AsyncGenerator[Event]:
         """Goes on with a session whose stream has broken, whichever coordinator ran it: `Started`,
-        one `Tokens` of what the client lacks of the tokens that are stored, then as `generate`. It
-        is that session's last stream: one that still runs ends with `StaleEpoch`. Its deadline
-        begins anew. Raises `BadRequest`, `NotFound`, `Overloaded`, `DataLoss` (the store lacks
-        tokens that the client has), and `Unavailable` while another coordinator may have it."""
+        what the client lacks of the tokens that are stored, then as `generate`. A stream of the
+        session that still runs ends with `StaleEpoch`. Raises `NotFound`, `Overloaded`, `DataLoss`
+        (the store lacks tokens that the client has), `Incompatible` (no target here has its
+        weights), and `Unavailable` while another coordinator may have it."""
         arrived = asyncio.get_running_loop().time()
         self._check_open()
-        await self.session(request.session_id, tenant)
         self._num_admitted += 1
         try:
-            record = await self._store.take_over(request.session_id, self._options.name)
-            await self._hand_over(record)
-            parameters = parameters_of(record)
-            replayed = replay(record, parameters, self._completion(parameters), request.num_tokens)
+            record = await self.session(request.session_id, tenant)
+            parameters = self._resumable(record, request)
+            if record.finish_reason is None:
+                record = await self._store.take_over(record.session_id, self._options.name)
             if record.finish_reason is not None:
+                replayed = replay(record, parameters, self._completion(parameters), request)
                 for event in told_again(record, self.model.name, replayed):
                     yield event
                 return
@@ -249,9 +244,7 @@ class CoordinatorService:
                 parameters.as_request(), self.model.name, traceparent
             )
             try:
-                deadline = arrived + parameters.deadline_ms / 1e3
-                session = Session.resumed(record)
-                run = self._begin(session, parameters, arrived, deadline, observer, replayed)
+                run = await self._go_on(record, parameters, request, arrived, observer)
                 async with aclosing(self._events(run, parameters)) as events:
                     async for event in events:
                         yield event
@@ -261,17 +254,38 @@ class CoordinatorService:
         finally:
             self._num_admitted -= 1
 
-    async def _hand_over(self, record: SessionRecord) -> None:
-        """Ends what runs here of a session that was taken over under a newer epoch. Raises
-        `StaleEpoch` where another stream has done that meanwhile."""
-        while (run := self._running.get(record.session_id)) is not None:
-            if run.epoch >= record.epoch:
-                raise StaleEpoch(f"session {record.session_id} was resumed by another stream")
-            del self._running[record.session_id]
-            await run.hand_over()
-        ending = self._ending.get(record.session_id)
-        if ending is not None:
-            await asyncio.wait([ending])
+    def _resumable(self, record: SessionRecord, request: ResumeRequest) -> GenerationParameters:
+        """The parameters of a session. Raises what keeps it from being resumed here, before
+        anything is taken from whoever runs it."""
+        parameters = parameters_of(record)
+        check_known(record, request)
+        if record.finish_reason is None and not self.targets.has(parameters.weights):
+            raise Incompatible(
+                f"session_id: {record.session_id} was decoded by a target with other weights "
+                f"({parameters.weights}) than any here"
+            )
+        return parameters
+
+    async def _go_on(
+        self,
+        record: SessionRecord,
+        parameters: GenerationParameters,
+        request: ResumeRequest,
+        arrived: float,
+        observer: RequestObserver,
+    ) -> SessionRun:
+        """Runs a session that was taken over. Where that fails, it waits for its client again."""
+        try:
+            await self._runs.vacate(record)
+            replayed = replay(record, parameters, self._completion(parameters), request)
+            left_ms = min(parameters.deadline_ms, request.deadline_ms or parameters.deadline_ms)
+            return self._begin(
+                Session.resumed(record), parameters, arrived, arrived + left_ms / 1e3, observer,
+                replayed,
+            )  # fmt: skip
+        except BaseException:
+            self._runs.wait_for_client(record.session_id, record.epoch, record.counters)
+            raise
 
     async def _events(
         self, run: SessionRun, parameters: GenerationParameters
@@ -281,19 +295,22 @@ class CoordinatorService:
             async for event in run.events():
                 yield event
         except (GeneratorExit, asyncio.CancelledError):
-            self._end(run, is_gone=True)
+            self._runs.end(run, is_gone=True)
             raise
         finally:
-            self._end(run)
+            self._runs.end(run)
 
     async def cancel(self, session_id: str, tenant: str = "") -> None:
-        """Ends a running session as cancelled; a finished one is left as it is. Raises
-        `NotFound`."""
-        run = self._running.get(session_id)
+        """Ends a session as cancelled that runs here, or nowhere; a finished one is left as it is.
+        Raises `NotFound`, and `Unavailable` for one that another coordinator has."""
+        run = self._runs.get(session_id)
         if run is not None and run.tenant == tenant:
             run.cancel()
-        else:
-            await self.session(session_id, tenant)
+            return
+        record = await self.session(session_id, tenant)
+        if record.finish_reason is None:
+            record = await self._store.take_over(session_id, self._options.name)
+            await self._opener.cancel(session_id, record.epoch, record.counters)
 
     async def session(self, session_id: str, tenant: str = "") -> SessionRecord:
         """What is stored of a session. Raises `NotFound`, for another tenant's session too."""
@@ -305,9 +322,7 @@ class CoordinatorService:
     async def close(self) -> None:
         """Cancels what runs, commits what was decided, closes the links and the store."""
         self._prompts.close()
-        self._closing.set()
-        for run in self._running.values():
-            run.cancel()
+        self._runs.close()
         if self._background:
             _, late = await asyncio.wait(self._background, timeout=COMMIT_GRACE_S)
             for task in late:
@@ -344,7 +359,7 @@ class CoordinatorService:
         """Raises `InvariantError` unless every running session, and no other, has a mailbox on
         the target's side, none but those on the draft's, and commits agree. For an idle
         coordinator: a session that has just ended is still being closed."""
-        running = set(self._running)
+        running = self._runs.session_ids
         self.targets.check_integrity(running)
         self.drafts.check_integrity(running, every=False)
         self._committer.check_integrity()
@@ -368,7 +383,8 @@ class CoordinatorService:
     async def _resolve(self, request: GenerateRequest) -> GenerationParameters:
         field, prompt_ids = await self._prompts.encode(request.prompt, self.model.max_model_len)
         seed = self._random_seed()
-        return resolve(request, field, prompt_ids, self.model, self._options.defaults, seed)
+        parameters = resolve(request, field, prompt_ids, self.model, self._options.defaults, seed)
+        return replace(parameters, weights=self.targets.weights)
 
     def _in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
@@ -397,7 +413,9 @@ class CoordinatorService:
             parameters=parameters,
             completion=self._completion(parameters) if replayed is None else replayed.completion,
             target=TargetSide(
-                berth_of(self.targets, session, key, session.target), heads, options.patience
+                berth_of(self.targets, session, key, session.target, parameters.weights),
+                heads,
+                options.patience,
             ),
             draft=draft,
             committer=self._committer,
@@ -410,7 +428,7 @@ class CoordinatorService:
             observer=observer,
             replayed=replayed,
         )
-        self._running[session.session_id] = run
+        self._runs.add(run)
         return run
 
     def _completion(self, parameters: GenerationParameters) -> Completion:
@@ -461,28 +479,3 @@ class CoordinatorService:
         options = self._options
         is_chain = session.identity.rule is Rule.BLOCK or sampling.penalised
         return 0 if is_chain or options.look_ahead > 0 else options.draft_siblings
-
-    def _end(self, run: SessionRun, is_gone: bool = False) -> None:
-        """The client has its last event, or an error, or is gone: frees what the session holds,
-        unless it was handed over."""
-        session_id = run.session_id
-        if self._running.get(session_id) is not run:
-            return
-        del self._running[session_id]
-        waits = is_gone and self._options.resume_grace_s > 0
-        ending = self._in_background(run.hand_over() if waits else run.close())
-        self._ending[session_id] = ending
-        ending.add_done_callback(lambda _: self._ending.pop(session_id, None))
-        if waits:
-            self._in_background(self._wait_for_client(run, ending))
-
-    async def _wait_for_client(self, run: SessionRun, ending: asyncio.Task[bool]) -> None:
-        """Nothing is decoded for a client that is gone. It may come back, to any coordinator."""
-        if await ending:
-            return
-        try:
-            async with asyncio.timeout(self._options.resume_grace_s):
-                await self._closing.wait()
-        except TimeoutError:
-            pass
-        await self._opener.cancel(run.session_id, run.epoch, run.counters)

@@ -97,7 +97,7 @@ class TargetSide:
                 unreachable_since = now if unreachable_since is None else unreachable_since
                 if now - unreachable_since >= self._patience.target_gone_s:
                     raise Unavailable(f"no target can be reached: {error.message}") from error
-                await asyncio.sleep(retry_s)
+                await self._berth.change(retry_s)
                 retry_s = min(2 * retry_s, RETRY_S_MAX)
             else:
                 unreachable_since = None

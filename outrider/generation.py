@@ -53,6 +53,10 @@ class ResumeRequest:
     session_id: str
     num_tokens: int = 0
     """Of the completion that have come; they are not told again."""
+    num_characters: int | None = None
+    """Of its text that have come, in code points; None = what goes with those tokens."""
+    deadline_ms: int | None = None
+    """What is left of it; None = what the request had."""
 
 
 @dataclass(frozen=True, slots=True)

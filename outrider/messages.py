@@ -196,3 +196,8 @@ class ReplicaDescription:
     """Whether a target says what its head read ..."""
     reads_features: bool = False
     """... and a draft proposes from that."""
+
+    @property
+    def weights(self) -> str:
+        """Names what its logits are a function of beside tokens: weights, and how they are run."""
+        return f"{self.weights_fingerprint}/{self.dtype}"

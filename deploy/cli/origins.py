@@ -16,6 +16,7 @@ STYLES: Final = {
     Origin.ACCEPTED: "green",
     Origin.CORRECTION: "bold red",
     Origin.BONUS: "bold cyan",
+    Origin.STORED: "dim",
 }
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Final, TypeVar
 
+from outrider.client.requests import GENERATE_SLACK_S
 from outrider.client.results import CoordinatorDescription, SessionView
 from outrider.client.transport import Transport
-from outrider.errors import StreamBroken, Unavailable
+from outrider.errors import InvariantError, StreamBroken, Unavailable
 from outrider.generation import Event, GenerateRequest, ResumeRequest, Started, Tokens
+from outrider.limits import DEADLINE_MS_MAX
 
 T = TypeVar("T")
 RESUME_TIMEOUT_S: Final = 15.0
@@ -37,20 +40,31 @@ class ResumingTransport:
         """Of all coordinators, with commas between them."""
         return ",".join(transport.address for transport in self._transports)
 
-    async def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
+    def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
         """See `Transport.generate`. Raises `StreamBroken` where a stream could not be resumed."""
+        told = Told(len(self._transports), self._resume_timeout_s)
+        return self._events(told, request, timeout_s)
+
+    def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
+        """See `Transport.resume`; goes on as `generate` does where this stream breaks, too."""
+        told = Told(len(self._transports), self._resume_timeout_s, request)
+        return self._events(told, None, timeout_s)
+
+    async def _events(
+        self, told: Told, request: GenerateRequest | None, timeout_s: float
+    ) -> AsyncGenerator[Event]:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        told = Told(len(self._transports), self._resume_timeout_s)
+        current = self._current
         while True:
             left_s = max(0.001, deadline - loop.time())
-            transport = self._transports[self._current]
-            rest = told.rest
-            stream = (
-                transport.generate(request, left_s)
-                if rest is None
-                else transport.resume(rest, left_s)
-            )
+            transport, rest = self._transports[current], told.rest(left_s)
+            if rest is not None:
+                stream = transport.resume(rest, left_s)
+            elif request is not None:
+                stream = transport.generate(request, left_s)
+            else:
+                raise InvariantError("a stream of nothing")
             try:
                 async with aclosing(stream) as events:
                     async for event in events:
@@ -59,16 +73,12 @@ class ResumingTransport:
                 return
             except Unavailable as error:
                 wait_s = told.wait_after(error, loop.time(), deadline)
-            self._current = (self._current + 1) % len(self._transports)
+            current = self._after(current)
             await asyncio.sleep(wait_s)
 
-    def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
-        """See `Transport.resume`, of the coordinator that answered last."""
-        return self._transports[self._current].resume(request, timeout_s)
-
     async def cancel(self, session_id: str, timeout_s: float) -> None:
-        """See `Transport.cancel`."""
-        await self._first(lambda transport: transport.cancel(session_id, timeout_s))
+        """See `Transport.cancel`; of the coordinator that has the session."""
+        await self._first(lambda transport: transport.cancel(session_id, timeout_s), Unavailable)
 
     async def get_session(self, session_id: str, timeout_s: float) -> SessionView:
         """See `Transport.get_session`."""
@@ -90,43 +100,65 @@ class ResumingTransport:
         for transport in self._transports:
             await transport.close()
 
-    async def _first(self, call: Callable[[Transport], Awaitable[T]]) -> T:
-        """The answer of the first coordinator that gives one."""
+    async def _first(
+        self, call: Callable[[Transport], Awaitable[T]], passed_on: type[Unavailable] = StreamBroken
+    ) -> T:
+        """The answer of the first coordinator that gives one; an error that is `passed_on` is none,
+        but the last coordinator's."""
+        current = self._current
         for _ in self._transports[1:]:
             try:
-                return await call(self._transports[self._current])
-            except StreamBroken:
-                self._current = (self._current + 1) % len(self._transports)
-        return await call(self._transports[self._current])
+                return await call(self._transports[current])
+            except passed_on:
+                current = self._after(current)
+        return await call(self._transports[current])
+
+    def _after(self, tried: int) -> int:
+        """The coordinator to ask after one that did not answer. Others begin with it, too, unless
+        they have moved on already."""
+        following = (tried + 1) % len(self._transports)
+        if self._current == tried:
+            self._current = following
+        return following
 
 
 class Told:
     """What the caller of a generation has heard, and what is done when its stream breaks."""
 
-    def __init__(self, num_coordinators: int, resume_timeout_s: float) -> None:
+    def __init__(
+        self, num_coordinators: int, resume_timeout_s: float, begun: ResumeRequest | None = None
+    ) -> None:
+        """`begun` is what was heard before, of a stream that is resumed."""
         self._tries_left = num_coordinators
         self._resume_timeout_s = resume_timeout_s
-        self._session_id: str | None = None
-        self._num_tokens = 0
+        self._heard = begun
+        self._is_started = False
         self._tried_until: float | None = None
         self._wait_s = _WAIT_S[0]
 
-    @property
-    def rest(self) -> ResumeRequest | None:
-        """Asks for what is missing; None before anything came, when all is."""
-        if self._session_id is None:
-            return None
-        return ResumeRequest(self._session_id, self._num_tokens)
+    def rest(self, left_s: float) -> ResumeRequest | None:
+        """Asks for what is missing, to be there in so many seconds; None before anything came, when
+        all is."""
+        if self._heard is None or not self._is_started:
+            return self._heard
+        left_ms = round((left_s - GENERATE_SLACK_S) * 1000)
+        return replace(self._heard, deadline_ms=min(max(1, left_ms), DEADLINE_MS_MAX))
 
     def note(self, event: Event) -> bool:
         """An event has come; returns whether the caller is to hear it: not a second `Started`."""
-        self._tried_until, self._wait_s = None, _WAIT_S[0]
         if isinstance(event, Started):
-            is_first = self._session_id is None
-            self._session_id = event.session_id
+            is_first, self._is_started = not self._is_started, True
+            self._heard = self._heard or ResumeRequest(event.session_id, 0, 0)
             return is_first
-        if isinstance(event, Tokens):
-            self._num_tokens = event.first_index + len(event.token_ids)
+        if isinstance(event, Tokens) and self._heard is not None:
+            if event.token_ids:  # Of these alone there can be only so many.
+                self._tried_until, self._wait_s = None, _WAIT_S[0]
+            characters = self._heard.num_characters
+            self._heard = replace(
+                self._heard,
+                num_tokens=event.first_index + len(event.token_ids),
+                num_characters=None if characters is None else characters + len(event.text_delta),
+            )
         return True
 
     def wait_after(self, error: Unavailable, now: float, deadline: float) -> float:
@@ -134,7 +166,7 @@ class Told:
         Raises the error where that is of no use: a coordinator has answered that it cannot serve
         the request, all have been asked to begin it, or they have been asked for long enough to
         go on."""
-        if self._session_id is None:
+        if self._heard is None:
             self._tries_left -= 1
             if self._tries_left == 0 or not isinstance(error, StreamBroken):
                 raise error

@@ -82,45 +82,58 @@ class SyncClient:
         """See `Client.generate`. Leaving the iterator early (`close`, or an exception in the loop
         over it) cancels the session."""
         check_sendable(request)
-        deadline = time.monotonic() + generate_timeout_s(request)
         told = Told(len(self._coordinators), self._resume_timeout_s)
-        while True:
-            left_s = max(0.001, deadline - time.monotonic())
-            rest = told.rest
-            try:
-                if rest is None:
-                    events = self._events("Generate", request_to_proto(request), left_s)
-                else:
-                    events = self._events("Resume", resume_to_proto(rest), left_s)
-                for event in events:
-                    if told.note(event):
-                        yield event
-                return
-            except Unavailable as error:
-                wait_s = told.wait_after(error, time.monotonic(), deadline)
-            self._current = (self._current + 1) % len(self._coordinators)
-            time.sleep(wait_s)
+        message = request_to_proto(request)
+        yield from self._events(told, message, generate_timeout_s(request))
 
     def resume(
         self, session_id: str, num_tokens: int = 0, timeout_s: float = RESUMED_TIMEOUT_S
     ) -> Generator[Event]:
         """See `Client.resume`."""
-        request = resume_to_proto(ResumeRequest(session_id, num_tokens))
-        yield from self._events("Resume", request, timeout_s)
+        begun = ResumeRequest(session_id, num_tokens)
+        told = Told(len(self._coordinators), self._resume_timeout_s, begun)
+        yield from self._events(told, None, timeout_s)
 
-    def _events(self, name: str, request: Any, timeout_s: float) -> Generator[Event]:
+    def _events(self, told: Told, message: Any, timeout_s: float) -> Generator[Event]:
+        """As `ResumingTransport` does it."""
+        deadline = time.monotonic() + timeout_s
+        current = self._current
+        while True:
+            left_s = max(0.001, deadline - time.monotonic())
+            stub, rest = self._coordinators[current].stub, told.rest(left_s)
+            try:
+                call = (
+                    stub.Generate(message, timeout=left_s)
+                    if rest is None
+                    else stub.Resume(resume_to_proto(rest), timeout=left_s)
+                )
+                for event in self._heard(call, current):
+                    if told.note(event):
+                        yield event
+                return
+            except Unavailable as error:
+                wait_s = told.wait_after(error, time.monotonic(), deadline)
+            current = self._after(current)
+            time.sleep(wait_s)
+
+    def _heard(self, call: Any, current: int) -> Generator[Event]:
         self._check_open()
-        coordinator = self._coordinators[self._current]
-        call = getattr(coordinator.stub, name)(request, timeout=timeout_s)
         try:
             for message in call:
                 event = event_from_proto(message)
                 if event is not None:
                     yield event
         except grpc.RpcError as error:
-            raise self._explained(error, coordinator.address) from error
+            raise self._explained(error, self._coordinators[current].address) from error
         finally:
             call.cancel()
+
+    def _after(self, tried: int) -> int:
+        """See `ResumingTransport`."""
+        following = (tried + 1) % len(self._coordinators)
+        if self._current == tried:
+            self._current = following
+        return following
 
     def complete(self, request: GenerateRequest) -> Completion:
         """See `Client.complete`."""
@@ -131,7 +144,7 @@ class SyncClient:
 
     def cancel(self, session_id: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """See `Client.cancel`."""
-        self._call("Cancel", pb.CancelRequest(session_id=session_id), timeout_s)
+        self._call("Cancel", pb.CancelRequest(session_id=session_id), timeout_s, Unavailable)
 
     def get_session(self, session_id: str, timeout_s: float = CALL_TIMEOUT_S) -> SessionView:
         """See `Client.get_session`."""
@@ -147,26 +160,32 @@ class SyncClient:
         request = health_pb2.HealthCheckRequest()
         for coordinator in self._coordinators:
             try:
-                reply = self._ask(coordinator, coordinator.health.Check, request, timeout_s)
+                reply = self._ask(coordinator, "Check", request, timeout_s)
             except (Unavailable, DeadlineExceeded):
                 continue
             if reply.status == health_pb2.HealthCheckResponse.SERVING:
                 return True
         return False
 
-    def _call(self, name: str, request: Any, timeout_s: float) -> Any:
-        """The answer of the first coordinator that gives one."""
+    def _call(
+        self,
+        name: str,
+        request: Any,
+        timeout_s: float,
+        passed_on: type[Unavailable] = StreamBroken,
+    ) -> Any:
+        """See `ResumingTransport`."""
+        current = self._current
         for _ in self._coordinators[1:]:
-            coordinator = self._coordinators[self._current]
             try:
-                return self._ask(coordinator, getattr(coordinator.stub, name), request, timeout_s)
-            except StreamBroken:
-                self._current = (self._current + 1) % len(self._coordinators)
-        coordinator = self._coordinators[self._current]
-        return self._ask(coordinator, getattr(coordinator.stub, name), request, timeout_s)
+                return self._ask(self._coordinators[current], name, request, timeout_s)
+            except passed_on:
+                current = self._after(current)
+        return self._ask(self._coordinators[current], name, request, timeout_s)
 
-    def _ask(self, coordinator: _Coordinator, method: Any, request: Any, timeout_s: float) -> Any:
+    def _ask(self, coordinator: _Coordinator, name: str, request: Any, timeout_s: float) -> Any:
         self._check_open()
+        method = coordinator.health.Check if name == "Check" else getattr(coordinator.stub, name)
         try:
             return method(request, timeout=check_timeout(timeout_s))
         except grpc.RpcError as error:

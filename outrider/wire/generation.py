@@ -19,7 +19,7 @@ from outrider.generation import (
     Tokens,
     Usage,
 )
-from outrider.limits import CHAT_MESSAGES_MAX
+from outrider.limits import CHAT_MESSAGES_MAX, DEADLINE_MS_MAX
 from outrider.sessions.store import FinishReason, SessionRecord
 from outrider.speculation.decision import Origin
 from outrider.speculation.sampling import Rule
@@ -138,15 +138,29 @@ def _prompt_from_proto(message: pb.GenerateRequest) -> Prompt:
 
 
 def resume_to_proto(request: ResumeRequest) -> pb.ResumeRequest:
-    """Raises `BadRequest` for a number of tokens that no message holds."""
-    if not 0 <= request.num_tokens < 2**32:
-        raise BadRequest("num_tokens", f"{request.num_tokens} is wrong; allowed: 0..{2**32 - 1}")
-    return pb.ResumeRequest(session_id=request.session_id, num_tokens=request.num_tokens)
+    """Raises `BadRequest` for a number that no message holds."""
+    for field in ("num_tokens", "num_characters"):
+        value = getattr(request, field)
+        if value is not None and not 0 <= value < 2**32:
+            raise BadRequest(field, f"{value} is wrong; allowed: 0..{2**32 - 1}")
+    return pb.ResumeRequest(
+        session_id=request.session_id,
+        num_tokens=request.num_tokens,
+        num_characters=request.num_characters,
+        deadline_ms=request.deadline_ms,
+    )
 
 
 def resume_from_proto(message: pb.ResumeRequest) -> ResumeRequest:
-    """Raises `BadRequest` for what is no session's id."""
-    return ResumeRequest(session_id_from_wire(message.session_id), message.num_tokens)
+    """Raises `BadRequest` for what is no session's id, or no deadline."""
+    if message.HasField("deadline_ms") and not 1 <= message.deadline_ms <= DEADLINE_MS_MAX:
+        raise BadRequest("deadline_ms", f"got {message.deadline_ms}; allowed: 1..{DEADLINE_MS_MAX}")
+    return ResumeRequest(
+        session_id=session_id_from_wire(message.session_id),
+        num_tokens=message.num_tokens,
+        num_characters=message.num_characters if message.HasField("num_characters") else None,
+        deadline_ms=message.deadline_ms if message.HasField("deadline_ms") else None,
+    )
 
 
 # Events

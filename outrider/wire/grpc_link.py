@@ -128,6 +128,8 @@ class GrpcLink(Generic[Item, Answer]):
     async def describe(self, timeout_s: float) -> ReplicaDescription:
         """See `Link.describe`."""
         request = types_pb2.DescribeRequest().SerializeToString()
+        if self._closed:
+            raise Unavailable(f"the link to {self._address} is closed")
         try:
             reply = await self._describe(request, timeout=timeout_s)
             return convert.description_from_proto(types_pb2.ReplicaDescription.FromString(reply))
@@ -136,6 +138,12 @@ class GrpcLink(Generic[Item, Answer]):
             raise Unavailable(f"{self._address} does not describe itself: {reason}") from error
         except (BadRequest, DecodeError) as error:
             raise Unavailable(f"{self._address} is no replica of this kind: {error}") from error
+        except asyncio.CancelledError:
+            # Closing a channel looks to its calls as if their task had been cancelled.
+            task = asyncio.current_task()
+            if self._closed and task is not None and not task.cancelling():
+                raise Unavailable(f"the link to {self._address} was closed") from None
+            raise
 
     async def close(self) -> None:
         """See `Link.close`."""

@@ -255,17 +255,25 @@ class World:
 
     async def _fall(self) -> None:
         """A coordinator cannot reach anybody, nor be reached. Then it goes on as if nothing had
-        been; or it was dead, and another one begins in its place, with new links."""
+        been; or it was dead, and another one begins in its place, with new links; or it was closed
+        as it should be, and likewise."""
         host = self.adversary.pick(self._hosts)
         links = [one.links[host.index] for one in self._replicas.values()]
-        host.is_down = host.store.is_cut = True
-        for link in links:
-            link.sever(LinkLost("the coordinator is down"), reachable=False)
+        kind = self.adversary.pick(("pause", "death", "end"))
+        is_dead = kind != "pause"
+        host.is_down = True
+        if kind != "end":
+            host.store.is_cut = True
+            for link in links:
+                link.sever(LinkLost("the coordinator is down"), reachable=False)
         host.breaks.set()
         host.breaks = asyncio.Event()
-        is_dead = self.adversary.pick((False, True))
         if is_dead:
+            await asyncio.sleep(0.001)  # Whoever reads a stream hears that it broke.
             await host.let_go()
+        if kind == "end":
+            await host.coordinator.close()
+            host.coordinator.check_integrity()
         await asyncio.sleep(self.adversary.pause_s(4.0))
         if is_dead:
             dead = host.coordinator
@@ -273,7 +281,8 @@ class World:
                 one.links[host.index] = MemoryLink(one.service, self.adversary.deliver)
             self._coordinate(host)
             await host.coordinator.start()
-            await dead.close()
+            if kind == "death":
+                await dead.close()
         else:
             host.store.is_cut = False
             for one in self._replicas.values():

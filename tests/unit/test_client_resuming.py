@@ -21,6 +21,7 @@ from outrider.errors import (
     Unavailable,
 )
 from outrider.generation import Event
+from outrider.limits import DEADLINE_MS_DEFAULT
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.wire.server import RpcServer, Service
 
@@ -36,6 +37,7 @@ class Scripted:
         self.asked: list[ResumeRequest | None] = []
         self.address = "scripted"
         self.closed = False
+        self.event_s = 0.0
 
     def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
         return self._next(None)
@@ -46,6 +48,7 @@ class Scripted:
     async def _next(self, request: ResumeRequest | None) -> AsyncGenerator[Event]:
         self.asked.append(request)
         for event in self.script.pop(0) if self.script else (BROKEN,):
+            await asyncio.sleep(self.event_s)
             if isinstance(event, OutriderError):
                 raise event
             yield event
@@ -76,7 +79,53 @@ def test_a_broken_stream_goes_on_at_the_next_coordinator() -> None:
     first = Scripted((STARTED, FIRST, BROKEN))
     second = Scripted((STARTED, SECOND, FINISHED))
     assert heard(first, second) == [STARTED, FIRST, SECOND, FINISHED]
-    assert second.asked == [ResumeRequest(ID, 2)]
+    [asked] = second.asked
+    assert asked is not None
+    assert (asked.session_id, asked.num_tokens, asked.num_characters) == (ID, 2, 2)
+    assert 0 < DEADLINE_MS_DEFAULT - (asked.deadline_ms or 0) < 100  # It waited for a moment.
+
+
+def test_of_several_that_break_at_once_all_go_on() -> None:
+    """Those that broke must not send each other back to the one that is gone."""
+
+    async def main() -> None:
+        gone, there = Scripted(), Scripted()
+        gone.event_s = there.event_s = 0.1
+        gone.script = [(STARTED, FIRST, BROKEN)] * 4
+        there.script = [(STARTED, SECOND, FINISHED)] * 4
+        each: Any = [gone, there]
+        transport = ResumingTransport(each)
+
+        async def one() -> list[Event]:
+            return [event async for event in transport.generate(REQUEST, 60.0)]
+
+        assert (
+            await asyncio.gather(*(one() for _ in range(4)))
+            == [[STARTED, FIRST, SECOND, FINISHED]] * 4
+        )
+        gone.script, there.script = [], [(STARTED, FIRST, SECOND, FINISHED)] * 4
+        transport = ResumingTransport(each)
+        assert (
+            await asyncio.gather(*(one() for _ in range(4)))
+            == [[STARTED, FIRST, SECOND, FINISHED]] * 4
+        )
+
+    run_virtually(main())
+
+
+def test_a_session_that_breaks_whoever_takes_it_is_given_up() -> None:
+    async def main() -> None:
+        one, other = Scripted(), Scripted()
+        one.script = [(STARTED, BROKEN)] * 999
+        other.script = [(STARTED, BROKEN)] * 999
+        each: Any = [one, other]
+        with pytest.raises(StreamBroken):
+            async for _ in ResumingTransport(each).generate(REQUEST, 600.0):
+                pass
+        assert asyncio.get_running_loop().time() < 16.0
+        assert len(one.asked) + len(other.asked) < 40
+
+    run_virtually(main())
 
 
 def test_it_goes_round_until_one_has_the_session() -> None:
@@ -140,12 +189,14 @@ def test_a_session_that_is_lost_ends_the_stream() -> None:
 
 def test_waits_grow_and_begin_anew_with_what_comes() -> None:
     told = Told(2, 60.0)
-    assert told.rest is None
+    assert told.rest(9.0) is None
     assert told.note(STARTED)
     waits = [told.wait_after(BROKEN, now, 1e9) for now in range(8)]
     assert waits == sorted(waits)
     assert waits[-1] == 1.0
     assert not told.note(STARTED)
+    assert told.wait_after(BROKEN, 8.0, 1e9) == waits[-1]
+    assert told.note(FIRST)
     assert told.wait_after(BROKEN, 100.0, 1e9) == waits[0]
     with pytest.raises(StreamBroken):
         told.wait_after(BROKEN, 100.0, 100.0)

@@ -12,6 +12,7 @@ from test_sides import (
     NOISE,
     PATIENCE,
     PROMPT,
+    TOY,
     ScriptedLink,
     StandIn,
     berth,
@@ -31,7 +32,7 @@ from outrider.messages import ReplicaDescription
 from outrider.sessions.store import Counters
 from outrider.speculation.proposal import NOTHING_SEALED
 
-TOY = ReplicaDescription("toy", "w", "", 99, "float32", 0, (), 8)
+NEW = ReplicaDescription("toy", "new", "", 99, "float32", 0, (), 8)
 
 
 def with_targets(
@@ -101,25 +102,74 @@ def test_a_target_that_runs_ahead_is_asked_again_elsewhere() -> None:
 def test_where_all_are_away_the_session_waits_and_goes_on_with_the_first_that_is_back() -> None:
     first = ScriptedLink(LinkLost("down"))
     second = ScriptedLink(LinkLost("down"), LinkLost("down"), LinkLost("down"), verdict)
+    first.away_until, second.away_until = 99.0, 0.5
 
     async def test(target: Any, one: Any) -> None:
         await target.verify(0, NOTHING_SEALED, 0, None)
-        assert 0 < asyncio.get_running_loop().time() < PATIENCE.target_gone_s
+        assert 0.5 < asyncio.get_running_loop().time() < 1.0
         assert len(first.sent) == 1
 
     with_targets(lambda: berth(first, second), test)
 
 
+def test_a_replica_that_comes_and_goes_is_not_asked_without_rest() -> None:
+    links = [ScriptedLink(*[LinkLost("down")] * 999) for _ in range(2)]
+
+    async def test(target: Any, one: Any) -> None:
+        with pytest.raises(Unavailable, match="no target can be reached"):
+            await target.verify(0, NOTHING_SEALED, 0, None)
+        assert sum(len(link.sent) for link in links) < 2.5 * PATIENCE.target_gone_s / PROBE_PERIOD_S
+
+    with_targets(lambda: berth(*links), test)
+
+
 def test_a_session_stays_with_the_weights_that_it_began_with() -> None:
     """Its text would be of two models otherwise."""
     first, second = ScriptedLink(*[LinkLost("down")] * 99), ScriptedLink(verdict)
+    second.description = NEW
 
     async def test(target: Any, one: Any) -> None:
         with pytest.raises(Unavailable, match="no target can be reached"):
             await target.verify(0, NOTHING_SEALED, 0, None)
         assert not second.sent
 
-    with_targets(lambda: berth(first, second, weights=("old", "new")), test)
+    with_targets(lambda: berth(first, second, weights=TOY.weights), test)
+
+
+def test_a_replica_that_comes_back_with_other_weights_is_sent_nothing() -> None:
+    """It is asked what it runs before anything else."""
+    link = ScriptedLink(verdict, verdict)
+
+    async def test(target: Any, one: Any) -> None:
+        await target.verify(0, NOTHING_SEALED, 0, None)
+        link.description = NEW
+        link.on_lost(LinkLost("reset"))
+        one.decide((9,), Counters())
+        with pytest.raises(Unavailable, match="no target can be reached"):
+            await target.verify(1, NOTHING_SEALED, 0, None)
+        assert len(link.sent) == 1
+
+    with_targets(lambda: berth(link, weights=TOY.weights), test)
+
+
+def test_a_replica_that_is_taken_out_while_it_is_looked_for_ends_nothing() -> None:
+    async def main() -> None:
+        pool: ReplicaPool[Any, Any] = ReplicaPool("target")
+        link, other = described(), described()
+        await pool.join("a", link)
+        await pool.join("b", other)
+        watching = asyncio.create_task(pool.watch())
+        for one in (link, other):
+            one.away_until = 2.0
+            one.on_lost(LinkLost("reset"))
+        await asyncio.sleep(0.5)
+        await pool.leave("a")
+        await asyncio.sleep(2.0)
+        assert not watching.done()
+        assert pool.num_present == 1
+        watching.cancel()
+
+    run_virtually(main())
 
 
 def test_a_target_that_is_to_be_left_is_left_between_two_rounds() -> None:
@@ -195,22 +245,10 @@ def test_a_draft_that_is_slow_is_not_left_for_it() -> None:
     run_virtually(main())
 
 
-class Described(ScriptedLink):
-    """A link whose replica says what it runs, from a time on."""
-
-    def __init__(self, description: ReplicaDescription, since: float = 0.0) -> None:
-        super().__init__()
-        self.description = description
-        self.since = since
-        self.closed = False
-
-    async def describe(self, timeout_s: float) -> ReplicaDescription:
-        if asyncio.get_running_loop().time() < self.since:
-            raise Unavailable("away")
-        return self.description
-
-    async def close(self) -> None:
-        self.closed = True
+def described(description: ReplicaDescription = TOY, away_until: float = 0.0) -> ScriptedLink:
+    link = ScriptedLink()
+    link.description, link.away_until = description, away_until
+    return link
 
 
 def test_only_replicas_that_fit_join() -> None:
@@ -220,19 +258,19 @@ def test_only_replicas_that_fit_join() -> None:
 
     async def main() -> None:
         pool: ReplicaPool[Any, Any] = ReplicaPool("target", fits)
-        other = Described(ReplicaDescription("b", "v", "", 7, "float32", 0, (), 8))
-        silent = Described(TOY, since=1.0)
+        other = described(ReplicaDescription("b", "v", "", 7, "float32", 0, (), 8))
+        silent = described(away_until=1.0)
         with pytest.raises(Incompatible):
             await pool.join("b", other)
         with pytest.raises(Unavailable):
             await pool.join("c", silent)
-        assert other.closed
-        assert silent.closed
+        assert other.is_closed
+        assert silent.is_closed
         with pytest.raises(Unavailable, match="no target is known"):
             _ = pool.description
-        await pool.join("a", Described(TOY))
+        await pool.join("a", described())
         with pytest.raises(InvariantError, match="joined already"):
-            await pool.join("a", Described(TOY))
+            await pool.join("a", described())
         assert pool.names == ["a"]
         assert pool.num_present == 1
 
@@ -244,16 +282,16 @@ def test_a_replica_that_is_back_is_found_by_looking_for_it() -> None:
 
     async def main() -> None:
         pool: ReplicaPool[Any, Any] = ReplicaPool("target")
-        link = Described(TOY)
+        link = described()
         await pool.join("a", link)
-        await pool.join("b", Described(TOY))
+        await pool.join("b", described())
         watching = asyncio.create_task(pool.watch())
-        link.since = 1.0
+        link.away_until = 1.0
         link.on_lost(LinkLost("reset"))
         assert pool.num_present == 1
         await asyncio.sleep(0.9)
         assert pool.num_present == 1
-        await asyncio.sleep(0.1 + PROBE_PERIOD_S)
+        await asyncio.sleep(0.2 + PROBE_PERIOD_S)
         assert pool.num_present == 2
         watching.cancel()
 

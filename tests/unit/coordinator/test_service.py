@@ -85,10 +85,11 @@ class Bench:
         resume_grace_s: float = 0.0,
         store: MemoryStore | None = None,
         name: str = "c",
+        target: TargetService | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         executor = InlineExecutor(lambda: STEP_S)
-        self.target = TargetService(ToyEngine(), executor, max_num_seqs=8)
+        self.target = target or TargetService(ToyEngine(), executor, max_num_seqs=8)
         self.draft = DraftService.with_model(ToyEngine(salt=2), executor, max_num_seqs=8)
         self.target_link = MemoryLink(self.target)
         self.store = store or MemoryStore(lambda: loop.time() * 1e3)

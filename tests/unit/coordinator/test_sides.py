@@ -46,6 +46,9 @@ PATIENCE = Patience(
 PROMPT = (5, 6, 7, 8)
 
 
+TOY = ReplicaDescription("toy", "w", "", 99, "float32", 0, (), 8)
+
+
 class ScriptedLink:
     """A link whose replica answers as a script says, one entry for each item sent."""
 
@@ -53,6 +56,9 @@ class ScriptedLink:
         self.script = list(script)
         self.sent: list[Any] = []
         self.released: list[str] = []
+        self.description = TOY
+        self.away_until = 0.0
+        self.is_closed = False
 
     def listen(self, on_answer: Callable[[Any], None], on_lost: Callable[[Any], None]) -> None:
         self.on_answer, self.on_lost = on_answer, on_lost
@@ -69,10 +75,12 @@ class ScriptedLink:
         self.released.append(session_id)
 
     async def describe(self, timeout_s: float) -> ReplicaDescription:
-        raise Unavailable("not scripted")
+        if self.away_until > asyncio.get_running_loop().time():
+            raise Unavailable("away")
+        return self.description
 
     async def close(self) -> None:
-        pass
+        self.is_closed = True
 
 
 class StandIn:
@@ -112,14 +120,17 @@ def heads(of: Session) -> HeadWriter:
     return HeadWriter(of, SamplingParams(temperature=0.0), deadline=1000.0)
 
 
-def berth(*links: ScriptedLink, weights: tuple[str, ...] = ()) -> Berth[Any, Any]:
+_watching: set[Any] = set()
+
+
+def berth(*links: ScriptedLink, weights: str = "") -> Berth[Any, Any]:
     """A place with the first of some replicas, named r0, r1 ...; the others are there to go to."""
     pool: ReplicaPool[Any, Any] = ReplicaPool("target")
     for index, link in enumerate(links):
-        fingerprint = weights[index] if weights else "w"
-        description = ReplicaDescription("toy", fingerprint, "", 99, "float32", 0, (), 8)
-        pool.admit(f"r{index}", link, description)
-    return Berth(pool, "0" * 32, 1, b"key", preferred="r0")
+        pool.admit(f"r{index}", link, link.description)
+    _watching.clear()
+    _watching.add(asyncio.ensure_future(pool.watch()))  # Until the test's loop ends.
+    return Berth(pool, "0" * 32, 1, b"key", preferred="r0", weights=weights)
 
 
 def with_target(link: ScriptedLink, test: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
