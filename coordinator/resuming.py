@@ -54,7 +54,7 @@ def check_known(record: SessionRecord, request: ResumeRequest) -> None:
     if request.num_tokens > num_stored:
         raise DataLoss(
             f"num_tokens: the client has {request.num_tokens} tokens, the store {num_stored}; "
-            "the session cannot be resumed"
+            f"the session can be resumed from {num_stored} on"
         )
 
 

@@ -11,6 +11,7 @@ from outrider.client.grpc_transport import GrpcTransport
 from outrider.client.requests import (
     CALL_TIMEOUT_S,
     RESUMED_TIMEOUT_S,
+    addresses_of,
     check_sendable,
     check_timeout,
     generate_timeout_s,
@@ -41,7 +42,7 @@ class Client:
         client then owns and closes. Nothing is sent before the first call. A broken stream is
         tried to be resumed for `resume_timeout_s` seconds; 0 = not at all."""
         if isinstance(server, str):
-            each = [GrpcTransport(address.strip()) for address in server.split(",")]
+            each = [GrpcTransport(address) for address in addresses_of(server)]
             server = ResumingTransport(each, resume_timeout_s)
         self._transport = server
 
@@ -81,6 +82,8 @@ class Client:
     ) -> AsyncGenerator[Event]:
         """The events of a generation that another client, or this one, has begun and whose stream
         broke: `Started` again, then what follows the `num_tokens` tokens that are known already.
+        Of a session that has ended these are its last ones, also where it counts as cancelled by
+        now; a stream of it that still runs ends with `StaleEpoch`.
         Raises `NotFound`, `DataLoss` where the store lacks tokens that are known, and `Unavailable`
         as long as another coordinator may still have the session (some two seconds)."""
         events = self._transport.resume(ResumeRequest(session_id, num_tokens), timeout_s)

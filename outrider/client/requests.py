@@ -24,6 +24,16 @@ def generate_timeout_s(request: GenerateRequest) -> float:
     return (request.deadline_ms or DEADLINE_MS_DEFAULT) / 1000 + GENERATE_SLACK_S
 
 
+def addresses_of(server: str) -> list[str]:
+    """Each HOST:PORT of those with commas between them. Raises `BadRequest` where one is empty."""
+    each = [address.strip() for address in server.split(",")]
+    if not all(each):
+        raise BadRequest(
+            "server", f"{server!r} is wrong; it must be HOST:PORT, or several with commas between"
+        )
+    return each
+
+
 def check_timeout(timeout_s: float) -> float:
     """The timeout itself. Raises `BadRequest` unless it is a positive number of seconds."""
     if not (math.isfinite(timeout_s) and timeout_s > 0):

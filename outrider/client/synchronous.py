@@ -14,6 +14,7 @@ from outrider.client.grpc_transport import call_error, description, session_view
 from outrider.client.requests import (
     CALL_TIMEOUT_S,
     RESUMED_TIMEOUT_S,
+    addresses_of,
     check_sendable,
     check_timeout,
     generate_timeout_s,
@@ -50,8 +51,7 @@ class SyncClient:
         """`address` is HOST:PORT, or several with commas between them; `resume_timeout_s` as of
         `Client`. Nothing is sent before the first call."""
         self._address = address
-        each = [one.strip() for one in address.split(",")]
-        self._coordinators = [_Coordinator(one, credentials) for one in each]
+        self._coordinators = [_Coordinator(one, credentials) for one in addresses_of(address)]
         self._resume_timeout_s = resume_timeout_s
         self._current = 0
         self._closed = False

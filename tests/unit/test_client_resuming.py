@@ -13,6 +13,7 @@ from outrider.client import Client, GenerateRequest, ResumeRequest, ResumingTran
 from outrider.client.resuming import Told
 from outrider.clock import run_virtually
 from outrider.errors import (
+    BadRequest,
     DataLoss,
     NotFound,
     OutriderError,
@@ -214,6 +215,13 @@ def test_other_calls_go_to_one_that_answers() -> None:
         assert all(one.closed for one in each)
 
     run_virtually(main())
+
+
+@pytest.mark.parametrize("server", ["", "127.0.0.1:1,", ",127.0.0.1:1"])
+def test_an_address_that_is_none_is_refused(server: str) -> None:
+    for kind in (Client, SyncClient):
+        with pytest.raises(BadRequest, match="HOST:PORT"):
+            kind(server)
 
 
 class Falling(_Coordinator):
