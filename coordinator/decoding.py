@@ -21,8 +21,8 @@ from .completion import Completion, Piece
 from .drafts import NOTHING_WANTED, Drafted, Drafts
 from .journal import Entry, Journal
 from .lengths import LengthPolicy, PlayedRound, RoundLength
+from .logprob_lines import write_logprobs
 from .request import GenerationParameters
-from .resuming import write_logprobs
 from .siblings import fitting, sibling_chances
 from .target_side import TargetSide
 

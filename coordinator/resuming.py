@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -18,11 +16,11 @@ from outrider.generation import (
     Tokens,
     Usage,
 )
-from outrider.messages import PositionLogprobs
 from outrider.sessions.store import FinishReason, SessionRecord
 from outrider.speculation.decision import Origin
 
 from .completion import Completion
+from .logprob_lines import read_logprobs
 from .request import GenerationParameters
 
 TOKENS_PER_EVENT: Final = 512
@@ -72,22 +70,21 @@ def replay(
     lines = record.logprobs.split("\n")[:-1] if parameters.logprobs is not None else []
     known = completion.push(token_ids[:first])
     reason = known.finish_reason
-    told = len(known.text) if request.num_characters is None else request.num_characters
     text, events = known.text, []
+    told = len(text) if request.num_characters is None else request.num_characters
     for start in range(first, len(token_ids), TOKENS_PER_EVENT):
         chunk = token_ids[start : start + TOKENS_PER_EVENT]
         piece = completion.push(chunk)
         check(piece.num_tokens == len(chunk), "tokens are stored behind a completion's end")
-        reason = piece.finish_reason
-        text, before = text + piece.text, max(told, len(text))
+        reason, text = piece.finish_reason, text + piece.text
         origins = (Origin.STORED,) * len(chunk)
         logprobs = tuple(read_logprobs(line) for line in lines[start : start + len(chunk)])
-        delta = text[min(told, before) if start == first else before :]
-        events.append(Tokens(start, chunk, delta, origins, logprobs))
+        events.append(Tokens(start, chunk, text[told:], origins, logprobs))
+        told = max(told, len(text))
     if record.finish_reason is not None and reason is None:
-        text, before = text + completion.finish(), max(told, len(text))
-        if text[before:]:
-            events.append(Tokens(len(token_ids), (), text[before:], (), ()))
+        text += completion.finish()
+        if text[told:]:
+            events.append(Tokens(len(token_ids), (), text[told:], (), ()))
     return Replayed(completion, tuple(events), reason)
 
 
@@ -97,43 +94,8 @@ def told_again(record: SessionRecord, model: str, replayed: Replayed) -> Iterato
         return
     yield Started(record.session_id, model, record.seed, record.rule)
     yield from replayed.events
-    counters = record.counters
     yield Finished(
         finish_reason=record.finish_reason,
         usage=Usage(record.prompt_length, len(record.token_ids) - record.prompt_length),
-        metrics=Metrics(
-            num_rounds=counters.num_rounds,
-            num_draft_tokens=counters.num_draft_tokens,
-            num_accepted_draft_tokens=counters.num_accepted_draft_tokens,
-            mean_acceptance_length=(
-                1 + counters.num_accepted_draft_tokens / max(1, counters.num_rounds)
-            ),
-            time_to_first_token_ms=0.0,
-            tokens_per_second=0.0,
-        ),
+        metrics=Metrics.of(record.counters, time_to_first_token_ms=0.0, tokens_per_second=0.0),
     )
-
-
-def write_logprobs(logprobs: PositionLogprobs) -> str:
-    """A line of JSON for the store, which knows no infinity: an impossible token has null."""
-    top = [[token_id, _finite(value)] for token_id, value in logprobs.top]
-    return json.dumps([_finite(logprobs.logprob), top], allow_nan=False)
-
-
-def read_logprobs(line: str) -> PositionLogprobs:
-    """What `write_logprobs` wrote. Raises `DataLoss` for anything else."""
-    try:
-        logprob, top = json.loads(line)
-        return PositionLogprobs(
-            _number(logprob), tuple((int(token_id), _number(value)) for token_id, value in top)
-        )
-    except (ValueError, TypeError) as error:
-        raise DataLoss(f"stored log-probabilities cannot be read: {error}") from error
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _number(value: float | None) -> float:
-    return -math.inf if value is None else float(value)

@@ -159,7 +159,6 @@ class SessionRun:
         identify(self.session_id, self._observer.trace_id)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self._journal.close()  # A task that never began has not.
         self._lengths.close()
         self._target.close()
         if self._draft is not None:
@@ -201,18 +200,13 @@ class SessionRun:
 
     def _finished(self, reason: FinishReason, now: float) -> Finished:
         first = now if self._first_token_at is None else self._first_token_at
-        counters = self._session.counters
         num_tokens = self._session.length - self._session.prompt_length
         seconds = now - self._arrived
-        accepted = counters.num_accepted_draft_tokens
         return Finished(
             finish_reason=reason,
             usage=Usage(self._session.prompt_length, num_tokens),
-            metrics=Metrics(
-                num_rounds=counters.num_rounds,
-                num_draft_tokens=counters.num_draft_tokens,
-                num_accepted_draft_tokens=accepted,
-                mean_acceptance_length=1 + accepted / max(1, counters.num_rounds),
+            metrics=Metrics.of(
+                self._session.counters,
                 time_to_first_token_ms=(first - self._arrived) * 1e3,
                 tokens_per_second=(
                     (num_tokens - self._num_known) / seconds if seconds > 0 else 0.0

@@ -21,16 +21,8 @@ from outrider.errors import (
 )
 from outrider.fleet.rendezvous import affinity
 from outrider.generation import Event, GenerateRequest, ResumeRequest, Started
-from outrider.limits import (
-    LOOK_AHEAD_BYTES_MAX,
-    SEED_BITS,
-)
-from outrider.messages import (
-    DraftAnswer,
-    DraftItem,
-    VerifyAnswer,
-    VerifyItem,
-)
+from outrider.limits import LOOK_AHEAD_BYTES_MAX, SEED_BITS
+from outrider.messages import DraftAnswer, DraftItem, VerifyAnswer, VerifyItem
 from outrider.sessions.state import Session
 from outrider.sessions.store import SessionRecord, SessionStore
 from outrider.speculation.sampling import Rule, SamplingParams
@@ -130,7 +122,6 @@ class CoordinatorService:
         self._stand_in = stand_in
         self._text = text
         self._prompts = PromptEncoder(text)
-        self._random_bits = random_bits
         self._random_seed = random_seed
         self._opener = Opener(store, options.name, random_bits, self._in_background)
         self._committer = Committer(store, options.name, lambda: random_bits(53) / 2**53)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from outrider.messages import PositionLogprobs
-from outrider.sessions.store import FinishReason
+from outrider.sessions.store import Counters, FinishReason
 from outrider.speculation.decision import Origin
 from outrider.speculation.sampling import Rule, SamplingParams
 
@@ -122,6 +122,21 @@ class Metrics:
     time_to_first_token_ms: float
     tokens_per_second: float
     """Committed completion tokens over the coordinator's time from request to last event."""
+
+    @classmethod
+    def of(
+        cls, counters: Counters, *, time_to_first_token_ms: float, tokens_per_second: float
+    ) -> Metrics:
+        """Of a session with these counters."""
+        accepted = counters.num_accepted_draft_tokens
+        return cls(
+            num_rounds=counters.num_rounds,
+            num_draft_tokens=counters.num_draft_tokens,
+            num_accepted_draft_tokens=accepted,
+            mean_acceptance_length=1 + accepted / max(1, counters.num_rounds),
+            time_to_first_token_ms=time_to_first_token_ms,
+            tokens_per_second=tokens_per_second,
+        )
 
 
 @dataclass(frozen=True, slots=True)

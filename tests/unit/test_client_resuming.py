@@ -114,6 +114,25 @@ def test_of_several_that_break_at_once_all_go_on() -> None:
     run_virtually(main())
 
 
+def test_what_other_calls_have_found_keeps_none_from_being_asked() -> None:
+    """Of three coordinators the second is there, which another call has gone past."""
+
+    async def main() -> None:
+        there = Scripted((STARTED, FIRST, SECOND, FINISHED))
+        gone = [Scripted((BROKEN,)), Scripted((BROKEN,))]
+        each: Any = [gone[0], there, gone[1]]
+        gone[0].event_s = 0.1
+        transport = ResumingTransport(each)
+        events = transport.generate(REQUEST, 60.0)
+        first = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0.05)
+        transport._current = 2
+        assert await first == STARTED
+        await events.aclose()
+
+    run_virtually(main())
+
+
 def test_a_session_that_breaks_whoever_takes_it_is_given_up() -> None:
     async def main() -> None:
         one, other = Scripted(), Scripted()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -12,17 +11,6 @@ from typing import Any
 import pytest
 from test_service import REQUEST, Bench, SlowText, bench
 
-from coordinator.completion import Completion
-from coordinator.request import GenerationParameters
-from coordinator.resuming import (
-    TOKENS_PER_EVENT,
-    check_known,
-    parameters_of,
-    read_logprobs,
-    replay,
-    told_again,
-    write_logprobs,
-)
 from outrider.clock import run_virtually
 from outrider.errors import (
     DataLoss,
@@ -34,161 +22,11 @@ from outrider.errors import (
     Unavailable,
 )
 from outrider.generation import Event, Finished, ResumeRequest, Started, Tokens
-from outrider.messages import PositionLogprobs
 from outrider.sessions.store import (
-    CacheState,
-    Counters,
     FinishReason,
-    SessionRecord,
     SessionState,
 )
-from outrider.speculation.decision import Origin
-from outrider.speculation.sampling import Rule, SamplingParams
-
-PARAMETERS = GenerationParameters(
-    prompt_ids=(1, 2),
-    sampling=SamplingParams(temperature=0.7, top_k=3, logit_bias=((5, -1.5), (7, 2.0))),
-    max_tokens=6,
-    stop=("cd",),
-    ignore_eos=True,
-    seed=2**64 - 1,
-    rule=Rule.BLOCK,
-    num_draft_tokens=3,
-    deadline_ms=1000,
-    logprobs=2,
-    include_rounds=True,
-)
-RECORD = SessionRecord(
-    session_id="0" * 32,
-    tenant="",
-    epoch=2,
-    owner="c",
-    state=SessionState.RUNNING,
-    seed=PARAMETERS.seed,
-    rule=Rule.BLOCK,
-    parameters=PARAMETERS.to_json(),
-    prompt_length=2,
-    token_ids=(1, 2, 10, 11, 12),
-    prefix_digest=0,
-    draft=CacheState(),
-    target=CacheState(),
-    counters=Counters(2, 4, 1),
-    logprobs="[-1.0,[]]\n[-2.0,[[3,-0.5]]]\n[null,[]]\n",
-    finish_reason=None,
-)
-
-
-class Letters:
-    """Token 10 is "a", 11 is "b" ..."""
-
-    def push(self, token_id: int) -> str:
-        return chr(ord("a") + token_id - 10)
-
-    def finish(self) -> str:
-        return ""
-
-
-def completion(stop: tuple[str, ...] = ("cd",), eos: Sequence[int] = ()) -> Completion:
-    return Completion(max_tokens=6, stop=stop, eos_token_ids=eos, text_stream=Letters())
-
-
-def test_parameters_survive_the_store() -> None:
-    assert parameters_of(RECORD) == PARAMETERS
-    assert PARAMETERS.as_request().sampling == PARAMETERS.sampling
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"sampling":{"logit_bias":[]}}'])
-def test_parameters_that_cannot_be_read_are_lost_data(text: str) -> None:
-    with pytest.raises(DataLoss, match="parameters"):
-        parameters_of(replace(RECORD, parameters=text))
-
-
-def asked(known: int, characters: int | None = None) -> ResumeRequest:
-    return ResumeRequest(RECORD.session_id, known, characters)
-
-
-@pytest.mark.parametrize("known", [0, 1, 2, 3])
-def test_what_the_client_lacks_is_told_with_the_text_that_follows_its_own(known: int) -> None:
-    """ "c" may begin the stop string, and is held back, by whoever tells it."""
-    found = replay(RECORD, PARAMETERS, completion(), asked(known))
-    assert found.completion.num_tokens == 3
-    assert found.finish_reason is None
-    if known == 3:
-        assert not found.events
-        return
-    [tokens] = found.events
-    assert tokens.first_index == known
-    assert tokens.token_ids == (10, 11, 12)[known:]
-    assert tokens.text_delta == "ab"[known:]
-    assert tokens.origins == (Origin.STORED,) * (3 - known)
-    assert [entry.logprob for entry in tokens.logprobs] == [-1.0, -2.0, -math.inf][known:]
-    assert found.completion.push((13,)).finish_reason is FinishReason.STOP
-
-
-def test_text_follows_what_the_client_says_that_it_has() -> None:
-    [tokens] = replay(RECORD, PARAMETERS, completion(), asked(2, 1)).events
-    assert (tokens.token_ids, tokens.text_delta) == ((12,), "b")
-    [tokens] = replay(RECORD, PARAMETERS, completion(), asked(1, 2)).events
-    assert (tokens.token_ids, tokens.text_delta) == ((11, 12), "")
-
-
-def test_a_long_answer_is_told_in_parts() -> None:
-    num = 2 * TOKENS_PER_EVENT + 7
-    quiet = replace(PARAMETERS, logprobs=None, max_tokens=9999, stop=())
-    long = Completion(max_tokens=9999, stop=(), eos_token_ids=(), text_stream=Letters())
-    record = replace(RECORD, token_ids=(1, 2, *[10] * num), logprobs="")
-    events = replay(record, quiet, long, asked(3)).events
-    assert [len(event.token_ids) for event in events] == [TOKENS_PER_EVENT] * 2 + [4]
-    assert [event.first_index for event in events] == [3, 3 + TOKENS_PER_EVENT, num - 4]
-    assert "".join(event.text_delta for event in events) == "a" * (num - 3)
-
-
-def test_a_completion_that_was_whole_ends_without_another_round() -> None:
-    for known in (1, 3):
-        found = replay(RECORD, PARAMETERS, completion(eos=(12,)), asked(known))
-        assert found.finish_reason is FinishReason.STOP
-
-
-def test_more_than_is_stored_cannot_be_known() -> None:
-    check_known(RECORD, asked(3))
-    with pytest.raises(DataLoss, match="the client has 4 tokens, the store 3"):
-        check_known(RECORD, asked(4))
-
-
-ENDED = replace(
-    RECORD, state=SessionState.FINISHED, finish_reason=FinishReason.DEADLINE, logprobs=""
-)
-QUIET = replace(PARAMETERS, logprobs=None)
-
-
-def test_a_finished_session_is_told_again() -> None:
-    """What was held back is told where it is not known to have come."""
-    events = told_again(ENDED, "toy", replay(ENDED, QUIET, completion(), asked(1)))
-    started, tokens, tail, finished = events
-    assert isinstance(started, Started)
-    assert isinstance(tokens, Tokens)
-    assert (tokens.token_ids, tokens.text_delta) == ((11, 12), "b")
-    assert isinstance(tail, Tokens)
-    assert (tail.first_index, tail.token_ids, tail.text_delta) == (3, (), "c")
-    assert isinstance(finished, Finished)
-    assert finished.finish_reason is FinishReason.DEADLINE
-    assert (finished.usage.prompt_tokens, finished.usage.completion_tokens) == (2, 3)
-    assert finished.metrics.mean_acceptance_length == 1.5
-    assert list(told_again(RECORD, "toy", replay(RECORD, QUIET, completion(), asked(1)))) == []
-
-
-@pytest.mark.parametrize(("characters", "told"), [(2, ["c"]), (3, []), (None, ["c"])])
-def test_held_back_text_is_told_once(characters: int | None, told: list[str]) -> None:
-    events = replay(ENDED, QUIET, completion(), asked(3, characters)).events
-    assert [event.text_delta for event in events] == told
-
-
-def test_log_probabilities_survive_the_store() -> None:
-    told = PositionLogprobs(-0.25, ((3, -0.25), (4, -math.inf)))
-    assert read_logprobs(write_logprobs(told)) == told
-    for line in ("", "[]", "[1]", "[1,[[]]]", "nonsense"):
-        with pytest.raises(DataLoss, match="log-probabilities"):
-            read_logprobs(line)
+from outrider.speculation.sampling import Rule
 
 
 async def taken(events: Any, num_tokens: int) -> tuple[list[Event], str, int]:
@@ -387,6 +225,41 @@ def test_what_is_left_of_the_deadline_counts() -> None:
             rest = [e async for e in made.service.resume(request)]
             assert isinstance(rest[-1], Finished)
             assert rest[-1].finish_reason is FinishReason.DEADLINE
+
+    run_virtually(main())
+
+
+class Tailed(SlowText):
+    """Holds a mark back until the end."""
+
+    def stream(self) -> Any:
+        return Tailed()
+
+    def finish(self) -> str:
+        return "!"
+
+
+def test_text_that_was_held_back_comes_once_the_end_is_stored() -> None:
+    """Before, a session that is resumed might tell it again."""
+
+    async def main() -> None:
+        async with bench(text=Tailed(), resume_grace_s=5.0) as made:
+            finishes, finish = [], made.store.finish
+
+            async def noted(*arguments: Any) -> int:
+                finishes.append(arguments)
+                return await finish(*arguments)
+
+            made.store.finish = noted  # type: ignore[method-assign]
+            told = []
+            async for event in made.service.generate(replace(SEEDED, deadline_ms=105)):
+                if isinstance(event, Tokens):
+                    told.append(event.text_delta)
+                    assert bool(finishes) == (event.text_delta == "!")
+            assert isinstance(event, Finished)
+            assert event.finish_reason is FinishReason.DEADLINE
+            assert told[-1] == "!"
+            assert "!" not in told[:-1]
 
     run_virtually(main())
 
