@@ -134,6 +134,7 @@ async def _build(config: CoordinatorConfig, observation: Observation) -> Coordin
             max_sessions=config.max_sessions,
             patience=_patience(config),
             resume_grace_s=config.resume_grace_ms / 1e3,
+            drafting_delays=config.drafting_delays,
             look_ahead=config.look_ahead or 0,
             look_ahead_bytes_max=config.look_ahead_bytes_max,
             draft_siblings=config.draft_siblings or 0,

@@ -191,6 +191,7 @@ class Decoding:
             siblings=sibling_chances(tree, accept, drafted.siblings),
             beside=drafted.beside,
             next_draft_s=reply.next_draft_ms / 1e3,
+            work_s=drafted.work_ms / 1e3,
         )
         self._lengths.note(played)
 

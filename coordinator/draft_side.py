@@ -119,8 +119,7 @@ class DraftSide:
                 loop.call_soon, self._tell, round_index, num_draft_tokens, proposal.token_ids
             )
             num_asked = self._drafted_for(proposal, num_draft_tokens, looked_for)
-            queue_ms, compute_ms = pushed.queue_ms, pushed.compute_ms
-            return Drafted(proposal, True, 0.0, num_asked, queue_ms, compute_ms, ahead=True)
+            return _drafted_by(pushed, proposal, 0.0, num_asked, ahead=True)
         reply: ProposalReply | None = None
         if self._present or self._heard_again():
             try:
@@ -134,10 +133,7 @@ class DraftSide:
         if reply is not None:
             seconds = loop.time() - start
             num_asked = self._drafted_for(reply.proposal, num_draft_tokens, looked_for)
-            queue_ms, compute_ms = reply.queue_ms, reply.compute_ms
-            return Drafted(
-                reply.proposal, True, seconds, num_asked, queue_ms, compute_ms, siblings=siblings
-            )
+            return _drafted_by(reply, reply.proposal, seconds, num_asked, siblings=siblings)
         proposal = self._stand_in.propose(num_draft_tokens, noise)
         return Drafted(proposal, False, loop.time() - start, num_draft_tokens)
 
@@ -283,3 +279,19 @@ class DraftSide:
             self._send(round_index, num_draft_tokens)
         except (LinkLost, Overloaded):
             return  # Still away; the next probe comes after the rest.
+
+
+def _drafted_by(
+    reply: ProposalReply,
+    proposal: SealedProposal,
+    seconds: float,
+    num_asked: int,
+    *,
+    ahead: bool = False,
+    siblings: tuple[int, ...] = (),
+) -> Drafted:
+    """What a replica's answer brings, of which `proposal` is what the round asked for."""
+    return Drafted(
+        proposal, True, seconds, num_asked, reply.queue_ms, reply.compute_ms, reply.work_ms,
+        ahead=ahead, siblings=siblings,
+    )  # fmt: skip

@@ -35,7 +35,9 @@ class Drafted:
     where it says nothing of whoever drafts."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
-    """The replica's own times."""
+    """The replica's own times ..."""
+    work_ms: float = 0.0
+    """... and of the latter what was done for this session: others may share a step."""
     ahead: bool = False
     """Whether it was there before the round began."""
     siblings: tuple[int, ...] = ()

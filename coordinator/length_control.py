@@ -33,7 +33,7 @@ from outrider.speculation.sampling import Rule
 
 from .depth_averages import DepthAverages
 from .lengths import PlayedRound, RoundLength
-from .round_costs import Forecast, RoundCosts
+from .round_costs import SECONDS_MIN, Forecast, RoundCosts
 from .siblings import SIBLINGS_OF_A_ROUND_MAX, Shaper, SiblingAverages
 from .trials import TUNING, Trials, Tuning
 
@@ -52,8 +52,6 @@ TRIAL_ROUNDS: Final = 12
 """... up to so many rounds of it."""
 NEW_LOAD_LOST: Final = 1.0
 """Tokens that a round with a draft may lose where the load is another one than was measured."""
-SECONDS_MIN: Final = 1e-9
-"""Nothing is expected to take less."""
 
 
 class Experience:
@@ -93,10 +91,15 @@ class LengthControls:
         draft: ReplicaDescription | None,
         run_ahead_rounds: int,
         tuning: Tuning = TUNING,
+        *,
+        drafting_delays: bool = False,
     ) -> None:
-        """`run_ahead_rounds` bounds how far the target may be ahead."""
+        """`run_ahead_rounds` bounds how far the target may be ahead; `drafting_delays` as for
+        `RoundCosts`."""
         draft_costs = None if draft is None else draft.step_costs
-        self.costs = RoundCosts(target.step_costs, draft_costs, target.max_num_seqs)
+        self.costs = RoundCosts(
+            target.step_costs, draft_costs, target.max_num_seqs, drafting_delays=drafting_delays
+        )
         self.run_ahead_rounds = run_ahead_rounds
         self.tuning = tuning
         self._shared = {rule: self._nothing_shown() for rule in Rule}
@@ -178,13 +181,13 @@ class _Drafting:
         self.num_paid = num_paid
         """... and the rounds for which that was paid."""
         self.num_rounds = 0
-        self._num_tokens = 0
+        self._num_tokens = 0.0
         """Of all but the first, for which the draft had to read what it missed ..."""
         self._seconds = 0.0
         """... and what they took."""
 
-    def note(self, num_tokens: int, seconds: float) -> None:
-        """A round was played."""
+    def note(self, num_tokens: float, seconds: float) -> None:
+        """A round was played, whose tokens are told less those that others lost."""
         self.num_rounds += 1
         if self.num_rounds > 1:
             self._num_tokens += num_tokens
@@ -248,6 +251,8 @@ class LengthControl:
         self._context = prompt_length
         self._ended_at: float | None = None
         if self._bound > 0:
+            if controls.costs.drafting_delays:
+                self._num_missed = prompt_length
             drafted, plain = self._options()
             if not self._drafting_is_due(_best(drafted), plain, self._trials.begins):
                 self._begin_plain(self._next_phase())
@@ -317,16 +322,18 @@ class LengthControl:
         elif played.num_asked > 0:
             draft_s = None if self._num_missed > 0 else played.draft_s
             rest_s = round_s - played.draft_s - played.target_s
-            num_drafted = num_proposed
+            num_drafted, work_s = num_proposed, played.work_s
             if played.beside is not None:
                 draft_s, num_drafted = played.beside.seconds, played.beside.num_tokens
+                work_s = played.beside.work_s
             costs.note_drafted(
                 num_proposed, draft_s, played.target_s, rest_s, played.context,
-                played.num_siblings, num_drafted,
+                played.num_siblings, num_drafted, work_s,
             )  # fmt: skip
             self._siblings.note(played.siblings)
             self._experience.siblings.note(played.siblings)
-            self._drafting.note(played.num_tokens, round_s + played.next_draft_s)
+            lost = costs.lost_in(num_rows - 1, draft_s or 0.0, work_s, played.context)
+            self._drafting.note(played.num_tokens - lost, round_s + played.next_draft_s)
             self._averages.note(played.num_asked, played.survival)
             self._experience.note(played.num_asked, played.survival)
             self._num_missed = 0
@@ -357,13 +364,16 @@ class LengthControl:
     def _drafting_is_due(
         self, drafted: _Option, plain: _Option, pays: Callable[[float], bool]
     ) -> bool:
-        """Whether to draft: because it is quicker, or to find out whether it is by now."""
-        costs = self._controls.costs
-        if drafted.rate > plain.rate and not costs.load_is_new:
-            return True
+        """Whether to draft: because that is quicker by enough for what the draft has to read, or to
+        find out whether it is by now."""
+        costs, tuning = self._controls.costs, self._tuning
         each = drafted.seconds * plain.rate - drafted.num_tokens
-        lost = self._tuning.choice_rounds * max(each, NEW_LOAD_LOST if costs.load_is_new else 0.0)
-        lost += costs.detour_s(plain.seconds, self._num_missed) * plain.rate
+        if costs.load_is_new:
+            each = max(each, NEW_LOAD_LOST)
+        num_rounds = tuning.choice_rounds if each > 0 else tuning.gain_rounds
+        lost = num_rounds * each + costs.detour_lost(plain.seconds, self._num_missed)
+        if lost < 0:
+            return True
         if not pays(lost):
             return False
         self._drafting = _Drafting(lost, self._tuning.choice_rounds)
@@ -426,11 +436,11 @@ class LengthControl:
             prospects, self._siblings.rates(), forecast.row_s, forecast.lost, self._siblings_max
         )
         options: list[_Option] = []
-        num_tokens, lost, seconds = 1.0, 0.0, forecast.round_s
+        num_tokens, lost, seconds = 1.0, forecast.draft_lost[0], forecast.round_s
         for depth in range(self._bound):
             proposed = prospects.proposed[depth]
             num_tokens += prospects.committed[depth]
-            lost += proposed * forecast.lost[depth]
+            lost += proposed * (forecast.lost[depth] + forecast.draft_lost[depth + 1])
             seconds += proposed * forecast.token_s[depth]
             shape = shaper.shape(depth + 1, num_tokens - lost, seconds)
             options.append(

@@ -32,6 +32,8 @@ class DraftedBeside:
     num_tokens: int
     """Drafted, of which a round may leave some out."""
     seconds: float
+    work_s: float
+    """This session's part of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ class PlayedRound:
     """Where its proposal came with the verdict before: what it took there ..."""
     next_draft_s: float = 0.0
     """... and what the next round's took beside this one's, which is not of `target_s`."""
+    work_s: float = 0.0
+    """What a draft did for this proposal alone, where it did not come with the verdict."""
 
 
 class LengthPolicy(Protocol):

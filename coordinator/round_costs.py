@@ -7,6 +7,7 @@ Pure: told of times, and of nothing else.
 | wait for a proposal | the draft's table, then measured: not every drafter takes a step a token |
 | target, its queue included | its table, for what all sessions have in a step, then measured |
 | all else | measured: a round's time less those two |
+| what others at the target lose while the draft works, where both share cores | measured |
 | a round of plain decoding | measured as a whole, once there are any; else the target's part |
 """
 
@@ -37,6 +38,8 @@ NEW_LOAD: Final = 2.0
 """A load is another one where so many times as many sessions share a step."""
 PLAIN_PRIOR_ROUNDS: Final = 1.0
 """Rounds of plain decoding that weigh as much as the guess from the rounds with a draft."""
+SECONDS_MIN: Final = 1e-9
+"""Nothing is expected to take less."""
 FORGOTTEN_ROUNDS: Final = 512.0
 """Rounds with a draft until plain decoding, not seen meanwhile, weighs 1 / e; and the other way."""
 
@@ -116,16 +119,25 @@ class Forecast:
     siblings, which cost the draft nothing."""
     lost: tuple[float, ...]
     """Tokens that other sessions do not get for each row, as it makes their steps longer."""
+    draft_lost: tuple[float, ...]
+    """Tokens that they do not get while the draft works: of a round for which tokens were asked,
+    and what the first proposed token adds to that, the second, ..."""
 
 
 class RoundCosts:
     """The times of one coordinator's rounds with one target and one draft."""
 
     def __init__(
-        self, target: StepCosts | None, draft: StepCosts | None, max_num_seqs: int
+        self,
+        target: StepCosts | None,
+        draft: StepCosts | None,
+        max_num_seqs: int,
+        *,
+        drafting_delays: bool = False,
     ) -> None:
         """The engines' tables, as far as they are known. At most `max_num_seqs` sessions share a
-        step of the target."""
+        step of the target. That waits while the draft works, if `drafting_delays`: because both
+        share cores or a device, or because the target drafts."""
         self.num_sessions = 0
         """Sessions that run ..."""
         self.num_targets = 1
@@ -135,13 +147,12 @@ class RoundCosts:
         self._draft_token = 1.0 if draft is None else draft.step_seconds(1)
         """A token's share of the draft's work: s by its table, or without one just that."""
         self._max_others = max_num_seqs - 1.0
+        self.drafting_delays = drafting_delays
+        """Whether the target waits while the draft works."""
         self._target = self._target_line()
         self._plain = self._target_line()
-        self._draft = (
-            CostLine(TOKEN_SHARE, SHARE_SPREAD, relative=True)
-            if draft is None
-            else CostLine(1.0, TABLE_SPREAD, relative=False)
-        )
+        self._draft = self._draft_line()
+        self._draft_work = self._draft_line()
         self._rest = _Mean(MEMORY_ROUNDS)
         self._first_plain = _Mean(MEMORY_ROUNDS)
         self._drafted_among = _Mean(MEMORY_ROUNDS)
@@ -179,13 +190,16 @@ class RoundCosts:
         context: int,
         num_siblings: int = 0,
         num_drafted: int | None = None,
+        work_s: float = 0.0,
     ) -> None:
         """A round for which tokens were asked: the time of its proposal (None where that is not
         what such rounds wait), which had `num_drafted` tokens where some were left out, the
-        target's time, and what neither explains."""
+        target's time, and what neither explains. In `work_s` of the draft's time nothing was done
+        for other sessions."""
         if draft_s is not None:
             num_drafted = num_proposed if num_drafted is None else num_drafted
             self._draft.note(num_drafted * self._draft_token, self._bounded(draft_s))
+            self._draft_work.note(num_drafted * self._draft_token, self._bounded(work_s))
             self._rest.note(self._bounded(max(0.0, rest_s)))
         self._drafted_among.note(self._others())
         load = self._load(num_proposed + num_siblings, context)
@@ -207,6 +221,7 @@ class RoundCosts:
             token_s=tuple(draft_s + seconds for seconds in rows_s[:num_draft_tokens]),
             row_s=tuple(rows_s),
             lost=tuple(pace * seconds for seconds in rows_s),
+            draft_lost=self._draft_lost(num_draft_tokens),
         )
 
     @property
@@ -220,14 +235,45 @@ class RoundCosts:
         for each other in ways that no table tells."""
         return self._others() > NEW_LOAD * (1.0 + self._drafted_among.value)
 
-    def detour_s(self, plain_s: float, num_missed: int) -> float:
-        """What a session loses that decodes plainly, tries a draft and comes back, beside its
-        rounds: the draft reads so many tokens that it missed, by its table, and the first plain
-        round takes longer than the others."""
+    def detour_lost(self, plain_s: float, num_missed: int) -> float:
+        """Tokens that are lost when a session that decodes plainly tries a draft and comes back,
+        beside its rounds: the draft reads so many tokens that it missed, by its table, and the
+        first plain round takes longer than the others."""
         reading_s = 0.0
         if self._draft_table is not None and num_missed > 0:
             reading_s = self._draft_table.step_seconds(num_missed)
-        return reading_s + max(0.0, self._first_plain.value - plain_s)
+        own_s = reading_s + max(0.0, self._first_plain.value - plain_s)
+        others_s = self._others() * reading_s if self.drafting_delays else 0.0
+        return own_s / max(plain_s, SECONDS_MIN) + others_s * self._pace()
+
+    def lost_in(self, num_rows: int, draft_s: float, work_s: float, context: int) -> float:
+        """Tokens that other sessions did not get because of a round in which so many rows beside
+        the first were verified; its proposal took `draft_s`, the draft's `work_s` for it."""
+        rows_s = self._load(num_rows, context) - self._load(0, context)
+        rows_lost = self._others() * self._pace() * self._target.slope() * rows_s
+        return rows_lost + self._lost_while_drafting(draft_s, work_s)
+
+    def _draft_lost(self, num_draft_tokens: int) -> tuple[float, ...]:
+        """See `Forecast.draft_lost`."""
+        loads = [num * self._draft_token for num in range(num_draft_tokens + 1)]
+        lost = [
+            self._lost_while_drafting(self._draft.at(load), self._draft_work.at(load))
+            for load in loads
+        ]
+        return (lost[0], *(after - before for before, after in pairwise(lost)))
+
+    def _lost_while_drafting(self, draft_s: float, work_s: float) -> float:
+        """Tokens that all at the target lose while the draft works for a session, but for what
+        waiting costs that session itself. Where all draft in one step, whose work is the wait of
+        each, that is nothing."""
+        if not self.drafting_delays:
+            return 0.0
+        return self._pace() * max(0.0, (1.0 + self._others()) * work_s - draft_s)
+
+    def _draft_line(self) -> CostLine:
+        if self._draft_table is None:
+            return CostLine(TOKEN_SHARE, SHARE_SPREAD, relative=True)
+        return CostLine(1.0, TABLE_SPREAD, relative=False)
 
     def _target_line(self) -> CostLine:
         if self._table is None:

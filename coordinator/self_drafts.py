@@ -36,7 +36,7 @@ class SelfDrafts:
         """What it brought ..."""
         self._next_length = 0
         """... and the committed tokens that this extends ..."""
-        self._next_s = 0.0
+        self._next_s = self._next_work_s = 0.0
         """... and what it took."""
 
     @property
@@ -70,7 +70,7 @@ class SelfDrafts:
         wanted = self._wanted
         num_asked = min(wanted.num_draft_tokens, num_draft_tokens)
         proposal = found.cut(num_draft_tokens)
-        beside = DraftedBeside(found.tree.num_depths, self._next_s)
+        beside = DraftedBeside(found.tree.num_depths, self._next_s, self._next_work_s)
         siblings = wanted.siblings[:num_asked]
         return Drafted(proposal, True, 0.0, num_asked, siblings=siblings, beside=beside)
 
@@ -89,6 +89,7 @@ class SelfDrafts:
         try:
             self._next_length = reply.next_base_length
             self._next_s = reply.next_draft_ms / 1e3
+            self._next_work_s = reply.next_work_ms / 1e3
             check_wanted(proposal, self._wanted.num_draft_tokens, self._wanted.siblings)
             require_q(proposal, self._session.identity.rule)
         except OutriderError as error:

@@ -74,6 +74,8 @@ class CoordinatorOptions:
     run_ahead_rounds: int
     max_sessions: int
     patience: Patience
+    drafting_delays: bool = False
+    """Whether a draft's work delays the target's: they share cores or a device."""
     look_ahead: int = 0
     """Outcomes of a round that the draft works out before they are known."""
     look_ahead_bytes_max: int = LOOK_AHEAD_BYTES_MAX
@@ -149,8 +151,9 @@ class CoordinatorService:
             await self.drafts.join(name, draft_link)
         if self._options.length_control:
             self._lengths = LengthControls(
-                target, self._together.draft, self._options.run_ahead_rounds
-            )
+                target, self._together.draft, self._options.run_ahead_rounds,
+                drafting_delays=self._options.drafting_delays or self._together.draft is None,
+            )  # fmt: skip
         self._model = ServedModel(
             name=self._options.served_model_name or target.model,
             vocab_size=target.vocab_size,

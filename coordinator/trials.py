@@ -24,6 +24,8 @@ class Tuning:
     """Rounds of all sessions up to which K is chosen anew in each ..."""
     choice_rounds: int = 4
     """... and of one session, with a draft, between two choices from then on."""
+    gain_rounds: int = 32
+    """Rounds in which drafting that is quicker must bring what beginning it costs."""
     switch_gain: float = 0.02
     """K changes only for a choice that is better by this share ..."""
     plain_gain: float = 0.03
@@ -39,7 +41,9 @@ class Tuning:
     credit_tokens_max: float = 16.0
     """... and of which it keeps so many."""
     plain_beginnings: int = 7
-    """One in so many sessions that drafting promises nothing drafts at its beginning anyway."""
+    """One in so many sessions that drafting promises nothing drafts at its beginning anyway ..."""
+    beginning_tokens: float = 4.0
+    """... where that costs so few tokens; one in twice as many where it costs twice as many."""
     repaid: float = 4.0
     """A trial of drafting that is gone on with pays for so many like it."""
 
@@ -77,9 +81,12 @@ class Trials:
 
     def begins(self, num_tokens: float) -> bool:
         """The same for a session's beginning, but that one in so many is tried in any case: it may
-        be about another thing than those before it."""
+        be about another thing than those before it; one in more, where it is expected to lose more
+        than little."""
         self._begun_plain += 1
-        begins = self.pays(num_tokens) or self._begun_plain >= self._tuning.plain_beginnings
+        rarity = max(1.0, num_tokens / self._tuning.beginning_tokens)
+        is_due = self._begun_plain >= rarity * self._tuning.plain_beginnings
+        begins = self.pays(num_tokens) or is_due
         self._begun_plain = 0 if begins else self._begun_plain
         return begins
 

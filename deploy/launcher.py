@@ -36,7 +36,13 @@ from target_service.actor import TargetActor
 
 from .cluster import Actor, Cluster
 from .models import resolve_models, tokenizer_warning
-from .placement import Placement, look_ahead_outcomes, plan_placement, siblings_of_a_place
+from .placement import (
+    Placement,
+    are_apart,
+    look_ahead_outcomes,
+    plan_placement,
+    siblings_of_a_place,
+)
 from .preflight import check_before_start
 
 _log = logging.getLogger(__name__)
@@ -135,15 +141,19 @@ class Deployment:
             _nowhere() if placement.draft is None else self._begin("draft", config.draft),
         )
         self._report("starting the coordinator")
-        look_ahead = look_ahead_outcomes(
+        apart = are_apart(
             config,
             same_node=len({actor.place.node for actor in self._models()}) == 1,
             num_cores=available_cores() if self._cluster.local else 0,
         )
-        siblings = siblings_of_a_place(config)
         config = replace(
             config,
-            coordinator=replace(config.coordinator, look_ahead=look_ahead, draft_siblings=siblings),
+            coordinator=replace(
+                config.coordinator,
+                drafting_delays=not apart,
+                look_ahead=look_ahead_outcomes(config, apart=apart),
+                draft_siblings=siblings_of_a_place(config),
+            ),
         )
         coordinator = await self._begin(
             "coordinator",

@@ -58,15 +58,14 @@ def plan_placement(config: DeploymentConfig, resources: Mapping[str, float]) -> 
     )
 
 
-def look_ahead_outcomes(config: DeploymentConfig, *, same_node: bool, num_cores: int) -> int:
+def look_ahead_outcomes(config: DeploymentConfig, *, apart: bool) -> int:
     """How many outcomes of a round the draft is to work out while the target verifies: what the
-    configuration says, else some where they `are_apart`, and none where no model drafts."""
+    configuration says, else some where they are `apart`, and none where no model drafts."""
     if config.coordinator.look_ahead is not None:
         return config.coordinator.look_ahead
     model = config.draft.drafter.model
     if model is None or model.reads_features:
         return 0
-    apart = are_apart(config, same_node=same_node, num_cores=num_cores)
     return LOOK_AHEAD_DEFAULT if apart else 0
 
 

@@ -123,7 +123,9 @@ class VerdictReply:
     next_base_length: int = 0
     """Committed tokens that it extends."""
     next_draft_ms: float = 0.0
-    """What of `compute_ms` it took to draft, for all sessions of the step."""
+    """What of `compute_ms` it took to draft, for all sessions of the step ..."""
+    next_work_ms: float = 0.0
+    """... and this session's part of that."""
     features: Features | None = None
     """Where wanted: of the last committed token and of those that were accepted behind it."""
 
@@ -140,6 +142,8 @@ class ProposalReply:
     """Tokens of prefix and proposal that the replica now holds."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
+    work_ms: float = 0.0
+    """This session's part of `compute_ms`: others shared its step."""
     assumed: tuple[int, ...] = ()
     """Tokens behind the prefix that are not committed yet, and may never be."""
 

@@ -284,6 +284,7 @@ class StepScheduler(Generic[Item, Answer]):
     ) -> None:
         by_outlet: dict[Outlet[Any], list[Any]] = {}
         stamped: list[Any] = []
+        num_sharing = sum(answer is not Unfinished.WAITS for answer in answers)
         for work, answer in zip(batch, answers, strict=True):
             _note_standing(work, answer)
             if work.started_at is None and answer is not Unfinished.WAITS:
@@ -293,7 +294,7 @@ class StepScheduler(Generic[Item, Answer]):
                 parts = answer.answers
             elif not isinstance(answer, Unfinished):
                 parts = (answer,)
-            timed = [_timed(part, work, end) for part in parts]
+            timed = [_timed(part, work, end, num_sharing) for part in parts]
             stamped.append(timed[-1] if timed else Unfinished.CONTINUES)
             for outlet in work.outlets:
                 by_outlet.setdefault(outlet, []).extend(timed)
@@ -348,11 +349,15 @@ def _note_standing(work: Work[Any, Any], answer: Any) -> None:
         work.unfinished = answer if isinstance(answer, Unfinished) else None
 
 
-def _timed(answer: Any, work: Work[Any, Any], end: float) -> Any:
+def _timed(answer: Any, work: Work[Any, Any], end: float, num_sharing: int) -> Any:
     """A verdict or proposal with its times: until the first step that did something for it, and
-    from then."""
+    from then; so many shared the last of its steps."""
     if not isinstance(answer, VerdictReply | ProposalReply):
         return answer
     started_at = end if work.started_at is None else work.started_at
     queue_ms = max(0.0, started_at - work.arrived_at) * 1000
-    return replace(answer, queue_ms=queue_ms, compute_ms=(end - started_at) * 1000)
+    compute_ms = (end - started_at) * 1000
+    timed = replace(answer, queue_ms=queue_ms, compute_ms=compute_ms)
+    if isinstance(timed, ProposalReply):
+        timed = replace(timed, work_ms=compute_ms / num_sharing)
+    return timed

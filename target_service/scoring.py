@@ -297,7 +297,11 @@ class Scorer:
             length = following.wanted.noise.committed_length
             sealed = SealedProposal.of(proposal)
             found[index] = replace(
-                reply, next_proposal=sealed, next_base_length=length, next_draft_ms=draft_ms
+                reply,
+                next_proposal=sealed,
+                next_base_length=length,
+                next_draft_ms=draft_ms,
+                next_work_ms=draft_ms / len(wanting),
             )
         return found
 

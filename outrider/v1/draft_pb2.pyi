@@ -58,17 +58,19 @@ class DraftReplyItem(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., proposal: _Optional[_Union[ProposalAnswer, _Mapping]] = ..., resync: _Optional[_Union[_types_pb2.Resync, _Mapping]] = ..., refused: _Optional[_Union[_types_pb2.Refused, _Mapping]] = ...) -> None: ...
 
 class ProposalAnswer(_message.Message):
-    __slots__ = ("proposal", "base_length", "cached_length", "queue_ms", "compute_ms", "assumed")
+    __slots__ = ("proposal", "base_length", "cached_length", "queue_ms", "compute_ms", "work_ms", "assumed")
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     CACHED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
+    WORK_MS_FIELD_NUMBER: _ClassVar[int]
     ASSUMED_FIELD_NUMBER: _ClassVar[int]
     proposal: _types_pb2.Proposal
     base_length: int
     cached_length: int
     queue_ms: float
     compute_ms: float
+    work_ms: float
     assumed: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., base_length: _Optional[int] = ..., cached_length: _Optional[int] = ..., queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., assumed: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., base_length: _Optional[int] = ..., cached_length: _Optional[int] = ..., queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., work_ms: _Optional[float] = ..., assumed: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -54,7 +54,7 @@ class VerifyReplyItem(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., resync: _Optional[_Union[_types_pb2.Resync, _Mapping]] = ..., refused: _Optional[_Union[_types_pb2.Refused, _Mapping]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("accept_probability", "correction", "logprobs", "cached_length", "queue_ms", "compute_ms", "next_proposal", "next_base_length", "next_draft_ms", "features")
+    __slots__ = ("accept_probability", "correction", "logprobs", "cached_length", "queue_ms", "compute_ms", "next_proposal", "next_base_length", "next_draft_ms", "next_work_ms", "features")
     ACCEPT_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
     CORRECTION_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +64,7 @@ class Verdict(_message.Message):
     NEXT_PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     NEXT_BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     NEXT_DRAFT_MS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_WORK_MS_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     accept_probability: _containers.RepeatedScalarFieldContainer[float]
     correction: _containers.RepeatedScalarFieldContainer[int]
@@ -74,5 +75,6 @@ class Verdict(_message.Message):
     next_proposal: _types_pb2.Proposal
     next_base_length: int
     next_draft_ms: float
+    next_work_ms: float
     features: _types_pb2.Features
-    def __init__(self, accept_probability: _Optional[_Iterable[float]] = ..., correction: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.PositionLogprobs, _Mapping]]] = ..., cached_length: _Optional[int] = ..., queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., next_proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., next_base_length: _Optional[int] = ..., next_draft_ms: _Optional[float] = ..., features: _Optional[_Union[_types_pb2.Features, _Mapping]] = ...) -> None: ...
+    def __init__(self, accept_probability: _Optional[_Iterable[float]] = ..., correction: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.PositionLogprobs, _Mapping]]] = ..., cached_length: _Optional[int] = ..., queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., next_proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., next_base_length: _Optional[int] = ..., next_draft_ms: _Optional[float] = ..., next_work_ms: _Optional[float] = ..., features: _Optional[_Union[_types_pb2.Features, _Mapping]] = ...) -> None: ...

@@ -296,6 +296,7 @@ def verify_answer_to_proto(
             verdict.next_proposal.CopyFrom(proposal_to_proto(answer.next_proposal))
             verdict.next_base_length = answer.next_base_length
         verdict.next_draft_ms = answer.next_draft_ms
+        verdict.next_work_ms = answer.next_work_ms
         if answer.features is not None:
             verdict.features.CopyFrom(features_to_proto(answer.features))
     else:
@@ -333,6 +334,7 @@ def verify_answer_from_proto(
         next_proposal=proposal_from_proto(verdict.next_proposal),
         next_base_length=verdict.next_base_length,
         next_draft_ms=_milliseconds(verdict.next_draft_ms, "verdict.next_draft_ms"),
+        next_work_ms=_milliseconds(verdict.next_work_ms, "verdict.next_work_ms"),
         features=features_from_proto(verdict.features, "verdict.features"),
     )
 
@@ -349,6 +351,7 @@ def draft_answer_to_proto(answer: ProposalReply | Resync | Refused) -> draft_pb2
                 cached_length=answer.cached_length,
                 queue_ms=answer.queue_ms,
                 compute_ms=answer.compute_ms,
+                work_ms=answer.work_ms,
                 assumed=answer.assumed,
             )
         )
@@ -372,6 +375,7 @@ def draft_answer_from_proto(
         cached_length=answer.cached_length,
         queue_ms=_milliseconds(answer.queue_ms, "proposal.queue_ms"),
         compute_ms=_milliseconds(answer.compute_ms, "proposal.compute_ms"),
+        work_ms=_milliseconds(answer.work_ms, "proposal.work_ms"),
         assumed=_assumed_from_wire(answer.assumed),
     )
 

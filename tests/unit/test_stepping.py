@@ -115,6 +115,18 @@ async def test_what_arrives_during_a_step_shares_the_next_one() -> None:
     await desk.scheduler.close()
 
 
+async def test_what_a_step_took_is_shared_out() -> None:
+    desk = Desk()
+    desk.submit(1)
+    await desk.executor.entered.wait()
+    for session in (2, 3, 4):
+        desk.submit(session)
+    alone, *together = await desk.finish()
+    assert alone.work_ms == alone.compute_ms > 0
+    assert [answer.work_ms for answer in together] == [a.compute_ms / 3 for a in together]
+    await desk.scheduler.close()
+
+
 async def test_the_same_item_twice_is_computed_once_and_answered_to_both() -> None:
     """From two connections, with different time left; another prefix under the same key is not
     the same item."""

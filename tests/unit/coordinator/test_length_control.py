@@ -6,15 +6,13 @@ a constant K could have, that one is computed from the world's own chances and c
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from length_world import BOUND, ENDLESS, RUN_AHEAD, World, controls
 
 from coordinator.length_control import (
     LengthControl,
@@ -23,118 +21,7 @@ from coordinator.length_control import (
 from coordinator.lengths import PlayedRound, RoundLength
 from outrider.engine.costs import StepCosts
 from outrider.limits import DRAFTED_SEEDS_MAX, NUM_DRAFT_TOKENS_MAX
-from outrider.messages import ReplicaDescription
 from outrider.speculation.sampling import Rule
-
-BOUND = 8
-RUN_AHEAD = 8
-ENDLESS = 10**9
-
-
-def description(costs: StepCosts | None) -> ReplicaDescription:
-    return ReplicaDescription("m", "", "", 100, "float32", 0, (), 64, costs)
-
-
-def controls(target: StepCosts | None = None, draft: StepCosts | None = None) -> LengthControls:
-    return LengthControls(description(target), description(draft), RUN_AHEAD)
-
-
-@dataclass
-class World:
-    """What a session meets. Times in seconds."""
-
-    acceptance: float = 0.7
-    """Of each draft token, given those before it."""
-    draft_s: float = 0.002
-    """A draft token."""
-    verify_s: float = 0.016
-    """A step of the target over one row ..."""
-    row_s: float = 0.0008
-    """... and over each further one."""
-    wire_s: float = 0.001
-    """Messages to either side and back, which plain decoding does not wait for."""
-    noise: float = 0.1
-    """Standard deviation of a time, as a share of it."""
-    length: Callable[[random.Random], int] | None = None
-    """How long a proposal would be; None = as long as is asked for."""
-    tables: bool = True
-    """Whether the engines say what their steps cost."""
-    prompt_length: int = 100
-    seed: int = 0
-    now: float = 0.0
-    controls: LengthControls = field(init=False)
-
-    def __post_init__(self) -> None:
-        target = StepCosts((1, 33), (self.verify(1), self.verify(33)))
-        draft = StepCosts((1, 65), (self.draft_s, 2 * self.draft_s)) if self.draft_s else None
-        self.controls = controls(*(target, draft) if self.tables else (None, None))
-        self.random = random.Random(self.seed)
-
-    def verify(self, num_rows: int) -> float:
-        return self.verify_s + self.row_s * (num_rows - 1)
-
-    def rate(self, num_asked: int) -> float:
-        """Tokens a second with this K in every round, for drafters of any length."""
-        if num_asked == 0:
-            return 1 / self.verify_s
-        tokens = sum(self.acceptance**n for n in range(num_asked + 1))
-        step_s = self.verify(1 + num_asked) + num_asked * self.draft_s
-        return tokens / (step_s + 2 * self.wire_s)
-
-    @property
-    def best(self) -> int:
-        """The quickest K."""
-        return max(range(BOUND + 1), key=self.rate)
-
-    def open(self, seed: int = 1, bound: int = BOUND) -> LengthControl:
-        return self.controls.open(Rule.TOKEN, seed, bound, self.prompt_length)
-
-    def play(self, control: LengthControl, num_rounds: int, first_index: int = 0) -> Run:
-        """Rounds from `first_index` on."""
-        started_at, chosen, tokens = self.now, [], []
-        for index in range(first_index, first_index + num_rounds):
-            length = control.choose(index, ENDLESS)
-            chosen.append(length)
-            tokens.append(self._round(control, length, is_first=index == first_index))
-        return Run(chosen, tokens, self.now - started_at)
-
-    def _round(self, control: LengthControl, length: RoundLength, *, is_first: bool) -> int:
-        num_asked = length.num_draft_tokens
-        num_proposed = num_asked
-        if self.length is not None:
-            num_proposed = min(num_asked, self.length(self.random))
-        passes = [self.random.random() < self.acceptance for _ in range(num_proposed)]
-        survival = tuple(float(all(passes[: n + 1])) for n in range(num_proposed))
-        draft_s = self.wire_s + self._noisy(num_proposed * self.draft_s) if num_asked else 0.0
-        target_s = self._noisy(self.verify(1 + num_proposed))
-        self.now += draft_s + target_s + (self.wire_s if num_asked or is_first else 0.0)
-        num_tokens = 1 + int(sum(survival))
-        control.note(PlayedRound(num_asked, survival, num_tokens, 100, draft_s, target_s, self.now))
-        return num_tokens
-
-    def _noisy(self, seconds: float) -> float:
-        return seconds * max(0.2, self.random.gauss(1.0, self.noise))
-
-
-@dataclass(frozen=True)
-class Run:
-    """Rounds as they were played."""
-
-    lengths: list[RoundLength]
-    num_tokens: list[int]
-    seconds: float
-
-    @property
-    def asked(self) -> list[int]:
-        return [length.num_draft_tokens for length in self.lengths]
-
-    @property
-    def rate(self) -> float:
-        return sum(self.num_tokens) / self.seconds
-
-    @property
-    def plain_share(self) -> float:
-        return self.asked.count(0) / len(self.asked)
 
 
 @pytest.mark.parametrize("tables", [True, False])

@@ -43,7 +43,9 @@ def play_own_drafts(draft_s: float, acceptance: float, rounds: int = 2400) -> tu
             target_s, next_s = 0.016 + 0.0015 * num, draft_s * length.next_max
             now += target_s + next_s
             survival = tuple(float(depth < accepted) for depth in range(num))
-            beside = DraftedBeside(drafted, draft_s * drafted) if drafted else None
+            beside = (
+                DraftedBeside(drafted, draft_s * drafted, draft_s * drafted) if drafted else None
+            )
             control.note(
                 PlayedRound(
                     num, survival, 1 + accepted, 100 + index, 0.0, target_s, now,
@@ -87,9 +89,9 @@ def test_drafting_beside_a_verdict_is_no_time_of_the_verdict() -> None:
         decoding = Decoding(session=session(), lengths=lengths, length_max=99, **parts)
         reply = VerdictReply(
             ReplyKey("0" * 32, 1, 0), Verdict((), (9,)), 4,
-            queue_ms=5.0, compute_ms=40.0, next_draft_ms=10.0,
+            queue_ms=5.0, compute_ms=40.0, next_draft_ms=10.0, next_work_ms=5.0,
         )  # fmt: skip
-        beside = DraftedBeside(3, 0.02)
+        beside = DraftedBeside(3, 0.02, 0.01)
         drafted = Drafted(NOTHING_SEALED, True, 0.0, 2, beside=beside)
         decoding._note(drafted, Verified(reply, 0.05), decide(reply.verdict, (), Rule.GREEDY, ()))
 
@@ -97,4 +99,4 @@ def test_drafting_beside_a_verdict_is_no_time_of_the_verdict() -> None:
     [played] = notes
     assert played.target_s == pytest.approx(0.035)
     assert played.next_draft_s == pytest.approx(0.01)
-    assert played.beside == DraftedBeside(3, 0.02)
+    assert played.beside == DraftedBeside(3, 0.02, 0.01)

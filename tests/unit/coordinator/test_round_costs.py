@@ -142,11 +142,50 @@ def test_a_load_that_no_draft_has_met_is_new_until_one_has() -> None:
 
 def test_a_detour_by_the_draft_costs_what_it_missed_and_a_long_first_round() -> None:
     one = costs()
-    assert one.detour_s(0.016, 0) == 0.0
-    assert one.detour_s(0.016, 65) == pytest.approx(DRAFT.step_seconds(65))
+    assert one.detour_lost(0.016, 0) == 0.0
+    assert one.detour_lost(0.016, 65) == pytest.approx(DRAFT.step_seconds(65) / 0.016)
     for _ in range(20):
         one.note_first_plain(0.030)
-    assert one.detour_s(0.016, 0) == pytest.approx(0.014)
+    assert one.detour_lost(0.016, 0) == pytest.approx(0.014 / 0.016)
+
+
+@pytest.mark.parametrize("delays", [False, True])
+def test_a_detour_costs_those_that_wait_while_the_draft_reads(delays: bool) -> None:
+    """Eight others are at the target, with a token each 40 ms."""
+    one = RoundCosts(TARGET, DRAFT, 64, drafting_delays=delays)
+    one.num_sessions = 9
+    for _ in range(2000):
+        one.note_load(1, 1, 0.040, 0.040)
+    reading_s = DRAFT.step_seconds(65)
+    own, others = reading_s / 0.016, 8 * reading_s / 0.040
+    assert one.detour_lost(0.016, 65) == pytest.approx(own + delays * others, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("delays", "draft_s", "work_s", "lost"),
+    [
+        (False, 0.004, 0.004, 0.0),
+        (True, 0.004, 0.004, 8 * 0.1),  # alone: it waits for its work, and so do eight others
+        (True, 0.036, 0.004, 0.0),  # all draft in one step: each waits for the work of nine
+        (True, 0.0, 0.004, 9 * 0.1),  # ahead: nobody waits for the proposal
+        (True, 0.0, 0.0, 0.0),
+    ],
+)
+def test_what_a_draft_takes_from_those_at_the_target_is_lost(
+    delays: bool, draft_s: float, work_s: float, lost: float
+) -> None:
+    """Eight others are at the target, with a token each 40 ms; told of rounds as of forecasts."""
+    one = RoundCosts(TARGET, None, 64, drafting_delays=delays)
+    one.num_sessions = 9
+    for num_drafted in (1, 2, 3) * 700:
+        one.note_load(1, 1, 0.040, 0.040)
+        one.note_drafted(
+            0, num_drafted * draft_s, 0.040, 0.0, 0, num_drafted=num_drafted,
+            work_s=num_drafted * work_s,
+        )  # fmt: skip
+    assert one.lost_in(0, draft_s, work_s, 0) == pytest.approx(lost, abs=0.01)
+    found = one.forecast(3, 0).draft_lost
+    assert found == pytest.approx([0.0, lost, lost, lost], abs=0.02)
 
 
 def test_no_more_share_a_step_than_fit() -> None:

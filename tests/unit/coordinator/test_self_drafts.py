@@ -37,6 +37,7 @@ def verdict(proposal: SealedProposal, base_length: int = len(PROMPT)) -> Verdict
     return VerdictReply(
         key, Verdict((), (1,)), 6, next_proposal=proposal, next_base_length=base_length,
         next_draft_ms=250.0,
+        next_work_ms=125.0,
     )  # fmt: skip
 
 
@@ -69,7 +70,7 @@ async def test_what_came_with_the_verdict_is_proposed_once() -> None:
     drafts.hear(verdict(sealed(3)))
     drafted = await drafts.propose(1, 2, NOISE)
     assert (drafted.proposal, drafted.num_asked) == (sealed(2), 2)
-    assert (drafted.seconds, drafted.beside) == (0.0, DraftedBeside(3, 0.25))
+    assert (drafted.seconds, drafted.beside) == (0.0, DraftedBeside(3, 0.25, 0.125))
     again = await drafts.propose(2, 2, NOISE)
     assert (again.proposal.token_ids, again.num_asked) == ((2, 3), 0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deploy.cluster import Demand, beyond, strategy
-from deploy.placement import look_ahead_outcomes, plan_placement, siblings_of_a_place
+from deploy.placement import are_apart, look_ahead_outcomes, plan_placement, siblings_of_a_place
 from outrider.config import load_config
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import LOOK_AHEAD_DEFAULT, SIBLINGS_DEFAULT
@@ -81,7 +81,10 @@ def test_a_draft_looks_ahead_where_it_takes_nothing_from_the_target(
     """A device, a node or cores of its own; what the configuration states wins."""
     config = load_config({"draft_model": "small", **settings}, {})
     placed = plan_placement(config, {"CPU": 8.0, "GPU": gpus}).config
-    assert look_ahead_outcomes(placed, same_node=same_node, num_cores=8) == expected
+    assert (
+        look_ahead_outcomes(placed, apart=are_apart(placed, same_node=same_node, num_cores=8))
+        == expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +159,7 @@ def test_each_rank_of_a_model_asks_for_as_much() -> None:
 
 def test_a_draft_that_reads_features_looks_nowhere_ahead() -> None:
     config = load_config({"draft_model": "eagle:head"}, {})
-    assert look_ahead_outcomes(config, same_node=False, num_cores=8) == 0
+    assert look_ahead_outcomes(config, apart=True) == 0
 
 
 @pytest.mark.parametrize("named", ["medusa:heads", "hybrid:suffix,early-exit:exit"])

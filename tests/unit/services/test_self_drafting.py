@@ -283,6 +283,7 @@ async def test_what_drafting_took_is_said() -> None:
         plain = await target.verify(PROMPT, NOTHING_SEALED, num_next=0)
         drafted = await target.verify(PROMPT, NOTHING_SEALED, num_next=2, round_index=1)
     assert (plain.next_draft_ms, drafted.next_draft_ms) == (0.0, 250.0)
+    assert (plain.next_work_ms, drafted.next_work_ms) == (0.0, 250.0)
 
 
 async def test_logits_that_cannot_be_drawn_from_end_a_proposal() -> None:

@@ -176,7 +176,7 @@ def test_verify_answers_survive(answer: VerdictReply | Resync | Refused) -> None
 
 
 @given(
-    st.builds(ProposalReply, KEYS, proposals(), U32, U32, FLOAT32, FLOAT32)
+    st.builds(ProposalReply, KEYS, proposals(), U32, U32, FLOAT32, FLOAT32, FLOAT32)
     | st.builds(Resync, KEYS, U32, U64)
     | st.builds(Refused, KEYS, st.integers(0, 16), st.text(max_size=20))
 )
@@ -382,7 +382,9 @@ def test_features_travel_with_questions_and_verdicts() -> None:
     wanting = VerifyItem(make_head((1,)), wants_features=True)
     assert convert.verify_item_from_proto(convert.verify_item_to_proto(wanting, None)) == wanting
     key = ReplyKey("0" * 32, 1, 0)
-    reply = VerdictReply(key, Verdict((), (1,)), 1, features=features, next_draft_ms=0.5)
+    reply = VerdictReply(
+        key, Verdict((), (1,)), 1, features=features, next_draft_ms=0.5, next_work_ms=0.25
+    )
     assert convert.verify_answer_from_proto(convert.verify_answer_to_proto(reply)) == reply
 
 
@@ -430,6 +432,7 @@ ANSWER_CHANGES: list[tuple[str, Callable[[Any], Any]]] = [
     ("logprobs", lambda m: setattr(m.verdict.logprobs[0], "logprob", math.inf)),
     ("verdict.queue_ms", lambda m: setattr(m.verdict, "queue_ms", -1.0)),
     ("verdict.compute_ms", lambda m: setattr(m.verdict, "compute_ms", math.nan)),
+    ("verdict.next_work_ms", lambda m: setattr(m.verdict, "next_work_ms", math.nan)),
     ("proposal.token_ids", lambda m: m.verdict.next_proposal.token_ids.append(2**31)),
 ]
 

@@ -1,0 +1,33 @@
+"""What can be set, once: a frozen configuration per service, and one of a whole deployment.
+
+Flags, `OUTRIDER_*` variables, YAML keys and the README's table are all made from these fields.
+Fields that no `setting` makes are filled in by whoever starts the service.
+"""
+
+from __future__ import annotations
+
+from outrider.config.coordinators import CoordinatorConfig
+from outrider.config.deployments import DeploymentConfig, deployment_settings, load_config
+from outrider.config.drafts import DraftConfig
+from outrider.config.models import (
+    DTYPES,
+    EMULATED,
+    TRANSFORMERS,
+    ModelServerConfig,
+    ServerConfig,
+    TargetConfig,
+)
+
+__all__ = [
+    "DTYPES",
+    "EMULATED",
+    "TRANSFORMERS",
+    "CoordinatorConfig",
+    "DeploymentConfig",
+    "DraftConfig",
+    "ModelServerConfig",
+    "ServerConfig",
+    "TargetConfig",
+    "deployment_settings",
+    "load_config",
+]

@@ -1,0 +1,155 @@
+"""What a coordinator can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from outrider.errors import SettingError
+from outrider.limits import (
+    DEADLINE_MS_DEFAULT,
+    DEADLINE_MS_MAX,
+    LOOK_AHEAD_BYTES_MAX,
+    LOOK_AHEAD_MAX,
+    NUM_DRAFT_TOKENS_MAX,
+    RUN_AHEAD_ROUNDS_MAX,
+    SEED_MAX,
+    SESSIONS_PER_COORDINATOR_MAX,
+    SIBLINGS_DEFAULT,
+    SIBLINGS_MAX,
+)
+from outrider.settings import setting
+
+from .drafts import DraftConfig, check_ngrams, ngram_max_setting, ngram_min_setting
+from .models import PORT_MAX, THREADS_MAX, ServerConfig
+
+TRACE_ROUNDS_MAX: Final = 2**20
+WAIT_MS_MAX: Final = 600_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorConfig(ServerConfig):
+    """One coordinator."""
+
+    served_model_name: str = setting(
+        "", "Name that requests call the model by; empty = the target's own."
+    )
+    grpc_port: int = setting(
+        50_051, "The coordinator's gRPC port; 0 = any.", minimum=0, maximum=PORT_MAX
+    )
+    redis_url: str = setting(
+        "", "`redis://`, `rediss://` (TLS) or `unix://` URL of the session store; empty = an "
+        "embedded server.",
+        secret=True,
+    )  # fmt: skip
+    redis_username: str = setting("", "User of the session store; one in the URL wins.")
+    redis_password: str = setting(
+        "", "Its password; one in the URL wins. Best given as a variable.", secret=True
+    )
+    redis_ca_file: str = setting(
+        "", "Certificate authority of a `rediss://` server; empty = the system's."
+    )
+    redis_key_prefix: str = setting("outrider:", "Begins every key in Redis.")
+    num_draft_tokens: int = setting(
+        8, "Draft tokens a round where a request does not say, or the most of them with "
+        "`length_control`; 0 = plain decoding.", minimum=0, maximum=NUM_DRAFT_TOKENS_MAX,
+    )  # fmt: skip
+    length_control: bool = setting(
+        True, "Choose the draft tokens of each round by what they are expected to bring and cost, "
+        "none included; a request's number is then the most of them.",
+    )  # fmt: skip
+    look_ahead: int | None = setting(
+        None, "Outcomes of a round that the draft works out while the target verifies; 0 = none, "
+        "unset = some where draft and target share neither cores nor a device.",
+        minimum=0, maximum=LOOK_AHEAD_MAX,
+    )  # fmt: skip
+    look_ahead_bytes_max: int = setting(
+        LOOK_AHEAD_BYTES_MAX,
+        "Bytes of proposals that are kept for the outcomes of one round of a session.",
+        minimum=0,
+    )
+    draft_siblings: int | None = setting(
+        None, "Candidates that a model's proposal may have beside each of its tokens, in a tree; "
+        "without `length_control` just so many, as far as a tree may be large. 0 = chains, unset = "
+        f"up to {SIBLINGS_DEFAULT} with `length_control` on CPUs. None with `look_ahead`, asked "
+        "for or chosen, `deterministic`, penalties or the rule block.",
+        minimum=0, maximum=SIBLINGS_MAX,
+    )  # fmt: skip
+    run_ahead_rounds: int = setting(
+        8, "Rounds of plain decoding that the target may run before it hears back.",
+        minimum=0, maximum=RUN_AHEAD_ROUNDS_MAX,
+    )  # fmt: skip
+    max_sessions: int = setting(
+        SESSIONS_PER_COORDINATOR_MAX, "Sessions that may run at once; more are refused.",
+        minimum=1, maximum=SESSIONS_PER_COORDINATOR_MAX,
+    )  # fmt: skip
+    deadline_ms: int = setting(
+        DEADLINE_MS_DEFAULT,
+        "Deadline of a request that names none, ms.",
+        minimum=1,
+        maximum=DEADLINE_MS_MAX,
+    )
+    resume_grace_ms: int = setting(
+        10_000, "Wait for a client whose stream broke to resume its session, which then counts as "
+        "cancelled, ms. Nothing is decoded meanwhile.", minimum=0, maximum=WAIT_MS_MAX,
+    )  # fmt: skip
+    draft_timeout_ms: int = setting(
+        1_000, "Wait for a proposal before the round goes on without one, ms.",
+        minimum=1, maximum=WAIT_MS_MAX,
+    )  # fmt: skip
+    draft_retry_ms: int = setting(
+        1_000, "Rest after a failure before the draft is asked again, ms.",
+        minimum=1, maximum=WAIT_MS_MAX,
+    )  # fmt: skip
+    target_timeout_ms: int = setting(
+        30_000, "Wait for a verdict before it is asked for again, ms.",
+        minimum=1, maximum=WAIT_MS_MAX,
+    )  # fmt: skip
+    target_retry_ms: int = setting(
+        100, "First rest after a failure before the target is asked again, ms; it doubles.",
+        minimum=1, maximum=WAIT_MS_MAX,
+    )  # fmt: skip
+    target_gone_ms: int = setting(
+        60_000,
+        "A target that cannot be reached for so long ends the request, ms.",
+        minimum=1,
+        maximum=WAIT_MS_MAX,
+    )
+    ngram_min: int = ngram_min_setting()
+    ngram_max: int = ngram_max_setting()
+    """Of the prompt lookup that drafts while no draft replica answers."""
+    seed: int | None = setting(
+        None, "Seeds the stream that requests without a seed take theirs from; unset = the "
+        "operating system's randomness.", minimum=0, maximum=SEED_MAX,
+    )  # fmt: skip
+    num_cpus: float = setting(
+        0.25, "CPUs that Ray reserves for the coordinator.", key="coordinator_num_cpus",
+        minimum=0, maximum=THREADS_MAX,
+    )  # fmt: skip
+    trace_first_rounds: int = setting(
+        2, "Rounds at a request's beginning that have spans of their own.", minimum=0,
+        maximum=TRACE_ROUNDS_MAX,
+    )  # fmt: skip
+    trace_every_rounds: int = setting(
+        64, "After those, each so manieth round has; 0 = none. All count in the request's totals.",
+        minimum=0, maximum=TRACE_ROUNDS_MAX,
+    )  # fmt: skip
+    trace_prompts: bool = setting(False, "Record the text of prompts in traces.")
+    reflection: bool = setting(True, "Serve gRPC reflection on the coordinator.")
+    tokenizer_directory: str = ""
+    """Where the tokenizer's files are; empty = requests give token ids and get no text."""
+    trust_remote_code: bool = setting(False, "Run Python code that comes with a model's files.")
+    drafting_delays: bool = False
+    """Whether a draft's work delays the target's: they share cores or a device."""
+    target_address: str = ""
+    """HOST:PORT of the target replica."""
+    draft_address: str = ""
+    """HOST:PORT of the draft replica; empty = none."""
+    lookup: DraftConfig | None = None
+    """Of a hybrid whose target drafts: the look-up, which goes before its own proposals."""
+
+    def __post_init__(self) -> None:
+        ServerConfig.__post_init__(self)
+        if set(self.redis_key_prefix) & set("{}"):
+            raise SettingError("redis_key_prefix", "braces are not allowed in it")
+        check_ngrams(self.ngram_min, self.ngram_max)

@@ -1,0 +1,93 @@
+"""What a deployment of all services can be told, and what its configuration is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from outrider.drafting.registry import AUTO, drafter_for
+from outrider.errors import SettingError
+from outrider.settings import Setting, build, merge, setting, settings_by_key, verify_settings
+
+from .coordinators import CoordinatorConfig
+from .drafts import DraftConfig
+from .models import TargetConfig
+
+WAIT_S_MAX: Final = 86_400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentConfig:
+    """A coordinator, a target replica and a draft replica, and how they are started."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
+    address: str = setting("", "Ray cluster to start the actors on; empty = a local one.")
+    startup_timeout_s: float = setting(
+        20.0, "Wait for Ray to find a place for every actor, s.", minimum=0.1, maximum=WAIT_S_MAX
+    )
+    model_timeout_s: float = setting(
+        900.0, "Wait for the models to load, s.", minimum=0.1, maximum=WAIT_S_MAX
+    )
+    stop_timeout_s: float = setting(
+        10.0, "Wait for running requests to end when stopping, s.", minimum=0, maximum=WAIT_S_MAX
+    )
+
+    def __post_init__(self) -> None:
+        verify_settings(self)
+        if self.draft.model == AUTO:
+            named = drafter_for(None if self.target.emulated else self.target.model)
+            object.__setattr__(self, "draft", replace(self.draft, model=named))
+        if self.draft.drafter.reads_target:
+            self._check_reading()
+        if self.target.deterministic and self.coordinator.draft_siblings:
+            raise SettingError(
+                "draft_siblings",
+                f"{self.coordinator.draft_siblings} given, but with `deterministic` there are no "
+                "trees: their logits may differ in the last bit from those of a chain",
+            )
+
+    def _check_reading(self) -> None:
+        """Of a target that computes what is drafted from."""
+        ranks = self.target.tensor_parallel_size
+        for key, value, reason in (
+            ("tensor_parallel_size", ranks if ranks > 1 else 0, "which takes one rank"),
+            ("look_ahead", self.coordinator.look_ahead, "once the outcome is known"),
+        ):
+            if value:
+                raise SettingError(
+                    key,
+                    f"{value} given, but {self.draft.model} drafts from what its target computes, "
+                    f"{reason}",
+                )
+
+    @property
+    def served_model_name(self) -> str:
+        """What requests call the model."""
+        return self.coordinator.served_model_name or self.target.model
+
+
+def deployment_settings() -> dict[str, Setting]:
+    """Every setting of a deployment by key, in the order of the documentation."""
+    return settings_by_key(TargetConfig, DraftConfig, CoordinatorConfig, DeploymentConfig)
+
+
+def load_config(
+    flags: Mapping[str, object],
+    environment: Mapping[str, str],
+    file: Path | None = None,
+) -> DeploymentConfig:
+    """The deployment that defaults < `file` (YAML) < `environment` (`OUTRIDER_*`) < `flags` (by
+    key; text or values) describe. Raises `ConfigError` naming what set the bad value, and
+    `SettingError` for values that do not go together."""
+    values = merge(deployment_settings(), file, environment, flags)
+    return build(
+        DeploymentConfig,
+        values,
+        target=build(TargetConfig, values),
+        draft=build(DraftConfig, values),
+        coordinator=build(CoordinatorConfig, values),
+    )
