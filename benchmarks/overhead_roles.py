@@ -181,7 +181,7 @@ async def _model(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     executor = ClockedExecutor("target-step", engine.take_step_seconds, start_workers)
     service = ClockedService(TargetService(engine, executor, max_num_seqs=config.max_num_seqs))
     host: ReplicaHost[Any, Any] = ReplicaHost()
-    address = await host.serve(service, TargetServicer, config.host, 0)
+    address = await host.serve(service, TargetServicer, config)
     try:
         yield Role(
             {"address": address},

@@ -9,7 +9,7 @@ import random
 import secrets
 import socket
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -19,9 +19,13 @@ from outrider.limits import SEED_BITS
 
 if TYPE_CHECKING:
     from outrider.drafting.lookup import LookupDrafter
+    from outrider.fleet.announcing import Announcer
+    from outrider.fleet.registry import Registry
+    from outrider.messages import DraftAnswer, DraftItem, VerifyAnswer, VerifyItem
     from outrider.sessions.redis_store import RedisStore
     from outrider.telemetry.exporting import Exports
     from outrider.telemetry.observer import Observation
+    from outrider.wire.link import Link
     from outrider.wire.server import RpcServer
 
     from .asking import Patience
@@ -43,22 +47,26 @@ class CoordinatorActor:
         self._server: RpcServer | None = None
         self._health: asyncio.Task[None] | None = None
         self._exports: Exports | None = None
+        self._announcer: Announcer | None = None
+        self._rosters: list[asyncio.Task[None]] = []
+        self._leaving = False
 
     async def ping(self) -> Place:
         """Where the actor runs."""
         return Place(os.getpid(), socket.gethostname())
 
     async def start(self, config: CoordinatorConfig, log_directory: str) -> str:
-        """Connects to the store, the target and the draft, and serves; the address that clients
+        """Connects to the store, the targets and the drafts, and serves; the address that clients
         call. Raises `ConfigError`, `Unavailable`, `Incompatible`."""
         use_threads(1)
-        log_to(log_directory, "coordinator")
+        log_to(log_directory, config.log_name("coordinator"))
         from outrider.v1 import coordinator_pb2
         from outrider.wire.server import RpcServer, ServerOptions, Service
 
         from .servicer import CoordinatorServicer
 
-        self._service = await _build(config, self._observe(config))
+        registry = _registry(config)
+        self._service = await _build(config, await _links(config, registry), self._observe(config))
         await self._service.start()
         descriptor = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
         self._server = RpcServer(
@@ -67,8 +75,51 @@ class CoordinatorActor:
         )
         await self._server.start()
         await self._server.set_serving(True)
-        self._health = asyncio.create_task(_report_health(self._service, self._server))
-        return advertised(config.host, self._server.address)
+        self._health = asyncio.create_task(
+            _report_health(self._service, self._server, lambda: not self._leaving)
+        )
+        address = advertised(config.host, self._server.address)
+        if registry is not None:
+            await self._follow(registry, config, address)
+        return address
+
+    async def _follow(self, registry: Registry, config: CoordinatorConfig, address: str) -> None:
+        """Keeps up with who is in the registry, and is in it."""
+        from outrider.fleet.announcing import Announcer
+        from outrider.fleet.registry import ReplicaRecord
+        from outrider.wire.grpc_link import draft_link, target_link
+
+        from .roster import Roster
+
+        service, member = self._service, config.membership
+        if service is None or member is None:
+            return
+        rosters = (
+            Roster("target", service.targets, registry, target_link),
+            Roster("draft", service.drafts, registry, draft_link),
+        )
+        self._rosters = [asyncio.create_task(roster.run()) for roster in rosters]
+
+        def record() -> ReplicaRecord:
+            return ReplicaRecord(
+                role="coordinator",
+                name=member.name,
+                address=address,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                model=service.model.name,
+                leaving=self._leaving,
+                load=service.num_running,
+            )
+
+        self._announcer = Announcer(registry, record)
+        await self._announcer.start()
+
+    async def leave(self) -> None:
+        """Says that it is to be left: its health, too. What runs goes on."""
+        self._leaving = True
+        if self._announcer is not None:
+            self._announcer.say_again()
 
     def _observe(self, config: CoordinatorConfig) -> Observation:
         """Starts the telemetry that a configuration asks for. Raises `ConfigError`."""
@@ -79,7 +130,7 @@ class CoordinatorActor:
         from outrider.telemetry.exporting import start_exports
         from outrider.telemetry.requests import Detail, ObservedRequests
 
-        self._exports = start_exports(config.telemetry, "coordinator", config.host)
+        self._exports = start_exports(config.telemetry, "coordinator", config.host, config.slot)
         if self._exports is None:
             return UNOBSERVED
         detail = Detail(config.trace_first_rounds, config.trace_every_rounds, config.trace_prompts)
@@ -95,6 +146,10 @@ class CoordinatorActor:
         decided, and closes."""
         if self._health is not None:
             self._health.cancel()
+        if self._announcer is not None:
+            await self._announcer.close()
+        for task in self._rosters:
+            task.cancel()
         if self._server is not None:
             await self._server.stop(grace_s)
         if self._service is not None:
@@ -103,11 +158,13 @@ class CoordinatorActor:
             await self._exports.close()
 
 
-async def _report_health(service: CoordinatorService, server: RpcServer) -> None:
+async def _report_health(
+    service: CoordinatorService, server: RpcServer, stays: Callable[[], bool]
+) -> None:
     """Keeps the server's health true; stops it once nothing can be served any more."""
     serving = True
     while not service.failed:
-        healthy = await service.healthy()
+        healthy = stays() and await service.healthy()
         if healthy != serving:
             _log.warning("the coordinator %s", "serves again" if healthy else "cannot serve")
             await server.set_serving(healthy)
@@ -117,16 +174,47 @@ async def _report_health(service: CoordinatorService, server: RpcServer) -> None
     await server.stop()
 
 
-async def _build(config: CoordinatorConfig, observation: Observation) -> CoordinatorService:
+Links = tuple[
+    "Mapping[str, Link[VerifyItem, VerifyAnswer]]", "Mapping[str, Link[DraftItem, DraftAnswer]]"
+]
+"""To the targets and to the drafts, by name."""
+
+
+def _registry(config: CoordinatorConfig) -> Registry | None:
+    if config.membership is None:
+        return None
+    from outrider.fleet.redis_registry import RedisRegistry
+
+    return RedisRegistry(config.membership.redis, config.membership.deployment)
+
+
+async def _links(config: CoordinatorConfig, registry: Registry | None) -> Links:
+    """To those that the registry has, or else that the configuration names."""
     from outrider.wire.grpc_link import draft_link, target_link
 
+    if registry is None:
+        draft = config.draft_address
+        return (
+            {"target-0": target_link(config.target_address)},
+            {"draft-0": draft_link(draft)} if draft else {},
+        )
+    targets, drafts = [await registry.records(role) for role in ("target", "draft")]
+    return (
+        {one.name: target_link(one.address) for one in targets if not one.leaving},
+        {one.name: draft_link(one.address) for one in drafts if not one.leaving},
+    )
+
+
+async def _build(
+    config: CoordinatorConfig, links: Links, observation: Observation
+) -> CoordinatorService:
     from .request import RequestDefaults
     from .service import CoordinatorOptions, CoordinatorService
 
     text = _load_text(config)
     return CoordinatorService(
         CoordinatorOptions(
-            name=f"coordinator-{uuid.uuid4().hex}",
+            name=_owner(config),
             served_model_name=config.served_model_name,
             defaults=RequestDefaults(config.num_draft_tokens, config.deadline_ms),
             length_control=config.length_control,
@@ -141,13 +229,20 @@ async def _build(config: CoordinatorConfig, observation: Observation) -> Coordin
             confident=None if config.lookup is None else config.lookup.hybrid_min_score,
         ),
         store=await connect_store(config),
-        targets={"target-0": target_link(config.target_address)},
-        drafts={"draft-0": draft_link(config.draft_address)} if config.draft_address else {},
+        targets=links[0],
+        drafts=links[1],
         stand_in=_stand_in(config),
         text=text,
         random_seed=_random_seeds(config.seed),
         observation=observation,
     )
+
+
+def _owner(config: CoordinatorConfig) -> str:
+    """What it is called in the session store."""
+    if config.membership is not None:
+        return config.membership.name
+    return f"coordinator-{uuid.uuid4().hex}"
 
 
 def _stand_in(config: CoordinatorConfig) -> LookupDrafter:

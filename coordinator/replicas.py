@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Final, Generic, TypeVar
 
@@ -96,6 +96,19 @@ class ReplicaPool(Generic[Item, Answer]):
             await link.close()
             raise
         self.admit(name, link, description)
+
+    async def join_all(self, links: Mapping[str, Link[Item, Answer]]) -> None:
+        """Takes replicas in, of which some may be gone or not fit. Raises what `join` raises where
+        none of them can be taken in."""
+        errors = []
+        for name, link in links.items():
+            try:
+                await self.join(name, link)
+            except OutriderError as error:
+                errors.append(error)
+                _log.warning("the %s %s cannot join: %s", self.role, name, error)
+        if errors and not self._offices:
+            raise errors[0]
 
     def admit(self, name: str, link: Link[Item, Answer], description: ReplicaDescription) -> None:
         """As `join`, for a replica of which it is known what it runs, and that it fits."""

@@ -144,11 +144,9 @@ class CoordinatorService:
         """Learns what the replicas run, and starts committing. Raises `Unavailable` where one
         does not answer, `Incompatible` where they do not fit together."""
         targets, drafts = self._links
-        for name, target_link in targets.items():
-            await self.targets.join(name, target_link)
+        await self.targets.join_all(targets)
         target = self.targets.description
-        for name, draft_link in drafts.items():
-            await self.drafts.join(name, draft_link)
+        await self.drafts.join_all(drafts)
         if self._options.length_control:
             self._lengths = LengthControls(
                 target, self._together.draft, self._options.run_ahead_rounds,

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
@@ -43,9 +43,20 @@ class Demand:
     num_gpus: float
     num_ranks: int = 1
     """Actors that share the role's model, each of which asks for so much."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """What else each asks for, by Ray's names."""
+    name: str = ""
+    """Of the replica, unique; empty where there is one of its role."""
+
+    @property
+    def each(self) -> dict[str, float]:
+        """What each of its actors asks for, by Ray's names; nothing that it does not."""
+        asked = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+        return {name: amount for name, amount in asked.items() if amount}
 
     def __str__(self) -> str:
         each = f"{self.num_cpus:g} CPUs and {self.num_gpus:g} GPUs"
+        each += "".join(f" and {amount:g} {name}" for name, amount in self.resources.items())
         return each if self.num_ranks == 1 else f"{self.num_ranks} times {each}"
 
 
@@ -84,7 +95,7 @@ class Actor:
 
     @property
     def name(self) -> str:
-        """The role, and the rank of a follower."""
+        """The replica's, or its role's, and the rank of a follower."""
         return _name(self.demand, self.rank)
 
     async def call(self, method: str, *arguments: object, timeout_s: float | None = None) -> Any:
@@ -123,7 +134,7 @@ class Cluster:
         self._temporary: str | None = None
         self._connected = False
         self._groups: dict[str, Any] = {}
-        """Placement groups by role."""
+        """Placement groups by what the replicas are called."""
 
     async def connect(self) -> None:
         """Starts a local cluster, or connects to the one at the address. Raises `ConfigError`."""
@@ -202,8 +213,8 @@ class Cluster:
     async def remove(self, actors: Sequence[Actor]) -> None:
         """Ends actors at once, and gives back the places of their groups."""
         await asyncio.gather(*(actor.kill() for actor in actors))
-        for role in {actor.role for actor in actors} & self._groups.keys():
-            await asyncio.to_thread(_remove_group, self._groups.pop(role))
+        for name in {_name(actor.demand, 0) for actor in actors} & self._groups.keys():
+            await asyncio.to_thread(_remove_group, self._groups.pop(name))
 
     def _begin(self, demand: Demand, leader: type, follower: type) -> list[Actor]:
         """The actors of a role, which Ray has not placed yet."""
@@ -218,6 +229,7 @@ class Cluster:
                     name=_name(demand, rank),
                     num_cpus=demand.num_cpus,
                     num_gpus=demand.num_gpus,
+                    resources=dict(demand.resources),
                     max_concurrency=CALLS_PER_ACTOR_MAX,
                     **places[rank],
                 )
@@ -230,17 +242,16 @@ class Cluster:
     def _places_of_ranks(self, demand: Demand) -> list[dict[str, Any]]:
         """Ray's options for where each rank of a role runs: anywhere for one that is alone, and for
         ranks that ask for nothing, of which no group can be made."""
-        if demand.num_ranks == 1 or not (demand.num_cpus or demand.num_gpus):
+        if demand.num_ranks == 1 or not demand.each:
             return [{}] * demand.num_ranks
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        asked = {"CPU": demand.num_cpus, "GPU": demand.num_gpus}
-        bundle = {name: amount for name, amount in asked.items() if amount}
-        group = placement_group([bundle] * demand.num_ranks, strategy=strategy(demand, machines))
-        self._groups[demand.role] = group
+        bundles = [demand.each] * demand.num_ranks
+        group = placement_group(bundles, strategy=strategy(demand, machines))
+        self._groups[_name(demand, 0)] = group
         return [
             {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, rank)}
             for rank in range(demand.num_ranks)
@@ -257,7 +268,8 @@ class Cluster:
                 "GPU": sum(demand.num_gpus * demand.num_ranks for demand in demands),
             }
         )
-        flags = ", ".join(f"--{demand.role}-num-cpus" for demand in demands)
+        roles = dict.fromkeys(demand.role for demand in demands)
+        flags = ", ".join(f"--{role}-num-cpus" for role in roles)
         return (
             f"{what} for {len(homeless)} of the actors: {asked}. All together ask for {together}; "
             f"the cluster has {_amounts(self.resources())}, and now {free} free (see {flags} and "
@@ -278,16 +290,14 @@ class Cluster:
 
 def beyond(demands: Sequence[Demand], resources: Mapping[str, float]) -> list[Demand]:
     """The demands that a cluster of these resources cannot meet beside those before them. Pure."""
-    left_cpus, left_gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
+    left = dict(resources)
     found = []
     for demand in demands:
-        num_cpus = demand.num_cpus * demand.num_ranks
-        num_gpus = demand.num_gpus * demand.num_ranks
-        if num_cpus > left_cpus or num_gpus > left_gpus:
+        asked = {name: amount * demand.num_ranks for name, amount in demand.each.items()}
+        if any(amount > left.get(name, 0.0) for name, amount in asked.items()):
             found.append(demand)
         else:
-            left_cpus -= num_cpus
-            left_gpus -= num_gpus
+            left |= {name: left[name] - amount for name, amount in asked.items()}
     return found
 
 
@@ -304,7 +314,8 @@ def _remove_group(group: Any) -> None:
 
 
 def _name(demand: Demand, rank: int) -> str:
-    return f"{demand.role}-rank-{rank}" if rank else demand.role
+    name = demand.name or demand.role
+    return f"{name}-rank-{rank}" if rank else name
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

@@ -1,11 +1,11 @@
-"""Starts one coordinator, one target and one draft as Ray actors, and stops them.
+"""Starts the coordinators, targets and drafts of a deployment as Ray actors, and stops them.
 
 | step | waits for |
 | --- | --- |
 | Ray, Redis and the models' files, at the same time | each other |
 | a place for every actor | `startup_timeout_s` |
-| target and draft load their models, at the same time | `model_timeout_s` |
-| the coordinator, given their addresses, says that it serves | `model_timeout_s` |
+| targets and drafts load their models, and are announced in Redis | `model_timeout_s` |
+| the coordinators, who find them there, say that they serve | `model_timeout_s` |
 
 Stopping goes the other way round, whatever start-up had reached.
 """
@@ -14,71 +14,78 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+import uuid
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Self
 
-from coordinator.actor import CoordinatorActor, connect_store
-from draft_service.actor import DraftActor
+from coordinator.actor import connect_store
 from outrider.client import Client
 from outrider.config import DeploymentConfig
-from outrider.engine.parallel.meeting import Meeting
-from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
+from outrider.errors import SettingError, Unavailable
+from outrider.fleet.redis_registry import RedisRegistry
+from outrider.fleet.registry import Role
 from outrider.hosting import available_cores
-from outrider.rank_host import RankHost, Seat
-from outrider.replica_host import Traffic
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.settings import blaming
-from target_service.actor import TargetActor
 
-from .cluster import Actor, Cluster
+from .blueprint import Blueprint
+from .cluster import Cluster
+from .fleet import Fleet
 from .models import resolve_models, tokenizer_warning
 from .placement import (
-    Placement,
     are_apart,
     look_ahead_outcomes,
     plan_placement,
+    share_cores,
     siblings_of_a_place,
 )
 from .preflight import check_before_start
+from .replica import Replica, raise_first
 
 _log = logging.getLogger(__name__)
-
-ECHO_S: Final = 2.0
-"""How long after one rank of a model fails to start another may, before the reason is told."""
-STOP_CALL_TIMEOUT_S: Final = 5.0
-"""What an actor may take to stop beyond the time it was given for running requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where the services answer, each HOST:PORT."""
+    """Where the replicas answer: each HOST:PORT, the oldest replica's first."""
 
-    coordinator: str
-    target: str
-    draft: str
-    """Empty where the target drafts for itself."""
+    coordinators: tuple[str, ...]
+    targets: tuple[str, ...]
+    drafts: tuple[str, ...]
+    """None where the target drafts for itself."""
+
+    @property
+    def coordinator(self) -> str:
+        """All coordinators, with commas between them: what a `Client` takes."""
+        return ",".join(self.coordinators)
 
 
 class Deployment:
     """The actors of one deployment. Use it as an async context manager, or `start` and `stop`."""
 
     def __init__(
-        self, config: DeploymentConfig, state: Path, report: Callable[[str], None] | None = None
+        self,
+        config: DeploymentConfig,
+        state: Path,
+        report: Callable[[str], None] | None = None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`state` is a directory that is the deployment's own: its logs and the embedded Redis's
-        data go there. `report` is told what start-up does, one line at a time."""
+        data go there. `report` is told what start-up does, one line at a time; `on_change` hears
+        when `endpoints` are others, or other counts are wanted."""
         self.config = config
+        self.name = uuid.uuid4().hex[:12]
+        """In Redis, where several deployments may be."""
         self._state = state
         self._report = report or _log.info
+        self._on_change = on_change
         self._cluster = Cluster(config.address)
         self._redis: EmbeddedRedis | None = None
-        self._actors: dict[str, Actor] = {}
-        self._followers: list[Actor] = []
-        self._endpoints: Endpoints | None = None
+        self._registry: RedisRegistry | None = None
+        self._fleet: Fleet | None = None
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -94,28 +101,28 @@ class Deployment:
 
     @property
     def endpoints(self) -> Endpoints:
-        """Where it answers. Raises `Unavailable` before it has started."""
-        if self._endpoints is None:
+        """Where it answers now. Raises `Unavailable` before it has started."""
+        found = [
+            tuple(one.address for one in self.fleet.of(role) if one.address and not one.leaves)
+            for role in ("coordinator", "target", "draft")
+        ]
+        return Endpoints(*found)
+
+    @property
+    def fleet(self) -> Fleet:
+        """Its replicas. Raises `Unavailable` before it has started."""
+        if self._fleet is None:
             raise Unavailable("the deployment has not started")
-        return self._endpoints
+        return self._fleet
 
     @property
     def redis(self) -> EmbeddedRedis | None:
         """The embedded server; None where sessions are kept elsewhere."""
         return self._redis
 
-    def actor(self, role: str) -> Actor:
-        """The actor of a role: `coordinator`, `target` or `draft`."""
-        return self._actors[role]
-
-    def followers(self, role: str) -> list[Actor]:
-        """The other ranks of a role's model."""
-        return [actor for actor in self._followers if actor.role == role]
-
-    async def traffic(self, role: str) -> Traffic:
-        """What crossed the streams of the target or of the draft."""
-        found: Traffic = await self._actors[role].call("traffic")
-        return found
+    def replica(self, role: Role) -> Replica:
+        """The oldest replica of a role."""
+        return self.fleet.of(role)[0]
 
     async def start(self) -> Endpoints:
         """Starts everything; ready when the coordinator serves. Raises `ConfigError` and other
@@ -132,21 +139,57 @@ class Deployment:
         warning = tokenizer_warning(config.coordinator.tokenizer_directory)
         if warning is not None:
             self._report(warning)
-        placement = plan_placement(config, self._cluster.resources())
-        await self._place(placement)
-        config = placement.config
+        if self._cluster.local:
+            config = share_cores(config, available_cores())
+        fleet = self._fleet = self._plan_fleet(config)
+        self._report("waiting for a place for every actor")
+        await fleet.place()
+        self._check_hosts(fleet)
         self._report(f"loading {config.target.model}, and {config.draft.model} as its draft")
-        target, draft = await asyncio.gather(
-            self._begin("target", config.target),
-            _nowhere() if placement.draft is None else self._begin("draft", config.draft),
-        )
+        await fleet.begin("target", "draft")
         self._report("starting the coordinator")
+        self._settle(fleet)
+        await fleet.begin("coordinator")
+        for address in self.endpoints.coordinators:
+            async with Client(address) as client:
+                if not await client.healthy():
+                    raise Unavailable(f"the coordinator at {address} does not say that it serves")
+        return self.endpoints
+
+    def _plan_fleet(self, config: DeploymentConfig) -> Fleet:
+        logs = self._state / "logs"
+        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        local = self._cluster.local
+        blueprint = Blueprint(
+            placement=plan_placement(config, self._cluster.resources()),
+            deployment=self.name,
+            log_directory=str(logs) if local else "",
+            local=local,
+        )
+        self._registry = RedisRegistry(config.coordinator.redis, self.name)
+        return Fleet(self._cluster, blueprint, self._registry, self._on_change)
+
+    def _check_hosts(self, fleet: Fleet) -> None:
+        actors = [actor for one in fleet.replicas for actor in one.ranks]
+        nodes = {actor.place.node for actor in actors}
+        if len(nodes) > 1 and not self.config.target.insecure:
+            raise SettingError(
+                "host",
+                f"the actors were placed on {len(nodes)} machines, but their servers bind "
+                f"{self.config.target.host}; give --host 0.0.0.0 --insecure on a trusted network",
+            )
+
+    def _settle(self, fleet: Fleet) -> None:
+        """What coordinators are told that depends on where models have been placed."""
+        placement = fleet.blueprint.placement
+        config = placement.config
+        models = [*fleet.of("target"), *fleet.of("draft")]
         apart = are_apart(
             config,
-            same_node=len({actor.place.node for actor in self._models()}) == 1,
+            same_node=len({one.leader.place.node for one in models}) == 1,
             num_cores=available_cores() if self._cluster.local else 0,
         )
-        config = replace(
+        self.config = replace(
             config,
             coordinator=replace(
                 config.coordinator,
@@ -155,16 +198,7 @@ class Deployment:
                 draft_siblings=siblings_of_a_place(config),
             ),
         )
-        coordinator = await self._begin(
-            "coordinator",
-            replace(config.coordinator, target_address=target, draft_address=draft),
-        )
-        async with Client(coordinator) as client:
-            if not await client.healthy():
-                raise Unavailable(f"the coordinator at {coordinator} does not say that it serves")
-        self.config = config
-        self._endpoints = Endpoints(coordinator, target, draft)
-        return self._endpoints
+        fleet.blueprint = replace(fleet.blueprint, placement=replace(placement, config=self.config))
 
     async def _prepare(self) -> DeploymentConfig:
         """Ray, Redis and the models' files; the configuration with their places."""
@@ -195,135 +229,24 @@ class Deployment:
         self._redis.start()
         return self._redis.url
 
-    async def _place(self, placement: Placement) -> None:
-        self._report("waiting for a place for every actor")
-        demands = [
-            (placement.target, TargetActor, RankHost),
-            (placement.coordinator, CoordinatorActor, RankHost),
-        ]
-        if placement.draft is not None:
-            demands.append((placement.draft, DraftActor, RankHost))
-        actors = await self._cluster.place(demands, self.config.startup_timeout_s)
-        self._actors = {actor.role: actor for actor in actors if actor.rank == 0}
-        self._followers = [actor for actor in actors if actor.rank > 0]
-        nodes = {actor.place.node for actor in actors}
-        if len(nodes) > 1 and not self.config.target.insecure:
-            raise SettingError(
-                "host",
-                f"the actors were placed on {len(nodes)} machines, but their servers bind "
-                f"{self.config.target.host}; give --host 0.0.0.0 --insecure on a trusted network",
-            )
-
-    def _models(self) -> list[Actor]:
-        """The actors of target and draft, the first rank of each."""
-        return [actor for role, actor in self._actors.items() if role != "coordinator"]
-
-    async def _begin(self, role: str, config: object) -> str:
-        """Starts the service of an actor, and the other ranks of its model; its address."""
-        actor = self._actors[role]
-        logs = self._state / "logs"
-        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        directory = str(logs) if self._cluster.local else ""
-        timeout_s = self.config.model_timeout_s
-        seats = await self._seats(actor, timeout_s)
-        address: str = await _of_the_first(
-            actor.call("start", config, directory, timeout_s=timeout_s),
-            *(
-                follower.call(
-                    "start", config, role, seat, timeout_s, directory, timeout_s=timeout_s
-                )
-                for follower, seat in seats
-            ),
-        )
-        return address
-
-    async def _seats(self, leader: Actor, timeout_s: float) -> list[tuple[Actor, Seat]]:
-        """The followers of an actor's model, each with what it is told."""
-        followers = self.followers(leader.role)
-        if not followers:
-            return []
-        neighbours = Counter(actor.place.node for actor in (leader, *followers))
-        meeting: Meeting = await leader.call(
-            "open_meeting", 1 + len(followers), neighbours[leader.place.node], timeout_s
-        )
-        return [
-            (actor, Seat(meeting, actor.rank, neighbours[actor.place.node])) for actor in followers
-        ]
-
-    async def wait(self) -> str:
-        """Returns the role of the first actor without which nothing goes on (coordinator, or any
-        rank of the target) once it has ended. Rounds go on without the draft: where a rank of it
-        has ended, that is logged, and the others are ended too."""
-        waiting = {
-            asyncio.create_task(actor.call("wait")): actor
-            for actor in (*self._actors.values(), *self._followers)
-        }
-        try:
-            while True:
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    actor = waiting[task]
-                    _log.error("the %s actor is gone: %s", actor.name, task.exception())
-                    if actor.role != "draft":
-                        return actor.role
-                for task in [task for task, actor in waiting.items() if actor.role == "draft"]:
-                    task.cancel()
-                    del waiting[task]
-                await self._remove_draft()
-        finally:
-            for task in waiting:
-                task.cancel()
-
-    async def _remove_draft(self) -> None:
-        """Ends what is left of the draft's ranks: none is of use without all others."""
-        ranks = [self._actors.pop("draft"), *self.followers("draft")]
-        self._followers = [actor for actor in self._followers if actor.role != "draft"]
-        await self._cluster.remove(ranks)
+    async def wait(self) -> Role:
+        """Keeps as many replicas as are wanted, until that is hopeless: the role of which there is
+        none, and none can be started."""
+        return await self.fleet.run()
 
     async def stop(self) -> None:
         """Lets running requests end within `stop_timeout_s`, and what is left of their steps within
         as long again; then stops everything that was started. Repeating it does nothing."""
-        self._endpoints = None
-        for roles in (("coordinator",), ("target", "draft")):
-            actors = [self._actors[role] for role in roles if role in self._actors]
-            await asyncio.gather(*(self._stop_actor(actor) for actor in actors))
-        # They have ended with their leaders, unless those died.
-        await asyncio.gather(*(self._stop_actor(actor) for actor in self._followers))
-        self._actors, self._followers = {}, []
+        fleet, self._fleet = self._fleet, None
+        if fleet is not None:
+            await fleet.close()
+        if self._registry is not None:
+            await self._registry.close()
         # Ray's processes end with it, and with them whoever still talks to Redis.
         await self._cluster.disconnect()
         if self._redis is not None:
             await asyncio.to_thread(self._redis.stop)
             self._redis = None
-
-    async def _stop_actor(self, actor: Actor) -> None:
-        grace_s = self.config.stop_timeout_s
-        try:
-            await actor.call("stop", grace_s, timeout_s=grace_s + STOP_CALL_TIMEOUT_S)
-        except OutriderError as error:
-            _log.warning("the %s actor did not stop by itself: %s", actor.name, error)
-        await actor.kill()
-
-
-async def _of_the_first(first: Awaitable[Any], *others: Awaitable[Any]) -> Any:
-    """The result of the first, once all have one. Raises as soon as one of them fails: the
-    `ConfigError` of any that fails within `ECHO_S`, because ranks end when another one does."""
-    tasks = [asyncio.ensure_future(work) for work in (first, *others)]
-    try:
-        _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        if pending:
-            await asyncio.wait(pending, timeout=ECHO_S)
-        ended = [task for task in tasks if task.done()]
-        _raise_first([task.exception() for task in ended])
-        return tasks[0].result()
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-async def _nowhere() -> str:
-    """The address of a service that a deployment does without."""
-    return ""
 
 
 async def _all(*work: Awaitable[Any]) -> list[Any]:
@@ -336,12 +259,5 @@ async def _all(*work: Awaitable[Any]) -> list[Any]:
     except asyncio.CancelledError:
         await gathering
         raise
-    _raise_first(results)
+    raise_first(results)
     return results
-
-
-def _raise_first(results: Sequence[object]) -> None:
-    """Raises the first error of the results, a `ConfigError` before others."""
-    errors = [result for result in results if isinstance(result, BaseException)]
-    for error in sorted(errors, key=lambda error: not isinstance(error, ConfigError)):
-        raise error

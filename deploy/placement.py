@@ -34,7 +34,9 @@ def plan_placement(config: DeploymentConfig, resources: Mapping[str, float]) -> 
     target_ranks, draft_ranks = _ranks(config)
     default_gpus = 0.0
     if resources.get("GPU", 0) > 0 and config.target.emulated is None:
-        num_ranks = target_ranks + (draft_ranks if config.draft.drafter.model else 0)
+        num_ranks = target_ranks * config.num_targets
+        if config.draft.drafter.model:
+            num_ranks += draft_ranks * config.num_drafts
         default_gpus = 1.0 / math.ceil(num_ranks / max(1, int(resources["GPU"])))
     target_gpus, target_device = _device(
         "target", config.target.device, config.target.num_gpus, default_gpus
@@ -50,12 +52,39 @@ def plan_placement(config: DeploymentConfig, resources: Mapping[str, float]) -> 
             target=replace(config.target, device=target_device, num_gpus=target_gpus),
             draft=replace(config.draft, device=draft_device, num_gpus=draft_gpus),
         ),
-        target=Demand(TARGET, config.target.num_cpus, target_gpus, target_ranks),
+        target=Demand(
+            TARGET,
+            config.target.num_cpus,
+            target_gpus,
+            target_ranks,
+            _resources("target_resources", config.target_resources),
+        ),
         draft=None
         if config.draft.drafter.on_target is not None
-        else Demand(DRAFT, config.draft.num_cpus, draft_gpus, draft_ranks),
-        coordinator=Demand(COORDINATOR, config.coordinator.num_cpus, 0.0),
+        else Demand(
+            DRAFT,
+            config.draft.num_cpus,
+            draft_gpus,
+            draft_ranks,
+            _resources("draft_resources", config.draft_resources),
+        ),
+        coordinator=Demand(
+            COORDINATOR,
+            config.coordinator.num_cpus,
+            0.0,
+            1,
+            _resources("coordinator_resources", config.coordinator_resources),
+        ),
     )
+
+
+def share_cores(config: DeploymentConfig, num_cores: int) -> DeploymentConfig:
+    """For one machine: where several targets have a model and nobody says how many threads each
+    has, an equal share of the cores, for else each would use all of them."""
+    if config.num_targets == 1 or config.target.num_threads or config.target.emulated is not None:
+        return config
+    num_threads = max(1, num_cores // config.num_targets)
+    return replace(config, target=replace(config.target, num_threads=num_threads))
 
 
 def look_ahead_outcomes(config: DeploymentConfig, *, apart: bool) -> int:
@@ -95,9 +124,31 @@ def are_apart(config: DeploymentConfig, *, same_node: bool, num_cores: int) -> b
     if any(on_devices):
         return True
     num_threads = [
-        service.num_threads * service.tensor_parallel_size for service in (target, draft)
+        service.num_threads * service.tensor_parallel_size * count
+        for service, count in ((target, config.num_targets), (draft, config.num_drafts))
     ]
     return min(num_threads) > 0 and sum(num_threads) <= num_cores
+
+
+def _resources(key: str, text: str) -> dict[str, float]:
+    """Of `NAME=AMOUNT,...`. Raises `SettingError`."""
+    found: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, amount = part.partition("=")
+        if not name or name in ("CPU", "GPU") or not _is_amount(amount) or name in found:
+            raise SettingError(
+                key, f"{text!r} is wrong; it must be NAME=AMOUNT, with commas between several, "
+                "of resources that Ray knows by name other than CPU and GPU",
+            )  # fmt: skip
+        found[name] = float(amount)
+    return found
+
+
+def _is_amount(text: str) -> bool:
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False
 
 
 def _ranks(config: DeploymentConfig) -> tuple[int, int]:

@@ -41,13 +41,19 @@ class DeploymentRecord:
     draft_model: str
     served_model_name: str
     grpc_address: str
-    """HOST:PORT of the coordinator."""
-    target_address: str
-    draft_address: str
+    """HOST:PORT of the coordinators, with commas between them."""
+    target_addresses: list[str]
+    draft_addresses: list[str]
     target_directory: str
     """Where the target's files are; empty for an emulated one."""
     tokenizer_directory: str
     """Empty where the model has none."""
+    deployment: str = ""
+    """Its name in Redis."""
+    redis_url: str = ""
+    """Of its embedded Redis; empty where it has another, whose URL may hold a password."""
+    wanted: dict[str, int] = field(default_factory=dict)
+    """How many replicas of each role there should be."""
     settings: dict[str, Value] = field(default_factory=dict)
     """Every setting by key, but for those that hold secrets."""
 

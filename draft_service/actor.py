@@ -37,7 +37,7 @@ class DraftActor(ReplicaHost[DraftItem, DraftAnswer]):
         num_cores = cores_for("draft") if config.drafter.model else 1
         num_threads = threads_of_a_rank(config, num_cores, self.leadership)
         use_threads(num_threads)
-        log_to(log_directory, "draft")
+        log_to(log_directory, config.log_name("draft"))
         observer = self.observe(config, "draft")
         engine = None
         model = config.drafter.model
@@ -49,7 +49,7 @@ class DraftActor(ReplicaHost[DraftItem, DraftAnswer]):
         service = await on_passing_thread(_build, engine, config, observer)
         from .servicer import DraftServicer
 
-        return await self.serve(service, DraftServicer, config.host, config.port)
+        return await self.serve(service, DraftServicer, config)
 
 
 def _build(

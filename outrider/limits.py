@@ -66,6 +66,8 @@ SUFFIX_SEEDS_MAX: Final = 65_536
 """Seeds of which suffix decoding remembers who had them first."""
 DRAFTED_SEEDS_MAX: Final = 65_536
 """Seeds of which a coordinator remembers that a session with drafts had them."""
+REPLICAS_MAX: Final = 1024
+"""Of one role in a deployment."""
 TENSOR_PARALLEL_SIZE_MAX: Final = 64
 """Ranks that one model may be shared among."""
 COLLECTIVE_TIMEOUT_S: Final = 60

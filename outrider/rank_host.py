@@ -127,7 +127,7 @@ class RankHost:
         `ConfigError`, and `Unavailable` where the leader does not answer within `timeout_s`."""
         num_threads = threads_of_a_rank(config, cores_for(role), seat)
         use_threads(num_threads)
-        log_to(log_directory, f"{role}-rank-{seat.rank}")
+        log_to(log_directory, f"{config.log_name(role)}-rank-{seat.rank}")
         try:
             engine = await on_passing_thread(self._join, config, role, num_threads, seat, timeout_s)
         except BaseException:

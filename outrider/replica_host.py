@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
-from outrider.config import ModelServerConfig
+from outrider.config import DraftConfig, ModelServerConfig, TargetConfig
 from outrider.errors import EngineLost
+from outrider.fleet.registry import ReplicaRecord, Role
 from outrider.hosting import Place, advertised
 from outrider.limits import LOST_REPLICA_GRACE_S
 from outrider.messages import ReplicaDescription
@@ -23,6 +24,7 @@ from outrider.wire.link import Connection, ReplicaService
 
 if TYPE_CHECKING:
     from outrider.engine.parallel.meeting import Meeting
+    from outrider.fleet.announcing import Announcer
     from outrider.telemetry.exporting import Exports
     from outrider.wire.codecs import Keyed
     from outrider.wire.replica_servicer import ReplicaServicer
@@ -77,6 +79,8 @@ class ReplicaHost(Generic[Item, Answer]):
         self._health_changed = asyncio.Event()
         self._health_task: asyncio.Task[None] | None = None
         self._exports: Exports | None = None
+        self._announcer: Announcer | None = None
+        self._leaving = False
         self.leadership: Leadership | None = None
         """Of the ranks that share the model; None where this process runs it alone."""
 
@@ -96,7 +100,7 @@ class ReplicaHost(Generic[Item, Answer]):
         from outrider.telemetry.exporting import start_exports
         from outrider.telemetry.steps import ObservedSteps
 
-        self._exports = start_exports(config.telemetry, role, config.host)
+        self._exports = start_exports(config.telemetry, role, config.host, config.slot)
         if self._exports is None:
             return None
         return ObservedSteps(self._exports.tracer, self._exports.meter, role)
@@ -126,6 +130,10 @@ class ReplicaHost(Generic[Item, Answer]):
         await self._end(grace_s)
 
     async def _end(self, grace_s: float) -> None:
+        announcer, self._announcer = self._announcer, None
+        if announcer is not None:
+            # First, so that nobody comes who would have to be sent away.
+            await announcer.close()
         if self._servicer is not None and self._service is not None:
             self._servicer.finish(self._service.drain())
         if self._server is not None:
@@ -140,23 +148,59 @@ class ReplicaHost(Generic[Item, Answer]):
         self,
         service: HostedService[Item, Answer],
         face: Callable[[ReplicaService[Item, Answer]], ReplicaServicer[Item, Answer]],
-        host: str,
-        port: int,
+        config: TargetConfig | DraftConfig,
     ) -> str:
-        """Serves `service` behind its gRPC `face`; the address that coordinators call. Health
-        follows the service's, and a service that is lost ends the replica. Raises `ConfigError`
-        where the address cannot be had."""
+        """Serves `service` behind its gRPC `face`, and announces it; the address that coordinators
+        call. Health follows the service's, and a service that is lost ends the replica. Raises
+        `ConfigError` where the address cannot be had, `StoreUnavailable` where the registry
+        cannot."""
         from outrider.wire.server import RpcServer, ServerOptions
 
         self._service = service
         self._metered = MeteredService(service)
         self._servicer = face(self._metered)
-        self._server = RpcServer([self._servicer.grpc_service], ServerOptions(host, port))
+        options = ServerOptions(config.host, config.port)
+        self._server = RpcServer([self._servicer.grpc_service], options)
         await self._server.start()
         await self._server.set_serving(True)
         service.watch(self._on_health)
         self._health_task = asyncio.create_task(self._follow_health(service, self._server))
-        return advertised(host, self._server.address)
+        address = advertised(config.host, self._server.address)
+        await self._announce(address, config)
+        return address
+
+    async def _announce(self, address: str, config: TargetConfig | DraftConfig) -> None:
+        member, service, meter = config.membership, self._service, self._metered
+        if member is None or service is None or meter is None:
+            return
+        from outrider.fleet.announcing import Announcer
+        from outrider.fleet.redis_registry import RedisRegistry
+
+        role: Role = "target" if isinstance(config, TargetConfig) else "draft"
+
+        def record() -> ReplicaRecord:
+            runs = service.describe()
+            return ReplicaRecord(
+                role=role,
+                name=member.name,
+                address=address,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                model=runs.model,
+                weights=runs.weights,
+                device=config.device,
+                leaving=self._leaving,
+                load=meter.traffic.num_items,
+            )
+
+        self._announcer = Announcer(RedisRegistry(member.redis, member.deployment), record)
+        await self._announcer.start()
+
+    async def leave(self) -> None:
+        """Says that it is to be left: sessions move to others, where there are any."""
+        self._leaving = True
+        if self._announcer is not None:
+            self._announcer.say_again()
 
     def _on_health(self, healthy: bool) -> None:
         self._healthy = healthy

@@ -25,7 +25,7 @@ class TargetActor(ReplicaHost[VerifyItem, VerifyAnswer]):
         """Loads the model and serves; the address that coordinators call. Raises `ConfigError`."""
         num_threads = threads_of_a_rank(config, cores_for("target"), self.leadership)
         use_threads(num_threads)
-        log_to(log_directory, "target")
+        log_to(log_directory, config.log_name("target"))
         observer = self.observe(config, "target")
         engine = await on_passing_thread(
             engine_of_a_replica, config, "target", num_threads, self.leadership
@@ -34,7 +34,7 @@ class TargetActor(ReplicaHost[VerifyItem, VerifyAnswer]):
         service = await on_passing_thread(_build, engine, config, observer)
         from .servicer import TargetServicer
 
-        return await self.serve(service, TargetServicer, config.host, config.port)
+        return await self.serve(service, TargetServicer, config)
 
 
 def _build(engine: Engine, config: TargetConfig, observer: StepObserver | None) -> TargetService:

@@ -22,9 +22,10 @@ from outrider.errors import BadRequest, ConfigError, OutriderError
 from .naming import spoken
 
 COMMANDS: Final = {
-    "serve": "start a coordinator, a target and a draft",
+    "serve": "start coordinators, targets and drafts",
     "stop": "stop the deployment that runs detached",
     "status": "say what runs",
+    "scale": "change how many replicas a deployment has",
     "generate": "generate text",
     "chat": "talk with the model",
     "drafters": "list who can draft, and what each needs",

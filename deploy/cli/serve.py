@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -30,6 +30,7 @@ from deploy.state import (
     withdraw,
 )
 from outrider.errors import ConfigError, OutriderError, Unavailable
+from outrider.fleet.registry import Role
 
 from .settings import add_setting_flags, deployment_config, public_settings
 
@@ -71,23 +72,27 @@ def run(arguments: argparse.Namespace) -> int:
     with exclusive(state):
         from deploy.launcher import Deployment
 
-        deployment = Deployment(config, state, report=_progress)
-        return asyncio.run(_serve(deployment, state, arguments))
+        changed = asyncio.Event()
+        deployment = Deployment(config, state, report=_progress, on_change=changed.set)
+        return asyncio.run(_serve(deployment, state, arguments, changed))
 
 
 def _progress(line: str) -> None:
     print(f"outrider: {line}", file=sys.stderr, flush=True)
 
 
-async def _serve(deployment: Deployment, state: Path, arguments: argparse.Namespace) -> int:
-    """Until SIGINT or SIGTERM, or until an actor that cannot be missed has died."""
+async def _serve(
+    deployment: Deployment, state: Path, arguments: argparse.Namespace, changed: asyncio.Event
+) -> int:
+    """Until SIGINT or SIGTERM, or until there is none of a role that cannot be missed."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     starting = asyncio.create_task(deployment.start())
     stopping = asyncio.create_task(stop.wait())
-    dying: asyncio.Task[str] | None = None
+    dying: asyncio.Task[Role] | None = None
+    telling: asyncio.Task[None] | None = None
     try:
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
@@ -97,18 +102,43 @@ async def _serve(deployment: Deployment, state: Path, arguments: argparse.Namesp
         publish(state, record)
         _tell(record, as_json=arguments.json, ready_fd=arguments.ready_fd)
         dying = asyncio.create_task(deployment.wait())
+        telling = asyncio.create_task(_keep_told(deployment, state, record, changed))
         await asyncio.wait((dying, stopping), return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
             return 0
-        raise Unavailable(f"the {dying.result()} actor died; its log is in {state / 'logs'}")
+        raise Unavailable(
+            f"there is no {dying.result()}, and none can be started; logs are in {state / 'logs'}"
+        )
     finally:
-        withdraw(state)
-        _progress("stopping")
-        for task in (starting, stopping, dying):
+        for task in (starting, stopping, dying, telling):
             if task is not None:
                 task.cancel()
+        withdraw(state)
+        _progress("stopping")
         await asyncio.gather(starting, return_exceptions=True)
         await deployment.stop()
+
+
+async def _keep_told(
+    deployment: Deployment, state: Path, record: DeploymentRecord, changed: asyncio.Event
+) -> None:
+    """Keeps the record true while replicas come and go."""
+    while True:
+        await changed.wait()
+        changed.clear()
+        endpoints = deployment.endpoints
+        record = replace(
+            record,
+            grpc_address=endpoints.coordinator,
+            target_addresses=list(endpoints.targets),
+            draft_addresses=list(endpoints.drafts),
+            wanted=_wanted(deployment),
+        )
+        publish(state, record)
+
+
+def _wanted(deployment: Deployment) -> dict[str, int]:
+    return {str(role): count for role, count in deployment.fleet.wanted.items()}
 
 
 def _record(deployment: Deployment) -> DeploymentRecord:
@@ -121,10 +151,13 @@ def _record(deployment: Deployment) -> DeploymentRecord:
         draft_model=config.draft.model,
         served_model_name=config.served_model_name,
         grpc_address=endpoints.coordinator,
-        target_address=endpoints.target,
-        draft_address=endpoints.draft,
+        target_addresses=list(endpoints.targets),
+        draft_addresses=list(endpoints.drafts),
         target_directory=config.target.directory,
         tokenizer_directory=config.coordinator.tokenizer_directory,
+        deployment=deployment.name,
+        redis_url="" if deployment.redis is None else deployment.redis.url,
+        wanted=_wanted(deployment),
         settings=public_settings(config),
     )
 

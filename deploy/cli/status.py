@@ -25,6 +25,7 @@ from deploy.state import (
     state_directory,
 )
 from outrider.errors import ConfigError, OutriderError
+from outrider.fleet.registry import ROLES
 
 from .connection import checked_address
 from .masking import masked_settings
@@ -65,37 +66,33 @@ async def _status(arguments: argparse.Namespace) -> Facts:
         running = coordinator["error"] is None
         return {
             "running": running, "serving": coordinator["serving"], "deployment": None,
-            "coordinator": coordinator, "target": None, "draft": None,
+            "coordinators": [coordinator], "targets": [], "drafts": [],
         }  # fmt: skip
     state = state_directory(os.environ)
     record = running_deployment(state)
     if record is None:
         return {
             "running": False, "serving": False, "deployment": None,
-            "coordinator": None, "target": None, "draft": None,
+            "coordinators": [], "targets": [], "drafts": [],
             "lease": lease(state),
         }  # fmt: skip
-    coordinator, target, draft = await asyncio.gather(
-        ask_coordinator(record.grpc_address, timeout_s),
-        ask_replica("target", record.target_address, timeout_s),
-        _no_draft()
-        if not record.draft_address
-        else ask_replica("draft", record.draft_address, timeout_s),
+    coordinators, targets, drafts = await asyncio.gather(
+        asyncio.gather(
+            *(ask_coordinator(one, timeout_s) for one in record.grpc_address.split(",") if one)
+        ),
+        asyncio.gather(*(ask_replica("target", one, timeout_s) for one in record.target_addresses)),
+        asyncio.gather(*(ask_replica("draft", one, timeout_s) for one in record.draft_addresses)),
     )
     return {
         "running": True,
         # Without a draft requests are slower, and served all the same.
-        "serving": coordinator["serving"] and target["serving"],
+        "serving": all(any(one["serving"] for one in found) for found in (coordinators, targets)),
         "deployment": _deployment(record, state),
-        "coordinator": coordinator,
-        "target": target,
-        "draft": draft,
+        "coordinators": coordinators,
+        "targets": targets,
+        "drafts": drafts,
         "lease": lease(state),
     }
-
-
-async def _no_draft() -> None:
-    """Of a target that drafts for itself."""
 
 
 def _deployment(record: DeploymentRecord, state: Path) -> Facts:
@@ -110,6 +107,7 @@ def _deployment(record: DeploymentRecord, state: Path) -> Facts:
         "model": record.model,
         "draft_model": record.draft_model,
         "served_model_name": record.served_model_name,
+        "wanted": record.wanted,
         "settings": masked_settings(record.settings),
     }
 
@@ -159,7 +157,7 @@ def _show(found: Facts) -> None:
 
     console = Console(highlight=False)
     deployment = found["deployment"]
-    if found["coordinator"] is None:
+    if not found["running"]:
         holder = found["lease"]["holder"]
         console.print("nothing runs" if holder is None else f"starting (pid {holder})")
         return
@@ -172,11 +170,14 @@ def _show(found: Facts) -> None:
     table = Table(box=None, pad_edge=False)
     for title in ("role", "address", "health", "runs"):
         table.add_column(title, overflow="fold")
-    for role in ("coordinator", "target", "draft"):
-        if found[role] is not None:
-            facts = found[role]
+    wanted = {} if deployment is None else deployment["wanted"]
+    for role in ROLES:
+        replicas = found[f"{role}s"]
+        for facts in replicas:
             health = "[green]serving[/]" if facts["serving"] else "[red]not serving[/]"
             table.add_row(role, facts["address"], health, _what(facts))
+        if len(replicas) != wanted.get(role, len(replicas)):
+            table.add_row(role, "", "", f"{len(replicas)} of {wanted[role]} that are wanted")
     console.print(table)
     if deployment is not None:
         console.print(f"log {deployment['log']}", markup=False, soft_wrap=True)

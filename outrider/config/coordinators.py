@@ -18,6 +18,7 @@ from outrider.limits import (
     SIBLINGS_DEFAULT,
     SIBLINGS_MAX,
 )
+from outrider.sessions.redis_address import RedisAddress
 from outrider.settings import setting
 
 from .drafts import DraftConfig, check_ngrams, ngram_max_setting, ngram_min_setting
@@ -142,11 +143,22 @@ class CoordinatorConfig(ServerConfig):
     drafting_delays: bool = False
     """Whether a draft's work delays the target's: they share cores or a device."""
     target_address: str = ""
-    """HOST:PORT of the target replica."""
+    """HOST:PORT of the target, where it is not announced ..."""
     draft_address: str = ""
-    """HOST:PORT of the draft replica; empty = none."""
+    """... and of the draft; empty = none."""
     lookup: DraftConfig | None = None
     """Of a hybrid whose target drafts: the look-up, which goes before its own proposals."""
+
+    @property
+    def redis(self) -> RedisAddress:
+        """The session store."""
+        return RedisAddress(
+            url=self.redis_url,
+            username=self.redis_username,
+            password=self.redis_password,
+            ca_file=self.redis_ca_file,
+            key_prefix=self.redis_key_prefix,
+        )
 
     def __post_init__(self) -> None:
         ServerConfig.__post_init__(self)

@@ -9,6 +9,7 @@ from typing import Final
 
 from outrider.drafting.registry import AUTO, drafter_for
 from outrider.errors import SettingError
+from outrider.limits import REPLICAS_MAX
 from outrider.settings import Setting, build, merge, setting, settings_by_key, verify_settings
 
 from .coordinators import CoordinatorConfig
@@ -20,11 +21,29 @@ WAIT_S_MAX: Final = 86_400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentConfig:
-    """A coordinator, a target replica and a draft replica, and how they are started."""
+    """Coordinators, targets and drafts, and how they are started."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
     coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
+    num_targets: int = setting(
+        1, "Target replicas at first; `outrider scale` changes how many there are.",
+        minimum=1, maximum=REPLICAS_MAX,
+    )  # fmt: skip
+    num_drafts: int = setting(
+        1, "Draft replicas at first; none where the target drafts for itself.",
+        minimum=0, maximum=REPLICAS_MAX,
+    )  # fmt: skip
+    num_coordinators: int = setting(
+        1, "Coordinators at first. On one machine each next one has the next port.",
+        minimum=1, maximum=REPLICAS_MAX,
+    )  # fmt: skip
+    target_resources: str = setting(
+        "", "Ray resources that each rank of a target asks for beside CPUs and GPUs, as "
+        "NAME=AMOUNT with commas between several: where it may be placed."
+    )  # fmt: skip
+    draft_resources: str = setting("", "The same for a draft.")
+    coordinator_resources: str = setting("", "The same for a coordinator.")
     address: str = setting("", "Ray cluster to start the actors on; empty = a local one.")
     startup_timeout_s: float = setting(
         20.0, "Wait for Ray to find a place for every actor, s.", minimum=0.1, maximum=WAIT_S_MAX

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from outrider.errors import SettingError
+from outrider.fleet.membership import Membership
 from outrider.limits import (
     BATCHED_TOKENS_DEFAULT,
     BATCHED_TOKENS_MIN,
@@ -40,6 +41,18 @@ class ServerConfig:
         "", "Where traces and metrics go: `otlp=http://HOST:PORT`, `prometheus=PORT`, or both with "
         "a comma; the target takes the port after PORT, the draft the next. Empty = nowhere."
     )  # fmt: skip
+
+    membership: Membership | None = None
+    """Where it is announced; None = nowhere."""
+
+    @property
+    def slot(self) -> int:
+        """See `Membership.slot`."""
+        return 0 if self.membership is None else self.membership.slot
+
+    def log_name(self, role: str) -> str:
+        """What its log is called: as the replica, or else as its role."""
+        return role if self.membership is None else self.membership.name
 
     def __post_init__(self) -> None:
         verify_settings(self)

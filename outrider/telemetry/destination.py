@@ -43,11 +43,13 @@ class Destination:
         """Whether telemetry is off."""
         return not self.otlp_endpoint and self.prometheus_port is None
 
-    def port(self, role: str) -> int | None:
-        """The port on which the process of a role serves its metrics."""
+    def port(self, role: str, slot: int = 0) -> int | None:
+        """The port on which the process of a role serves its metrics. `slot` is its place among
+        those of its role on one machine: each next one's ports begin behind those of the one
+        before."""
         if not self.prometheus_port:
             return self.prometheus_port
-        return self.prometheus_port + ROLES.index(role)
+        return self.prometheus_port + ROLES.index(role) + len(ROLES) * slot
 
 
 def _wrong(text: str) -> SettingError:

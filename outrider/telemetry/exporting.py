@@ -99,9 +99,10 @@ class Exports:
             self.scrape.stop()
 
 
-def start_exports(telemetry: str, role: str, host: str) -> Exports | None:
+def start_exports(telemetry: str, role: str, host: str, slot: int = 0) -> Exports | None:
     """What the `telemetry` setting asks of the process of a role; None where it is off. Prometheus
-    is served on `host`. Raises `SettingError` where its port is taken."""
+    is served on `host`; `slot` as for `Destination.port`. Raises `SettingError` where its port is
+    taken."""
     destination = Destination.parse(telemetry)
     if destination.nowhere:
         return None
@@ -111,7 +112,7 @@ def start_exports(telemetry: str, role: str, host: str) -> Exports | None:
         span_processor, reader = _otlp(destination.otlp_endpoint)
         readers.append(reader)
     scrape: Scrape | None = None
-    port = destination.port(role)
+    port = destination.port(role, slot)
     if port is not None:
         scrape = Scrape(host, port)
         readers.append(scrape.reader)

@@ -13,6 +13,7 @@ import pytest_asyncio
 from deploy.launcher import Deployment
 from outrider.client import Client, Finished, GenerateRequest, Tokens
 from outrider.config import DeploymentConfig, load_config
+from outrider.fleet.registry import ROLES
 from outrider.limits import UNCOMMITTED_TOKENS_MAX
 
 EMULATED = {
@@ -44,15 +45,15 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group(
 async def test_three_processes_and_traffic_on_each_hop(deployment: Deployment) -> None:
     """Draft, target and coordinator run in processes of their own, and a generation's rounds cross
     both hops: items go to the target and to the draft, and as many answers come back."""
-    pids = {role: deployment.actor(role).place.pid for role in ("coordinator", "target", "draft")}
-    assert len({*pids.values(), os.getpid()}) == 4
-    before = {role: await deployment.traffic(role) for role in ("target", "draft")}
+    pids = {deployment.replica(role).leader.place.pid for role in ROLES}
+    assert len({*pids, os.getpid()}) == 4
+    before = {role: await deployment.replica(role).traffic() for role in ("target", "draft")}
     async with Client(deployment.endpoints.coordinator) as client:
         completion = await client.complete(GenerateRequest(PROMPT, max_tokens=40, seed=1))
     assert len(completion.token_ids) == 40
     assert completion.metrics.num_draft_tokens > 0
     for role in ("target", "draft"):
-        after = await deployment.traffic(role)
+        after = await deployment.replica(role).traffic()
         assert after.num_items - before[role].num_items >= completion.metrics.num_rounds // 2
         assert after.num_answers - before[role].num_answers > 0
 

@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rounds import PATIENCE_S, Listener, make_head, session_name
 from toy_engine import ToyEngine
 
+from outrider.config import TargetConfig
 from outrider.errors import EngineLost, LinkLost
 from outrider.limits import STEP_CRASHES_UNHEALTHY
 from outrider.messages import VerdictReply, VerifyAnswer, VerifyItem
@@ -48,7 +49,7 @@ class Hosted:
 
     async def start(self) -> None:
         service = TargetService(self.engine, self.executor, max_num_seqs=1)
-        self.address = await self.host.serve(service, TargetServicer, "127.0.0.1", 0)
+        self.address = await self.host.serve(service, TargetServicer, TargetConfig())
         self.link = target_link(self.address)
         self.heard = Listener(self.link)
 

@@ -63,7 +63,7 @@ async def test_it_writes_what_its_target_writes(
         Deployment(load_config(settings, {}), tmp_path / "state") as deployment,
         Client(deployment.endpoints.coordinator) as client,
     ):
-        assert bool(deployment.endpoints.draft) is has_draft
+        assert bool(deployment.endpoints.drafts) is has_draft
         ids: list[int] = []
         rounds: list[RoundReport] = []
         async for event in client.generate(request):

@@ -94,16 +94,17 @@ async def test_shared_models_write_what_the_whole_target_writes(
         assert await _greedy(shared, num_draft_tokens) == expected
 
 
-async def test_the_end_of_any_rank_of_the_target_ends_the_deployment(shared: Deployment) -> None:
-    """As the target's own end does; a rank of the draft's is missed no more than the draft, whose
-    process ends with it."""
-    ending = asyncio.create_task(shared.wait())
-    serving = shared.actor("draft").place.pid
-    os.kill(shared.followers("draft")[0].place.pid, signal.SIGKILL)
-    assert len(await _greedy(shared, 4)) == NUM_TOKENS
-    async with asyncio.timeout(END_S):
-        while _runs(serving):
-            await asyncio.sleep(0.05)
-    assert not ending.done()
-    os.kill(shared.followers("target")[0].place.pid, signal.SIGKILL)
-    assert await asyncio.wait_for(ending, END_S) == "target"
+async def test_a_replica_that_any_rank_leaves_is_replaced(shared: Deployment) -> None:
+    """Its other processes end with it. While there is no target a request waits."""
+    running = asyncio.create_task(shared.wait())
+    for role in ("draft", "target"):
+        before = shared.replica(role)
+        serving = before.leader.place.pid
+        os.kill(before.followers[0].place.pid, signal.SIGKILL)
+        assert len(await _greedy(shared, 4)) == NUM_TOKENS
+        async with asyncio.timeout(END_S):
+            while _runs(serving) or not any(one.address for one in shared.fleet.of(role)):
+                await asyncio.sleep(0.05)
+        assert shared.replica(role).name != before.name
+    assert not running.done()
+    running.cancel()

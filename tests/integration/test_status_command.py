@@ -44,8 +44,8 @@ def record(stack: Stack) -> DeploymentRecord:
         draft_model="ngram",
         served_model_name="model",
         grpc_address=stack.client.address,
-        target_address=stack.target_server.address,
-        draft_address=stack.draft_server.address,
+        target_addresses=[stack.target_server.address],
+        draft_addresses=[stack.draft_server.address],
         target_directory="",
         tokenizer_directory="",
         settings={"max_num_seqs": 64, "redis_password": "swordfish"},
@@ -79,12 +79,12 @@ async def test_a_deployment_is_described(stack: Stack, state: Path) -> None:
     assert found["deployment"]["pid"] == os.getpid()
     assert found["deployment"]["uptime_s"] > 0
     assert found["deployment"]["settings"] == {"max_num_seqs": 64}
-    assert found["coordinator"]["address"] == stack.client.address
-    assert found["coordinator"]["num_running"] == 1
-    assert found["coordinator"]["model"] == "model"
-    assert found["target"]["vocab_size"] == 64
-    assert found["target"]["weights_fingerprint"]
-    assert found["draft"]["model"] == "ngram"
+    assert found["coordinators"][0]["address"] == stack.client.address
+    assert found["coordinators"][0]["num_running"] == 1
+    assert found["coordinators"][0]["model"] == "model"
+    assert found["targets"][0]["vocab_size"] == 64
+    assert found["targets"][0]["weights_fingerprint"]
+    assert found["drafts"][0]["model"] == "ngram"
     code, out, _ = await status(state)
     assert code == 0
     for word in ("drafted by ngram", stack.target_server.address, "serving", "0 sessions"):
@@ -96,8 +96,8 @@ async def test_what_does_not_answer_is_told(stack: Stack, state: Path) -> None:
     publish(state, record(stack))
     await stack.draft_server.stop()
     found = await facts(state, 0, "--timeout", "1")
-    assert (found["draft"]["serving"], found["target"]["serving"]) == (False, True)
-    assert found["draft"]["error"]
+    assert (found["drafts"][0]["serving"], found["targets"][0]["serving"]) == (False, True)
+    assert found["drafts"][0]["error"]
     await stack.target_server.stop()
     found = await facts(state, 1, "--timeout", "1")
     assert (found["running"], found["serving"]) == (True, False)
@@ -106,7 +106,7 @@ async def test_what_does_not_answer_is_told(stack: Stack, state: Path) -> None:
 
 async def test_a_named_server_is_asked(stack: Stack, state: Path) -> None:
     found = await facts(state, 0, "--server", stack.client.address)
-    assert found["coordinator"]["max_model_len"] == 8192
+    assert found["coordinators"][0]["max_model_len"] == 8192
     assert found["deployment"] is None
     assert (await facts(state, 1, "--server", "127.0.0.1:1"))["running"] is False
 

@@ -207,7 +207,7 @@ def test_what_serve_says_to_try_is_not_refused(tokenizer_directory: str) -> None
     """A prompt of a kind that the target takes, in a request that the protocol has."""
     record = DeploymentRecord(
         pid=1, process_start=1, started_at="", model="m", draft_model="d", served_model_name="m",
-        grpc_address="127.0.0.1:1", target_address="", draft_address="", target_directory="",
+        grpc_address="127.0.0.1:1", target_addresses=[], draft_addresses=[], target_directory="",
         tokenizer_directory=tokenizer_directory,
     )  # fmt: skip
     words = shlex.split(endpoints_text(record).replace("\n", " "))

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from deploy.launcher import _of_the_first
+from deploy.replica import _of_the_first
 from outrider.config import DraftConfig, TargetConfig
 from outrider.errors import ConfigError, Unavailable
 from outrider.rank_host import Leadership, threads_of_a_rank

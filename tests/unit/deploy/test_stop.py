@@ -62,8 +62,8 @@ def test_a_record_without_a_process_is_told_and_removed(
         DeploymentRecord(
             pid=child.pid, process_start=start, started_at="2026-11-20T00:00:00+00:00",
             model="demo", draft_model="ngram", served_model_name="demo",
-            grpc_address="127.0.0.1:50051", target_address="127.0.0.1:1",
-            draft_address="127.0.0.1:2", target_directory="", tokenizer_directory="",
+            grpc_address="127.0.0.1:50051", target_addresses=["127.0.0.1:1"],
+            draft_addresses=["127.0.0.1:2"], target_directory="", tokenizer_directory="",
         ),
     )  # fmt: skip
     assert main(["stop"]) == 0

@@ -1,0 +1,103 @@
+"""Who is in the pools: those that the registry has.
+
+A replica joins once it says itself what it runs, and that fits. It is left when it says that it
+leaves, and taken out when the registry has not had it for a while: as long as a lease, in which
+one that lives says its name again even to a registry that has lost everything. While the registry
+is away nothing changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+from outrider.errors import OutriderError, StoreUnavailable
+from outrider.fleet.registry import LEASE_S, Registry, ReplicaRecord, Role
+from outrider.wire.link import Link
+
+from .replicas import ReplicaPool
+
+_log = logging.getLogger(__name__)
+
+READ_PERIOD_S: Final = 0.5
+"""Between two looks at the registry."""
+REFUSED_S: Final = 10.0
+"""A replica that could not join is asked again after so long."""
+
+
+class Roster:
+    """Keeps the pool of one role in step with the registry."""
+
+    def __init__(
+        self,
+        role: Role,
+        pool: ReplicaPool[Any, Any],
+        registry: Registry,
+        link: Callable[[str], Link[Any, Any]],
+    ) -> None:
+        """`link(address)` leads to a replica; nothing is sent before it is asked something."""
+        self._role = role
+        self._pool = pool
+        self._registry = registry
+        self._link = link
+        self._heard_at: dict[str, float] = {}
+        """When the registry had each that is in the pool, s of the loop's clock."""
+        self._joining: dict[str, asyncio.Task[None]] = {}
+        self._not_before: dict[str, float] = {}
+        self._away = False
+
+    async def run(self) -> None:
+        """Follows the registry until it is cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(READ_PERIOD_S)
+                await self.look()
+        finally:
+            for task in self._joining.values():
+                task.cancel()
+
+    async def look(self) -> None:
+        """Reads the registry once."""
+        try:
+            records = await self._registry.records(self._role)
+        except StoreUnavailable as error:
+            if not self._away:
+                _log.warning("%ss may come and go unseen: %s", self._role, error)
+            self._away = True
+            return
+        now = asyncio.get_running_loop().time()
+        if self._away:
+            # None of them could say its name meanwhile.
+            self._heard_at = dict.fromkeys(self._heard_at, now)
+        self._away = False
+        for record in records:
+            self._hear(record, now)
+        for name in self._pool.names:
+            if now - self._heard_at.setdefault(name, now) > LEASE_S:
+                del self._heard_at[name]
+                _log.warning("the %s %s is announced no more: it is taken out", self._role, name)
+                await self._pool.leave(name)
+
+    def _hear(self, record: ReplicaRecord, now: float) -> None:
+        name = record.name
+        self._heard_at[name] = now
+        if record.leaving:
+            self._pool.retire(name)
+        elif (
+            name not in self._pool.names
+            and name not in self._joining
+            and now >= self._not_before.get(name, now)
+        ):
+            self._joining[name] = asyncio.create_task(self._join(record))
+
+    async def _join(self, record: ReplicaRecord) -> None:
+        try:
+            await self._pool.join(record.name, self._link(record.address))
+            _log.info("the %s %s has joined", self._role, record.name)
+        except OutriderError as error:
+            _log.warning("the %s %s cannot join: %s", self._role, record.name, error)
+            self._not_before[record.name] = asyncio.get_running_loop().time() + REFUSED_S
+        finally:
+            del self._joining[record.name]

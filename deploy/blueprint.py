@@ -1,0 +1,109 @@
+"""What each replica of a deployment is made from. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from coordinator.actor import CoordinatorActor
+from draft_service.actor import DraftActor
+from outrider.config import CoordinatorConfig, DeploymentConfig, DraftConfig, TargetConfig
+from outrider.errors import SettingError
+from outrider.fleet.membership import Membership
+from outrider.fleet.registry import ROLES, Role
+from outrider.limits import REPLICAS_MAX
+from outrider.rank_host import RankHost
+from target_service.actor import TargetActor
+
+from .cluster import Demand
+from .placement import Placement
+
+ACTORS: Mapping[Role, type] = {
+    "coordinator": CoordinatorActor, "target": TargetActor, "draft": DraftActor
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """What each replica is to have, from those that all of its role have."""
+
+    placement: Placement
+    deployment: str
+    """Its name in Redis."""
+    log_directory: str
+    """Empty = nowhere."""
+    local: bool
+    """Whether all replicas share a machine, and so its ports and cores."""
+
+    @property
+    def _config(self) -> DeploymentConfig:
+        return self.placement.config
+
+    @property
+    def counts(self) -> dict[Role, int]:
+        """How many replicas of each role there are at first."""
+        config = self._config
+        num_drafts = 0 if self.placement.draft is None else config.num_drafts
+        return {
+            "coordinator": config.num_coordinators,
+            "target": config.num_targets,
+            "draft": num_drafts,
+        }
+
+    def bounded(self, counts: Mapping[Role, int]) -> dict[Role, int]:
+        """Counts as far as they are possible: there is always a target and a coordinator, and no
+        draft where the target drafts."""
+        least: dict[Role, int] = {"coordinator": 1, "target": 1, "draft": 0}
+        most = dict.fromkeys(ROLES, REPLICAS_MAX)
+        if self.placement.draft is None:
+            most["draft"] = 0
+        return {role: min(max(counts[role], least[role]), most[role]) for role in ROLES}
+
+    @property
+    def startup_timeout_s(self) -> float:
+        """See `DeploymentConfig`."""
+        return self._config.startup_timeout_s
+
+    @property
+    def model_timeout_s(self) -> float:
+        """See `DeploymentConfig`."""
+        return self._config.model_timeout_s
+
+    @property
+    def stop_timeout_s(self) -> float:
+        """See `DeploymentConfig`."""
+        return self._config.stop_timeout_s
+
+    def demand(self, role: Role, name: str) -> tuple[Demand, type, type]:
+        """What a replica asks of the cluster, and the actors of its first rank and of others."""
+        placement = self.placement
+        demands = {
+            "coordinator": placement.coordinator,
+            "target": placement.target,
+            "draft": placement.draft,
+        }
+        demand = demands[role]
+        if demand is None:
+            raise SettingError("draft_model", "the target drafts for itself: there are no drafts")
+        return replace(demand, name=name), ACTORS[role], RankHost
+
+    def config(
+        self, role: Role, name: str, slot: int
+    ) -> CoordinatorConfig | TargetConfig | DraftConfig:
+        """What a replica is told; `slot` is its place among those of its role."""
+        config = self._config
+        member = Membership(
+            redis=config.coordinator.redis, deployment=self.deployment, name=name,
+            slot=slot if self.local else 0,
+        )  # fmt: skip
+        if role == "coordinator":
+            port = self._port(config.coordinator.grpc_port, slot)
+            return replace(config.coordinator, membership=member, grpc_port=port)
+        if role == "target":
+            port = self._port(config.target.port, slot)
+            return replace(config.target, membership=member, port=port)
+        return replace(config.draft, membership=member, port=self._port(config.draft.port, slot))
+
+    def _port(self, port: int, slot: int) -> int:
+        """Those that share a machine count up from the first one's port."""
+        return port + slot if port and self.local else port

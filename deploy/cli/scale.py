@@ -1,0 +1,125 @@
+"""`outrider scale`: how many replicas of a role the deployment that runs is to have."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from deploy.state import DeploymentRecord, running_deployment, state_directory
+from outrider.config import deployment_settings
+from outrider.drafting.registry import parse_drafter
+from outrider.errors import ConfigError, SettingError, Unavailable
+from outrider.fleet.registry import ROLES, Role
+from outrider.limits import REPLICAS_MAX
+from outrider.sessions.redis_address import RedisAddress
+
+from .settings import add_setting_flags, deployment_config
+
+_REDIS: Final = ("redis_url", "redis_username", "redis_password", "redis_ca_file")
+_POLL_S: Final = 0.1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The counts, whether to wait, and how to reach a Redis that is not the deployment's own."""
+    parser.add_argument(
+        "counts", nargs="+", metavar="ROLE=N",
+        help="draft=4, target=2 or coordinator=2; several at once",
+    )  # fmt: skip
+    parser.add_argument(
+        "--wait", type=float, default=0.0, metavar="S",
+        help="wait so long until there are as many, s [0]",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    others = [key for key in deployment_settings() if key not in _REDIS]
+    add_setting_flags(parser, "the deployment's Redis, where it is not its own", without=others)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Says what is wanted; the deployment does it."""
+    counts = parsed_counts(arguments.counts)
+    if not 0 <= arguments.wait <= 86_400:
+        raise ConfigError(f"--wait: {arguments.wait} is wrong; it must be 0 to 86400, s")
+    state = state_directory(os.environ)
+    record = running_deployment(state)
+    if record is None:
+        raise Unavailable("nothing runs; `outrider serve` starts a deployment")
+    if counts.get("draft") and parse_drafter(record.draft_model).on_target:
+        raise ConfigError(f"draft={counts['draft']}: with {record.draft_model} the target drafts")
+    asyncio.run(_want(record, redis_of(arguments, record), counts))
+    there = _wait(state, counts, arguments.wait)
+    wanted = record.wanted | counts
+    if arguments.json:
+        print(json.dumps({"wanted": wanted}))
+    else:
+        print("wanted: " + ", ".join(f"{role}={wanted.get(role, 0)}" for role in ROLES))
+    if arguments.wait and not there:
+        raise Unavailable(f"not there after {arguments.wait:g} s; see `outrider status`")
+    return 0
+
+
+def parsed_counts(words: Sequence[str]) -> dict[Role, int]:
+    """Of `ROLE=N`. Raises `ConfigError`."""
+    counts: dict[Role, int] = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        role = next((role for role in ROLES if role == name), None)
+        if role is None or role in counts:
+            raise ConfigError(f"{word}: is wrong; give {', '.join(ROLES)} once each, as ROLE=N")
+        least = 0 if role == "draft" else 1
+        is_count = text.isascii() and text.isdecimal()
+        if not (is_count and least <= int(text) <= REPLICAS_MAX):
+            raise ConfigError(f"{word}: {text!r} is wrong; it must be {least} to {REPLICAS_MAX}")
+        counts[role] = int(text)
+    return counts
+
+
+def redis_of(arguments: argparse.Namespace, record: DeploymentRecord) -> RedisAddress:
+    """Where the deployment keeps what is wanted: its own server, or the one that settings name.
+    Raises `SettingError`."""
+    given = deployment_config(arguments).coordinator.redis
+    given = replace(given, key_prefix=str(record.settings["redis_key_prefix"]))
+    if record.redis_url:
+        return replace(given, url=record.redis_url, username="", password="", ca_file="")
+    if not given.url:
+        raise SettingError(
+            "redis_url", "the deployment has another Redis than its own; give that one's URL"
+        )
+    return given
+
+
+async def _want(record: DeploymentRecord, redis: RedisAddress, counts: dict[Role, int]) -> None:
+    from outrider.fleet.redis_registry import RedisRegistry
+
+    registry = RedisRegistry(redis, record.deployment)
+    try:
+        if not await registry.wanted():
+            raise Unavailable("this Redis knows nothing of the deployment")
+        await registry.want(counts)
+    finally:
+        await registry.close()
+
+
+def _wait(state: Path, counts: dict[Role, int], timeout_s: float) -> bool:
+    """Whether there are as many within the time."""
+    give_up_at = time.monotonic() + timeout_s
+    while True:
+        record = running_deployment(state)
+        if record is None:
+            raise Unavailable("the deployment has ended")
+        found = {
+            "coordinator": len(record.grpc_address.split(",")),
+            "target": len(record.target_addresses),
+            "draft": len(record.draft_addresses),
+        }
+        if all(found[role] == count for role, count in counts.items()):
+            return True
+        if time.monotonic() >= give_up_at:
+            return False
+        time.sleep(_POLL_S)

@@ -1,0 +1,239 @@
+"""The replicas of a deployment: as many as are wanted, and others in the place of those that die.
+
+| a replica | becomes | when |
+| --- | --- | --- |
+| is missing | placed, started | at once; later and later while starting fails |
+| dies, or a rank of it | removed | at once: then it is missing |
+| is not wanted | left, then stopped | once nothing is sent to it, or `stop_timeout_s` later |
+
+How many are wanted is kept in Redis, where `outrider scale` changes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Final
+
+from outrider.errors import OutriderError, StoreUnavailable, Unavailable
+from outrider.fleet.reconciling import next_steps
+from outrider.fleet.registry import ROLES, Registry, Role
+
+from .blueprint import Blueprint
+from .cluster import Cluster
+from .replica import Replica, raise_first
+
+_log = logging.getLogger(__name__)
+
+LOOK_PERIOD_S: Final = 0.5
+"""Between two looks at how many are wanted."""
+FIRST_REST_S: Final = 1.0
+"""Until a replica is started again that did not start, or died; it doubles with each ..."""
+REST_S_MAX: Final = 30.0
+"""... up to this."""
+STABLE_S: Final = 30.0
+"""One that served for so long has not failed when it dies."""
+HOPELESS_AFTER: Final = 4
+"""Failures of a role, one after the other, of which no replica serves."""
+
+
+class Fleet:
+    """The replicas of one deployment."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        blueprint: Blueprint,
+        registry: Registry,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_change` hears when a replica begins to serve, or is there no more."""
+        self.blueprint = blueprint
+        self._cluster = cluster
+        self._registry = registry
+        self._on_change = on_change
+        self._wanted: dict[Role, int] = dict(blueprint.counts)
+        self._replicas: dict[str, Replica] = {}
+        self._num_started = 0
+        self._failures = dict.fromkeys(ROLES, 0)
+        self._not_before = dict.fromkeys(ROLES, 0.0)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+
+    @property
+    def wanted(self) -> Mapping[Role, int]:
+        """How many replicas there should be."""
+        return self._wanted
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """All, the oldest first."""
+        return list(self._replicas.values())
+
+    def of(self, role: Role) -> list[Replica]:
+        """The replicas of a role, the oldest first."""
+        return [one for one in self._replicas.values() if one.role == role]
+
+    async def place(self) -> None:
+        """Finds a place for all replicas that are wanted at first. Raises as `Cluster.place`; then
+        there are none."""
+        replicas = [self._new(role) for role in ROLES for _ in range(self._wanted[role])]
+        try:
+            demands = [self.blueprint.demand(one.role, one.name) for one in replicas]
+            actors = await self._cluster.place(demands, self.blueprint.startup_timeout_s)
+        except BaseException:
+            self._replicas.clear()
+            raise
+        for one in replicas:
+            one.ranks = tuple(actor for actor in actors if actor.demand.name == one.name)
+
+    async def begin(self, *roles: Role) -> None:
+        """Starts the replicas of these roles that have their places, at the same time. Raises what
+        the first says that fails, a `ConfigError` before others."""
+        starting = [self._begin(one) for role in roles for one in self.of(role)]
+        gathered = asyncio.gather(*starting, return_exceptions=True)
+        try:
+            raise_first(await asyncio.shield(gathered))
+        except asyncio.CancelledError:
+            gathered.cancel()
+            raise
+
+    async def run(self) -> Role:
+        """Keeps as many as are wanted, until there is none of a role that cannot be done without,
+        and none can be started: returns that role."""
+        await self._tell_wanted()
+        for one in self._replicas.values():
+            self._spawn(self._watch(one))
+        while True:
+            await self._hear_wanted()
+            self._step()
+            for role in ("target", "coordinator"):
+                if self._failures[role] >= HOPELESS_AFTER and not self._serves(role):
+                    return role
+            await self._rest()
+
+    def _step(self) -> None:
+        now = asyncio.get_running_loop().time()
+        held_back = [role for role in ROLES if now < self._not_before[role]]
+        if not self._serves("target"):
+            held_back.append("coordinator")  # It could say of no model what it is.
+        fleet = [one.standing for one in self._replicas.values()]
+        steps = next_steps(self._wanted, fleet, held_back)
+        for role in steps.starts:
+            self._spawn(self._add(self._new(role)))
+        for name in steps.leaves:
+            one = self._replicas[name]
+            one.leaves = True
+            self._spawn(self._leave(one))
+
+    async def close(self) -> None:
+        """Stops all, coordinators before those that they call."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        grace_s = self.blueprint.stop_timeout_s
+        for roles in (("coordinator",), ("target", "draft")):
+            going = [one for one in self._replicas.values() if one.role in roles]
+            await asyncio.gather(*(one.stop(grace_s) for one in going))
+        self._replicas.clear()
+
+    def _new(self, role: Role) -> Replica:
+        taken = {one.slot for one in self.of(role)}
+        slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+        one = Replica(role, self._num_started, slot)
+        self._num_started += 1
+        self._replicas[one.name] = one
+        return one
+
+    async def _begin(self, one: Replica) -> None:
+        plan = self.blueprint
+        config = plan.config(one.role, one.name, one.slot)
+        await one.begin(config, plan.log_directory, plan.model_timeout_s)
+
+    async def _add(self, one: Replica) -> None:
+        """Places and starts a replica, and stays with it."""
+        try:
+            demand = self.blueprint.demand(one.role, one.name)
+            placed = await self._cluster.place([demand], self.blueprint.startup_timeout_s)
+            one.ranks = tuple(placed)
+            await self._begin(one)
+        except OutriderError as error:
+            _log.error("%s did not start: %s", one.name, error)
+            self._fail(one.role)
+            await self._remove(one)
+            return
+        _log.info("%s serves at %s", one.name, one.address)
+        self._tell_changed()
+        await self._watch(one)
+
+    async def _watch(self, one: Replica) -> None:
+        """Until it ends."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        error = await one.ended()
+        if one.leaves:
+            return
+        _log.error("%s is gone, and is replaced: %s", one.name, error or "it has stopped")
+        if loop.time() - began > STABLE_S:
+            self._failures[one.role] = 0
+        self._fail(one.role)
+        await self._remove(one)
+
+    async def _leave(self, one: Replica) -> None:
+        """Ends a replica once nobody uses it, or when the time is over."""
+        grace_s = self.blueprint.stop_timeout_s
+        if one.address:
+            await one.drain(grace_s)
+            await one.stop(grace_s)
+        _log.info("%s has left", one.name)
+        await self._remove(one)
+
+    async def _remove(self, one: Replica) -> None:
+        self._replicas.pop(one.name, None)
+        await self._cluster.remove(one.ranks)
+        self._tell_changed()
+
+    def _fail(self, role: Role) -> None:
+        rest_s = min(FIRST_REST_S * 2 ** self._failures[role], REST_S_MAX)
+        self._failures[role] += 1
+        self._not_before[role] = asyncio.get_running_loop().time() + rest_s
+
+    def _serves(self, role: Role) -> bool:
+        return any(one.address for one in self.of(role))
+
+    async def _tell_wanted(self) -> None:
+        try:
+            await self._registry.want(self._wanted)
+        except StoreUnavailable as error:
+            raise Unavailable(f"how many replicas are wanted cannot be kept: {error}") from error
+
+    async def _hear_wanted(self) -> None:
+        try:
+            wanted = await self._registry.wanted()
+        except StoreUnavailable:
+            return  # What was wanted still is.
+        found = self.blueprint.bounded(self._wanted | wanted)
+        if found != self._wanted:
+            _log.info("wanted: %s", ", ".join(f"{role}={found[role]}" for role in ROLES))
+            self._wanted = found
+            self._failures = dict.fromkeys(ROLES, 0)
+            self._not_before = dict.fromkeys(ROLES, 0.0)
+            self._tell_changed()
+
+    async def _rest(self) -> None:
+        try:
+            async with asyncio.timeout(LOOK_PERIOD_S):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+        self._changed.clear()
+
+    def _tell_changed(self) -> None:
+        self._changed.set()
+        self._on_change()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

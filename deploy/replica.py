@@ -1,0 +1,159 @@
+"""One replica of a deployment: its actors, from the start of its service to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Sequence
+from typing import Any, Final
+
+from outrider.engine.parallel.meeting import Meeting
+from outrider.errors import ConfigError, OutriderError, Unavailable
+from outrider.fleet.reconciling import Standing
+from outrider.fleet.registry import Role
+from outrider.rank_host import Seat
+from outrider.replica_host import Traffic
+
+from .cluster import Actor
+
+_log = logging.getLogger(__name__)
+
+ECHO_S: Final = 2.0
+"""How long after one rank of a model fails to start another may, before the reason is told."""
+STOP_CALL_TIMEOUT_S: Final = 5.0
+"""What an actor may take to stop beyond the time it was given for running requests."""
+QUIET_S: Final = 1.0
+"""A replica that was sent nothing for so long, once it was to be left, has been."""
+
+
+class Replica:
+    """The actors that are one replica: the first rank, which serves, and the others."""
+
+    def __init__(self, role: Role, age: int, slot: int) -> None:
+        """`age` counts the replicas that the deployment has started; `slot` is its place among
+        those of its role that are there now."""
+        self.role: Role = role
+        self.name = f"{role}-{age}"
+        self.slot = slot
+        self.ranks: tuple[Actor, ...] = ()
+        """Once they have their places."""
+        self.address = ""
+        """HOST:PORT, once it serves."""
+        self.leaves = False
+        self._age = age
+
+    @property
+    def leader(self) -> Actor:
+        """The rank that serves."""
+        return self.ranks[0]
+
+    @property
+    def followers(self) -> tuple[Actor, ...]:
+        """The other ranks of its model."""
+        return self.ranks[1:]
+
+    @property
+    def standing(self) -> Standing:
+        """See `Standing`."""
+        return Standing(self.name, self.role, self._age, bool(self.address), self.leaves)
+
+    async def begin(self, config: object, log_directory: str, timeout_s: float) -> str:
+        """Starts its service, and the other ranks of its model; its address."""
+        seats = await self._seats(timeout_s)
+        self.address = await _of_the_first(
+            self.leader.call("start", config, log_directory, timeout_s=timeout_s),
+            *(
+                follower.call(
+                    "start", config, self.role, seat, timeout_s, log_directory, timeout_s=timeout_s
+                )
+                for follower, seat in seats
+            ),
+        )
+        return self.address
+
+    async def _seats(self, timeout_s: float) -> list[tuple[Actor, Seat]]:
+        """The followers, each with what it is told."""
+        if not self.followers:
+            return []
+        neighbours = Counter(actor.place.node for actor in self.ranks)
+        meeting: Meeting = await self.leader.call(
+            "open_meeting", len(self.ranks), neighbours[self.leader.place.node], timeout_s
+        )
+        return [
+            (actor, Seat(meeting, actor.rank, neighbours[actor.place.node]))
+            for actor in self.followers
+        ]
+
+    async def traffic(self) -> Traffic:
+        """What crossed its streams."""
+        found: Traffic = await self.leader.call("traffic")
+        return found
+
+    async def ended(self) -> OutriderError | None:
+        """Returns once any of its ranks has ended, and why, in the words of the rank that said so;
+        None where it was told to."""
+        waiting = [asyncio.create_task(actor.call("wait")) for actor in self.ranks]
+        try:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
+        for actor, task in zip(self.ranks, waiting, strict=True):
+            if task in done and isinstance(error := task.exception(), OutriderError):
+                return OutriderError(f"{actor.name}: {error}")
+        return None
+
+    async def drain(self, timeout_s: float) -> None:
+        """Says that it is to be left, and waits until nothing more is sent to it, at most so
+        long."""
+        loop = asyncio.get_running_loop()
+        try:
+            await self.leader.call("leave", timeout_s=STOP_CALL_TIMEOUT_S)
+            if self.role == "coordinator":
+                return  # What it runs ends while it stops.
+            give_up_at, before, since = loop.time() + timeout_s, -1, loop.time()
+            while loop.time() < min(give_up_at, since + QUIET_S):
+                traffic: Traffic = await self.leader.call("traffic", timeout_s=STOP_CALL_TIMEOUT_S)
+                if traffic.num_items != before:
+                    before, since = traffic.num_items, loop.time()
+                await asyncio.sleep(QUIET_S / 4)
+        except Unavailable as error:
+            _log.warning("%s did not drain: %s", self.name, error)
+
+    async def stop(self, grace_s: float) -> None:
+        """Lets what runs end within the time, and ends all ranks."""
+        if self.ranks:
+            await _stop(self.leader, grace_s)
+        # They have ended with their leader, unless it died.
+        await asyncio.gather(*(_stop(actor, grace_s) for actor in self.followers))
+
+
+async def _stop(actor: Actor, grace_s: float) -> None:
+    try:
+        await actor.call("stop", grace_s, timeout_s=grace_s + STOP_CALL_TIMEOUT_S)
+    except OutriderError as error:
+        _log.warning("the %s actor did not stop by itself: %s", actor.name, error)
+    await actor.kill()
+
+
+async def _of_the_first(first: Awaitable[Any], *others: Awaitable[Any]) -> Any:
+    """The result of the first, once all have one. Raises as soon as one of them fails: the
+    `ConfigError` of any that fails within `ECHO_S`, because ranks end when another one does."""
+    tasks = [asyncio.ensure_future(work) for work in (first, *others)]
+    try:
+        _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if pending:
+            await asyncio.wait(pending, timeout=ECHO_S)
+        raise_first([task.exception() for task in tasks if task.done()])
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def raise_first(results: Sequence[object]) -> None:
+    """Raises the first error of the results, a `ConfigError` before others."""
+    errors = [result for result in results if isinstance(result, BaseException)]
+    for error in sorted(errors, key=lambda error: not isinstance(error, ConfigError)):
+        raise error

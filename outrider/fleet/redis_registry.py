@@ -1,0 +1,108 @@
+"""The replicas of a deployment in Redis.
+
+    <prefix>replicas:{<deployment>}:<role>          set: names
+    <prefix>replica:{<deployment>}:<role>:<name>    string: the record, as JSON, with a time to live
+    <prefix>wanted:{<deployment>}                   hash: role to count
+
+The braces are literal. Leases are Redis' own times to live.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.errors import InvariantError, check
+from outrider.sessions.redis_address import RedisAddress
+from outrider.sessions.redis_connection import answering, new_client, redis_errors
+
+from .registry import LEASE_S, ROLES, ReplicaRecord, Role
+
+_log = logging.getLogger(__name__)
+
+
+class RedisRegistry:
+    """A `Registry` in one Redis server."""
+
+    def __init__(self, address: RedisAddress, deployment: str) -> None:
+        """Connects when it is first used. `deployment` names whose replicas these are."""
+        check(not set(deployment) & set("{}"), "braces in a deployment's name")
+        self._client = new_client(
+            address.url, address.username or None, address.password or None, address.ca_file or None
+        )
+        self._prefix, self._tag = address.key_prefix, f"{{{deployment}}}"
+        self._wanted = f"{self._prefix}wanted:{self._tag}"
+
+    async def announce(self, record: ReplicaRecord) -> None:
+        """See `Registry.announce`."""
+        await self._run(
+            (
+                "SET",
+                self._key(record.role, record.name),
+                record.to_json(),
+                "PX",
+                int(LEASE_S * 1e3),
+            ),
+            ("SADD", self._names(record.role), record.name),
+        )
+
+    async def withdraw(self, role: Role, name: str) -> None:
+        """See `Registry.withdraw`."""
+        await self._run(("DEL", self._key(role, name)), ("SREM", self._names(role), name))
+
+    async def records(self, role: Role) -> list[ReplicaRecord]:
+        """See `Registry.records`. Names whose leases have run out are taken off the list; what
+        is no record is left out."""
+        [members] = await self._run(("SMEMBERS", self._names(role)))
+        names = sorted(member.decode() for member in members)
+        if not names:
+            return []
+        [texts] = await self._run(("MGET", *(self._key(role, name) for name in names)))
+        over = [name for name, text in zip(names, texts, strict=True) if text is None]
+        if over:
+            # One that comes back says its name again.
+            await self._run(("SREM", self._names(role), *over))
+        return [found for text in texts if (found := _read(role, text)) is not None]
+
+    async def want(self, counts: Mapping[Role, int]) -> None:
+        """See `Registry.want`."""
+        fields = [part for role, count in counts.items() for part in (role, count)]
+        await self._run(("HSET", self._wanted, *fields))
+
+    async def wanted(self) -> dict[Role, int]:
+        """See `Registry.wanted`. What is no count is left out."""
+        [answer] = await self._run(("HGETALL", self._wanted))
+        counts = {name.decode(): text.decode() for name, text in answer.items()}
+        return {role: int(counts[role]) for role in ROLES if counts.get(role, "").isdecimal()}
+
+    async def close(self) -> None:
+        """See `Registry.close`."""
+        await self._client.aclose()
+
+    async def _run(self, *commands: tuple[str | int, ...]) -> list[Any]:
+        """The answers to commands that go together, wholly or not at all."""
+        with redis_errors():
+            async with answering(), self._client.pipeline(transaction=True) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*command)
+                answers: list[Any] = await pipeline.execute()
+                return answers
+
+    def _names(self, role: Role) -> str:
+        return f"{self._prefix}replicas:{self._tag}:{role}"
+
+    def _key(self, role: Role, name: str) -> str:
+        return f"{self._prefix}replica:{self._tag}:{role}:{name}"
+
+
+def _read(role: Role, text: bytes | None) -> ReplicaRecord | None:
+    if text is None:
+        return None
+    try:
+        record = ReplicaRecord.from_json(text)
+        check(record.role == role, "it is of another role")
+    except (ValueError, InvariantError) as error:
+        _log.warning("a %s's record is left out: %s", role, error)
+        return None
+    return record

@@ -1,0 +1,19 @@
+"""Which Redis server, and who we are to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisAddress:
+    """What it takes to connect. Its text has no secret."""
+
+    url: str = field(repr=False)
+    """May hold a user and a password, which win over those below."""
+    username: str = ""
+    password: str = field(default="", repr=False)
+    ca_file: str = ""
+    """Certificate authority of a `rediss://` server; empty = the system's."""
+    key_prefix: str
+    """Begins every key."""
