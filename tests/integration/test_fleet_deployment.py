@@ -1,0 +1,141 @@
+"""Replicas that come, go and die under load, on local Ray: nobody but the clock notices."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from itertools import count
+
+import pytest
+import pytest_asyncio
+
+from deploy.launcher import Deployment
+from outrider.client import Client, GenerateRequest
+from outrider.config import load_config
+from outrider.fleet.redis_registry import RedisRegistry
+from outrider.fleet.registry import Role
+from outrider.speculation.sampling import Rule
+
+SETTINGS = {
+    "engine": "emulated:vocab_size=1000,verify_ms=10,draft_ms=1",
+    "draft_model": "emulated",
+    "grpc_port": 0,
+    "num_targets": 2,
+    "num_coordinators": 2,
+    "target_num_cpus": 0.25,
+    "draft_num_cpus": 0.1,
+    "coordinator_num_cpus": 0.1,
+}
+NUM_TOKENS, NUM_STREAMS, NUM_SEEDS = 60, 4, 3
+CHANGE_S = 40.0
+"""What starting or ending some replicas may take."""
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("deployment")]
+
+
+class Load:
+    """Clients that ask one thing after the other, and compare."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        self._expected: list[tuple[int, ...]] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self.num_answers = 0
+
+    async def start(self) -> None:
+        self._expected = [await self._ask(seed) for seed in range(NUM_SEEDS)]
+        self._tasks = [asyncio.create_task(self._stream(first)) for first in range(NUM_STREAMS)]
+
+    async def stop(self) -> None:
+        """Once there have been some more answers. Raises what any of them met."""
+        before = self.num_answers
+        async with asyncio.timeout(CHANGE_S):
+            while self.num_answers < before + NUM_STREAMS and not any(
+                t.done() for t in self._tasks
+            ):
+                await asyncio.sleep(0.1)
+        for task in self._tasks:
+            if not task.done():
+                task.cancel()
+        for found in await asyncio.gather(*self._tasks, return_exceptions=True):
+            if isinstance(found, Exception):
+                raise found
+
+    async def _stream(self, first: int) -> None:
+        for index in count(first):
+            seed = index % NUM_SEEDS
+            assert await self._ask(seed) == self._expected[seed]
+            self.num_answers += 1
+
+    async def _ask(self, seed: int) -> tuple[int, ...]:
+        request = GenerateRequest(
+            tuple(range(10 + seed, 40)), max_tokens=NUM_TOKENS, seed=seed, rule=Rule.COUPLED,
+            ignore_eos=True,
+        )  # fmt: skip
+        async with Client(self._deployment.endpoints.coordinator) as client:
+            return tuple((await client.complete(request)).token_ids)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def deployment(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Deployment]:
+    """Two targets, two coordinators and a draft, which are kept as many."""
+    async with Deployment(load_config(SETTINGS, {}), tmp_path_factory.mktemp("fleet")) as started:
+        running = asyncio.create_task(started.wait())
+        yield started
+        assert not running.done()
+        running.cancel()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def load(deployment: Deployment) -> AsyncIterator[Load]:
+    found = Load(deployment)
+    await found.start()
+    yield found
+    await found.stop()
+
+
+def serving(deployment: Deployment, role: Role) -> set[str]:
+    return {one.name for one in deployment.fleet.of(role) if one.address and not one.leaves}
+
+
+async def until(deployment: Deployment, role: Role, number: int, without: str = "") -> None:
+    async with asyncio.timeout(CHANGE_S):
+        while len(serving(deployment, role) - {without}) != number:
+            await asyncio.sleep(0.1)
+
+
+async def test_replicas_come_and_go_under_load(deployment: Deployment, load: Load) -> None:
+    """One target and one coordinator fewer, a draft more, and back."""
+    registry = RedisRegistry(deployment.config.coordinator.redis, deployment.name)
+    try:
+        few: dict[Role, int] = {"target": 1, "coordinator": 1, "draft": 2}
+        many: dict[Role, int] = {"target": 2, "coordinator": 2, "draft": 1}
+        for wanted in (few, many):
+            await registry.want(wanted)
+            for role, number in wanted.items():
+                await until(deployment, role, number)
+    finally:
+        await registry.close()
+
+
+@pytest.mark.parametrize("role", ["draft", "target", "coordinator"])
+async def test_a_replica_that_is_killed_under_load_is_replaced(
+    deployment: Deployment, load: Load, role: Role
+) -> None:
+    number = len(serving(deployment, role))
+    one = deployment.replica(role)
+    os.kill(one.leader.place.pid, signal.SIGKILL)
+    await until(deployment, role, number, without=one.name)
+
+
+async def test_both_targets_are_killed_under_load(deployment: Deployment, load: Load) -> None:
+    """Requests wait until there is another."""
+    names = [(one.name, one.leader.place.pid) for one in deployment.fleet.of("target")]
+    for _, pid in names:
+        os.kill(pid, signal.SIGKILL)
+    async with asyncio.timeout(CHANGE_S):
+        while serving(deployment, "target") & {name for name, _ in names}:
+            await asyncio.sleep(0.1)
+    await until(deployment, "target", 2)
