@@ -5,6 +5,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 SEEDS ?= 200
+MINUTES ?= 10
 # Tests run side by side; those that start processes of their own stay together.
 TEST_WORKERS ?= 2
 VENV := .venv
@@ -18,7 +19,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=$(1) --pyi_out
 # A checked-out tree keeps its deployment, its logs and its locks apart from the user's own.
 DEMO_STATE := $(abspath $(VENV))/demo-state
 
-.PHONY: help install demo test test-full check proto bench sim
+.PHONY: help install demo test test-full check proto bench chaos sim
 
 help: ## List the jobs.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +67,9 @@ proto: $(STAMP) ## Generate outrider/v1 from protos/.
 
 bench: $(STAMP) ## Measure the speed-up on the built-in prompts.
 	$(BIN)/outrider bench speedup --temperature 0
+
+chaos: $(STAMP) ## Kill and stop every kind of replica under load, for MINUTES minutes.
+	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --report $(VENV)/chaos.json
 
 sim: $(STAMP) ## Simulate SEEDS seeds of failures on a virtual clock.
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)

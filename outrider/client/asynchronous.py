@@ -40,7 +40,8 @@ class Client:
     ) -> None:
         """`server` is HOST:PORT, or several with commas between them, or a transport, which the
         client then owns and closes. Nothing is sent before the first call. A broken stream is
-        tried to be resumed for `resume_timeout_s` seconds; 0 = not at all."""
+        tried to be resumed for `resume_timeout_s` seconds, and a request that cannot be served now
+        is asked for again as long; 0 = not at all."""
         if isinstance(server, str):
             each = [GrpcTransport(address) for address in addresses_of(server)]
             server = ResumingTransport(each, resume_timeout_s)

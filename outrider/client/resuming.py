@@ -17,7 +17,8 @@ from outrider.limits import DEADLINE_MS_MAX
 
 T = TypeVar("T")
 RESUME_TIMEOUT_S: Final = 15.0
-"""How long a broken stream is tried to be resumed, by default: coordinators may be started anew."""
+"""How long a broken stream is tried to be resumed, by default, or a request to be begun that the
+coordinators cannot serve now: they, or what they need, may be started anew."""
 _WAIT_S: Final = (0.05, 1.0)
 """First and longest wait between two tries; doubled each time."""
 
@@ -30,7 +31,7 @@ class ResumingTransport:
         self, transports: Sequence[Transport], resume_timeout_s: float = RESUME_TIMEOUT_S
     ) -> None:
         """Owns and closes `transports`, of which there is one at least. 0 seconds: a generation
-        whose stream breaks is not resumed."""
+        whose stream breaks is not resumed, and one that cannot begin now not asked for again."""
         self._transports = tuple(transports)
         self._resume_timeout_s = resume_timeout_s
         self._current = 0
@@ -73,7 +74,8 @@ class ResumingTransport:
                 return
             except Unavailable as error:
                 wait_s = told.wait_after(error, loop.time(), deadline)
-            current = self._after(current)
+                if isinstance(error, StreamBroken):
+                    current = self._after(current)
             await asyncio.sleep(wait_s)
 
     async def cancel(self, session_id: str, timeout_s: float) -> None:
@@ -162,20 +164,24 @@ class Told:
         return True
 
     def wait_after(self, error: Unavailable, now: float, deadline: float) -> float:
-        """How long to wait until the next coordinator is asked; times in seconds of one clock.
-        Raises the error where that is of no use: a coordinator has answered that it cannot serve
-        the request, all have been asked to begin it, or they have been asked for long enough to
-        go on."""
-        if self._heard is None:
+        """How long to wait until a coordinator is asked again: the next one, or, where it has
+        answered that it cannot serve the request now, the same one when it says. Times in seconds
+        of one clock. Raises the error where that is of no use: all have been asked to begin and
+        none has answered, or a stream has ended with an answer, or they have been asked for long
+        enough."""
+        answered = not isinstance(error, StreamBroken)
+        if self._heard is None and not answered:
             self._tries_left -= 1
-            if self._tries_left == 0 or not isinstance(error, StreamBroken):
+            if self._tries_left == 0:
                 raise error
             return 0.0
         if self._tried_until is None:
-            if not isinstance(error, StreamBroken):
+            if answered and self._heard is not None:
                 raise error
             self._tried_until = now + self._resume_timeout_s
-        wait_s, self._wait_s = self._wait_s, min(2 * self._wait_s, _WAIT_S[1])
+        wait_s = error.retry_after_ms / 1e3
+        if not answered:
+            wait_s, self._wait_s = self._wait_s, min(2 * self._wait_s, _WAIT_S[1])
         if now + wait_s > min(self._tried_until, deadline):
             raise error
         return wait_s

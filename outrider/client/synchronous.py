@@ -113,7 +113,8 @@ class SyncClient:
                 return
             except Unavailable as error:
                 wait_s = told.wait_after(error, time.monotonic(), deadline)
-            current = self._after(current)
+                if isinstance(error, StreamBroken):
+                    current = self._after(current)
             time.sleep(wait_s)
 
     def _heard(self, call: Any, current: int) -> Generator[Event]:

@@ -193,13 +193,59 @@ def test_nothing_told_yet_is_asked_anew_of_each_once() -> None:
     assert len(first.asked) == len(second.asked) == 1
 
 
-@pytest.mark.parametrize("error", [Unavailable("no target"), Overloaded("full"), NotFound("no")])
-def test_what_a_coordinator_answers_stands(error: OutriderError) -> None:
-    for script in ((error,), (STARTED, FIRST, error)):
-        other = Scripted()
-        with pytest.raises(type(error), match=error.message):
-            heard(Scripted(script), other)
+@pytest.mark.parametrize(
+    "script",
+    [
+        (Overloaded("full"),),
+        (NotFound("no"),),
+        (STARTED, FIRST, Overloaded("full")),
+        (STARTED, FIRST, Unavailable("no target")),
+    ],
+)
+def test_what_a_coordinator_answers_stands(script: tuple[Event | OutriderError, ...]) -> None:
+    other, error = Scripted(), script[-1]
+    assert isinstance(error, OutriderError)
+    with pytest.raises(type(error), match=error.message):
+        heard(Scripted(script), other)
+    assert not other.asked
+
+
+def test_what_cannot_begin_now_is_asked_for_again_when_the_coordinator_says() -> None:
+    """The same one, as the others are of the same deployment; and not for ever."""
+
+    async def main() -> None:
+        away, loop = Unavailable("no target", 1500), asyncio.get_running_loop()
+        one, other = Scripted((away,), (away,), (STARTED, FIRST, SECOND, FINISHED)), Scripted()
+        each: Any = [one, other]
+        transport = ResumingTransport(each)
+        found = [event async for event in transport.generate(REQUEST, 600.0)]
+        assert found == [STARTED, FIRST, SECOND, FINISHED]
+        assert loop.time() == pytest.approx(3.0)
         assert not other.asked
+        each = [Scripted(*[(away,)] * 99)]
+        with pytest.raises(Unavailable, match="no target"):
+            async for _ in ResumingTransport(each, 5.0).generate(REQUEST, 600.0):
+                pass
+        assert loop.time() <= 3.0 + 5.0
+        assert len(each[0].asked) == 4
+
+    run_virtually(main())
+
+
+def test_a_session_that_has_an_owner_is_asked_for_when_that_ones_lease_is_over() -> None:
+    async def main() -> None:
+        leased = Unavailable("another coordinator has it", 1700)
+        gone, other = (
+            Scripted((STARTED, FIRST, BROKEN)),
+            Scripted((leased,), (STARTED, SECOND, FINISHED)),
+        )
+        each: Any = [gone, other]
+        found = [event async for event in ResumingTransport(each).generate(REQUEST, 600.0)]
+        assert found == [STARTED, FIRST, SECOND, FINISHED]
+        assert asyncio.get_running_loop().time() < 1.9
+        assert len(gone.asked) == 1
+
+    run_virtually(main())
 
 
 def test_a_session_that_is_lost_ends_the_stream() -> None:

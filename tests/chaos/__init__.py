@@ -1,0 +1,1 @@
+"""Kills and stops of real processes under load: `python -m tests.chaos`, `make chaos`."""
