@@ -1,0 +1,120 @@
+{{/* The pod of the Ray head, in which `outrider serve` runs beside it. */}}
+{{- define "outrider.head" -}}
+metadata:
+  labels:
+    app.kubernetes.io/instance: {{ .Release.Name }}
+    app.kubernetes.io/component: head
+    {{- with .Values.head.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  annotations:
+    # A changed configuration is a changed specification; see ray.upgradeStrategy.
+    checksum/config: {{ include "outrider.config" . | sha256sum }}
+    {{- with .Values.head.podAnnotations }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+spec:
+  {{- include "outrider.placing" (dict "root" . "group" .Values.head) | trim | nindent 2 }}
+  # The autoscaler asks the cluster for pods; nobody else here does.
+  automountServiceAccountToken: {{ .Values.ray.autoscaling.enabled }}
+  terminationGracePeriodSeconds: {{ add (mul 2 .Values.drainSeconds) 60 }}
+  securityContext:
+    {{- include "outrider.podSecurity" . | nindent 4 }}
+  containers:
+    # KubeRay takes the first container for Ray's.
+    - {{ include "outrider.rayHead" . | nindent 6 | trim }}
+    - {{ include "outrider.serve" . | nindent 6 | trim }}
+  volumes:
+    {{- include "outrider.scratchVolumes" .Values.head | nindent 4 }}
+    {{- with include "outrider.dataVolumes" . | trim }}{{ . | nindent 4 }}{{ end }}
+    - {name: state, emptyDir: {}}
+    - name: config
+      configMap:
+        name: {{ include "outrider.fullname" . }}-config
+{{- end -}}
+
+{{- define "outrider.rayHead" -}}
+name: ray-head
+image: {{ include "outrider.image" . }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+env:
+  {{- include "outrider.rayEnv" . | nindent 2 }}
+ports:
+  - {name: gcs, containerPort: 6379}
+  - {name: dashboard, containerPort: 8265}
+  - {name: client, containerPort: 10001}
+lifecycle:
+  preStop:
+    exec:
+      # Ray stays until the deployment has stopped its actors: that holds this lock while it runs.
+      command:
+        - /usr/bin/flock
+        - --timeout
+        - {{ add (mul 2 .Values.drainSeconds) 30 | quote }}
+        - /var/lib/outrider/deployment.lock
+        - /bin/true
+resources:
+  {{- toYaml .Values.head.resources | nindent 2 }}
+securityContext:
+  {{- include "outrider.containerSecurity" . | nindent 2 }}
+volumeMounts:
+  {{- include "outrider.scratchMounts" . | nindent 2 }}
+  - {name: state, mountPath: /var/lib/outrider}
+{{- end -}}
+
+{{/* It has no readiness probe: while the head's pod is not ready, workers may not find Ray, and
+without workers it would never be. When it ends, it is started anew. */}}
+{{- define "outrider.serve" -}}
+{{- $redis := include "outrider.redisSecret" . | fromJson -}}
+name: outrider
+image: {{ include "outrider.image" . }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+command:
+  - /bin/bash
+  - -c
+  - |-
+    trap 'exit 0' TERM
+    until ray health-check --address 127.0.0.1:6379 >/dev/null 2>&1; do sleep 2; done
+    exec outrider serve --address 127.0.0.1:6379 --config /etc/outrider/config.yaml
+env:
+  {{- include "outrider.rayEnv" . | nindent 2 }}
+  {{- include "outrider.modelEnv" . | trim | nindent 2 }}
+  - name: OUTRIDER_STATE_DIR
+    value: /var/lib/outrider
+  {{- if .Values.ray.auth.enabled }}
+  - name: RAY_AUTH_MODE
+    value: token
+  - name: RAY_AUTH_TOKEN
+    valueFrom:
+      secretKeyRef:
+        # Without a name the operator makes one that is called like the cluster.
+        name: {{ default (include "outrider.fullname" .) .Values.ray.auth.secret }}
+        key: auth_token
+  {{- end }}
+  {{- with $redis.name }}
+  - name: OUTRIDER_REDIS_PASSWORD
+    valueFrom:
+      secretKeyRef:
+        name: {{ . }}
+        key: {{ $redis.key }}
+  {{- end }}
+  {{- with .Values.huggingFace.tokenSecret }}
+  - name: HF_TOKEN
+    valueFrom:
+      secretKeyRef:
+        name: {{ . }}
+        key: {{ $.Values.huggingFace.tokenKey }}
+  {{- end }}
+resources:
+  {{- toYaml .Values.head.serve.resources | nindent 2 }}
+securityContext:
+  {{- include "outrider.containerSecurity" . | nindent 2 }}
+volumeMounts:
+  {{- include "outrider.scratchMounts" . | nindent 2 }}
+  {{- with include "outrider.dataMounts" (dict "root" . "readOnly" false) | trim }}{{ . | nindent 2 }}{{ end }}
+  - {name: state, mountPath: /var/lib/outrider}
+  - name: config
+    mountPath: /etc/outrider/config.yaml
+    subPath: config.yaml
+    readOnly: true
+{{- end -}}

@@ -1,0 +1,66 @@
+{{/* The name of everything in a release. KubeRay shortens longer ones than it can use. */}}
+{{- define "outrider.fullname" -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- $full := .Values.fullnameOverride -}}
+{{- if not $full -}}
+{{- $full = ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
+{{- end -}}
+{{- $full | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* Where a coordinator listens, in each of its pods. */}}
+{{- define "outrider.grpcPort" -}}50051{{- end -}}
+
+{{- define "outrider.image" -}}
+{{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
+{{- end -}}
+
+{{/* Not on Ray's pods: KubeRay's own services select these by app.kubernetes.io/name. */}}
+{{- define "outrider.labels" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end -}}
+
+{{- define "outrider.redisLabels" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: redis
+{{- end -}}
+
+{{/* The pods that a role's actors need. Takes a group's values. */}}
+{{- define "outrider.pods" -}}
+{{- $actors := mul .replicas (default 1 .ranks) -}}
+{{- int (ceil (divf $actors (default 1 .slots))) -}}
+{{- end -}}
+
+{{/* NAME=AMOUNT that each actor of a role asks of Ray, and that its pods have as often as slots. */}}
+{{- define "outrider.resource" -}}outrider_{{ . }}{{- end -}}
+
+{{- define "outrider.redisUrl" -}}
+{{- if .Values.redis.enabled -}}
+{{- if .Values.redis.external.url -}}
+{{- fail "redis.external.url is given, but redis.enabled is true: set one of them" -}}
+{{- end -}}
+{{- printf "redis://%s-redis:6379/0" (include "outrider.fullname" .) -}}
+{{- else -}}
+{{- required "redis.enabled is false: redis.external.url must say where sessions are kept" .Values.redis.external.url -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Name and key of the Secret with Redis's password, as JSON; the name is empty where none is. */}}
+{{- define "outrider.redisSecret" -}}
+{{- $name := .Values.redis.external.existingSecret -}}
+{{- $key := .Values.redis.external.existingSecretKey -}}
+{{- if .Values.redis.enabled -}}
+{{- $name = default (printf "%s-redis" (include "outrider.fullname" .)) .Values.redis.auth.existingSecret -}}
+{{- $key = ternary .Values.redis.auth.existingSecretKey "redis-password" (ne .Values.redis.auth.existingSecret "") -}}
+{{- end -}}
+{{- dict "name" $name "key" $key | toJson -}}
+{{- end -}}
+
+{{- define "outrider.caFromSecret" -}}
+{{- if and (not .Values.redis.enabled) .Values.redis.external.caSecret -}}true{{- end -}}
+{{- end -}}

