@@ -12,24 +12,20 @@ from outrider.settings import Setting
 
 CHART: Final = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "outrider"
 SCHEMA: Final = CHART / "values.schema.json"
-NEW_KEYS: Final = {
-    "num_targets",
-    "num_drafts",
-    "num_coordinators",
-    "target_resources",
-    "draft_resources",
-    "coordinator_resources",
-}
-"""Settings that the chart sets and `outrider serve` does not know yet."""
-CHART_KEYS: Final = NEW_KEYS | {
+CHART_KEYS: Final = {
     "address",
+    "coordinator_resources",
     "draft_model",
     "draft_num_gpus",
+    "draft_resources",
     "draft_tensor_parallel_size",
     "grpc_port",
     "host",
     "insecure",
     "model",
+    "num_coordinators",
+    "num_drafts",
+    "num_targets",
     "redis_ca_file",
     "redis_key_prefix",
     "redis_password",
@@ -37,6 +33,7 @@ CHART_KEYS: Final = NEW_KEYS | {
     "redis_username",
     "stop_timeout_s",
     "target_num_gpus",
+    "target_resources",
     "telemetry",
     "tensor_parallel_size",
 }

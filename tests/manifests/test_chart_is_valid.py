@@ -24,7 +24,7 @@ from tests.manifests.rendering import (
     render_variant,
     settings_file,
 )
-from tests.manifests.settings_schema import CHART, NEW_KEYS, SCHEMA, with_settings
+from tests.manifests.settings_schema import CHART, SCHEMA, with_settings
 from tests.manifests.validating import Refused, check_native, check_pod, check_ray_cluster
 
 
@@ -149,11 +149,8 @@ def test_a_slip_in_an_object_of_kubernetes_is_noticed() -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_configuration_loads(variant: str, tmp_path: Path) -> None:
     """What the release's ConfigMap holds is a configuration that `outrider serve` takes."""
-    values = yaml.safe_load(settings_file(render_variant(variant)))
-    for key in NEW_KEYS:
-        values.pop(key, None)
     file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump(values), "utf-8")
+    file.write_text(settings_file(render_variant(variant)), "utf-8")
     config = load_config({}, {}, file)
     assert config.coordinator.grpc_port == 50051
     assert config.coordinator.redis_url
@@ -163,19 +160,13 @@ def test_the_configuration_loads(variant: str, tmp_path: Path) -> None:
 
 def test_values_reach_the_configuration(tmp_path: Path) -> None:
     """Models, GPUs of a rank, settings of any kind, Redis and its authority are what was given."""
-    values = yaml.safe_load(settings_file(render([EVERY_OPTION])))
-    asked = {key: values.pop(key) for key in NEW_KEYS}
-    assert asked == {
-        "num_targets": 2,
-        "num_drafts": 4,
-        "num_coordinators": 3,
-        "target_resources": "outrider_target=1",
-        "draft_resources": "outrider_draft=1",
-        "coordinator_resources": "outrider_coordinator=1",
-    }
     file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump(values), "utf-8")
+    file.write_text(settings_file(render([EVERY_OPTION])), "utf-8")
     config = load_config({}, {}, file)
+    assert (config.num_targets, config.num_drafts, config.num_coordinators) == (2, 4, 3)
+    assert config.target_resources == "outrider_target=1"
+    assert config.draft_resources == "outrider_draft=1"
+    assert config.coordinator_resources == "outrider_coordinator=1"
     assert config.target.model == "meta-models/large"
     assert (config.target.tensor_parallel_size, config.target.num_gpus) == (2, 1)
     assert config.draft.num_gpus == 1

@@ -40,12 +40,8 @@ FAR_STRANGER: Final = Source(namespace={"kubernetes.io/metadata.name": "elsewher
 
 
 def _matches(selector: Manifest, labels: Mapping[str, str]) -> bool:
-    expressions = selector.get("matchExpressions", [])
-    assert all(each["operator"] == "In" for each in expressions)
-    assert set(selector) <= {"matchLabels", "matchExpressions"}
-    return all(
-        labels.get(name) == value for name, value in selector.get("matchLabels", {}).items()
-    ) and all(labels.get(each["key"]) in each["values"] for each in expressions)
+    assert set(selector) <= {"matchLabels"}
+    return all(labels.get(name) == value for name, value in selector.get("matchLabels", {}).items())
 
 
 def _is_peer(peer: Manifest, source: Source) -> bool:
@@ -111,19 +107,16 @@ def test_the_pods_of_a_release_reach_each_other() -> None:
                 assert admits(_policies(manifests), labels[group], Source(labels[other]), port)
 
 
-def test_redis_is_for_coordinators_and_the_head() -> None:
-    """Neither targets nor drafts speak to it, nor the pods of another release."""
+def test_redis_is_for_the_release() -> None:
+    """All its pods speak to it, at one port; those of another release do not."""
     manifests = render()
     labels = _labels(manifests, f"{RELEASE}-outrider")
     others = _labels(manifests, "another-outrider")
     to = labels["redis"]
-    reaching = {
-        group for group in GROUPS if admits(_policies(manifests), to, Source(labels[group]), 6379)
-    }
-    assert reaching == {"headgroup", "coordinator"}
     for group in GROUPS:
+        assert admits(_policies(manifests), to, Source(labels[group]), 6379)
+        assert not admits(_policies(manifests), to, Source(labels[group]), 26379)
         assert not admits(_policies(manifests), to, Source(others[group]), 6379)
-    assert not admits(_policies(manifests), to, Source(labels["coordinator"]), 26379)
 
 
 def test_another_release_is_a_stranger() -> None:
