@@ -128,8 +128,11 @@ class Actor:
 class Cluster:
     """A Ray cluster that this process started, or one that runs elsewhere."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, namespace: str) -> None:
+        """Actors have names in a `namespace` that is theirs alone: those of an earlier run may
+        still be ending on a cluster that runs elsewhere."""
         self.local = not address
+        self._namespace = namespace
         self._address = address or "local"
         self._temporary: str | None = None
         self._connected = False
@@ -149,7 +152,7 @@ class Cluster:
             warnings.simplefilter("ignore")
             import ray
 
-        options: dict[str, Any] = {"namespace": f"outrider-{os.getpid()}"}
+        options: dict[str, Any] = {"namespace": self._namespace}
         if self.local:
             self._temporary = _short_directory()
             options |= {

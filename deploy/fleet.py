@@ -58,7 +58,10 @@ class Fleet:
         self._num_started = 0
         self._failures = dict.fromkeys(ROLES, 0)
         self._not_before = dict.fromkeys(ROLES, 0.0)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._lives: dict[str, asyncio.Task[None]] = {}
+        """What each replica goes through, by name ..."""
+        self._leaving: set[asyncio.Task[None]] = set()
+        """... and the ends of those that are not wanted."""
         self._changed = asyncio.Event()
 
     @property
@@ -104,7 +107,7 @@ class Fleet:
         and none can be started: returns that role."""
         await self._tell_wanted()
         for one in self._replicas.values():
-            self._spawn(self._watch(one))
+            self._lives[one.name] = asyncio.create_task(self._live(one, self._watch(one)))
         while True:
             await self._hear_wanted()
             self._step()
@@ -121,17 +124,21 @@ class Fleet:
         fleet = [one.standing for one in self._replicas.values()]
         steps = next_steps(self._wanted, fleet, held_back)
         for role in steps.starts:
-            self._spawn(self._add(self._new(role)))
+            one = self._new(role)
+            self._lives[one.name] = asyncio.create_task(self._live(one, self._start(one)))
         for name in steps.leaves:
             one = self._replicas[name]
             one.leaves = True
-            self._spawn(self._leave(one))
+            task = asyncio.create_task(self._leave(one))
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
 
     async def close(self) -> None:
         """Stops all, coordinators before those that they call."""
-        for task in self._tasks:
+        tasks = [*self._leaving, *self._lives.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         grace_s = self.blueprint.stop_timeout_s
         for roles in (("coordinator",), ("target", "draft")):
             going = [one for one in self._replicas.values() if one.role in roles]
@@ -151,18 +158,24 @@ class Fleet:
         config = plan.config(one.role, one.name, one.slot)
         await one.begin(config, plan.log_directory, plan.model_timeout_s)
 
-    async def _add(self, one: Replica) -> None:
-        """Places and starts a replica, and stays with it."""
+    async def _live(self, one: Replica, work: Coroutine[Any, Any, None]) -> None:
+        """What a replica goes through, and what is left to do when it has."""
         try:
-            demand = self.blueprint.demand(one.role, one.name)
-            placed = await self._cluster.place([demand], self.blueprint.startup_timeout_s)
-            one.ranks = tuple(placed)
-            await self._begin(one)
+            await work
         except OutriderError as error:
             _log.error("%s did not start: %s", one.name, error)
-            self._fail(one.role)
-            await self._remove(one)
-            return
+        except Exception:  # noqa: BLE001 (the fleet goes on, whatever one replica does)
+            _log.exception("%s did not start", one.name)
+        if one.leaves:
+            return  # `_leave` does the rest.
+        self._fail(one.role)
+        await self._remove(one)
+
+    async def _start(self, one: Replica) -> None:
+        """Places and starts a replica, and stays with it. Raises what keeps it from that."""
+        demand = self.blueprint.demand(one.role, one.name)
+        one.ranks = tuple(await self._cluster.place([demand], self.blueprint.startup_timeout_s))
+        await self._begin(one)
         _log.info("%s serves at %s", one.name, one.address)
         self._tell_changed()
         await self._watch(one)
@@ -177,20 +190,28 @@ class Fleet:
         _log.error("%s is gone, and is replaced: %s", one.name, error or "it has stopped")
         if loop.time() - began > STABLE_S:
             self._failures[one.role] = 0
-        self._fail(one.role)
-        await self._remove(one)
 
     async def _leave(self, one: Replica) -> None:
-        """Ends a replica once nobody uses it, or when the time is over."""
+        """Ends a replica once nobody uses it, or when the time is over; one that has not started
+        yet at once."""
         grace_s = self.blueprint.stop_timeout_s
-        if one.address:
-            await one.drain(grace_s)
-            await one.stop(grace_s)
+        try:
+            if one.address:
+                await one.drain(grace_s)
+                await one.stop(grace_s)
+            else:
+                life = self._lives[one.name]
+                life.cancel()
+                await asyncio.wait([life])
+        except Exception:  # noqa: BLE001 (the fleet goes on, whatever one replica does)
+            _log.exception("%s did not leave by itself", one.name)
         _log.info("%s has left", one.name)
         await self._remove(one)
 
     async def _remove(self, one: Replica) -> None:
+        """Gives back what a replica had."""
         self._replicas.pop(one.name, None)
+        self._lives.pop(one.name, None)
         await self._cluster.remove(one.ranks)
         self._tell_changed()
 
@@ -232,8 +253,3 @@ class Fleet:
     def _tell_changed(self) -> None:
         self._changed.set()
         self._on_change()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -82,7 +82,7 @@ class Deployment:
         self._state = state
         self._report = report or _log.info
         self._on_change = on_change
-        self._cluster = Cluster(config.address)
+        self._cluster = Cluster(config.address, f"outrider-{self.name}")
         self._redis: EmbeddedRedis | None = None
         self._registry: RedisRegistry | None = None
         self._fleet: Fleet | None = None

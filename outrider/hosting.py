@@ -93,9 +93,9 @@ async def on_passing_thread(work: Callable[..., T], *arguments: object) -> T:
 
 
 def log_to(directory: str, role: str) -> None:
-    """Sends this process's log, as JSON lines, to `<directory>/<role>.log`; nowhere else if there
-    is none."""
-    handler: logging.Handler = logging.NullHandler()
+    """Sends this process's log, as JSON lines, to `<directory>/<role>.log`, or to standard error
+    where there is no directory: a cluster that runs elsewhere keeps that."""
+    handler: logging.Handler = logging.StreamHandler()
     if directory:
         handler = logging.FileHandler(Path(directory) / f"{role}.log", encoding="utf-8")
     handler.setFormatter(JsonLines())

@@ -51,7 +51,7 @@ async def cluster() -> AsyncIterator[Cluster]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_OVERRIDE_RESOURCES", json.dumps({"CPU": 4, "GPU": NUM_GPUS}))
-        started = Cluster("")
+        started = Cluster("", "outrider-test")
         await started.connect()
     yield started
     await started.disconnect()

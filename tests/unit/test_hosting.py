@@ -115,17 +115,18 @@ def test_an_address_for_all_is_not_advertised() -> None:
     assert host != everywhere
 
 
-def test_logs_go_where_they_should(tmp_path: Path) -> None:
-    """To a file of the role's name; without a directory nowhere."""
+def test_logs_go_where_they_should(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """To a file of the role's name; without a directory to standard error."""
     before = logging.root.handlers[:]
     level = logging.root.level
     try:
         log_to(str(tmp_path), "target")
         logging.getLogger("x").info("hello")
         log_to("", "draft")
-        logging.getLogger("x").info("lost")
+        logging.getLogger("x").info("elsewhere")
     finally:
         logging.basicConfig(handlers=before, level=level, force=True)
+    assert json.loads(capsys.readouterr().err)["message"] == "elsewhere"
     (line,) = (tmp_path / "target.log").read_text("utf-8").splitlines()
     assert {"level": "INFO", "logger": "x", "message": "hello"}.items() <= json.loads(line).items()
     assert [path.name for path in tmp_path.iterdir()] == ["target.log"]

@@ -40,6 +40,8 @@ class Sitter(Actor):
             self._cluster.starts.append(self.role)
         if method == "wait":
             await asyncio.shield(self.end)
+        if method == "start":
+            await self._cluster.loading.wait()
         if method == "start" and (error := self._cluster.failures.get(self.role)):
             raise error
         if method == "start" and not self.rank:
@@ -62,6 +64,10 @@ class Machines:
         self.full = False
         self.actors: list[Sitter] = []
         self.removed: list[str] = []
+        self.placing, self.loading = asyncio.Event(), asyncio.Event()
+        """Whether places are found, and models loaded."""
+        self.placing.set()
+        self.loading.set()
         self.starts: list[str] = []
         """Roles whose actors were started behind the first ones."""
 
@@ -70,6 +76,7 @@ class Machines:
     ) -> list[Actor]:
         if self.full:
             raise ConfigError("there is no place")
+        await self.placing.wait()
         made = [
             Sitter(demand, rank, self) for demand, *_ in demands for rank in range(demand.num_ranks)
         ]
@@ -203,6 +210,39 @@ def test_starting_is_tried_again_more_and_more_seldom() -> None:
         assert len(world.names("draft")) == 2
         assert world.running is not None
         assert not world.running.done()
+
+    play(scene)
+
+
+def test_one_that_is_not_wanted_any_more_never_starts() -> None:
+    """Neither while it waits for a place nor while its model loads; nothing is left of it."""
+
+    async def scene(world: World) -> None:
+        for hold in (world.machines.placing, world.machines.loading):
+            hold.clear()
+            await world.registry.want({"draft": 2})
+            await asyncio.sleep(2)
+            assert len(world.fleet.of("draft")) == 2
+            await world.registry.want({"draft": 1})
+            await asyncio.sleep(2)
+            hold.set()
+            await asyncio.sleep(5)
+            assert len(world.fleet.of("draft")) == len(world.names("draft")) == 1
+        assert len(world.machines.removed) == 1, "one had a place"
+        assert world.fleet.wanted["draft"] == 1
+
+    play(scene)
+
+
+def test_what_nobody_expects_counts_as_a_failed_start() -> None:
+    async def scene(world: World) -> None:
+        world.machines.failures["draft"] = RuntimeError("a bug")
+        await world.registry.want({"draft": 2})
+        await asyncio.sleep(5)
+        assert world.machines.starts.count("draft") >= 2
+        del world.machines.failures["draft"]
+        await asyncio.sleep(20)
+        assert len(world.names("draft")) == 2
 
     play(scene)
 
