@@ -1,0 +1,257 @@
+"""Both registries keep one contract: in memory on a clock that is turned by hand, and in Redis
+against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import redis
+
+from outrider.errors import InvariantError, StoreUnavailable
+from outrider.fleet.redis_registry import RedisRegistry
+from outrider.fleet.registry import LEASE_S, MemoryRegistry, Registry, ReplicaRecord
+from outrider.sessions.embedded import EmbeddedRedis
+from outrider.sessions.redis_address import RedisAddress
+
+pytestmark = pytest.mark.xdist_group("redis")
+
+TARGET = ReplicaRecord(
+    role="target", name="target-1", address="127.0.0.1:1", host="h", pid=7, model="m", weights="w",
+    device="cpu", load=3,
+)  # fmt: skip
+
+
+class MemoryRegistries:
+    """Registries of several deployments in one process."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._made: list[MemoryRegistry] = []
+
+    def registry(self, deployment: str) -> Registry:
+        self._made.append(MemoryRegistry(lambda: self.now))
+        return self._made[-1]
+
+    async def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    def stop(self) -> None:
+        for made in self._made:
+            made.failure = StoreUnavailable("stopped")
+
+    async def close(self) -> None:
+        for made in self._made:
+            await made.close()
+
+
+class RedisRegistries:
+    """Registries of several deployments in one server."""
+
+    def __init__(self, server: EmbeddedRedis) -> None:
+        self.prefix = f"{uuid.uuid4()}:"
+        self._server = server
+        self._made: list[RedisRegistry] = []
+
+    def registry(self, deployment: str) -> Registry:
+        address = RedisAddress(url=self._server.url, key_prefix=self.prefix)
+        self._made.append(RedisRegistry(address, deployment))
+        return self._made[-1]
+
+    async def wait(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    def stop(self) -> None:
+        self._server.stop()
+
+    async def close(self) -> None:
+        for made in self._made:
+            await made.close()
+
+
+Registries = MemoryRegistries | RedisRegistries
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis(tmp_path_factory.mktemp("registry")) as running:
+        yield running
+
+
+@pytest.fixture
+def admin(server: EmbeddedRedis) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(server.url, protocol=2) as client:
+        yield client
+
+
+@pytest.fixture
+async def in_redis(server: EmbeddedRedis) -> AsyncIterator[RedisRegistries]:
+    made = RedisRegistries(server)
+    yield made
+    await made.close()
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def registries(
+    request: pytest.FixtureRequest, in_redis: RedisRegistries
+) -> AsyncIterator[Registries]:
+    if request.param == "redis":
+        yield in_redis
+    else:
+        yield MemoryRegistries()
+
+
+def named(name: str) -> ReplicaRecord:
+    return replace(TARGET, name=name)
+
+
+async def test_who_is_announced_is_listed_by_role_and_name(registries: Registries) -> None:
+    registry = registries.registry("d")
+    draft = replace(named("target-1"), role="draft", leaving=True)
+    assert await registry.records("target") == []
+    for one in (named("b"), named("a"), draft, named("c")):
+        await registry.announce(one)
+    assert await registry.records("target") == [named("a"), named("b"), named("c")]
+    assert await registry.records("draft") == [draft]
+    assert await registry.records("coordinator") == []
+
+
+async def test_what_is_said_last_counts(registries: Registries) -> None:
+    registry = registries.registry("d")
+    await registry.announce(TARGET)
+    await registry.announce(replace(TARGET, leaving=True, load=9))
+    assert await registry.records("target") == [replace(TARGET, leaving=True, load=9)]
+
+
+async def test_who_is_withdrawn_is_gone_at_once(registries: Registries) -> None:
+    """Nobody else is, also not of the same name; withdrawing twice does nothing."""
+    registry = registries.registry("d")
+    draft = replace(TARGET, role="draft")
+    for one in (TARGET, named("other"), draft):
+        await registry.announce(one)
+    for _ in range(2):
+        await registry.withdraw("target", TARGET.name)
+        assert await registry.records("target") == [named("other")]
+        assert await registry.records("draft") == [draft]
+    await registry.announce(TARGET)
+    assert await registry.records("target") == [named("other"), TARGET]
+
+
+async def test_a_lease_that_is_not_renewed_ends(registries: Registries) -> None:
+    """Redis waits in earnest, for a bit more than a lease."""
+    registry = registries.registry("d")
+    silent, lasting = named("silent"), named("lasting")
+    await registry.announce(silent)
+    await registry.announce(lasting)
+    await registries.wait(0.55 * LEASE_S)
+    await registry.announce(lasting)
+    assert await registry.records("target") == [lasting, silent]
+    await registries.wait(0.5 * LEASE_S)
+    assert await registry.records("target") == [lasting]
+    await registry.announce(silent)
+    assert await registry.records("target") == [lasting, silent]
+
+
+async def test_deployments_do_not_see_each_other(registries: Registries) -> None:
+    """Nor does one see another whose name begins as its own."""
+    first, second = registries.registry("d"), registries.registry("d2")
+    await first.announce(TARGET)
+    await first.want({"target": 2})
+    assert await second.records("target") == []
+    assert await second.wanted() == {}
+    await second.withdraw("target", TARGET.name)
+    await second.want({"target": 5})
+    assert await first.records("target") == [TARGET]
+    assert await first.wanted() == {"target": 2}
+
+
+async def test_wanted_counts_are_kept_role_by_role(registries: Registries) -> None:
+    registry = registries.registry("d")
+    assert await registry.wanted() == {}
+    await registry.want({"target": 2, "draft": 0})
+    assert await registry.wanted() == {"target": 2, "draft": 0}
+    await registry.want({"draft": 4, "coordinator": 1})
+    assert await registry.wanted() == {"coordinator": 1, "target": 2, "draft": 4}
+
+
+async def test_one_deployment_is_seen_through_every_connection(in_redis: RedisRegistries) -> None:
+    first, second = in_redis.registry("d"), in_redis.registry("d")
+    await first.announce(TARGET)
+    await first.want({"draft": 3})
+    assert await second.records("target") == [TARGET]
+    assert await second.wanted() == {"draft": 3}
+
+
+async def test_replicas_lie_in_redis_as_documented(
+    in_redis: RedisRegistries, admin: redis.Redis
+) -> None:
+    """Each record for the time of a lease; a name is off the list once its lease is found over."""
+    registry = in_redis.registry("d")
+    await registry.announce(TARGET)
+    await registry.want({"draft": 3})
+    key, names = f"{in_redis.prefix}replica:{{d}}:target:target-1", "replicas:{d}:target"
+    assert ReplicaRecord.from_json(admin.get(key)) == TARGET
+    assert 0.5 * LEASE_S < admin.pttl(key) / 1e3 <= LEASE_S
+    assert admin.smembers(in_redis.prefix + names) == {b"target-1"}
+    assert admin.hgetall(f"{in_redis.prefix}wanted:{{d}}") == {b"draft": b"3"}
+    admin.delete(key)  # As when its time is over.
+    await registry.announce(named("other"))
+    assert await registry.records("target") == [named("other")]
+    assert admin.smembers(in_redis.prefix + names) == {b"other"}
+    await registry.withdraw("target", "other")
+    left = {bytes(name).decode() for name in admin.keys(f"{in_redis.prefix}*")}
+    assert left == {f"{in_redis.prefix}wanted:{{d}}"}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"{", b"[]", b"\xff\xfe", b"{}", TARGET.to_json().replace("7", '"7"').encode(),
+     replace(TARGET, role="draft").to_json().encode()],
+)  # fmt: skip
+async def test_a_damaged_record_is_left_out(
+    in_redis: RedisRegistries, admin: redis.Redis, damage: bytes
+) -> None:
+    """The others are not, and the replica itself can put it right."""
+    registry = in_redis.registry("d")
+    await registry.announce(TARGET)
+    await registry.announce(named("whole"))
+    admin.set(f"{in_redis.prefix}replica:{{d}}:target:target-1", damage, keepttl=True)
+    assert await registry.records("target") == [named("whole")]
+    await registry.announce(TARGET)
+    assert await registry.records("target") == [TARGET, named("whole")]
+
+
+async def test_what_is_no_count_is_left_out(in_redis: RedisRegistries, admin: redis.Redis) -> None:
+    registry = in_redis.registry("d")
+    await registry.want({"draft": 2})
+    for field, text in (("target", "-1"), ("coordinator", "many"), ("boss", "3")):
+        admin.hset(f"{in_redis.prefix}wanted:{{d}}", field, text)
+    assert await registry.wanted() == {"draft": 2}
+
+
+async def test_a_deployments_name_cannot_end_its_part_of_a_key(in_redis: RedisRegistries) -> None:
+    with pytest.raises(InvariantError, match="braces in a deployment's name"):
+        in_redis.registry("d}:{e")
+
+
+@pytest.mark.parametrize("kind", ["memory", "redis"])
+async def test_a_stopped_server_is_told_by_every_call(kind: str, tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path) as own:
+        registries: Registries = MemoryRegistries() if kind == "memory" else RedisRegistries(own)
+        registry = registries.registry("d")
+        await registry.announce(TARGET)
+        registries.stop()
+        for call in (
+            registry.announce(TARGET),
+            registry.withdraw("target", TARGET.name),
+            registry.records("target"),
+            registry.want({"target": 1}),
+            registry.wanted(),
+        ):
+            with pytest.raises(StoreUnavailable):
+                await call
+        await registries.close()

@@ -1,0 +1,94 @@
+"""Whatever replicas there are, the steps lead to as many as are wanted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.fleet.reconciling import Standing, Steps, next_steps
+from outrider.fleet.registry import ROLES, Role
+
+WANTED = st.dictionaries(st.sampled_from(ROLES), st.integers(0, 5))
+HELD_BACK = st.sets(st.sampled_from(ROLES))
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> list[Standing]:
+    """In any order, as nobody promises one."""
+    kinds = draw(
+        st.lists(st.tuples(st.sampled_from(ROLES), st.booleans(), st.booleans()), max_size=12)
+    )
+    fleet = [
+        Standing(f"{role}-{age}", role, age, serves, leaves)
+        for age, (role, serves, leaves) in enumerate(kinds)
+    ]
+    return draw(st.permutations(fleet))
+
+
+def after(fleet: Sequence[Standing], steps: Steps) -> list[Standing]:
+    """The fleet once the steps are done."""
+    age = 1 + max((one.age for one in fleet), default=0)
+    left = [replace(one, leaves=one.leaves or one.name in steps.leaves) for one in fleet]
+    return left + [
+        Standing(f"{role}-{age + n}", role, age + n, serves=False, leaves=False)
+        for n, role in enumerate(steps.starts)
+    ]
+
+
+def staying(fleet: Sequence[Standing]) -> Counter[Role]:
+    return Counter(one.role for one in fleet if not one.leaves)
+
+
+@given(WANTED, fleets())
+def test_then_there_are_as_many_as_are_wanted(
+    wanted: Mapping[Role, int], fleet: list[Standing]
+) -> None:
+    """None of a role that nobody wants; those that leave already are not counted."""
+    done = after(fleet, next_steps(wanted, fleet))
+    assert staying(done) == Counter(wanted)
+    assert next_steps(wanted, done) == Steps((), ())
+
+
+@given(WANTED, fleets())
+def test_no_more_is_done_than_is_needed(wanted: Mapping[Role, int], fleet: list[Standing]) -> None:
+    before, steps = staying(fleet), next_steps(wanted, fleet)
+    num_other = sum(abs(wanted.get(role, 0) - before[role]) for role in ROLES)
+    assert len(steps.starts) + len(steps.leaves) == num_other
+    assert len(set(steps.leaves)) == len(steps.leaves)
+    assert set(steps.leaves) <= {one.name for one in fleet if not one.leaves}
+
+
+@given(WANTED, fleets(), HELD_BACK)
+def test_what_is_held_back_is_not_started_but_may_leave(
+    wanted: Mapping[Role, int], fleet: list[Standing], held_back: Collection[Role]
+) -> None:
+    freely, held = next_steps(wanted, fleet), next_steps(wanted, fleet, held_back)
+    assert held.starts == tuple(role for role in freely.starts if role not in held_back)
+    assert held.leaves == freely.leaves
+
+
+@given(WANTED, fleets())
+def test_those_that_serve_stay_before_others_and_then_the_oldest(
+    wanted: Mapping[Role, int], fleet: list[Standing]
+) -> None:
+    left = set(next_steps(wanted, fleet).leaves)
+    going = [one for one in fleet if one.name in left]
+    stay = [one for one in fleet if one.name not in left and not one.leaves]
+    for leaver in going:
+        for stayer in (one for one in stay if one.role == leaver.role):
+            assert (stayer.serves, -stayer.age) > (leaver.serves, -leaver.age)
+
+
+def test_coordinators_come_first_and_a_role_that_is_too_many_changes_no_other() -> None:
+    fleet = [
+        Standing("draft-0", "draft", 0, serves=True, leaves=False),
+        Standing("draft-1", "draft", 1, serves=False, leaves=False),
+        Standing("draft-2", "draft", 2, serves=True, leaves=False),
+    ]
+    assert next_steps({"draft": 1, "target": 2, "coordinator": 1}, fleet) == Steps(
+        ("coordinator", "target", "target"), ("draft-1", "draft-2")
+    )
