@@ -277,6 +277,32 @@ def test_only_replicas_that_fit_join() -> None:
     run_virtually(main())
 
 
+def test_of_many_those_join_that_can() -> None:
+    """One that is gone or does not fit keeps nobody else out, as long as there is one."""
+
+    def fits(description: ReplicaDescription) -> None:
+        if description.vocab_size != 99:
+            raise Incompatible("another vocabulary")
+
+    async def main() -> None:
+        pool: ReplicaPool[Any, Any] = ReplicaPool("target", fits)
+        other = ReplicaDescription("b", "v", "", 7, "float32", 0, (), 8)
+        await pool.join_all({})
+        assert pool.names == []
+        refused = {"a": described(away_until=1.0), "b": described(other)}
+        with pytest.raises(Unavailable, match="away"):  # The first one's reason.
+            await pool.join_all(refused)
+        assert pool.names == []
+        links = {"a": described(away_until=1.0), "b": described(other), "c": described()}
+        await pool.join_all(links)
+        assert pool.names == ["c"]
+        assert [link.is_closed for link in links.values()] == [True, True, False]
+        await pool.join_all({"d": described(other)})  # There is one already.
+        assert pool.names == ["c"]
+
+    run_virtually(main())
+
+
 def test_a_replica_that_is_back_is_found_by_looking_for_it() -> None:
     """Nobody sends to one that is away, so it would not be heard of."""
 

@@ -1,0 +1,305 @@
+"""Who is in a pool while replicas come to the registry, leave it and are forgotten by it. On a
+virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_sides import TOY, ScriptedLink
+
+from coordinator.replicas import ReplicaPool
+from coordinator.roster import READ_PERIOD_S, REFUSED_S, Roster
+from outrider.clock import run_virtually
+from outrider.errors import Incompatible, StoreUnavailable
+from outrider.fleet.registry import LEASE_S, RENEWAL_S, MemoryRegistry, ReplicaRecord
+from outrider.messages import ReplicaDescription
+
+SOON_S = READ_PERIOD_S + 0.1
+"""By then the roster has looked once more."""
+
+
+class SlowLink(ScriptedLink):
+    """Its replica takes a while to say what it runs."""
+
+    def __init__(self, takes_s: float) -> None:
+        super().__init__()
+        self.takes_s = takes_s
+
+    async def describe(self, timeout_s: float) -> ReplicaDescription:
+        await asyncio.sleep(self.takes_s)
+        return await super().describe(timeout_s)
+
+
+def record(name: str) -> ReplicaRecord:
+    return ReplicaRecord(role="target", name=name, address=f"{name}:1", host="h", pid=7)
+
+
+def fits(description: ReplicaDescription) -> None:
+    if description.vocab_size != TOY.vocab_size:
+        raise Incompatible("another vocabulary")
+
+
+class World:
+    """A registry, and a pool of targets that is kept in step with it."""
+
+    def __init__(self) -> None:
+        self.registry = MemoryRegistry()
+        self.pool: ReplicaPool[Any, Any] = ReplicaPool("target", fits)
+        self.roster = Roster("target", self.pool, self.registry, self._link)
+        self.following = asyncio.create_task(self.roster.run())
+        self.prepared: dict[str, ScriptedLink] = {}
+        """By address: links other than such as answer at once."""
+        self.links: list[tuple[str, ScriptedLink]] = []
+        """Those that were made, with their addresses."""
+        self._renewing: dict[str, asyncio.Task[None]] = {}
+
+    def _link(self, address: str) -> ScriptedLink:
+        link = self.prepared.get(address) or ScriptedLink()
+        self.links.append((address, link))
+        return link
+
+    @property
+    def addresses(self) -> list[str]:
+        return [address for address, _ in self.links]
+
+    def live(self, *names: str) -> None:
+        """These say their names from now on, as announcers do."""
+        for name in names:
+            self._renewing[name] = asyncio.create_task(self._renew(record(name)))
+
+    def die(self, name: str) -> None:
+        self._renewing.pop(name).cancel()
+
+    async def _renew(self, one: ReplicaRecord) -> None:
+        while True:
+            if self.registry.failure is None:
+                await self.registry.announce(one)
+            await asyncio.sleep(RENEWAL_S)
+
+    async def close(self) -> None:
+        for task in [self.following, *self._renewing.values()]:
+            task.cancel()
+        await self.pool.close()
+
+
+def play(scene: Callable[[World], Awaitable[None]]) -> None:
+    async def main() -> None:
+        world = World()
+        try:
+            await scene(world)
+        finally:
+            await world.close()
+
+    run_virtually(main())
+
+
+def test_who_is_announced_joins_at_its_address_and_stays() -> None:
+    async def scene(world: World) -> None:
+        world.live("a")
+        await asyncio.sleep(SOON_S)
+        assert world.pool.names == ["a"]
+        world.live("b")
+        await asyncio.sleep(SOON_S)
+        assert world.pool.names == ["a", "b"]
+        await asyncio.sleep(10 * LEASE_S)
+        assert world.pool.names == ["a", "b"]
+        assert world.addresses == ["a:1", "b:1"]
+
+    play(scene)
+
+
+def test_other_roles_are_others_matter() -> None:
+    async def scene(world: World) -> None:
+        await world.registry.announce(replace(record("a"), role="draft"))
+        await asyncio.sleep(SOON_S)
+        assert world.pool.names == []
+        assert world.links == []
+
+    play(scene)
+
+
+def test_one_that_says_that_it_leaves_gets_no_more_sessions() -> None:
+    """It stays for those that it has, until it is announced no more."""
+
+    async def scene(world: World) -> None:
+        await world.registry.announce(record("a"))
+        await asyncio.sleep(SOON_S)
+        assert world.pool.num_present == 1
+        await world.registry.announce(replace(record("a"), leaving=True))
+        await asyncio.sleep(SOON_S)
+        assert world.pool.num_present == 0
+        assert world.pool.names == ["a"]
+        await world.registry.withdraw("target", "a")
+        await asyncio.sleep(LEASE_S + 2 * SOON_S)
+        assert world.pool.names == []
+
+    play(scene)
+
+
+def test_one_that_leaves_before_it_has_joined_does_not_join() -> None:
+    async def scene(world: World) -> None:
+        await world.registry.announce(replace(record("a"), leaving=True))
+        await asyncio.sleep(4 * SOON_S)
+        assert world.pool.names == []
+        assert world.links == []
+
+    play(scene)
+
+
+def test_one_that_leaves_while_it_joins_gets_no_sessions() -> None:
+    async def scene(world: World) -> None:
+        world.prepared["a:1"] = SlowLink(1.0)
+        await world.registry.announce(record("a"))
+        await asyncio.sleep(SOON_S)
+        await world.registry.announce(replace(record("a"), leaving=True))
+        await asyncio.sleep(1.0 + SOON_S)
+        assert world.pool.names == ["a"]
+        assert world.pool.num_present == 0
+
+    play(scene)
+
+
+def test_silence_as_long_as_a_lease_takes_a_replica_out() -> None:
+    """Counted from when the registry last had it, which is up to a lease behind its last word."""
+
+    async def scene(world: World) -> None:
+        world.live("a", "b")
+        await asyncio.sleep(10 + SOON_S)
+        world.die("a")  # Its last word was at 10, the registry's of it at 12.5.
+        await asyncio.sleep(LEASE_S + 1.5)
+        assert world.pool.names == ["a", "b"]
+        await asyncio.sleep(1.5)
+        assert world.pool.names == ["b"]
+        assert [link.is_closed for _, link in world.links] == [True, False]
+
+    play(scene)
+
+
+def test_one_that_was_taken_out_joins_again_when_it_is_announced_again() -> None:
+    async def scene(world: World) -> None:
+        world.live("a")
+        await asyncio.sleep(SOON_S)
+        world.die("a")
+        await asyncio.sleep(3 * LEASE_S)
+        assert world.pool.names == []
+        world.live("a")
+        await asyncio.sleep(SOON_S)
+        assert world.pool.names == ["a"]
+        await asyncio.sleep(2 * LEASE_S)
+        assert world.pool.names == ["a"]
+        assert world.addresses == ["a:1", "a:1"]
+
+    play(scene)
+
+
+def test_one_that_was_there_from_the_beginning_is_followed_too() -> None:
+    """It is not joined anew, and taken out where the registry does not have it."""
+
+    async def scene(world: World) -> None:
+        await world.pool.join_all({"a": ScriptedLink(), "b": ScriptedLink()})
+        world.live("a")
+        await asyncio.sleep(LEASE_S)
+        assert world.pool.names == ["a", "b"]
+        await asyncio.sleep(2 * SOON_S)
+        assert world.pool.names == ["a"]
+        assert world.links == []
+
+    play(scene)
+
+
+def test_one_is_asked_once_however_long_it_takes_to_answer() -> None:
+    async def scene(world: World) -> None:
+        world.prepared["a:1"] = SlowLink(5 * READ_PERIOD_S)
+        world.live("a", "b")
+        await asyncio.sleep(SOON_S)
+        assert world.pool.names == ["b"]
+        await asyncio.sleep(5 * READ_PERIOD_S)
+        assert world.pool.names == ["b", "a"]
+        await asyncio.sleep(SOON_S)
+        assert world.addresses == ["a:1", "b:1"]
+
+    play(scene)
+
+
+@pytest.mark.parametrize("reason", ["away", "another vocabulary"])
+def test_one_that_cannot_join_is_asked_again_after_a_while(reason: str) -> None:
+    async def scene(world: World) -> None:
+        link = world.prepared["a:1"] = ScriptedLink()
+        if reason == "away":
+            link.away_until = 1.0
+        else:
+            link.description = ReplicaDescription("b", "v", "", 7, "float32", 0, (), 8)
+        world.live("a")
+        await asyncio.sleep(SOON_S)
+        assert link.is_closed
+        world.prepared.clear()
+        await asyncio.sleep(REFUSED_S - 0.2)
+        assert world.addresses == ["a:1"]
+        assert world.pool.names == []
+        await asyncio.sleep(SOON_S)
+        assert world.addresses == ["a:1", "a:1"]
+        assert world.pool.names == ["a"]
+
+    play(scene)
+
+
+def test_while_the_registry_is_away_nothing_changes(caplog: pytest.LogCaptureFixture) -> None:
+    """That is said once for each time that it goes away."""
+
+    async def scene(world: World) -> None:
+        world.live("a", "b")
+        await asyncio.sleep(SOON_S)
+        for _ in range(2):
+            world.registry.failure = StoreUnavailable("no answer")
+            await asyncio.sleep(10 * LEASE_S)
+            assert world.pool.num_present == 2
+            world.registry.failure = None
+            await asyncio.sleep(2 * LEASE_S)
+            assert world.pool.num_present == 2
+
+    with caplog.at_level(logging.WARNING):
+        play(scene)
+    assert [entry.getMessage() for entry in caplog.records] == [
+        "targets may come and go unseen: no answer"
+    ] * 2
+
+
+def test_a_registry_that_comes_back_empty_takes_nobody_out_at_once() -> None:
+    """Who lives has a lease's time to say its name again; who does not is out then."""
+
+    async def scene(world: World) -> None:
+        world.live("a", "b")
+        await asyncio.sleep(SOON_S)
+        world.registry.failure = StoreUnavailable("no answer")
+        world.die("a")
+        world.die("b")
+        await asyncio.sleep(10 * LEASE_S)
+        world.registry.failure = None
+        await asyncio.sleep(LEASE_S - SOON_S)
+        assert world.pool.names == ["a", "b"]
+        world.live("b")
+        await asyncio.sleep(3 * SOON_S)
+        assert world.pool.names == ["b"]
+
+    play(scene)
+
+
+def test_one_whose_joining_is_cut_short_is_let_go() -> None:
+    """As when a coordinator stops."""
+
+    async def scene(world: World) -> None:
+        link = world.prepared["a:1"] = SlowLink(5.0)
+        world.live("a")
+        await asyncio.sleep(SOON_S)
+        world.following.cancel()
+        await asyncio.sleep(0.1)
+        assert link.is_closed
+        await asyncio.sleep(10.0)
+        assert world.pool.names == []
+
+    play(scene)
