@@ -114,7 +114,7 @@ def _wait(state: Path, counts: dict[Role, int], timeout_s: float) -> bool:
         if record is None:
             raise Unavailable("the deployment has ended")
         found = {
-            "coordinator": len(record.grpc_address.split(",")),
+            "coordinator": len([one for one in record.grpc_address.split(",") if one]),
             "target": len(record.target_addresses),
             "draft": len(record.draft_addresses),
         }
