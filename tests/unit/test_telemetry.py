@@ -41,6 +41,16 @@ def test_one_setting_says_where_telemetry_goes() -> None:
     assert anywhere.port("draft") == 0
 
 
+def test_each_process_of_a_machine_has_a_port_of_its_own() -> None:
+    """Those of a slot stand together; any port stays any, and nowhere nowhere."""
+    there = Destination.parse("prometheus=9464")
+    roles = ("coordinator", "target", "draft")
+    ports = [there.port(role, slot) for slot in range(3) for role in roles]
+    assert ports == list(range(9464, 9473))
+    assert Destination.parse("prometheus=0").port("draft", 2) == 0
+    assert Destination.parse("").port("target", 2) is None
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from deploy.cluster import Demand, beyond, strategy
-from deploy.placement import are_apart, look_ahead_outcomes, plan_placement, siblings_of_a_place
+from deploy.placement import (
+    are_apart,
+    look_ahead_outcomes,
+    plan_placement,
+    share_cores,
+    siblings_of_a_place,
+)
 from outrider.config import load_config
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import LOOK_AHEAD_DEFAULT, SIBLINGS_DEFAULT
@@ -49,6 +55,17 @@ def _shares(gpus: float, **settings: object) -> tuple[tuple[float, str], tuple[f
         (2, {"tensor_parallel_size": 3, "draft_model": "small"}, (0.5, "cuda"), (0.5, "cuda")),
         (3, {"model": "small", "tensor_parallel_size": 4}, (0.5, "cuda"), (0, "cpu")),
         (4, {"engine": "emulated:", "draft_model": "small"}, (0, "cpu"), (0, "cpu")),
+        # Every replica of a model counts, with each of its ranks; those of a look-up do not.
+        (4, {"draft_model": "small", "num_targets": 3}, (1, "cuda"), (1, "cuda")),
+        (4, {"draft_model": "small", "num_drafts": 4}, (0.5, "cuda"), (0.5, "cuda")),
+        (4, {"draft_model": "small", "num_drafts": 0, "num_targets": 4}, (1, "cuda"), (1, "cuda")),
+        (1, {"model": "small", "num_targets": 2, "num_drafts": 8}, (0.5, "cuda"), (0, "cpu")),
+        (
+            3,
+            {"model": "small", "num_targets": 2, "tensor_parallel_size": 4},
+            (1 / 3, "cuda"),
+            (0, "cpu"),
+        ),
     ],
 )
 def test_gpus_are_shared_out(
@@ -73,6 +90,16 @@ def test_gpus_are_shared_out(
         (2, True, {}, LOOK_AHEAD_DEFAULT),
         (2, True, {"draft_model": "suffix"}, 0),
         (0, True, {"engine": "emulated:"}, LOOK_AHEAD_DEFAULT),
+        (
+            0,
+            True,
+            {"target_num_threads": 3, "draft_num_threads": 2, "num_targets": 2},
+            LOOK_AHEAD_DEFAULT,
+        ),
+        (0, True, {"target_num_threads": 3, "draft_num_threads": 3, "num_targets": 2}, 0),
+        (0, True, {"target_num_threads": 6, "draft_num_threads": 1, "num_drafts": 3}, 0),
+        (2, True, {"num_targets": 2, "num_drafts": 2}, 0),
+        (4, True, {"num_targets": 2, "num_drafts": 2}, LOOK_AHEAD_DEFAULT),
     ],
 )
 def test_a_draft_looks_ahead_where_it_takes_nothing_from_the_target(
@@ -168,6 +195,11 @@ def test_a_target_that_drafts_itself_has_no_draft(named: str) -> None:
     assert placement.draft is None
 
 
+def test_drafts_that_there_are_not_take_no_share_of_a_gpu() -> None:
+    config = load_config({"draft_model": "medusa:heads", "num_targets": 2, "num_drafts": 8}, {})
+    assert plan_placement(config, {"CPU": 8.0, "GPU": 2.0}).target.num_gpus == 1
+
+
 def test_ranks_stand_on_one_machine_where_one_is_large_enough() -> None:
     """Else on as few as Ray finds."""
     ranks = Demand("target", 1.0, 1.0, 4)
@@ -188,3 +220,57 @@ def test_what_runs_no_model_has_no_ranks(settings: dict[str, object], key: str) 
     with pytest.raises(SettingError, match="no model runs") as caught:
         _shares(4, **settings)
     assert caught.value.key == key
+
+
+def test_what_else_a_role_asks_for_says_where_it_may_be_placed() -> None:
+    """Resources that Ray knows by name, for each rank, beside CPUs and GPUs."""
+    settings = {
+        "target_resources": "rack=1, disk=0.5", "draft_resources": "small=2,",
+        "target_num_cpus": 2, "draft_num_cpus": 0, "tensor_parallel_size": 2, "model": "m",
+    }  # fmt: skip
+    placement = plan_placement(load_config(settings, {}), {"CPU": 8.0})
+    assert placement.target.each == {"CPU": 2.0, "rack": 1.0, "disk": 0.5}
+    assert str(placement.target) == "2 times 2 CPUs and 0 GPUs and 1 rack and 0.5 disk"
+    assert placement.draft is not None
+    assert placement.draft.each == {"small": 2.0}
+    assert placement.coordinator.resources == {}
+    both = [placement.target, placement.draft]
+    assert not beyond(both, {"CPU": 4.0, "rack": 2.0, "disk": 1.0, "small": 2.0})
+    assert beyond(both, {"CPU": 4.0, "rack": 1.0, "disk": 1.0, "small": 2.0}) == both[:1]
+    assert beyond(both, {"CPU": 4.0, "rack": 2.0, "disk": 1.0}) == both[1:]
+    coordinator = {"coordinator_resources": "edge=1"}
+    placement = plan_placement(load_config(coordinator, {}), {"CPU": 8.0})
+    assert placement.coordinator.resources == {"edge": 1.0}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["rack", "rack=", "=1", "rack=0", "rack=-1", "rack=nan", "rack=inf", "rack=1,rack=2",
+     "CPU=1", "GPU=1", "rack=1;disk=1"],
+)  # fmt: skip
+@pytest.mark.parametrize("key", ["target_resources", "draft_resources", "coordinator_resources"])
+def test_resources_that_are_none_are_refused_by_name(key: str, text: str) -> None:
+    with pytest.raises(SettingError, match="it must be NAME=AMOUNT") as caught:
+        plan_placement(load_config({key: text}, {}), {"CPU": 8.0})
+    assert caught.value.key == key
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_threads"),
+    [
+        ({"num_targets": 3}, 2),
+        ({"num_targets": 9}, 1),
+        ({"num_targets": 1}, 0),
+        ({"num_targets": 3, "target_num_threads": 5}, 5),
+        ({"num_targets": 3, "engine": "emulated:"}, 0),
+        ({"num_targets": 1, "num_drafts": 3}, 0),
+    ],
+)
+def test_targets_of_one_machine_share_its_cores(
+    settings: dict[str, object], num_threads: int
+) -> None:
+    """Equally, unless the configuration says how many threads each has (0 = all cores)."""
+    config = load_config(settings, {})
+    assert share_cores(config, 8).target.num_threads == num_threads
+    assert share_cores(config, 8).draft == config.draft

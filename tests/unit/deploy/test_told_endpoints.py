@@ -1,0 +1,54 @@
+"""What `outrider serve` tells others of a deployment whose replicas come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from types import SimpleNamespace
+from typing import Any
+
+from deploy.cli.serve import _keep_told
+from deploy.launcher import Endpoints
+from deploy.state import (
+    DeploymentRecord,
+    process_start,
+    publish,
+    running_deployment,
+    state_directory,
+)
+
+
+async def test_the_record_is_true_while_replicas_come_and_go() -> None:
+    """Each time that it is told that something has changed, and not before."""
+    state = state_directory(os.environ)
+    record = DeploymentRecord(
+        pid=os.getpid(), process_start=process_start(os.getpid()) or 0, started_at="then",
+        model="m", draft_model="d", served_model_name="m", grpc_address="h:1",
+        target_addresses=["h:2"], draft_addresses=["h:3"], target_directory="",
+        tokenizer_directory="", deployment="d", redis_url="unix:///x",
+    )  # fmt: skip
+    publish(state, record)
+    changed = asyncio.Event()
+    deployment: Any = SimpleNamespace()
+    telling = asyncio.create_task(_keep_told(deployment, state, record, changed))
+
+    async def tell(endpoints: Endpoints, wanted: dict[str, int]) -> DeploymentRecord | None:
+        deployment.endpoints, deployment.fleet = endpoints, SimpleNamespace(wanted=wanted)
+        await asyncio.sleep(0.01)
+        assert running_deployment(state) == before
+        changed.set()
+        await asyncio.sleep(0.01)
+        return running_deployment(state)
+
+    before: DeploymentRecord | None = record
+    wanted = {"coordinator": 2, "target": 3, "draft": 0}
+    found = before = await tell(Endpoints(("h:1", "h:4"), ("h:5", "h:6"), ()), wanted)
+    assert found is not None
+    assert (found.grpc_address, found.target_addresses) == ("h:1,h:4", ["h:5", "h:6"])
+    assert (found.draft_addresses, found.wanted) == ([], wanted)
+    assert (found.started_at, found.redis_url) == ("then", "unix:///x")
+    found = await tell(Endpoints(("h:1",), ("h:6",), ("h:7",)), {"draft": 1})
+    assert found is not None
+    assert (found.grpc_address, found.target_addresses) == ("h:1", ["h:6"])
+    assert (found.draft_addresses, found.wanted) == (["h:7"], {"draft": 1})
+    telling.cancel()
