@@ -79,6 +79,10 @@ class Roster:
                 del self._heard_at[name]
                 _log.warning("the %s %s is announced no more: it is taken out", self._role, name)
                 await self._pool.leave(name)
+        known = {record.name for record in records}.union(self._pool.names)
+        for times in (self._heard_at, self._not_before):
+            for name in times.keys() - known:
+                del times[name]
 
     def _hear(self, record: ReplicaRecord, now: float) -> None:
         name = record.name

@@ -248,6 +248,24 @@ def test_one_that_cannot_join_is_asked_again_after_a_while(reason: str) -> None:
     play(scene)
 
 
+def test_nothing_is_kept_of_those_that_never_joined() -> None:
+    """Replicas that do not fit may come and go for years, each under a name of its own."""
+
+    async def scene(world: World) -> None:
+        for n in range(4):
+            world.prepared[f"r{n}:1"] = ScriptedLink()
+            world.prepared[f"r{n}:1"].away_until = 99.0
+            await world.registry.announce(replace(record(f"r{n}"), leaving=n == 0))
+        await asyncio.sleep(SOON_S)
+        assert world.addresses == ["r1:1", "r2:1", "r3:1"]
+        world.live("r3")
+        await asyncio.sleep(2 * LEASE_S)
+        assert list(world.roster._heard_at) == ["r3"]
+        assert list(world.roster._not_before) == ["r3"]
+
+    play(scene)
+
+
 def test_while_the_registry_is_away_nothing_changes(caplog: pytest.LogCaptureFixture) -> None:
     """That is said once for each time that it goes away."""
 
