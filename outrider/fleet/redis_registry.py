@@ -55,7 +55,7 @@ class RedisRegistry:
         """See `Registry.records`. Names whose leases have run out are taken off the list; what
         is no record is left out."""
         [members] = await self._run(("SMEMBERS", self._names(role)))
-        names = sorted(member.decode() for member in members)
+        names = sorted(member.decode(errors="replace") for member in members)
         if not names:
             return []
         [texts] = await self._run(("MGET", *(self._key(role, name) for name in names)))
@@ -73,7 +73,10 @@ class RedisRegistry:
     async def wanted(self) -> dict[Role, int]:
         """See `Registry.wanted`. What is no count is left out."""
         [answer] = await self._run(("HGETALL", self._wanted))
-        counts = {name.decode(): text.decode() for name, text in answer.items()}
+        counts = {
+            name.decode(errors="replace"): text.decode(errors="replace")
+            for name, text in answer.items()
+        }
         return {role: int(counts[role]) for role in ROLES if counts.get(role, "").isdecimal()}
 
     async def close(self) -> None:

@@ -207,6 +207,25 @@ async def test_replicas_lie_in_redis_as_documented(
     assert left == {f"{in_redis.prefix}wanted:{{d}}"}
 
 
+async def test_a_server_that_takes_no_words_says_of_nobody_that_he_is_gone(
+    in_redis: RedisRegistries, admin: redis.Redis
+) -> None:
+    """Leases end there because nothing can be written: that is the server's silence, not theirs."""
+    registry = in_redis.registry("d")
+    await registry.announce(TARGET)
+    admin.delete(f"{in_redis.prefix}replica:{{d}}:target:target-1")  # As when its time is over.
+    admin.config_set("min-replicas-to-write", 1)
+    try:
+        with pytest.raises(StoreUnavailable):
+            await registry.announce(TARGET)
+        with pytest.raises(StoreUnavailable):
+            await registry.records("target")
+    finally:
+        admin.config_set("min-replicas-to-write", 0)
+    await registry.announce(TARGET)
+    assert await registry.records("target") == [TARGET]
+
+
 @pytest.mark.parametrize(
     "damage",
     [b"", b"{", b"[]", b"\xff\xfe", b"{}", TARGET.to_json().replace("7", '"7"').encode(),
@@ -225,10 +244,17 @@ async def test_a_damaged_record_is_left_out(
     assert await registry.records("target") == [TARGET, named("whole")]
 
 
+async def test_a_damaged_name_is_left_out(in_redis: RedisRegistries, admin: redis.Redis) -> None:
+    registry = in_redis.registry("d")
+    await registry.announce(TARGET)
+    admin.sadd(f"{in_redis.prefix}replicas:{{d}}:target", b"\xff")
+    assert await registry.records("target") == [TARGET]
+
+
 async def test_what_is_no_count_is_left_out(in_redis: RedisRegistries, admin: redis.Redis) -> None:
     registry = in_redis.registry("d")
     await registry.want({"draft": 2})
-    for field, text in (("target", "-1"), ("coordinator", "many"), ("boss", "3")):
+    for field, text in (("target", "-1"), ("coordinator", b"\xff"), ("boss", "3"), (b"\xff", "3")):
         admin.hset(f"{in_redis.prefix}wanted:{{d}}", field, text)
     assert await registry.wanted() == {"draft": 2}
 
