@@ -198,9 +198,9 @@ def test_another_redis_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.key == "redis_url"
     monkeypatch.setenv("OUTRIDER_REDIS_URL", "redis://elsewhere")
     monkeypatch.setenv("OUTRIDER_REDIS_KEY_PREFIX", "theirs:")
-    found = redis_of(arguments("--redis-username", "me", "--redis-password", "x"), elsewhere)
+    found = redis_of(arguments("--redis-username", "me", "--redis-ca-file", "ca"), elsewhere)
     assert found == RedisAddress(
-        url="redis://elsewhere", username="me", password="x", key_prefix="ours:"
+        url="redis://elsewhere", username="me", ca_file="ca", key_prefix="ours:"
     )
 
 
