@@ -49,7 +49,6 @@ class CoordinatorActor:
         self._exports: Exports | None = None
         self._announcer: Announcer | None = None
         self._rosters: list[asyncio.Task[None]] = []
-        self._leaving = False
 
     async def ping(self) -> Place:
         """Where the actor runs."""
@@ -75,9 +74,7 @@ class CoordinatorActor:
         )
         await self._server.start()
         await self._server.set_serving(True)
-        self._health = asyncio.create_task(
-            _report_health(self._service, self._server, lambda: not self._leaving)
-        )
+        self._health = asyncio.create_task(_report_health(self._service, self._server))
         address = advertised(config.host, self._server.address)
         if registry is not None:
             await self._follow(registry, config, address)
@@ -108,18 +105,11 @@ class CoordinatorActor:
                 host=socket.gethostname(),
                 pid=os.getpid(),
                 model=service.model.name,
-                leaving=self._leaving,
                 load=service.num_running,
             )
 
         self._announcer = Announcer(registry, record)
         await self._announcer.start()
-
-    async def leave(self) -> None:
-        """Says that it is to be left: its health, too. What runs goes on."""
-        self._leaving = True
-        if self._announcer is not None:
-            self._announcer.say_again()
 
     def _observe(self, config: CoordinatorConfig) -> Observation:
         """Starts the telemetry that a configuration asks for. Raises `ConfigError`."""
@@ -146,10 +136,10 @@ class CoordinatorActor:
         decided, and closes."""
         if self._health is not None:
             self._health.cancel()
-        if self._announcer is not None:
-            await self._announcer.close()
         for task in self._rosters:
             task.cancel()
+        if self._announcer is not None:
+            await self._announcer.close()
         if self._server is not None:
             await self._server.stop(grace_s)
         if self._service is not None:
@@ -158,13 +148,11 @@ class CoordinatorActor:
             await self._exports.close()
 
 
-async def _report_health(
-    service: CoordinatorService, server: RpcServer, stays: Callable[[], bool]
-) -> None:
+async def _report_health(service: CoordinatorService, server: RpcServer) -> None:
     """Keeps the server's health true; stops it once nothing can be served any more."""
     serving = True
     while not service.failed:
-        healthy = stays() and await service.healthy()
+        healthy = await service.healthy()
         if healthy != serving:
             _log.warning("the coordinator %s", "serves again" if healthy else "cannot serve")
             await server.set_serving(healthy)
@@ -222,6 +210,7 @@ async def _build(
             max_sessions=config.max_sessions,
             patience=_patience(config),
             resume_grace_s=config.resume_grace_ms / 1e3,
+            follows=config.membership is not None,
             drafting_delays=config.drafting_delays,
             look_ahead=config.look_ahead or 0,
             look_ahead_bytes_max=config.look_ahead_bytes_max,
@@ -240,8 +229,9 @@ async def _build(
 
 def _owner(config: CoordinatorConfig) -> str:
     """What it is called in the session store."""
-    if config.membership is not None:
-        return config.membership.name
+    member = config.membership
+    if member is not None:
+        return f"{member.deployment}/{member.name}"
     return f"coordinator-{uuid.uuid4().hex}"
 
 

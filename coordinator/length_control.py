@@ -167,7 +167,7 @@ class _Option:
     @property
     def rate(self) -> float:
         """Tokens a second."""
-        return self.num_tokens / max(self.seconds, SECONDS_MIN)
+        return max(0.0, self.num_tokens) / max(self.seconds, SECONDS_MIN)
 
 
 class _Drafting:

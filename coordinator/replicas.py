@@ -100,15 +100,26 @@ class ReplicaPool(Generic[Item, Answer]):
     async def join_all(self, links: Mapping[str, Link[Item, Answer]]) -> None:
         """Takes replicas in, of which some may be gone or not fit. Raises what `join` raises where
         none of them can be taken in."""
-        errors = []
-        for name, link in links.items():
-            try:
-                await self.join(name, link)
-            except OutriderError as error:
-                errors.append(error)
+        found = await asyncio.gather(
+            *(self.join(name, link) for name, link in links.items()), return_exceptions=True
+        )
+        errors = [error for error in found if error is not None]
+        for name, error in zip(links, found, strict=True):
+            if error is not None:
                 _log.warning("the %s %s cannot join: %s", self.role, name, error)
         if errors and not self._offices:
             raise errors[0]
+
+    async def answers(self, name: str) -> bool:
+        """Whether a replica says what it runs."""
+        office = self._offices.get(name)
+        if office is None or office.away:
+            return False
+        try:
+            await office.link.describe(PROBE_TIMEOUT_S)
+        except OutriderError:
+            return False
+        return True
 
     def admit(self, name: str, link: Link[Item, Answer], description: ReplicaDescription) -> None:
         """As `join`, for a replica of which it is known what it runs, and that it fits."""

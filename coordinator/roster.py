@@ -1,9 +1,9 @@
 """Who is in the pools: those that the registry has.
 
 A replica joins once it says itself what it runs, and that fits. It is left when it says that it
-leaves, and taken out when the registry has not had it for a while: as long as a lease, in which
-one that lives says its name again even to a registry that has lost everything. While the registry
-is away nothing changes.
+leaves, and taken out when the registry has not had it for as long as a lease, in which one that
+lives says its name again even to a registry that has lost everything, and it does not answer
+either. While the registry is away nothing changes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final
 
-from outrider.errors import OutriderError, StoreUnavailable
+from outrider.errors import OutriderError
 from outrider.fleet.registry import LEASE_S, Registry, ReplicaRecord, Role
 from outrider.wire.link import Link
 
@@ -44,7 +44,8 @@ class Roster:
         self._link = link
         self._heard_at: dict[str, float] = {}
         """When the registry had each that is in the pool, s of the loop's clock."""
-        self._joining: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """Replicas that are being asked whether they join, or whether they are there."""
         self._not_before: dict[str, float] = {}
         self._away = False
 
@@ -55,14 +56,14 @@ class Roster:
                 await asyncio.sleep(READ_PERIOD_S)
                 await self.look()
         finally:
-            for task in self._joining.values():
+            for task in self._tasks.values():
                 task.cancel()
 
     async def look(self) -> None:
         """Reads the registry once."""
         try:
             records = await self._registry.records(self._role)
-        except StoreUnavailable as error:
+        except OutriderError as error:
             if not self._away:
                 _log.warning("%ss may come and go unseen: %s", self._role, error)
             self._away = True
@@ -75,10 +76,8 @@ class Roster:
         for record in records:
             self._hear(record, now)
         for name in self._pool.names:
-            if now - self._heard_at.setdefault(name, now) > LEASE_S:
-                del self._heard_at[name]
-                _log.warning("the %s %s is announced no more: it is taken out", self._role, name)
-                await self._pool.leave(name)
+            if now - self._heard_at.setdefault(name, now) > LEASE_S and name not in self._tasks:
+                self._tasks[name] = asyncio.create_task(self._doubt(name))
         known = {record.name for record in records}.union(self._pool.names)
         for times in (self._heard_at, self._not_before):
             for name in times.keys() - known:
@@ -91,10 +90,22 @@ class Roster:
             self._pool.retire(name)
         elif (
             name not in self._pool.names
-            and name not in self._joining
+            and name not in self._tasks
             and now >= self._not_before.get(name, now)
         ):
-            self._joining[name] = asyncio.create_task(self._join(record))
+            self._tasks[name] = asyncio.create_task(self._join(record))
+
+    async def _doubt(self, name: str) -> None:
+        """Takes out a replica that is announced no more, unless it answers: it may be the one that
+        does not reach the registry."""
+        try:
+            if await self._pool.answers(name):
+                self._heard_at[name] = asyncio.get_running_loop().time()
+            else:
+                _log.warning("the %s %s is announced no more: it is taken out", self._role, name)
+                await self._pool.leave(name)
+        finally:
+            del self._tasks[name]
 
     async def _join(self, record: ReplicaRecord) -> None:
         try:
@@ -104,4 +115,4 @@ class Roster:
             _log.warning("the %s %s cannot join: %s", self._role, record.name, error)
             self._not_before[record.name] = asyncio.get_running_loop().time() + REFUSED_S
         finally:
-            del self._joining[record.name]
+            del self._tasks[record.name]

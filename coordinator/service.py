@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
@@ -53,6 +54,8 @@ from .runs import Runs
 from .self_drafts import SelfDrafts
 from .target_side import TargetSide
 
+_log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 HEALTH_TIMEOUT_S: Final = 2.0
@@ -74,6 +77,8 @@ class CoordinatorOptions:
     run_ahead_rounds: int
     max_sessions: int
     patience: Patience
+    follows: bool = False
+    """Whether replicas may join later."""
     drafting_delays: bool = False
     """Whether a draft's work delays the target's: they share cores or a device."""
     look_ahead: int = 0
@@ -146,11 +151,16 @@ class CoordinatorService:
         targets, drafts = self._links
         await self.targets.join_all(targets)
         target = self.targets.description
-        await self.drafts.join_all(drafts)
+        try:
+            await self.drafts.join_all(drafts)
+        except Unavailable as error:
+            if not self._options.follows:
+                raise
+            _log.warning("no draft is there yet: %s", error)
         if self._options.length_control:
             self._lengths = LengthControls(
                 target, self._together.draft, self._options.run_ahead_rounds,
-                drafting_delays=self._options.drafting_delays or self._together.draft is None,
+                drafting_delays=self._options.drafting_delays or target.drafts_itself,
             )  # fmt: skip
         self._model = ServedModel(
             name=self._options.served_model_name or target.model,

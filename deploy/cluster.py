@@ -201,7 +201,7 @@ class Cluster:
         try:
             found = await asyncio.gather(*(actor.find_place(timeout_s) for actor in placed))
             homeless = {
-                actor.role: actor.demand
+                _name(actor.demand, 0): actor.demand
                 for actor, runs in zip(placed, found, strict=True)
                 if not runs
             }

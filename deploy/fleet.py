@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final
 
-from outrider.errors import OutriderError, StoreUnavailable, Unavailable
+from outrider.errors import OutriderError
 from outrider.fleet.reconciling import next_steps
 from outrider.fleet.registry import ROLES, Registry, Role
 
@@ -105,14 +105,13 @@ class Fleet:
     async def run(self) -> Role:
         """Keeps as many as are wanted, until there is none of a role that cannot be done without,
         and none can be started: returns that role."""
-        await self._tell_wanted()
         for one in self._replicas.values():
             self._lives[one.name] = asyncio.create_task(self._live(one, self._watch(one)))
         while True:
             await self._hear_wanted()
             self._step()
             for role in ("target", "coordinator"):
-                if self._failures[role] >= HOPELESS_AFTER and not self._serves(role):
+                if self._failures[role] >= HOPELESS_AFTER and not self.of(role):
                     return role
             await self._rest()
 
@@ -209,31 +208,33 @@ class Fleet:
         await self._remove(one)
 
     async def _remove(self, one: Replica) -> None:
-        """Gives back what a replica had."""
-        self._replicas.pop(one.name, None)
-        self._lives.pop(one.name, None)
-        await self._cluster.remove(one.ranks)
-        self._tell_changed()
+        """Gives back what a replica had; only then may another have its ports."""
+        one.address = ""
+        try:
+            await self._cluster.remove(one.ranks)
+        finally:
+            self._replicas.pop(one.name, None)
+            self._lives.pop(one.name, None)
+            self._tell_changed()
 
     def _fail(self, role: Role) -> None:
-        rest_s = min(FIRST_REST_S * 2 ** self._failures[role], REST_S_MAX)
+        rest_s = min(FIRST_REST_S * 2 ** min(self._failures[role], 10), REST_S_MAX)
         self._failures[role] += 1
         self._not_before[role] = asyncio.get_running_loop().time() + rest_s
 
     def _serves(self, role: Role) -> bool:
         return any(one.address for one in self.of(role))
 
-    async def _tell_wanted(self) -> None:
-        try:
-            await self._registry.want(self._wanted)
-        except StoreUnavailable as error:
-            raise Unavailable(f"how many replicas are wanted cannot be kept: {error}") from error
-
     async def _hear_wanted(self) -> None:
+        """What is wanted now. A registry that does not know, at first or because it has lost
+        everything, is told."""
         try:
             wanted = await self._registry.wanted()
-        except StoreUnavailable:
-            return  # What was wanted still is.
+            if wanted.keys() != self._wanted.keys():
+                await self._registry.want(self._wanted | wanted)
+        except OutriderError as error:
+            _log.info("what was wanted still is: %s", error)
+            return
         found = self.blueprint.bounded(self._wanted | wanted)
         if found != self._wanted:
             _log.info("wanted: %s", ", ".join(f"{role}={found[role]}" for role in ROLES))

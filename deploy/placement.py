@@ -83,7 +83,8 @@ def share_cores(config: DeploymentConfig, num_cores: int) -> DeploymentConfig:
     has, an equal share of the cores, for else each would use all of them."""
     if config.num_targets == 1 or config.target.num_threads or config.target.emulated is not None:
         return config
-    num_threads = max(1, num_cores // config.num_targets)
+    num_ranks = config.num_targets * config.target.tensor_parallel_size
+    num_threads = max(1, num_cores // num_ranks)
     return replace(config, target=replace(config.target, num_threads=num_threads))
 
 

@@ -99,19 +99,21 @@ class Replica:
         finally:
             for task in waiting:
                 task.cancel()
-        for actor, task in zip(self.ranks, waiting, strict=True):
-            if task in done and isinstance(error := task.exception(), OutriderError):
-                return OutriderError(f"{actor.name}: {error}")
-        return None
+        errors = [
+            OutriderError(f"{actor.name}: {error}")
+            for actor, task in zip(self.ranks, waiting, strict=True)
+            if task in done and (error := task.exception()) is not None
+        ]
+        return errors[0] if errors else None
 
     async def drain(self, timeout_s: float) -> None:
         """Says that it is to be left, and waits until nothing more is sent to it, at most so
-        long."""
+        long. What a coordinator runs ends while it stops."""
+        if self.role == "coordinator":
+            return
         loop = asyncio.get_running_loop()
         try:
             await self.leader.call("leave", timeout_s=STOP_CALL_TIMEOUT_S)
-            if self.role == "coordinator":
-                return  # What it runs ends while it stops.
             give_up_at, before, since = loop.time() + timeout_s, -1, loop.time()
             while loop.time() < min(give_up_at, since + QUIET_S):
                 traffic: Traffic = await self.leader.call("traffic", timeout_s=STOP_CALL_TIMEOUT_S)

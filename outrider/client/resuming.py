@@ -74,7 +74,7 @@ class ResumingTransport:
                 return
             except Unavailable as error:
                 wait_s = told.wait_after(error, loop.time(), deadline)
-                if isinstance(error, StreamBroken):
+                if isinstance(error, StreamBroken) or rest is None:
                     current = self._after(current)
             await asyncio.sleep(wait_s)
 
@@ -165,8 +165,8 @@ class Told:
 
     def wait_after(self, error: Unavailable, now: float, deadline: float) -> float:
         """How long to wait until a coordinator is asked again: the next one, or, where it has
-        answered that it cannot serve the request now, the same one when it says. Times in seconds
-        of one clock. Raises the error where that is of no use: all have been asked to begin and
+        answered that it cannot go on with a session now, the same one when it says. Times in s of
+        one clock. Raises the error where that is of no use: all have been asked to begin and
         none has answered, or a stream has ended with an answer, or they have been asked for long
         enough."""
         answered = not isinstance(error, StreamBroken)

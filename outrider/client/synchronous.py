@@ -99,6 +99,7 @@ class SyncClient:
         deadline = time.monotonic() + timeout_s
         current = self._current
         while True:
+            self._check_open()
             left_s = max(0.001, deadline - time.monotonic())
             stub, rest = self._coordinators[current].stub, told.rest(left_s)
             try:
@@ -113,7 +114,7 @@ class SyncClient:
                 return
             except Unavailable as error:
                 wait_s = told.wait_after(error, time.monotonic(), deadline)
-                if isinstance(error, StreamBroken):
+                if isinstance(error, StreamBroken) or rest is None:
                     current = self._after(current)
             time.sleep(wait_s)
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 
-from outrider.errors import OutriderError, StoreUnavailable
+from outrider.errors import OutriderError
 
 from .registry import RENEWAL_S, Registry, ReplicaRecord
 
@@ -44,7 +44,7 @@ class Announcer:
             try:
                 await self._registry.announce(self._record())
                 heard = True
-            except StoreUnavailable as error:
+            except OutriderError as error:
                 if heard:
                     _log.warning("this replica cannot be announced: %s", error)
                 heard = False

@@ -112,6 +112,11 @@ class MemoryRegistry:
         self.failure: OutriderError | None = None
         """What each call raises, while it is set."""
 
+    def forget(self) -> None:
+        """Loses everything, as a server does that is started anew without its data."""
+        self._records.clear()
+        self._wanted.clear()
+
     async def announce(self, record: ReplicaRecord) -> None:
         """See `Registry.announce`."""
         self._check()

@@ -15,11 +15,11 @@ from outrider.fleet.registry import Role
 
 from .load import Load
 
-STOPPED_S = 6.0
+STOPPED_S = 5.0
 """How long a process stands still ..."""
 REDIS_AWAY_S = 5.0
 """... and Redis is away."""
-SETTLED_S = 2.0
+SETTLED_S = 1.0
 """Between a fleet that is whole again and the next fault."""
 WHOLE_S = 60.0
 """By when it must be."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -73,6 +74,14 @@ class World:
             self._renewing[name] = asyncio.create_task(self._renew(record(name)))
 
     def die(self, name: str) -> None:
+        """It says nothing any more, to anybody."""
+        self.fall_silent(name)
+        for address, link in self.links:
+            if address == f"{name}:1":
+                link.away_until = math.inf
+
+    def fall_silent(self, name: str) -> None:
+        """It says its name no more."""
         self._renewing.pop(name).cancel()
 
     async def _renew(self, one: ReplicaRecord) -> None:
@@ -135,6 +144,7 @@ def test_one_that_says_that_it_leaves_gets_no_more_sessions() -> None:
         assert world.pool.num_present == 0
         assert world.pool.names == ["a"]
         await world.registry.withdraw("target", "a")
+        world.links[0][1].away_until = math.inf
         await asyncio.sleep(LEASE_S + 2 * SOON_S)
         assert world.pool.names == []
 
@@ -180,6 +190,22 @@ def test_silence_as_long_as_a_lease_takes_a_replica_out() -> None:
     play(scene)
 
 
+def test_one_that_only_the_registry_does_not_hear_stays() -> None:
+    """For as long as it answers when it is asked, once a lease."""
+
+    async def scene(world: World) -> None:
+        world.live("a")
+        await asyncio.sleep(SOON_S)
+        world.fall_silent("a")
+        await asyncio.sleep(5 * LEASE_S)
+        assert world.pool.names == ["a"]
+        world.links[0][1].away_until = math.inf
+        await asyncio.sleep(LEASE_S + SOON_S)
+        assert world.pool.names == []
+
+    play(scene)
+
+
 def test_one_that_was_taken_out_joins_again_when_it_is_announced_again() -> None:
     async def scene(world: World) -> None:
         world.live("a")
@@ -201,7 +227,9 @@ def test_one_that_was_there_from_the_beginning_is_followed_too() -> None:
     """It is not joined anew, and taken out where the registry does not have it."""
 
     async def scene(world: World) -> None:
-        await world.pool.join_all({"a": ScriptedLink(), "b": ScriptedLink()})
+        gone = ScriptedLink()
+        await world.pool.join_all({"a": ScriptedLink(), "b": gone})
+        gone.away_until = math.inf
         world.live("a")
         await asyncio.sleep(LEASE_S)
         assert world.pool.names == ["a", "b"]

@@ -268,6 +268,30 @@ def test_what_was_wanted_stays_while_the_registry_is_away() -> None:
     play(scene)
 
 
+def test_a_registry_that_has_lost_what_was_wanted_is_told() -> None:
+    async def scene(world: World) -> None:
+        await world.registry.want({"draft": 2})
+        await asyncio.sleep(2)
+        world.registry.forget()
+        await asyncio.sleep(2)
+        assert await world.registry.wanted() == {"coordinator": 1, "target": 1, "draft": 2}
+        assert len(world.names("draft")) == 2
+
+    play(scene)
+
+
+def test_one_that_never_starts_is_tried_for_ever() -> None:
+    async def scene(world: World) -> None:
+        world.machines.full = True
+        await world.registry.want({"draft": 2})
+        await asyncio.sleep(20 * 3600)
+        world.machines.full = False
+        await asyncio.sleep(60)
+        assert len(world.names("draft")) == 2
+
+    play(scene)
+
+
 def test_no_coordinator_is_started_before_there_is_a_target() -> None:
     async def scene(world: World) -> None:
         world.machines.full = True
