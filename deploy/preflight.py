@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Final
 
-from outrider.config import DeploymentConfig
+from outrider.config import PORT_MAX, DeploymentConfig
 from outrider.errors import SettingError
 from outrider.settings import blaming
 
@@ -16,12 +16,18 @@ def check_before_start(config: DeploymentConfig) -> None:
     """For a deployment on this machine. Raises `SettingError` for a host or a port that cannot be
     listened on, and for a model that is certainly not there."""
     listeners = (
-        ("grpc_port", config.coordinator.host, config.coordinator.grpc_port),
-        ("target_port", config.target.host, config.target.port),
-        ("draft_port", config.draft.host, config.draft.port),
+        ("grpc_port", config.coordinator, config.coordinator.grpc_port, config.num_coordinators),
+        ("target_port", config.target, config.target.port, config.num_targets),
+        ("draft_port", config.draft, config.draft.port, config.num_drafts),
     )
-    for key, host, port in listeners:
-        _check_listening(key, host, port)
+    taken: dict[int, str] = {}
+    for key, server, first, number in listeners:
+        for port in range(first, first + number) if first else (_ANY_FREE,):
+            if port > PORT_MAX:
+                raise SettingError(key, f"{first} leaves no ports for {number} replicas")
+            if (other := taken.setdefault(port, key)) != key and port != _ANY_FREE:
+                raise SettingError(key, f"{port} is among the ports that {other} counts up to")
+            _check_listening(key, server.host, port)
     if config.target.emulated is not None:
         return
     from outrider.engine.sources import check_name

@@ -12,6 +12,7 @@ from outrider.config.drafts import DraftConfig
 from outrider.config.models import (
     DTYPES,
     EMULATED,
+    PORT_MAX,
     TRANSFORMERS,
     ModelServerConfig,
     ServerConfig,
@@ -21,6 +22,7 @@ from outrider.config.models import (
 __all__ = [
     "DTYPES",
     "EMULATED",
+    "PORT_MAX",
     "TRANSFORMERS",
     "CoordinatorConfig",
     "DeploymentConfig",

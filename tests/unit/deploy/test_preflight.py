@@ -1,0 +1,47 @@
+"""Ports that replicas on one machine count up to."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from deploy.preflight import check_before_start
+from outrider.config import load_config
+from outrider.errors import SettingError
+
+EMULATED = {"engine": "emulated:vocab_size=10", "draft_model": "emulated", "grpc_port": 0}
+
+
+def test_every_port_that_a_role_counts_up_to_must_be_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        check_before_start(load_config(EMULATED | {"target_port": port - 2, "num_targets": 2}, {}))
+        with pytest.raises(SettingError, match=f"cannot listen on 127.0.0.1:{port}") as bad:
+            settings = {"target_port": port - 2, "num_targets": 3}
+            check_before_start(load_config(EMULATED | settings, {}))
+    assert bad.value.key == "target_port"
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "reason"),
+    [
+        (
+            {"target_port": 47001, "num_targets": 2, "draft_port": 47002},
+            "draft_port",
+            "target_port",
+        ),
+        ({"target_port": 47001, "draft_port": 47001}, "draft_port", "among the ports"),
+        ({"grpc_port": 65_535, "num_coordinators": 2}, "grpc_port", "no ports for 2"),
+    ],
+)
+def test_roles_count_up_to_ports_of_their_own(
+    settings: dict[str, object], key: str, reason: str
+) -> None:
+    with pytest.raises(SettingError, match=reason) as bad:
+        check_before_start(load_config(EMULATED | settings, {}))
+    assert bad.value.key == key
+
+
+def test_any_free_port_is_everybodys() -> None:
+    check_before_start(load_config(EMULATED | {"num_targets": 3, "num_drafts": 2}, {}))
