@@ -86,7 +86,7 @@ class CoordinatorActor:
         from outrider.fleet.registry import ReplicaRecord
         from outrider.wire.grpc_link import draft_link, target_link
 
-        from .roster import Roster
+        from .roster import Peers, Roster
 
         service, member = self._service, config.membership
         if service is None or member is None:
@@ -95,7 +95,8 @@ class CoordinatorActor:
             Roster("target", service.targets, registry, target_link),
             Roster("draft", service.drafts, registry, draft_link),
         )
-        self._rosters = [asyncio.create_task(roster.run()) for roster in rosters]
+        peers = Peers(registry, member.name, service)
+        self._rosters = [asyncio.create_task(one.run()) for one in (*rosters, peers)]
 
         def record() -> ReplicaRecord:
             return ReplicaRecord(

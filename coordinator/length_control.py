@@ -96,6 +96,7 @@ class LengthControls:
     ) -> None:
         """`run_ahead_rounds` bounds how far the target may be ahead; `drafting_delays` as for
         `RoundCosts`."""
+        self._has_draft = draft is not None
         draft_costs = None if draft is None else draft.step_costs
         self.costs = RoundCosts(
             target.step_costs, draft_costs, target.max_num_seqs, drafting_delays=drafting_delays
@@ -108,6 +109,17 @@ class LengthControls:
         """Seeds that a session had under a rule whose noise is keyed by the round ..."""
         self._running_seeds: set[int] = set()
         """... and those of them whose first session runs."""
+
+    def hear_load(
+        self, num_targets: int, num_elsewhere: int, draft: ReplicaDescription | None
+    ) -> None:
+        """How many targets there are now, how many sessions other coordinators run with them, and
+        the first draft, once there is one."""
+        self.costs.num_targets = max(1, num_targets)
+        self.costs.num_elsewhere = num_elsewhere
+        if draft is not None and not self._has_draft:
+            self._has_draft = True
+            self.costs.meet_draft(draft.step_costs)
 
     def open(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from outrider.errors import OutriderError
 from outrider.fleet.registry import LEASE_S, Registry, ReplicaRecord, Role
@@ -116,3 +116,32 @@ class Roster:
             self._not_before[record.name] = asyncio.get_running_loop().time() + REFUSED_S
         finally:
             del self._tasks[record.name]
+
+
+class Loaded(Protocol):
+    """Who minds what its peers run."""
+
+    num_elsewhere: int
+    """Sessions of theirs."""
+
+
+class Peers:
+    """The other coordinators, which share the replicas, and so their time."""
+
+    def __init__(self, registry: Registry, own_name: str, told: Loaded) -> None:
+        self._registry = registry
+        self._own_name = own_name
+        self._told = told
+
+    async def run(self) -> None:
+        """Follows the registry until it is cancelled."""
+        while True:
+            await asyncio.sleep(READ_PERIOD_S)
+            try:
+                records = await self._registry.records("coordinator")
+            except OutriderError as error:
+                _log.debug("what other coordinators run is not known: %s", error)
+                continue
+            self._told.num_elsewhere = sum(
+                record.load for record in records if record.name != self._own_name
+            )

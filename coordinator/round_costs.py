@@ -139,20 +139,21 @@ class RoundCosts:
         step of the target. That waits while the draft works, if `drafting_delays`: because both
         share cores or a device, or because the target drafts."""
         self.num_sessions = 0
-        """Sessions that run ..."""
+        """Sessions that run here ..."""
+        self.num_elsewhere = 0
+        """... and at other coordinators of the same targets ..."""
         self.num_targets = 1
-        """... and the targets that share them."""
+        """... which share them all."""
         self._table = target
-        self._draft_table = draft
-        self._draft_token = 1.0 if draft is None else draft.step_seconds(1)
+        self._draft_table: StepCosts | None = None
+        self._draft_token = 1.0
         """A token's share of the draft's work: s by its table, or without one just that."""
         self._max_others = max_num_seqs - 1.0
         self.drafting_delays = drafting_delays
         """Whether the target waits while the draft works."""
         self._target = self._target_line()
         self._plain = self._target_line()
-        self._draft = self._draft_line()
-        self._draft_work = self._draft_line()
+        self.meet_draft(draft)
         self._rest = _Mean(MEMORY_ROUNDS)
         self._first_plain = _Mean(MEMORY_ROUNDS)
         self._drafted_among = _Mean(MEMORY_ROUNDS)
@@ -161,6 +162,13 @@ class RoundCosts:
         self._at_target = _Mean(LOAD_MEMORY_ROUNDS)
         self._rows = _Mean(LOAD_MEMORY_ROUNDS)
         self._tokens = _Mean(LOAD_MEMORY_ROUNDS)
+
+    def meet_draft(self, costs: StepCosts | None) -> None:
+        """A draft with this table is there, of which nothing was measured yet."""
+        self._draft_table = costs
+        self._draft_token = 1.0 if costs is None else costs.step_seconds(1)
+        self._draft = self._draft_line()
+        self._draft_work = self._draft_line()
 
     def note_load(self, rows: int, num_tokens: int, round_s: float, target_s: float) -> None:
         """A round, from the end of the one before: `rows` were verified in `target_s` of its
@@ -305,7 +313,8 @@ class RoundCosts:
         if self._round.value <= 0:
             return 0.0
         share = self._at_target.value / self._round.value
-        others = max(0.0, self.num_sessions / self.num_targets - 1)
+        num_sessions = self.num_sessions + self.num_elsewhere
+        others = max(0.0, num_sessions / self.num_targets - 1)
         return min(self._max_others, others * share)
 
     def _pace(self) -> float:

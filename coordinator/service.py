@@ -139,6 +139,8 @@ class CoordinatorService:
         self._watching: list[asyncio.Task[None]] = []
         self._model: ServedModel | None = None
         self._lengths: LengthControls | None = None
+        self.num_elsewhere = 0
+        """Sessions that other coordinators run with the same targets."""
         self._observation = observation
         observation.watch_load(
             running=lambda: self.num_running,
@@ -469,7 +471,7 @@ class CoordinatorService:
         siblings = self._siblings(session, sampling)
         if self._lengths is None:
             return FixedLength(num_draft_tokens, self._options.run_ahead_rounds, siblings)
-        self._lengths.costs.num_targets = max(1, self.targets.num_present)
+        self._lengths.hear_load(self.targets.num_present, self.num_elsewhere, self._together.draft)
         identity = session.identity
         return self._lengths.open(
             identity.rule, identity.seed, num_draft_tokens, session.prompt_length, siblings

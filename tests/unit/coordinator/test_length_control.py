@@ -12,7 +12,7 @@ from math import prod
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from length_world import BOUND, ENDLESS, RUN_AHEAD, World, controls
+from length_world import BOUND, ENDLESS, RUN_AHEAD, World, controls, description
 
 from coordinator.length_control import (
     LengthControl,
@@ -174,6 +174,22 @@ def test_a_plain_phase_lets_the_target_run_ahead_to_its_end_and_no_further() -> 
             assert following.num_draft_tokens > 0, "it could have run further"
             phases += length.run_ahead == 0
     assert phases >= 3
+
+
+def test_a_draft_that_comes_later_is_known_by_its_table() -> None:
+    """What it costs is not taken from before, nor put back when more is heard of the same one."""
+    table = StepCosts((1, 65), (0.01, 0.02))
+    late = LengthControls(description(StepCosts((1, 33), (0.016, 0.02))), None, RUN_AHEAD)
+    before = late.costs.forecast(1, 10).token_s[0]
+    late.hear_load(2, 3, description(table))
+    known = late.costs.forecast(1, 10).token_s[0]
+    assert known - before == pytest.approx(0.01, rel=0.1)
+    assert (late.costs.num_targets, late.costs.num_elsewhere) == (2, 3)
+    for _ in range(200):
+        late.costs.note_drafted(1, 0.03, 0.016, 0.0, 10)
+    measured = late.costs.forecast(1, 10).token_s[0]
+    late.hear_load(1, 0, description(table))
+    assert late.costs.forecast(1, 10).token_s[0] == measured
 
 
 def beginnings(world: World, num_sessions: int, first_seed: int = 1) -> list[bool]:

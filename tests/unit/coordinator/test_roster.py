@@ -8,13 +8,14 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from test_sides import TOY, ScriptedLink
 
 from coordinator.replicas import ReplicaPool
-from coordinator.roster import READ_PERIOD_S, REFUSED_S, Roster
+from coordinator.roster import READ_PERIOD_S, REFUSED_S, Peers, Roster
 from outrider.clock import run_virtually
 from outrider.errors import Incompatible, StoreUnavailable
 from outrider.fleet.registry import LEASE_S, RENEWAL_S, MemoryRegistry, ReplicaRecord
@@ -105,6 +106,26 @@ def play(scene: Callable[[World], Awaitable[None]]) -> None:
             await world.close()
 
     run_virtually(main())
+
+
+def test_what_other_coordinators_run_is_known() -> None:
+    async def scene(world: World) -> None:
+        told = SimpleNamespace(num_elsewhere=0)
+        following = asyncio.create_task(Peers(world.registry, "a", told).run())
+        for name, load in (("a", 5), ("b", 7), ("c", 11)):
+            one = replace(record(name), role="coordinator", load=load)
+            await world.registry.announce(one)
+        await asyncio.sleep(SOON_S)
+        assert told.num_elsewhere == 18
+        world.registry.failure = StoreUnavailable("away")
+        await asyncio.sleep(SOON_S)
+        assert told.num_elsewhere == 18
+        world.registry.failure = None
+        await asyncio.sleep(LEASE_S)
+        assert told.num_elsewhere == 0
+        following.cancel()
+
+    play(scene)
 
 
 def test_who_is_announced_joins_at_its_address_and_stays() -> None:

@@ -127,6 +127,15 @@ def test_many_sessions_are_told_what_their_tokens_cost_the_others() -> None:
     assert found.lost == pytest.approx([4 * 0.001 * 2 / 0.040] * 2, rel=0.01)
 
 
+def test_sessions_of_other_coordinators_share_the_step() -> None:
+    """Nine of sixteen are another coordinator's; there are two targets."""
+    one = costs()
+    one.num_sessions, one.num_elsewhere, one.num_targets = 7, 9, 2
+    for _ in range(2000):
+        one.note_load(1, 1, 0.040, 0.040)
+    assert one.forecast(1, context=0).plain_s == pytest.approx(TARGET.step_seconds(8))
+
+
 def test_a_load_that_no_draft_has_met_is_new_until_one_has() -> None:
     one = costs()
     for _ in range(100):
