@@ -12,7 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
-from benchmarks import acceptance, capacity, device, emulate, engine, hits, overhead, peers, speedup
+from benchmarks import (
+    acceptance,
+    capacity,
+    device,
+    emulate,
+    engine,
+    hits,
+    overhead,
+    peers,
+    scaling,
+    speedup,
+)
 from deploy.models import resolve_models
 from outrider.config import (
     CoordinatorConfig,
@@ -94,6 +105,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "capacity", "how many rounds one coordinator plays for many sessions", _run_capacity
     )
     capacity.add_arguments(parser)
+    parser = measurement(
+        "scaling", "what more targets and drafts bring, on emulated models", _run_scaling
+    )
+    scaling.add_arguments(parser)
     parser = measurement(
         "emulate",
         "ways to decode, by real services on emulated models of stated speed and acceptance",
@@ -217,6 +232,18 @@ def _run_capacity(arguments: argparse.Namespace) -> int:
         print(report.to_json())
     else:
         _show(capacity.render(report))
+    return 0
+
+
+def _run_scaling(arguments: argparse.Namespace) -> int:
+    from .scaled import scaled_deployment
+
+    options = scaling.options_of(arguments)
+    report = asyncio.run(scaling.run(options, scaled_deployment, _progress))
+    if arguments.json:
+        print(report.to_json())
+    else:
+        _show(scaling.render(report))
     return 0
 
 
