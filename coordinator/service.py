@@ -148,8 +148,8 @@ class CoordinatorService:
         )
 
     async def start(self) -> None:
-        """Learns what the replicas run, and starts committing. Raises `Unavailable` where one
-        does not answer, `Incompatible` where they do not fit together."""
+        """Learns what the replicas run, and starts committing. Raises `Unavailable` where no target
+        answers, or no draft and none may join later, `Incompatible` where none fits."""
         targets, drafts = self._links
         await self.targets.join_all(targets)
         target = self.targets.description

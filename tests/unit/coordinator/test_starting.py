@@ -1,0 +1,74 @@
+"""A coordinator that begins: what it is called in the store, and what it does without a draft."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+from test_sides import TOY, ScriptedLink
+
+from coordinator.actor import _owner
+from coordinator.asking import Patience
+from coordinator.request import RequestDefaults
+from coordinator.service import CoordinatorOptions, CoordinatorService
+from outrider.config import CoordinatorConfig
+from outrider.drafting.ngram import NgramDrafter
+from outrider.errors import Unavailable
+from outrider.fleet.membership import Membership
+from outrider.sessions.memory_store import MemoryStore
+from outrider.sessions.redis_address import RedisAddress
+
+PATIENCE = Patience(1.0, 1.0, 0.1, 1.0, 1.0)
+
+
+def config(deployment: str, name: str) -> CoordinatorConfig:
+    redis = RedisAddress(url="unix:///none", key_prefix="outrider:")
+    return CoordinatorConfig(membership=Membership(redis=redis, deployment=deployment, name=name))
+
+
+def test_no_two_coordinators_of_one_store_are_called_the_same() -> None:
+    """Those of other deployments may have its name; such as are not announced have none."""
+    alike = [config("one", "coordinator-0"), config("two", "coordinator-0")]
+    others = [config("one", "coordinator-1"), CoordinatorConfig(), CoordinatorConfig()]
+    assert len({_owner(one) for one in (*alike, *others)}) == 5
+
+
+@asynccontextmanager
+async def started(
+    *, follows: bool, draft: ScriptedLink | None, drafts_itself: bool = False
+) -> AsyncIterator[CoordinatorService]:
+    target = ScriptedLink()
+    target.description = replace(TOY, drafts_itself=drafts_itself)
+    service = CoordinatorService(
+        CoordinatorOptions(
+            name="a", served_model_name="", defaults=RequestDefaults(4, 1000), length_control=True,
+            run_ahead_rounds=8, max_sessions=8, patience=PATIENCE, follows=follows,
+        ),
+        store=MemoryStore(lambda: 0.0), targets={"t": target},
+        drafts={} if draft is None else {"d": draft}, stand_in=NgramDrafter(), text=None,
+    )  # fmt: skip
+    await service.start()
+    yield service
+    await service.close()
+
+
+async def test_a_draft_that_is_away_stops_nobody_who_hears_of_others() -> None:
+    away = ScriptedLink()
+    away.away_until = math.inf
+    async with started(follows=True, draft=away) as service:
+        assert (service.targets.names, service.drafts.names) == (["t"], [])
+    with pytest.raises(Unavailable, match="away"):
+        async with started(follows=False, draft=away):
+            pass
+
+
+@pytest.mark.parametrize("drafts_itself", [False, True])
+async def test_without_a_draft_only_a_target_that_drafts_counts_as_delayed(
+    drafts_itself: bool,
+) -> None:
+    async with started(follows=True, draft=None, drafts_itself=drafts_itself) as service:
+        assert service._lengths is not None
+        assert service._lengths.costs.drafting_delays is drafts_itself
