@@ -23,6 +23,7 @@ from outrider.settings import check_range
 from outrider.speculation.acceptance import NUM_DEPTHS
 from outrider.speculation.sampling import Rule
 
+from .number_options import numbers
 from .plan_reading import Sample
 from .plan_report import AcceptedBy, PlanReport, TemperaturePlan
 from .plan_script import DraftKind, scripted
@@ -104,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prompt_arguments(parser, defaults)
     temperatures = ",".join(f"{temperature:g}" for temperature in defaults.temperature)
     parser.add_argument(
-        "--temperature", type=_numbers, default=defaults.temperature, metavar="T[,T..]",
+        "--temperature", type=numbers, default=defaults.temperature, metavar="T[,T..]",
         help=f"temperatures to plan for; the first is validated [{temperatures}]",
     )  # fmt: skip
     parser.add_argument(
@@ -127,14 +128,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--validate", action="store_true",
         help="run the real thing, and print predicted beside measured",
     )  # fmt: skip
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        message = f"{text!r} is wrong; it must be numbers with commas between"
-        raise argparse.ArgumentTypeError(message) from None
 
 
 class Replays:

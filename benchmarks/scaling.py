@@ -30,6 +30,7 @@ from outrider.speculation.sampling import SamplingParams
 
 from .figures import to_json
 from .measurement import Progress
+from .number_options import whole_numbers
 
 STEP_SESSIONS: Final = 2
 """That share a step of a target, or of a draft."""
@@ -41,6 +42,7 @@ QUICK_DRAFT_MS, SLOW_DRAFT_MS = 2, 10
 WARM_UP_S: Final = 3.0
 """Until all sessions have begun at replicas that coordinators know."""
 REPLICAS_MAX: Final = 64
+SECONDS_MAX: Final = 600
 MAX_TOKENS: Final = 4_096
 
 
@@ -83,7 +85,7 @@ class ScalingOptions:
                 raise SettingError(key, f"{counts} must ascend")
             for one in counts:
                 check_range(key, one, 1, REPLICAS_MAX)
-        check_range("seconds", self.seconds, 1, 600)
+        check_range("seconds", self.seconds, 1, SECONDS_MAX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +117,12 @@ class ScalingReport:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The numbers of replicas, and for how long."""
     default = ScalingOptions()
-    for key, purpose in (("targets", "targets to measure"), ("drafts", "drafts to measure")):
-        counts = ",".join(str(one) for one in getattr(default, key))
+    for key in ("targets", "drafts"):
+        counts: tuple[int, ...] = getattr(default, key)
         parser.add_argument(
-            f"--{key}", default=counts, metavar="N[,N..]", help=f"numbers of {purpose} [{counts}]"
-        )
+            f"--{key}", type=whole_numbers, default=counts, metavar="N[,N..]",
+            help=f"numbers of {key} to measure [{','.join(map(str, counts))}]",
+        )  # fmt: skip
     parser.add_argument(
         "--seconds", type=float, default=default.seconds, metavar="S",
         help=f"of each measurement [{default.seconds:g}]",
@@ -132,17 +135,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def options_of(arguments: argparse.Namespace) -> ScalingOptions:
     """From what a parser with `add_arguments` returned. Raises `SettingError`."""
     return ScalingOptions(
-        targets=_counts("targets", arguments.targets),
-        drafts=_counts("drafts", arguments.drafts),
+        targets=arguments.targets,
+        drafts=arguments.drafts,
         seconds=arguments.seconds,
     )
-
-
-def _counts(key: str, text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if not all(part.isascii() and part.isdecimal() for part in parts):
-        raise SettingError(key, f"{text!r} is wrong; it must be whole numbers with commas between")
-    return tuple(int(part) for part in parts)
 
 
 async def run(options: ScalingOptions, starts: Starts, progress: Progress) -> ScalingReport:

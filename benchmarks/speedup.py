@@ -19,6 +19,7 @@ from outrider.speculation.sampling import SamplingParams
 
 from .decoding_options import DecodingOptions, add_decoding_arguments, decoding_values
 from .measurement import BenchClient, Completion, Contestant, Decoding, Progress, Side, measure
+from .number_options import whole_numbers
 from .prompts import BenchPrompt
 from .references import ReferenceModel, ReferenceProcess
 from .report import Setup, SpeedupReport, summarise
@@ -68,7 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench speedup`, but for those that describe a deployment."""
     add_decoding_arguments(parser)
     parser.add_argument(
-        "--concurrency", type=_numbers, default=SpeedupOptions().concurrency, metavar="N[,N..]",
+        "--concurrency", type=whole_numbers, metavar="N[,N..]",
+        default=SpeedupOptions().concurrency,
         help="requests at a time; above 1 the speed-up is the ratio of totals. Of several numbers "
         "each is measured, on a deployment of its own where the command starts them [1]",
     )  # fmt: skip
@@ -76,14 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-reference", action="store_true",
         help="do not measure the engine alone and transformers generate beside it",
     )  # fmt: skip
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        message = f"{text!r} is wrong; it must be whole numbers with commas between"
-        raise argparse.ArgumentTypeError(message) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

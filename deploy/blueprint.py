@@ -31,7 +31,7 @@ class Blueprint:
     deployment: str
     """Its name in Redis."""
     log_directory: str
-    """Empty = nowhere."""
+    """See `log_to`."""
     local: bool
     """Whether all replicas share a machine, and so its ports and cores."""
 

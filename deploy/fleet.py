@@ -31,7 +31,9 @@ LOOK_PERIOD_S: Final = 0.5
 FIRST_REST_S: Final = 1.0
 """Until a replica is started again that did not start, or died; it doubles with each ..."""
 REST_S_MAX: Final = 30.0
-"""... up to this."""
+"""... up to this ..."""
+DOUBLINGS_MAX: Final = 5
+"""... which it has reached by then."""
 STABLE_S: Final = 30.0
 """One that served for so long has not failed when it dies."""
 HOPELESS_AFTER: Final = 4
@@ -222,7 +224,8 @@ class Fleet:
             self._tell_changed()
 
     def _fail(self, role: Role) -> None:
-        rest_s = min(FIRST_REST_S * 2 ** min(self._failures[role], 10), REST_S_MAX)
+        num_doublings = min(self._failures[role], DOUBLINGS_MAX)
+        rest_s = min(FIRST_REST_S * 2**num_doublings, REST_S_MAX)
         self._failures[role] += 1
         self._not_before[role] = asyncio.get_running_loop().time() + rest_s
 

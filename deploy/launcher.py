@@ -26,8 +26,8 @@ from outrider.client import Client
 from outrider.config import DeploymentConfig
 from outrider.errors import SettingError, Unavailable
 from outrider.fleet.redis_registry import RedisRegistry
-from outrider.fleet.registry import Role
-from outrider.hosting import available_cores
+from outrider.fleet.registry import ROLES, Role
+from outrider.hosting import STANDARD_ERROR, available_cores
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.settings import blaming
 
@@ -104,7 +104,7 @@ class Deployment:
         """Where it answers now. Raises `Unavailable` before it has started."""
         found = [
             tuple(one.address for one in self.fleet.of(role) if one.address and not one.leaves)
-            for role in ("coordinator", "target", "draft")
+            for role in ROLES
         ]
         return Endpoints(*found)
 
@@ -163,7 +163,7 @@ class Deployment:
         blueprint = Blueprint(
             placement=plan_placement(config, self._cluster.resources()),
             deployment=self.name,
-            log_directory=str(logs) if local else "",
+            log_directory=str(logs) if local else STANDARD_ERROR,
             local=local,
         )
         self._registry = RedisRegistry(config.coordinator.redis, self.name)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from outrider.engine.trained_heads import LoadedHeads
 
 T = TypeVar("T")
+STANDARD_ERROR: Final = "-"
+"""Where logs go in place of a directory."""
 SPIN_COUNT: Final = 10_000
 """Turns, of some 50 ns each, that a thread of a numeric library spins before it sleeps. They must
 outlast the gap between two operators; the library's own choice is milliseconds, and a thread that
@@ -93,10 +95,12 @@ async def on_passing_thread(work: Callable[..., T], *arguments: object) -> T:
 
 
 def log_to(directory: str, role: str) -> None:
-    """Sends this process's log, as JSON lines, to `<directory>/<role>.log`, or to standard error
-    where there is no directory: a cluster that runs elsewhere keeps that."""
-    handler: logging.Handler = logging.StreamHandler()
-    if directory:
+    """Sends this process's log, as JSON lines, to `<directory>/<role>.log`; to standard error where
+    `directory` is `STANDARD_ERROR`, and nowhere where it is empty."""
+    handler: logging.Handler = logging.NullHandler()
+    if directory == STANDARD_ERROR:
+        handler = logging.StreamHandler()
+    elif directory:
         handler = logging.FileHandler(Path(directory) / f"{role}.log", encoding="utf-8")
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from deploy.state import DeploymentRecord, running_deployment, state_directory
-from outrider.config import deployment_settings
+from outrider.config import WAIT_S_MAX, deployment_settings
 from outrider.drafting.registry import parse_drafter
 from outrider.errors import ConfigError, SettingError, Unavailable
 from outrider.fleet.registry import ROLES, Role
@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Says what is wanted; the deployment does it."""
     counts = parsed_counts(arguments.counts)
-    if not 0 <= arguments.wait <= 86_400:
-        raise ConfigError(f"--wait: {arguments.wait} is wrong; it must be 0 to 86400, s")
+    if not 0 <= arguments.wait <= WAIT_S_MAX:
+        raise ConfigError(f"--wait: {arguments.wait} is wrong; it must be 0 to {WAIT_S_MAX}, s")
     state = state_directory(os.environ)
     record = running_deployment(state)
     if record is None:

@@ -182,6 +182,7 @@ def _program() -> str:
 def endpoints_text(record: DeploymentRecord) -> str:
     """Where a deployment answers, and what to try that it does not refuse."""
     address = record.grpc_address
+    first, *_ = address.split(",")  # Other programs than ours call one.
     words, field = '"The capital of France is"', '"text": "The capital of France is"'
     if not record.tokenizer_directory:
         words, field = "--token-ids 1,2,3", '"token_ids": {"ids": [1, 2, 3]}'
@@ -190,7 +191,7 @@ def endpoints_text(record: DeploymentRecord) -> str:
             f"serving {record.served_model_name}, drafted by {record.draft_model}",
             f"  gRPC    {address}",
             f"  try     {_program()} generate {words}",
-            f"          grpcurl -plaintext -d '{{{field}, \"max_tokens\": 16}}' {address} "
+            f"          grpcurl -plaintext -d '{{{field}, \"max_tokens\": 16}}' {first} "
             "outrider.v1.Coordinator/Generate",
             f"  stop    {_program()} stop",
         )

@@ -7,7 +7,12 @@ Fields that no `setting` makes are filled in by whoever starts the service.
 from __future__ import annotations
 
 from outrider.config.coordinators import CoordinatorConfig
-from outrider.config.deployments import DeploymentConfig, deployment_settings, load_config
+from outrider.config.deployments import (
+    WAIT_S_MAX,
+    DeploymentConfig,
+    deployment_settings,
+    load_config,
+)
 from outrider.config.drafts import DraftConfig
 from outrider.config.models import (
     DTYPES,
@@ -24,6 +29,7 @@ __all__ = [
     "EMULATED",
     "PORT_MAX",
     "TRANSFORMERS",
+    "WAIT_S_MAX",
     "CoordinatorConfig",
     "DeploymentConfig",
     "DraftConfig",

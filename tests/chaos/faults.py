@@ -7,9 +7,9 @@ import os
 import random
 import signal
 from dataclasses import asdict, dataclass
-from statistics import quantiles
 from typing import Any
 
+from benchmarks.figures import percentile
 from deploy.launcher import Deployment
 from outrider.fleet.registry import Role
 
@@ -18,7 +18,7 @@ from .load import Load
 STOPPED_S = 5.0
 """How long a process stands still ..."""
 REDIS_AWAY_S = 5.0
-"""... and Redis is away."""
+"""... and Redis."""
 SETTLED_S = 1.0
 """Between a fleet that is whole again and the next fault."""
 WHOLE_S = 60.0
@@ -26,7 +26,7 @@ WHOLE_S = 60.0
 KINDS: tuple[tuple[str, Role | None], ...] = (
     ("kill", "target"), ("kill", "draft"), ("kill", "coordinator"),
     ("stop", "target"), ("stop", "draft"), ("stop", "coordinator"),
-    ("restart", None),
+    ("stop", None),
 )  # fmt: skip
 
 
@@ -35,7 +35,7 @@ class Fault:
     """One that was done."""
 
     kind: str
-    """`kill`, `stop` (for a while) or `restart`."""
+    """`kill`, or `stop` (for a while)."""
     role: str
     """Of the replica, or `redis`."""
     replica: str
@@ -116,16 +116,11 @@ class Adversary:
             "gaps": {
                 f"{kind} {role}": {
                     "num_touched": len(gaps),
-                    "p50_s": round(_percentile(gaps, 50), 3),
-                    "p99_s": round(_percentile(gaps, 99), 3),
+                    "p50_s": round(percentile(gaps, 50), 3),
+                    "p99_s": round(percentile(gaps, 99), 3),
                 }
                 for (kind, role), gaps in sorted(self.gaps.items())
+                if gaps
             },
             "faults": [asdict(fault) for fault in self.faults],
         }
-
-
-def _percentile(values: list[float], percent: int) -> float:
-    if len(values) < 2:
-        return values[0] if values else 0.0
-    return quantiles(values, n=100, method="inclusive")[percent - 1]

@@ -20,6 +20,7 @@ from outrider.engine.interface import SequenceStep
 from outrider.engine.modules import quantized_linear
 from outrider.errors import ConfigError, SettingError
 from outrider.hosting import (
+    STANDARD_ERROR,
     advertised,
     available_cores,
     build_engine,
@@ -116,13 +117,15 @@ def test_an_address_for_all_is_not_advertised() -> None:
 
 
 def test_logs_go_where_they_should(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """To a file of the role's name; without a directory to standard error."""
+    """To a file of the role's name, or to standard error; without a directory nowhere."""
     before = logging.root.handlers[:]
     level = logging.root.level
     try:
         log_to(str(tmp_path), "target")
         logging.getLogger("x").info("hello")
         log_to("", "draft")
+        logging.getLogger("x").info("lost")
+        log_to(STANDARD_ERROR, "draft")
         logging.getLogger("x").info("elsewhere")
     finally:
         logging.basicConfig(handlers=before, level=level, force=True)
