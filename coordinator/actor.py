@@ -10,10 +10,12 @@ import secrets
 import socket
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from outrider.config import CoordinatorConfig
+from outrider.fleet.membership import Engagement
 from outrider.hosting import Place, advertised, build_lookup, log_to, use_threads
 from outrider.limits import SEED_BITS
 
@@ -49,10 +51,15 @@ class CoordinatorActor:
         self._exports: Exports | None = None
         self._announcer: Announcer | None = None
         self._rosters: list[asyncio.Task[None]] = []
+        self._engagement = Engagement(address="")
 
     async def ping(self) -> Place:
         """Where the actor runs."""
         return Place(os.getpid(), socket.gethostname())
+
+    async def engagement(self) -> Engagement:
+        """What it has come to."""
+        return self._engagement
 
     async def start(self, config: CoordinatorConfig, log_directory: str) -> str:
         """Connects to the store, the targets and the drafts, and serves; the address that clients
@@ -78,6 +85,7 @@ class CoordinatorActor:
         address = advertised(config.host, self._server.address)
         if registry is not None:
             await self._follow(registry, config, address)
+        self._engagement = Engagement(address=address, slot=config.slot)
         return address
 
     async def _follow(self, registry: Registry, config: CoordinatorConfig, address: str) -> None:
@@ -135,6 +143,7 @@ class CoordinatorActor:
     async def stop(self, grace_s: float) -> None:
         """Takes no more requests, lets running ones end within `grace_s` seconds, commits what was
         decided, and closes."""
+        self._engagement = replace(self._engagement, leaving=True)
         if self._health is not None:
             self._health.cancel()
         for task in self._rosters:

@@ -1,8 +1,8 @@
-"""What each replica of a deployment is made from. Pure."""
+"""What each replica of a deployment is made from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.actor import CoordinatorActor
@@ -11,12 +11,14 @@ from outrider.config import CoordinatorConfig, DeploymentConfig, DraftConfig, Ta
 from outrider.errors import SettingError
 from outrider.fleet.membership import Membership
 from outrider.fleet.registry import ROLES, Role
+from outrider.hosting import available_cores
 from outrider.limits import REPLICAS_MAX
 from outrider.rank_host import RankHost
+from outrider.sessions.redis_address import RedisAddress
 from target_service.actor import TargetActor
 
 from .cluster import Demand
-from .placement import Placement
+from .placement import Placement, are_apart, look_ahead_outcomes, siblings_of_a_place
 
 ACTORS: Mapping[Role, type] = {
     "coordinator": CoordinatorActor, "target": TargetActor, "draft": DraftActor
@@ -38,6 +40,11 @@ class Blueprint:
     @property
     def _config(self) -> DeploymentConfig:
         return self.placement.config
+
+    @property
+    def redis(self) -> RedisAddress:
+        """Where the deployment is known."""
+        return self._config.coordinator.redis
 
     @property
     def counts(self) -> dict[Role, int]:
@@ -93,7 +100,7 @@ class Blueprint:
         """What a replica is told; `slot` is its place among those of its role."""
         config = self._config
         member = Membership(
-            redis=config.coordinator.redis, deployment=self.deployment, name=name,
+            redis=self.redis, deployment=self.deployment, name=name,
             slot=slot if self.local else 0,
         )  # fmt: skip
         if role == "coordinator":
@@ -103,6 +110,31 @@ class Blueprint:
             port = self._port(config.target.port, slot)
             return replace(config.target, membership=member, port=port)
         return replace(config.draft, membership=member, port=self._port(config.draft.port, slot))
+
+    def settled(self, nodes: Sequence[str], model_nodes: Collection[str]) -> Blueprint:
+        """With what depends on where the actors have been placed: on the machines `nodes`, those
+        with models on `model_nodes`. Raises `SettingError` for servers that others would not
+        reach."""
+        config = self._config
+        if len(set(nodes)) > 1 and not config.target.insecure:
+            raise SettingError(
+                "host",
+                f"the actors were placed on {len(set(nodes))} machines, but their servers bind "
+                f"{config.target.host}; give --host 0.0.0.0 --insecure on a trusted network",
+            )
+        apart = are_apart(
+            config,
+            same_node=len(set(model_nodes)) <= 1,
+            num_cores=available_cores() if self.local else 0,
+        )
+        told = replace(
+            config.coordinator,
+            drafting_delays=not apart,
+            look_ahead=look_ahead_outcomes(config, apart=apart),
+            draft_siblings=siblings_of_a_place(config),
+        )
+        config = replace(config, coordinator=told)
+        return replace(self, placement=replace(self.placement, config=config))
 
     def _port(self, port: int, slot: int) -> int:
         """Those that share a machine count up from the first one's port."""

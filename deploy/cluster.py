@@ -1,37 +1,23 @@
-"""Ray, as far as Outrider needs it: connect quietly, place the actors of each role, call them, end
-them."""
+"""Actors on Ray, as far as Outrider needs them: how they are placed, found, called and ended."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-import shutil
-import signal
-import tempfile
-import threading
-import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
+from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.hosting import Place
 
-CALLS_PER_ACTOR_MAX: Final = 64
-"""Ray calls of one actor at a time; generation does not go through Ray."""
-OBJECT_STORE_BYTES: Final = 100 * 2**20
-"""Nothing large goes through Ray."""
-_TEMPORARY_BYTES_MAX: Final = 40
-"""Ray puts sockets some 60 bytes below its directory, and a socket's path has 107 at most."""
-_ENVIRONMENT: Final = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DEDUP_LOGS": "0",
-    # Ray would else warn about what it will do in a later version.
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Ray's workers would else give way to everything on the machine; these serve requests.
-    "RAY_worker_niceness": "0",
-}
+CALLS_PER_ACTOR_MAX: Final = 1000
+"""Ray calls of one actor at a time; generation does not go through Ray. Whoever watches an actor
+leaves one behind when it dies itself."""
+RECONCILER: Final = "reconciler"
+"""Name of the actor that places the others."""
+_RANK: Final = "-rank-"
+"""Between a replica's name and the rank of a follower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,58 +114,11 @@ class Actor:
 class Cluster:
     """A Ray cluster that this process started, or one that runs elsewhere."""
 
-    def __init__(self, address: str, namespace: str) -> None:
-        """Actors have names in a `namespace` that is theirs alone: those of an earlier run may
-        still be ending on a cluster that runs elsewhere."""
-        self.local = not address
-        self._namespace = namespace
-        self._address = address or "local"
-        self._temporary: str | None = None
-        self._connected = False
-        self._groups: dict[str, Any] = {}
-        """Placement groups by what the replicas are called."""
-
-    async def connect(self) -> None:
-        """Starts a local cluster, or connects to the one at the address. Raises `ConfigError`."""
-        await asyncio.to_thread(self._connect)
-        if threading.current_thread() is threading.main_thread():
-            # Ray has put a handler of its own, which dumps a stack, under Python's.
-            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
-
-    def _connect(self) -> None:
-        os.environ.update(_ENVIRONMENT)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import ray
-
-        options: dict[str, Any] = {"namespace": self._namespace}
-        if self.local:
-            self._temporary = _short_directory()
-            options |= {
-                "include_dashboard": False,
-                "object_store_memory": OBJECT_STORE_BYTES,
-                # Ray trusts whoever reaches its ports: only this machine may.
-                "_node_ip_address": "127.0.0.1",
-                "_temp_dir": self._temporary,
-            }
-        try:
-            ray.init(
-                address=self._address,
-                logging_level=logging.ERROR,
-                log_to_driver=False,
-                **options,
-            )
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            reason = " ".join(str(error).split())
-            raise SettingError("address", f"cannot start or reach Ray: {reason}") from error
-        self._connected = True
-
-    def resources(self) -> Mapping[str, float]:
-        """CPUs and GPUs of the whole cluster, by Ray's names."""
-        import ray
-
-        found: Mapping[str, float] = ray.cluster_resources()
-        return found
+    def __init__(self, namespace: str, *, local: bool) -> None:
+        """Actors have names in a `namespace` that is theirs alone, and do not end with the process
+        that starts them. `local`: the cluster is this machine, and grows no further."""
+        self.namespace = namespace
+        self.local = local
 
     async def place(
         self, actors: Sequence[tuple[Demand, type, type]], timeout_s: float
@@ -191,7 +130,7 @@ class Cluster:
         one on a cluster of our own, and `Unavailable` for one that died; then none is left
         running."""
         demands = [demand for demand, *_ in actors]
-        if self.local and (too_much := beyond(demands, self.resources())):
+        if self.local and (too_much := beyond(demands, resources())):
             raise ConfigError(self._no_place(too_much, demands, "there is no place"))
         placed = [
             actor
@@ -216,8 +155,44 @@ class Cluster:
     async def remove(self, actors: Sequence[Actor]) -> None:
         """Ends actors at once, and gives back the places of their groups."""
         await asyncio.gather(*(actor.kill() for actor in actors))
-        for name in {_name(actor.demand, 0) for actor in actors} & self._groups.keys():
-            await asyncio.to_thread(_remove_group, self._groups.pop(name))
+        for name in {_name(actor.demand, 0) for actor in actors if actor.demand.num_ranks > 1}:
+            await asyncio.to_thread(_remove_group, name)
+
+    async def replicas(self) -> list[str]:
+        """Names of the replicas of which an actor is there."""
+        return sorted({name.partition(_RANK)[0] for name in await self._names()})
+
+    async def find(self, demand: Demand) -> list[Actor]:
+        """The actors of the replica that the demand names, by rank, whoever placed them."""
+        import ray
+
+        names, found = await self._names(), []
+        for rank in range(demand.num_ranks):
+            if (name := _name(demand, rank)) not in names:
+                continue
+            with suppress(ValueError):  # It has just ended.
+                handle = await asyncio.to_thread(ray.get_actor, name, self.namespace)
+                found.append(Actor(demand, handle, rank))
+        return found
+
+    async def clear(self) -> None:
+        """Ends at once whatever is there."""
+        import ray
+
+        for name in await self._names():
+            with suppress(ValueError):
+                ray.kill(await asyncio.to_thread(ray.get_actor, name, self.namespace))
+            if _RANK not in name:
+                await asyncio.to_thread(_remove_group, name)
+
+    async def _names(self) -> set[str]:
+        from ray.util import list_named_actors
+
+        listed = await asyncio.to_thread(list_named_actors, all_namespaces=True)
+        return {
+            one["name"] for one in listed
+            if one["namespace"] == self.namespace and one["name"] != RECONCILER
+        }  # fmt: skip
 
     def _begin(self, demand: Demand, leader: type, follower: type) -> list[Actor]:
         """The actors of a role, which Ray has not placed yet."""
@@ -230,6 +205,8 @@ class Cluster:
                 ray.remote(follower if rank else leader)
                 .options(
                     name=_name(demand, rank),
+                    namespace=self.namespace,
+                    lifetime="detached",
                     num_cpus=demand.num_cpus,
                     num_gpus=demand.num_gpus,
                     resources=dict(demand.resources),
@@ -243,18 +220,19 @@ class Cluster:
         ]
 
     def _places_of_ranks(self, demand: Demand) -> list[dict[str, Any]]:
-        """Ray's options for where each rank of a role runs: anywhere for one that is alone, and for
-        ranks that ask for nothing, of which no group can be made."""
+        """Ray's options for where each rank of a role runs: where few others are for one that is
+        alone, and for ranks that ask for nothing, of which no group can be made."""
         if demand.num_ranks == 1 or not demand.each:
-            return [{}] * demand.num_ranks
+            return [{"scheduling_strategy": "SPREAD"}] * demand.num_ranks
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         bundles = [demand.each] * demand.num_ranks
-        group = placement_group(bundles, strategy=strategy(demand, machines))
-        self._groups[_name(demand, 0)] = group
+        group = placement_group(
+            bundles, strategy(demand, machines), name=_name(demand, 0), lifetime="detached"
+        )
         return [
             {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, rank)}
             for rank in range(demand.num_ranks)
@@ -275,25 +253,22 @@ class Cluster:
         flags = ", ".join(f"--{role}-num-cpus" for role in roles)
         return (
             f"{what} for {len(homeless)} of the actors: {asked}. All together ask for {together}; "
-            f"the cluster has {_amounts(self.resources())}, and now {free} free (see {flags} and "
+            f"the cluster has {_amounts(resources())}, and now {free} free (see {flags} and "
             "the like for GPUs)"
         )
 
-    async def disconnect(self) -> None:
-        """Ends a local cluster with all its processes; leaves another one."""
-        if self._connected:
-            import ray
 
-            self._connected = False
-            await asyncio.to_thread(ray.shutdown)
-        if self._temporary is not None:
-            await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
-            self._temporary = None
+def resources() -> Mapping[str, float]:
+    """CPUs, GPUs and others of the whole cluster, by Ray's names."""
+    import ray
+
+    found: Mapping[str, float] = ray.cluster_resources()
+    return found
 
 
-def beyond(demands: Sequence[Demand], resources: Mapping[str, float]) -> list[Demand]:
+def beyond(demands: Sequence[Demand], amounts: Mapping[str, float]) -> list[Demand]:
     """The demands that a cluster of these resources cannot meet beside those before them. Pure."""
-    left = dict(resources)
+    left = dict(amounts)
     found = []
     for demand in demands:
         asked = {name: amount * demand.num_ranks for name, amount in demand.each.items()}
@@ -310,29 +285,17 @@ def strategy(demand: Demand, machines: Sequence[Mapping[str, float]]) -> str:
     return "STRICT_PACK" if any(not beyond([demand], machine) for machine in machines) else "PACK"
 
 
-def _remove_group(group: Any) -> None:
-    from ray.util.placement_group import remove_placement_group
+def _remove_group(name: str) -> None:
+    from ray.util.placement_group import get_placement_group, remove_placement_group
 
-    remove_placement_group(group)
+    with suppress(ValueError):  # There is none where its ranks ask for nothing.
+        remove_placement_group(get_placement_group(name))
 
 
 def _name(demand: Demand, rank: int) -> str:
     name = demand.name or demand.role
-    return f"{name}-rank-{rank}" if rank else name
+    return f"{name}{_RANK}{rank}" if rank else name
 
 
 def _amounts(resources: Mapping[str, float]) -> str:
     return f"{resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g} GPUs"
-
-
-def _short_directory() -> str:
-    """A new directory for Ray's sockets and logs, under the usual place or, where that has too
-    long a name, under /tmp. Raises `ConfigError`."""
-    usual = tempfile.gettempdir()
-    short = len(os.fsencode(usual)) + len("/outrider-ray-12345678") <= _TEMPORARY_BYTES_MAX
-    try:
-        return tempfile.mkdtemp(prefix="outrider-ray-", dir=usual if short else "/tmp")  # noqa: S108
-    except OSError as error:
-        raise ConfigError(
-            f"Ray needs a directory with a short name for its sockets: {error}; set TMPDIR"
-        ) from error

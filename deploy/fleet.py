@@ -22,7 +22,7 @@ from outrider.fleet.registry import ROLES, Registry, Role
 
 from .blueprint import Blueprint
 from .cluster import Cluster
-from .replica import Replica, raise_first
+from .replica import Replica, raise_first, role_and_age
 
 _log = logging.getLogger(__name__)
 
@@ -51,13 +51,13 @@ class Fleet:
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_change` hears when a replica begins to serve, or is there no more."""
-        self.blueprint = blueprint
+        self.blueprint = self._plan = blueprint
         self._cluster = cluster
         self._registry = registry
         self._on_change = on_change
         self._wanted: dict[Role, int] = dict(blueprint.counts)
         self._replicas: dict[str, Replica] = {}
-        self._num_started = 0
+        self._num_started = self._num_told = 0
         self._failures = dict.fromkeys(ROLES, 0)
         self._not_before = dict.fromkeys(ROLES, 0.0)
         self._lives: dict[str, asyncio.Task[None]] = {}
@@ -85,8 +85,10 @@ class Fleet:
         await self._registry.want(counts)
 
     async def place(self) -> None:
-        """Finds a place for all replicas that are wanted at first. Raises as `Cluster.place`; then
-        there are none."""
+        """Finds a place for all replicas that are wanted at first. Raises as `Cluster.place`, and
+        `StoreUnavailable`; then there are none."""
+        await self._registry.want(self._wanted)
+        self._num_started = await self._registry.num_started()
         replicas = [self._new(role) for role in ROLES for _ in range(self._wanted[role])]
         try:
             demands = [self.blueprint.demand(one.role, one.name) for one in replicas]
@@ -96,6 +98,56 @@ class Fleet:
             raise
         for one in replicas:
             one.ranks = tuple(actor for actor in actors if actor.demand.name == one.name)
+        try:
+            self._settle()
+        except BaseException:
+            await self._cluster.remove(actors)
+            self._replicas.clear()
+            raise
+
+    async def adopt(self) -> None:
+        """Takes over the replicas that another fleet has left, and goes on with what it had
+        begun; whatever does not serve yet is ended, to be started anew."""
+        for name in await self._cluster.replicas():
+            role, age = role_and_age(name)
+            demand, *_ = self.blueprint.demand(role, name)
+            ranks = await self._cluster.find(demand)
+            self._num_started = max(self._num_started, age + 1)
+            one = await Replica.adopted(demand, ranks)
+            if one is None:
+                _log.warning("%s does not serve, and is ended", name)
+                await self._cluster.remove(ranks)
+            else:
+                self._replicas[name] = one
+        found = sorted(self._replicas.values(), key=lambda one: one.age)
+        self._replicas = {one.name: one for one in found}
+        await self._recall()
+        self._settle()
+        _log.info("taken over: %s", ", ".join(self._replicas) or "nothing")
+
+    async def _recall(self) -> None:
+        """What the other fleet had been told and has done. Until that is known nothing is: neither
+        could a replica be announced that is started, nor would it surely have a name of its own."""
+        while True:
+            try:
+                wanted = await self._registry.wanted()
+                num_started = await self._registry.num_started()
+                break
+            except OutriderError as error:
+                _log.warning("what is wanted is not known: %s", error)
+                await asyncio.sleep(LOOK_PERIOD_S)
+        there = {role: len(self.of(role)) for role in ROLES if self.of(role)}
+        self._wanted = self.blueprint.bounded(self._wanted | there | wanted)
+        self._num_started = max(self._num_started, num_started)
+
+    def _settle(self) -> None:
+        nodes = [actor.place.node for one in self.replicas for actor in one.ranks]
+        models = [
+            actor.place.node
+            for one in self.replicas if one.role != "coordinator"
+            for actor in one.ranks
+        ]  # fmt: skip
+        self.blueprint = self._plan.settled(nodes, models)
 
     async def begin(self, *roles: Role) -> None:
         """Starts the replicas of these roles that have their places, at the same time. Raises what
@@ -110,9 +162,15 @@ class Fleet:
 
     async def run(self) -> Role:
         """Keeps as many as are wanted, until there is none of a role that cannot be done without,
-        and none can be started: returns that role."""
+        and none can be started: returns that role. It can be asked to try again."""
+        self._failures = dict.fromkeys(ROLES, 0)
         for one in self._replicas.values():
-            self._lives[one.name] = asyncio.create_task(self._live(one, self._watch(one)))
+            if one.name in self._lives:
+                continue
+            if one.leaves:
+                self._let_go(one)
+            else:
+                self._lives[one.name] = asyncio.create_task(self._live(one, self._watch(one)))
         while True:
             await self._hear_wanted()
             self._step()
@@ -132,11 +190,14 @@ class Fleet:
             one = self._new(role)
             self._lives[one.name] = asyncio.create_task(self._live(one, self._start(one)))
         for name in steps.leaves:
-            one = self._replicas[name]
-            one.leaves = True
-            task = asyncio.create_task(self._leave(one))
-            self._leaving.add(task)
-            task.add_done_callback(self._leaving.discard)
+            self._let_go(self._replicas[name])
+
+    def _let_go(self, one: Replica) -> None:
+        one.leaves = True
+        self._on_change()
+        task = asyncio.create_task(self._leave(one))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
 
     async def close(self) -> None:
         """Stops all, coordinators before those that they call."""
@@ -180,6 +241,7 @@ class Fleet:
         """Places and starts a replica, and stays with it. Raises what keeps it from that."""
         demand = self.blueprint.demand(one.role, one.name)
         one.ranks = tuple(await self._cluster.place([demand], self.blueprint.startup_timeout_s))
+        self._settle()
         await self._begin(one)
         _log.info("%s serves at %s", one.name, one.address)
         self._tell_changed()
@@ -234,11 +296,15 @@ class Fleet:
 
     async def _hear_wanted(self) -> None:
         """What is wanted now. A registry that does not know, at first or because it has lost
-        everything, is told."""
+        everything, is told; and so it is of what has been started."""
         try:
             wanted = await self._registry.wanted()
             if wanted.keys() != self._wanted.keys():
                 await self._registry.want(self._wanted | wanted)
+                self._num_told = 0
+            if self._num_told != self._num_started:
+                await self._registry.count_started(self._num_started)
+                self._num_told = self._num_started
         except OutriderError as error:
             _log.info("what was wanted still is: %s", error)
             return

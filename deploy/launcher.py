@@ -16,51 +16,37 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from coordinator.actor import connect_store
 from outrider.client import Client
 from outrider.config import DeploymentConfig
-from outrider.errors import SettingError, Unavailable
+from outrider.errors import OutriderError, SettingError, Unavailable
 from outrider.fleet.redis_registry import RedisRegistry
-from outrider.fleet.registry import ROLES, Role
+from outrider.fleet.registry import Role
 from outrider.hosting import STANDARD_ERROR, available_cores
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.settings import blaming
 
 from .blueprint import Blueprint
-from .cluster import Cluster
-from .fleet import Fleet
+from .cluster import Actor, Cluster, resources
 from .models import resolve_models, tokenizer_warning
-from .placement import (
-    are_apart,
-    look_ahead_outcomes,
-    plan_placement,
-    share_cores,
-    siblings_of_a_place,
-)
+from .overview import Endpoints, Overview, ReplicaView
+from .placement import plan_placement, share_cores
 from .preflight import check_before_start
-from .replica import Replica, raise_first
+from .ray_connection import RayConnection
+from .reconciler import start_reconciler
+from .replica import close_timeout_s, raise_first
 
 _log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Endpoints:
-    """Where the replicas answer: each HOST:PORT, the oldest replica's first."""
-
-    coordinators: tuple[str, ...]
-    targets: tuple[str, ...]
-    drafts: tuple[str, ...]
-    """None where the target drafts for itself."""
-
-    @property
-    def coordinator(self) -> str:
-        """All coordinators, with commas between them: what a `Client` takes."""
-        return ",".join(self.coordinators)
+FOLLOW_PERIOD_S: Final = 0.5
+"""Until a reconciler that did not answer is asked again."""
+CLOSE_ATTEMPTS: Final = 4
+"""That many times it is asked to end the replicas in order."""
 
 
 class Deployment:
@@ -82,10 +68,13 @@ class Deployment:
         self._state = state
         self._report = report or _log.info
         self._on_change = on_change
-        self._cluster = Cluster(config.address, f"outrider-{self.name}")
+        self._ray = RayConnection(config.address, f"outrider-{self.name}")
         self._redis: EmbeddedRedis | None = None
         self._registry: RedisRegistry | None = None
-        self._fleet: Fleet | None = None
+        self._reconciler: Actor | None = None
+        self._overview: Overview | None = None
+        self._following: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -100,29 +89,32 @@ class Deployment:
         await self.stop()
 
     @property
-    def endpoints(self) -> Endpoints:
-        """Where it answers now. Raises `Unavailable` before it has started."""
-        found = [
-            tuple(one.address for one in self.fleet.of(role) if one.address and not one.leaves)
-            for role in ROLES
-        ]
-        return Endpoints(*found)
+    def overview(self) -> Overview:
+        """Its replicas. Raises `Unavailable` before it has started."""
+        if self._overview is None:
+            raise Unavailable("the deployment has not started")
+        return self._overview
 
     @property
-    def fleet(self) -> Fleet:
-        """Its replicas. Raises `Unavailable` before it has started."""
-        if self._fleet is None:
-            raise Unavailable("the deployment has not started")
-        return self._fleet
+    def endpoints(self) -> Endpoints:
+        """Where it answers now. Raises `Unavailable` before it has started."""
+        return self.overview.endpoints
 
     @property
     def redis(self) -> EmbeddedRedis | None:
         """The embedded server; None where sessions are kept elsewhere."""
         return self._redis
 
-    def replica(self, role: Role) -> Replica:
+    @property
+    def registry(self) -> RedisRegistry:
+        """Where its replicas announce themselves. Raises `Unavailable` before it has started."""
+        if self._registry is None:
+            raise Unavailable("the deployment has not started")
+        return self._registry
+
+    def replica(self, role: Role) -> ReplicaView:
         """The oldest replica of a role."""
-        return self.fleet.of(role)[0]
+        return self.overview.of(role)[0]
 
     async def start(self) -> Endpoints:
         """Starts everything; ready when the coordinator serves. Raises `ConfigError` and other
@@ -139,77 +131,64 @@ class Deployment:
         warning = tokenizer_warning(config.coordinator.tokenizer_directory)
         if warning is not None:
             self._report(warning)
-        if self._cluster.local:
+        if self._ray.local:
             config = share_cores(config, available_cores())
-        fleet = self._fleet = self._plan_fleet(config)
+        self._registry = RedisRegistry(config.coordinator.redis, self.name)
+        reconciler = self._reconciler = start_reconciler(
+            self._blueprint(config), self._ray.namespace
+        )
         self._report("waiting for a place for every actor")
-        await fleet.place()
-        self._check_hosts(fleet)
+        await reconciler.call("place")
         self._report(f"loading {config.target.model}, and {config.draft.model} as its draft")
-        await fleet.begin("target", "draft")
+        await reconciler.call("begin", "target", "draft")
         self._report("starting the coordinator")
-        self._settle(fleet)
-        await fleet.begin("coordinator")
+        await reconciler.call("begin", "coordinator")
+        self.config = await reconciler.call("config")
+        self._overview = await reconciler.call("overview", "")
         for address in self.endpoints.coordinators:
             async with Client(address) as client:
                 if not await client.healthy():
                     raise Unavailable(f"the coordinator at {address} does not say that it serves")
+        await reconciler.call("keep")
+        self._following = asyncio.create_task(self._follow(reconciler))
         return self.endpoints
 
-    def _plan_fleet(self, config: DeploymentConfig) -> Fleet:
+    def _blueprint(self, config: DeploymentConfig) -> Blueprint:
         logs = self._state / "logs"
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        local = self._cluster.local
-        blueprint = Blueprint(
-            placement=plan_placement(config, self._cluster.resources()),
+        local = self._ray.local
+        return Blueprint(
+            placement=plan_placement(config, resources()),
             deployment=self.name,
             log_directory=str(logs) if local else STANDARD_ERROR,
             local=local,
         )
-        self._registry = RedisRegistry(config.coordinator.redis, self.name)
-        return Fleet(self._cluster, blueprint, self._registry, self._on_change)
 
-    def _check_hosts(self, fleet: Fleet) -> None:
-        actors = [actor for one in fleet.replicas for actor in one.ranks]
-        nodes = {actor.place.node for actor in actors}
-        if len(nodes) > 1 and not self.config.target.insecure:
-            raise SettingError(
-                "host",
-                f"the actors were placed on {len(nodes)} machines, but their servers bind "
-                f"{self.config.target.host}; give --host 0.0.0.0 --insecure on a trusted network",
-            )
-
-    def _settle(self, fleet: Fleet) -> None:
-        """What coordinators are told that depends on where models have been placed."""
-        placement = fleet.blueprint.placement
-        config = placement.config
-        models = [*fleet.of("target"), *fleet.of("draft")]
-        apart = are_apart(
-            config,
-            same_node=len({one.leader.place.node for one in models}) == 1,
-            num_cores=available_cores() if self._cluster.local else 0,
-        )
-        self.config = replace(
-            config,
-            coordinator=replace(
-                config.coordinator,
-                drafting_delays=not apart,
-                look_ahead=look_ahead_outcomes(config, apart=apart),
-                draft_siblings=siblings_of_a_place(config),
-            ),
-        )
-        fleet.blueprint = replace(fleet.blueprint, placement=replace(placement, config=self.config))
+    async def _follow(self, reconciler: Actor) -> None:
+        """What the reconciler tells; while it is away the replicas go on without it."""
+        while True:
+            try:
+                found: Overview = await reconciler.call("overview", self.overview.version)
+            except Unavailable as error:
+                _log.info("the reconciler is away: %s", error)
+                await asyncio.sleep(FOLLOW_PERIOD_S)
+                continue
+            if found == self._overview:
+                continue
+            self._overview = found
+            self._changed.set()
+            self._on_change()
 
     async def _prepare(self) -> DeploymentConfig:
         """Ray, Redis and the models' files; the configuration with their places."""
-        if self._cluster.local:
+        if self._ray.local:
             check_before_start(self.config)
         if self.config.coordinator.redis_url:
             # The coordinator will connect again: a wrong URL should not cost a model's loading.
             with blaming("redis_url"):
                 await (await connect_store(self.config.coordinator)).close()
         _, redis_url, config = await _all(
-            self._cluster.connect(),
+            self._ray.connect(),
             asyncio.to_thread(self._start_redis),
             asyncio.to_thread(resolve_models, self.config),
         )
@@ -220,7 +199,7 @@ class Deployment:
         """The URL of the session store."""
         if self.config.coordinator.redis_url:
             return self.config.coordinator.redis_url
-        if not self._cluster.local:
+        if not self._ray.local:
             raise SettingError(
                 "redis_url",
                 "actors on another cluster do not reach an embedded Redis; give a server's URL",
@@ -230,23 +209,42 @@ class Deployment:
         return self._redis.url
 
     async def wait(self) -> Role:
-        """Keeps as many replicas as are wanted, until that is hopeless: the role of which there is
-        none, and none can be started."""
-        return await self.fleet.run()
+        """As many replicas as are wanted are kept, until that is hopeless: the role of which there
+        is none, and none can be started."""
+        while (role := self.overview.hopeless) is None:
+            self._changed.clear()
+            await self._changed.wait()
+        return role
 
     async def stop(self) -> None:
         """Lets running requests end within `stop_timeout_s`, and what is left of their steps within
         as long again; then stops everything that was started. Repeating it does nothing."""
-        fleet, self._fleet = self._fleet, None
-        if fleet is not None:
-            await fleet.close()
+        if self._following is not None:
+            self._following.cancel()
+        reconciler, self._reconciler = self._reconciler, None
+        if reconciler is not None:
+            await self._end(reconciler)
         if self._registry is not None:
             await self._registry.close()
         # Ray's processes end with it, and with them whoever still talks to Redis.
-        await self._cluster.disconnect()
+        await self._ray.disconnect()
         if self._redis is not None:
             await asyncio.to_thread(self._redis.stop)
             self._redis = None
+
+    async def _end(self, reconciler: Actor) -> None:
+        """The replicas in order, and whatever is left of them without."""
+        for _ in range(CLOSE_ATTEMPTS):
+            try:
+                await reconciler.call(
+                    "close", timeout_s=close_timeout_s(self.config.stop_timeout_s)
+                )
+                break
+            except OutriderError as error:  # It may have died, and be about to return.
+                _log.warning("the replicas do not end in order: %s", error)
+                await asyncio.sleep(FOLLOW_PERIOD_S)
+        await reconciler.kill()
+        await Cluster(self._ray.namespace, local=self._ray.local).clear()
 
 
 async def _all(*work: Awaitable[Any]) -> list[Any]:

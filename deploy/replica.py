@@ -6,16 +6,18 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from outrider.engine.parallel.meeting import Meeting
-from outrider.errors import ConfigError, OutriderError, Unavailable
+from outrider.errors import ConfigError, InvariantError, OutriderError, Unavailable
+from outrider.fleet.membership import Engagement
 from outrider.fleet.reconciling import Standing
-from outrider.fleet.registry import Role
+from outrider.fleet.registry import ROLES, Role
 from outrider.rank_host import Seat
 from outrider.replica_host import Traffic
 
-from .cluster import Actor
+from .cluster import Actor, Demand
+from .overview import ReplicaView
 
 _log = logging.getLogger(__name__)
 
@@ -23,6 +25,8 @@ ECHO_S: Final = 2.0
 """How long after one rank of a model fails to start another may, before the reason is told."""
 STOP_CALL_TIMEOUT_S: Final = 5.0
 """What an actor may take to stop beyond the time it was given for running requests."""
+ADOPTION_S: Final = 5.0
+"""What an actor may take to say what it has come to."""
 QUIET_S: Final = 1.0
 """A replica that was sent nothing for so long, once it was to be left, has been."""
 
@@ -34,6 +38,7 @@ class Replica:
         """`age` counts the replicas that the deployment has started; `slot` is its place among
         those of its role that are there now."""
         self.role: Role = role
+        self.age = age
         self.name = f"{role}-{age}"
         self.slot = slot
         self.ranks: tuple[Actor, ...] = ()
@@ -41,7 +46,24 @@ class Replica:
         self.address = ""
         """HOST:PORT, once it serves."""
         self.leaves = False
-        self._age = age
+
+    @classmethod
+    async def adopted(cls, demand: Demand, ranks: Sequence[Actor]) -> Self | None:
+        """The replica that the demand names, which somebody else has started and of which these
+        actors are there; None where it does not serve."""
+        role, age = role_and_age(demand.name)
+        if len(ranks) < demand.num_ranks:
+            return None
+        try:
+            found: Engagement = await ranks[0].call("engagement", timeout_s=ADOPTION_S)
+            placed = await asyncio.gather(*(actor.find_place(ADOPTION_S) for actor in ranks))
+        except Unavailable:
+            return None
+        if not found.address or not all(placed):
+            return None
+        one = cls(role, age, found.slot)
+        one.ranks, one.address, one.leaves = tuple(ranks), found.address, found.leaving
+        return one
 
     @property
     def leader(self) -> Actor:
@@ -56,7 +78,13 @@ class Replica:
     @property
     def standing(self) -> Standing:
         """See `Standing`."""
-        return Standing(self.name, self.role, self._age, bool(self.address), self.leaves)
+        return Standing(self.name, self.role, self.age, bool(self.address), self.leaves)
+
+    @property
+    def view(self) -> ReplicaView:
+        """What others are told of it."""
+        places = tuple(actor.place for actor in self.ranks) if self.address else ()
+        return ReplicaView(self.name, self.role, self.address, self.leaves, places)
 
     async def begin(self, config: object, log_directory: str, timeout_s: float) -> str:
         """Starts its service, and the other ranks of its model; its address."""
@@ -84,11 +112,6 @@ class Replica:
             (actor, Seat(meeting, actor.rank, neighbours[actor.place.node]))
             for actor in self.followers
         ]
-
-    async def traffic(self) -> Traffic:
-        """What crossed its streams."""
-        found: Traffic = await self.leader.call("traffic")
-        return found
 
     async def ended(self) -> OutriderError | None:
         """Returns once any of its ranks has ended, and why, in the words of the rank that said so;
@@ -129,6 +152,20 @@ class Replica:
             await _stop(self.leader, grace_s)
         # They have ended with their leader, unless it died.
         await asyncio.gather(*(_stop(actor, grace_s) for actor in self.followers))
+
+
+def close_timeout_s(grace_s: float) -> float:
+    """What ending all replicas in order may take: coordinators, and then whom they call."""
+    return 2 * (grace_s + STOP_CALL_TIMEOUT_S) + ADOPTION_S
+
+
+def role_and_age(name: str) -> tuple[Role, int]:
+    """Of a replica's name. Raises `InvariantError` for what is none."""
+    word, _, age = name.rpartition("-")
+    role = next((role for role in ROLES if role == word), None)
+    if role is None or not age.isdecimal():
+        raise InvariantError(f"{name} is no replica's name")
+    return role, int(age)
 
 
 async def _stop(actor: Actor, grace_s: float) -> None:

@@ -10,11 +10,12 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
 from outrider.config import DraftConfig, ModelServerConfig, TargetConfig
 from outrider.errors import EngineLost
+from outrider.fleet.membership import Engagement
 from outrider.fleet.registry import ReplicaRecord, Role
 from outrider.hosting import Place, advertised
 from outrider.limits import LOST_REPLICA_GRACE_S
@@ -80,7 +81,7 @@ class ReplicaHost(Generic[Item, Answer]):
         self._health_task: asyncio.Task[None] | None = None
         self._exports: Exports | None = None
         self._announcer: Announcer | None = None
-        self._leaving = False
+        self._engagement = Engagement(address="")
         self.leadership: Leadership | None = None
         """Of the ranks that share the model; None where this process runs it alone."""
 
@@ -108,6 +109,10 @@ class ReplicaHost(Generic[Item, Answer]):
     async def ping(self) -> Place:
         """Where the actor runs."""
         return Place(os.getpid(), socket.gethostname())
+
+    async def engagement(self) -> Engagement:
+        """What it has come to."""
+        return self._engagement
 
     async def traffic(self) -> Traffic:
         """What crossed its streams."""
@@ -167,6 +172,7 @@ class ReplicaHost(Generic[Item, Answer]):
         self._health_task = asyncio.create_task(self._follow_health(service, self._server))
         address = advertised(config.host, self._server.address)
         await self._announce(address, config)
+        self._engagement = Engagement(address=address, slot=config.slot)
         return address
 
     async def _announce(self, address: str, config: TargetConfig | DraftConfig) -> None:
@@ -189,7 +195,7 @@ class ReplicaHost(Generic[Item, Answer]):
                 model=runs.model,
                 weights=runs.weights,
                 device=config.device,
-                leaving=self._leaving,
+                leaving=self._engagement.leaving,
                 load=meter.traffic.num_items,
             )
 
@@ -198,7 +204,7 @@ class ReplicaHost(Generic[Item, Answer]):
 
     async def leave(self) -> None:
         """Says that it is to be left: sessions move to others, where there are any."""
-        self._leaving = True
+        self._engagement = replace(self._engagement, leaving=True)
         if self._announcer is not None:
             self._announcer.say_again()
 

@@ -35,12 +35,11 @@ class ScaledDeployment:
 
     async def scale(self, counts: Mapping[Role, int]) -> None:
         """See `Scalable.scale`. Raises `Unavailable` where that takes too long."""
-        fleet = self._deployment.fleet
-        await fleet.want(counts)
+        await self._deployment.registry.want(counts)
         try:
             async with asyncio.timeout(SCALE_S):
                 while any(
-                    sum(bool(one.address) for one in fleet.of(role)) != count
+                    self._deployment.overview.num_serving(role) != count
                     for role, count in counts.items()
                 ):
                     self._changed.clear()
@@ -64,9 +63,4 @@ async def scaled_deployment(
         changed = asyncio.Event()
         config = load_config(settings, {})
         async with Deployment(config, Path(state), on_change=changed.set) as deployment:
-            keeping = asyncio.create_task(deployment.wait())
-            try:
-                yield ScaledDeployment(deployment, changed)
-            finally:
-                keeping.cancel()
-                await asyncio.gather(keeping, return_exceptions=True)
+            yield ScaledDeployment(deployment, changed)

@@ -138,7 +138,7 @@ async def _keep_told(
 
 
 def _wanted(deployment: Deployment) -> dict[str, int]:
-    return {str(role): count for role, count in deployment.fleet.wanted.items()}
+    return {str(role): count for role, count in deployment.overview.wanted.items()}
 
 
 def _record(deployment: Deployment) -> DeploymentRecord:

@@ -18,3 +18,15 @@ class Membership:
     """Of the replica, unique in the deployment, for ever."""
     slot: int = 0
     """Its place among the replicas of its role that share a machine: ports count up from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engagement:
+    """What a replica has come to, for whoever takes over its care."""
+
+    address: str
+    """HOST:PORT that it serves at; empty where it does not serve."""
+    slot: int = 0
+    """See `Membership.slot`."""
+    leaving: bool = False
+    """Whether it was told that it is to be left."""

@@ -2,7 +2,8 @@
 
     <prefix>replicas:{<deployment>}:<role>          set: names
     <prefix>replica:{<deployment>}:<role>:<name>    string: the record, as JSON, with a time to live
-    <prefix>wanted:{<deployment>}                   hash: role to count
+    <prefix>wanted:{<deployment>}                   hash: role to count; `started` to a number;
+                                                    with a time to live
 
 The braces are literal. Leases are Redis' own times to live.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from outrider.errors import InvariantError, check
 from outrider.sessions.redis_address import RedisAddress
@@ -20,6 +21,10 @@ from outrider.sessions.redis_connection import answering, new_client, redis_erro
 from .registry import LEASE_S, ROLES, ReplicaRecord, Role
 
 _log = logging.getLogger(__name__)
+
+KEPT_S: Final = 7 * 86_400
+"""What is wanted is known for so long after anybody has asked or said so."""
+_STARTED: Final = "started"
 
 
 class RedisRegistry:
@@ -33,6 +38,7 @@ class RedisRegistry:
         )
         self._prefix, self._tag = address.key_prefix, f"{{{deployment}}}"
         self._wanted = f"{self._prefix}wanted:{self._tag}"
+        self._kept = ("EXPIRE", self._wanted, KEPT_S)
 
     async def announce(self, record: ReplicaRecord) -> None:
         """See `Registry.announce`."""
@@ -68,16 +74,25 @@ class RedisRegistry:
     async def want(self, counts: Mapping[Role, int]) -> None:
         """See `Registry.want`."""
         fields = [part for role, count in counts.items() for part in (role, count)]
-        await self._run(("HSET", self._wanted, *fields))
+        await self._run(("HSET", self._wanted, *fields), self._kept)
 
     async def wanted(self) -> dict[Role, int]:
         """See `Registry.wanted`. What is no count is left out."""
-        [answer] = await self._run(("HGETALL", self._wanted))
+        answer, _ = await self._run(("HGETALL", self._wanted), self._kept)
         counts = {
             name.decode(errors="replace"): text.decode(errors="replace")
             for name, text in answer.items()
         }
         return {role: int(counts[role]) for role in ROLES if counts.get(role, "").isdecimal()}
+
+    async def count_started(self, number: int) -> None:
+        """See `Registry.count_started`."""
+        await self._run(("HSET", self._wanted, _STARTED, number), self._kept)
+
+    async def num_started(self) -> int:
+        """See `Registry.num_started`. What is no number counts as none."""
+        [text] = await self._run(("HGET", self._wanted, _STARTED))
+        return int(text) if text is not None and text.isdigit() else 0
 
     async def close(self) -> None:
         """See `Registry.close`."""

@@ -96,6 +96,14 @@ class Registry(Protocol):
         """How many are, of the roles of which that was said."""
         ...
 
+    async def count_started(self, number: int) -> None:
+        """So many replicas have been started, of all roles, since there is the deployment."""
+        ...
+
+    async def num_started(self) -> int:
+        """How many have; 0 where nobody said so."""
+        ...
+
     async def close(self) -> None:
         """Gives back what it holds."""
         ...
@@ -109,6 +117,7 @@ class MemoryRegistry:
         self._clock = clock or (lambda: asyncio.get_running_loop().time())
         self._records: dict[tuple[Role, str], tuple[float, ReplicaRecord]] = {}
         self._wanted: dict[Role, int] = {}
+        self._num_started = 0
         self.failure: OutriderError | None = None
         """What each call raises, while it is set."""
 
@@ -116,6 +125,7 @@ class MemoryRegistry:
         """Loses everything, as a server does that is started anew without its data."""
         self._records.clear()
         self._wanted.clear()
+        self._num_started = 0
 
     async def announce(self, record: ReplicaRecord) -> None:
         """See `Registry.announce`."""
@@ -147,6 +157,16 @@ class MemoryRegistry:
         """See `Registry.wanted`."""
         self._check()
         return dict(self._wanted)
+
+    async def count_started(self, number: int) -> None:
+        """See `Registry.count_started`."""
+        self._check()
+        self._num_started = number
+
+    async def num_started(self) -> int:
+        """See `Registry.num_started`."""
+        self._check()
+        return self._num_started
 
     async def close(self) -> None:
         """See `Registry.close`: nothing."""

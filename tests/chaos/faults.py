@@ -90,11 +90,11 @@ class Adversary:
                 await asyncio.sleep(REDIS_AWAY_S)
                 os.kill(redis.pid, signal.SIGCONT)
             return
-        one = self._random.choice([r for r in self._deployment.fleet.of(role) if r.address])
-        fault.replica, pid = one.name, one.leader.place.pid
+        one = self._random.choice([r for r in self._deployment.overview.of(role) if r.address])
+        fault.replica, pid = one.name, one.places[0].pid
         if fault.kind == "kill":
             os.kill(pid, signal.SIGKILL)
-            while one in self._deployment.fleet.of(role):
+            while one.name in {other.name for other in self._deployment.overview.of(role)}:
                 await asyncio.sleep(0.02)
         else:
             os.kill(pid, signal.SIGSTOP)
@@ -102,12 +102,8 @@ class Adversary:
             os.kill(pid, signal.SIGCONT)
 
     async def _whole(self) -> None:
-        fleet = self._deployment.fleet
         async with asyncio.timeout(WHOLE_S):
-            while any(
-                sum(bool(one.address) for one in fleet.of(role)) < count
-                for role, count in fleet.wanted.items()
-            ):
+            while not self._deployment.overview.is_whole:
                 await asyncio.sleep(0.05)
 
     def report(self) -> dict[str, Any]:

@@ -10,12 +10,13 @@ from itertools import count
 
 import pytest
 import pytest_asyncio
+import ray
 
+from deploy.cluster import RECONCILER, Actor, Demand
 from deploy.launcher import Deployment
 from outrider.client import Client, GenerateRequest
 from outrider.config import load_config
-from outrider.fleet.redis_registry import RedisRegistry
-from outrider.fleet.registry import Role
+from outrider.fleet.registry import ROLES, Role
 from outrider.speculation.sampling import Rule
 
 SETTINGS = {
@@ -97,7 +98,7 @@ async def load(deployment: Deployment) -> AsyncIterator[Load]:
 
 
 def serving(deployment: Deployment, role: Role) -> set[str]:
-    return {one.name for one in deployment.fleet.of(role) if one.address and not one.leaves}
+    return {one.name for one in deployment.overview.of(role) if one.address and not one.leaves}
 
 
 async def until(deployment: Deployment, role: Role, number: int, without: str = "") -> None:
@@ -108,16 +109,12 @@ async def until(deployment: Deployment, role: Role, number: int, without: str = 
 
 async def test_replicas_come_and_go_under_load(deployment: Deployment, load: Load) -> None:
     """One target and one coordinator fewer, a draft more, and back."""
-    registry = RedisRegistry(deployment.config.coordinator.redis, deployment.name)
-    try:
-        few: dict[Role, int] = {"target": 1, "coordinator": 1, "draft": 2}
-        many: dict[Role, int] = {"target": 2, "coordinator": 2, "draft": 1}
-        for wanted in (few, many):
-            await registry.want(wanted)
-            for role, number in wanted.items():
-                await until(deployment, role, number)
-    finally:
-        await registry.close()
+    few: dict[Role, int] = {"target": 1, "coordinator": 1, "draft": 2}
+    many: dict[Role, int] = {"target": 2, "coordinator": 2, "draft": 1}
+    for wanted in (few, many):
+        await deployment.registry.want(wanted)
+        for role, number in wanted.items():
+            await until(deployment, role, number)
 
 
 @pytest.mark.parametrize("role", ["draft", "target", "coordinator"])
@@ -126,16 +123,36 @@ async def test_a_replica_that_is_killed_under_load_is_replaced(
 ) -> None:
     number = len(serving(deployment, role))
     one = deployment.replica(role)
-    os.kill(one.leader.place.pid, signal.SIGKILL)
+    os.kill(one.places[0].pid, signal.SIGKILL)
     await until(deployment, role, number, without=one.name)
 
 
 async def test_both_targets_are_killed_under_load(deployment: Deployment, load: Load) -> None:
     """Requests wait until there is another."""
-    names = [(one.name, one.leader.place.pid) for one in deployment.fleet.of("target")]
+    names = [(one.name, one.places[0].pid) for one in deployment.overview.of("target")]
     for _, pid in names:
         os.kill(pid, signal.SIGKILL)
     async with asyncio.timeout(CHANGE_S):
         while serving(deployment, "target") & {name for name, _ in names}:
             await asyncio.sleep(0.1)
     await until(deployment, "target", 2)
+
+
+async def test_a_reconciler_that_is_killed_under_load_returns(
+    deployment: Deployment, load: Load
+) -> None:
+    """No replica ends for that; one that dies meanwhile is replaced."""
+    handle = ray.get_actor(RECONCILER, f"outrider-{deployment.name}")
+    reconciler = Actor(Demand(RECONCILER, 0, 0), handle)
+    before = {role: serving(deployment, role) for role in ROLES}
+    killed = deployment.replica("draft")
+    place = await reconciler.call("ping")
+    os.kill(place.pid, signal.SIGKILL)
+    os.kill(killed.places[0].pid, signal.SIGKILL)
+    await until(deployment, "draft", len(before["draft"]), without=killed.name)
+    for role in ROLES:
+        stayed = before[role] - {killed.name}
+        assert stayed <= serving(deployment, role)
+    assert (await reconciler.call("ping")).pid != place.pid
+    await deployment.registry.want({"draft": 2})
+    await until(deployment, "draft", 2)

@@ -10,11 +10,13 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from deploy.cluster import Cluster, Demand
 from deploy.launcher import Deployment
 from outrider.client import Client, Finished, GenerateRequest, Tokens
 from outrider.config import DeploymentConfig, load_config
-from outrider.fleet.registry import ROLES
+from outrider.fleet.registry import ROLES, Role
 from outrider.limits import UNCOMMITTED_TOKENS_MAX
+from outrider.replica_host import Traffic
 
 EMULATED = {
     "engine": "emulated:vocab_size=1000,verify_ms=10,draft_ms=1",
@@ -24,6 +26,7 @@ EMULATED = {
     "length_control": False,
 }
 PROMPT = tuple(range(10, 30))
+MODELS: tuple[Role, ...] = ("target", "draft")
 UNDER_WAY_S = 0.3
 """What was committed before the store stopped has reached the client by then."""
 
@@ -42,18 +45,26 @@ async def deployment(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("deployment")]
 
 
+async def _traffic(deployment: Deployment, role: Role) -> Traffic:
+    """Of the oldest replica."""
+    demand = Demand(role, 0, 0, name=deployment.replica(role).name)
+    (actor,) = await Cluster(f"outrider-{deployment.name}", local=True).find(demand)
+    found: Traffic = await actor.call("traffic")
+    return found
+
+
 async def test_three_processes_and_traffic_on_each_hop(deployment: Deployment) -> None:
     """Draft, target and coordinator run in processes of their own, and a generation's rounds cross
     both hops: items go to the target and to the draft, and as many answers come back."""
-    pids = {deployment.replica(role).leader.place.pid for role in ROLES}
+    pids = {deployment.replica(role).places[0].pid for role in ROLES}
     assert len({*pids, os.getpid()}) == 4
-    before = {role: await deployment.replica(role).traffic() for role in ("target", "draft")}
+    before = {role: await _traffic(deployment, role) for role in MODELS}
     async with Client(deployment.endpoints.coordinator) as client:
         completion = await client.complete(GenerateRequest(PROMPT, max_tokens=40, seed=1))
     assert len(completion.token_ids) == 40
     assert completion.metrics.num_draft_tokens > 0
-    for role in ("target", "draft"):
-        after = await deployment.replica(role).traffic()
+    for role in MODELS:
+        after = await _traffic(deployment, role)
         assert after.num_items - before[role].num_items >= completion.metrics.num_rounds // 2
         assert after.num_answers - before[role].num_answers > 0
 

@@ -15,6 +15,7 @@ import pytest_asyncio
 import ray
 
 from deploy.cluster import Actor, Cluster, Demand
+from deploy.ray_connection import RayConnection
 from outrider.errors import ConfigError
 from outrider.hosting import Place
 
@@ -51,10 +52,10 @@ async def cluster() -> AsyncIterator[Cluster]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_OVERRIDE_RESOURCES", json.dumps({"CPU": 4, "GPU": NUM_GPUS}))
-        started = Cluster("", "outrider-test")
-        await started.connect()
-    yield started
-    await started.disconnect()
+        connection = RayConnection("", "outrider-test")
+        await connection.connect()
+    yield Cluster(connection.namespace, local=True)
+    await connection.disconnect()
 
 
 async def _asked(actors: list[Actor], method: str) -> list[object]:

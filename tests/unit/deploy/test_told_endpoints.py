@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from deploy.cli.serve import _keep_told
-from deploy.launcher import Endpoints
+from deploy.overview import Endpoints
 from deploy.state import (
     DeploymentRecord,
     process_start,
@@ -33,7 +33,7 @@ async def test_the_record_is_true_while_replicas_come_and_go() -> None:
     telling = asyncio.create_task(_keep_told(deployment, state, record, changed))
 
     async def tell(endpoints: Endpoints, wanted: dict[str, int]) -> DeploymentRecord | None:
-        deployment.endpoints, deployment.fleet = endpoints, SimpleNamespace(wanted=wanted)
+        deployment.endpoints, deployment.overview = endpoints, SimpleNamespace(wanted=wanted)
         await asyncio.sleep(0.01)
         assert running_deployment(state) == before
         changed.set()

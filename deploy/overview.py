@@ -1,0 +1,72 @@
+"""What is told of a deployment whose replicas come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from outrider.fleet.registry import ROLES, Role
+from outrider.hosting import Place
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """One replica."""
+
+    name: str
+    role: Role
+    address: str
+    """HOST:PORT; empty while it does not serve."""
+    leaves: bool
+    """Whether it is to be left."""
+    places: tuple[Place, ...]
+    """Of its ranks, the one that serves first; empty while it does not serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """All replicas, the oldest first, and how many there should be."""
+
+    version: str
+    """Another one wherever anything else has changed."""
+    wanted: Mapping[Role, int]
+    replicas: tuple[ReplicaView, ...]
+    hopeless: Role | None
+    """A role of which there is none, and none can be started."""
+
+    def of(self, role: Role) -> list[ReplicaView]:
+        """The replicas of a role."""
+        return [one for one in self.replicas if one.role == role]
+
+    def num_serving(self, role: Role) -> int:
+        """How many of a role serve, those that are to be left among them."""
+        return sum(bool(one.address) for one in self.of(role))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether as many serve as should."""
+        return all(self.num_serving(role) >= count for role, count in self.wanted.items())
+
+    @property
+    def endpoints(self) -> Endpoints:
+        """Where those answer that stay."""
+        found = [
+            tuple(one.address for one in self.of(role) if one.address and not one.leaves)
+            for role in ROLES
+        ]
+        return Endpoints(*found)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Where the replicas answer: each HOST:PORT, the oldest replica's first."""
+
+    coordinators: tuple[str, ...]
+    targets: tuple[str, ...]
+    drafts: tuple[str, ...]
+    """None where the target drafts for itself."""
+
+    @property
+    def coordinator(self) -> str:
+        """All coordinators, with commas between them: what a `Client` takes."""
+        return ",".join(self.coordinators)

@@ -1,0 +1,99 @@
+"""Ray's processes on this machine, or the cluster elsewhere that this process connects to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import warnings
+from typing import Any, Final
+
+from outrider.errors import ConfigError, SettingError
+
+OBJECT_STORE_BYTES: Final = 100 * 2**20
+"""Nothing large goes through Ray."""
+_TEMPORARY_BYTES_MAX: Final = 40
+"""Ray puts sockets some 60 bytes below its directory, and a socket's path has 107 at most."""
+_ENVIRONMENT: Final = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    # Ray would else warn about what it will do in a later version.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray's workers would else give way to everything on the machine; these serve requests.
+    "RAY_worker_niceness": "0",
+}
+
+
+class RayConnection:
+    """A Ray cluster that this process started, or one that runs elsewhere."""
+
+    def __init__(self, address: str, namespace: str) -> None:
+        """Actors have names in a `namespace`, which is their deployment's alone."""
+        self.local = not address
+        self.namespace = namespace
+        self._address = address or "local"
+        self._temporary: str | None = None
+        self._connected = False
+
+    async def connect(self) -> None:
+        """Starts a local cluster, or connects to the one at the address. Raises `ConfigError`."""
+        await asyncio.to_thread(self._connect)
+        if threading.current_thread() is threading.main_thread():
+            # Ray has put a handler of its own, which dumps a stack, under Python's.
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+
+    def _connect(self) -> None:
+        os.environ.update(_ENVIRONMENT)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import ray
+
+        options: dict[str, Any] = {"namespace": self.namespace}
+        if self.local:
+            self._temporary = _short_directory()
+            options |= {
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE_BYTES,
+                # Ray trusts whoever reaches its ports: only this machine may.
+                "_node_ip_address": "127.0.0.1",
+                "_temp_dir": self._temporary,
+            }
+        try:
+            ray.init(
+                address=self._address,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                **options,
+            )
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise SettingError("address", f"cannot start or reach Ray: {reason}") from error
+        self._connected = True
+
+    async def disconnect(self) -> None:
+        """Ends a local cluster with all its processes; leaves another one."""
+        if self._connected:
+            import ray
+
+            self._connected = False
+            await asyncio.to_thread(ray.shutdown)
+        if self._temporary is not None:
+            await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
+            self._temporary = None
+
+
+def _short_directory() -> str:
+    """A new directory for Ray's sockets and logs, under the usual place or, where that has too
+    long a name, under /tmp. Raises `ConfigError`."""
+    usual = tempfile.gettempdir()
+    short = len(os.fsencode(usual)) + len("/outrider-ray-12345678") <= _TEMPORARY_BYTES_MAX
+    try:
+        return tempfile.mkdtemp(prefix="outrider-ray-", dir=usual if short else "/tmp")  # noqa: S108
+    except OSError as error:
+        raise ConfigError(
+            f"Ray needs a directory with a short name for its sockets: {error}; set TMPDIR"
+        ) from error

@@ -1,0 +1,138 @@
+"""The actor that keeps a deployment as it should be. It outlives the process that started it, and
+is started again by Ray where it dies: then it takes over the replicas that are there.
+
+| it knows | from |
+| --- | --- |
+| how replicas are made | its own arguments, which Ray keeps |
+| which there are | Ray, by their names, and each of them |
+| how many there should be | Redis |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import uuid
+from typing import TYPE_CHECKING, Any, Final
+
+from outrider.fleet.redis_registry import RedisRegistry
+from outrider.hosting import Place, log_to
+
+from .blueprint import Blueprint
+from .cluster import CALLS_PER_ACTOR_MAX, RECONCILER, Actor, Cluster, Demand
+from .fleet import FIRST_REST_S, REST_S_MAX, Fleet
+from .overview import Overview
+
+if TYPE_CHECKING:
+    from outrider.config import DeploymentConfig
+    from outrider.fleet.registry import Role
+
+_log = logging.getLogger(__name__)
+
+NEWS_S: Final = 10.0
+"""Longest wait for another overview."""
+
+
+class Reconciler:
+    """Hosts a `Fleet`."""
+
+    def __init__(self, blueprint: Blueprint, namespace: str) -> None:
+        """`namespace` is that of its actors. One that Ray has started again goes on."""
+        import ray
+
+        log_to(blueprint.log_directory, RECONCILER)
+        cluster = Cluster(namespace, local=blueprint.local)
+        self._registry = RedisRegistry(blueprint.redis, blueprint.deployment)
+        self._fleet = Fleet(cluster, blueprint, self._registry, self._tell)
+        self._work: asyncio.Task[Any] | None = None
+        self._hopeless: Role | None = None
+        self._version = uuid.uuid4().hex
+        self._news = asyncio.Event()
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            _log.warning("the reconciler has died, and returns")
+            self._work = asyncio.create_task(self._keep(returns=True))
+
+    async def ping(self) -> Place:
+        """Where it runs."""
+        return Place(os.getpid(), socket.gethostname())
+
+    async def place(self) -> None:
+        """See `Fleet.place`."""
+        await self._do(self._fleet.place())
+
+    async def begin(self, *roles: Role) -> None:
+        """See `Fleet.begin`."""
+        await self._do(self._fleet.begin(*roles))
+
+    async def keep(self) -> None:
+        """From now on there are as many replicas as are wanted, without anybody's doing."""
+        if self._work is None or self._work.done():
+            self._work = asyncio.create_task(self._keep(returns=False))
+
+    async def config(self) -> DeploymentConfig:
+        """What is deployed, with what depends on where."""
+        return self._fleet.blueprint.placement.config
+
+    async def overview(self, seen: str) -> Overview:
+        """What there is, once that is another than the version `seen`, or after a while."""
+        if seen == self._version:
+            self._news.clear()
+            try:
+                async with asyncio.timeout(NEWS_S):
+                    await self._news.wait()
+            except TimeoutError:
+                pass
+        fleet = self._fleet
+        views = tuple(one.view for one in fleet.replicas)
+        return Overview(self._version, dict(fleet.wanted), views, self._hopeless)
+
+    async def close(self) -> None:
+        """Ends what it was about to do, and all replicas."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+        await self._fleet.close()
+        await self._registry.close()
+
+    async def _do(self, work: Any) -> None:
+        """So that `close` can end it."""
+        self._work = asyncio.ensure_future(work)
+        await self._work
+
+    async def _keep(self, *, returns: bool) -> None:
+        """Also where it is hopeless: a machine may come back."""
+        try:
+            if returns:
+                await self._fleet.adopt()
+                self._tell()
+            while True:
+                self._hopeless = await self._fleet.run()
+                _log.error("there is no %s, and none can be started", self._hopeless)
+                self._tell()
+                await asyncio.sleep(REST_S_MAX)
+        except Exception:  # noqa: BLE001 (whatever it is, another one may do better)
+            _log.exception("the fleet is not looked after any more")
+            await asyncio.sleep(FIRST_REST_S)
+            os._exit(1)  # Ray starts this again.
+
+    def _tell(self) -> None:
+        self._version = uuid.uuid4().hex
+        self._news.set()
+
+
+def start_reconciler(blueprint: Blueprint, namespace: str) -> Actor:
+    """Starts the one of a deployment."""
+    import ray
+
+    actor = ray.remote(Reconciler).options(
+        name=RECONCILER,
+        namespace=namespace,
+        lifetime="detached",
+        num_cpus=0,
+        max_restarts=-1,
+        max_concurrency=CALLS_PER_ACTOR_MAX,
+    )
+    return Actor(Demand(RECONCILER, 0, 0), actor.remote(blueprint, namespace))
