@@ -81,6 +81,7 @@ def test_greedy_sequences_are_the_likeliest_tokens(pair, controller):
     assert (result.degrees, result.impossible) == (0, 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("rule", SAMPLED_RULES)
 def test_lengths_that_the_coordinator_chooses_leave_the_law(pair, rule, together):

@@ -97,6 +97,7 @@ def test_mutant_absolute_keys_under_token():
     assert not run(Rule.TOKEN, EXACT, WEAK_SLOT_PAIR, stops_after_a_weak_slot).rejects
 
 
+@pytest.mark.long
 def test_mutant_absolute_keys_under_lengths_that_the_coordinator_chooses():
     """The real choice of lengths follows thrown-away slots closely enough to show it."""
     seeds = seeds_of(16_000, 7)

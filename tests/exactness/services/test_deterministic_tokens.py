@@ -82,7 +82,7 @@ async def test_tokens_depend_on_neither_k_nor_the_batch(family: str, tmp_path: P
 @pytest.mark.xdist_group("identity")
 @pytest.mark.timeout(600)
 async def test_the_real_target_too(tmp_path: Path) -> None:
-    """The demo target, a 4-layer cut of it as draft, 8 sessions."""
+    """The demo target, a 4-layer cut of it as draft, 4 sessions."""
     torch.set_num_threads(1)
     directory = resolve_model("demo")
     cut = depth_cut(directory, tmp_path / "cut", 4)
@@ -90,7 +90,7 @@ async def test_the_real_target_too(tmp_path: Path) -> None:
         engine_of(*load_model(path, name="demo", dtype="bfloat16")) for path in (directory, cut)
     ]
     text = TokenizerText.load(directory)
-    subjects = ("rain", "bread", "a mule", "the moon", "glass", "an owl", "salt", "a train")
+    subjects = ("rain", "bread", "a mule", "the moon")
     prompts = [tuple(text.encode(f"Write two sentences about {about}.")) for about in subjects]
     async with running_stack(engines[0], engines[1], tmp_path) as stack:
-        await check_tokens(stack, prompts, num_tokens=16, num_alone=2)
+        await check_tokens(stack, prompts, num_tokens=10, num_alone=1)

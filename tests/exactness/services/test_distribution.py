@@ -127,7 +127,6 @@ draft is one of those under which such a fault shows most."""
 CELLS = [
     # Suffix decoding over all that was written before, and a model where that is not confident.
     Cell(Rule.TOKEN, 2, TOP_P, lookup=LookupKind.SUFFIX, num_samples=4_900, detects=DETECTS_SOON),
-    MANY_ROUNDS,
     # Trees by a draft that knows two tokens more than the target, which are never accepted.
     Cell(
         Rule.TOKEN, 2, TOP_K, vocab_size=4, draft_vocab_size=6, siblings=2, num_samples=3_900,
@@ -156,6 +155,7 @@ SMALL_GRID = [
     )
 ]
 WIDE_GRID = [
+    MANY_ROUNDS,
     *(
         Cell(
             rule,
@@ -368,6 +368,7 @@ async def test_completions_follow_the_targets_law(cell: Cell, tmp_path: Path) ->
     await check_cell(cell, tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 async def test_noise_that_rounds_share_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -165,8 +165,8 @@ async def check_greedy(stack: Stack, real: Real, prompts: list[str], num_tokens:
 @pytest.mark.real_model
 @pytest.mark.timeout(600)
 async def test_greedy_equals_the_library(with_cut: Stack, real: Real) -> None:
-    """3 prompts x 32 tokens, K in {0, 3, 8}, a 4-layer cut of the target as draft."""
-    await check_greedy(with_cut, real, PROMPTS[:: len(PROMPTS) // 3][:3], 32)
+    """2 prompts x 24 tokens, K in {0, 3, 8}, a 4-layer cut of the target as draft."""
+    await check_greedy(with_cut, real, PROMPTS[:: len(PROMPTS) // 2][:2], 24)
 
 
 @pytest.mark.full
@@ -234,7 +234,7 @@ async def test_greedy_equals_the_library_behind_a_shared_prefix(
 
 async def coupled(stack: Stack, prompt: tuple[int, ...], seed: int, k: int) -> tuple[int, ...]:
     request = GenerateRequest(
-        prompt, sampling=SamplingParams(), max_tokens=16, seed=seed, num_draft_tokens=k
+        prompt, sampling=SamplingParams(), max_tokens=12, seed=seed, num_draft_tokens=k
     )
     return (await stack.client.complete(request)).token_ids
 
@@ -247,7 +247,7 @@ async def test_coupled_tokens_do_not_depend_on_the_draft(
     """Temperature 1, coupled: the same tokens for K = 0, 3, 8 and for three drafters: a 4-layer cut
     of the target; the one that comes with the package; and a hybrid of the target's weights in 8
     bits with suffix decoding, which has seen the same answer before."""
-    prompts = [tuple(real.text.encode(prompt)) for prompt in PROMPTS[3:5]]
+    prompts = [tuple(real.text.encode(prompt)) for prompt in PROMPTS[3:4]]
     expected = {
         (prompt, seed): await coupled(with_cut, prompt, seed, 0)
         for seed, prompt in enumerate(prompts)
@@ -259,7 +259,7 @@ async def test_coupled_tokens_do_not_depend_on_the_draft(
         for (prompt, seed), tokens in expected.items():
             for k in NUM_DRAFT_TOKENS[1:]:
                 assert await coupled(shipped, prompt, seed, k) == tokens
-        await check_greedy(shipped, real, PROMPTS[5::25], 16)
+        await check_greedy(shipped, real, PROMPTS[5:6], 16)
     async with running_stack(
         target_engine(real), rounded_engine(real), tmp_path / "hybrid", lookup=SuffixDrafter()
     ) as with_hybrid:

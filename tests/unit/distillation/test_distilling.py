@@ -38,6 +38,8 @@ from outrider.engine.trained_drafters import load_drafter
 from outrider.engine.trained_heads import load_heads
 from outrider.errors import ConfigError, SettingError
 
+pytestmark = pytest.mark.long
+
 WISHES: Final = {"layers": 1, "draft_vocab": 24, "tokens": 2500, "steps": 30, "seed": 3}
 HEADS: Final = {"kind": "medusa", "layers": None, "heads": 3, "tokens": 4000, "steps": 120}
 """In place of these, for draft heads: what a single place tells them is less."""
