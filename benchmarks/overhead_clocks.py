@@ -13,6 +13,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from outrider.engine.executor import ThreadExecutor
 from outrider.errors import EngineLost, OutriderError
+from outrider.fleet.figures import Figures
 from outrider.messages import (
     DraftAnswer,
     DraftItem,
@@ -265,6 +266,11 @@ class ClockedService(Generic[ClockedItem, ClockedAnswer]):
     def lost(self) -> EngineLost | None:
         """See `HostedService.lost`."""
         return self._service.lost
+
+    @property
+    def figures(self) -> Figures:
+        """See `HostedService.figures`."""
+        return self._service.figures
 
     def watch(self, on_health: Callable[[bool], None]) -> None:
         """See `HostedService.watch`."""

@@ -115,6 +115,7 @@ class CoordinatorActor:
                 pid=os.getpid(),
                 model=service.model.name,
                 load=service.num_running,
+                figures=service.figures,
             )
 
         self._announcer = Announcer(registry, record)

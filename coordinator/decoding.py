@@ -23,6 +23,7 @@ from .journal import Entry, Journal
 from .lengths import LengthPolicy, PlayedRound, RoundLength
 from .logprob_lines import write_logprobs
 from .request import GenerationParameters
+from .round_meter import RoundMeter
 from .siblings import fitting, sibling_chances
 from .target_side import TargetSide
 
@@ -52,6 +53,7 @@ class Decoding:
         journal: Journal,
         lengths: LengthPolicy,
         length_max: int,
+        meter: RoundMeter,
         observer: RequestObserver = SILENT,
         ended: FinishReason | None = None,
     ) -> None:
@@ -66,6 +68,7 @@ class Decoding:
         self._committer = committer
         self._journal = journal
         self._lengths = lengths
+        self._meter = meter
         self._observer = observer
         self._ended = ended
         self._deadline: asyncio.Timeout | None = None
@@ -215,6 +218,7 @@ class Decoding:
             logprobs=[write_logprobs(logprobs) for logprobs in tokens.logprobs],
         )
         self._observer.decided(len(drafted.proposal), num_accepted, piece.num_tokens)
+        self._meter.decided(drafted, num_accepted, piece.num_tokens)
         self._committer.notify(self._session)
         report = None
         if self._parameters.include_rounds:

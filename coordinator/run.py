@@ -22,6 +22,7 @@ from .journal import Entry, Journal
 from .lengths import LengthPolicy
 from .request import GenerationParameters
 from .resuming import Replayed
+from .round_meter import RoundMeter
 from .target_side import TargetSide
 
 _log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class SessionRun:
         committer: Committer,
         lengths: LengthPolicy,
         length_max: int,
+        meter: RoundMeter,
         arrived: float,
         deadline: float,
         observer: RequestObserver = SILENT,
@@ -79,6 +81,7 @@ class SessionRun:
             journal=self._journal,
             lengths=lengths,
             length_max=length_max,
+            meter=meter,
             observer=observer,
             ended=None if replayed is None else replayed.finish_reason,
         )

@@ -20,6 +20,7 @@ from outrider.errors import (
     Overloaded,
     Unavailable,
 )
+from outrider.fleet.figures import Figures
 from outrider.fleet.rendezvous import affinity
 from outrider.generation import Event, GenerateRequest, ResumeRequest, Started
 from outrider.limits import LOOK_AHEAD_BYTES_MAX, SEED_BITS
@@ -49,6 +50,7 @@ from .request import (
     resolve,
 )
 from .resuming import Replayed, check_known, parameters_of, replay, told_again
+from .round_meter import RoundMeter
 from .run import COMMIT_GRACE_S, SessionRun
 from .runs import Runs
 from .self_drafts import SelfDrafts
@@ -139,6 +141,7 @@ class CoordinatorService:
         self._watching: list[asyncio.Task[None]] = []
         self._model: ServedModel | None = None
         self._lengths: LengthControls | None = None
+        self._meter = RoundMeter()
         self.num_elsewhere = 0
         """Sessions that other coordinators run with the same targets."""
         self._observation = observation
@@ -185,6 +188,11 @@ class CoordinatorService:
     def num_running(self) -> int:
         """Sessions that run now."""
         return len(self._runs)
+
+    @property
+    def figures(self) -> Figures:
+        """What its rounds have lately come to."""
+        return self._meter.figures
 
     async def generate(
         self, request: GenerateRequest, tenant: str = "", traceparent: str = ""
@@ -427,6 +435,7 @@ class CoordinatorService:
                 session, 0 if draft is None else num_draft_tokens, parameters.sampling
             ),
             length_max=self.model.max_model_len,
+            meter=self._meter,
             arrived=arrived,
             deadline=deadline,
             observer=observer,

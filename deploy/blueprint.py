@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from coordinator.actor import CoordinatorActor
 from draft_service.actor import DraftActor
-from outrider.config import CoordinatorConfig, DeploymentConfig, DraftConfig, TargetConfig
+from outrider.config import LEAST, CoordinatorConfig, DeploymentConfig, DraftConfig, TargetConfig
 from outrider.errors import SettingError
+from outrider.fleet.autoscaling import Policy
 from outrider.fleet.membership import Membership
 from outrider.fleet.registry import ROLES, Role
 from outrider.hosting import available_cores
@@ -47,6 +48,11 @@ class Blueprint:
         return self._config.coordinator.redis
 
     @property
+    def policy(self) -> Policy:
+        """By what the numbers of replicas follow the load."""
+        return self._config.autoscale.policy
+
+    @property
     def counts(self) -> dict[Role, int]:
         """How many replicas of each role there are at first."""
         config = self._config
@@ -60,11 +66,10 @@ class Blueprint:
     def bounded(self, counts: Mapping[Role, int]) -> dict[Role, int]:
         """Counts as far as they are possible: there is always a target and a coordinator, and no
         draft where the target drafts."""
-        least: dict[Role, int] = {"coordinator": 1, "target": 1, "draft": 0}
         most = dict.fromkeys(ROLES, REPLICAS_MAX)
         if self.placement.draft is None:
             most["draft"] = 0
-        return {role: min(max(counts[role], least[role]), most[role]) for role in ROLES}
+        return {role: min(max(counts[role], LEAST[role]), most[role]) for role in ROLES}
 
     @property
     def startup_timeout_s(self) -> float:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from outrider.fleet.redis_registry import RedisRegistry
 from outrider.hosting import Place, log_to
 
+from .autoscaling import Autoscaling
 from .blueprint import Blueprint
 from .cluster import CALLS_PER_ACTOR_MAX, RECONCILER, Actor, Cluster, Demand
 from .fleet import FIRST_REST_S, REST_S_MAX, Fleet
@@ -46,6 +47,8 @@ class Reconciler:
         cluster = Cluster(namespace, local=blueprint.local)
         self._registry = RedisRegistry(blueprint.redis, blueprint.deployment)
         self._fleet = Fleet(cluster, blueprint, self._registry, self._tell)
+        self._autoscaling = Autoscaling(self._registry, blueprint.policy)
+        self._scaling: asyncio.Task[None] | None = None
         self._work: asyncio.Task[Any] | None = None
         self._hopeless: Role | None = None
         self._version = uuid.uuid4().hex
@@ -61,6 +64,7 @@ class Reconciler:
     async def place(self) -> None:
         """See `Fleet.place`."""
         await self._do(self._fleet.place())
+        await self._autoscaling.begin()
 
     async def begin(self, *roles: Role) -> None:
         """See `Fleet.begin`."""
@@ -90,10 +94,10 @@ class Reconciler:
 
     async def close(self) -> None:
         """Ends what it was about to do, and all replicas."""
-        work, self._work = self._work, None
-        if work is not None:
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
+        tasks = [task for task in (self._scaling, self._work) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._fleet.close()
         await self._registry.close()
 
@@ -108,6 +112,7 @@ class Reconciler:
             if returns:
                 await self._fleet.adopt()
                 self._tell()
+            self._scaling = asyncio.create_task(self._autoscaling.run())
             while True:
                 self._hopeless = await self._fleet.run()
                 _log.error("there is no %s, and none can be started", self._hopeless)

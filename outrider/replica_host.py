@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
 from outrider.config import DraftConfig, ModelServerConfig, TargetConfig
 from outrider.errors import EngineLost
+from outrider.fleet.figures import Figures
 from outrider.fleet.membership import Engagement
 from outrider.fleet.registry import ReplicaRecord, Role
 from outrider.hosting import Place, advertised
@@ -53,6 +54,11 @@ class HostedService(ReplicaService[Item_contra, Answer_co], Protocol[Item_contra
     @property
     def lost(self) -> EngineLost | None:
         """Why no step can follow any more; None while one can."""
+        ...
+
+    @property
+    def figures(self) -> Figures:
+        """What it has lately had to do."""
         ...
 
     def watch(self, on_health: Callable[[bool], None]) -> None:
@@ -197,6 +203,7 @@ class ReplicaHost(Generic[Item, Answer]):
                 device=config.device,
                 leaving=self._engagement.leaving,
                 load=meter.traffic.num_items,
+                figures=service.figures,
             )
 
         self._announcer = Announcer(RedisRegistry(member.redis, member.deployment), record)

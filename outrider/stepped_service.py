@@ -10,6 +10,7 @@ from outrider.engine.costs import StepCosts
 from outrider.engine.executor import StepExecutor
 from outrider.engine.interface import ModelInfo
 from outrider.errors import EngineLost, OutriderError
+from outrider.fleet.figures import Figures
 from outrider.limits import SILENT_SESSION_MS, STREAM_QUEUE_ITEMS_MAX
 from outrider.messages import ReplicaDescription
 from outrider.presence import Presence
@@ -59,6 +60,11 @@ class SteppedService(Generic[Item, Answer]):
     def lost(self) -> EngineLost | None:
         """Why no step can follow any more; None while one can."""
         return self._scheduler.lost
+
+    @property
+    def figures(self) -> Figures:
+        """What its steps have lately had to do."""
+        return self._scheduler.figures
 
     def watch(self, on_health: Callable[[bool], None]) -> None:
         """Names who hears, on the loop's thread, whenever `healthy` changes."""

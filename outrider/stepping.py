@@ -18,8 +18,10 @@ from typing import Any, Final, Generic
 
 from outrider.engine.executor import StepExecutor
 from outrider.errors import DeadlineExceeded, EngineLost, Unavailable, check
+from outrider.fleet.figures import NO_FIGURES, Figures
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX, STEP_CRASHES_UNHEALTHY
 from outrider.messages import ProposalReply, Refused, VerdictReply
+from outrider.step_load import StepLoad
 from outrider.telemetry.logs import about
 from outrider.work import (
     CANCELLED_CODE,
@@ -66,6 +68,8 @@ class StepScheduler(Generic[Item, Answer]):
         self._queue: WorkQueue[Item, Answer] = WorkQueue(max_batch, queue_max)
         if observer is not None:
             observer.watch(lambda: len(self._queue), lambda: worker.figures)
+        self._max_batch = max_batch
+        self._load: StepLoad | None = None
         self._releases: dict[str, int] = {}
         """session -> the newest epoch of it that is to be forgotten before the next step."""
         self._parked: dict[str, None] = {}
@@ -96,6 +100,13 @@ class StepScheduler(Generic[Item, Answer]):
     def has_news(self) -> bool:
         """Whether anything has come since the running step began; may be read on any thread."""
         return bool(len(self._queue) or self._releases or self._parked)
+
+    @property
+    def figures(self) -> Figures:
+        """What the steps have lately had to do."""
+        if self._load is None:
+            return NO_FIGURES
+        return self._load.figures(asyncio.get_running_loop().time(), self._worker.figures)
 
     def watch(self, on_health: Callable[[bool], None]) -> None:
         """Names who hears, on the loop's thread, whenever `healthy` changes."""
@@ -303,8 +314,15 @@ class StepScheduler(Generic[Item, Answer]):
         for work, answer in zip(batch, stamped, strict=True):
             if work.unfinished is None:
                 self._done(work, None if answer is Unfinished.CONTINUES else answer)
+        if batch:
+            self._note_load(batch, start, end)
         if self._observer is not None and batch:
             self._observer.stepped(batch, stamped, start, end)
+
+    def _note_load(self, batch: list[Work[Item, Answer]], start: float, end: float) -> None:
+        if self._load is None:
+            self._load = StepLoad(self._max_batch, start)
+        self._load.stepped(batch, start, end)
 
     def _put_back(self, works: Sequence[Work[Item, Answer]]) -> None:
         """Work that is not done, unless its session was released meanwhile."""

@@ -26,6 +26,7 @@ COMMANDS: Final = {
     "stop": "stop the deployment that runs detached",
     "status": "say what runs",
     "scale": "change how many replicas a deployment has",
+    "autoscale": "let the load decide how many replicas a deployment has",
     "generate": "generate text",
     "chat": "talk with the model",
     "drafters": "list who can draft, and what each needs",

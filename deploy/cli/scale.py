@@ -37,6 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="wait so long until there are as many, s [0]",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_redis_flags(parser)
+
+
+def add_redis_flags(parser: argparse.ArgumentParser) -> None:
+    """How to reach a deployment's Redis; see `redis_of`."""
     others = [key for key in deployment_settings() if key not in _REDIS]
     add_setting_flags(parser, "the deployment's Redis, where it is not its own", without=others)
 
@@ -84,7 +89,9 @@ def redis_of(arguments: argparse.Namespace, record: DeploymentRecord) -> RedisAd
     """Where the deployment keeps what is wanted: its own server, or the one that settings name.
     Raises `SettingError`."""
     given = deployment_config(arguments).coordinator.redis
-    given = replace(given, key_prefix=str(record.settings["redis_key_prefix"]))
+    given = replace(
+        given, key_prefix=str(record.settings.get("redis_key_prefix", given.key_prefix))
+    )
     if record.redis_url:
         return replace(given, url=record.redis_url, username="", password="", ca_file="")
     if not given.url:

@@ -24,15 +24,16 @@ from deploy.state import (
     running_deployment,
     state_directory,
 )
-from outrider.errors import ConfigError, OutriderError
-from outrider.fleet.registry import ROLES
+from outrider.errors import ConfigError, OutriderError, SettingError
+from outrider.fleet.registry import LEASE_S, ROLES
 
 from .connection import checked_address
 from .masking import masked_settings
+from .scale import add_redis_flags, redis_of
+from .status_table import Facts, status_table
 
 TIMEOUT_S: Final = 5.0
-
-Facts = dict[str, Any]
+WATCH_S: Final = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,18 +46,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=float, default=TIMEOUT_S, metavar="S",
         help=f"wait so long for each answer, s [{TIMEOUT_S:g}]",
     )  # fmt: skip
+    parser.add_argument(
+        "--watch", type=float, nargs="?", const=WATCH_S, metavar="S",
+        help=f"ask again and again, each S seconds [{WATCH_S:g}], until Ctrl-C",
+    )  # fmt: skip
+    add_redis_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Asks and tells."""
     if not 0 < arguments.timeout <= 3600:
         raise ConfigError(f"--timeout: {arguments.timeout} is wrong; it must be above 0, s")
-    found = asyncio.run(_status(arguments))
-    if arguments.json:
-        print(json.dumps(found))
-    else:
-        _show(found)
-    return 0 if found["serving"] else 1
+    if arguments.watch is None:
+        found = asyncio.run(_status(arguments))
+        _print(found, as_json=arguments.json)
+        return 0 if found["serving"] else 1
+    if not 0.1 <= arguments.watch <= 3600:
+        raise ConfigError(f"--watch: {arguments.watch} is wrong; it must be 0.1 to 3600, s")
+    return asyncio.run(_watch(arguments))
+
+
+def _print(found: Facts, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(found), flush=True)
+        return
+    from rich.console import Console
+
+    Console(highlight=False).print(status_table(found), soft_wrap=not found["running"])
+
+
+async def _watch(arguments: argparse.Namespace) -> int:
+    """On a terminal one table that changes; else a table or an object after the other."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(highlight=False)
+    if arguments.json or not console.is_terminal:
+        while True:
+            _print(await _status(arguments), as_json=arguments.json)
+            await asyncio.sleep(arguments.watch)
+    with Live(console=console, auto_refresh=False, screen=True) as live:
+        while True:
+            live.update(status_table(await _status(arguments)), refresh=True)
+            await asyncio.sleep(arguments.watch)
 
 
 async def _status(arguments: argparse.Namespace) -> Facts:
@@ -76,13 +108,16 @@ async def _status(arguments: argparse.Namespace) -> Facts:
             "coordinators": [], "targets": [], "drafts": [],
             "lease": lease(state),
         }  # fmt: skip
-    coordinators, targets, drafts = await asyncio.gather(
+    known, coordinators, targets, drafts = await asyncio.gather(
+        _records(arguments, record),
         asyncio.gather(
             *(ask_coordinator(one, timeout_s) for one in record.grpc_address.split(",") if one)
         ),
         asyncio.gather(*(ask_replica("target", one, timeout_s) for one in record.target_addresses)),
         asyncio.gather(*(ask_replica("draft", one, timeout_s) for one in record.draft_addresses)),
     )
+    for facts in (*coordinators, *targets, *drafts):
+        facts |= known.get(facts["address"], {})
     return {
         "running": True,
         # Without a draft requests are slower, and served all the same.
@@ -93,6 +128,33 @@ async def _status(arguments: argparse.Namespace) -> Facts:
         "drafts": drafts,
         "lease": lease(state),
     }
+
+
+async def _records(arguments: argparse.Namespace, record: DeploymentRecord) -> dict[str, Facts]:
+    """What replicas say of themselves in the deployment's Redis, by address; nothing where that
+    is not reached."""
+    from outrider.fleet.redis_registry import RedisRegistry
+
+    try:
+        registry = RedisRegistry(redis_of(arguments, record), record.deployment)
+    except SettingError:
+        return {}
+    found: dict[str, Facts] = {}
+    try:
+        async with asyncio.timeout(arguments.timeout):
+            for role in ROLES:
+                for one, left_s in await registry.leases(role):
+                    age_s = round(max(0.0, LEASE_S - left_s), 2)
+                    found[one.address] = {
+                        "name": one.name, "host": one.host, "pid": one.pid, "device": one.device,
+                        "leaving": one.leaving, "lease_age_s": age_s, "load": one.load,
+                        "figures": asdict(one.figures),
+                    }  # fmt: skip
+    except (TimeoutError, OutriderError):
+        return found
+    finally:
+        await registry.close()
+    return found
 
 
 def _deployment(record: DeploymentRecord, state: Path) -> Facts:
@@ -149,55 +211,3 @@ async def _answer(address: str, serving: bool, describe: Callable[[], Awaitable[
     except OutriderError as failure:
         facts, error = {}, failure.message
     return {"address": address, "serving": serving, "error": error, **facts}
-
-
-def _show(found: Facts) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    deployment = found["deployment"]
-    if not found["running"]:
-        holder = found["lease"]["holder"]
-        console.print("nothing runs" if holder is None else f"starting (pid {holder})")
-        return
-    if deployment is not None:
-        console.print(
-            f"{deployment['served_model_name']}, drafted by {deployment['draft_model']}: "
-            f"pid {deployment['pid']}, since {deployment['started_at']}",
-            markup=False,
-        )
-    table = Table(box=None, pad_edge=False)
-    for title in ("role", "address", "health", "runs"):
-        table.add_column(title, overflow="fold")
-    wanted = {} if deployment is None else deployment["wanted"]
-    for role in ROLES:
-        replicas = found[f"{role}s"]
-        for facts in replicas:
-            health = "[green]serving[/]" if facts["serving"] else "[red]not serving[/]"
-            table.add_row(role, facts["address"], health, _what(facts))
-        if len(replicas) != wanted.get(role, len(replicas)):
-            table.add_row(role, "", "", f"{len(replicas)} of {wanted[role]} that are wanted")
-    console.print(table)
-    if deployment is not None:
-        console.print(f"log {deployment['log']}", markup=False, soft_wrap=True)
-
-
-def _what(facts: Facts) -> str:
-    """A replica's or a coordinator's description in one line."""
-    from rich.markup import escape
-
-    if facts["error"] is not None:
-        return escape(str(facts["error"]))
-    if "num_running" in facts:
-        return escape(
-            f"{facts['model']}, {facts['num_running']} sessions running, "
-            f"{facts['max_model_len']} tokens at most"
-        )
-    parts = [facts["model"], facts["dtype"]]
-    parts += [
-        f"{name} {facts[f'{name}_fingerprint'][:12]}"
-        for name in ("weights", "tokenizer")
-        if facts[f"{name}_fingerprint"]
-    ]
-    return escape(", ".join(part for part in parts if part))

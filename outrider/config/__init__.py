@@ -6,6 +6,7 @@ Fields that no `setting` makes are filled in by whoever starts the service.
 
 from __future__ import annotations
 
+from outrider.config.autoscaling import LEAST, AutoscaleConfig
 from outrider.config.coordinators import CoordinatorConfig
 from outrider.config.deployments import (
     WAIT_S_MAX,
@@ -27,9 +28,11 @@ from outrider.config.models import (
 __all__ = [
     "DTYPES",
     "EMULATED",
+    "LEAST",
     "PORT_MAX",
     "TRANSFORMERS",
     "WAIT_S_MAX",
+    "AutoscaleConfig",
     "CoordinatorConfig",
     "DeploymentConfig",
     "DraftConfig",

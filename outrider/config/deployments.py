@@ -12,6 +12,7 @@ from outrider.errors import SettingError
 from outrider.limits import REPLICAS_MAX
 from outrider.settings import Setting, build, merge, setting, settings_by_key, verify_settings
 
+from .autoscaling import AutoscaleConfig
 from .coordinators import CoordinatorConfig
 from .drafts import DraftConfig
 from .models import TargetConfig
@@ -26,6 +27,7 @@ class DeploymentConfig:
     target: TargetConfig = field(default_factory=TargetConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
     coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
+    autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     num_targets: int = setting(
         1, "Target replicas at first; `outrider scale` changes how many there are.",
         minimum=1, maximum=REPLICAS_MAX,
@@ -91,7 +93,9 @@ class DeploymentConfig:
 
 def deployment_settings() -> dict[str, Setting]:
     """Every setting of a deployment by key, in the order of the documentation."""
-    return settings_by_key(TargetConfig, DraftConfig, CoordinatorConfig, DeploymentConfig)
+    return settings_by_key(
+        TargetConfig, DraftConfig, CoordinatorConfig, DeploymentConfig, AutoscaleConfig
+    )
 
 
 def load_config(
@@ -109,4 +113,5 @@ def load_config(
         target=build(TargetConfig, values),
         draft=build(DraftConfig, values),
         coordinator=build(CoordinatorConfig, values),
+        autoscale=build(AutoscaleConfig, values),
     )

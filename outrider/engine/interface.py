@@ -53,6 +53,11 @@ class PageCounts:
     prefix_hits: int
     """... and those of them that were there."""
 
+    @property
+    def usage(self) -> float:
+        """Share of the pages that somebody waits for the contents of, 0 to 1."""
+        return 1.0 - (self.num_free + self.num_evictable) / self.num_pages
+
 
 @dataclass(frozen=True, slots=True)
 class FoundPrefix:

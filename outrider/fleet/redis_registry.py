@@ -2,8 +2,8 @@
 
     <prefix>replicas:{<deployment>}:<role>          set: names
     <prefix>replica:{<deployment>}:<role>:<name>    string: the record, as JSON, with a time to live
-    <prefix>wanted:{<deployment>}                   hash: role to count; `started` to a number;
-                                                    with a time to live
+    <prefix>wanted:{<deployment>}                   hash: role to count, `started` to a number,
+                                                    `policy` to JSON; with a time to live
 
 The braces are literal. Leases are Redis' own times to live.
 """
@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 KEPT_S: Final = 7 * 86_400
 """What is wanted is known for so long after anybody has asked or said so."""
 _STARTED: Final = "started"
+_POLICY: Final = "policy"
 
 
 class RedisRegistry:
@@ -71,6 +72,14 @@ class RedisRegistry:
             await self._run(("SREM", self._names(role), *over))
         return [found for text in texts if (found := _read(role, text)) is not None]
 
+    async def leases(self, role: Role) -> list[tuple[ReplicaRecord, float]]:
+        """The records of a role, with the seconds that each one's lease still runs."""
+        records = await self.records(role)
+        if not records:
+            return []
+        left = await self._run(*(("PTTL", self._key(role, one.name)) for one in records))
+        return [(one, max(0, ms) / 1e3) for one, ms in zip(records, left, strict=True)]
+
     async def want(self, counts: Mapping[Role, int]) -> None:
         """See `Registry.want`."""
         fields = [part for role, count in counts.items() for part in (role, count)]
@@ -84,6 +93,15 @@ class RedisRegistry:
             for name, text in answer.items()
         }
         return {role: int(counts[role]) for role in ROLES if counts.get(role, "").isdecimal()}
+
+    async def tell_policy(self, text: str) -> None:
+        """See `Registry.tell_policy`."""
+        await self._run(("HSET", self._wanted, _POLICY, text), self._kept)
+
+    async def policy(self) -> str:
+        """See `Registry.policy`."""
+        [text] = await self._run(("HGET", self._wanted, _POLICY))
+        return "" if text is None else str(text.decode(errors="replace"))
 
     async def count_started(self, number: int) -> None:
         """See `Registry.count_started`."""

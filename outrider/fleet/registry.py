@@ -19,6 +19,8 @@ from typing import Final, Literal, Protocol, Self, get_args
 
 from outrider.errors import OutriderError, check
 
+from .figures import NO_FIGURES, Figures
+
 Role = Literal["coordinator", "target", "draft"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
@@ -48,6 +50,7 @@ class ReplicaRecord:
     load: int = 0
     """Of a coordinator the sessions that it runs; of others the items that they were sent since
     they began."""
+    figures: Figures = NO_FIGURES
 
     def to_json(self) -> str:
         """One line."""
@@ -65,12 +68,14 @@ class ReplicaRecord:
         wrong = [
             name
             for name, value in found.items()
-            if type(value).__name__ != ("str" if name == "role" else known[name].type)
+            if name != "figures"
+            and type(value).__name__ != ("str" if name == "role" else known[name].type)
         ]
         missing = {"role", "name", "address", "host", "pid"} - found.keys()
         if wrong or missing or found["role"] not in ROLES:
             raise ValueError(f"not a record: {', '.join(sorted({*wrong, *missing, 'role'}))}")
-        return cls(**found)
+        figures = Figures.from_values(found.pop("figures", {}))
+        return cls(**found, figures=figures)
 
 
 class Registry(Protocol):
@@ -96,6 +101,14 @@ class Registry(Protocol):
         """How many are, of the roles of which that was said."""
         ...
 
+    async def tell_policy(self, text: str) -> None:
+        """By what the numbers of replicas follow the load: see `Policy.to_json`."""
+        ...
+
+    async def policy(self) -> str:
+        """What was told; empty where nothing was."""
+        ...
+
     async def count_started(self, number: int) -> None:
         """So many replicas have been started, of all roles, since there is the deployment."""
         ...
@@ -118,6 +131,7 @@ class MemoryRegistry:
         self._records: dict[tuple[Role, str], tuple[float, ReplicaRecord]] = {}
         self._wanted: dict[Role, int] = {}
         self._num_started = 0
+        self._policy = ""
         self.failure: OutriderError | None = None
         """What each call raises, while it is set."""
 
@@ -126,6 +140,7 @@ class MemoryRegistry:
         self._records.clear()
         self._wanted.clear()
         self._num_started = 0
+        self._policy = ""
 
     async def announce(self, record: ReplicaRecord) -> None:
         """See `Registry.announce`."""
@@ -157,6 +172,16 @@ class MemoryRegistry:
         """See `Registry.wanted`."""
         self._check()
         return dict(self._wanted)
+
+    async def tell_policy(self, text: str) -> None:
+        """See `Registry.tell_policy`."""
+        self._check()
+        self._policy = text
+
+    async def policy(self) -> str:
+        """See `Registry.policy`."""
+        self._check()
+        return self._policy
 
     async def count_started(self, number: int) -> None:
         """See `Registry.count_started`."""

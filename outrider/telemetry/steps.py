@@ -36,7 +36,7 @@ _FIGURES: Final[dict[str, tuple[str, Callable[[StepFigures], float]]]] = {
 _PAGES: Final[dict[str, tuple[str, Callable[[PageCounts], float]]]] = {
     "kv_cache_usage_perc": (
         "Share of the pages that somebody waits for the contents of, 0..1.",
-        lambda pages: 1.0 - (pages.num_free + pages.num_evictable) / pages.num_pages,
+        lambda pages: pages.usage,
     ),
     "kv_cache_pages": ("Pages of keys and values.", lambda pages: pages.num_pages),
     "kv_cache_pages_free": ("Pages that hold nothing.", lambda pages: pages.num_free),

@@ -123,6 +123,27 @@ def test_generate_prints_one_json_object(served: Shell) -> None:
     )
 
 
+def test_status_says_what_replicas_say_of_themselves(served: Shell) -> None:
+    """Their names, what they did for the request before, and when they were heard of; again and
+    again where that is asked for."""
+    assert served.run("generate", PROMPT, "--max-tokens", "24").returncode == 0
+    watching = served.start("status", "--json", "--watch", "0.2")
+    assert watching.stdout is not None
+    first, second = (json.loads(watching.stdout.readline()) for _ in range(2))
+    watching.terminate()
+    watching.communicate()
+    for found in (first, second):
+        [coordinator], [target] = found["coordinators"], found["targets"]
+        assert (coordinator["name"], target["name"]) == ("coordinator-0", "target-1")
+        assert target["figures"]["busy"] > 0
+        assert coordinator["figures"]["tokens_per_second"] > 0
+        assert 0 <= target["lease_age_s"] <= 3
+    shown = served.run("status").stdout
+    assert "target-1" in shown
+    assert "% busy" in shown
+    assert "heard of" in shown
+
+
 def test_generate_streams_the_same_text(served: Shell) -> None:
     """Without --json standard output is the text; figures go to standard error. Plain decoding, as
     in bfloat16 steps of different shapes may decide near ties differently."""

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -16,6 +17,7 @@ from deploy.cluster import RECONCILER, Actor, Demand
 from deploy.launcher import Deployment
 from outrider.client import Client, GenerateRequest
 from outrider.config import load_config
+from outrider.fleet.autoscaling import Policy
 from outrider.fleet.registry import ROLES, Role
 from outrider.speculation.sampling import Rule
 
@@ -136,6 +138,19 @@ async def test_both_targets_are_killed_under_load(deployment: Deployment, load: 
         while serving(deployment, "target") & {name for name, _ in names}:
             await asyncio.sleep(0.1)
     await until(deployment, "target", 2)
+
+
+async def test_the_load_decides_how_many_there_are(deployment: Deployment, load: Load) -> None:
+    """Another target comes where items wait too long for their steps, and goes where nobody would
+    miss it; no request notices."""
+    bounds: dict[Role, tuple[int, int]] = {"target": (2, 3)}
+    policy = Policy(bounds=bounds, target_queue_steps=0.01, cooldown_s=1.0)
+    await deployment.registry.tell_policy(policy.to_json())
+    await until(deployment, "target", 3)
+    calm = replace(policy, target_queue_steps=1000.0, calm=1e6, calm_s=1.0)
+    await deployment.registry.tell_policy(calm.to_json())
+    await until(deployment, "target", 2)
+    await deployment.registry.tell_policy(Policy().to_json())
 
 
 async def test_a_reconciler_that_is_killed_under_load_returns(

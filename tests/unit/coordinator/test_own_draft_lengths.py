@@ -83,7 +83,7 @@ def test_drafting_beside_a_verdict_is_no_time_of_the_verdict() -> None:
 
     async def main() -> None:
         parts: Any = dict.fromkeys(
-            ("parameters", "completion", "target", "draft", "committer", "journal")
+            ("parameters", "completion", "target", "draft", "committer", "journal", "meter")
         )
         lengths: Any = Lengths()
         decoding = Decoding(session=session(), lengths=lengths, length_max=99, **parts)

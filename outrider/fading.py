@@ -1,0 +1,44 @@
+"""Sums that forget: what has lately been, of figures that come at any time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+
+class FadingSums:
+    """Sums of which an amount is worth 1/e of itself after `seconds`."""
+
+    def __init__(self, seconds: float, now: float) -> None:
+        self._seconds = seconds
+        self._since = self._at = now
+        self._sums: dict[str, float] = {}
+
+    def add(self, now: float, amounts: Mapping[str, float]) -> None:
+        """Adds to the sums; `now` is in seconds and never goes back."""
+        self._fade(now)
+        for name, amount in amounts.items():
+            self._sums[name] = self._sums.get(name, 0.0) + amount
+
+    def mean(self, now: float, name: str, of: str) -> float | None:
+        """One sum by another one; None where there is next to nothing to divide by."""
+        self._fade(now)
+        whole = self._sums.get(of, 0.0)
+        return self._sums.get(name, 0.0) / whole if whole > _NOTHING else None
+
+    def rate(self, now: float, name: str) -> float:
+        """A sum by the time that it stands for, per second."""
+        self._fade(now)
+        lasted = self._seconds * -math.expm1(-(now - self._since) / self._seconds)
+        return self._sums.get(name, 0.0) / lasted if lasted > _NOTHING else 0.0
+
+    def _fade(self, now: float) -> None:
+        if now <= self._at:
+            return
+        kept = math.exp(-(now - self._at) / self._seconds)
+        self._at = now
+        for name in self._sums:
+            self._sums[name] *= kept
+
+
+_NOTHING = 1e-3
