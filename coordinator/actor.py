@@ -85,7 +85,7 @@ class CoordinatorActor:
         address = advertised(config.host, self._server.address)
         if registry is not None:
             await self._follow(registry, config, address)
-        self._engagement = Engagement(address=address, slot=config.slot)
+        self._engagement = Engagement(address=address, slot=config.slot, plan=config.plan)
         return address
 
     async def _follow(self, registry: Registry, config: CoordinatorConfig, address: str) -> None:

@@ -27,7 +27,7 @@ class Autoscaling:
 
     async def begin(self) -> None:
         """Tells the registry the policy. Raises `StoreUnavailable`."""
-        await self._registry.tell_policy(self._policy)
+        await self._registry.note("policy", self._policy)
 
     async def run(self) -> None:
         """For ever."""
@@ -40,7 +40,7 @@ class Autoscaling:
 
     async def look(self) -> None:
         """Once. Raises `StoreUnavailable`, and `ValueError` for a policy that is none."""
-        text = await self._registry.policy()
+        text = await self._registry.noted("policy")
         if not text:  # It has lost everything.
             await self.begin()
             return

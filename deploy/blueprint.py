@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from coordinator.actor import CoordinatorActor
 from draft_service.actor import DraftActor
@@ -37,6 +38,10 @@ class Blueprint:
     """See `log_to`."""
     local: bool
     """Whether all replicas share a machine, and so its ports and cores."""
+    given: DeploymentConfig
+    """The configuration before models and devices were found for it."""
+    plans: Mapping[Role, str] = field(default_factory=dict)
+    """Once it is settled: what names the plan of each role before that."""
 
     @property
     def _config(self) -> DeploymentConfig:
@@ -72,6 +77,12 @@ class Blueprint:
         return {role: min(max(counts[role], LEAST[role]), most[role]) for role in ROLES}
 
     @property
+    def in_place(self) -> tuple[Role, ...]:
+        """Roles whose replicas are replaced where they are: coordinators that share a machine, for
+        callers know their ports."""
+        return ("coordinator",) if self.local else ()
+
+    @property
     def startup_timeout_s(self) -> float:
         """See `DeploymentConfig`."""
         return self._config.startup_timeout_s
@@ -85,6 +96,13 @@ class Blueprint:
     def stop_timeout_s(self) -> float:
         """See `DeploymentConfig`."""
         return self._config.stop_timeout_s
+
+    def plan(self, role: Role) -> str:
+        """Names what the replicas of a role are made from; nothing that depends on where they have
+        been placed."""
+        made_from = (getattr(self.placement, role), getattr(self._config, role))
+        told = hashlib.blake2b(repr(made_from).encode(), digest_size=6)
+        return self.plans.get(role, told.hexdigest())
 
     def demand(self, role: Role, name: str) -> tuple[Demand, type, type]:
         """What a replica asks of the cluster, and the actors of its first rank and of others."""
@@ -106,7 +124,7 @@ class Blueprint:
         config = self._config
         member = Membership(
             redis=self.redis, deployment=self.deployment, name=name,
-            slot=slot if self.local else 0,
+            slot=slot if self.local else 0, plan=self.plan(role),
         )  # fmt: skip
         if role == "coordinator":
             port = self._port(config.coordinator.grpc_port, slot)
@@ -139,7 +157,8 @@ class Blueprint:
             draft_siblings=siblings_of_a_place(config),
         )
         config = replace(config, coordinator=told)
-        return replace(self, placement=replace(self.placement, config=config))
+        plans = {role: self.plan(role) for role in ROLES}
+        return replace(self, placement=replace(self.placement, config=config), plans=plans)
 
     def _port(self, port: int, slot: int) -> int:
         """Those that share a machine count up from the first one's port."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.hosting import Place
 
+T = TypeVar("T")
 CALLS_PER_ACTOR_MAX: Final = 1000
 """Ray calls of one actor at a time; generation does not go through Ray. Whoever watches an actor
 leaves one behind when it dies itself."""
@@ -89,17 +90,13 @@ class Actor:
         that died and for one that does not answer in `timeout_s`."""
         import ray
 
-        future = asyncio.wrap_future(getattr(self._handle, method).remote(*arguments).future())
+        called = getattr(self._handle, method).remote(*arguments)
         try:
-            return await asyncio.wait_for(future, timeout_s)
+            return await asyncio.wait_for(_result(called), timeout_s)
         except TimeoutError as error:
             raise Unavailable(
                 f"the {self.name} actor did not answer {method} in {timeout_s:g} s"
             ) from error
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, OutriderError):
-                raise error.cause from None
-            raise
         except ray.exceptions.RayActorError as error:
             reason = " ".join(str(error).split())
             raise Unavailable(f"the {self.name} actor died: {reason}") from error
@@ -256,6 +253,31 @@ class Cluster:
             f"the cluster has {_amounts(resources())}, and now {free} free (see {flags} and "
             "the like for GPUs)"
         )
+
+
+async def run_task(function: Callable[..., T], *arguments: object) -> T:
+    """Runs a function in another process of the cluster. Raises the `OutriderError` that it
+    raised, and `Unavailable` where its process died."""
+    import ray
+
+    try:
+        called = ray.remote(function).options(num_cpus=0, max_retries=0).remote(*arguments)
+        found: T = await _result(called)
+        return found
+    except ray.exceptions.WorkerCrashedError as error:
+        raise Unavailable(f"{function.__name__} died: {' '.join(str(error).split())}") from error
+
+
+async def _result(called: Any) -> Any:
+    """Of what was called on Ray. Raises the `OutriderError` that it raised."""
+    import ray
+
+    try:
+        return await asyncio.wrap_future(called.future())
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, OutriderError):
+            raise error.cause from None
+        raise
 
 
 def resources() -> Mapping[str, float]:

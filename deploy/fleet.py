@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
 
-from outrider.errors import OutriderError
+from outrider.errors import ConfigError, OutriderError
 from outrider.fleet.reconciling import next_steps
 from outrider.fleet.registry import ROLES, Registry, Role
 
@@ -60,6 +60,8 @@ class Fleet:
         self._num_started = self._num_told = 0
         self._failures = dict.fromkeys(ROLES, 0)
         self._not_before = dict.fromkeys(ROLES, 0.0)
+        self._crowded: set[Role] = set()
+        """Roles of which another one has found no place: where one is stale it must leave first."""
         self._lives: dict[str, asyncio.Task[None]] = {}
         """What each replica goes through, by name ..."""
         self._leaving: set[asyncio.Task[None]] = set()
@@ -88,7 +90,7 @@ class Fleet:
         """Finds a place for all replicas that are wanted at first. Raises as `Cluster.place`, and
         `StoreUnavailable`; then there are none."""
         await self._registry.want(self._wanted)
-        self._num_started = await self._registry.num_started()
+        self._num_started = await self._started()
         replicas = [self._new(role) for role in ROLES for _ in range(self._wanted[role])]
         try:
             demands = [self.blueprint.demand(one.role, one.name) for one in replicas]
@@ -131,7 +133,7 @@ class Fleet:
         while True:
             try:
                 wanted = await self._registry.wanted()
-                num_started = await self._registry.num_started()
+                num_started = await self._started()
                 break
             except OutriderError as error:
                 _log.warning("what is wanted is not known: %s", error)
@@ -139,6 +141,10 @@ class Fleet:
         there = {role: len(self.of(role)) for role in ROLES if self.of(role)}
         self._wanted = self.blueprint.bounded(self._wanted | there | wanted)
         self._num_started = max(self._num_started, num_started)
+
+    async def _started(self) -> int:
+        text = await self._registry.noted("started")
+        return int(text) if text.isdecimal() else 0
 
     def _settle(self) -> None:
         nodes = [actor.place.node for one in self.replicas for actor in one.ranks]
@@ -148,6 +154,18 @@ class Fleet:
             for actor in one.ranks
         ]  # fmt: skip
         self.blueprint = self._plan.settled(nodes, models)
+
+    def go_by(self, plan: Blueprint) -> None:
+        """Another plan: what it changes is replaced, one by one. Raises `SettingError`; then the
+        one before still holds."""
+        before, self._plan = self._plan, plan
+        try:
+            self._settle()
+        except BaseException:
+            self._plan = before
+            raise
+        self._crowded.clear()
+        self._changed.set()
 
     async def begin(self, *roles: Role) -> None:
         """Starts the replicas of these roles that have their places, at the same time. Raises what
@@ -170,7 +188,7 @@ class Fleet:
             if one.leaves:
                 self._let_go(one)
             else:
-                self._lives[one.name] = asyncio.create_task(self._live(one, self._watch(one)))
+                self._lives[one.name] = asyncio.create_task(self._live(one, self._watch))
         while True:
             await self._hear_wanted()
             self._step()
@@ -184,11 +202,13 @@ class Fleet:
         held_back = [role for role in ROLES if now < self._not_before[role]]
         if not self._serves("target"):
             held_back.append("coordinator")  # It could say of no model what it is.
-        fleet = [one.standing for one in self._replicas.values()]
-        steps = next_steps(self._wanted, fleet, held_back)
+        plan = self.blueprint
+        fleet = [one.standing(plan.plan(one.role)) for one in self._replicas.values()]
+        in_place = {*plan.in_place, *self._crowded}
+        steps = next_steps(self._wanted, fleet, held_back, in_place)
         for role in steps.starts:
             one = self._new(role)
-            self._lives[one.name] = asyncio.create_task(self._live(one, self._start(one)))
+            self._lives[one.name] = asyncio.create_task(self._live(one, self._start))
         for name in steps.leaves:
             self._let_go(self._replicas[name])
 
@@ -214,7 +234,7 @@ class Fleet:
     def _new(self, role: Role) -> Replica:
         taken = {one.slot for one in self.of(role)}
         slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
-        one = Replica(role, self._num_started, slot)
+        one = Replica(role, self._num_started, slot, self.blueprint.plan(role))
         self._num_started += 1
         self._replicas[one.name] = one
         return one
@@ -224,10 +244,10 @@ class Fleet:
         config = plan.config(one.role, one.name, one.slot)
         await one.begin(config, plan.log_directory, plan.model_timeout_s)
 
-    async def _live(self, one: Replica, work: Coroutine[Any, Any, None]) -> None:
+    async def _live(self, one: Replica, work: Callable[[Replica], Awaitable[None]]) -> None:
         """What a replica goes through, and what is left to do when it has."""
         try:
-            await work
+            await work(one)
         except OutriderError as error:
             _log.error("%s did not start: %s", one.name, error)
         except Exception:  # noqa: BLE001 (the fleet goes on, whatever one replica does)
@@ -240,7 +260,12 @@ class Fleet:
     async def _start(self, one: Replica) -> None:
         """Places and starts a replica, and stays with it. Raises what keeps it from that."""
         demand = self.blueprint.demand(one.role, one.name)
-        one.ranks = tuple(await self._cluster.place([demand], self.blueprint.startup_timeout_s))
+        try:
+            found = await self._cluster.place([demand], self.blueprint.startup_timeout_s)
+        except ConfigError:
+            self._crowded.add(one.role)
+            raise
+        one.ranks = tuple(found)
         self._settle()
         await self._begin(one)
         _log.info("%s serves at %s", one.name, one.address)
@@ -303,7 +328,7 @@ class Fleet:
                 await self._registry.want(self._wanted | wanted)
                 self._num_told = 0
             if self._num_told != self._num_started:
-                await self._registry.count_started(self._num_started)
+                await self._registry.note("started", str(self._num_started))
                 self._num_told = self._num_started
         except OutriderError as error:
             _log.info("what was wanted still is: %s", error)
@@ -313,6 +338,7 @@ class Fleet:
             _log.info("wanted: %s", ", ".join(f"{role}={found[role]}" for role in ROLES))
             self._wanted = found
             self._failures = dict.fromkeys(ROLES, 0)
+            self._crowded.clear()
             self._not_before = dict.fromkeys(ROLES, 0.0)
             self._tell_changed()
 

@@ -27,19 +27,19 @@ from outrider.config import DeploymentConfig
 from outrider.errors import OutriderError, SettingError, Unavailable
 from outrider.fleet.redis_registry import RedisRegistry
 from outrider.fleet.registry import Role
-from outrider.hosting import STANDARD_ERROR, available_cores
+from outrider.hosting import STANDARD_ERROR
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.settings import blaming
 
 from .blueprint import Blueprint
-from .cluster import Actor, Cluster, resources
+from .cluster import Actor, Cluster
 from .models import resolve_models, tokenizer_warning
 from .overview import Endpoints, Overview, ReplicaView
-from .placement import plan_placement, share_cores
 from .preflight import check_before_start
 from .ray_connection import RayConnection
-from .reconciler import start_reconciler
+from .reconciler import find_reconciler, start_reconciler
 from .replica import close_timeout_s, raise_first
+from .rollout import KEPT, make_blueprint, tell_changes
 
 _log = logging.getLogger(__name__)
 
@@ -62,8 +62,8 @@ class Deployment:
         """`state` is a directory that is the deployment's own: its logs and the embedded Redis's
         data go there. `report` is told what start-up does, one line at a time; `on_change` hears
         when `endpoints` are others, or other counts are wanted."""
-        self.config = config
-        self.name = uuid.uuid4().hex[:12]
+        self.config = self._given = config
+        self.name = config.deployment_name or uuid.uuid4().hex[:12]
         """In Redis, where several deployments may be."""
         self._state = state
         self._report = report or _log.info
@@ -131,53 +131,80 @@ class Deployment:
         warning = tokenizer_warning(config.coordinator.tokenizer_directory)
         if warning is not None:
             self._report(warning)
-        if self._ray.local:
-            config = share_cores(config, available_cores())
         self._registry = RedisRegistry(config.coordinator.redis, self.name)
-        reconciler = self._reconciler = start_reconciler(
-            self._blueprint(config), self._ray.namespace
-        )
+        blueprint = self._blueprint(config)
+        running = None if self._ray.local else await find_reconciler(self._ray.namespace)
+        if running is not None:
+            return await self._take_over(running)
+        reconciler = self._reconciler = start_reconciler(blueprint, self._ray.namespace)
         self._report("waiting for a place for every actor")
         await reconciler.call("place")
         self._report(f"loading {config.target.model}, and {config.draft.model} as its draft")
         await reconciler.call("begin", "target", "draft")
         self._report("starting the coordinator")
         await reconciler.call("begin", "coordinator")
-        self.config = await reconciler.call("config")
-        self._overview = await reconciler.call("overview", "")
+        await self._hear(reconciler)
         for address in self.endpoints.coordinators:
             async with Client(address) as client:
                 if not await client.healthy():
                     raise Unavailable(f"the coordinator at {address} does not say that it serves")
         await reconciler.call("keep")
-        self._following = asyncio.create_task(self._follow(reconciler))
+        self._following = asyncio.create_task(self._follow())
         return self.endpoints
+
+    async def _take_over(self, running: Actor) -> Endpoints:
+        """A deployment of this name that runs, with the settings of this one."""
+        self._report(f"a deployment {self.name} runs there already: taking it over")
+        before: Blueprint = await running.call("blueprint")
+        self._reconciler, values = running, self._given.values()
+        changes = {
+            key: values[key]
+            for key, value in before.given.values().items()
+            if values[key] != value and key not in KEPT
+        }
+        if changes:
+            self._report(f"replacing its replicas one by one: {', '.join(changes)}")
+            await tell_changes(self.registry, changes)
+        while self._overview is None:
+            await self._hear(self._reconciler)
+            await asyncio.sleep(FOLLOW_PERIOD_S)
+        self._following = asyncio.create_task(self._follow())
+        return self.endpoints
+
+    async def _hear(self, reconciler: Actor) -> bool:
+        """What it tells that is new, once it is; whether anything is."""
+        seen = "" if self._overview is None else self._overview.version
+        found: Overview = await reconciler.call("overview", seen)
+        if found == self._overview or not found.adopted:
+            return False
+        plan: Blueprint = await reconciler.call("blueprint")
+        self.config, self._overview = plan.placement.config, found
+        return True
 
     def _blueprint(self, config: DeploymentConfig) -> Blueprint:
         logs = self._state / "logs"
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         local = self._ray.local
-        return Blueprint(
-            placement=plan_placement(config, resources()),
-            deployment=self.name,
-            log_directory=str(logs) if local else STANDARD_ERROR,
-            local=local,
-        )
+        log_directory = str(logs) if local else STANDARD_ERROR
+        return make_blueprint(self._given, config, self.name, log_directory, local=local)
 
-    async def _follow(self, reconciler: Actor) -> None:
-        """What the reconciler tells; while it is away the replicas go on without it."""
+    async def _follow(self) -> None:
+        """What the reconciler tells. While it is away the replicas go on without it; it may also
+        have been replaced by another one."""
         while True:
             try:
-                found: Overview = await reconciler.call("overview", self.overview.version)
+                found = await find_reconciler(self._ray.namespace)
+                if found is None:
+                    raise Unavailable("there is none")
+                self._reconciler = found
+                is_new = await self._hear(found)
             except Unavailable as error:
                 _log.info("the reconciler is away: %s", error)
                 await asyncio.sleep(FOLLOW_PERIOD_S)
                 continue
-            if found == self._overview:
-                continue
-            self._overview = found
-            self._changed.set()
-            self._on_change()
+            if is_new:
+                self._changed.set()
+                self._on_change()
 
     async def _prepare(self) -> DeploymentConfig:
         """Ray, Redis and the models' files; the configuration with their places."""

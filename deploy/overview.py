@@ -19,6 +19,8 @@ class ReplicaView:
     """HOST:PORT; empty while it does not serve."""
     leaves: bool
     """Whether it is to be left."""
+    stale: bool
+    """Whether it was started by another plan than the one that holds."""
     places: tuple[Place, ...]
     """Of its ranks, the one that serves first; empty while it does not serve."""
 
@@ -33,6 +35,10 @@ class Overview:
     replicas: tuple[ReplicaView, ...]
     hopeless: Role | None
     """A role of which there is none, and none can be started."""
+    adopted: bool = True
+    """Whether it is known which there are; not before a reconciler that has returned has looked."""
+    changes: str = ""
+    """Name of the settings that are others since the deployment was started; empty for none."""
 
     def of(self, role: Role) -> list[ReplicaView]:
         """The replicas of a role."""
@@ -46,6 +52,12 @@ class Overview:
     def is_whole(self) -> bool:
         """Whether as many serve as should."""
         return all(self.num_serving(role) >= count for role, count in self.wanted.items())
+
+    @property
+    def num_stale(self) -> int:
+        """How many are still to be replaced, or to come in the place of one that was."""
+        num_missing = sum(max(0, self.wanted[role] - len(self.of(role))) for role in self.wanted)
+        return num_missing + sum(one.stale or not one.address for one in self.replicas)
 
     @property
     def endpoints(self) -> Endpoints:

@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 import uuid
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from outrider.fleet.redis_registry import RedisRegistry
@@ -22,9 +23,11 @@ from outrider.hosting import Place, log_to
 
 from .autoscaling import Autoscaling
 from .blueprint import Blueprint
-from .cluster import CALLS_PER_ACTOR_MAX, RECONCILER, Actor, Cluster, Demand
+from .cluster import CALLS_PER_ACTOR_MAX, RECONCILER, Actor, Cluster, Demand, run_task
 from .fleet import FIRST_REST_S, REST_S_MAX, Fleet
+from .models import resolve_models
 from .overview import Overview
+from .rollout import Rollout
 
 if TYPE_CHECKING:
     from outrider.config import DeploymentConfig
@@ -48,13 +51,16 @@ class Reconciler:
         self._registry = RedisRegistry(blueprint.redis, blueprint.deployment)
         self._fleet = Fleet(cluster, blueprint, self._registry, self._tell)
         self._autoscaling = Autoscaling(self._registry, blueprint.policy)
-        self._scaling: asyncio.Task[None] | None = None
+        self._rollout = Rollout(self._registry, blueprint, _resolved, self._go_by)
+        self._looking: list[asyncio.Task[None]] = []
         self._work: asyncio.Task[Any] | None = None
         self._hopeless: Role | None = None
         self._version = uuid.uuid4().hex
         self._news = asyncio.Event()
+        self._adopted = True
         if ray.get_runtime_context().was_current_actor_reconstructed:
             _log.warning("the reconciler has died, and returns")
+            self._adopted = False
             self._work = asyncio.create_task(self._keep(returns=True))
 
     async def ping(self) -> Place:
@@ -75,9 +81,9 @@ class Reconciler:
         if self._work is None or self._work.done():
             self._work = asyncio.create_task(self._keep(returns=False))
 
-    async def config(self) -> DeploymentConfig:
+    async def blueprint(self) -> Blueprint:
         """What is deployed, with what depends on where."""
-        return self._fleet.blueprint.placement.config
+        return self._fleet.blueprint
 
     async def overview(self, seen: str) -> Overview:
         """What there is, once that is another than the version `seen`, or after a while."""
@@ -89,12 +95,15 @@ class Reconciler:
             except TimeoutError:
                 pass
         fleet = self._fleet
-        views = tuple(one.view for one in fleet.replicas)
-        return Overview(self._version, dict(fleet.wanted), views, self._hopeless)
+        views = tuple(one.view(fleet.blueprint.plan(one.role)) for one in fleet.replicas)
+        return Overview(
+            self._version, dict(fleet.wanted), views, self._hopeless, self._adopted,
+            self._rollout.name,
+        )  # fmt: skip
 
     async def close(self) -> None:
         """Ends what it was about to do, and all replicas."""
-        tasks = [task for task in (self._scaling, self._work) if task is not None]
+        tasks = [task for task in (*self._looking, self._work) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -110,9 +119,12 @@ class Reconciler:
         """Also where it is hopeless: a machine may come back."""
         try:
             if returns:
+                await self._rollout.return_to()
                 await self._fleet.adopt()
+                self._adopted = True
                 self._tell()
-            self._scaling = asyncio.create_task(self._autoscaling.run())
+            work = (self._autoscaling.run(), self._rollout.run())
+            self._looking = [asyncio.create_task(one) for one in work]
             while True:
                 self._hopeless = await self._fleet.run()
                 _log.error("there is no %s, and none can be started", self._hopeless)
@@ -123,16 +135,25 @@ class Reconciler:
             await asyncio.sleep(FIRST_REST_S)
             os._exit(1)  # Ray starts this again.
 
+    def _go_by(self, plan: Blueprint) -> None:
+        self._fleet.go_by(plan)
+        self._tell()
+
     def _tell(self) -> None:
         self._version = uuid.uuid4().hex
         self._news.set()
+
+
+async def _resolved(given: DeploymentConfig) -> DeploymentConfig:
+    """In a process of its own: the model library stays there."""
+    return await run_task(resolve_models, given)
 
 
 def start_reconciler(blueprint: Blueprint, namespace: str) -> Actor:
     """Starts the one of a deployment."""
     import ray
 
-    actor = ray.remote(Reconciler).options(
+    options = ray.remote(Reconciler).options(
         name=RECONCILER,
         namespace=namespace,
         lifetime="detached",
@@ -140,4 +161,14 @@ def start_reconciler(blueprint: Blueprint, namespace: str) -> Actor:
         max_restarts=-1,
         max_concurrency=CALLS_PER_ACTOR_MAX,
     )
-    return Actor(Demand(RECONCILER, 0, 0), actor.remote(blueprint, namespace))
+    return Actor(Demand(RECONCILER, 0, 0), options.remote(blueprint, namespace))
+
+
+async def find_reconciler(namespace: str) -> Actor | None:
+    """The one of a deployment, if there is one."""
+    import ray
+
+    with suppress(ValueError):
+        handle = await asyncio.to_thread(ray.get_actor, RECONCILER, namespace)
+        return Actor(Demand(RECONCILER, 0, 0), handle)
+    return None

@@ -34,13 +34,14 @@ QUIET_S: Final = 1.0
 class Replica:
     """The actors that are one replica: the first rank, which serves, and the others."""
 
-    def __init__(self, role: Role, age: int, slot: int) -> None:
+    def __init__(self, role: Role, age: int, slot: int, plan: str) -> None:
         """`age` counts the replicas that the deployment has started; `slot` is its place among
-        those of its role that are there now."""
+        those of its role that are there now; `plan` names what it is made from."""
         self.role: Role = role
         self.age = age
         self.name = f"{role}-{age}"
         self.slot = slot
+        self.plan = plan
         self.ranks: tuple[Actor, ...] = ()
         """Once they have their places."""
         self.address = ""
@@ -61,7 +62,7 @@ class Replica:
             return None
         if not found.address or not all(placed):
             return None
-        one = cls(role, age, found.slot)
+        one = cls(role, age, found.slot, found.plan)
         one.ranks, one.address, one.leaves = tuple(ranks), found.address, found.leaving
         return one
 
@@ -75,16 +76,17 @@ class Replica:
         """The other ranks of its model."""
         return self.ranks[1:]
 
-    @property
-    def standing(self) -> Standing:
-        """See `Standing`."""
-        return Standing(self.name, self.role, self.age, bool(self.address), self.leaves)
+    def standing(self, plan: str) -> Standing:
+        """See `Standing`; `plan` is the one that holds now."""
+        return Standing(
+            self.name, self.role, self.age, bool(self.address), self.leaves, self.plan != plan
+        )
 
-    @property
-    def view(self) -> ReplicaView:
-        """What others are told of it."""
+    def view(self, plan: str) -> ReplicaView:
+        """What others are told of it; `plan` is the one that holds now."""
         places = tuple(actor.place for actor in self.ranks) if self.address else ()
-        return ReplicaView(self.name, self.role, self.address, self.leaves, places)
+        stale = self.plan != plan
+        return ReplicaView(self.name, self.role, self.address, self.leaves, stale, places)
 
     async def begin(self, config: object, log_directory: str, timeout_s: float) -> str:
         """Starts its service, and the other ranks of its model; its address."""

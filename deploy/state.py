@@ -50,6 +50,10 @@ class DeploymentRecord:
     """Empty where the model has none."""
     deployment: str = ""
     """Its name in Redis."""
+    changes: str = ""
+    """Name of the settings that are others since it was started ..."""
+    num_stale: int = 0
+    """... and how many replicas are still to be replaced for them."""
     redis_url: str = ""
     """Of its embedded Redis; empty where it has another, whose URL may hold a password."""
     wanted: dict[str, int] = field(default_factory=dict)

@@ -178,7 +178,7 @@ class ReplicaHost(Generic[Item, Answer]):
         self._health_task = asyncio.create_task(self._follow_health(service, self._server))
         address = advertised(config.host, self._server.address)
         await self._announce(address, config)
-        self._engagement = Engagement(address=address, slot=config.slot)
+        self._engagement = Engagement(address=address, slot=config.slot, plan=config.plan)
         return address
 
     async def _announce(self, address: str, config: TargetConfig | DraftConfig) -> None:

@@ -73,7 +73,7 @@ async def _tell(redis: RedisAddress, deployment: str, changes: dict[Role, Bounds
 
     registry = RedisRegistry(redis, deployment)
     try:
-        text = await registry.policy()
+        text = await registry.noted("policy")
         if not text:
             raise Unavailable("this Redis knows nothing of the deployment")
         policy = Policy.from_json(text)
@@ -84,7 +84,7 @@ async def _tell(redis: RedisAddress, deployment: str, changes: dict[Role, Bounds
                 bounds[role] = pair
         policy = replace(policy, bounds=bounds)
         if changes:
-            await registry.tell_policy(policy.to_json())
+            await registry.note("policy", policy.to_json())
         return policy
     finally:
         await registry.close()

@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "status": "say what runs",
     "scale": "change how many replicas a deployment has",
     "autoscale": "let the load decide how many replicas a deployment has",
+    "upgrade": "give a deployment other settings, replica by replica",
     "generate": "generate text",
     "chat": "talk with the model",
     "drafters": "list who can draft, and what each needs",

@@ -126,15 +126,7 @@ async def _keep_told(
     while True:
         await changed.wait()
         changed.clear()
-        endpoints = deployment.endpoints
-        record = replace(
-            record,
-            grpc_address=endpoints.coordinator,
-            target_addresses=list(endpoints.targets),
-            draft_addresses=list(endpoints.drafts),
-            wanted=_wanted(deployment),
-        )
-        publish(state, record)
+        publish(state, replace(_record(deployment), started_at=record.started_at))
 
 
 def _wanted(deployment: Deployment) -> dict[str, int]:
@@ -156,6 +148,8 @@ def _record(deployment: Deployment) -> DeploymentRecord:
         target_directory=config.target.directory,
         tokenizer_directory=config.coordinator.tokenizer_directory,
         deployment=deployment.name,
+        changes=deployment.overview.changes,
+        num_stale=deployment.overview.num_stale,
         redis_url="" if deployment.redis is None else deployment.redis.url,
         wanted=_wanted(deployment),
         settings=public_settings(config),

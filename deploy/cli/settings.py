@@ -11,7 +11,7 @@ from typing import Final
 from deploy.state import DeploymentRecord
 from outrider.config import DeploymentConfig, deployment_settings, load_config
 from outrider.errors import ConfigError
-from outrider.settings import Value, settings_of, sources
+from outrider.settings import Value, sources
 
 _PREFIX: Final = "setting_"
 SECRETS: Final = ("redis_url", "redis_password")
@@ -77,11 +77,7 @@ def deployment_config(arguments: argparse.Namespace) -> DeploymentConfig:
 
 def public_settings(config: DeploymentConfig) -> dict[str, Value]:
     """Every setting of a deployment by key, but for those that may hold a password."""
-    found: dict[str, Value] = {}
-    for part in (config.target, config.draft, config.coordinator, config):
-        for name, setting in settings_of(type(part)).items():
-            found[setting.key] = getattr(part, name)
-    return {key: value for key, value in found.items() if key not in SECRETS}
+    return {key: value for key, value in config.values().items() if key not in SECRETS}
 
 
 def refuse_other_settings(arguments: argparse.Namespace, record: DeploymentRecord) -> None:

@@ -11,6 +11,7 @@ from outrider.config.coordinators import CoordinatorConfig
 from outrider.config.deployments import (
     WAIT_S_MAX,
     DeploymentConfig,
+    configuration,
     deployment_settings,
     load_config,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "ModelServerConfig",
     "ServerConfig",
     "TargetConfig",
+    "configuration",
     "deployment_settings",
     "load_config",
 ]

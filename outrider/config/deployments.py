@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +11,16 @@ from typing import Final
 from outrider.drafting.registry import AUTO, drafter_for
 from outrider.errors import SettingError
 from outrider.limits import REPLICAS_MAX
-from outrider.settings import Setting, build, merge, setting, settings_by_key, verify_settings
+from outrider.settings import (
+    Setting,
+    Value,
+    build,
+    merge,
+    setting,
+    settings_by_key,
+    settings_of,
+    verify_settings,
+)
 
 from .autoscaling import AutoscaleConfig
 from .coordinators import CoordinatorConfig
@@ -18,6 +28,7 @@ from .drafts import DraftConfig
 from .models import TargetConfig
 
 WAIT_S_MAX: Final = 86_400
+_NAME: Final = re.compile("[A-Za-z0-9_-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +58,10 @@ class DeploymentConfig:
     draft_resources: str = setting("", "The same for a draft.")
     coordinator_resources: str = setting("", "The same for a coordinator.")
     address: str = setting("", "Ray cluster to start the actors on; empty = a local one.")
+    deployment_name: str = setting(
+        "", "Name of the deployment. On a cluster elsewhere one of this name that runs there is "
+        "taken over, and upgraded to what is asked for now. Empty = another one each time."
+    )  # fmt: skip
     startup_timeout_s: float = setting(
         20.0, "Wait for Ray to find a place for every actor, s.", minimum=0.1, maximum=WAIT_S_MAX
     )
@@ -59,6 +74,11 @@ class DeploymentConfig:
 
     def __post_init__(self) -> None:
         verify_settings(self)
+        if not _NAME.fullmatch(self.deployment_name):
+            raise SettingError(
+                "deployment_name",
+                f"{self.deployment_name!r} is wrong; it must be up to 63 letters, digits, - and _",
+            )
         if self.draft.model == AUTO:
             named = drafter_for(None if self.target.emulated else self.target.model)
             object.__setattr__(self, "draft", replace(self.draft, model=named))
@@ -85,6 +105,14 @@ class DeploymentConfig:
                     f"{reason}",
                 )
 
+    def values(self) -> dict[str, Value]:
+        """Every setting by key, secrets too."""
+        return {
+            found.key: getattr(part, name)
+            for part in (self.target, self.draft, self.coordinator, self.autoscale, self)
+            for name, found in settings_of(type(part)).items()
+        }
+
     @property
     def served_model_name(self) -> str:
         """What requests call the model."""
@@ -106,7 +134,12 @@ def load_config(
     """The deployment that defaults < `file` (YAML) < `environment` (`OUTRIDER_*`) < `flags` (by
     key; text or values) describe. Raises `ConfigError` naming what set the bad value, and
     `SettingError` for values that do not go together."""
-    values = merge(deployment_settings(), file, environment, flags)
+    return configuration(merge(deployment_settings(), file, environment, flags))
+
+
+def configuration(values: Mapping[str, Value]) -> DeploymentConfig:
+    """The deployment that settings by key describe; what they lack keeps its default. Raises
+    `SettingError` for values that do not go together."""
     return build(
         DeploymentConfig,
         values,

@@ -18,6 +18,8 @@ class Membership:
     """Of the replica, unique in the deployment, for ever."""
     slot: int = 0
     """Its place among the replicas of its role that share a machine: ports count up from it."""
+    plan: str = ""
+    """Names what it was started by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,5 +30,7 @@ class Engagement:
     """HOST:PORT that it serves at; empty where it does not serve."""
     slot: int = 0
     """See `Membership.slot`."""
+    plan: str = ""
+    """See `Membership.plan`."""
     leaving: bool = False
     """Whether it was told that it is to be left."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from .registry import ROLES, Role
 
@@ -20,6 +21,8 @@ class Standing:
     """Whether it has started."""
     leaves: bool
     """Whether it is to be left, and will end."""
+    stale: bool = False
+    """Whether it was started by another plan than the one that holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +34,44 @@ class Steps:
     """Names of those that are not wanted any more."""
 
 
+ROLLING: Final[tuple[Role, ...]] = ("draft", "target", "coordinator")
+"""Whose stale replicas are replaced first, and then."""
+
+
 def next_steps(
-    wanted: Mapping[Role, int], fleet: Sequence[Standing], held_back: Collection[Role] = ()
+    wanted: Mapping[Role, int],
+    fleet: Sequence[Standing],
+    held_back: Collection[Role] = (),
+    in_place: Collection[Role] = (),
 ) -> Steps:
     """As many starts as replicas are missing, but none of a role that is `held_back`; of those that
-    are too many such as do not serve yet leave first, and then the youngest."""
+    are too many such as do not serve yet leave first, then stale ones, then the youngest.
+
+    Where none is missing, one that is stale is replaced, of one role after the other: another one
+    is started, and the stale one leaves once that serves; or, of a role whose replicas are replaced
+    `in_place`, it leaves first, and another one is started once it has gone."""
     starts: list[Role] = []
     leaves: list[str] = []
+    stale = {one.role for one in fleet if one.stale and not one.leaves}
+    rolled = next((role for role in ROLLING if role in stale), None)
     for role in ROLES:
         stay = [one for one in fleet if one.role == role and not one.leaves]
-        num_missing = wanted.get(role, 0) - len(stay)
-        if num_missing > 0 and role not in held_back:
-            starts += [role] * num_missing
-        if num_missing < 0:
-            stay.sort(key=lambda one: (one.serves, -one.age))
-            leaves += [one.name for one in stay[:-num_missing]]
+        stay.sort(key=lambda one: (one.serves, not one.stale, -one.age))
+        num_more = wanted.get(role, 0) - len(stay)
+        if role == rolled and all(one.serves for one in stay):
+            if role in in_place and num_more == 0:
+                num_more = -1
+            elif role not in in_place and num_more == 0:
+                num_more = 1
+        elif role == rolled and num_more < 0:
+            num_more += 1  # The one that comes in the place of another.
+        is_held = role in held_back or (role in in_place and _is_making_room(role, fleet))
+        if num_more > 0 and not is_held:
+            starts += [role] * num_more
+        if num_more < 0:
+            leaves += [one.name for one in stay[:-num_more]]
     return Steps(tuple(starts), tuple(leaves))
+
+
+def _is_making_room(role: Role, fleet: Sequence[Standing]) -> bool:
+    return any(one.role == role and one.stale and one.leaves for one in fleet)

@@ -2,8 +2,8 @@
 
     <prefix>replicas:{<deployment>}:<role>          set: names
     <prefix>replica:{<deployment>}:<role>:<name>    string: the record, as JSON, with a time to live
-    <prefix>wanted:{<deployment>}                   hash: role to count, `started` to a number,
-                                                    `policy` to JSON; with a time to live
+    <prefix>wanted:{<deployment>}                   hash: role to count, topic to text; with a
+                                                    time to live
 
 The braces are literal. Leases are Redis' own times to live.
 """
@@ -18,14 +18,12 @@ from outrider.errors import InvariantError, check
 from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_connection import answering, new_client, redis_errors
 
-from .registry import LEASE_S, ROLES, ReplicaRecord, Role
+from .registry import LEASE_S, ROLES, ReplicaRecord, Role, Topic
 
 _log = logging.getLogger(__name__)
 
 KEPT_S: Final = 7 * 86_400
 """What is wanted is known for so long after anybody has asked or said so."""
-_STARTED: Final = "started"
-_POLICY: Final = "policy"
 
 
 class RedisRegistry:
@@ -94,23 +92,14 @@ class RedisRegistry:
         }
         return {role: int(counts[role]) for role in ROLES if counts.get(role, "").isdecimal()}
 
-    async def tell_policy(self, text: str) -> None:
-        """See `Registry.tell_policy`."""
-        await self._run(("HSET", self._wanted, _POLICY, text), self._kept)
+    async def note(self, topic: Topic, text: str) -> None:
+        """See `Registry.note`."""
+        await self._run(("HSET", self._wanted, topic, text), self._kept)
 
-    async def policy(self) -> str:
-        """See `Registry.policy`."""
-        [text] = await self._run(("HGET", self._wanted, _POLICY))
+    async def noted(self, topic: Topic) -> str:
+        """See `Registry.noted`."""
+        [text] = await self._run(("HGET", self._wanted, topic))
         return "" if text is None else str(text.decode(errors="replace"))
-
-    async def count_started(self, number: int) -> None:
-        """See `Registry.count_started`."""
-        await self._run(("HSET", self._wanted, _STARTED, number), self._kept)
-
-    async def num_started(self) -> int:
-        """See `Registry.num_started`. What is no number counts as none."""
-        [text] = await self._run(("HGET", self._wanted, _STARTED))
-        return int(text) if text is not None and text.isdigit() else 0
 
     async def close(self) -> None:
         """See `Registry.close`."""

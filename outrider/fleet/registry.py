@@ -24,6 +24,11 @@ from .figures import NO_FIGURES, Figures
 Role = Literal["coordinator", "target", "draft"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
+Topic = Literal["started", "policy", "changes", "asked", "answer"]
+"""What is kept of a deployment beside its replicas: how many it has started, when their numbers
+follow the load (`Policy`), which settings are others now, which are asked to be and what was
+answered (`deploy.rollout`)."""
+
 LEASE_S: Final = 3.0
 RENEWAL_S: Final = 1.0
 
@@ -101,20 +106,12 @@ class Registry(Protocol):
         """How many are, of the roles of which that was said."""
         ...
 
-    async def tell_policy(self, text: str) -> None:
-        """By what the numbers of replicas follow the load: see `Policy.to_json`."""
+    async def note(self, topic: Topic, text: str) -> None:
+        """Keeps a text, in the place of the one of this topic before."""
         ...
 
-    async def policy(self) -> str:
-        """What was told; empty where nothing was."""
-        ...
-
-    async def count_started(self, number: int) -> None:
-        """So many replicas have been started, of all roles, since there is the deployment."""
-        ...
-
-    async def num_started(self) -> int:
-        """How many have; 0 where nobody said so."""
+    async def noted(self, topic: Topic) -> str:
+        """What was kept last; empty where nothing was."""
         ...
 
     async def close(self) -> None:
@@ -130,8 +127,7 @@ class MemoryRegistry:
         self._clock = clock or (lambda: asyncio.get_running_loop().time())
         self._records: dict[tuple[Role, str], tuple[float, ReplicaRecord]] = {}
         self._wanted: dict[Role, int] = {}
-        self._num_started = 0
-        self._policy = ""
+        self._notes: dict[Topic, str] = {}
         self.failure: OutriderError | None = None
         """What each call raises, while it is set."""
 
@@ -139,8 +135,7 @@ class MemoryRegistry:
         """Loses everything, as a server does that is started anew without its data."""
         self._records.clear()
         self._wanted.clear()
-        self._num_started = 0
-        self._policy = ""
+        self._notes.clear()
 
     async def announce(self, record: ReplicaRecord) -> None:
         """See `Registry.announce`."""
@@ -173,25 +168,15 @@ class MemoryRegistry:
         self._check()
         return dict(self._wanted)
 
-    async def tell_policy(self, text: str) -> None:
-        """See `Registry.tell_policy`."""
+    async def note(self, topic: Topic, text: str) -> None:
+        """See `Registry.note`."""
         self._check()
-        self._policy = text
+        self._notes[topic] = text
 
-    async def policy(self) -> str:
-        """See `Registry.policy`."""
+    async def noted(self, topic: Topic) -> str:
+        """See `Registry.noted`."""
         self._check()
-        return self._policy
-
-    async def count_started(self, number: int) -> None:
-        """See `Registry.count_started`."""
-        self._check()
-        self._num_started = number
-
-    async def num_started(self) -> int:
-        """See `Registry.num_started`."""
-        self._check()
-        return self._num_started
+        return self._notes.get(topic, "")
 
     async def close(self) -> None:
         """See `Registry.close`: nothing."""

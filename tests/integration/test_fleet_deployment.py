@@ -15,8 +15,10 @@ import ray
 
 from deploy.cluster import RECONCILER, Actor, Demand
 from deploy.launcher import Deployment
+from deploy.rollout import tell_changes
 from outrider.client import Client, GenerateRequest
 from outrider.config import load_config
+from outrider.errors import ConfigError
 from outrider.fleet.autoscaling import Policy
 from outrider.fleet.registry import ROLES, Role
 from outrider.speculation.sampling import Rule
@@ -145,12 +147,26 @@ async def test_the_load_decides_how_many_there_are(deployment: Deployment, load:
     miss it; no request notices."""
     bounds: dict[Role, tuple[int, int]] = {"target": (2, 3)}
     policy = Policy(bounds=bounds, target_queue_steps=0.01, cooldown_s=1.0)
-    await deployment.registry.tell_policy(policy.to_json())
+    await deployment.registry.note("policy", policy.to_json())
     await until(deployment, "target", 3)
     calm = replace(policy, target_queue_steps=1000.0, calm=1e6, calm_s=1.0)
-    await deployment.registry.tell_policy(calm.to_json())
+    await deployment.registry.note("policy", calm.to_json())
     await until(deployment, "target", 2)
-    await deployment.registry.tell_policy(Policy().to_json())
+    await deployment.registry.note("policy", Policy().to_json())
+
+
+async def test_other_settings_are_rolled_out_under_load(deployment: Deployment, load: Load) -> None:
+    """All replicas are others then; a setting that cannot be had changes nothing."""
+    before = {role: serving(deployment, role) for role in ROLES}
+    with pytest.raises(ConfigError, match="engine"):
+        await tell_changes(deployment.registry, {"engine": "emulated:vocab_size=none"})
+    await tell_changes(deployment.registry, {"max_num_seqs": 5, "run_ahead_rounds": 2})
+    async with asyncio.timeout(2 * CHANGE_S):
+        while deployment.config.target.max_num_seqs != 5 or deployment.overview.num_stale:
+            await asyncio.sleep(0.1)
+    for role in ROLES:
+        assert not before[role] & serving(deployment, role)
+        assert len(before[role]) == len(serving(deployment, role))
 
 
 async def test_a_reconciler_that_is_killed_under_load_returns(

@@ -15,6 +15,7 @@ SCHEMA: Final = CHART / "values.schema.json"
 CHART_KEYS: Final = {
     "address",
     "coordinator_resources",
+    "deployment_name",
     "draft_model",
     "draft_num_gpus",
     "draft_resources",

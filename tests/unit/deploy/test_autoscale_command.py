@@ -34,21 +34,21 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> MemoryRegistry:
 
 
 async def told(registry: MemoryRegistry) -> dict[str, tuple[int, int]]:
-    return dict(Policy.from_json(await registry.policy()).bounds)
+    return dict(Policy.from_json(await registry.noted("policy")).bounds)
 
 
 def test_bounds_are_told_role_by_role(
     registry: MemoryRegistry, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    registry._policy = Policy(calm_s=7.0).to_json()
+    registry._notes["policy"] = Policy(calm_s=7.0).to_json()
     assert main(["autoscale", "target=1:4", "draft=0:2"]) == 0
     assert capsys.readouterr().out == "coordinator: off\ntarget: 1 to 4\ndraft: 0 to 2\n"
     assert main(["autoscale", "draft=off", "--json"]) == 0
-    kept = Policy.from_json(registry._policy)
+    kept = Policy.from_json(registry._notes["policy"])
     assert (kept.bounds, kept.calm_s) == ({"target": (1, 4)}, 7.0)
     assert Policy.from_json(capsys.readouterr().out) == kept
     assert main(["autoscale"]) == 0
-    assert Policy.from_json(registry._policy) == kept
+    assert Policy.from_json(registry._notes["policy"]) == kept
 
 
 def test_a_redis_that_does_not_know_the_deployment_is_not_told(
@@ -56,7 +56,7 @@ def test_a_redis_that_does_not_know_the_deployment_is_not_told(
 ) -> None:
     assert main(["autoscale", "target=1:4"]) == 1
     assert "this Redis knows nothing of the deployment" in capsys.readouterr().err
-    assert registry._policy == ""
+    assert registry._notes == {}
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,12 @@ async def test_what_is_wanted_follows_what_replicas_say() -> None:
     await scaling.look()
     assert (await registry.wanted())["target"] == 1
     policy = Policy(bounds={"target": (1, 4)})
-    await registry.tell_policy(policy.to_json())
+    await registry.note("policy", policy.to_json())
     await scaling.look()
     assert (await registry.wanted())["target"] == 2
     registry.forget()
     await scaling.look()
-    assert Policy.from_json(await registry.policy()) == policy
+    assert Policy.from_json(await registry.noted("policy")) == policy
     registry.failure = StoreUnavailable("away")
     with pytest.raises(StoreUnavailable):
         await scaling.look()

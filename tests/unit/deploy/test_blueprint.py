@@ -20,7 +20,7 @@ def blueprint(*, local: bool = True, **settings: Any) -> Blueprint:
     config = load_config({"engine": "emulated:", "draft_model": "emulated"} | settings, {})
     return Blueprint(
         placement=plan_placement(config, {"CPU": 8.0}), deployment="d", log_directory="",
-        local=local,
+        local=local, given=config,
     )  # fmt: skip
 
 

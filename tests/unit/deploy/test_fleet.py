@@ -1,178 +1,16 @@
-"""How many replicas there are: as many as are wanted, whatever dies. Without Ray, on a virtual
-clock."""
+"""How many replicas there are: as many as are wanted, whatever dies."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from fleet_world import World, play
 
-from deploy.blueprint import Blueprint
-from deploy.cluster import Actor, Demand
-from deploy.fleet import HOPELESS_AFTER, Fleet
-from deploy.placement import plan_placement
-from deploy.replica import role_and_age
+from deploy.fleet import HOPELESS_AFTER
 from outrider.clock import run_virtually
-from outrider.config import load_config
 from outrider.errors import ConfigError, EngineLost, StoreUnavailable, Unavailable
-from outrider.fleet.membership import Engagement
-from outrider.fleet.registry import ROLES, MemoryRegistry, Role
-from outrider.hosting import Place
-
-SETTINGS = {"engine": "emulated:vocab_size=10", "draft_model": "emulated", "stop_timeout_s": 5}
-
-
-class Sitter(Actor):
-    """An actor that serves until it is told how it ends."""
-
-    def __init__(self, demand: Demand, rank: int, cluster: Machines) -> None:
-        super().__init__(demand, None, rank)
-        self._place = Place(1, "here")
-        self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.calls: list[str] = []
-        self.num_items = 0
-        self.silent = False
-        self._cluster = cluster
-
-    async def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
-        self.calls.append(method)
-        if method == "start":
-            self._cluster.starts.append(self.role)
-        if method == "wait":
-            await asyncio.shield(self.end)
-        if method == "start":
-            await self._cluster.loading.wait()
-        if method == "start" and (error := self._cluster.failures.get(self.role)):
-            raise error
-        if method == "start" and not self.rank:
-            self.config = arguments[0]
-            return f"{self.name}:1"
-        if method == "traffic":
-            return SimpleNamespace(num_items=self.num_items)
-        if method == "engagement":
-            if self.silent:
-                raise Unavailable("it does not answer")
-            address = f"{self.name}:1" if hasattr(self, "config") else ""
-            slot = self.config.slot if address else 0
-            return Engagement(address=address, slot=slot, leaving="leave" in self.calls)
-        return self._place if method == "ping" else None
-
-    async def kill(self) -> None:
-        self.calls.append("kill")
-
-
-class Machines:
-    """What `Cluster` does for a fleet, and what it was asked."""
-
-    def __init__(self) -> None:
-        self.failures: dict[str, Exception] = {}
-        """By role: what its actors raise when they start."""
-        self.full = False
-        self.actors: list[Sitter] = []
-        self.removed: list[str] = []
-        self.placing, self.loading = asyncio.Event(), asyncio.Event()
-        """Whether places are found, and models loaded."""
-        self.placing.set()
-        self.loading.set()
-        self.starts: list[str] = []
-        """Roles whose actors were started behind the first ones."""
-
-    async def place(
-        self, demands: Sequence[tuple[Demand, type, type]], timeout_s: float
-    ) -> list[Actor]:
-        if self.full:
-            raise ConfigError("there is no place")
-        await self.placing.wait()
-        made = [
-            Sitter(demand, rank, self) for demand, *_ in demands for rank in range(demand.num_ranks)
-        ]
-        self.actors += made
-        return list(made)
-
-    async def remove(self, actors: Sequence[Actor]) -> None:
-        self.removed += [actor.name for actor in actors]
-
-    def _there(self) -> list[Sitter]:
-        """Whose processes have not ended."""
-        return [one for one in self.actors if one.name not in self.removed and not one.end.done()]
-
-    async def replicas(self) -> list[str]:
-        return sorted({actor.demand.name for actor in self._there()})
-
-    async def find(self, demand: Demand) -> list[Actor]:
-        found = [actor for actor in self._there() if actor.demand.name == demand.name]
-        return sorted(found, key=lambda actor: actor.rank)
-
-
-class World:
-    """A fleet that runs."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.machines, self.registry = Machines(), MemoryRegistry()
-        config = load_config(SETTINGS | settings, {})
-        blueprint = Blueprint(
-            placement=plan_placement(config, {"CPU": 64}), deployment="d", log_directory="",
-            local=True,
-        )  # fmt: skip
-        self.blueprint = blueprint
-        self.fleet = self._fleet()
-        self.running: asyncio.Task[Role] | None = None
-
-    def _fleet(self) -> Fleet:
-        cluster: Any = self.machines
-        return Fleet(cluster, self.blueprint, self.registry)
-
-    async def start(self) -> None:
-        self.others = asyncio.all_tasks()
-        await self.fleet.place()
-        await self.fleet.begin("target", "draft")
-        await self.fleet.begin("coordinator")
-        self.running = asyncio.create_task(self.fleet.run())
-        await asyncio.sleep(1)
-        self.machines.starts.clear()
-
-    async def die(self) -> None:
-        """The process of the fleet ends, and with it whatever it was doing."""
-        running = asyncio.all_tasks() - {asyncio.current_task()} - self.others
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-
-    async def come_back(self) -> None:
-        """Another one takes over."""
-        self.fleet = self._fleet()
-        await self.fleet.adopt()
-        self.running = asyncio.create_task(self.fleet.run())
-        await asyncio.sleep(1)
-
-    def names(self, role: Role) -> list[str]:
-        return [one.name for one in self.fleet.of(role) if one.address]
-
-    def actor(self, name: str) -> Sitter:
-        return next(actor for actor in self.machines.actors if actor.name == name)
-
-    async def close(self) -> None:
-        if self.running is not None:
-            self.running.cancel()
-        for actor in self.machines.actors:
-            if not actor.end.done():
-                actor.end.set_result(None)
-        await self.fleet.close()
-
-
-def play(scene: Callable[[World], Awaitable[None]], **settings: Any) -> None:
-    async def main() -> None:
-        world = World(**settings)
-        try:
-            await world.start()
-            await scene(world)
-        finally:
-            await world.close()
-
-    run_virtually(main())
+from outrider.fleet.registry import ROLES
 
 
 def test_there_are_as_many_as_are_wanted_at_first_and_later() -> None:
@@ -351,7 +189,7 @@ def test_names_go_on_where_a_deployment_of_the_same_name_ended() -> None:
     async def main() -> None:
         world = World()
         await world.registry.want({"draft": 3, "target": 1, "coordinator": 2})
-        await world.registry.count_started(9)
+        await world.registry.note("started", "9")
         await world.start()
         assert [world.names(role) for role in ROLES] == [
             ["coordinator-9"],
@@ -375,88 +213,3 @@ def test_all_are_started_or_none() -> None:
         assert all(actor.calls[-1] == "kill" for actor in world.machines.actors)
 
     run_virtually(main())
-
-
-def test_a_fleet_that_returns_goes_on_with_the_replicas_that_are_there() -> None:
-    """None is started or ended; later ones have other names, though the youngest has died
-    meanwhile, and ports that are free."""
-
-    async def scene(world: World) -> None:
-        await world.registry.want({"draft": 3})
-        await asyncio.sleep(2)
-        before = [world.names(role) for role in ROLES]
-        await world.die()
-        youngest = max(world.names("draft"), key=role_and_age)
-        slot = world.actor(youngest).config.slot
-        world.actor(youngest).end.set_result(None)
-        world.machines.starts.clear()
-        await world.come_back()
-        [coordinators, targets, drafts] = [world.names(role) for role in ROLES]
-        assert [coordinators, targets] == before[:2]
-        assert drafts[:2] == [name for name in before[2] if name != youngest]
-        assert world.machines.starts == ["draft"]
-        assert role_and_age(drafts[2]) > role_and_age(youngest)
-        assert world.actor(drafts[2]).config.slot == slot
-        assert not {*world.machines.removed} & {*coordinators, *targets, *drafts}
-        world.actor(targets[0]).end.set_exception(EngineLost("gone"))
-        await asyncio.sleep(5)
-        assert len(world.names("target")) == 2, "those taken over are watched"
-
-    play(scene, num_targets=2, target_port=7000)
-
-
-def test_what_does_not_serve_when_a_fleet_returns_is_ended_and_started_anew() -> None:
-    """One that was loading, and one that does not answer."""
-
-    async def scene(world: World) -> None:
-        world.machines.loading.clear()
-        await world.registry.want({"draft": 2})
-        await asyncio.sleep(2)
-        [loading] = {one.name for one in world.fleet.of("draft")} - {*world.names("draft")}
-        await world.die()
-        world.machines.loading.set()
-        [silent, _] = world.names("target")
-        world.actor(silent).silent = True
-        await world.come_back()
-        assert {*world.machines.removed} == {loading, silent}
-        assert [len(world.names(role)) for role in ROLES] == [1, 2, 2]
-
-    play(scene, num_targets=2)
-
-
-def test_one_that_was_leaving_leaves_when_a_fleet_returns() -> None:
-    async def scene(world: World) -> None:
-        stays, leaves = world.names("target")
-        await world.registry.want({"target": 1})
-        await asyncio.sleep(0.7)
-        assert world.actor(leaves).calls[-1] != "kill"
-        await world.die()
-        await world.come_back()
-        await asyncio.sleep(5)
-        assert world.names("target") == [stays]
-        assert world.machines.removed == [leaves]
-
-    play(scene, num_targets=2)
-
-
-def test_a_fleet_that_returns_without_its_registry_waits_for_it() -> None:
-    """It knows neither how many are wanted nor which names were given. A registry that has lost
-    everything is told of what is there."""
-
-    async def scene(world: World) -> None:
-        await world.registry.want({"draft": 3})
-        await asyncio.sleep(2)
-        await world.die()
-        world.registry.failure = StoreUnavailable("away")
-        coming = asyncio.create_task(world.come_back())
-        await asyncio.sleep(5)
-        assert not coming.done()
-        world.registry.forget()
-        world.registry.failure = None
-        await coming
-        assert len(world.names("draft")) == 3
-        assert not world.machines.removed
-        assert await world.registry.wanted() == {"coordinator": 1, "target": 1, "draft": 3}
-        assert await world.registry.num_started() == 5
-
-    play(scene)

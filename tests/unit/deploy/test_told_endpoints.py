@@ -16,6 +16,7 @@ from deploy.state import (
     running_deployment,
     state_directory,
 )
+from outrider.config import load_config
 
 
 async def test_the_record_is_true_while_replicas_come_and_go() -> None:
@@ -29,11 +30,16 @@ async def test_the_record_is_true_while_replicas_come_and_go() -> None:
     )  # fmt: skip
     publish(state, record)
     changed = asyncio.Event()
-    deployment: Any = SimpleNamespace()
+    config = load_config({"draft_model": "ngram"}, {})
+    redis = SimpleNamespace(url="unix:///x")
+    deployment: Any = SimpleNamespace(config=config, name="d", redis=redis)
     telling = asyncio.create_task(_keep_told(deployment, state, record, changed))
 
     async def tell(endpoints: Endpoints, wanted: dict[str, int]) -> DeploymentRecord | None:
-        deployment.endpoints, deployment.overview = endpoints, SimpleNamespace(wanted=wanted)
+        deployment.endpoints, deployment.overview = (
+            endpoints,
+            SimpleNamespace(wanted=wanted, changes="", num_stale=1),
+        )
         await asyncio.sleep(0.01)
         assert running_deployment(state) == before
         changed.set()
@@ -47,8 +53,11 @@ async def test_the_record_is_true_while_replicas_come_and_go() -> None:
     assert (found.grpc_address, found.target_addresses) == ("h:1,h:4", ["h:5", "h:6"])
     assert (found.draft_addresses, found.wanted) == ([], wanted)
     assert (found.started_at, found.redis_url) == ("then", "unix:///x")
+    assert found.num_stale == 1
+    deployment.config = load_config({"draft_model": "suffix", "max_num_seqs": 7}, {})
     found = await tell(Endpoints(("h:1",), ("h:6",), ("h:7",)), {"draft": 1})
     assert found is not None
     assert (found.grpc_address, found.target_addresses) == ("h:1", ["h:6"])
     assert (found.draft_addresses, found.wanted) == (["h:7"], {"draft": 1})
+    assert (found.draft_model, found.settings["max_num_seqs"]) == ("suffix", 7)
     telling.cancel()

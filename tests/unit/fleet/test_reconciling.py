@@ -98,3 +98,66 @@ def test_coordinators_come_first_and_a_role_that_is_too_many_changes_no_other() 
     assert next_steps({"draft": 1, "target": 2, "coordinator": 1}, fleet) == Steps(
         ("coordinator", "target", "target"), ("draft-1", "draft-2")
     )
+
+
+class Rolling:
+    """A fleet of which the plan has changed."""
+
+    def __init__(self, in_place: Collection[Role] = (), **counts: int) -> None:
+        self.wanted: dict[Role, int] = dict(counts)  # type: ignore[arg-type]
+        self.in_place = in_place
+        roles = [role for role in ROLES for _ in range(self.wanted.get(role, 0))]
+        self.fleet = [
+            Standing(f"{role}-{age}", role, age, serves=True, leaves=False, stale=True)
+            for age, role in enumerate(roles)
+        ]
+
+    def step(self) -> Steps:
+        """What is done next; whatever was begun before has ended."""
+        self.fleet = [replace(one, serves=True) for one in self.fleet if not one.leaves]
+        steps = next_steps(self.wanted, self.fleet, (), self.in_place)
+        self.fleet = after(self.fleet, steps)
+        return steps
+
+    def serving(self, role: Role) -> int:
+        return sum(one.role == role and one.serves and not one.leaves for one in self.fleet)
+
+
+def test_stale_ones_are_replaced_one_by_one_and_role_by_role() -> None:
+    """Never fewer serve than are wanted, nor are there more than one more; while the new one loads
+    nothing else is done."""
+    world = Rolling(draft=1, target=2, coordinator=1)
+    order: list[str] = []
+    while (steps := world.step()) != Steps((), ()):
+        order += [f"+{role}" for role in steps.starts] + [f"-{name}" for name in steps.leaves]
+        if steps.starts:
+            assert next_steps(world.wanted, world.fleet) == Steps((), ())
+        assert all(world.serving(role) >= world.wanted[role] for role in ROLES)
+    assert order == [
+        "+draft", "-draft-3", "+target", "-target-2", "+target", "-target-1", "+coordinator",
+        "-coordinator-0",
+    ]  # fmt: skip
+    assert not any(one.stale for one in world.fleet)
+
+
+def test_where_there_is_no_room_one_leaves_before_another_comes() -> None:
+    world = Rolling(["target"], target=2)
+    order: list[Steps] = []
+    for _ in range(4):
+        order.append(world.step())
+        assert next_steps(world.wanted, world.fleet, (), ["target"]) == Steps((), ())
+        assert world.serving("target") >= 1
+    assert order == [
+        Steps((), ("target-1",)), Steps(("target",), ()), Steps((), ("target-0",)),
+        Steps(("target",), ()),
+    ]  # fmt: skip
+
+
+def test_of_too_many_stale_ones_leave_first() -> None:
+    fleet = [
+        Standing("target-0", "target", 0, serves=True, leaves=False),
+        Standing("target-1", "target", 1, serves=True, leaves=False, stale=True),
+        Standing("target-2", "target", 2, serves=True, leaves=False),
+    ]
+    assert next_steps({"target": 2}, fleet) == Steps((), ("target-1",))
+    assert next_steps({"target": 1}, fleet) == Steps((), ("target-1", "target-2"))

@@ -10,6 +10,7 @@
 {{- $target := .Values.target -}}
 {{- $draft := .Values.draft -}}
 {{- $own := dict
+  "deployment_name" (include "outrider.fullname" .)
   "model" .Values.model
   "draft_model" .Values.draftModel
   "num_coordinators" (int .Values.coordinator.replicas)

@@ -1,0 +1,222 @@
+"""Other settings for a deployment that runs: its replicas are replaced one by one.
+
+    changes     those that hold, all together since the deployment began
+    asked       what they are to be
+    answer      whether that could be
+
+All three stand in the registry. Whoever looks after the fleet makes a plan of what is asked for,
+and goes by it from then on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Final, Self
+
+from outrider.config import DeploymentConfig, configuration
+from outrider.errors import ConfigError, OutriderError, SettingError
+from outrider.fleet.registry import Registry
+from outrider.hosting import available_cores
+from outrider.settings import Value
+
+from .blueprint import Blueprint
+from .cluster import resources
+from .placement import plan_placement, share_cores
+
+_log = logging.getLogger(__name__)
+
+LOOK_PERIOD_S: Final = 1.0
+"""Between two looks at whether there are other changes."""
+ANSWER_PERIOD_S: Final = 0.2
+"""Between two looks at what has come of changes ..."""
+ANSWER_S: Final = 900.0
+"""... which may take so long: a model's files may have to be fetched."""
+KEPT: Final = {
+    "address": "a deployment stays on its cluster",
+    "deployment_name": "a deployment keeps its name",
+    "redis_url": "sessions stay in their Redis",
+    "redis_username": "sessions stay in their Redis",
+    "redis_password": "sessions stay in their Redis",
+    "redis_key_prefix": "sessions stay in their Redis",
+    "num_targets": "use `outrider scale`",
+    "num_drafts": "use `outrider scale`",
+    "num_coordinators": "use `outrider scale`",
+    "autoscale_targets": "use `outrider autoscale`",
+    "autoscale_drafts": "use `outrider autoscale`",
+    "autoscale_coordinators": "use `outrider autoscale`",
+}
+"""Settings that hold as long as a deployment runs, and what to do instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Settings that are others than those that the deployment was started with."""
+
+    name: str
+    """Another one for each set of them."""
+    values: Mapping[str, Value]
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Raises `ValueError` for what is no set of changes."""
+        found = json.loads(text)
+        if not isinstance(found, dict) or not isinstance(found.get("values"), dict):
+            raise ValueError("changes are an object with values")
+        return cls(str(found.get("name", "")), found["values"])
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Whether changes hold."""
+
+    name: str
+    """Of the changes."""
+    refusal: str = ""
+    """Why they do not; empty where they do."""
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Raises `ValueError`, `TypeError` for what is none."""
+        return cls(**json.loads(text))
+
+
+def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> DeploymentConfig:
+    """What was given, with these settings in its place. Raises `SettingError` for one that cannot
+    change while a deployment runs, and for values that do not go together."""
+    values = given.values()
+    for key, value in changes.items():
+        if key in KEPT and value != values[key]:
+            raise SettingError(key, f"cannot be another one while a deployment runs: {KEPT[key]}")
+    if changes.get("model", given.target.model) != given.target.model:
+        # What was chosen for the other target need not fit this one.
+        del values["draft_model"]
+    return configuration(values | dict(changes))
+
+
+def make_blueprint(
+    given: DeploymentConfig, found: DeploymentConfig, deployment: str, logs: str, *, local: bool
+) -> Blueprint:
+    """`found` is what was `given`, with the models' files and Redis. Raises as `plan_placement`."""
+    if local:
+        found = share_cores(found, available_cores())
+    return Blueprint(
+        placement=plan_placement(found, resources()),
+        deployment=deployment,
+        log_directory=logs,
+        local=local,
+        given=given,
+    )
+
+
+class Rollout:
+    """Makes plans of the changes that the registry has."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        blueprint: Blueprint,
+        resolve: Callable[[DeploymentConfig], Awaitable[DeploymentConfig]],
+        go_by: Callable[[Blueprint], None],
+    ) -> None:
+        """`blueprint` is the plan without changes; `resolve` finds the models' files, as
+        `resolve_models`; `go_by` hears of another plan."""
+        self._registry = registry
+        self._original = blueprint
+        self._resolve = resolve
+        self._go_by = go_by
+        self._seen = self._holds = ""
+        """What was asked for last, and what holds, as text."""
+        self.name = ""
+        """Of the changes that hold."""
+
+    async def return_to(self) -> None:
+        """Goes by the changes that held when another one had the care of the fleet; until their
+        plan is known nothing is done."""
+        while True:
+            try:
+                if text := await self._registry.noted("changes"):
+                    self._go(text, await self._plan(Changes.from_json(text)))
+                return
+            except (OutriderError, ValueError) as error:
+                _log.warning("the changes that hold are not known yet: %s", error)
+                await asyncio.sleep(LOOK_PERIOD_S)
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            await asyncio.sleep(LOOK_PERIOD_S)
+            try:
+                await self.look()
+            except (OutriderError, ValueError) as error:
+                _log.warning("there may be other settings: %s", error)
+
+    async def look(self) -> None:
+        """Once. Raises `StoreUnavailable`, and `ValueError` for changes that are none."""
+        asked = await self._registry.noted("asked")
+        if self._holds and not asked:  # It has lost everything.
+            await self._registry.note("changes", self._holds)
+        if not asked or asked in (self._seen, self._holds):
+            return
+        self._seen = asked
+        changes = Changes.from_json(asked)
+        try:
+            plan = await self._plan(changes)
+        except ConfigError as error:
+            _log.error("other settings are refused: %s", error)
+            await self._registry.note("answer", Answer(changes.name, str(error)).to_json())
+            return
+        if "draft_model" in changes.values and plan.placement.draft is not None:
+            wanted = await self._registry.wanted()
+            if not wanted.get("draft"):  # There were none while the target drafted for itself.
+                await self._registry.want({"draft": plan.counts["draft"]})
+        await self._registry.note("changes", asked)
+        await self._registry.note("answer", Answer(changes.name).to_json())
+        _log.info("other settings: %s", ", ".join(changes.values))
+        self._go(asked, plan)
+
+    def _go(self, text: str, plan: Blueprint) -> None:
+        self._seen = self._holds = text
+        self.name = Changes.from_json(text).name
+        self._go_by(plan)
+
+    async def _plan(self, changes: Changes) -> Blueprint:
+        """Raises `ConfigError` for what cannot work."""
+        before = self._original
+        given = changed(before.given, changes.values)
+        config = await self._resolve(given)
+        coordinator = replace(config.coordinator, redis_url=before.redis.url)
+        return make_blueprint(
+            given, replace(config, coordinator=coordinator), before.deployment,
+            before.log_directory, local=before.local,
+        )  # fmt: skip
+
+
+async def tell_changes(registry: Registry, changes: Mapping[str, Value]) -> str:
+    """Adds to the changes that hold; their name. Raises `ConfigError` where they are refused."""
+    before = await registry.noted("changes")
+    held = Changes.from_json(before).values if before else {}
+    asked = Changes(uuid.uuid4().hex, {**held, **changes})
+    await registry.note("asked", asked.to_json())
+    async with asyncio.timeout(ANSWER_S):
+        while True:
+            text = await registry.noted("answer")
+            answer = Answer.from_json(text) if text else None
+            if answer is not None and answer.name == asked.name:
+                break
+            await asyncio.sleep(ANSWER_PERIOD_S)
+    if answer.refusal:
+        raise ConfigError(answer.refusal)
+    return asked.name

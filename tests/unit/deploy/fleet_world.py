@@ -1,0 +1,186 @@
+"""A fleet without Ray, on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from deploy.blueprint import Blueprint
+from deploy.cluster import Actor, Demand
+from deploy.fleet import Fleet
+from deploy.placement import plan_placement
+from outrider.clock import run_virtually
+from outrider.config import load_config
+from outrider.errors import ConfigError, Unavailable
+from outrider.fleet.membership import Engagement
+from outrider.fleet.registry import MemoryRegistry, Role
+from outrider.hosting import Place
+
+SETTINGS = {"engine": "emulated:vocab_size=10", "draft_model": "emulated", "stop_timeout_s": 5}
+
+
+class Sitter(Actor):
+    """An actor that serves until it is told how it ends."""
+
+    def __init__(self, demand: Demand, rank: int, cluster: Machines) -> None:
+        super().__init__(demand, None, rank)
+        self._place = Place(1, "here")
+        self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.calls: list[str] = []
+        self.num_items = 0
+        self.silent = False
+        self._cluster = cluster
+
+    async def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        self.calls.append(method)
+        if method == "start":
+            self._cluster.starts.append(self.role)
+        if method == "wait":
+            await asyncio.shield(self.end)
+        if method == "start":
+            await self._cluster.loading.wait()
+        if method == "start" and (error := self._cluster.failures.get(self.role)):
+            raise error
+        if method == "start" and not self.rank:
+            self.config = arguments[0]
+            return f"{self.name}:1"
+        if method == "traffic":
+            return SimpleNamespace(num_items=self.num_items)
+        if method == "engagement":
+            if self.silent:
+                raise Unavailable("it does not answer")
+            address = f"{self.name}:1" if hasattr(self, "config") else ""
+            if not address:
+                return Engagement(address="")
+            return Engagement(
+                address=address, slot=self.config.slot, plan=self.config.plan,
+                leaving="leave" in self.calls,
+            )  # fmt: skip
+        return self._place if method == "ping" else None
+
+    async def kill(self) -> None:
+        self.calls.append("kill")
+
+
+class Machines:
+    """What `Cluster` does for a fleet, and what it was asked."""
+
+    def __init__(self) -> None:
+        self.failures: dict[str, Exception] = {}
+        """By role: what its actors raise when they start."""
+        self.full = False
+        self.room = 99
+        """For actors."""
+        self.actors: list[Sitter] = []
+        self.removed: list[str] = []
+        self.placing, self.loading = asyncio.Event(), asyncio.Event()
+        """Whether places are found, and models loaded."""
+        self.placing.set()
+        self.loading.set()
+        self.starts: list[str] = []
+        """Roles whose actors were started behind the first ones."""
+
+    async def place(
+        self, demands: Sequence[tuple[Demand, type, type]], timeout_s: float
+    ) -> list[Actor]:
+        if self.full or len(self._there()) + len(demands) > self.room:
+            raise ConfigError("there is no place")
+        await self.placing.wait()
+        made = [
+            Sitter(demand, rank, self) for demand, *_ in demands for rank in range(demand.num_ranks)
+        ]
+        self.actors += made
+        return list(made)
+
+    async def remove(self, actors: Sequence[Actor]) -> None:
+        self.removed += [actor.name for actor in actors]
+
+    def _there(self) -> list[Sitter]:
+        """Whose processes have not ended."""
+        return [one for one in self.actors if one.name not in self.removed and not one.end.done()]
+
+    async def replicas(self) -> list[str]:
+        return sorted({actor.demand.name for actor in self._there()})
+
+    async def find(self, demand: Demand) -> list[Actor]:
+        found = [actor for actor in self._there() if actor.demand.name == demand.name]
+        return sorted(found, key=lambda actor: actor.rank)
+
+
+class World:
+    """A fleet that runs."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.machines, self.registry = Machines(), MemoryRegistry()
+        self.settings = settings
+        self.blueprint = self._plan()
+        self.fleet = self._fleet()
+        self.running: asyncio.Task[Role] | None = None
+
+    def _plan(self, **changes: Any) -> Blueprint:
+        config = load_config(SETTINGS | self.settings | changes, {})
+        return Blueprint(
+            placement=plan_placement(config, {"CPU": 64}), deployment="d", log_directory="",
+            local=True, given=config,
+        )  # fmt: skip
+
+    async def upgrade(self, **changes: Any) -> None:
+        """Another one takes over, with another plan."""
+        await self.die()
+        self.blueprint = self._plan(**changes)
+        await self.come_back()
+
+    def _fleet(self) -> Fleet:
+        cluster: Any = self.machines
+        return Fleet(cluster, self.blueprint, self.registry)
+
+    async def start(self) -> None:
+        self.others = asyncio.all_tasks()
+        await self.fleet.place()
+        await self.fleet.begin("target", "draft")
+        await self.fleet.begin("coordinator")
+        self.running = asyncio.create_task(self.fleet.run())
+        await asyncio.sleep(1)
+        self.machines.starts.clear()
+
+    async def die(self) -> None:
+        """The process of the fleet ends, and with it whatever it was doing."""
+        running = asyncio.all_tasks() - {asyncio.current_task()} - self.others
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    async def come_back(self) -> None:
+        """Another one takes over."""
+        self.fleet = self._fleet()
+        await self.fleet.adopt()
+        self.running = asyncio.create_task(self.fleet.run())
+        await asyncio.sleep(1)
+
+    def names(self, role: Role) -> list[str]:
+        return [one.name for one in self.fleet.of(role) if one.address]
+
+    def actor(self, name: str) -> Sitter:
+        return next(actor for actor in self.machines.actors if actor.name == name)
+
+    async def close(self) -> None:
+        if self.running is not None:
+            self.running.cancel()
+        for actor in self.machines.actors:
+            if not actor.end.done():
+                actor.end.set_result(None)
+        await self.fleet.close()
+
+
+def play(scene: Callable[[World], Awaitable[None]], **settings: Any) -> None:
+    async def main() -> None:
+        world = World(**settings)
+        try:
+            await world.start()
+            await scene(world)
+        finally:
+            await world.close()
+
+    run_virtually(main())

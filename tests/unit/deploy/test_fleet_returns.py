@@ -1,0 +1,136 @@
+"""A fleet that returns, or that goes by another plan, with the replicas that are there."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fleet_world import World, play
+
+from deploy.replica import role_and_age
+from outrider.errors import EngineLost, StoreUnavailable
+from outrider.fleet.registry import ROLES
+
+
+def test_a_fleet_that_returns_goes_on_with_the_replicas_that_are_there() -> None:
+    """None is started or ended; later ones have other names, though the youngest has died
+    meanwhile, and ports that are free."""
+
+    async def scene(world: World) -> None:
+        await world.registry.want({"draft": 3})
+        await asyncio.sleep(2)
+        before = [world.names(role) for role in ROLES]
+        await world.die()
+        youngest = max(world.names("draft"), key=role_and_age)
+        slot = world.actor(youngest).config.slot
+        world.actor(youngest).end.set_result(None)
+        world.machines.starts.clear()
+        await world.come_back()
+        [coordinators, targets, drafts] = [world.names(role) for role in ROLES]
+        assert [coordinators, targets] == before[:2]
+        assert drafts[:2] == [name for name in before[2] if name != youngest]
+        assert world.machines.starts == ["draft"]
+        assert role_and_age(drafts[2]) > role_and_age(youngest)
+        assert world.actor(drafts[2]).config.slot == slot
+        assert not {*world.machines.removed} & {*coordinators, *targets, *drafts}
+        world.actor(targets[0]).end.set_exception(EngineLost("gone"))
+        await asyncio.sleep(5)
+        assert len(world.names("target")) == 2, "those taken over are watched"
+
+    play(scene, num_targets=2, target_port=7000)
+
+
+def test_what_does_not_serve_when_a_fleet_returns_is_ended_and_started_anew() -> None:
+    """One that was loading, and one that does not answer."""
+
+    async def scene(world: World) -> None:
+        world.machines.loading.clear()
+        await world.registry.want({"draft": 2})
+        await asyncio.sleep(2)
+        [loading] = {one.name for one in world.fleet.of("draft")} - {*world.names("draft")}
+        await world.die()
+        world.machines.loading.set()
+        [silent, _] = world.names("target")
+        world.actor(silent).silent = True
+        await world.come_back()
+        assert {*world.machines.removed} == {loading, silent}
+        assert [len(world.names(role)) for role in ROLES] == [1, 2, 2]
+
+    play(scene, num_targets=2)
+
+
+def test_one_that_was_leaving_leaves_when_a_fleet_returns() -> None:
+    async def scene(world: World) -> None:
+        stays, leaves = world.names("target")
+        await world.registry.want({"target": 1})
+        await asyncio.sleep(0.7)
+        assert world.actor(leaves).calls[-1] != "kill"
+        await world.die()
+        await world.come_back()
+        await asyncio.sleep(5)
+        assert world.names("target") == [stays]
+        assert world.machines.removed == [leaves]
+
+    play(scene, num_targets=2)
+
+
+def test_a_fleet_that_returns_without_its_registry_waits_for_it() -> None:
+    """It knows neither how many are wanted nor which names were given. A registry that has lost
+    everything is told of what is there."""
+
+    async def scene(world: World) -> None:
+        await world.registry.want({"draft": 3})
+        await asyncio.sleep(2)
+        await world.die()
+        world.registry.failure = StoreUnavailable("away")
+        coming = asyncio.create_task(world.come_back())
+        await asyncio.sleep(5)
+        assert not coming.done()
+        world.registry.forget()
+        world.registry.failure = None
+        await coming
+        assert len(world.names("draft")) == 3
+        assert not world.machines.removed
+        assert await world.registry.wanted() == {"coordinator": 1, "target": 1, "draft": 3}
+        assert await world.registry.noted("started") == "5"
+
+    play(scene)
+
+
+def test_what_another_plan_changes_is_replaced_one_by_one() -> None:
+    """Of each role as many serve as are wanted, all the time; what the plan leaves alone stays. A
+    coordinator goes first, for the next one is to have its port."""
+
+    async def scene(world: World) -> None:
+        before = {role: world.names(role) for role in ROLES}
+        await world.upgrade(max_model_len=999, grpc_port=7100)
+        for _ in range(300):
+            targets = world.fleet.of("target")
+            assert sum(bool(one.address) for one in targets) >= 2
+            assert sum(not one.leaves for one in targets) <= 3
+            await asyncio.sleep(0.1)
+        assert world.names("draft") == before["draft"], "nothing changes for it"
+        for role in ("target", "coordinator"):
+            assert not {*world.names(role)} & {*before[role]}
+            assert len(world.names(role)) == len(before[role])
+        [coordinator] = world.names("coordinator")
+        assert world.actor(coordinator).config.grpc_port == 7100
+        assert {world.actor(name).config.max_model_len for name in world.names("target")} == {999}
+        names = [world.names(role) for role in ROLES]
+        await world.die()
+        await world.come_back()
+        await asyncio.sleep(5)
+        assert [world.names(role) for role in ROLES] == names, "that plan holds"
+
+    play(scene, num_targets=2, grpc_port=7000)
+
+
+def test_where_another_one_finds_no_place_the_stale_one_leaves_first() -> None:
+    async def scene(world: World) -> None:
+        old = world.names("target")
+        world.machines.room = len(world.machines._there())
+        await world.upgrade(max_num_seqs=7)
+        await asyncio.sleep(60)
+        assert len(world.names("target")) == 2
+        assert not {*world.names("target")} & {*old}
+
+    play(scene, num_targets=2)

@@ -1,0 +1,164 @@
+"""Other settings for a deployment that runs: what is taken, what is refused, what is remembered."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from deploy import rollout
+from deploy.blueprint import Blueprint
+from deploy.placement import plan_placement
+from deploy.rollout import Changes, Rollout, changed, tell_changes
+from outrider.clock import run_virtually
+from outrider.config import DeploymentConfig, load_config
+from outrider.errors import ConfigError, SettingError, StoreUnavailable
+from outrider.fleet.registry import MemoryRegistry
+
+SETTINGS = {"engine": "emulated:vocab_size=10", "draft_model": "emulated"}
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "resources", lambda: {"CPU": 64.0})
+
+
+def given(**settings: object) -> DeploymentConfig:
+    return load_config(SETTINGS | settings, {})
+
+
+class World:
+    """A deployment's registry, and who makes plans for it."""
+
+    def __init__(self) -> None:
+        self.registry = MemoryRegistry(lambda: 0.0)
+        self.plans: list[Blueprint] = []
+        self.missing: set[str] = set()
+        """Models that are not to be had."""
+        self.again()
+
+    def again(self) -> None:
+        """Another process."""
+        config = given()
+        found = replace(config, coordinator=replace(config.coordinator, redis_url="unix:///x"))
+        blueprint = Blueprint(
+            placement=plan_placement(found, {"CPU": 64}), deployment="d", log_directory="",
+            local=True, given=config,
+        )  # fmt: skip
+        self.rollout = Rollout(self.registry, blueprint, self._resolve, self.plans.append)
+
+    async def _resolve(self, config: DeploymentConfig) -> DeploymentConfig:
+        if config.draft.model in self.missing:
+            raise SettingError("draft_model", "is not to be had")
+        return config
+
+    async def tell(self, **values: str | int) -> str:
+        running = asyncio.create_task(self.rollout.run())
+        try:
+            return await tell_changes(self.registry, values)
+        finally:
+            running.cancel()
+
+
+def test_changes_add_up_and_make_a_plan() -> None:
+    """Which keeps the place of the sessions, and what was not changed."""
+
+    async def main() -> None:
+        world = World()
+        first = await world.tell(max_num_seqs=7)
+        second = await world.tell(max_model_len=99)
+        assert [plan.given.target.max_num_seqs for plan in world.plans] == [7, 7]
+        assert world.plans[1].given.target.max_model_len == 99
+        assert world.plans[1].redis.url == "unix:///x"
+        assert world.plans[0].plan("draft") == world.plans[1].plan("draft")
+        assert world.plans[0].plan("target") != world.plans[1].plan("target")
+        assert (world.rollout.name, first != second) == (second, True)
+
+    run_virtually(main())
+
+
+def test_what_cannot_work_is_refused_and_what_held_still_holds() -> None:
+    async def main() -> None:
+        world = World()
+        name = await world.tell(max_num_seqs=7)
+        world.missing.add("ngram")
+        with pytest.raises(ConfigError, match="draft_model: is not to be had"):
+            await world.tell(draft_model="ngram")
+        with pytest.raises(ConfigError, match=r"num_targets: .*use `outrider scale`"):
+            await world.tell(num_targets=3)
+        assert (len(world.plans), world.rollout.name) == (1, name)
+        await world.tell(max_model_len=99)
+        assert world.plans[1].given.draft.model == "emulated"
+        assert world.plans[1].given.target.max_num_seqs == 7
+
+    run_virtually(main())
+
+
+def test_another_process_goes_by_the_changes_that_hold() -> None:
+    """Once it can: until then there is no plan. Those that were refused are none."""
+
+    async def main() -> None:
+        world = World()
+        await world.rollout.return_to()
+        assert world.plans == []
+        name = await world.tell(draft_model="ngram")
+        world.again()
+        world.missing.add("ngram")
+        returning = asyncio.create_task(world.rollout.return_to())
+        await asyncio.sleep(5)
+        assert (len(world.plans), returning.done()) == (1, False)
+        world.registry.failure = StoreUnavailable("away")
+        await asyncio.sleep(5)
+        world.registry.failure = None
+        world.missing.clear()
+        await returning
+        assert world.plans[1] == world.plans[0]
+        assert world.rollout.name == name
+        await world.rollout.look()
+        assert len(world.plans) == 2
+        world.missing.add("suffix")
+        with pytest.raises(ConfigError, match="is not to be had"):
+            await world.tell(draft_model="suffix")
+        world.again()
+        await world.rollout.return_to()
+        assert world.plans[2] == world.plans[0]
+
+    run_virtually(main())
+
+
+def test_a_registry_that_has_lost_the_changes_is_told() -> None:
+    async def main() -> None:
+        world = World()
+        name = await world.tell(max_num_seqs=7)
+        world.registry.forget()
+        await world.rollout.look()
+        assert Changes.from_json(await world.registry.noted("changes")).name == name
+        await world.rollout.look()
+        assert len(world.plans) == 1
+
+    run_virtually(main())
+
+
+def test_drafts_come_where_there_were_none_for_want_of_use() -> None:
+    async def main() -> None:
+        world = World()
+        await world.registry.want({"draft": 0, "target": 1, "coordinator": 1})
+        await world.tell(draft_model="ngram")
+        assert (await world.registry.wanted())["draft"] == 1
+
+    run_virtually(main())
+
+
+def test_a_draft_goes_with_the_target_that_it_was_chosen_for() -> None:
+    before = load_config({"model": "demo", "draft_model": "hybrid:suffix,demo-drafter"}, {})
+    assert changed(before, {"model": "other"}).draft.model == "ngram"
+    assert changed(before, {"model": "demo"}).draft.model == "hybrid:suffix,demo-drafter"
+    assert changed(before, {"model": "other", "draft_model": "suffix"}).draft.model == "suffix"
+    assert changed(before, {"num_targets": 1}) == before
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"values": 3}', "{"])
+def test_what_are_no_changes_are_refused(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 (of several kinds)
+        Changes.from_json(text)
