@@ -3,6 +3,7 @@
 read      the target answers the prompts; the draft's model reads the answers
 rehearse  short sessions through the services put the engines' cost tables where rounds stand
 choose    rounds are told from the answers for every rule and K, and timed
+simulate  (asked for) fleets of what was chosen, on a virtual clock; `plan_simulation`
 validate  (asked for) the same prompts through a deployment, predicted beside measured
 """
 
@@ -27,6 +28,7 @@ from .number_options import numbers
 from .plan_reading import Sample
 from .plan_report import AcceptedBy, PlanReport, TemperaturePlan
 from .plan_script import DraftKind, scripted
+from .plan_simulation import ROUND_TRIP_MS_MAX
 from .prompt_options import PromptOptions, add_prompt_arguments, prompt_values
 
 SWEEP: Final = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -34,7 +36,6 @@ SWEEP: Final = (1, 2, 3, 4, 6, 8, 12, 16)
 BUILT_IN_PROMPTS: Final = 12
 """Of the built-in ones, where neither a file nor a number is named."""
 TEMPERATURES_MAX: Final = 8
-ROUND_TRIP_MS_MAX: Final = 10_000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

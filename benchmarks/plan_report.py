@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from typing import Final
@@ -62,8 +62,10 @@ class PlanReport:
     draft_costs: StepCosts | None
     plans: tuple[TemperaturePlan, ...]
 
-    def to_json(self, validation: Validation | None) -> str:
-        """One JSON object on one line."""
+    def to_json(
+        self, validation: Validation | None, fleets: Sequence[Mapping[str, object]] = ()
+    ) -> str:
+        """One JSON object on one line; `fleets` are those that were simulated."""
         value = asdict(self)
         value["temperatures"] = {
             f"{plan.temperature:g}": {
@@ -77,18 +79,26 @@ class PlanReport:
         }
         del value["plans"]
         value["validation"] = None if validation is None else validation.values()
-        return json.dumps(_rounded(value), allow_nan=False)
+        value["fleets"] = list(fleets)
+        return as_json(value)
 
 
-def render(report: PlanReport, validation: Validation | None) -> Group:
-    """The report for people."""
+def as_json(value: Mapping[str, object]) -> str:
+    """One object on one line, of few digits. Raises `ValueError` for NaN and infinity."""
+    return json.dumps(_rounded(value), allow_nan=False)
+
+
+def render(
+    report: PlanReport, validation: Validation | None, fleets: Iterable[Table | Text] = ()
+) -> Group:
+    """The report for people; `fleets` are tables of those that were simulated."""
     parts: list[Table | Text] = []
     for plan in report.plans:
         parts += [_acceptance(report, plan), _options(report, plan), *_bars(plan)]
         parts.append(Text(_sentence(plan.choice.chosen), style="bold"))
     if validation is not None:
         parts += validation.tables()
-    return Group(*parts)
+    return Group(*parts, *fleets)
 
 
 def _acceptance(report: PlanReport, plan: TemperaturePlan) -> Table:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from benchmarks import plan
+from benchmarks import plan, plan_simulation
 from deploy.models import resolve_models
 from deploy.placement import are_apart, plan_placement
 from outrider.config import DeploymentConfig
@@ -23,6 +24,8 @@ from .connection import add_connection_flags, connected
 from .settings import deployment_config, with_flags
 
 if TYPE_CHECKING:
+    from rich.console import Group
+
     from benchmarks.acceptance_reading import Encode
     from benchmarks.plan_reading import Sample
     from benchmarks.plan_report import PlanReport, TemperaturePlan
@@ -42,11 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "speedup` uses it answers the prompts once more."
     )
     plan.add_arguments(parser)
+    plan_simulation.add_arguments(parser)
     add_connection_flags(parser, without=OWN_FLAGS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plans, and prints tables or one JSON object."""
+    simulation = _simulation(arguments)
+    if simulation is not None and _needs_no_models(simulation):
+        return _simulate_alone(arguments, simulation)
     options = plan.PlanOptions.from_arguments(arguments)
     prompts = options.load_prompts()  # What is wrong with them shows before anything is started.
     if arguments.server and not options.validate:
@@ -65,13 +72,75 @@ def run(arguments: argparse.Namespace) -> int:
     report = replace(report, num_prompts=len(prompts))
     if options.plot is not None:
         options.plot.write_text(render_plot(report), encoding="utf-8")
-    if arguments.json:
-        print(report.to_json(validation))
+    if simulation is None:
+        _show(arguments, lambda: report.to_json(validation), lambda: render(report, validation))
         return 0
+    from benchmarks.plan_simulation_report import tables, values
+    from benchmarks.simulated_pair import of_report
+
+    pair = of_report(json.loads(report.to_json(None)), "this plan")
+    fleets = plan_simulation.run(simulation, pair, config, _progress)
+    _show(
+        arguments,
+        lambda: report.to_json(validation, values(fleets)),
+        lambda: render(report, validation, tables(simulation, pair, fleets)),
+    )
+    return 0
+
+
+def _simulation(arguments: argparse.Namespace) -> plan_simulation.SimulationOptions | None:
+    """What is to be simulated; None without `--simulate`, which nothing else goes without."""
+    if arguments.simulate:
+        return plan_simulation.SimulationOptions.from_arguments(arguments)
+    for name in plan_simulation.OWN:
+        if getattr(arguments, name) != arguments.parser.get_default(name):
+            raise SettingError(name, "is for --simulate: without it nothing is simulated")
+    return None
+
+
+def _needs_no_models(options: plan_simulation.SimulationOptions) -> bool:
+    return options.from_report is not None or options.from_numbers is not None
+
+
+def _simulate_alone(
+    arguments: argparse.Namespace, options: plan_simulation.SimulationOptions
+) -> int:
+    """Of a pair that is known already; nothing is run."""
+    from rich.console import Group
+
+    from benchmarks.plan_report import as_json
+    from benchmarks.plan_simulation_report import pair_values, tables, values
+    from benchmarks.simulated_pair import of_numbers, read_report
+
+    for name in ("prompts", "num_prompts", "plot", "server"):
+        if getattr(arguments, name) is not None:
+            raise SettingError(name, "is for models, and none is run")
+    if arguments.validate:
+        raise SettingError("validate", "is for models, and none is run")
+    config = deployment_config(arguments)
+    if options.from_report is not None:
+        pair = read_report(options.from_report)
+    else:
+        pair = of_numbers(options.from_numbers or "", config.target.max_num_seqs)
+    fleets = plan_simulation.run(options, pair, config, _progress)
+    _show(
+        arguments,
+        lambda: as_json({"pair": pair_values(pair), "fleets": values(fleets)}),
+        lambda: Group(*tables(options, pair, fleets)),
+    )
+    return 0
+
+
+def _show(
+    arguments: argparse.Namespace, as_json: Callable[[], str], as_tables: Callable[[], Group]
+) -> None:
+    """On standard output, as was asked for."""
     from rich.console import Console
 
-    Console().print(render(report, validation))
-    return 0
+    if arguments.json:
+        print(as_json())
+    else:
+        Console().print(as_tables())
 
 
 def _check(config: DeploymentConfig) -> None:

@@ -7,6 +7,7 @@
     rounds       sessions on their way from station to station      rounds.py
     simulation   requests and losses                                simulation.py
     figures      what came of them                                  recording.py, figures.py
+    sizing       the smallest fleet that keeps a time per token     sizing.py
 
 Nothing here knows what a step costs or where a session goes: times are those of
 `outrider.planning.round_times`, parts of prompts those of `outrider.engine.token_budget`, places

@@ -78,9 +78,10 @@ class Rounds:
         return {"target": self.targets, "draft": self.drafts}.get(role, self.coordinators)
 
     def begin(self, session: Session) -> None:
-        """A session's first round, in which the draft reads its prompt while the target does."""
+        """A session's first round, in which the draft reads its prompt while the target does, if
+        that is to be read."""
         self.places.settle(session, "target")
-        if not self._is_plain and self.places.settle(session, "draft"):
+        if not self._is_plain and self.places.settle(session, "draft") and session.target_missing:
             session.draft_missing = session.length
             session.reading = True
             self._send(session.draft, [session], self._half_s)

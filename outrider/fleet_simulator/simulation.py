@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
@@ -19,6 +20,16 @@ from .stations import Session, Station
 def simulate(scenario: Scenario) -> FleetFigures:
     """Runs a scenario to its end; the same one always comes to the same."""
     return _Run(scenario).figures()
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A request to come."""
+
+    rate: float | None = None
+    """Of which it is one, requests a second; None = it follows one that ended."""
+    is_read: bool = False
+    """Whether its replicas hold its prompt."""
 
 
 class _Run:
@@ -45,12 +56,13 @@ class _Run:
         """Runs to the end."""
         scenario, agenda, demand = self._scenario, self._agenda, self._scenario.demand
         if demand.sessions is not None:
-            # The first ones come one by one, over half of the warm-up.
+            # The first ones come one by one, over half of the warm-up, with prompts that are read:
+            # else a fleet would begin with the prompts of all at once.
             for index in range(demand.sessions):
                 at = scenario.warm_up_s / 2 * index / demand.sessions
-                agenda.note(at, self._arrive, None)
+                agenda.note(at, self._arrive, _Arrival(is_read=True))
         elif demand.rate:
-            agenda.note(self._requests.gap_s(demand.rate), self._arrive, demand.rate)
+            agenda.note(self._requests.gap_s(demand.rate), self._arrive, _Arrival(demand.rate))
         for number, loss in enumerate(scenario.losses):
             agenda.note(scenario.warm_up_s + loss.at_s, self._lose, (number, loss))
             if loss.back_s < scenario.seconds:
@@ -68,11 +80,11 @@ class _Run:
     def _stations(self) -> Sequence[Station]:
         return [*self._rounds.targets, *self._rounds.drafts, *self._rounds.coordinators]
 
-    def _arrive(self, rate: float | None) -> None:
+    def _arrive(self, arrival: _Arrival) -> None:
         """A request comes, and of a rate the next one is noted."""
-        now, scenario = self._agenda.now, self._scenario
+        now, scenario, rate = self._agenda.now, self._scenario, arrival.rate
         if rate is not None:
-            self._agenda.note(now + self._requests.gap_s(rate), self._arrive, rate)
+            self._agenda.note(now + self._requests.gap_s(rate), self._arrive, arrival)
         number, self._num_begun = self._num_begun, self._num_begun + 1
         demand = scenario.demand
         key = blake2b(number.to_bytes(8, "little"), digest_size=16).digest()
@@ -81,8 +93,10 @@ class _Run:
         if not self._rounds.places.open(session, number, scenario.sessions_max):
             self._recording.refused()
             if rate is None:  # Who keeps sessions running asks again a second later.
-                self._agenda.note(now + 1.0, self._arrive, None)
+                self._agenda.note(now + 1.0, self._arrive, arrival)
             return
+        if arrival.is_read:
+            session.target_missing = 0
         self._count_running()
         self._sessions[session] = None
         self._rounds.begin(session)
@@ -92,7 +106,7 @@ class _Run:
         self._recording.ended(session)
         del self._sessions[session]
         if self._scenario.demand.sessions is not None:
-            self._agenda.note(self._agenda.now, self._arrive, None)
+            self._agenda.note(self._agenda.now, self._arrive, _Arrival())
 
     def _lose(self, event: tuple[int, Loss]) -> None:
         number, loss = event

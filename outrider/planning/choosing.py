@@ -50,6 +50,10 @@ class Option:
     tokens_per_round: float
     hit_rate: float | None
     """Share of the rounds whose proposal is there before they begin; None without look-ahead."""
+    proposed_per_round: float = 0.0
+    """Draft tokens, mean over the rounds with a draft ..."""
+    steps_per_round: float = 0.0
+    """... and steps of its model: fewer than K where a look-up proposes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +138,8 @@ class Chooser:
             speedup=rate / self._plain_rate,
             tokens_per_round=rounds.tokens_per_round,
             hit_rate=hit_rate,
+            proposed_per_round=rounds.proposed_per_round,
+            steps_per_round=rounds.steps_per_round,
         )
 
     def _rate(self, rounds: Rounds, seconds: float) -> float:

@@ -74,9 +74,23 @@ class Rounds:
     def rates(self) -> tuple[float | None, float]:
         """Accepted tokens over proposed ones, None without any; and proposed ones a round."""
         proposed = sum(kind.num_proposed * number for kind, number in self.kinds.items())
-        drafted = sum(self.kinds.values())
         share = sum(self.accepted) / proposed if proposed else None
-        return share, proposed / drafted if drafted else 0.0
+        return share, self.proposed_per_round
+
+    @property
+    def proposed_per_round(self) -> float:
+        """Draft tokens, over all rounds but the first ones; 0 without any."""
+        return self._mean(lambda kind: kind.num_proposed)
+
+    @property
+    def steps_per_round(self) -> float:
+        """Steps of the draft's model, over the same rounds."""
+        return self._mean(lambda kind: kind.num_steps)
+
+    def _mean(self, of: Callable[[RoundKind], float]) -> float:
+        later = sum(self.kinds.values())
+        total = sum(of(kind) * number for kind, number in self.kinds.items())
+        return total / later if later else 0.0
 
 
 def total(parts: Sequence[Rounds]) -> Rounds:

@@ -104,8 +104,8 @@ class ServiceTimes:
         if later <= 0:
             return 0.0
         means = _Means(
-            rows=1 + _mean(rounds, lambda kind: kind.num_proposed),
-            steps=_mean(rounds, lambda kind: kind.num_steps),
+            rows=1 + rounds.proposed_per_round,
+            steps=rounds.steps_per_round,
             context=rounds.contexts / later,
         )
         groups = self._num_groups(means, load)
@@ -207,8 +207,3 @@ def _between(seconds: Callable[[int], float], sessions: float) -> float:
     if part == 0:
         return seconds(fewer)
     return (1 - part) * seconds(fewer) + part * seconds(fewer + 1)
-
-
-def _mean(rounds: Rounds, of: Callable[[RoundKind], float]) -> float:
-    numbers = rounds.kinds.items()
-    return sum(of(kind) * number for kind, number in numbers) / sum(rounds.kinds.values())

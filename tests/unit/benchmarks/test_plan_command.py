@@ -67,10 +67,20 @@ def test_the_command_reads_rehearses_and_prints_one_json_object(
         "--target-num-threads", "1", "--draft-num-threads", "1", "--device", "cpu",
         "--plot", str(plot), "--json",
     )  # fmt: skip
-    assert main(["plan", *flags]) == 0
+    fleet = (
+        "--simulate", "--sessions", "4", "--targets", "2", "--drafts", "1", "--coordinators", "1",
+        "--simulated-seconds", "2", "--json",
+    )  # fmt: skip
+    assert main(["plan", *flags, *fleet]) == 0
     shown = capsys.readouterr()
     assert shown.out.count("\n") == 1
-    plan = json.loads(shown.out)["temperatures"]["1"]
+    report = json.loads(shown.out)
+    assert report["fleets"][0]["figures"]["tokens_per_second"] > 0
+    saved = tmp_path / "plan.json"
+    saved.write_text(shown.out)
+    assert main(["plan", "--from-report", str(saved), *fleet]) == 0
+    assert json.loads(capsys.readouterr().out)["fleets"] == report["fleets"]
+    plan = report["temperatures"]["1"]
     assert {option["rule"] for option in plan["options"]} == {"token", "block", "coupled"}
     assert len(plan["options"]) == 24
     assert all(option["tokens_per_second"] > 0 for option in plan["options"])

@@ -57,6 +57,16 @@ def test_tokens_per_round_are_the_geometric_sum() -> None:
     assert found.tokens_per_round == pytest.approx(sum(0.8**n for n in range(5)), rel=0.005)
 
 
+def test_a_choice_says_what_its_rounds_ask_of_the_draft() -> None:
+    """A look-up proposes half of them: four tokens a round, and two steps of the model."""
+    rounds = _text(4, 0.8, num_steps=2)
+    assert (rounds.proposed_per_round, rounds.steps_per_round) == (4.0, 2.0)
+    chooser = Chooser(_times(), Load(), [1], _text(0, 0.0), Rule.TOKEN)
+    choice = chooser.choose([Candidate(Rule.TOKEN, 4, rounds)])
+    assert (choice.chosen.proposed_per_round, choice.chosen.steps_per_round) == (4.0, 2.0)
+    assert (choice.plain.proposed_per_round, choice.plain.steps_per_round) == (0.0, 0.0)
+
+
 def test_look_ahead_hides_the_draft_where_it_hits() -> None:
     """K = 4, 3 outcomes, hits 0.75: a round is the target's 10.3 ms and, of a quarter, the draft's
     4 ms. A draft of 4 ms a step is later than the target by 5 * 4.002 - 10.3 ms, and one that

@@ -1,0 +1,189 @@
+"""`outrider plan --simulate`: what it reads, what it refuses, and what it prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.simulated_pair import of_numbers, of_report
+from deploy.cli.main import main
+from outrider.engine.costs import StepCosts
+from outrider.errors import SettingError
+from outrider.planning.fitting import Line
+
+FLEET = ("--sessions", "4", "--targets", "2", "--drafts", "1", "--coordinators", "1")
+NUMBERS = ("plan", "--simulate", "--from-numbers")
+
+
+def _report(**chosen: object) -> dict[str, object]:
+    costs = {
+        "rows": [1, 8], "seconds": [0.02, 0.03], "session_s": 0.0, "slot_s": 0.0, "row_slot_s": 0.0
+    }  # fmt: skip
+    line = {"base_s": 0.001, "factor": 1.5}
+    choice = {
+        "rule": "token", "num_draft_tokens": 3, "look_ahead": 2, "hit_rate": 0.5,
+        "proposed_per_round": 2.5, "steps_per_round": 2.0,
+    }  # fmt: skip
+    times = {
+        "verify": costs, "plain": line, "wait": line, "first": line, "rest_s": 0.002,
+        "max_num_seqs": 8, "shares_device": False,
+    }  # fmt: skip
+    by_position = {"token": [0.8, 0.5, None, 0.9]}
+    plan = {
+        "chosen": choice | chosen,
+        "times": times,
+        "acceptance": {"all": {"by_position": by_position}},
+    }
+    return {
+        "model": "a", "draft_model": "b", "round_trip_ms": 3.0, "target_costs": costs,
+        "draft_costs": None, "temperatures": {"0.7": plan},
+    }  # fmt: skip
+
+
+def test_a_plan_says_what_is_simulated() -> None:
+    """Chances by position become a survival; what is not known is not accepted."""
+    pair = of_report(_report(), "it")
+    assert pair.name == "b for a"
+    assert pair.drafting.survival == pytest.approx((0.8, 0.4, 0.0))
+    assert (pair.drafting.num_proposed, pair.drafting.num_steps) == (2.5, 2.0)
+    assert (pair.drafting.look_ahead, pair.drafting.hit_rate) == (2, 0.5)
+    assert pair.times.verify == StepCosts((1, 8), (0.02, 0.03))
+    assert pair.times.draft is None
+    assert pair.times.wait == Line(0.001, 1.5)
+    assert (pair.times.rest_s, pair.times.max_num_seqs, pair.round_trip_ms) == (0.002, 8, 3.0)
+    nothing = {"num_draft_tokens": 0, "proposed_per_round": 0.0, "steps_per_round": 0.0}
+    plain = of_report(_report(rule="greedy", look_ahead=0, hit_rate=None, **nothing), "it")
+    assert plain.drafting.is_plain
+
+
+def test_numbers_say_what_is_simulated() -> None:
+    """The emulated pair's by default: 18.3 ms for each begun 16 rows, 1.3 for each begun 64."""
+    pair = of_numbers("")
+    for rows, begun in ((1, 1), (16, 1), (17, 2), (320, 20), (321, 21)):
+        assert pair.times.verify.step_seconds(rows) == pytest.approx(0.0183 * begun)
+    assert pair.times.verify.step_seconds(16 * 1_000) == pytest.approx(18.3)
+    assert pair.times.draft is not None
+    assert pair.times.draft.step_seconds(65) == pytest.approx(0.0026)
+    assert pair.drafting.survival == pytest.approx([0.8**n for n in range(1, 7)])
+    table = of_numbers(
+        "verify_ms=1:20/101:30, acceptance=0.9/0.5,num_draft_tokens=3,look_ahead=4,hit_rate=0.7,"
+        "draft_branches=1,rest_ms=2",
+        max_num_seqs=5,
+    )
+    assert table.times.verify.step_seconds(51) == pytest.approx(0.025)
+    assert table.drafting.survival == pytest.approx((0.9, 0.45, 0.225))
+    assert (table.drafting.look_ahead, table.drafting.hit_rate) == (4, 0.7)
+    assert table.times.draft is not None
+    assert table.times.draft.step_seconds(7) == pytest.approx(7 * 0.0013)
+    assert (table.times.rest_s, table.times.max_num_seqs) == (0.002, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("speed=1", "unknown key 'speed'"),
+        ("verify_ms=1,verify_ms=2", "verify_ms is given twice"),
+        ("verify_ms=fast", "verify_ms='fast'"),
+        ("verify_ms=-1", "verify_ms='-1'"),
+        ("verify_ms=4:1/2:3", "must be whole numbers from 1 that ascend"),
+        ("verify_ms=1:x", "verify_ms='x'"),
+        ("verify_tokens=0", "verify_tokens='0'"),
+        ("acceptance=1.2", "acceptance='1.2'"),
+        ("acceptance=nan", "acceptance='nan'"),
+        ("num_draft_tokens=17", "num_draft_tokens='17'"),
+        ("num_draft_tokens=2.5", "num_draft_tokens='2.5'"),
+        ("num_draft_tokens=0,look_ahead=2", "look_ahead 2"),
+    ],
+)
+def test_wrong_numbers_are_named(text: str, named: str) -> None:
+    with pytest.raises(SettingError, match="from_numbers") as caught:
+        of_numbers(text)
+    assert named in caught.value.reason
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("plan", "--sessions", "3"), "error: --sessions: is for --simulate"),
+        (("plan", "--lose", "draft@3"), "error: --lose: is for --simulate"),
+        (("plan", "--simulate", "--tpot-ms", "9"), "error: --sessions: or --rate is needed"),
+        ((*NUMBERS, "", *FLEET, "--rate", "3"), "error: --sessions: or --rate"),
+        ((*NUMBERS, "", "--rate", "3"), "error: --tpot-ms: is needed"),
+        ((*NUMBERS, "", *FLEET, "--from-report", "x"), "error: --from-numbers: and --from-report"),
+        ((*NUMBERS, "k=1", *FLEET), "error: --from-numbers: unknown key 'k'"),
+        ((*NUMBERS, "", *FLEET, "--targets", "0"), "error: --targets: 0 is wrong"),
+        ((*NUMBERS, "", *FLEET, "--sessions", "100001"), "error: --sessions: 100001"),
+        ((*NUMBERS, "", *FLEET, "--round-trip-ms", "nan"), "error: --round-trip-ms: nan"),
+        ((*NUMBERS, "", *FLEET, "--drafts", "few"), "argument --drafts: 'few' is wrong"),
+        ((*NUMBERS, "", *FLEET, "--lose", "mind@3"), "argument --lose: 'mind@3' is wrong"),
+        ((*NUMBERS, "", *FLEET, "--lose", "draft@5-4"), "error: --lose: 5-4"),
+        ((*NUMBERS, "", *FLEET, "--lose", "draft@99"), "error: --lose: 99"),
+        ((*NUMBERS, "num_draft_tokens=0", *FLEET, "--lose", "draft@1"), "error: --lose: draft is"),
+        ((*NUMBERS, "", *FLEET, "--prompts", "x"), "error: --prompts: is for models"),
+        ((*NUMBERS, "", *FLEET, "--validate"), "error: --validate: is for models"),
+        ((*NUMBERS, "", *FLEET, "--targets", ",".join(map(str, range(1, 99)))), "98 runs"),
+        (("plan", "--simulate", "--from-report", "/no/where", *FLEET), "error: --from-report: can"),
+    ],
+)
+def test_wrong_flags_are_named(
+    flags: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(flags)
+    except SystemExit as error:
+        code = int(str(error.code))
+    assert code == 2
+    shown = capsys.readouterr()
+    assert named in shown.err
+    assert shown.out == ""
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"temperatures": {}}'])
+def test_a_file_that_is_no_report_is_named(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    assert main(["plan", "--simulate", "--from-report", str(path), *FLEET]) == 2
+    assert f"error: --from-report: {path} is not " in capsys.readouterr().err
+
+
+def test_a_saved_report_is_simulated_without_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every load on every fleet; the link is the plan's."""
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(_report()))
+    flags = (
+        "plan", "--simulate", "--from-report", str(path), "--sessions", "2,4", "--targets", "1,2",
+        "--drafts", "1", "--coordinators", "1", "--simulated-seconds", "4", "--lose", "target@1-2",
+        "--json",
+    )  # fmt: skip
+    assert main(flags) == 0
+    shown = capsys.readouterr()
+    assert shown.out.count("\n") == 1
+    report = json.loads(shown.out)
+    assert [(one["load"]["sessions"], one["fleet"]["targets"]) for one in report["fleets"]] == [
+        (2, 1), (2, 2), (4, 1), (4, 2)
+    ]  # fmt: skip
+    assert report["pair"]["drafting"]["look_ahead"] == 2
+    for one in report["fleets"]:
+        assert one["round_trip_ms"] == 3.0
+        assert one["figures"]["tokens_per_second"] > 0
+        assert one["figures"]["losses"][0]["back_s"] == 2.0
+    assert main(flags) == 0
+    assert capsys.readouterr().out == shown.out
+
+
+def test_the_smallest_fleet_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """And that there is none; progress goes to standard error."""
+    load = ("--sessions", "20", "--simulated-seconds", "2")
+    assert main([*NUMBERS, "rest_ms=1", *load, "--tpot-ms", "15"]) == 0
+    shown = capsys.readouterr()
+    assert "20 sessions need" in shown.out
+    assert "to keep 15 ms a token" in " ".join(shown.out.split())
+    assert "ms a token for 99 % of them" in shown.err
+    assert main([*NUMBERS, "", *load, "--tpot-ms", "1"]) == 0
+    assert "No number of replicas keeps 1 ms a token" in " ".join(capsys.readouterr().out.split())
