@@ -14,6 +14,7 @@ from typing import Any, Final, cast
 from outrider.config import DeploymentConfig
 from outrider.errors import SettingError
 from outrider.fleet.registry import ROLES, Role
+from outrider.fleet_simulator import sizing
 from outrider.fleet_simulator.figures import FleetFigures
 from outrider.fleet_simulator.scenario import (
     COORDINATOR_S,
@@ -24,7 +25,6 @@ from outrider.fleet_simulator.scenario import (
     Scenario,
 )
 from outrider.fleet_simulator.simulation import simulate
-from outrider.fleet_simulator.sizing import smallest
 from outrider.limits import MAX_TOKENS_DEFAULT, REPLICAS_MAX, SEED_MAX
 from outrider.settings import check_range
 
@@ -245,7 +245,7 @@ def _scenarios(
         *(Demand(sessions=n, prompt_tokens=prompt, answer_tokens=answer) for n in options.sessions),
         *(Demand(rate=rate, prompt_tokens=prompt, answer_tokens=answer) for rate in options.rate),
     ]
-    counts = [options.counts(role) or (1,) for role in ("target", "draft", "coordinator")]
+    counts = [options.counts(role) or (1,) for role in sizing.ROLES]
     sizes = [
         FleetSize(targets=targets, drafts=drafts, coordinators=coordinators)
         for targets, drafts, coordinators in product(*counts)
@@ -277,7 +277,7 @@ def _simulated(
             took = "-" if figures.tpot_ms_p99 is None else f"{figures.tpot_ms_p99:.1f}"
             progress(f"{in_words(fleet)}: {took} ms a token for 99 % of them")
 
-        found = smallest(scenario, options.tpot_ms, free, tried)
+        found = sizing.smallest(scenario, options.tpot_ms, free, tried)
         if found is None:
             return SimulatedFleet(scenario, True, None)
         scenario = replace(scenario, fleet=found)
@@ -287,4 +287,9 @@ def _simulated(
 
 def in_words(fleet: FleetSize) -> str:
     """A fleet's size."""
-    return f"{fleet.targets} targets, {fleet.drafts} drafts, {fleet.coordinators} coordinators"
+    return ", ".join(counted(fleet.of(role), role) for role in sizing.ROLES)
+
+
+def counted(number: int, what: str) -> str:
+    """So many of them."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

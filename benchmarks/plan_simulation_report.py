@@ -11,7 +11,7 @@ from rich.text import Text
 from outrider.fleet_simulator.figures import FleetFigures
 from outrider.fleet_simulator.scenario import Demand
 
-from .plan_simulation import SimulatedFleet, SimulationOptions, in_words
+from .plan_simulation import SimulatedFleet, SimulationOptions, counted, in_words
 from .simulated_pair import SimulatedPair
 
 
@@ -54,15 +54,15 @@ def tables(
             )
         elif one.was_found:
             yield Text(
-                f"{_load(one.scenario.demand)} need {in_words(one.scenario.fleet)} to keep "
-                f"{options.tpot_ms:g} ms a token.",
+                f"For {_load(one.scenario.demand)}: {in_words(one.scenario.fleet)} keep "
+                f"{options.tpot_ms:g} ms a token, before any loss.",
                 style="bold",
             )
 
 
 def _load(demand: Demand) -> str:
     if demand.sessions is not None:
-        return f"{demand.sessions} sessions"
+        return counted(demand.sessions, "session")
     return f"{demand.rate:g} requests a second"
 
 

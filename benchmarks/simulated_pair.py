@@ -108,11 +108,13 @@ def of_numbers(text: str, max_num_seqs: int = ENGINE_SEQUENCES_MAX) -> Simulated
     if look_ahead > 0 and num == 0:
         _refuse(f"look_ahead {look_ahead} is wrong; with num_draft_tokens 0 it must be 0")
     verify = _table("verify_ms", "verify_tokens", values)
+    rest_s = _number("rest_ms", values["rest_ms"], STEP_MS_MAX) / 1e3
     times = ServiceTimes(
         target=verify,
         verify=verify,
         draft=_table("draft_ms", "draft_branches", values),
-        rest_s=_number("rest_ms", values["rest_ms"], STEP_MS_MAX) / 1e3,
+        plain=Line(rest_s),
+        rest_s=rest_s,
         max_num_seqs=max_num_seqs,
     )
     drafting = Drafting(

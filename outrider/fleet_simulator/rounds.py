@@ -154,11 +154,13 @@ class Rounds:
 
     def _forward(self, batch: Sessions, delay_s: float) -> None:
         asking = [session for session in batch if session.has_verdict]
+        if not asking:
+            self._to_targets(batch, delay_s)
+            return
         if len(asking) < len(batch):
             ready = [session for session in batch if not session.has_verdict]
             self._to_targets(ready, delay_s)
-        if asking:
-            self._ask(asking, delay_s)
+        self._ask(asking, delay_s)
 
     def _ask(self, batch: Sessions, delay_s: float) -> None:
         """Verdicts are known: questions for proposals leave, but where one is there."""
@@ -179,7 +181,8 @@ class Rounds:
                     session.proposed = True
                     ready.append(session)
             asking.append(session)
-        self._recording.asked(len(asking), sum(one.proposed for one in ready))
+        num_hits = sum([one.proposed for one in ready]) if ready else 0
+        self._recording.asked(len(asking), num_hits)
         for draft, sessions in _grouped(asking, lambda one: one.draft):
             self._agenda.note(asked_at + self._half_s, self._asked, (draft, sessions))
         if ready:
@@ -199,14 +202,15 @@ class Rounds:
         """Questions arrive at a draft. What it reads for a session comes before its proposal."""
         draft, sessions = message
         if not draft.is_free:
-            waiting = sum(one.wish is not Wish.LOOK_AHEAD for one in sessions)
+            waiting = sum([one.wish is not Wish.LOOK_AHEAD for one in sessions])
             self._recording.queued(waiting)
-        ready: Sessions = []
-        for session in sessions:
-            if session.reading and draft.lost_at is None:
-                session.is_parked = session.wish is not Wish.LOOK_AHEAD
-            else:
-                ready.append(session)
+        ready = sessions
+        if draft.lost_at is None:
+            ready = [session for session in sessions if not session.reading]
+            if len(ready) < len(sessions):
+                for session in sessions:
+                    if session.reading:
+                        session.is_parked = session.wish is not Wish.LOOK_AHEAD
         if ready:
             draft.take(ready)
 
@@ -239,6 +243,8 @@ class Rounds:
     def _send(self, station: Station | None, sessions: Sessions, delay_s: float) -> None:
         if station is None:
             self._homeless["target"] += sessions
+        elif delay_s == 0:
+            station.take(sessions)
         else:
             self._agenda.note(self._agenda.now + delay_s, station.take, sessions)
 
@@ -299,6 +305,8 @@ def _grouped(
     batch: Sessions, by: Callable[[Session], Station | None]
 ) -> Iterable[tuple[Station, Sessions]]:
     """Sessions by station, each group in their order."""
+    if len(batch) == 1:
+        return ((by(batch[0]), batch),)  # type: ignore[return-value]
     found: dict[Station | None, Sessions] = {}
     for session in batch:
         station = by(session)

@@ -16,10 +16,12 @@ from .simulation import simulate
 
 ROLES: Final[tuple[Role, ...]] = ("target", "draft", "coordinator")
 """In the order in which they are found: those that cost most first."""
-SEARCH_S: Final = 12.0
-"""Of each simulation while the fleet is looked for ..."""
-SEARCH_WARM_UP_S: Final = 6.0
-"""... and before it."""
+SEARCH_S: Final = (4.0, 12.0)
+"""What is measured of each simulation while the fleet is looked for, at least and at most ..."""
+SEARCH_ROUNDS: Final = 100_000
+"""... so that there are about so many rounds; and half of that comes before it."""
+TOLERANCE: Final = 0.02
+"""Share of a number by which it may be larger than the smallest."""
 GENEROUS: Final = 4
 """How many times as many of a role as it needs at least there are while another one is looked
 for."""
@@ -40,9 +42,9 @@ def keeps(figures: FleetFigures, tpot_ms: float) -> bool:
 def smallest(
     scenario: Scenario, tpot_ms: float, free: Collection[Role], tried: Tried
 ) -> FleetSize | None:
-    """The fleet with the fewest targets, then drafts, then coordinators, that keeps a time per
-    token, before any loss; the numbers of roles that are not `free` are the scenario's. None where
-    none does: a single session takes longer, or another role is too small.
+    """The fleet with the fewest targets, then drafts, then coordinators (within `TOLERANCE`), that
+    keeps a time per token, before any loss; the numbers of roles that are not `free` are the
+    scenario's. None where none does: a single session takes longer, or another role is too small.
     `tried` hears of each one that is simulated."""
     search = _Search(scenario, tpot_ms, free, tried)
     return search.found()
@@ -54,13 +56,15 @@ class _Search:
     def __init__(
         self, scenario: Scenario, tpot_ms: float, free: Collection[Role], tried: Tried
     ) -> None:
+        self._tpot_ms = tpot_ms
+        least_s, most_s = SEARCH_S
+        seconds = min(most_s, max(least_s, SEARCH_ROUNDS / self._rounds_per_second(scenario)))
         self._scenario = replace(
             scenario,
             losses=(),
-            seconds=min(scenario.seconds, SEARCH_S),
-            warm_up_s=min(scenario.warm_up_s, SEARCH_WARM_UP_S),
+            seconds=min(scenario.seconds, seconds),
+            warm_up_s=min(scenario.warm_up_s, seconds / 2),
         )
-        self._tpot_ms = tpot_ms
         self._free = [role for role in ROLES if role in free]
         if scenario.drafting.is_plain and "draft" in self._free:
             self._free.remove("draft")
@@ -89,15 +93,18 @@ class _Search:
             fleet = _with(fleet, role, number)
         return fleet
 
+    def _rounds_per_second(self, scenario: Scenario) -> float:
+        """What keeping the time per token comes to."""
+        demand = scenario.demand
+        tokens = (demand.rate or 0.0) * demand.answer_tokens
+        if demand.sessions is not None:
+            tokens = demand.sessions / (self._tpot_ms / 1e3)
+        return tokens / scenario.drafting.tokens_per_round
+
     def _least(self, role: Role) -> int:
         """What a role needs if all its replicas were busy all the time, with full steps."""
         scenario, drafting, times = self._scenario, self._scenario.drafting, self._scenario.times
-        demand = scenario.demand
-        if demand.sessions is not None:
-            tokens = demand.sessions / (self._tpot_ms / 1e3)
-        else:
-            tokens = (demand.rate or 0.0) * demand.answer_tokens
-        rounds = tokens / drafting.tokens_per_round
+        rounds = self._rounds_per_second(scenario)
         seats = times.max_num_seqs
         if role == "coordinator":
             busy_s = scenario.coordinator_s
@@ -117,7 +124,7 @@ class _Search:
             if high == REPLICAS_MAX or high > HOPELESS * least:
                 return None
             low, high = high, min(REPLICAS_MAX, math.ceil(high * 1.5))
-        while high - low > 1:
+        while high - low > max(1.0, TOLERANCE * high):
             # What was reckoned is nearly the least: below it most of the way is not worth a look.
             middle = (low + high) // 2 if low else max(1, math.floor(high * 0.9))
             if self._keeps(_with(fleet, role, middle)):

@@ -229,6 +229,11 @@ class Coordinator(Station):
         self.loads: dict[str, dict[str, int]] = {}
         """Its sessions at each replica that is there, by role."""
 
+    def _wake(self) -> None:
+        """A turn begins with whatever has come; nobody gains by waiting for more."""
+        if self._running is None and self._waiting:
+            self._begin(None)
+
     def _next_step(self) -> tuple[Sessions, float]:
         batch, self._waiting = self._waiting, []
         return batch, self._turn_s * len(batch)
@@ -364,7 +369,7 @@ class Target(Engine):
     def _next_step(self) -> tuple[Sessions, float]:
         batch, prefix_rows, attention_s = self._share()
         rounds = [one for one in batch if not one.target_missing] if prefix_rows else batch
-        bare = sum(not one.proposed for one in rounds)
+        bare = sum([not one.proposed for one in rounds])
         rows = prefix_rows + bare + round((len(rounds) - bare) * self._round_rows)
         if self._reads_contexts:
             context = sum(one.length for one in rounds)

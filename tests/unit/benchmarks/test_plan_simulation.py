@@ -78,6 +78,7 @@ def test_numbers_say_what_is_simulated() -> None:
     assert table.times.draft is not None
     assert table.times.draft.step_seconds(7) == pytest.approx(7 * 0.0013)
     assert (table.times.rest_s, table.times.max_num_seqs) == (0.002, 5)
+    assert table.times.plain.at(0.02) == pytest.approx(0.022)
 
 
 @pytest.mark.parametrize(
@@ -182,8 +183,8 @@ def test_the_smallest_fleet_is_named(capsys: pytest.CaptureFixture[str]) -> None
     load = ("--sessions", "20", "--simulated-seconds", "2")
     assert main([*NUMBERS, "rest_ms=1", *load, "--tpot-ms", "15"]) == 0
     shown = capsys.readouterr()
-    assert "20 sessions need" in shown.out
-    assert "to keep 15 ms a token" in " ".join(shown.out.split())
+    assert "For 20 sessions: " in shown.out
+    assert "keep 15 ms a token" in " ".join(shown.out.split())
     assert "ms a token for 99 % of them" in shown.err
     assert main([*NUMBERS, "", *load, "--tpot-ms", "1"]) == 0
     assert "No number of replicas keeps 1 ms a token" in " ".join(capsys.readouterr().out.split())
