@@ -42,9 +42,11 @@ def tables(
     how = f"K = {len(drafting.survival)}"
     if drafting.look_ahead:
         how += f", fan-out {drafting.look_ahead}"
-    yield _served(f"Simulated: {pair.name}; {how}, {options.simulated_seconds:g} s", fleets)
-    if options.lose:
-        yield _lost(fleets)
+    served = [one for one in fleets if one.figures is not None]
+    if served:
+        yield _served(f"Simulated: {pair.name}; {how}, {options.simulated_seconds:g} s", served)
+    if served and options.lose:
+        yield _lost(served)
     for one in fleets:
         if one.figures is None:
             yield Text(
@@ -85,8 +87,8 @@ def _served(title: str, fleets: Sequence[SimulatedFleet]) -> Table:
 
 def _cells(figures: FleetFigures) -> Iterator[str]:
     yield f"{figures.tokens_per_second:.1f}"
-    yield f"{_milliseconds(figures.tpot_ms_p50)}, {_milliseconds(figures.tpot_ms_p99)}"
-    yield f"{_milliseconds(figures.ttft_ms_p50)}, {_milliseconds(figures.ttft_ms_p99)}"
+    yield f"{_one_decimal(figures.tpot_ms_p50)}, {_one_decimal(figures.tpot_ms_p99)}"
+    yield f"{_one_decimal(figures.ttft_ms_p50)}, {_one_decimal(figures.ttft_ms_p99)}"
     yield f"{figures.draft_ms:.1f}"
     for share in (figures.draft_share, figures.rounds_queued, figures.hit_rate):
         yield f"{share:.2f}"
@@ -95,7 +97,7 @@ def _cells(figures: FleetFigures) -> Iterator[str]:
     yield f"{figures.targets.sessions_per_step:.1f}"
 
 
-def _milliseconds(value: float | None) -> str:
+def _one_decimal(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
@@ -113,7 +115,8 @@ def _lost(fleets: Sequence[SimulatedFleet]) -> Table:
             table.add_row(
                 in_words(one.scenario.fleet), loss.role, f"{loss.at_s:g}",
                 "-" if loss.back_s is None else f"{loss.back_s:g}",
-                f"{loss.tokens_per_second_before:.1f}", f"{loss.tokens_per_second_after:.1f}",
+                _one_decimal(loss.tokens_per_second_before),
+                _one_decimal(loss.tokens_per_second_after),
                 str(loss.tokens_in_worst_second), str(loss.num_paused),
                 f"{loss.pause_ms_p50:.0f}", f"{loss.pause_ms_max:.0f}",
             )  # fmt: skip

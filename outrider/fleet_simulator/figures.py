@@ -34,9 +34,10 @@ class LossFigures:
     at_s: float
     back_s: float | None
     """None = it stays away."""
-    tokens_per_second_before: float
-    tokens_per_second_after: float
-    """From the end of the pause on, while it is away; 0 where that is no time."""
+    tokens_per_second_before: float | None
+    """None where that is no whole second ..."""
+    tokens_per_second_after: float | None
+    """... and from the end of the pause on, while it is away."""
     tokens_in_worst_second: float
     num_paused: int
     """Sessions that had no token between the loss and their move, and then had one ..."""
@@ -92,7 +93,7 @@ def weighted_percentile(weights: Mapping[float, float], share: float) -> float |
     return value
 
 
-def rate_between(by_second: Sequence[int], start_s: float, end_s: float) -> float:
-    """Events a second over the whole seconds between these times; 0 where there is none."""
+def rate_between(by_second: Sequence[int], start_s: float, end_s: float) -> float | None:
+    """Events a second over the whole seconds between these times; None where there is none."""
     first, last = math.ceil(start_s), math.floor(min(end_s, len(by_second)))
-    return sum(by_second[first:last]) / (last - first) if last > first else 0.0
+    return sum(by_second[first:last]) / (last - first) if last > first else None

@@ -16,7 +16,7 @@ from .simulation import simulate
 
 ROLES: Final[tuple[Role, ...]] = ("target", "draft", "coordinator")
 """In the order in which they are found: those that cost most first."""
-SEARCH_S: Final = (4.0, 12.0)
+SEARCH_S: Final = (4.0, 60.0)
 """What is measured of each simulation while the fleet is looked for, at least and at most ..."""
 SEARCH_ROUNDS: Final = 100_000
 """... so that there are about so many rounds; and half of that comes before it."""
@@ -118,12 +118,16 @@ class _Search:
         return min(REPLICAS_MAX, max(1, math.ceil(rounds * busy_s)))
 
     def _fewest(self, fleet: FleetSize, role: Role, least: int) -> int | None:
-        """By doubling from `least`, up or down, and halving what lies between."""
-        low, high = 0, least
+        """From `least` on up, or down, and then by halving what lies between. Where so many as
+        there are keep the time, no more are looked at."""
+        most = min(REPLICAS_MAX, HOPELESS * least)
+        if self._known.get(fleet):
+            most = fleet.of(role)
+        low, high = 0, min(least, most)
         while not self._keeps(_with(fleet, role, high)):
-            if high == REPLICAS_MAX or high > HOPELESS * least:
+            if high == most:
                 return None
-            low, high = high, min(REPLICAS_MAX, math.ceil(high * 1.5))
+            low, high = high, min(most, math.ceil(high * 1.5))
         while high - low > max(1.0, TOLERANCE * high):
             # What was reckoned is nearly the least: below it most of the way is not worth a look.
             middle = (low + high) // 2 if low else max(1, math.floor(high * 0.9))

@@ -180,10 +180,10 @@ def test_a_saved_report_is_simulated_without_models(
 
 def test_the_smallest_fleet_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     """And that there is none; progress goes to standard error."""
-    load = ("--sessions", "20", "--simulated-seconds", "2")
+    load = ("--sessions", "6", "--simulated-seconds", "2", "--prompt-tokens", "16")
     assert main([*NUMBERS, "rest_ms=1", *load, "--tpot-ms", "15"]) == 0
     shown = capsys.readouterr()
-    assert "For 20 sessions: " in shown.out
+    assert "For 6 sessions: " in shown.out
     assert "keep 15 ms a token" in " ".join(shown.out.split())
     assert "ms a token for 99 % of them" in shown.err
     assert main([*NUMBERS, "", *load, "--tpot-ms", "1"]) == 0

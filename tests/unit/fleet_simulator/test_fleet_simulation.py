@@ -160,22 +160,23 @@ def test_too_few_drafts_are_waited_for() -> None:
 
 
 def test_coordinators_are_a_thread_each() -> None:
-    """At 0.5 ms a round one thread plays 2,000 a second, and two play twice as many."""
+    """At 1 ms a round one thread plays 1,000 a second, and two play twice as many."""
     for number in (1, 2):
         found = _simulated(
-            sessions=400, targets=20, drafts=20, coordinators=number, coordinator_s=0.0005
-        )
-        assert found.rounds_per_second == pytest.approx(2_000 * number, rel=0.01)
+            sessions=200, targets=20, drafts=20, coordinators=number, coordinator_s=0.001,
+            seconds=6.0,
+        )  # fmt: skip
+        assert found.rounds_per_second == pytest.approx(1_000 * number, rel=0.01)
         assert found.coordinators.busy == pytest.approx(1.0, abs=0.01)
 
 
 def test_places_are_within_the_bound_on_loads() -> None:
-    """No target of 20 has more than a quarter over the mean of 50, though keys are random and come
+    """No target of 10 has more than a quarter over the mean of 50, though keys are random and come
     and go; with one coordinator, whose bound that is."""
-    demand = Demand(sessions=1_000, prompt_tokens=16, answer_tokens=100)
-    found = _simulated(targets=20, drafts=20, demand=demand, seconds=5.0)
+    demand = Demand(sessions=500, prompt_tokens=16, answer_tokens=50)
+    found = _simulated(targets=10, drafts=10, demand=demand, seconds=2.0)
     for role in (found.targets, found.drafts):
-        assert 50 < role.sessions_most <= math.floor((1 + LOAD_SLACK) * 50.05)
+        assert 50 < role.sessions_most <= math.floor((1 + LOAD_SLACK) * 50.1)
         assert role.sessions_least > 0
 
 
@@ -183,11 +184,11 @@ def test_a_rate_is_served_as_it_comes() -> None:
     """20 requests a second of 50 tokens on average: 1,000 tokens a second, within five standard
     errors; and as many sessions at a time as the rate times how long they last."""
     demand = Demand(rate=20.0, prompt_tokens=16, answer_tokens=50)
-    found = _simulated(targets=4, drafts=2, demand=demand, seconds=60.0)
-    error = 50 * math.sqrt(2 * 20 * 60) / 60
+    found = _simulated(targets=4, drafts=2, demand=demand, seconds=40.0)
+    error = 50 * math.sqrt(2 * 20 * 40) / 40
     assert found.tokens_per_second == pytest.approx(1_000, abs=5 * error)
     assert found.tpot_ms_p50 is not None
-    assert found.sessions == pytest.approx(20 * 50 * found.tpot_ms_p50 / 1e3, rel=0.1)
+    assert found.sessions == pytest.approx(20 * 50 * found.tpot_ms_p50 / 1e3, rel=0.15)
     assert found.num_refused == 0
     full = _simulated(targets=4, drafts=2, demand=demand, sessions_max=3)
     assert full.sessions <= 3
@@ -212,6 +213,7 @@ def test_a_lost_target_costs_its_share_once_others_have_its_sessions() -> None:
     )  # fmt: skip
     (loss,) = found.losses
     before = loss.tokens_per_second_before
+    assert before is not None
     assert before == pytest.approx(4 * 8 * 5 / 0.020, rel=0.05)  # The last round may be cut.
     assert loss.tokens_per_second_after == pytest.approx(0.75 * before, rel=0.02)
     assert loss.num_paused == pytest.approx(50, abs=15)
@@ -273,7 +275,7 @@ def test_outcomes_of_many_sessions_take_turns_at_a_draft() -> None:
     ahead = replace(NONE, look_ahead=16, hit_rate=1.0)
     few = _simulated(sessions=8, targets=8, drafting=ahead)
     assert few.rounds_per_second == pytest.approx(8 / 0.020, rel=0.01)
-    many = _simulated(sessions=64, targets=64, drafting=ahead)
+    many = _simulated(sessions=64, targets=64, drafting=ahead, seconds=3.0)
     assert few.hit_rate > 0.99
     assert 64 / 0.0255 <= many.rounds_per_second <= 64 / 0.0235
     assert many.hit_rate < 0.3
@@ -285,7 +287,8 @@ def test_a_seed_is_a_run() -> None:
     scenario = _scenario(
         targets=4, drafts=3, coordinators=2, demand=demand, coordinator_s=0.0003,
         drafting=replace(Drafting.of((0.8, 0.6)), look_ahead=4, hit_rate=0.5),
-        losses=(Loss("draft", 3.0, 5.0), Loss("coordinator", 4.0, 6.0), Loss("target", 5.0, 8.0)),
+        losses=(Loss("draft", 1.0, 3.0), Loss("coordinator", 2.0, 4.0), Loss("target", 3.0, 6.0)),
+        seconds=7.0,
     )  # fmt: skip
     assert simulate(scenario) == simulate(scenario)
     assert simulate(scenario) != simulate(replace(scenario, seed=1))

@@ -15,7 +15,7 @@ from outrider.planning.round_times import ServiceTimes
 STEP = StepCosts((1, 4096), (0.020, 0.020))
 SCENARIO = Scenario(
     fleet=FleetSize(targets=1, drafts=1),
-    demand=Demand(sessions=60, prompt_tokens=16, answer_tokens=math.inf),
+    demand=Demand(sessions=30, prompt_tokens=16, answer_tokens=math.inf),
     drafting=Drafting.of((1.0, 1.0, 1.0)),
     times=ServiceTimes(
         target=STEP, verify=STEP, draft=StepCosts((1, 64), (0.002, 0.002)), max_num_seqs=4
@@ -34,12 +34,12 @@ def _found(scenario: Scenario, tpot_ms: float, *free: str) -> tuple[FleetSize | 
 
 
 def test_what_is_found_keeps_the_time_and_one_less_does_not() -> None:
-    """60 sessions at 10 ms a token want 1,500 rounds a second: 7.5 targets with full steps, 2.25
+    """30 sessions at 10 ms a token want 750 rounds a second: 3.75 targets with full steps, 1.1
     drafts. Few fleets are simulated."""
     fleet, num_tried = _found(SCENARIO, 10.0, "target", "draft", "coordinator")
     assert fleet is not None
-    assert 8 <= fleet.targets <= 20
-    assert 3 <= fleet.drafts <= 10
+    assert 4 <= fleet.targets <= 10
+    assert 2 <= fleet.drafts <= 5
     assert fleet.coordinators <= 2
     assert num_tried <= 24
     assert keeps(simulate(replace(SCENARIO, fleet=fleet)), 10.0)
@@ -48,16 +48,16 @@ def test_what_is_found_keeps_the_time_and_one_less_does_not() -> None:
 
 
 def test_numbers_that_are_stated_stay() -> None:
-    stated = replace(SCENARIO, fleet=FleetSize(targets=20, drafts=1, coordinators=3))
+    stated = replace(SCENARIO, fleet=FleetSize(targets=10, drafts=1, coordinators=3))
     fleet, _ = _found(stated, 10.0, "draft")
     assert fleet is not None
-    assert (fleet.targets, fleet.coordinators) == (20, 3)
+    assert (fleet.targets, fleet.coordinators) == (10, 3)
     assert fleet.drafts > 1
 
 
 def test_coordinators_are_found_by_what_a_round_costs_them() -> None:
-    """60 sessions at 14 ms a token want 1,071 rounds a second, of 2 ms each."""
-    scenario = replace(SCENARIO, coordinator_s=0.002, fleet=FleetSize(targets=30, drafts=30))
+    """30 sessions at 14 ms a token want 536 rounds a second, of 4 ms each."""
+    scenario = replace(SCENARIO, coordinator_s=0.004, fleet=FleetSize(targets=15, drafts=15))
     fleet, _ = _found(scenario, 14.0, "coordinator")
     assert fleet is not None
     assert 3 <= fleet.coordinators <= 8
@@ -69,5 +69,5 @@ def test_a_time_that_a_single_session_misses_is_kept_by_no_fleet() -> None:
 
 
 def test_a_time_that_stated_drafts_miss_is_kept_by_no_number_of_targets() -> None:
-    """One draft gives 667 proposals a second, to 60 sessions one in 90 ms."""
+    """One draft gives 667 proposals a second, to 30 sessions one in 45 ms."""
     assert _found(SCENARIO, 10.0, "target")[0] is None
