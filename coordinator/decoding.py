@@ -124,6 +124,8 @@ class Decoding:
         length = self._lengths.choose(index, self._completion.remaining)
         drafted = await self._propose(index, length, noise)
         verified = await self._verify(index, length, drafted)
+        if self._session.error is not None:
+            raise self._session.error  # It was lost meanwhile.
         proposal = drafted.proposal
         outcome = decide(
             verified.reply.verdict,

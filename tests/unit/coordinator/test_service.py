@@ -21,6 +21,7 @@ from outrider.drafting.ngram import NgramDrafter
 from outrider.engine.executor import InlineExecutor
 from outrider.errors import (
     BadRequest,
+    DataLoss,
     DeadlineExceeded,
     InvariantError,
     LinkLost,
@@ -357,6 +358,24 @@ def test_health_follows_the_store_and_the_target() -> None:
             assert not await b.service.healthy()
             b.target_link.restore()
             assert await b.service.healthy()
+
+    run_virtually(main())
+
+
+def test_a_session_that_is_lost_during_a_round_ends_with_what_lost_it() -> None:
+    """Not with the verdict that comes for it afterwards, though all its tokens were shown."""
+
+    async def main() -> None:
+        target = TargetService(ToyEngine(), InlineExecutor(lambda: 2.0), max_num_seqs=8)
+        async with bench(target=target) as made:
+            events = made.service.generate(REQUEST)
+            async for event in events:
+                if isinstance(event, Tokens):
+                    break
+            made.store.restore({})
+            with pytest.raises(DataLoss, match="not stored any more"):
+                async for _ in events:
+                    pass
 
     run_virtually(main())
 
