@@ -96,9 +96,11 @@ class _Corrections:
 
     def chances(self, scores: _Chances) -> _Chances:
         """Of the guesses of each row [N, R], which fall; rows without a guess are all 0."""
-        best = np.where(np.isfinite(scores[:, :1]), scores[:, :1], 0.0)
-        weights: _Chances = np.exp(self._sharpness.value * (scores - best))
-        weights[~np.isfinite(scores)] = 0.0
+        known = np.isfinite(scores)
+        best = np.where(known[:, :1], scores[:, :1], 0.0)
+        behind = np.where(known, scores - best, 0.0)
+        weights: _Chances = np.exp(self._sharpness.value * behind)
+        weights[~known] = 0.0
         weights /= np.maximum(weights.sum(axis=1, keepdims=True), 1.0)
         return weights
 

@@ -114,3 +114,13 @@ def test_what_is_not_a_guess_is_not_planned() -> None:
     plan = fan_out.plan(seen, LOOK_AHEAD_MAX)
     assert {(guess.num_accepted, guess.rank) for guess in plan} == {(0, 0), (2, 0), (2, 1)}
     assert all(0 < guess.chance <= 1 for guess in plan)
+
+
+def test_scores_that_say_nothing_leave_out_what_is_no_guess_as_well() -> None:
+    """Where the likeliest guess was never right for long, the others count as much."""
+    fan_out = FanOut()
+    for _ in range(3000):
+        fan_out.note(guesses([1.0]), 0, 3)
+    plan = fan_out.plan(guesses([1.0], [5.0, 4.0, -math.inf, -math.inf]), LOOK_AHEAD_MAX)
+    assert {guess.rank for guess in plan} == {0, 1}
+    assert plan[0].chance == pytest.approx(plan[1].chance)
