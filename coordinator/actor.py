@@ -72,7 +72,8 @@ class CoordinatorActor:
         from .servicer import CoordinatorServicer
 
         registry = _registry(config)
-        self._service = await _build(config, await _links(config, registry), self._observe(config))
+        addresses = await _addresses(config, registry)
+        self._service = await _build(config, _links(addresses), self._observe(config))
         await self._service.start()
         descriptor = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
         self._server = RpcServer(
@@ -84,11 +85,13 @@ class CoordinatorActor:
         self._health = asyncio.create_task(_report_health(self._service, self._server))
         address = advertised(config.host, self._server.address)
         if registry is not None:
-            await self._follow(registry, config, address)
+            await self._follow(registry, config, address, addresses)
         self._engagement = Engagement(address=address, slot=config.slot, plan=config.plan)
         return address
 
-    async def _follow(self, registry: Registry, config: CoordinatorConfig, address: str) -> None:
+    async def _follow(
+        self, registry: Registry, config: CoordinatorConfig, address: str, begun_with: Addresses
+    ) -> None:
         """Keeps up with who is in the registry, and is in it."""
         from outrider.fleet.announcing import Announcer
         from outrider.fleet.registry import ReplicaRecord
@@ -100,8 +103,8 @@ class CoordinatorActor:
         if service is None or member is None:
             return
         rosters = (
-            Roster("target", service.targets, registry, target_link),
-            Roster("draft", service.drafts, registry, draft_link),
+            Roster("target", service.targets, registry, target_link, begun_with[0]),
+            Roster("draft", service.drafts, registry, draft_link, begun_with[1]),
         )
         peers = Peers(registry, member.name, service)
         self._rosters = [asyncio.create_task(one.run()) for one in (*rosters, peers)]
@@ -177,6 +180,8 @@ Links = tuple[
     "Mapping[str, Link[VerifyItem, VerifyAnswer]]", "Mapping[str, Link[DraftItem, DraftAnswer]]"
 ]
 """To the targets and to the drafts, by name."""
+Addresses = tuple[Mapping[str, str], Mapping[str, str]]
+"""Theirs, likewise."""
 
 
 def _registry(config: CoordinatorConfig) -> Registry | None:
@@ -187,20 +192,25 @@ def _registry(config: CoordinatorConfig) -> Registry | None:
     return RedisRegistry(config.membership.redis, config.membership.deployment)
 
 
-async def _links(config: CoordinatorConfig, registry: Registry | None) -> Links:
-    """To those that the registry has, or else that the configuration names."""
-    from outrider.wire.grpc_link import draft_link, target_link
-
+async def _addresses(config: CoordinatorConfig, registry: Registry | None) -> Addresses:
+    """Of those that the registry has, or else that the configuration names."""
     if registry is None:
         draft = config.draft_address
-        return (
-            {"target-0": target_link(config.target_address)},
-            {"draft-0": draft_link(draft)} if draft else {},
-        )
+        return {"target-0": config.target_address}, {"draft-0": draft} if draft else {}
     targets, drafts = [await registry.records(role) for role in ("target", "draft")]
     return (
-        {one.name: target_link(one.address) for one in targets if not one.leaving},
-        {one.name: draft_link(one.address) for one in drafts if not one.leaving},
+        {one.name: one.address for one in targets if not one.leaving},
+        {one.name: one.address for one in drafts if not one.leaving},
+    )
+
+
+def _links(addresses: Addresses) -> Links:
+    from outrider.wire.grpc_link import draft_link, target_link
+
+    targets, drafts = addresses
+    return (
+        {name: target_link(address) for name, address in targets.items()},
+        {name: draft_link(address) for name, address in drafts.items()},
     )
 
 

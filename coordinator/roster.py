@@ -3,14 +3,14 @@
 A replica joins once it says itself what it runs, and that fits. It is left when it says that it
 leaves, and taken out when the registry has not had it for as long as a lease, in which one that
 lives says its name again even to a registry that has lost everything, and it does not answer
-either. While the registry is away nothing changes.
+either, or another one answers at its address. While the registry is away nothing changes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 from outrider.errors import OutriderError
@@ -36,14 +36,18 @@ class Roster:
         pool: ReplicaPool[Any, Any],
         registry: Registry,
         link: Callable[[str], Link[Any, Any]],
+        begun_with: Mapping[str, str] | None = None,
     ) -> None:
-        """`link(address)` leads to a replica; nothing is sent before it is asked something."""
+        """`link(address)` leads to a replica; nothing is sent before it is asked something.
+        `begun_with` are the addresses of those that are in the pool already, by name."""
         self._role = role
         self._pool = pool
         self._registry = registry
         self._link = link
         self._heard_at: dict[str, float] = {}
         """When the registry had each that is in the pool, s of the loop's clock."""
+        self._addresses: dict[str, str] = dict(begun_with or {})
+        """Where each of them was when the registry had it."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """Replicas that are being asked whether they join, or whether they are there."""
         self._not_before: dict[str, float] = {}
@@ -75,17 +79,23 @@ class Roster:
         self._away = False
         for record in records:
             self._hear(record, now)
+        taken = {record.address for record in records}
         for name in self._pool.names:
             if now - self._heard_at.setdefault(name, now) > LEASE_S and name not in self._tasks:
-                self._tasks[name] = asyncio.create_task(self._doubt(name))
+                is_replaced = self._addresses.get(name) in taken
+                self._tasks[name] = asyncio.create_task(self._doubt(name, is_replaced))
         known = {record.name for record in records}.union(self._pool.names)
-        for times in (self._heard_at, self._not_before):
-            for name in times.keys() - known:
-                del times[name]
+        of_names: tuple[dict[str, Any], ...] = (
+            self._heard_at, self._addresses, self._not_before
+        )  # fmt: skip
+        for notes in of_names:
+            for name in notes.keys() - known:
+                del notes[name]
 
     def _hear(self, record: ReplicaRecord, now: float) -> None:
         name = record.name
         self._heard_at[name] = now
+        self._addresses[name] = record.address
         if record.leaving:
             self._pool.retire(name)
         elif (
@@ -95,11 +105,11 @@ class Roster:
         ):
             self._tasks[name] = asyncio.create_task(self._join(record))
 
-    async def _doubt(self, name: str) -> None:
+    async def _doubt(self, name: str, is_replaced: bool) -> None:
         """Takes out a replica that is announced no more, unless it answers: it may be the one that
-        does not reach the registry."""
+        does not reach the registry. Who answers at the address of another one is that one."""
         try:
-            if await self._pool.answers(name):
+            if not is_replaced and await self._pool.answers(name):
                 self._heard_at[name] = asyncio.get_running_loop().time()
             else:
                 _log.warning("the %s %s is announced no more: it is taken out", self._role, name)

@@ -52,13 +52,21 @@ class World:
     def __init__(self) -> None:
         self.registry = MemoryRegistry()
         self.pool: ReplicaPool[Any, Any] = ReplicaPool("target", fits)
-        self.roster = Roster("target", self.pool, self.registry, self._link)
-        self.following = asyncio.create_task(self.roster.run())
+        self.follow({})
         self.prepared: dict[str, ScriptedLink] = {}
         """By address: links other than such as answer at once."""
         self.links: list[tuple[str, ScriptedLink]] = []
         """Those that were made, with their addresses."""
         self._renewing: dict[str, asyncio.Task[None]] = {}
+        self.says: dict[str, ReplicaRecord] = {}
+        """What those say that say something else than `record`."""
+
+    def follow(self, begun_with: dict[str, str]) -> None:
+        """Anew, with these in the pool."""
+        if hasattr(self, "following"):
+            self.following.cancel()
+        self.roster = Roster("target", self.pool, self.registry, self._link, begun_with)
+        self.following = asyncio.create_task(self.roster.run())
 
     def _link(self, address: str) -> ScriptedLink:
         link = self.prepared.get(address) or ScriptedLink()
@@ -72,7 +80,7 @@ class World:
     def live(self, *names: str) -> None:
         """These say their names from now on, as announcers do."""
         for name in names:
-            self._renewing[name] = asyncio.create_task(self._renew(record(name)))
+            self._renewing[name] = asyncio.create_task(self._renew(name))
 
     def die(self, name: str) -> None:
         """It says nothing any more, to anybody."""
@@ -85,10 +93,10 @@ class World:
         """It says its name no more."""
         self._renewing.pop(name).cancel()
 
-    async def _renew(self, one: ReplicaRecord) -> None:
+    async def _renew(self, name: str) -> None:
         while True:
             if self.registry.failure is None:
-                await self.registry.announce(one)
+                await self.registry.announce(self.says.get(name, record(name)))
             await asyncio.sleep(RENEWAL_S)
 
     async def close(self) -> None:
@@ -223,6 +231,30 @@ def test_one_that_only_the_registry_does_not_hear_stays() -> None:
         world.links[0][1].away_until = math.inf
         await asyncio.sleep(LEASE_S + SOON_S)
         assert world.pool.names == []
+
+    play(scene)
+
+
+@pytest.mark.parametrize("begun_with", [False, True])
+def test_one_whose_address_another_one_has_is_gone_though_that_one_answers(
+    begun_with: bool,
+) -> None:
+    """As where replicas of one machine take the ports of those that died: the old name does not
+    stay beside the new one."""
+
+    async def scene(world: World) -> None:
+        if begun_with:
+            await world.pool.join("a", ScriptedLink())
+            world.follow({"a": "a:1"})
+        else:
+            await world.registry.announce(record("a"))
+        await asyncio.sleep(SOON_S)
+        world.live("b")
+        world.says["b"] = replace(record("b"), address="a:1")
+        await asyncio.sleep(2 * LEASE_S)
+        assert world.pool.names == ["b"]
+        await asyncio.sleep(2 * LEASE_S)
+        assert world.pool.names == ["b"]
 
     play(scene)
 
