@@ -119,6 +119,10 @@ class Registry(Protocol):
         ...
 
 
+RegistrySnapshot = tuple[dict[tuple[Role, str], tuple[float, ReplicaRecord]], dict[Role, int]]
+"""Records with the ends of their leases, and what is wanted."""
+
+
 class MemoryRegistry:
     """A registry for replicas and coordinators of one process."""
 
@@ -136,6 +140,16 @@ class MemoryRegistry:
         self._records.clear()
         self._wanted.clear()
         self._notes.clear()
+
+    def snapshot(self) -> RegistrySnapshot:
+        """All that it has now; later calls do not change it."""
+        return dict(self._records), dict(self._wanted)
+
+    def restore(self, snapshot: RegistrySnapshot) -> None:
+        """Goes back to a snapshot, as a server does that lost its last writes in a crash. Leases
+        have run on."""
+        records, wanted = snapshot
+        self._records, self._wanted = dict(records), dict(wanted)
 
     async def announce(self, record: ReplicaRecord) -> None:
         """See `Registry.announce`."""

@@ -136,3 +136,21 @@ def test_nothing_is_asked_of_what_is_no_role() -> None:
             await MemoryRegistry().records(role)  # type: ignore[arg-type]
 
     run_virtually(main())
+
+
+def test_a_registry_that_goes_back_has_what_it_had_as_long_as_leases_run() -> None:
+    async def main() -> None:
+        registry = MemoryRegistry()
+        await registry.announce(RECORD)
+        await registry.want({"draft": 1})
+        then = registry.snapshot()
+        await registry.withdraw(RECORD.role, RECORD.name)
+        await registry.want({"draft": 2})
+        registry.restore(then)
+        assert await registry.records(RECORD.role) == [RECORD]
+        assert await registry.wanted() == {"draft": 1}
+        await asyncio.sleep(LEASE_S)
+        registry.restore(then)
+        assert await registry.records(RECORD.role) == []
+
+    run_virtually(main())
