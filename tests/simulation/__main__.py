@@ -1,54 +1,78 @@
-"""python -m tests.simulation --seeds 200 | --seed 17"""
+"""Runs seeds of the simulation: python -m tests.simulation --seeds 200 [--from 1000] | --seed 17"""
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import sys
 import traceback
-from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import torch
 
-from .scenario import RankCount, run_seed
+from .results import Result
+from .scenario import run_seed
 
-DEVIATION_MAX = 6.0
-"""Standard deviations; 4 ranks a run: false alarm below 1e-8."""
+SEEDS_AT_ONCE = 10
+"""Of a process, before it is told what comes next."""
+
+
+def run_seeds(seeds: range) -> tuple[Result, list[str]]:
+    """What they came to, and what is to be told of those that failed."""
+    torch.set_num_threads(1)
+    total, told = Result(), []
+    for seed in seeds:
+        try:
+            total.merge(run_seed(seed))
+        except Exception:  # noqa: BLE001 - whatever a seed dies of is its result
+            total.merge(Result(num_seeds=1, num_failed=1))
+            replay = f"python -m tests.simulation --seed {seed}"
+            told.append(f"seed {seed} failed; replay with: {replay}\n{traceback.format_exc()}")
+    return total, told
+
+
+def run_side_by_side(seeds: range, num_jobs: int) -> Iterator[tuple[Result, list[str]]]:
+    """`run_seeds` of all of them, some at a time."""
+    parts = [seeds[at : at + SEEDS_AT_ONCE] for at in range(0, len(seeds), SEEDS_AT_ONCE)]
+    if num_jobs == 1 or len(parts) == 1:
+        yield from map(run_seeds, parts)
+        return
+    spawning = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_jobs, mp_context=spawning) as pool:
+        yield from pool.map(run_seeds, parts)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=200, help="how many seeds to run, from 0")
+    parser.add_argument("--seeds", type=int, default=200, help="how many seeds to run")
+    parser.add_argument("--from", type=int, default=0, dest="first", help="the first of them")
     parser.add_argument("--seed", type=int, help="run this seed alone, and show what it does")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    seeds = [options.seed] if options.seed is not None else range(options.seeds)
-    faults: Counter[str] = Counter()
-    ranks = RankCount()
-    failed = num_tokens = num_sessions = num_moves = 0
-    for seed in seeds:
-        try:
-            result = run_seed(seed)
-        except Exception:  # noqa: BLE001 - whatever a seed dies of is its result
-            failed += 1
-            print(f"seed {seed} failed; replay with: python -m tests.simulation --seed {seed}")
-            traceback.print_exc()
-            continue
-        faults += result.faults
-        ranks.merge(result.ranks)
-        num_tokens += result.num_tokens
-        num_sessions += result.num_sessions
-        num_moves += result.num_moves
-    deviation = ranks.largest_deviation()
-    if deviation > DEVIATION_MAX:
-        failed += 1
-        print(f"the committed tokens are not the target's: {deviation:.1f} standard deviations")
-    counts = " ".join(f"{kind}={count}" for kind, count in sorted(faults.items()))
-    print(f"sampled_tokens={ranks.num_tokens} largest_deviation={deviation:.2f}")
-    print(
-        f"seeds={len(seeds)} failed={failed} faults{{{counts}}} "
-        f"tokens={num_tokens} sessions={num_sessions} sessions_moved={num_moves}"
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="processes side by side"
     )
-    return 1 if failed else 0
+    parser.add_argument("--save", type=Path, help="file to keep the result in")
+    parser.add_argument(
+        "--add", type=Path, nargs="+", default=[], help="files of other runs to add to the result"
+    )
+    options = parser.parse_args()
+    seeds = range(options.first, options.first + options.seeds)
+    if options.seed is not None:
+        seeds = range(options.seed, options.seed + 1)
+    total = Result()
+    for path in options.add:
+        total.merge(Result.load(path))
+    for part, told in run_side_by_side(seeds, options.jobs):
+        total.merge(part)
+        for text in told:
+            print(text, flush=True)
+    if options.save is not None:
+        total.save(options.save)
+    print("\n".join(total.lines()))
+    return 0 if total.is_good else 1
 
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

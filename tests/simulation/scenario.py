@@ -1,85 +1,36 @@
 """One seed: a few sessions under faults, and what must be true of every one of them.
 
-At every event: what is shown is committed, in order, without gaps. At the end: every session has
-ended, the store holds exactly what was shown, and the tokens are the fault-free ones (coupled,
-greedy) or are distributed like the target's (token, block: counted over all seeds).
+At every event: what is shown was committed, in order, without gaps. At the end: every session has
+ended soon after the faults, the store holds exactly what was shown, and the tokens are the
+fault-free ones (coupled, greedy) or are distributed like the target's (token, block: counted over
+all seeds). A session that is in flight when Redis loses something may end with `DATA_LOSS` after a
+part of that; then it is asked for again, and must come. The fleet is as it is wanted, and nothing
+is left over.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
+import logging
 import random
-from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from outrider.clock import run_virtually
-from outrider.engine.emulated import EmulatedEngine
-from outrider.engine.interface import SequenceStep
-from outrider.errors import InvariantError, OutriderError, Unavailable, check
+from outrider.errors import DataLoss, InvariantError, NotFound, Unavailable, check
 from outrider.generation import Event, Finished, GenerateRequest, Started, Tokens
 from outrider.sessions.store import FinishReason, SessionState
-from outrider.speculation.noise import RoundNoise
-from outrider.speculation.proposal import EMPTY_PROPOSAL
 from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.scoring import score
-from outrider.speculation.transforms import target_probabilities
 
 from .adversary import Adversary, Odds
-from .world import SPEC, World
+from .faults import GREATER, Faults
+from .processes import run_processes
+from .results import Result
+from .toy import SPEC, fault_free, rule_of
+from .world import World
 
-SESSION_S_MAX = 300.0
-"""Virtual seconds after which a session counts as stuck."""
-
-
-@dataclass
-class RankCount:
-    """How often the target's r-th likeliest token was committed, and how often that is expected:
-    for every rank the sum of (seen - p), whose variance is the sum of p (1 - p)."""
-
-    excess: Counter[int] = field(default_factory=Counter)
-    variance: Counter[int] = field(default_factory=Counter)
-    num_tokens: int = 0
-
-    def add(self, probabilities: list[float], token_id: int) -> None:
-        self.num_tokens += 1
-        ranked = sorted(range(len(probabilities)), key=lambda v: -probabilities[v])
-        for rank, v in enumerate(ranked):
-            p = probabilities[v]
-            self.excess[rank] += (v == token_id) - p  # type: ignore[assignment]
-            self.variance[rank] += p * (1 - p)  # type: ignore[assignment]
-
-    def merge(self, other: RankCount) -> None:
-        self.num_tokens += other.num_tokens
-        for rank in other.excess:
-            self.excess[rank] += other.excess[rank]
-            self.variance[rank] += other.variance[rank]
-
-    def largest_deviation(self) -> float:
-        """In standard deviations. Beyond 6: probability < 2e-9 a rank."""
-        return max(
-            (
-                abs(self.excess[rank]) / math.sqrt(variance)
-                for rank, variance in self.variance.items()
-                if variance > 25
-            ),
-            default=0.0,
-        )
-
-
-@dataclass
-class Result:
-    """What a seed came to."""
-
-    seed: int
-    faults: Counter[str]
-    num_tokens: int
-    num_sessions: int
-    num_moves: int
-    """Of sessions to another replica."""
-    ranks: RankCount
+STUCK_S = 60.0
+"""Virtual seconds after the last fault after which a session counts as stuck."""
 
 
 @dataclass(frozen=True)
@@ -107,74 +58,129 @@ def draw_plan(rng: random.Random) -> Plan:
     return Plan(request, rng.uniform(0, 0.3), rng.choice((None, None, None, rng.randint(1, 10))))
 
 
-def run_seed(seed: int, odds: Odds | None = None) -> Result:
-    """Runs one seed; raises what it finds wrong."""
+def run_seed(
+    seed: int, odds: Odds | None = None, kinds: Collection[str] = frozenset(GREATER)
+) -> Result:
+    """Runs one seed, with greater faults of these kinds; raises what it finds wrong."""
     rng = random.Random(seed)
     drawn = odds or Odds.drawn(rng)
     plans = [draw_plan(rng) for _ in range(rng.randint(2, 4))]
     adversary = Adversary(random.Random(rng.getrandbits(64)), drawn)
-    ranks = RankCount()
-
-    async def main() -> tuple[int, int]:
-        world = World(rng, adversary)
-        await world.start()
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_run_session(world, plan, ranks)) for plan in plans]
-        await asyncio.sleep(1.0)
-        await world.stop()
-        return sum(task.result() for task in tasks), world.moves.num_moves
-
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
-        num_tokens, num_moves = run_virtually(main())
+        return run_processes(_Seed(plans, adversary).run(rng, kinds))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from errors
-    return Result(seed, adversary.faults, num_tokens, len(plans), num_moves, ranks)
+    finally:
+        logging.disable(level)
 
 
-async def _run_session(world: World, plan: Plan, ranks: RankCount) -> int:
-    await asyncio.sleep(plan.start_s)
-    while True:
+class _Seed:
+    """The sessions of a seed, and what is known of them."""
+
+    def __init__(self, plans: list[Plan], adversary: Adversary) -> None:
+        self._plans = plans
+        self._adversary = adversary
+        self._num_over = 0
+        self.running: set[int] = set()
+        """Sessions in flight, by their place among the plans."""
+        self.num_shown = 0
+        self.num_planned = sum(plan.cancel_after or plan.request.max_tokens or 0 for plan in plans)
+        self._result = Result(num_seeds=1, num_sessions=len(plans))
+        self._ranks: list[tuple[GenerateRequest, list[int]]] = []
+
+    @property
+    def all_over(self) -> bool:
+        """Whether no session is in flight any more, nor will be."""
+        return self._num_over == len(self._plans)
+
+    async def run(self, rng: random.Random, kinds: Collection[str]) -> Result:
+        odds, self._adversary.odds = self._adversary.odds, Odds()
+        world = World(rng, self._adversary)
         try:
-            async with asyncio.timeout(SESSION_S_MAX):
-                return await _generate(world, plan, ranks)
-        except _NotOpened:
-            await asyncio.sleep(0.1)
-        except TimeoutError:
-            raise InvariantError(f"stuck for {SESSION_S_MAX} s: {plan}") from None
+            await world.start()
+            self._adversary.odds = odds
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._watch(world, kinds))
+                for index, plan in enumerate(self._plans):
+                    client = world.clients.context.copy()
+                    group.create_task(self._session(world, index, plan), context=client)
+            await world.whole()
+            await world.stop()
+        finally:
+            world.clear_away()
+        for request, shown in self._ranks:
+            self._result.ranks.add(request, shown)
+        self._result.faults = self._adversary.faults
+        self._result.num_moves = world.moves.num_moves
+        return self._result
 
+    async def _watch(self, world: World, kinds: Collection[str]) -> None:
+        if kinds:
+            await Faults(world, self, kinds).run()
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + STUCK_S
+        while not self.all_over:
+            world.check()
+            check(loop.time() < give_up_at, f"stuck: {[self._plans[i] for i in self.running]}")
+            await asyncio.sleep(0.25)
 
-async def _generate(world: World, plan: Plan, ranks: RankCount) -> int:
-    request = plan.request
-    prompt = request.prompt
-    shown: list[int] = []
-    session_id, finished, num_events = "", None, 0
-    async with aclosing(world.client.generate(request)) as events:
-        async for event in _or_not_opened(events):
-            num_events += 1
-            if isinstance(event, Started):
-                session_id = event.session_id
-            elif isinstance(event, Tokens):
-                check(event.first_index == len(shown), f"a gap before {event}")
-                shown.extend(event.token_ids)
-                stored = await _stored(world, session_id)
-                check(stored[: len(prompt) + len(shown)] == (*prompt, *shown), "shown, not stored")
-            elif isinstance(event, Finished):
-                finished = event
-            if num_events == plan.cancel_after:
-                break
-    if plan.cancel_after is None:
+    async def _session(self, world: World, index: int, plan: Plan) -> None:
+        await asyncio.sleep(plan.start_s)
+        while True:
+            num_losses = world.redis.num_losses
+            shown: list[int] = []
+            try:
+                await self._generate(world, index, plan, shown)
+            except _NotOpened:
+                await asyncio.sleep(0.1)
+                continue
+            except (DataLoss, NotFound) as error:
+                check(world.redis.num_losses > num_losses, f"lost, but nothing was: {error}")
+                _check_tokens(plan.request, shown)
+                self._result.num_lost += 1
+                continue
+            finally:
+                self.running.discard(index)
+            break
+        self._num_over += 1
+        self._result.num_tokens += len(shown)
+        _check_tokens(plan.request, shown)
+        if not rule_of(plan.request).absolute_noise:
+            self._ranks.append((plan.request, shown))
+
+    async def _generate(self, world: World, index: int, plan: Plan, shown: list[int]) -> None:
+        request, num_losses = plan.request, world.redis.num_losses
+        prompt = request.prompt
+        session_id, finished, num_events = "", None, 0
+        async with aclosing(world.client.generate(request)) as events:
+            async for event in _or_not_opened(events):
+                num_events += 1
+                self.running.add(index)
+                if isinstance(event, Started):
+                    session_id = event.session_id
+                elif isinstance(event, Tokens):
+                    check(event.first_index == len(shown), f"a gap before {event}")
+                    shown.extend(event.token_ids)
+                    self.num_shown += len(event.token_ids)
+                    whole = (*prompt, *shown)
+                    check(world.redis.store.held(session_id, whole), "shown, but never stored")  # type: ignore[arg-type]
+                elif isinstance(event, Finished):
+                    finished = event
+                if num_events == plan.cancel_after:
+                    return
         check(finished is not None, "the stream ended without its last event")
         check(finished.finish_reason is FinishReason.LENGTH, f"ended with {finished}")  # type: ignore[union-attr]
         check(len(shown) == request.max_tokens, f"{len(shown)} tokens of {request.max_tokens}")
-        record = await world.store.load(session_id)
-        check(record.state is SessionState.FINISHED, "not finished in the store")
-        check(record.token_ids == (*prompt, *shown), "the store holds something else")
-    _check_tokens(request, shown, ranks)
-    return len(shown)
+        if world.redis.num_losses == num_losses:
+            record = await world.redis.store.load(session_id)
+            check(record.state is SessionState.FINISHED, "not finished in the store")
+            check(record.token_ids == (*prompt, *shown), "the store holds something else")
 
 
 class _NotOpened(Exception):
-    """The store did not open the session: the client is to ask again."""
+    """Nobody opened the session: the client is to ask again."""
 
 
 async def _or_not_opened(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
@@ -187,33 +193,12 @@ async def _or_not_opened(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
             yield event
     except Unavailable as error:
         if started:
-            raise
+            raise InvariantError(f"a stream that had begun failed: {error!r}") from error
         raise _NotOpened from error
 
 
-async def _stored(world: World, session_id: str) -> tuple[int, ...]:
-    try:
-        return (await world.store.load(session_id)).token_ids
-    except OutriderError as error:
-        raise InvariantError(f"shown of a session that is not stored: {error}") from error
-
-
-def _check_tokens(request: GenerateRequest, shown: list[int], ranks: RankCount) -> None:
-    """Against the target alone: equal, or counted."""
-    engine = EmulatedEngine(SPEC, "target")
-    rule = Rule.GREEDY if request.sampling.greedy else request.rule or Rule.TOKEN
-    tokens = [int(v) for v in request.prompt]  # type: ignore[arg-type]
-    new = tuple(tokens)
-    for position, token_id in enumerate(shown):
-        (logits,) = engine.forward([SequenceStep("reference", new, 1)])
-        probabilities = target_probabilities(logits, request.sampling)
-        if rule.absolute_noise:
-            noise = RoundNoise(request.seed or 0, rule, len(tokens))
-            (expected,) = score(probabilities, EMPTY_PROPOSAL, noise).correction
-            check(token_id == expected, f"token {position} is {token_id}, fault-free {expected}")
-        else:
-            row = probabilities[0].tolist()
-            check(row[token_id] > 0, f"token {position} is {token_id}, which is impossible")
-            ranks.add(row, token_id)
-        tokens.append(token_id)
-        new = (token_id,)
+def _check_tokens(request: GenerateRequest, shown: list[int]) -> None:
+    """Under coupled and greedy: what the target alone says."""
+    if shown and rule_of(request).absolute_noise:
+        expected = fault_free(request, shown)
+        check(expected == shown, f"{shown} were shown, fault-free they are {expected}")

@@ -13,7 +13,7 @@ from draft_service.eagle_drafter import EagleDrafter
 from outrider.drafting.drafter import DraftRequest
 from outrider.drafting.ngram import NgramDrafter
 from outrider.engine.eagle_head import EagleHead
-from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.emulated import EmulatedSpec
 from outrider.engine.interface import SequenceStep
 from outrider.engine.slots import check_steps
 from outrider.engine.trained_eagle import LoadedEagle
@@ -24,8 +24,10 @@ from outrider.speculation.proposal import Proposal
 from target_service.exit_drafting import ExitDrafter
 from target_service.self_drafting import NextRound
 
+from .toy import QuickEngine
 
-class ShownEngine(EmulatedEngine):
+
+class ShownEngine(QuickEngine):
     """Shows, for each row of logits, the last tokens that it follows from."""
 
     shows_features = True
@@ -49,7 +51,7 @@ class ShownDrafter:
     reads_features = True
 
     def __init__(self, spec: EmulatedSpec) -> None:
-        self._draft = EmulatedEngine(spec, "draft")
+        self._draft = QuickEngine(spec, "draft")
 
     def propose(self, rounds: Sequence[NextRound]) -> list[Proposal]:
         return [self._propose(entry) for entry in rounds]
@@ -69,7 +71,7 @@ class ShownDrafter:
         return Proposal(tuple(token_ids), tuple(q) if wanted.rule.needs_q else ())
 
 
-class ShallowEngine(EmulatedEngine):
+class ShallowEngine(QuickEngine):
     """Its first layers put out, for each row, the last tokens that it follows from."""
 
     def forward_shallow(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
@@ -88,7 +90,7 @@ class EmulatedExit(torch.nn.Module):
 
     def __init__(self, spec: EmulatedSpec) -> None:
         super().__init__()
-        self._draft = EmulatedEngine(spec, "draft")
+        self._draft = QuickEngine(spec, "draft")
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._draft._logits(hidden.numpy().astype(np.uint64))

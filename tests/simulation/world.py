@@ -1,118 +1,58 @@
-"""Coordinators, drafts, targets, clients and a store in one process on a virtual clock."""
+"""A whole deployment in one event loop on a virtual clock: a fleet, its replicas, a Redis, clients,
+and the network between them. Every process runs the real code."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
-from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
-from coordinator.asking import Patience
-from coordinator.request import RequestDefaults
-from coordinator.service import CoordinatorOptions, CoordinatorService
-from draft_service.service import DraftService
+from coordinator.run import COMMIT_GRACE_S
+from deploy.blueprint import Blueprint
+from deploy.fleet import Fleet
+from deploy.placement import plan_placement
 from outrider.client import Client, ResumingTransport
-from outrider.drafting.ngram import NgramDrafter
-from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
-from outrider.engine.executor import InlineExecutor
-from outrider.errors import LinkLost, StreamBroken, Unavailable
-from outrider.generation import Event, GenerateRequest, ResumeRequest
-from outrider.sessions.memory_store import MemoryStore
+from outrider.config import load_config
+from outrider.errors import InvariantError, OutriderError, StoreUnavailable
+from outrider.fleet.registry import LEASE_S, ROLES, Role
+from outrider.generation import GenerateRequest
 from outrider.telemetry.observer import Observation, RequestObserver, Side
-from outrider.wire.memory_link import MemoryLink
-from target_service.service import TargetService
 
-from .adversary import Adversary, UnreliableStore
-from .shown import CheckedEagle, ShallowEngine, ShownDrafter, ShownEngine, exit_drafter
+from .adversary import Adversary
+from .coordinator_nodes import Call, CoordinatorNode, PortTransport
+from .machines import Machines, Node, SimulatedActor
+from .network import Network, Wire
+from .processes import Process
+from .redis_twin import Redis, RemoteRegistry
+from .replica_nodes import KINDS, ReplicaNode
 
-SPEC = EmulatedSpec(
-    vocab_size=6,
-    support=4,
-    exponent=0.8,
-    deviation=0.6,
-    order=2,
-    verify_ms=15.0,
-    draft_ms=2.0,
-    max_model_len=80,
-    num_pages=5,
-)
-PATIENCE = Patience(
-    target_answer_s=0.2,
-    target_gone_s=30.0,
-    target_retry_s=0.02,
-    draft_answer_s=0.1,
-    draft_retry_s=0.2,
-)
-EAGLE_STEP_S = 0.002
-NUM_SEQUENCES = 3
-"""In a step: fewer than sessions at times. Nor do the pages of `SPEC` suffice for all of them, so
-that some are preempted."""
+REPLICAS_MAX = 3
+"""Of a role that are ever wanted here."""
+FRONT_PORT = 50051
+STOP_S = 1.0
+CLOSING_S = COMMIT_GRACE_S + 0.1
+"""By then whatever has just ended is closed."""
+RESUME_TIMEOUT_S = 60.0
+WHOLE_S_MAX = 90.0
+"""Virtual seconds after the last fault in which the fleet is to be whole again."""
 
 
-def target_service() -> TargetService:
-    engine = EmulatedEngine(SPEC, "target", NUM_SEQUENCES)
-    executor = InlineExecutor(engine.take_step_seconds)
-    return TargetService(engine, executor, max_num_seqs=NUM_SEQUENCES)
-
-
-def self_drafting_service() -> TargetService:
-    engine = ShownEngine(SPEC, "target", NUM_SEQUENCES)
-    executor = InlineExecutor(engine.take_step_seconds)
-    return TargetService(
-        engine, executor, max_num_seqs=NUM_SEQUENCES, self_drafter=ShownDrafter(SPEC),
-        clock=lambda: 0.0,
+@cache
+def blueprint(num_coordinators: int, with_ports: bool) -> Blueprint:
+    """Of two replicas a role, which take the ports of those before them or new ones."""
+    settings = {
+        "engine": "emulated:vocab_size=10", "draft_model": "emulated", "stop_timeout_s": STOP_S,
+        "num_targets": 2, "num_drafts": 2, "num_coordinators": num_coordinators,
+        "grpc_port": FRONT_PORT,
+    }  # fmt: skip
+    if with_ports:
+        settings |= {"target_port": 7000, "draft_port": 8000}
+    return Blueprint(
+        placement=plan_placement(load_config(settings, {}), {"CPU": 64}), deployment="d",
+        log_directory="", local=True,
     )  # fmt: skip
-
-
-def early_exit_service() -> TargetService:
-    engine = ShallowEngine(SPEC, "target", NUM_SEQUENCES)
-    executor = InlineExecutor(engine.take_step_seconds)
-    return TargetService(
-        engine, executor, max_num_seqs=NUM_SEQUENCES, self_drafter=exit_drafter(SPEC, engine),
-        clock=lambda: 0.0,
-    )  # fmt: skip
-
-
-def draft_service() -> DraftService:
-    engine = EmulatedEngine(SPEC, "draft", NUM_SEQUENCES)
-    executor = InlineExecutor(engine.take_step_seconds)
-    return DraftService.with_model(engine, executor, max_num_seqs=NUM_SEQUENCES)
-
-
-def showing_service() -> TargetService:
-    engine = ShownEngine(SPEC, "target", NUM_SEQUENCES)
-    executor = InlineExecutor(engine.take_step_seconds)
-    return TargetService(engine, executor, max_num_seqs=NUM_SEQUENCES)
-
-
-def eagle_service() -> DraftService:
-    info = EmulatedEngine(SPEC, "draft", NUM_SEQUENCES).info
-    drafter = CheckedEagle(SPEC, sessions_max=NUM_SEQUENCES)
-    executor = InlineExecutor(lambda: EAGLE_STEP_S)
-    return DraftService.with_eagle(drafter, info, executor, max_num_seqs=NUM_SEQUENCES)
-
-
-WORLDS = (
-    {"target": target_service, "draft": draft_service},
-    {"target": target_service, "draft": draft_service},
-    {"target": self_drafting_service, "draft": draft_service},  # which nobody asks
-    {"target": early_exit_service, "draft": draft_service},
-    {"target": showing_service, "draft": eagle_service},
-)
-
-
-@dataclass
-class Replica:
-    """One replica, as it is now: a crash leaves its links and replaces its service."""
-
-    role: str
-    service: Any
-    links: dict[int, Any]
-    """By the host whose coordinator has it."""
 
 
 class CountedMoves(Observation, RequestObserver):
@@ -129,223 +69,192 @@ class CountedMoves(Observation, RequestObserver):
 
 
 class World:
-    """Everything that runs, and how it is harmed."""
+    """Everything that runs."""
 
     def __init__(self, rng: random.Random, adversary: Adversary) -> None:
-        loop = asyncio.get_running_loop()
-        self.adversary = adversary
-        self.store = MemoryStore(lambda: loop.time() * 1e3)
-        self._rng = rng
-        self._build: dict[str, Callable[[], Any]] = {**rng.choice(WORLDS)}
+        self.rng = rng
+        self.network = Network(adversary)
+        self.redis = Redis()
         self.moves = CountedMoves()
-        self._retired: list[Any] = []
-        self._names = itertools.count()
-        self._replicas: dict[str, Replica] = {}
+        self.clients = Process("clients")
+        self.calls: set[Call] = set()
+        """Streams that clients read now."""
+        self.broken: OutriderError | None = None
+        """What must not happen in any process, if it has."""
+        self._services = rng.choice(KINDS)
+        look_ahead = rng.choice((0, 0, 3))
         self._shape = {
             "length_control": rng.random() < 0.5,
-            "draft_siblings": rng.choice((0, 2)),
+            "look_ahead": look_ahead,
+            "draft_siblings": 0 if look_ahead else rng.choice((0, 2)),
             "confident": rng.choice((None, 0.5)),
         }
-        self._hosts = [Host(index) for index in range(rng.choice((1, 2, 2)))]
-        for role in self._build:
-            for _ in range(rng.choice((1, 2, 2))):
-                self._add(role)
-        for host in self._hosts:
-            self._coordinate(host)
-        self.client = Client(
-            ResumingTransport([HostTransport(host) for host in self._hosts], resume_timeout_s=60.0)
-        )
-        self._harm: list[asyncio.Task[None]] = []
+        self._wires: list[Wire[Any, Any]] = []
+        self._serving: dict[str, tuple[Node, Any]] = {}
+        """Nodes and their services, by address."""
+        self.machines = Machines(self, self._built)
+        self._server = Process("server")
+        """What the fleet runs in."""
+        self._blueprint = blueprint(rng.choice((1, 2, 2, 2)), rng.random() < 0.3)
+        self.fleet = self._new_fleet()
+        self._fleet_task: asyncio.Task[None] | None = None
+        ports = [f"host:{FRONT_PORT + slot}" for slot in range(REPLICAS_MAX)]
+        transports: list[Any] = [PortTransport(self, port) for port in ports]
+        self.client = Client(ResumingTransport(transports, RESUME_TIMEOUT_S))
+
+    def _new_fleet(self) -> Fleet:
+        cluster: Any = self.machines
+        return Fleet(cluster, self._blueprint, RemoteRegistry(self.network, self.redis))
+
+    def _built(self, role: str, name: str) -> Node:
+        if role == "coordinator":
+            return CoordinatorNode(name, self._shape)
+        return ReplicaNode(role, name, self._services[role])  # type: ignore[arg-type]
 
     async def start(self) -> None:
-        for host in self._hosts:
-            await host.coordinator.start()
-        adversary, odds = self.adversary, self.adversary.odds
-        harms = [adversary.again_and_again("fall", odds.fall_s, self._fall)]
-        for role in self._build:
-            harms += [
-                adversary.again_and_again("crash", odds.crash_s, partial(self._crash, role)),
-                adversary.again_and_again("scale", odds.scale_s, partial(self._scale, role)),
-            ]
-        self._harm = [asyncio.create_task(harm) for harm in harms]
+        """Returns once all serve."""
+        await self._server.start(self._begin())
+        self._fleet_task = self._server.start(self._keep())
+
+    async def _begin(self) -> None:
+        await self.fleet.place()
+        await self.fleet.begin("target", "draft")
+        await self.fleet.begin("coordinator")
+
+    async def _keep(self) -> None:
+        role = await self.fleet.run()
+        self.hear_failure(InvariantError(f"the fleet has given up for want of a {role}"))
+
+    async def want(self, counts: dict[Role, int]) -> None:
+        """As `outrider scale` does, until Redis has heard it."""
+        while True:
+            try:
+                await self._server.start(self.fleet.want(counts))
+            except StoreUnavailable:
+                await asyncio.sleep(0.1)
+            else:
+                return
+
+    def serve(self, node: Node, service: Any) -> None:
+        """A node answers at its address now."""
+        self._serving[node.address] = (node, service)
+        loop = asyncio.get_running_loop()
+        for wire in self._wires:
+            if wire.address == node.address:
+                loop.call_soon(self._lead, wire, context=wire.coordinator.context)
+
+    def link(self, coordinator: Process, address: str) -> Wire[Any, Any]:
+        """A coordinator's way to whoever serves at an address."""
+        wire: Wire[Any, Any] = Wire(self.network, coordinator, address)
+        self._wires.append(wire)
+        self._lead(wire)
+        return wire
+
+    def _lead(self, wire: Wire[Any, Any]) -> None:
+        if wire.address in self._serving and not wire.coordinator.is_dead:
+            node, service = self._serving[wire.address]
+            wire.lead(node.process, service)
+
+    def coordinator_at(self, address: str) -> CoordinatorNode | None:
+        """Who takes calls of clients there."""
+        node = self._serving.get(address, (None, None))[0]
+        return node if isinstance(node, CoordinatorNode) else None
+
+    def silence(self, node: Node) -> None:
+        """Nobody answers at its address any more."""
+        if self._serving.get(node.address, (None, None))[0] is node:
+            del self._serving[node.address]
+
+    def hang_up(self, node: Node, reason: str) -> None:
+        """Its streams end."""
+        self.silence(node)
+        for wire in self._wires:
+            if wire.replica is node.process:
+                wire.hang_up(reason)
+
+    def break_wires(self, a: Process, b: Process) -> None:
+        """Streams between two processes break, as nothing goes there."""
+        for wire in self._between(a, b):
+            wire.hang_up("nothing came back")
+
+    def mend_wires(self, a: Process, b: Process) -> None:
+        """They may be opened anew."""
+        loop = asyncio.get_running_loop()
+        for wire in self._between(a, b):
+            loop.call_soon(self._lead, wire, context=wire.coordinator.context)
+
+    def _between(self, a: Process, b: Process) -> list[Wire[Any, Any]]:
+        return [wire for wire in self._wires if {wire.coordinator, wire.replica} == {a, b}]
+
+    def bury(self, node: Node) -> None:
+        """A node has died, and others hear of it as TCP tells them."""
+        self.hang_up(node, "the process has died")
+        self._wires = [wire for wire in self._wires if wire.coordinator is not node.process]
+        for call in sorted(self.calls, key=lambda call: call.number):
+            if call.node is node:
+                call.break_off()
+
+    def hear_failure(self, error: OutriderError) -> None:
+        """Something failed in a process. Of what must not fail the world is told."""
+        if isinstance(error, InvariantError) and self.broken is None:
+            self.broken = error
+
+    def check(self) -> None:
+        """Raises what must not have happened."""
+        if self.broken is not None:
+            raise self.broken
+
+    @property
+    def actors(self) -> list[SimulatedActor]:
+        """Of replicas that serve."""
+        return [one.leader for one in self.fleet.replicas if one.address and one.ranks]  # type: ignore[misc]
+
+    def nodes(self, *roles: Role) -> Iterator[Node]:
+        """Those that serve."""
+        return (actor.node for actor in self.actors if actor.node.role in roles)
+
+    async def whole(self) -> None:
+        """Returns once there are as many replicas as are wanted, and all coordinators know all of
+        them, and no others."""
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + WHOLE_S_MAX
+        while (lacking := self._lacking()) is not None:
+            if loop.time() > give_up_at:
+                raise InvariantError(f"the fleet is not whole: {lacking}")
+            await asyncio.sleep(0.25)
+
+    def _lacking(self) -> str | None:
+        there = {role: {node.name for node in self.nodes(role)} for role in ROLES}
+        for role in ROLES:
+            if len(there[role]) != self.fleet.wanted[role] or len(self.fleet.of(role)) != len(
+                there[role]
+            ):
+                return f"{self.fleet.wanted[role]} wanted, but of {role}s there are {there[role]}"
+        for coordinator in self.nodes("coordinator"):
+            for role in ("target", "draft"):
+                if coordinator.knows(role) != there[role]:
+                    known = coordinator.knows(role)
+                    return f"{coordinator.name} knows {known} of the {role}s {there[role]}"
+        return None
 
     async def stop(self) -> None:
-        """Stops the harm and everything else, and looks whether anything is left over."""
-        for task in self._harm:
-            task.cancel()
-        await asyncio.gather(*self._harm, return_exceptions=True)
-        for host in self._hosts:
-            await host.let_go()
-            await host.coordinator.close()
-            host.coordinator.check_integrity()
-        for one in (*(replica.service for replica in self._replicas.values()), *self._retired):
-            await one.close()
-            one.check_integrity()
+        """Stops all, and looks whether anything is left over."""
+        await asyncio.sleep(CLOSING_S)
+        for node in self.nodes(*ROLES):
+            node.check_integrity()
+        if self._fleet_task is not None:
+            self._fleet_task.cancel()
+        await self._server.start(self.fleet.close())
+        self.check()
+        await asyncio.sleep(LEASE_S)
+        registry = self.redis.registry
+        left = [record.name for role in ROLES for record in await registry.records(role)]
+        if left:
+            raise InvariantError(f"still announced: {left}")
 
-    def _coordinate(self, host: Host) -> None:
-        """A coordinator begins on a host, with a name of its own."""
-        rng = self._rng
-        host.store = UnreliableStore(self.store, self.adversary)
-        links = {
-            role: {n: r.links[host.index] for n, r in self._replicas.items() if r.role == role}
-            for role in ("target", "draft")
-        }
-        host.coordinator = CoordinatorService(
-            CoordinatorOptions(
-                name=f"coordinator-{next(self._names)}",
-                served_model_name="toy",
-                defaults=RequestDefaults(num_draft_tokens=4, deadline_ms=600_000),
-                run_ahead_rounds=4,
-                max_sessions=16,
-                patience=PATIENCE,
-                resume_grace_s=60.0,
-                **self._shape,
-            ),
-            store=host.store,
-            targets=links["target"],
-            drafts=links["draft"],
-            stand_in=NgramDrafter(),
-            text=None,
-            random_bits=rng.getrandbits,
-            random_seed=lambda: rng.getrandbits(64),
-            observation=self.moves,
-        )
-
-    def _add(self, role: str) -> str:
-        service = self._build[role]()
-        links = {host.index: MemoryLink(service, self.adversary.deliver) for host in self._hosts}
-        name = f"{role}-{next(self._names)}"
-        self._replicas[name] = Replica(role, service, links)
-        return name
-
-    async def _crash(self, role: str) -> None:
-        """A replica dies with all it holds; after a while another one is there."""
-        one = self.adversary.pick([r for r in self._replicas.values() if r.role == role])
-        for link in one.links.values():
-            link.sever(LinkLost(f"the {role} died"), reachable=False)
-        self._retired.append(one.service)
-        await asyncio.sleep(self.adversary.pause_s(0.5))
-        one.service = self._build[role]()
-        for index, link in one.links.items():
-            link.restore(one.service)
-            if self._hosts[index].is_down:
-                link.sever(LinkLost("the coordinator is down"), reachable=False)
-
-    async def _scale(self, role: str) -> None:
-        """A replica comes, and another one is to be left, and goes."""
-        up = [host for host in self._hosts if not host.is_down]
-        if len(up) < len(self._hosts):
-            return  # Nobody tells one that is down of it.
-        name = self._add(role)
-        pools = [
-            host.coordinator.targets if role == "target" else host.coordinator.drafts
-            for host in self._hosts
-        ]
-        for host, pool in zip(self._hosts, pools, strict=True):
-            with suppress(Unavailable):  # It fell meanwhile.
-                await pool.join(name, self._replicas[name].links[host.index])
-        await asyncio.sleep(self.adversary.pause_s(0.3))
-        leaving = self.adversary.pick([n for n, r in self._replicas.items() if r.role == role])
-        for pool in pools:
-            pool.retire(leaving)
-        await asyncio.sleep(self.adversary.pause_s(0.3))
-        for pool in pools:
-            await pool.leave(leaving)
-        self._retired.append(self._replicas.pop(leaving).service)
-
-    async def _fall(self) -> None:
-        """A coordinator cannot reach anybody, nor be reached. Then it goes on as if nothing had
-        been; or it was dead, and another one begins in its place, with new links; or it was closed
-        as it should be, and likewise."""
-        host = self.adversary.pick(self._hosts)
-        links = [one.links[host.index] for one in self._replicas.values()]
-        kind = self.adversary.pick(("pause", "death", "end"))
-        is_dead = kind != "pause"
-        host.is_down = True
-        if kind != "end":
-            host.store.is_cut = True
-            for link in links:
-                link.sever(LinkLost("the coordinator is down"), reachable=False)
-        host.breaks.set()
-        host.breaks = asyncio.Event()
-        if is_dead:
-            await asyncio.sleep(0.001)  # Whoever reads a stream hears that it broke.
-            await host.let_go()
-        if kind == "end":
-            await host.coordinator.close()
-            host.coordinator.check_integrity()
-        await asyncio.sleep(self.adversary.pause_s(4.0))
-        if is_dead:
-            dead = host.coordinator
-            for one in self._replicas.values():
-                one.links[host.index] = MemoryLink(one.service, self.adversary.deliver)
-            self._coordinate(host)
-            await host.coordinator.start()
-            if kind == "death":
-                await dead.close()
-        else:
-            host.store.is_cut = False
-            for one in self._replicas.values():
-                one.links[host.index].restore()
-            await asyncio.sleep(self.adversary.pause_s(1.0))  # It does not know of its clients yet.
-            await host.let_go()
-        host.is_down = False
-
-
-class Host:
-    """Where a coordinator runs."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.coordinator: Any = None
-        self.store: Any = None
-        self.is_down = False
-        self.breaks = asyncio.Event()
-        """Set when the streams of clients break."""
-        self.broken: list[tuple[Any, asyncio.Task[Any]]] = []
-        """Streams whose end the coordinator has not seen yet, and what each waits for."""
-
-    async def let_go(self) -> None:
-        """The coordinator sees which clients are gone."""
-        broken, self.broken = self.broken, []
-        for stream, waiting in broken:
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
-            await stream.aclose()
-
-
-class HostTransport:
-    """A client's way to whatever coordinator runs on a host; of `Transport` what clients here
-    use."""
-
-    def __init__(self, host: Host) -> None:
-        self._host = host
-        self.address = f"host-{host.index}"
-
-    def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
-        return self._events(lambda: self._host.coordinator.generate(request))
-
-    def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
-        return self._events(lambda: self._host.coordinator.resume(request))
-
-    async def _events(self, begin: Callable[[], AsyncGenerator[Event]]) -> AsyncGenerator[Event]:
-        host = self._host
-        if host.is_down:
-            raise StreamBroken(f"nothing answers at {self.address}")
-        stream = begin()
-        breaking = asyncio.create_task(host.breaks.wait())
-        try:
-            while True:
-                coming = asyncio.create_task(anext(stream, None))
-                await asyncio.wait({coming, breaking}, return_when=asyncio.FIRST_COMPLETED)
-                if breaking.done():
-                    host.broken.append((stream, coming))
-                    stream = None
-                    raise StreamBroken(f"{self.address} fell")
-                if (event := coming.result()) is None:
-                    return
-                yield event
-        finally:
-            breaking.cancel()
-            if stream is not None:
-                await stream.aclose()
+    def clear_away(self) -> None:
+        """Lets whatever still runs be cancelled, in whatever state it is."""
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        nodes = [actor.node for actor in self.machines.actors]
+        for process in (*(node.process for node in nodes), self._server, self.redis.process):
+            process.bury()

@@ -1,0 +1,242 @@
+"""Coordinators of the simulation: each a real service in a process, with its rosters and its
+announcer; and the clients' way to them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from coordinator.asking import Patience
+from coordinator.request import RequestDefaults
+from coordinator.roster import Peers, Roster
+from coordinator.service import CoordinatorOptions, CoordinatorService
+from outrider.drafting.ngram import NgramDrafter
+from outrider.errors import OutriderError, StreamBroken
+from outrider.fleet.announcing import Announcer
+from outrider.fleet.registry import ReplicaRecord, Role
+from outrider.generation import Event, GenerateRequest, ResumeRequest
+
+from .network import Network
+from .processes import Process
+from .redis_twin import RemoteRegistry, RemoteStore
+
+PATIENCE = Patience(
+    target_answer_s=0.2,
+    target_gone_s=30.0,
+    target_retry_s=0.02,
+    draft_answer_s=0.1,
+    draft_retry_s=0.2,
+)
+RESUME_GRACE_S = 60.0
+_numbers = itertools.count()
+
+
+class CoordinatorNode:
+    """What `CoordinatorActor` is around a service, without gRPC."""
+
+    role: Role = "coordinator"
+
+    def __init__(self, name: str, shape: dict[str, Any]) -> None:
+        """`shape` are options of the service that differ between seeds."""
+        self.name = name
+        self.process = Process(name)
+        self.address = ""
+        self.service: Any = None
+        self.calls: set[Call] = set()
+        """Those that clients make."""
+        self._shape = shape
+        self._following: list[asyncio.Task[None]] = []
+        self._announcer: Announcer | None = None
+        self._ended = asyncio.Event()
+
+    async def start(self, config: Any, world: Any) -> str:
+        """Serves, and says so. Raises `Unavailable` where there is no target."""
+        registry = RemoteRegistry(world.network, world.redis)
+        begun_with = {}
+        for role in ("target", "draft"):
+            records = await registry.records(role)  # type: ignore[arg-type]
+            begun_with[role] = {one.name: one.address for one in records if not one.leaving}
+        links = {
+            role: {name: world.link(self.process, address) for name, address in known.items()}
+            for role, known in begun_with.items()
+        }
+        self.service = self._built(links, world)
+        await self.service.start()
+        self.address = f"host:{config.grpc_port}"
+        world.serve(self, None)
+
+        def link(address: str) -> Any:
+            return world.link(self.process, address)
+
+        self._following = [
+            self.process.start(one.run())
+            for one in (
+                Roster("target", self.service.targets, registry, link, begun_with["target"]),
+                Roster("draft", self.service.drafts, registry, link, begun_with["draft"]),
+                Peers(registry, self.name, self.service),
+            )
+        ]
+        self._announcer = Announcer(RemoteRegistry(world.network, world.redis), self._record)
+        await self._announcer.start()
+        return self.address
+
+    def _built(self, links: dict[str, dict[str, Any]], world: Any) -> CoordinatorService:
+        rng = world.rng
+        return CoordinatorService(
+            CoordinatorOptions(
+                name=self.name,
+                served_model_name="toy",
+                defaults=RequestDefaults(num_draft_tokens=4, deadline_ms=600_000),
+                run_ahead_rounds=4,
+                max_sessions=16,
+                patience=PATIENCE,
+                resume_grace_s=RESUME_GRACE_S,
+                follows=True,
+                **self._shape,
+            ),
+            store=RemoteStore(world.network, world.redis),
+            targets=links["target"],
+            drafts=links["draft"],
+            stand_in=NgramDrafter(),
+            text=None,
+            random_bits=rng.getrandbits,
+            random_seed=lambda: rng.getrandbits(64),
+            observation=world.moves,
+        )
+
+    def _record(self) -> ReplicaRecord:
+        return ReplicaRecord(
+            role="coordinator", name=self.name, address=self.address, host="host", pid=1,
+            load=self.service.num_running,
+        )  # fmt: skip
+
+    def has_session_at(self, replica: str) -> bool:
+        """Whether a session that runs here is with a replica."""
+        if self.service is None:
+            return False
+        pools = (self.service.targets, self.service.drafts)
+        return any(replica in pool._offices and pool._offices[replica].num_boxes for pool in pools)
+
+    def knows(self, role: Role) -> set[str]:
+        """The replicas of a role that it may use."""
+        pool = self.service.targets if role == "target" else self.service.drafts
+        return set(pool.names)
+
+    async def wait(self) -> None:
+        """Until it has stopped."""
+        await self._ended.wait()
+
+    async def stop(self, grace_s: float, world: Any) -> None:
+        """See `CoordinatorActor.stop`."""
+        for task in self._following:
+            task.cancel()
+        if self._announcer is not None:
+            await self._announcer.close()
+        if self.calls:
+            await asyncio.wait([call.task for call in self.calls if call.task], timeout=grace_s)
+        world.silence(self)
+        for call in sorted(self.calls, key=lambda call: call.number):
+            call.end()
+        if self.service is not None:
+            await self.service.close()
+            self.check_integrity()
+        self._ended.set()
+
+    def check_integrity(self) -> None:
+        """Of its service. Raises `OutriderError`."""
+        try:
+            if self.service is not None:
+                self.service.check_integrity()
+        except OutriderError as error:
+            error.add_note(f"of {self.name}")
+            raise
+
+
+class Call:
+    """A stream of events from a coordinator to a client."""
+
+    def __init__(self, network: Network, client: Process, node: CoordinatorNode) -> None:
+        self.events: asyncio.Queue[Event | OutriderError | None] = asyncio.Queue()
+        """For the client: the events, then an error or None."""
+        self.node = node
+        self.number = next(_numbers)
+        """The order in which they were made."""
+        self.task: asyncio.Task[None] | None = None
+        self._network = network
+        self._client = client
+        self._is_over = False
+
+    def begin(self, generate: Callable[[Any], AsyncGenerator[Event]]) -> None:
+        """At the coordinator."""
+        if not self._is_over:
+            self.node.calls.add(self)
+            self.task = self.node.process.start(self._run(generate))
+            self.task.add_done_callback(lambda _: self.node.calls.discard(self))
+
+    async def _run(self, generate: Callable[[Any], AsyncGenerator[Event]]) -> None:
+        try:
+            async with aclosing(generate(self.node.service)) as events:
+                async for event in events:
+                    self._tell(event)
+            self._tell(None)
+        except OutriderError as error:
+            self._tell(error)
+
+    def _tell(self, event: Event | OutriderError | None) -> None:
+        self._network.carry(self._client, lambda: self.events.put_nowait(event))
+
+    def break_off(self) -> None:
+        """The client hears that the stream broke; the coordinator, as soon as it runs."""
+        self.events.put_nowait(StreamBroken(f"{self.node.name} fell silent"))
+        self.leave()
+
+    def leave(self) -> None:
+        """The client is gone."""
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self.end, context=self.node.process.context)
+
+    def end(self) -> None:
+        """At the coordinator."""
+        self._is_over = True
+        if self.task is not None:
+            self.task.cancel()
+
+
+class PortTransport:
+    """A client's way to whichever coordinator serves at a port; of `Transport` what clients here
+    use."""
+
+    def __init__(self, world: Any, address: str) -> None:
+        self._world = world
+        self.address = address
+
+    def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
+        return self._events(lambda service: service.generate(request))
+
+    def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
+        return self._events(lambda service: service.resume(request))
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    async def _events(
+        self, generate: Callable[[Any], AsyncGenerator[Event]]
+    ) -> AsyncGenerator[Event]:
+        world = self._world
+        node = world.coordinator_at(self.address)
+        if node is None:
+            raise StreamBroken(f"nobody answers at {self.address}")
+        call = Call(world.network, world.clients, node)
+        world.calls.add(call)
+        try:
+            world.network.carry(node.process, lambda: call.begin(generate))
+            while (event := await call.events.get()) is not None:
+                if isinstance(event, OutriderError):
+                    raise event
+                yield event
+        finally:
+            world.calls.discard(call)
+            call.leave()

@@ -1,0 +1,222 @@
+"""The greater faults: each hits somebody whom a session in flight has to do with, or is not done.
+
+| kind | what happens |
+| --- | --- |
+| `crash` | a target or a draft dies; the fleet starts another |
+| `death` | a coordinator dies, likewise |
+| `pause` | a target or a draft stands still, then goes on with what it had |
+| `stall` | a coordinator does; its clients' streams may break meanwhile |
+| `hang_up` | all clients' streams of a coordinator break |
+| `cut_replica` | nothing goes between a coordinator and a replica |
+| `cut_store` | nothing goes between a coordinator and Redis |
+| `cut_registry` | nothing goes between a replica and Redis |
+| `..._one_way` | the same in one direction |
+| `redis_pause` | Redis stands still, then does what it was asked |
+| `restart` | Redis dies and comes back without the last tokens of a session |
+| `flush` | Redis loses everything |
+| `scale` | another number of replicas is wanted |
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any
+
+from outrider.fleet.registry import Role
+
+from .adversary import CALM
+from .network import Cut
+from .processes import Process
+from .world import REPLICAS_MAX, World
+
+NUM_FAULTS = (3, 8)
+"""In a seed, at least and at most, as far as its sessions last."""
+PAUSE_S_MAX = 6.0
+CUT_S_MAX = 8.0
+BREAKS_AFTER_S = 5.0
+"""Of a cut: then TCP gives a stream up, on which something was sent."""
+GAP_S_MAX = 2.0
+"""Between two faults, if sessions make no progress ..."""
+BURST_S_MAX = 0.1
+"""... or of those that come at once."""
+DEATHS_MAX = 3
+"""Of a role in a seed. A fourth in so short a time would count as a role that cannot be started."""
+LOST_TAIL_S_MAX = 1.0
+LOOK_S = 0.01
+
+CUTS = ("cut_replica", "cut_store", "cut_registry")
+GREATER = {
+    "crash", "death", "pause", "stall", "hang_up", "redis_pause", "restart", "flush", "scale",
+    *CUTS, *(f"{kind}_one_way" for kind in CUTS),
+}  # fmt: skip
+"""All kinds."""
+
+Harm = tuple[str, Callable[[], Awaitable[None]]]
+"""A kind, and what does it."""
+
+
+class Faults:
+    """The faults of one seed, one after the other or at the same time."""
+
+    def __init__(self, world: World, flights: Any, kinds: Collection[str]) -> None:
+        """`flights` knows the sessions in flight; only faults of these `kinds` are done."""
+        self._world = world
+        self._flights = flights
+        self._kinds = kinds
+        self._adversary = world.network.adversary
+        self._deaths: Counter[str] = Counter()
+        self._redis_goes = False
+        """Whether it is about to die."""
+        self._under_way: list[asyncio.Task[None]] = []
+
+    async def run(self) -> None:
+        """Does harm, and returns when all of it is over and nothing more will happen."""
+        rng = self._adversary.rng
+        num = rng.randint(*NUM_FAULTS)
+        total = self._flights.num_planned
+        marks = sorted(rng.uniform(0.0, 0.6) * total for _ in range(num))
+        for mark in marks:
+            gap_s_max = rng.choice((GAP_S_MAX, BURST_S_MAX))
+            await self._wait(mark, rng.uniform(0.0, gap_s_max))
+            await self._do_one()
+        for task in self._under_way:
+            await task
+        self._adversary.odds = CALM
+
+    async def _wait(self, mark: float, seconds: float) -> None:
+        """Until so many tokens have been shown, but not for longer than that."""
+        until = asyncio.get_running_loop().time() + seconds
+        while asyncio.get_running_loop().time() < until and self._flights.num_shown < mark:
+            if self._flights.all_over:
+                return
+            await asyncio.sleep(LOOK_S)
+
+    async def _do_one(self) -> None:
+        rng = self._adversary.rng
+        while not self._flights.all_over:
+            possible = [harm for harm in self._possible() if harm[0] in self._kinds]
+            kinds = sorted({kind for kind, _ in possible})
+            if kinds:
+                kind = rng.choice(kinds)
+                _, harm = rng.choice([one for one in possible if one[0] == kind])
+                self._adversary.faults[kind] += 1
+                self._under_way.append(asyncio.create_task(harm()))  # type: ignore[arg-type]
+                return
+            await asyncio.sleep(LOOK_S)
+
+    def _possible(self) -> list[Harm]:
+        """What would hit a session in flight now."""
+        world = self._world
+        if not self._flights.running:
+            return []
+        busy = [node for node in world.nodes("coordinator") if node.calls]
+        found: list[Harm] = [("scale", self._scale)]
+        redis = world.redis.process
+        is_there = not (redis.is_still or self._redis_goes)
+        if not redis.is_dead:
+            found.append(("flush", self._flush))
+        if is_there and self._serves("coordinator") and self._serves("target"):
+            found += [("restart", self._restart), ("redis_pause", self._redis_pause)]
+        for one in busy:
+            found.append(("hang_up", lambda one=one: self._hang_up(one)))
+            if not one.process.is_still:
+                found.append(("stall", lambda one=one: self._stall(one)))
+            if is_there and self._deaths["coordinator"] < DEATHS_MAX:
+                found.append(("death", lambda one=one: self._die(one)))
+            found += self._cuts("cut_store", one.process, redis)
+        for actor in world.actors:
+            node = actor.node
+            if node.role == "coordinator":
+                continue
+            askers = [one for one in busy if one.has_session_at(node.name)]
+            if not askers:
+                continue
+            if not node.process.is_still:
+                found.append(("pause", lambda node=node: self._pause(node.process)))
+            if is_there and self._deaths[node.role] < DEATHS_MAX:
+                found.append(("crash", lambda node=node: self._die(node)))
+            found += self._cuts("cut_registry", node.process, redis)
+            for one in askers:
+                found += self._cuts("cut_replica", one.process, node.process)
+        return found
+
+    def _serves(self, role: Role) -> bool:
+        """Whether all replicas of a role serve. A fleet gives up once none of a role serves and
+        none has started for some seconds, as while Redis is away, so these two never come
+        together."""
+        fleet = self._world.fleet
+        return len(list(self._world.nodes(role))) >= fleet.wanted[role]
+
+    def _cuts(self, kind: str, a: Process, b: Process) -> list[Harm]:
+        ways = [(kind, [(a, b), (b, a)]), (f"{kind}_one_way", [(a, b)]),
+                (f"{kind}_one_way", [(b, a)])]  # fmt: skip
+        return [
+            (name, lambda name=name, pairs=pairs: self._cut(pairs, kind == "cut_replica"))
+            for name, pairs in ways
+        ]
+
+    async def _cut(self, pairs: list[tuple[Process, Process]], breaks: bool) -> None:
+        rng, network = self._adversary.rng, self._world.network
+        cut, lasts_s = Cut(pairs, loses=rng.random() < 0.5), rng.uniform(0.05, CUT_S_MAX)
+        network.cut(cut)
+        await asyncio.sleep(min(lasts_s, BREAKS_AFTER_S))
+        if breaks and lasts_s > BREAKS_AFTER_S:
+            self._world.break_wires(*pairs[0])
+            await asyncio.sleep(lasts_s - BREAKS_AFTER_S)
+        network.heal(cut)
+        if breaks:
+            self._world.mend_wires(*pairs[0])
+
+    async def _pause(self, process: Process) -> None:
+        process.stand_still()
+        await asyncio.sleep(self._adversary.rng.uniform(0.05, PAUSE_S_MAX))
+        process.go_on()
+
+    async def _stall(self, node: Any) -> None:
+        """As long as it stands still its clients may have been told that it is gone."""
+        rng = self._adversary.rng
+        pausing = asyncio.create_task(self._pause(node.process))
+        if rng.random() < 0.7:
+            await asyncio.sleep(rng.uniform(0.0, 1.0))
+            await self._hang_up(node)
+        await pausing
+
+    async def _hang_up(self, node: Any) -> None:
+        for call in sorted(self._world.calls, key=lambda call: call.number):
+            if call.node is node:
+                call.break_off()
+
+    async def _die(self, node: Any) -> None:
+        self._deaths[node.role] += 1
+        for actor in self._world.actors:
+            if actor.node is node:
+                actor.die()
+
+    async def _scale(self) -> None:
+        rng, wanted = self._adversary.rng, self._world.fleet.wanted
+        role: Role = rng.choice(("coordinator", "target", "draft"))
+        least = 0 if role == "draft" else 1
+        counts = [n for n in range(least, REPLICAS_MAX + 1) if n != wanted[role]]
+        await self._world.want({role: rng.choice(counts)})
+
+    async def _redis_pause(self) -> None:
+        await self._pause(self._world.redis.process)
+
+    async def _flush(self) -> None:
+        self._world.redis.flush()
+
+    async def _restart(self) -> None:
+        """What is stored from now on is lost, once a session in flight has stored something."""
+        rng, redis = self._adversary.rng, self._world.redis
+        self._redis_goes = True
+        sessions, replicas = redis.store.snapshot(), redis.registry.snapshot()
+        shown, loop = self._flights.num_shown, asyncio.get_running_loop()
+        until = loop.time() + LOST_TAIL_S_MAX
+        while loop.time() < until and self._flights.num_shown == shown:
+            await asyncio.sleep(LOOK_S)
+        redis.process.die()
+        await asyncio.sleep(rng.uniform(0.0, 3.0))
+        redis.start_again(sessions, replicas)
+        self._redis_goes = False

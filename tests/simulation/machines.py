@@ -1,0 +1,101 @@
+"""The cluster of the simulation: places for replicas, and calls of them. Of `Cluster` and `Actor`
+what a fleet uses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from deploy.cluster import Actor, Demand
+from outrider.errors import OutriderError, Unavailable
+from outrider.hosting import Place
+
+Node = Any
+"""A `ReplicaNode` or a `CoordinatorNode`."""
+PLACING_S = 0.05
+LOADING_S_MAX = 0.5
+
+
+class SimulatedActor(Actor):
+    """Has a node. Calls of it always arrive, while it lives."""
+
+    def __init__(self, demand: Demand, node: Node, world: Any) -> None:
+        super().__init__(demand, None, 0)
+        self.node = node
+        self._place = Place(1, "host")
+        self._world = world
+        self._open: set[asyncio.Future[Any]] = set()
+
+    async def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        if self.node.process.is_dead:
+            raise Unavailable(f"{self.name} has died")
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._open.add(answer)
+        self.node.process.start(self._answer(answer, method, arguments))
+        try:
+            return await asyncio.wait_for(answer, timeout_s)
+        except TimeoutError:
+            raise Unavailable(f"{self.name} does not answer {method}") from None
+        finally:
+            self._open.discard(answer)
+
+    async def _answer(
+        self, answer: asyncio.Future[Any], method: str, arguments: tuple[Any, ...]
+    ) -> None:
+        result, failure = None, None
+        try:
+            if method == "start":
+                await asyncio.sleep(self._world.rng.uniform(0.01, LOADING_S_MAX))
+                result = await self.node.start(arguments[0], self._world)
+            elif method == "stop":
+                result = await self.node.stop(arguments[0], self._world)
+            else:
+                result = await getattr(self.node, method)()
+        except OutriderError as error:
+            self._world.hear_failure(error)
+            failure = error
+        if answer.done():
+            return
+        if failure is not None:
+            answer.set_exception(failure)
+        else:
+            answer.set_result(result)
+
+    async def kill(self) -> None:
+        self.die()
+
+    def die(self) -> None:
+        """Its process ends at once."""
+        if self.node.process.is_dead:
+            return
+        self.node.process.die()
+        self._world.bury(self.node)
+        for answer in list(self._open):
+            if not answer.done():
+                answer.set_exception(Unavailable(f"{self.name} has died"))
+
+
+class Machines:
+    """Enough of them for all."""
+
+    def __init__(self, world: Any, build: Callable[[str, str], Node]) -> None:
+        """`build(role, name)` makes a node."""
+        self.actors: list[SimulatedActor] = []
+        self._world = world
+        self._build = build
+
+    async def place(
+        self, demands: Sequence[tuple[Demand, type, type]], timeout_s: float
+    ) -> list[Actor]:
+        await asyncio.sleep(PLACING_S)
+        made = [
+            SimulatedActor(demand, self._build(demand.role, demand.name), self._world)
+            for demand, *_ in demands
+        ]
+        self.actors += made
+        return list(made)
+
+    async def remove(self, actors: Sequence[Actor]) -> None:
+        for actor in actors:
+            await actor.kill()

@@ -1,0 +1,134 @@
+"""Processes on one event loop: each may stand still, or die, with all that it does.
+
+A process is known by the context that its tasks and timers run in. While it stands still the loop
+keeps what would run, and runs it afterwards, in order: as after SIGSTOP and SIGCONT, the clock has
+gone on. Of a process that is dead nothing ever runs again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable, Coroutine
+from contextvars import Context, ContextVar, copy_context
+from typing import Any, TypeVar
+
+from outrider.clock import VirtualClockLoop
+
+T = TypeVar("T")
+_CURRENT: ContextVar[Process | None] = ContextVar("process", default=None)
+
+
+def current() -> Process | None:
+    """Whose code runs; None outside of all."""
+    return _CURRENT.get()
+
+
+class Process:
+    """What runs under one name."""
+
+    def __init__(self, name: str) -> None:
+        """The name is its address in the network, too."""
+        self.name = name
+        self.is_dead = False
+        self.is_still = False
+        self.context = copy_context()
+        """For what others have it run."""
+        self.context.run(_CURRENT.set, self)
+        self._held: list[asyncio.Handle] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Begins a task of the process."""
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(work, context=self.context.copy())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def hold(self, handle: asyncio.Handle) -> None:
+        """Keeps what would run now."""
+        self._held.append(handle)
+
+    def stand_still(self) -> None:
+        """From now on."""
+        self.is_still = True
+
+    def go_on(self) -> None:
+        """Unless it has died."""
+        if not self.is_dead:
+            self._run_on()
+
+    def die(self) -> None:
+        """For good."""
+        self.is_still = self.is_dead = True
+
+    def bury(self) -> None:
+        """Dies, and lets its tasks be cancelled: nothing they do matters any more."""
+        self.is_dead = True
+        self._run_on()
+
+    def _run_on(self) -> None:
+        self.is_still = False
+        held, self._held = self._held, []
+        loop = asyncio.get_running_loop()
+        loop._ready.extend(handle for handle in held if not handle.cancelled())  # type: ignore[attr-defined]
+
+
+class _Handle(asyncio.Handle):
+    __slots__ = ()
+
+    def _run(self) -> None:
+        process = self._context.get(_CURRENT)  # type: ignore[attr-defined]
+        if process is not None and process.is_still:
+            process.hold(self)
+        else:
+            super()._run()
+
+
+class _TimerHandle(asyncio.TimerHandle):
+    """Of those that are due at one time the one that was set first runs first."""
+
+    __slots__ = ("number",)
+
+    def __lt__(self, other: Any) -> bool:
+        return (self._when, self.number) < (other._when, other.number)  # type: ignore[attr-defined]
+
+    def _run(self) -> None:
+        process = self._context.get(_CURRENT)  # type: ignore[attr-defined]
+        if process is not None and process.is_still:
+            process.hold(self)
+        else:
+            super()._run()
+
+
+class ProcessLoop(VirtualClockLoop):
+    """An event loop on a virtual clock, of several processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_timers = 0
+
+    def call_soon(
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        handle = _Handle(callback, args, self, context)
+        self._ready.append(handle)  # type: ignore[attr-defined]
+        return handle
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:  # fmt: skip
+        timer = _TimerHandle(when, callback, args, self, context)
+        timer.number = self._num_timers
+        self._num_timers += 1
+        heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
+        timer._scheduled = True  # type: ignore[attr-defined]
+        return timer
+
+
+def run_processes(main: Coroutine[Any, Any, T]) -> T:
+    """Runs `main`, which is of no process, on a virtual clock."""
+    with asyncio.Runner(loop_factory=ProcessLoop) as runner:
+        return runner.run(main)

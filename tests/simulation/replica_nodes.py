@@ -1,0 +1,148 @@
+"""Targets and drafts of the simulation: each a real service in a process, with its announcer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from draft_service.service import DraftService
+from outrider.engine.executor import InlineExecutor
+from outrider.errors import OutriderError
+from outrider.fleet.announcing import Announcer
+from outrider.fleet.registry import ReplicaRecord, Role
+from outrider.replica_host import MeteredService, Traffic
+from target_service.service import TargetService
+
+from .processes import Process
+from .redis_twin import RemoteRegistry
+from .shown import CheckedEagle, ShallowEngine, ShownDrafter, ShownEngine, exit_drafter
+from .toy import SPEC, QuickEngine
+
+EAGLE_STEP_S = 0.002
+NUM_SEQUENCES = 3
+"""In a step: fewer than sessions at times. Nor do the pages of `SPEC` suffice for all of them, so
+that some are preempted."""
+
+
+def _target(engine: Any, self_drafter: Any = None) -> TargetService:
+    executor = InlineExecutor(engine.take_step_seconds)
+    return TargetService(
+        engine, executor, max_num_seqs=NUM_SEQUENCES, self_drafter=self_drafter,
+        clock=lambda: 0.0,
+    )  # fmt: skip
+
+
+def target_service() -> TargetService:
+    return _target(QuickEngine(SPEC, "target", NUM_SEQUENCES))
+
+
+def showing_service() -> TargetService:
+    return _target(ShownEngine(SPEC, "target", NUM_SEQUENCES))
+
+
+def self_drafting_service() -> TargetService:
+    return _target(ShownEngine(SPEC, "target", NUM_SEQUENCES), ShownDrafter(SPEC))
+
+
+def early_exit_service() -> TargetService:
+    engine = ShallowEngine(SPEC, "target", NUM_SEQUENCES)
+    return _target(engine, exit_drafter(SPEC, engine))
+
+
+def draft_service() -> DraftService:
+    engine = QuickEngine(SPEC, "draft", NUM_SEQUENCES)
+    executor = InlineExecutor(engine.take_step_seconds)
+    return DraftService.with_model(engine, executor, max_num_seqs=NUM_SEQUENCES)
+
+
+def eagle_service() -> DraftService:
+    info = QuickEngine(SPEC, "draft", NUM_SEQUENCES).info
+    drafter = CheckedEagle(SPEC, sessions_max=NUM_SEQUENCES)
+    executor = InlineExecutor(lambda: EAGLE_STEP_S)
+    return DraftService.with_eagle(drafter, info, executor, max_num_seqs=NUM_SEQUENCES)
+
+
+Builders = dict[str, Callable[[], Any]]
+"""Of the services of each role."""
+KINDS: tuple[Builders, ...] = (
+    {"target": target_service, "draft": draft_service},
+    {"target": target_service, "draft": draft_service},
+    {"target": self_drafting_service, "draft": draft_service},  # which nobody asks
+    {"target": early_exit_service, "draft": draft_service},
+    {"target": showing_service, "draft": eagle_service},
+)
+
+
+class ReplicaNode:
+    """What `ReplicaHost` is around a service, without gRPC."""
+
+    def __init__(self, role: Role, name: str, build: Callable[[], Any]) -> None:
+        self.role: Role = role
+        self.name = name
+        self.process = Process(name)
+        self.address = ""
+        self.service: Any = None
+        self._build = build
+        self._metered: Any = None
+        self._announcer: Announcer | None = None
+        self._is_leaving = False
+        self._ended = asyncio.Event()
+
+    async def start(self, config: Any, world: Any) -> str:
+        """Serves, and says so."""
+        self.service = self._build()
+        self._metered = MeteredService(self.service)
+        self.address = f"host:{config.port}" if config.port else f"{self.name}:1"
+        world.serve(self, self._metered)
+        self._announcer = Announcer(RemoteRegistry(world.network, world.redis), self._record)
+        await self._announcer.start()
+        return self.address
+
+    def _record(self) -> ReplicaRecord:
+        runs = self.service.describe()
+        return ReplicaRecord(
+            role=self.role, name=self.name, address=self.address, host="host", pid=1,
+            model=runs.model, weights=runs.weights, leaving=self._is_leaving,
+            load=self._metered.traffic.num_items,
+        )  # fmt: skip
+
+    async def wait(self) -> None:
+        """Until it has stopped."""
+        await self._ended.wait()
+
+    async def traffic(self) -> Traffic:
+        """See `ReplicaHost`."""
+        found: Traffic = self._metered.traffic
+        return found
+
+    async def leave(self) -> None:
+        """See `ReplicaHost`."""
+        self._is_leaving = True
+        if self._announcer is not None:
+            self._announcer.say_again()
+
+    async def stop(self, grace_s: float, world: Any) -> None:
+        """See `ReplicaHost.stop`."""
+        announcer, self._announcer = self._announcer, None
+        if announcer is not None:
+            await announcer.close()
+        if self.service is not None:
+            try:
+                async with asyncio.timeout(grace_s):
+                    await self.service.drain()
+            except TimeoutError:
+                pass
+            world.hang_up(self, "the replica has stopped")
+            await self.service.close()
+            self.check_integrity()
+        self._ended.set()
+
+    def check_integrity(self) -> None:
+        """Of its service. Raises `OutriderError`."""
+        try:
+            if self.service is not None:
+                self.service.check_integrity()
+        except OutriderError as error:
+            error.add_note(f"of {self.name}")
+            raise

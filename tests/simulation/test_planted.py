@@ -1,0 +1,129 @@
+"""Planted bugs, to show that runs can fail: each is found within 1,000 seeds, most within a few."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from coordinator.commits import Committer
+from coordinator.journal import Journal
+from coordinator.mailbox import Mailbox
+from coordinator.replicas import Berth
+from coordinator.roster import Roster
+from outrider.engine.sequences import Aligned, SequenceTable
+from outrider.errors import OutriderError, StoreUnavailable
+from outrider.sessions.memory_store import MemoryStore
+from outrider.sessions.state import Session
+from outrider.sessions.store import Append
+
+from .faults import GREATER
+from .scenario import run_seed
+
+
+def found(num_seeds: int, *kinds: str) -> bool:
+    """Whether one of so many seeds fails, with greater faults of these kinds alone, or of all."""
+    for seed in range(num_seeds):
+        try:
+            run_seed(seed, kinds=kinds or GREATER)
+        except OutriderError:
+            return True
+    return False
+
+
+def test_tokens_that_are_shown_before_they_are_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def at_once(self: Committer, session: Any, length: int) -> int:
+        return length
+
+    monkeypatch.setattr(Committer, "shown", at_once)
+    assert found(20)
+
+
+def test_a_cache_that_keeps_refused_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_at_all(self: SequenceTable, session_id: str, sequence: Any, length: int) -> None:
+        pass
+
+    monkeypatch.setattr(SequenceTable, "_cut", not_at_all)
+    assert found(20)
+
+
+def test_a_running_stream_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client must not take a stream that dies half-way for one that was never opened."""
+    read, reads = Journal.read, itertools.count()
+
+    async def sometimes(self: Journal) -> Any:
+        if next(reads) % 10 == 9:
+            raise StoreUnavailable("planted")
+        return await read(self)
+
+    monkeypatch.setattr(Journal, "read", sometimes)
+    assert found(5)
+
+
+def test_a_replica_that_trusts_the_callers_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    def goes_on(self: SequenceTable, head: Any, entry: Any) -> Aligned:
+        return Aligned(entry.sequence, head.append)
+
+    monkeypatch.setattr(SequenceTable, "_resync", goes_on)
+    assert found(20)
+
+
+def test_a_disregard_of_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By store and replicas: each alone keeps the tokens of a coordinator that was thought dead
+    out."""
+    append, entry = MemoryStore._append, SequenceTable._entry
+
+    def of_any_epoch(self: MemoryStore, one: Append) -> int | OutriderError:
+        kept = self._find(one.session_id)
+        epoch = one.epoch if kept is None else kept.record.epoch
+        return append(self, replace(one, epoch=epoch, owner=""))
+
+    async def all_own(self: MemoryStore, owner: str, sessions: Any) -> list[str]:
+        return []
+
+    def of_this_epoch(self: SequenceTable, head: Any) -> Any:
+        known = self._entries.get(head.session_id)
+        return entry(self, head if known is None else replace(head, epoch=known.epoch))
+
+    monkeypatch.setattr(MemoryStore, "_append", of_any_epoch)
+    monkeypatch.setattr(MemoryStore, "renew", all_own)
+    monkeypatch.setattr(SequenceTable, "_entry", of_this_epoch)
+    assert found(1000, "stall")
+
+
+def test_a_mailbox_that_is_left_behind_by_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stays(self: Berth[Any, Any]) -> None:
+        self._office = None
+
+    monkeypatch.setattr(Berth, "close", stays)
+    assert found(5)
+
+
+def test_a_belief_in_late_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def any_round(self: Mailbox[Any], answer: Any) -> None:
+        self._answers.setdefault(self._round, answer)
+        self._wake()
+
+    monkeypatch.setattr(Mailbox, "put", any_round)
+    assert found(50)
+
+
+def test_an_owner_that_forgets_what_the_store_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tail that Redis lost is not sent again."""
+    acknowledge = Session.acknowledge
+
+    def never_less(self: Session, stored_length: int) -> None:
+        acknowledge(self, max(stored_length, self.acknowledged_length))
+
+    monkeypatch.setattr(Session, "acknowledge", never_less)
+    assert found(100, "restart")
+
+
+def test_a_roster_that_believes_in_names_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stays(self: Roster, name: str, is_replaced: bool) -> None:
+        del self._tasks[name]
+
+    monkeypatch.setattr(Roster, "_doubt", stays)
+    assert found(20)

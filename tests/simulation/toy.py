@@ -1,0 +1,113 @@
+"""The toy pair of languages of all simulations, and what its target alone would say.
+
+A token depends on the two before it, of which there are so few that all rows are worked out once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.errors import check
+from outrider.generation import GenerateRequest
+from outrider.speculation.noise import NoiseBatch, RoundNoise
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.scoring import DraftRows, score_rows
+from outrider.speculation.transforms import target_probabilities
+
+SPEC = EmulatedSpec(
+    vocab_size=6,
+    support=4,
+    exponent=0.8,
+    deviation=0.6,
+    order=2,
+    verify_ms=15.0,
+    draft_ms=2.0,
+    max_model_len=80,
+    num_pages=5,
+)
+_NUM_SYMBOLS = SPEC.vocab_size + 1
+"""The last one stands for the places before the first token."""
+
+
+@cache
+def _rows(role: Any) -> torch.Tensor:
+    """Logits [symbols squared, V] behind any two symbols."""
+    none = EmulatedEngine(SPEC, role)._context((), 0)[0]
+    symbols = [*range(SPEC.vocab_size), none]
+    contexts = [[first, second] for first in symbols for second in symbols]
+    return EmulatedEngine(SPEC, role)._logits(np.array(contexts, dtype=np.uint64)).clone()
+
+
+class QuickEngine(EmulatedEngine):
+    """An emulated engine that looks its logits up."""
+
+    def _logits(self, contexts: Any) -> torch.Tensor:
+        symbols = np.minimum(contexts, SPEC.vocab_size).astype(np.int64)
+        return _rows(self._role)[torch.from_numpy(symbols[:, 0] * _NUM_SYMBOLS + symbols[:, 1])]
+
+
+@cache
+def _law(sampling: SamplingParams) -> torch.Tensor:
+    """Probabilities [symbols squared, V]."""
+    return target_probabilities(_rows("target").clone(), sampling)
+
+
+@cache
+def ranked_law(sampling: SamplingParams) -> tuple[float, ...]:
+    """How likely the likeliest token is, the second, ...; the same behind any prefix."""
+    ranked = _law(sampling).sort(dim=1, descending=True).values
+    check(bool(torch.allclose(ranked, ranked[:1].expand_as(ranked))), "ranks depend on the prefix")
+    return tuple(p for p in ranked[0].tolist() if p > 0)
+
+
+@cache
+def _ranks(sampling: SamplingParams) -> list[list[int]]:
+    """The rank of each token behind any two symbols; of an impossible one it is at the end."""
+    order = _law(sampling).argsort(dim=1, descending=True, stable=True)
+    ranks: list[list[int]] = order.argsort(dim=1).tolist()
+    return ranks
+
+
+def rule_of(request: GenerateRequest) -> Rule:
+    """The rule that a request is decoded by."""
+    return Rule.GREEDY if request.sampling.greedy else request.rule or Rule.TOKEN
+
+
+def fault_free(request: GenerateRequest, shown: Sequence[int]) -> list[int]:
+    """What follows each prefix of the prompt and what was shown under coupled and greedy, where
+    the target alone decides."""
+    contexts = _contexts(request, shown)
+    rule, num = rule_of(request), len(shown)
+    check(rule.absolute_noise, f"under {rule} a token depends on what was drafted")
+    probabilities = _law(request.sampling)[contexts][:, None]
+    first = len(request.prompt)
+    rounds = [RoundNoise(request.seed or 0, rule, first + place) for place in range(num)]
+    nothing = torch.zeros((num, 0, 0), dtype=torch.int64)
+    drafts = DraftRows(torch.zeros((num, 0), dtype=torch.int64), nothing, nothing.double())
+    _, own = score_rows(probabilities, drafts, NoiseBatch.of(rounds))
+    tokens: list[int] = own[:, 0].tolist()
+    return tokens
+
+
+def ranks_of(request: GenerateRequest, shown: Sequence[int]) -> list[int]:
+    """Of each token that was shown, among those that might have followed there."""
+    ranks = _ranks(request.sampling)
+    contexts = _contexts(request, shown).tolist()
+    return [ranks[context][token_id] for context, token_id in zip(contexts, shown, strict=True)]
+
+
+def _contexts(request: GenerateRequest, shown: Sequence[int]) -> torch.Tensor:
+    """The row of what precedes each token that was shown."""
+    none = SPEC.vocab_size
+    tokens = [none, none, *(int(token) for token in request.prompt), *shown]  # type: ignore[arg-type]
+    first = 2 + len(request.prompt)
+    ends = range(first, first + len(shown))
+    return torch.tensor(
+        [tokens[end - 2] * _NUM_SYMBOLS + tokens[end - 1] for end in ends], dtype=torch.int64
+    )
