@@ -13,6 +13,7 @@ from typing import Final
 
 from outrider.errors import (
     BadRequest,
+    DataLoss,
     DeadlineExceeded,
     InvariantError,
     LinkLost,
@@ -24,6 +25,7 @@ from outrider.errors import (
 from outrider.messages import Refused, Resync, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.sessions.store import CacheState
 from outrider.speculation.proposal import SealedProposal
+from outrider.work import CANCELLED_CODE
 
 from .asking import HeadWriter, Patience
 from .drafts import NOTHING_WANTED, NextWanted
@@ -176,6 +178,10 @@ class TargetSide:
             self.cached_length = self._heads.held(answer)
             self._heads.observer.resynced("target")
             return
+        if answer.code == CANCELLED_CODE:
+            # Nobody ends a round that is asked for, but a store that has lost that an epoch was
+            # given gives it a second time.
+            raise DataLoss(f"the target has seen the session's epoch end: {answer.message}")
         error = error_from_code(answer.code, answer.message)
         if isinstance(error, BadRequest):
             # The user's fields were checked before: what is wrong with a message is our doing.

@@ -13,6 +13,7 @@ from coordinator.target_side import TargetSide
 from outrider.clock import run_virtually
 from outrider.errors import (
     BadRequest,
+    DataLoss,
     InvariantError,
     LinkLost,
     NotFound,
@@ -35,6 +36,7 @@ from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
+from outrider.work import CANCELLED_CODE
 
 PATIENCE = Patience(
     target_answer_s=1.0,
@@ -229,6 +231,17 @@ def test_a_refusal_ends_the_request(refusal: Any, becomes: type[OutriderError]) 
         assert caught.value.grpc_code == becomes.grpc_code
 
     with_target(ScriptedLink(refuse(refusal)), test)
+
+
+def test_an_epoch_that_the_target_has_seen_end_is_lost() -> None:
+    """A store that lost its tail may give an epoch twice, and the target refuses the second."""
+    link = ScriptedLink(lambda item: Refused(item.head.key, CANCELLED_CODE, "it was released"))
+
+    async def test(target: TargetSide, one: Session) -> None:
+        with pytest.raises(DataLoss, match="it was released"):
+            await target.verify(0, NOTHING_SEALED, 0, None)
+
+    with_target(link, test)
 
 
 def test_a_stream_that_breaks_between_two_rounds_is_asked_anew_at_once() -> None:
