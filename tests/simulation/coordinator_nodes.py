@@ -14,7 +14,7 @@ from coordinator.request import RequestDefaults
 from coordinator.roster import Peers, Roster
 from coordinator.service import CoordinatorOptions, CoordinatorService
 from outrider.drafting.ngram import NgramDrafter
-from outrider.errors import OutriderError, StreamBroken
+from outrider.errors import OutriderError, StreamBroken, check
 from outrider.fleet.announcing import Announcer
 from outrider.fleet.registry import ReplicaRecord, Role
 from outrider.generation import Event, GenerateRequest, ResumeRequest
@@ -144,6 +144,11 @@ class CoordinatorNode:
             await self.service.close()
             self.check_integrity()
         self._ended.set()
+
+    def check_work(self) -> None:
+        """Raises `InvariantError` where something has ended that goes on for ever."""
+        check(not self.service.failed, f"{self.name} commits no more")
+        check(not any(task.done() for task in self._following), f"{self.name} follows no more")
 
     def check_integrity(self) -> None:
         """Of its service. Raises `OutriderError`."""

@@ -162,7 +162,8 @@ class Faults:
         cut, lasts_s = Cut(pairs, loses=rng.random() < 0.5), rng.uniform(0.05, CUT_S_MAX)
         network.cut(cut)
         await asyncio.sleep(min(lasts_s, BREAKS_AFTER_S))
-        if breaks and lasts_s > BREAKS_AFTER_S:
+        breaks = breaks and lasts_s > BREAKS_AFTER_S
+        if breaks:
             self._world.break_wires(*pairs[0])
             await asyncio.sleep(lasts_s - BREAKS_AFTER_S)
         network.heal(cut)

@@ -125,7 +125,10 @@ class Wire(MemoryLink[Item, Answer], Generic[Item, Answer]):
         self._unreachable = LinkLost("nobody is there")
 
     def lead(self, replica: Process, service: ReplicaService[Item, Answer]) -> None:
-        """This one serves there now."""
+        """This one serves there now, or can be reached again."""
+        if replica is self.replica:
+            self.restore()
+            return
         self.replica = replica
         self.restore(_Remote(self._network, replica, service))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from draft_service.service import DraftService
 from outrider.engine.executor import InlineExecutor
-from outrider.errors import OutriderError
+from outrider.errors import InvariantError, OutriderError
 from outrider.fleet.announcing import Announcer
 from outrider.fleet.registry import ReplicaRecord, Role
 from outrider.replica_host import MeteredService, Traffic
@@ -92,12 +92,27 @@ class ReplicaNode:
     async def start(self, config: Any, world: Any) -> str:
         """Serves, and says so."""
         self.service = self._build()
+        self._watch_steps(world)
         self._metered = MeteredService(self.service)
         self.address = f"host:{config.port}" if config.port else f"{self.name}:1"
         world.serve(self, self._metered)
         self._announcer = Announcer(RemoteRegistry(world.network, world.redis), self._record)
         await self._announcer.start()
         return self.address
+
+    def _watch_steps(self, world: Any) -> None:
+        """A step that crashes is answered with a refusal; of a draft nobody would notice."""
+        worker = self.service._worker
+        step = worker.step
+
+        def watched(items: Any) -> Any:
+            try:
+                return step(items)
+            except Exception as error:
+                world.hear_failure(InvariantError(f"a step of {self.name} crashed: {error!r}"))
+                raise
+
+        worker.step = watched
 
     def _record(self) -> ReplicaRecord:
         runs = self.service.describe()

@@ -123,7 +123,8 @@ class _Seed:
         give_up_at = loop.time() + STUCK_S
         while not self.all_over:
             world.check()
-            check(loop.time() < give_up_at, f"stuck: {[self._plans[i] for i in self.running]}")
+            if loop.time() > give_up_at:
+                raise InvariantError(f"stuck: {[self._plans[index] for index in self.running]}")
             await asyncio.sleep(0.25)
 
     async def _session(self, world: World, index: int, plan: Plan) -> None:

@@ -10,11 +10,11 @@ import pytest
 
 from outrider.speculation.sampling import Rule, SamplingParams
 
-from .__main__ import run_side_by_side
 from .adversary import CALM, NOISE
 from .faults import GREATER, NUM_FAULTS
 from .results import P_VALUE_MIN, Result
 from .scenario import run_seed
+from .side_by_side import run_side_by_side
 from .token_law import RankCounts
 from .toy import ranked_law
 

@@ -113,6 +113,7 @@ class World:
 
     async def start(self) -> None:
         """Returns once all serve."""
+        asyncio.get_running_loop().set_exception_handler(self._hear_exception)
         await self._server.start(self._begin())
         self._fleet_task = self._server.start(self._keep())
 
@@ -199,8 +200,17 @@ class World:
         if isinstance(error, InvariantError) and self.broken is None:
             self.broken = error
 
+    def _hear_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Of what a message or a timer has set off. That a call which nobody waits for any more
+        has failed is no fault."""
+        if "handle" in context:
+            found = f"{context['message']}: {context.get('exception')!r}"
+            self.hear_failure(InvariantError(found))
+
     def check(self) -> None:
         """Raises what must not have happened."""
+        if self._fleet_task is not None and self._fleet_task.done():
+            self._fleet_task.result()
         if self.broken is not None:
             raise self.broken
 
@@ -240,10 +250,14 @@ class World:
     async def stop(self) -> None:
         """Stops all, and looks whether anything is left over."""
         await asyncio.sleep(CLOSING_S)
+        for node in self.nodes("coordinator"):
+            node.check_work()
         for node in self.nodes(*ROLES):
             node.check_integrity()
+        self.check()
         if self._fleet_task is not None:
             self._fleet_task.cancel()
+            self._fleet_task = None
         await self._server.start(self.fleet.close())
         self.check()
         await asyncio.sleep(LEASE_S)

@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,6 +223,8 @@ def test_a_target_that_comes_back_is_used_again() -> None:
         (InvariantError("NaN"), OutriderError),
         # The user's fields were checked long before; a bad message is our own doing.
         (BadRequest("append[0]", "too large"), InvariantError),
+        # A store that lost its tail may give an epoch twice; the target has seen it end.
+        (SimpleNamespace(grpc_code=CANCELLED_CODE, message="released"), DataLoss),
     ],
 )
 def test_a_refusal_ends_the_request(refusal: Any, becomes: type[OutriderError]) -> None:
@@ -231,17 +234,6 @@ def test_a_refusal_ends_the_request(refusal: Any, becomes: type[OutriderError]) 
         assert caught.value.grpc_code == becomes.grpc_code
 
     with_target(ScriptedLink(refuse(refusal)), test)
-
-
-def test_an_epoch_that_the_target_has_seen_end_is_lost() -> None:
-    """A store that lost its tail may give an epoch twice, and the target refuses the second."""
-    link = ScriptedLink(lambda item: Refused(item.head.key, CANCELLED_CODE, "it was released"))
-
-    async def test(target: TargetSide, one: Session) -> None:
-        with pytest.raises(DataLoss, match="it was released"):
-            await target.verify(0, NOTHING_SEALED, 0, None)
-
-    with_target(link, test)
 
 
 def test_a_stream_that_breaks_between_two_rounds_is_asked_anew_at_once() -> None:
