@@ -52,6 +52,7 @@ class CoordinatorActor:
         self._announcer: Announcer | None = None
         self._rosters: list[asyncio.Task[None]] = []
         self._engagement = Engagement(address="")
+        self._stopping: asyncio.Task[None] | None = None
 
     async def ping(self) -> Place:
         """Where the actor runs."""
@@ -146,8 +147,13 @@ class CoordinatorActor:
 
     async def stop(self, grace_s: float) -> None:
         """Takes no more requests, lets running ones end within `grace_s` seconds, commits what was
-        decided, and closes."""
-        self._engagement = replace(self._engagement, leaving=True)
+        decided, and closes. Who asks again waits for the same end."""
+        if self._stopping is None:
+            self._engagement = replace(self._engagement, leaving=True)
+            self._stopping = asyncio.create_task(self._stop(grace_s))
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self, grace_s: float) -> None:
         if self._health is not None:
             self._health.cancel()
         for task in self._rosters:

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
-from outrider.errors import ConfigError, OutriderError
+from outrider.errors import ConfigError, OutriderError, StoreUnavailable
 from outrider.fleet.reconciling import next_steps
 from outrider.fleet.registry import ROLES, Registry, Role
 
@@ -246,15 +246,22 @@ class Fleet:
 
     async def _live(self, one: Replica, work: Callable[[Replica], Awaitable[None]]) -> None:
         """What a replica goes through, and what is left to do when it has."""
+        is_its_own = True
         try:
             await work(one)
+        except StoreUnavailable as error:
+            _log.warning("%s did not start for want of Redis: %s", one.name, error)
+            is_its_own = False
         except OutriderError as error:
             _log.error("%s did not start: %s", one.name, error)
         except Exception:  # noqa: BLE001 (the fleet goes on, whatever one replica does)
             _log.exception("%s did not start", one.name)
         if one.leaves:
             return  # `_leave` does the rest.
-        self._fail(one.role)
+        if is_its_own:
+            self._fail(one.role)
+        else:
+            self._hold_back(one.role, FIRST_REST_S)
         await self._remove(one)
 
     async def _start(self, one: Replica) -> None:
@@ -314,6 +321,9 @@ class Fleet:
         num_doublings = min(self._failures[role], DOUBLINGS_MAX)
         rest_s = min(FIRST_REST_S * 2**num_doublings, REST_S_MAX)
         self._failures[role] += 1
+        self._hold_back(role, rest_s)
+
+    def _hold_back(self, role: Role, rest_s: float) -> None:
         self._not_before[role] = asyncio.get_running_loop().time() + rest_s
 
     def _serves(self, role: Role) -> bool:

@@ -88,6 +88,7 @@ class ReplicaHost(Generic[Item, Answer]):
         self._exports: Exports | None = None
         self._announcer: Announcer | None = None
         self._engagement = Engagement(address="")
+        self._stopping: asyncio.Task[None] | None = None
         self.leadership: Leadership | None = None
         """Of the ranks that share the model; None where this process runs it alone."""
 
@@ -135,10 +136,13 @@ class ReplicaHost(Generic[Item, Answer]):
 
     async def stop(self, grace_s: float) -> None:
         """Takes no more calls and no more items; lets queued steps end and their answers be sent
-        within `grace_s` seconds; and closes. Streams end as soon as nothing waits for a step."""
-        if self._health_task is not None:
-            self._health_task.cancel()
-        await self._end(grace_s)
+        within `grace_s` seconds; and closes. Streams end as soon as nothing waits for a step. Who
+        asks again waits for the same end."""
+        if self._stopping is None:
+            if self._health_task is not None:
+                self._health_task.cancel()
+            self._stopping = asyncio.create_task(self._end(grace_s))
+        await asyncio.shield(self._stopping)
 
     async def _end(self, grace_s: float) -> None:
         announcer, self._announcer = self._announcer, None

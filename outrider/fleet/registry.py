@@ -119,7 +119,9 @@ class Registry(Protocol):
         ...
 
 
-RegistrySnapshot = tuple[dict[tuple[Role, str], tuple[float, ReplicaRecord]], dict[Role, int]]
+RegistrySnapshot = tuple[
+    dict[tuple[Role, str], tuple[float, ReplicaRecord]], dict[Role, int], dict[Topic, str]
+]
 """Records with the ends of their leases, and what is wanted."""
 
 
@@ -143,13 +145,13 @@ class MemoryRegistry:
 
     def snapshot(self) -> RegistrySnapshot:
         """All that it has now; later calls do not change it."""
-        return dict(self._records), dict(self._wanted)
+        return dict(self._records), dict(self._wanted), dict(self._notes)
 
     def restore(self, snapshot: RegistrySnapshot) -> None:
         """Goes back to a snapshot, as a server does that lost its last writes in a crash. Leases
         have run on."""
-        records, wanted = snapshot
-        self._records, self._wanted = dict(records), dict(wanted)
+        records, wanted, notes = snapshot
+        self._records, self._wanted, self._notes = dict(records), dict(wanted), dict(notes)
 
     async def announce(self, record: ReplicaRecord) -> None:
         """See `Registry.announce`."""

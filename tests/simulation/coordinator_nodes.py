@@ -7,6 +7,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from coordinator.asking import Patience
@@ -16,6 +17,7 @@ from coordinator.service import CoordinatorOptions, CoordinatorService
 from outrider.drafting.ngram import NgramDrafter
 from outrider.errors import OutriderError, StreamBroken, check
 from outrider.fleet.announcing import Announcer
+from outrider.fleet.membership import Engagement
 from outrider.fleet.registry import ReplicaRecord, Role
 from outrider.generation import Event, GenerateRequest, ResumeRequest
 
@@ -51,6 +53,7 @@ class CoordinatorNode:
         self._following: list[asyncio.Task[None]] = []
         self._announcer: Announcer | None = None
         self._ended = asyncio.Event()
+        self._engagement = Engagement(address="")
 
     async def start(self, config: Any, world: Any) -> str:
         """Serves, and says so. Raises `Unavailable` where there is no target."""
@@ -81,7 +84,12 @@ class CoordinatorNode:
         ]
         self._announcer = Announcer(RemoteRegistry(world.network, world.redis), self._record)
         await self._announcer.start()
+        self._engagement = Engagement(address=self.address, slot=config.slot, plan=config.plan)
         return self.address
+
+    async def engagement(self) -> Engagement:
+        """See `CoordinatorActor`."""
+        return self._engagement
 
     def _built(self, links: dict[str, dict[str, Any]], world: Any) -> CoordinatorService:
         rng = world.rng
@@ -131,6 +139,7 @@ class CoordinatorNode:
 
     async def stop(self, grace_s: float, world: Any) -> None:
         """See `CoordinatorActor.stop`."""
+        self._engagement = replace(self._engagement, leaving=True)
         for task in self._following:
             task.cancel()
         if self._announcer is not None:

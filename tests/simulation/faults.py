@@ -14,6 +14,7 @@
 | `redis_pause` | Redis stands still, then does what it was asked |
 | `restart` | Redis dies and comes back without the last tokens of a session |
 | `flush` | Redis loses everything |
+| `abandon` | the fleet's process dies, and another one takes the replicas over |
 | `scale` | another number of replicas is wanted |
 """
 
@@ -44,11 +45,13 @@ BURST_S_MAX = 0.1
 DEATHS_MAX = 3
 """Of a role in a seed. A fourth in so short a time would count as a role that cannot be started."""
 LOST_TAIL_S_MAX = 1.0
+ABANDONED_S_MAX = 3.0
 LOOK_S = 0.01
 
 CUTS = ("cut_replica", "cut_store", "cut_registry")
 GREATER = {
     "crash", "death", "pause", "stall", "hang_up", "redis_pause", "restart", "flush", "scale",
+    "abandon",
     *CUTS, *(f"{kind}_one_way" for kind in CUTS),
 }  # fmt: skip
 """All kinds."""
@@ -113,17 +116,19 @@ class Faults:
             return []
         busy = [node for node in world.nodes("coordinator") if node.calls]
         found: list[Harm] = [("scale", self._scale)]
+        if world.has_fleet:
+            found.append(("abandon", self._abandon))
         redis = world.redis.process
         is_there = not (redis.is_still or self._redis_goes)
         if not redis.is_dead:
             found.append(("flush", self._flush))
-        if is_there and self._serves("coordinator") and self._serves("target"):
+        if is_there:
             found += [("restart", self._restart), ("redis_pause", self._redis_pause)]
         for one in busy:
             found.append(("hang_up", lambda one=one: self._hang_up(one)))
             if not one.process.is_still:
                 found.append(("stall", lambda one=one: self._stall(one)))
-            if is_there and self._deaths["coordinator"] < DEATHS_MAX:
+            if self._deaths["coordinator"] < DEATHS_MAX:
                 found.append(("death", lambda one=one: self._die(one)))
             found += self._cuts("cut_store", one.process, redis)
         for actor in world.actors:
@@ -135,19 +140,12 @@ class Faults:
                 continue
             if not node.process.is_still:
                 found.append(("pause", lambda node=node: self._pause(node.process)))
-            if is_there and self._deaths[node.role] < DEATHS_MAX:
+            if self._deaths[node.role] < DEATHS_MAX:
                 found.append(("crash", lambda node=node: self._die(node)))
             found += self._cuts("cut_registry", node.process, redis)
             for one in askers:
                 found += self._cuts("cut_replica", one.process, node.process)
         return found
-
-    def _serves(self, role: Role) -> bool:
-        """Whether all replicas of a role serve. A fleet gives up once none of a role serves and
-        none has started for some seconds, as while Redis is away, so these two never come
-        together."""
-        fleet = self._world.fleet
-        return len(list(self._world.nodes(role))) >= fleet.wanted[role]
 
     def _cuts(self, kind: str, a: Process, b: Process) -> list[Harm]:
         ways = [(kind, [(a, b), (b, a)]), (f"{kind}_one_way", [(a, b)]),
@@ -201,6 +199,9 @@ class Faults:
         least = 0 if role == "draft" else 1
         counts = [n for n in range(least, REPLICAS_MAX + 1) if n != wanted[role]]
         await self._world.want({role: rng.choice(counts)})
+
+    async def _abandon(self) -> None:
+        await self._world.restart_fleet(self._adversary.rng.uniform(0.05, ABANDONED_S_MAX))
 
     async def _redis_pause(self) -> None:
         await self._pause(self._world.redis.process)

@@ -25,6 +25,7 @@ class SimulatedActor(Actor):
         self.node = node
         self._place = Place(1, "host")
         self._world = world
+        self._stopping: asyncio.Task[None] | None = None
         self._open: set[asyncio.Future[Any]] = set()
 
     async def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
@@ -49,7 +50,9 @@ class SimulatedActor(Actor):
                 await asyncio.sleep(self._world.rng.uniform(0.01, LOADING_S_MAX))
                 result = await self.node.start(arguments[0], self._world)
             elif method == "stop":
-                result = await self.node.stop(arguments[0], self._world)
+                result = await self._stopped(arguments[0])
+            elif method == "ping":
+                result = self._place
             else:
                 result = await getattr(self.node, method)()
         except OutriderError as error:
@@ -61,6 +64,12 @@ class SimulatedActor(Actor):
             answer.set_exception(failure)
         else:
             answer.set_result(result)
+
+    async def _stopped(self, grace_s: float) -> None:
+        """Who asks again waits for the same end."""
+        if self._stopping is None:
+            self._stopping = self.node.process.start(self.node.stop(grace_s, self._world))
+        await asyncio.shield(self._stopping)
 
     async def kill(self) -> None:
         self.die()
@@ -95,6 +104,15 @@ class Machines:
         ]
         self.actors += made
         return list(made)
+
+    def _there(self) -> list[SimulatedActor]:
+        return [actor for actor in self.actors if not actor.node.process.is_dead]
+
+    async def replicas(self) -> list[str]:
+        return sorted({actor.name for actor in self._there()})
+
+    async def find(self, demand: Demand) -> list[Actor]:
+        return [actor for actor in self._there() if actor.name == demand.name]
 
     async def remove(self, actors: Sequence[Actor]) -> None:
         for actor in actors:

@@ -10,6 +10,7 @@ from draft_service.service import DraftService
 from outrider.engine.executor import InlineExecutor
 from outrider.errors import InvariantError, OutriderError
 from outrider.fleet.announcing import Announcer
+from outrider.fleet.membership import Engagement
 from outrider.fleet.registry import ReplicaRecord, Role
 from outrider.replica_host import MeteredService, Traffic
 from target_service.service import TargetService
@@ -87,6 +88,8 @@ class ReplicaNode:
         self._metered: Any = None
         self._announcer: Announcer | None = None
         self._is_leaving = False
+        self._plan: str | None = None
+        self._slot = 0
         self._ended = asyncio.Event()
 
     async def start(self, config: Any, world: Any) -> str:
@@ -98,7 +101,16 @@ class ReplicaNode:
         world.serve(self, self._metered)
         self._announcer = Announcer(RemoteRegistry(world.network, world.redis), self._record)
         await self._announcer.start()
+        self._plan, self._slot = config.plan, config.slot
         return self.address
+
+    async def engagement(self) -> Engagement:
+        """See `ReplicaHost`."""
+        if self._announcer is None or self._plan is None:
+            return Engagement(address="")
+        return Engagement(
+            address=self.address, slot=self._slot, plan=self._plan, leaving=self._is_leaving
+        )
 
     def _watch_steps(self, world: Any) -> None:
         """A step that crashes is answered with a refusal; of a draft nobody would notice."""

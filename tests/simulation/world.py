@@ -49,9 +49,10 @@ def blueprint(num_coordinators: int, with_ports: bool) -> Blueprint:
     }  # fmt: skip
     if with_ports:
         settings |= {"target_port": 7000, "draft_port": 8000}
+    config = load_config(settings, {})
     return Blueprint(
-        placement=plan_placement(load_config(settings, {}), {"CPU": 64}), deployment="d",
-        log_directory="", local=True,
+        placement=plan_placement(config, {"CPU": 64}), deployment="d", log_directory="",
+        local=True, given=config,
     )  # fmt: skip
 
 
@@ -94,7 +95,11 @@ class World:
         """Nodes and their services, by address."""
         self.machines = Machines(self, self._built)
         self._server = Process("server")
-        """What the fleet runs in."""
+        """What the fleet runs in ..."""
+        self._servers = [self._server]
+        """... and what it did before."""
+        self._operator = Process("operator")
+        """Who says how many are wanted."""
         self._blueprint = blueprint(rng.choice((1, 2, 2, 2)), rng.random() < 0.3)
         self.fleet = self._new_fleet()
         self._fleet_task: asyncio.Task[None] | None = None
@@ -126,11 +131,25 @@ class World:
         role = await self.fleet.run()
         self.hear_failure(InvariantError(f"the fleet has given up for want of a {role}"))
 
+    async def restart_fleet(self, away_s: float) -> None:
+        """Its process dies with whatever it was doing; another one takes over."""
+        self._server.die()
+        await asyncio.sleep(away_s)
+        self._server = Process("server")
+        self._servers.append(self._server)
+        self.fleet = self._new_fleet()
+        self._fleet_task = self._server.start(self._return())
+
+    async def _return(self) -> None:
+        await self.fleet.adopt()
+        await self._keep()
+
     async def want(self, counts: dict[Role, int]) -> None:
         """As `outrider scale` does, until Redis has heard it."""
         while True:
             try:
-                await self._server.start(self.fleet.want(counts))
+                registry = RemoteRegistry(self.network, self.redis)
+                await self._operator.start(registry.want(counts))
             except StoreUnavailable:
                 await asyncio.sleep(0.1)
             else:
@@ -217,7 +236,13 @@ class World:
     @property
     def actors(self) -> list[SimulatedActor]:
         """Of replicas that serve."""
-        return [one.leader for one in self.fleet.replicas if one.address and one.ranks]  # type: ignore[misc]
+        leaders = [one.leader for one in self.fleet.replicas if one.address and one.ranks]
+        return [one for one in leaders if not one.node.process.is_dead]  # type: ignore[attr-defined,misc]
+
+    @property
+    def has_fleet(self) -> bool:
+        """Whether somebody looks after the replicas now."""
+        return not self._server.is_dead
 
     def nodes(self, *roles: Role) -> Iterator[Node]:
         """Those that serve."""
@@ -270,5 +295,6 @@ class World:
         """Lets whatever still runs be cancelled, in whatever state it is."""
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         nodes = [actor.node for actor in self.machines.actors]
-        for process in (*(node.process for node in nodes), self._server, self.redis.process):
+        others = (*self._servers, self._operator, self.redis.process)
+        for process in (*(node.process for node in nodes), *others):
             process.bury()

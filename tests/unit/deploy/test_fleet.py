@@ -135,6 +135,22 @@ def test_a_fleet_without_a_target_that_none_can_replace_is_hopeless() -> None:
     play(scene)
 
 
+def test_a_fleet_is_not_hopeless_for_want_of_a_registry() -> None:
+    """In which what has started would have to be announced."""
+
+    async def scene(world: World) -> None:
+        world.machines.failures["target"] = StoreUnavailable("away")
+        world.actor(world.names("target")[0]).end.set_exception(EngineLost("gone"))
+        await asyncio.sleep(60)
+        assert world.running is not None
+        assert not world.running.done()
+        world.machines.failures.clear()
+        await asyncio.sleep(3)
+        assert len(world.names("target")) == 1
+
+    play(scene)
+
+
 def test_what_was_wanted_stays_while_the_registry_is_away() -> None:
     async def scene(world: World) -> None:
         world.registry.failure = StoreUnavailable("away")
