@@ -78,6 +78,11 @@ class VerifyItem:
     wants_features: bool = False
     """Whether the features of what the verdict commits are wanted."""
 
+    @property
+    def num_rows(self) -> int:
+        """Tokens that it has for a step, if the target holds the stated prefix."""
+        return max(1, len(self.head.append) + len(self.proposal))
+
 
 @dataclass(frozen=True, slots=True)
 class DraftItem:
@@ -95,6 +100,11 @@ class DraftItem:
     `DraftRequest.siblings`. Not where the draft looks ahead."""
     features: Features | None = None
     """Of committed tokens, where the draft reads features and there are some that it may lack."""
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that it has for a step, if the draft holds the stated prefix."""
+        return max(1, len(self.head.append))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from outrider.engine.executor import StepExecutor
 from outrider.engine.interface import ModelInfo
 from outrider.errors import EngineLost, OutriderError
 from outrider.fleet.figures import Figures
+from outrider.gathering import Gathering
 from outrider.limits import SILENT_SESSION_MS, STREAM_QUEUE_ITEMS_MAX
 from outrider.messages import ReplicaDescription
 from outrider.presence import Presence
@@ -33,9 +34,10 @@ class SteppedService(Generic[Item, Answer]):
         description: ReplicaDescription,
         observer: StepObserver | None = None,
         note_seconds: Callable[[float], None] | None = None,
+        gathering: Gathering | None = None,
     ) -> None:
         """`description.max_num_seqs` sessions share a step at most. `note_seconds` hears, between
-        steps, how long the last one took."""
+        steps, how long the last one took; by `gathering` steps wait for sessions."""
         self._worker = worker
         self._description = description
         self._scheduler = StepScheduler(
@@ -45,6 +47,7 @@ class SteppedService(Generic[Item, Answer]):
             queue_max=STREAM_QUEUE_ITEMS_MAX,
             observer=observer,
             note_seconds=note_seconds,
+            gathering=gathering,
         )
         self._scheduler.watch_pages(self._park_the_silent)
         self._observer = observer

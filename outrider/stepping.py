@@ -19,6 +19,7 @@ from typing import Any, Final, Generic
 from outrider.engine.executor import StepExecutor
 from outrider.errors import DeadlineExceeded, EngineLost, Unavailable, check
 from outrider.fleet.figures import NO_FIGURES, Figures
+from outrider.gathering import Gathering
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX, STEP_CRASHES_UNHEALTHY
 from outrider.messages import ProposalReply, Refused, VerdictReply
 from outrider.step_load import StepLoad
@@ -59,12 +60,15 @@ class StepScheduler(Generic[Item, Answer]):
         queue_max: int,
         observer: StepObserver | None = None,
         note_seconds: Callable[[float], None] | None = None,
+        gathering: Gathering | None = None,
     ) -> None:
-        """`note_seconds` hears, between steps, how long the last one took that ran items."""
+        """`note_seconds` hears, between steps, how long the last one took that ran items. With
+        `gathering` a step may wait for sessions that will soon want it too."""
         self._executor = executor
         self._worker = worker
         self._observer = observer
         self._note_seconds = note_seconds
+        self._gathering = gathering
         self._queue: WorkQueue[Item, Answer] = WorkQueue(max_batch, queue_max)
         if observer is not None:
             observer.watch(lambda: len(self._queue), lambda: worker.figures)
@@ -125,6 +129,9 @@ class StepScheduler(Generic[Item, Answer]):
         if self._closing:
             raise Unavailable("this replica is stopping")
         self._queue.add(work)
+        if self._gathering is not None:
+            now = asyncio.get_running_loop().time()
+            self._gathering.arrived(work.item.head.session_id, now)
         self._start()
 
     def release(self, session_id: str, epoch: int) -> None:
@@ -136,6 +143,8 @@ class StepScheduler(Generic[Item, Answer]):
         for work in self._queue.of_session(session_id, epoch):
             self._cancel(work)
         self._releases[session_id] = epoch
+        if self._gathering is not None:
+            self._gathering.forget(session_id)
         if len(self._releases) > SEQUENCES_PER_REPLICA_MAX:
             del self._releases[next(iter(self._releases))]
         self._start()
@@ -178,6 +187,8 @@ class StepScheduler(Generic[Item, Answer]):
                 await self._wake.wait()
                 self._wake.clear()
                 while not self._over and (self._queue or self._releases or self._parked):
+                    if self._gathering is not None:
+                        await self._gather(self._gathering)
                     if await self._step(self._take()):
                         # The answers leave before the next step claims the interpreter.
                         await asyncio.sleep(0)
@@ -186,6 +197,18 @@ class StepScheduler(Generic[Item, Answer]):
                 self._idle.set()
         finally:
             self._idle.set()
+
+    async def _gather(self, gathering: Gathering) -> None:
+        """Until the next step should begin."""
+        hold = gathering.hold(asyncio.get_running_loop().time(), self._queue.rows)
+        try:
+            async with asyncio.timeout_at(None if hold is None else hold.until):
+                while hold is not None and hold.awaited and not self._over:
+                    await self._wake.wait()
+                    self._wake.clear()
+        except TimeoutError:
+            pass
+        gathering.began()
 
     async def _rest(self) -> None:
         """Until something has changed for those that wait for pages."""
@@ -316,6 +339,12 @@ class StepScheduler(Generic[Item, Answer]):
                 self._done(work, None if answer is Unfinished.CONTINUES else answer)
         if batch:
             self._note_load(batch, start, end)
+        if batch and self._gathering is not None:
+            rows = sum(work.item.num_rows for work in batch)
+            self._gathering.took(end - start, rows, len(batch))
+            for work, answer in zip(batch, stamped, strict=True):
+                if work.unfinished is None and isinstance(answer, VerdictReply | ProposalReply):
+                    self._gathering.answered(work.item.head.session_id, work.item.num_rows, end)
         if self._observer is not None and batch:
             self._observer.stepped(batch, stamped, start, end)
 

@@ -25,6 +25,11 @@ class SteppedItem(Protocol):
         """Session, round, prefix."""
         ...
 
+    @property
+    def num_rows(self) -> int:
+        """Tokens that it has for a step, if the replica holds the stated prefix; at least 1."""
+        ...
+
 
 Item = TypeVar("Item", bound=SteppedItem)
 Item_contra = TypeVar("Item_contra", bound=SteppedItem, contravariant=True)

@@ -46,6 +46,14 @@ class WorkQueue(Generic[Item, Answer]):
         return sum(not work.answered for work in self._waiting)
 
     @property
+    def rows(self) -> list[int]:
+        """Of the work that waits, a session's first each."""
+        first: dict[str, int] = {}
+        for work in self._waiting:
+            first.setdefault(work.item.head.session_id, work.item.num_rows)
+        return list(first.values())
+
+    @property
     def sessions(self) -> set[str]:
         """Of the work that waits."""
         return {work.item.head.session_id for work in self._waiting}

@@ -51,6 +51,7 @@ def _build(engine: Engine, config: TargetConfig, observer: StepObserver | None) 
         max_num_batched_tokens=config.max_num_batched_tokens,
         costs=executor.call(lambda: step_costs(engine, config, "target")),
         observer=observer,
+        gathers=config.gather_sessions,
         self_drafter=self_drafter_of(engine, config.heads_support_entries),
     )
 

@@ -11,6 +11,7 @@ from outrider.engine.costs import StepCosts
 from outrider.engine.executor import StepExecutor
 from outrider.engine.interface import Engine
 from outrider.engine.token_budget import TokenBudget
+from outrider.gathering import Gathering
 from outrider.limits import BATCHED_TOKENS_DEFAULT, SEQUENCES_PER_REPLICA_MAX
 from outrider.messages import VerdictReply, VerifyAnswer, VerifyItem
 from outrider.stepped_service import SteppedService, describe_model
@@ -34,11 +35,14 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
         costs: StepCosts | None = None,
         observer: StepObserver | None = None,
         self_drafter: SelfDrafter | None = None,
+        gathers: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`max_num_seqs` sessions and `max_num_batched_tokens` tokens share a step at most, and
-        fewer where its `costs` are known and would be felt. With a `self_drafter` it needs a
-        `FeatureEngine` or a `ShallowEngine`; what it takes is told by `clock`, in seconds."""
+        fewer where its `costs` are known and would be felt. If it `gathers`, a step waits for
+        sessions that will soon want it too, where `costs` say that this pays. With a
+        `self_drafter` it needs a `FeatureEngine` or a `ShallowEngine`; what it takes is told by
+        `clock`, in seconds."""
         description = replace(
             describe_model(engine.info, max_num_seqs, costs),
             drafts_itself=self_drafter is not None,
@@ -46,7 +50,12 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
         )
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         scorer = Scorer(engine, budget, self_drafter, clock)
-        super().__init__(scorer, executor, description, observer, budget.note_seconds)
+        gathering = None
+        if gathers and costs is not None:
+            gathering = Gathering(costs.step_seconds, max_num_seqs, SEQUENCES_PER_REPLICA_MAX)
+        super().__init__(
+            scorer, executor, description, observer, budget.note_seconds, gathering=gathering
+        )
         self._ahead: OrderedDict[str, RunAhead] = OrderedDict()
 
     def _accept(self, item: VerifyItem, outlet: Outlet[VerifyAnswer]) -> None:

@@ -141,6 +141,10 @@ class TargetConfig(ModelServerConfig):
         "`gpu_memory_utilization` leaves. No more is taken than `max_num_seqs` sequences of full "
         "length fill.", minimum=0, maximum=MEMORY_BYTES_MAX,
     )  # fmt: skip
+    gather_sessions: bool = setting(
+        True, "Let a step of the target wait for sessions that will soon want one too, where all "
+        "of them then have their rounds sooner than in turns.",
+    )  # fmt: skip
     port: int = setting(
         0, "The target's gRPC port; 0 = any.", key="target_port", minimum=0, maximum=PORT_MAX
     )

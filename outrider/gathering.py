@@ -1,0 +1,169 @@
+"""Whether a step should wait for sessions that will soon want one too. Pure.
+
+Sessions that reach a replica at different moments would else take turns for ever: whoever comes
+while a step runs waits for its end, and then the others wait for the next one. Where one step of
+all takes less time than two steps of some, it is quicker for all of them to go together:
+
+    together    wait + step(all)              a cycle in which each session has one round
+    in turns    step(waiting) + step(others)
+
+A session is expected as long after its last answer as it has lately taken to come back.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Final
+
+GAIN: Final = 0.9
+"""A step waits where that makes the cycle shorter than so much of it."""
+MEMORY: Final = 0.25
+"""Weight of the newest gap in a session's mean, and of the newest step in what steps take."""
+SPREAD: Final = 2.5
+"""Mean deviations of its gaps that a session may be late by."""
+SPREAD_S: Final = 0.0005
+"""And that much more: loops and networks are no exact clocks."""
+FORGIVEN: Final = 0.03
+"""By so much a step that nobody waits for lessens the doubt that came of waiting in vain."""
+
+
+class _Rhythm:
+    """When a session comes back."""
+
+    __slots__ = ("answered_at", "deviation_s", "gap_s", "rows")
+
+    def __init__(self, rows: int, gap_s: float = 0.0, deviation_s: float = 0.0) -> None:
+        self.rows = rows
+        self.gap_s = gap_s
+        self.deviation_s = deviation_s
+        self.answered_at: float | None = None
+        """None while it has an item here."""
+
+    def note(self, gap_s: float) -> None:
+        self.deviation_s += MEMORY * (abs(gap_s - self.gap_s) - self.deviation_s)
+        self.gap_s += MEMORY * (gap_s - self.gap_s)
+
+
+class Hold:
+    """A step that waits."""
+
+    def __init__(self, until: float, awaited: set[str]) -> None:
+        """No longer than `until`, for the sessions `awaited`."""
+        self.until = until
+        self.awaited = awaited
+        """Those that have not come yet."""
+        self._num_awaited = len(awaited)
+
+    @property
+    def share_that_came(self) -> float:
+        """0 to 1."""
+        return 1.0 - len(self.awaited) / self._num_awaited
+
+
+class Gathering:
+    """Knows the sessions of a replica, and what its steps take. Times are of one clock, in s."""
+
+    def __init__(
+        self, step_seconds: Callable[[int, int], float], max_batch: int, sessions_max: int
+    ) -> None:
+        """`step_seconds(rows, sessions)` is what a step takes; `max_batch` sessions share one at
+        most; so many sessions are remembered."""
+        self._step_seconds = step_seconds
+        self._max_batch = max_batch
+        self._sessions_max = sessions_max
+        self._rhythms: OrderedDict[str, _Rhythm] = OrderedDict()
+        self._typical = _Rhythm(1)
+        """Of a session that has not come back yet."""
+        self._num_gaps = 0
+        self._scale = 1.0
+        """Of what steps take to what `step_seconds` says."""
+        self._trust = 1.0
+        """Share of the steps that waited for which all came whom they waited for."""
+        self._hold: Hold | None = None
+
+    def arrived(self, session_id: str, now: float) -> None:
+        """An item has come."""
+        if self._hold is not None:
+            self._hold.awaited.discard(session_id)
+        rhythm = self._rhythms.get(session_id)
+        if rhythm is None or rhythm.answered_at is None:
+            return
+        gap_s = now - rhythm.answered_at
+        rhythm.note(gap_s)
+        self._typical.note(gap_s)
+        self._num_gaps += 1
+        rhythm.answered_at = None
+
+    def answered(self, session_id: str, rows: int, now: float) -> None:
+        """What it waited for has been sent, an answer to an item of so many rows."""
+        rhythm = self._rhythms.pop(session_id, None)
+        if rhythm is None:
+            typical = self._typical
+            rhythm = _Rhythm(rows, typical.gap_s, typical.deviation_s)
+            if len(self._rhythms) >= self._sessions_max:
+                self._rhythms.popitem(last=False)
+        rhythm.rows, rhythm.answered_at = rows, now
+        self._rhythms[session_id] = rhythm  # The one that was answered last is the last one.
+
+    def forget(self, session_id: str) -> None:
+        """It has ended."""
+        self._rhythms.pop(session_id, None)
+        if self._hold is not None:
+            self._hold.awaited.discard(session_id)
+
+    def took(self, seconds: float, rows: int, sessions: int) -> None:
+        """A step has run."""
+        told = self._step_seconds(rows, sessions)
+        if told > 0:
+            self._scale += MEMORY * (seconds / told - self._scale)
+
+    def hold(self, now: float, waiting: Sequence[int]) -> Hold | None:
+        """Whether the step should wait whose items have so many rows; `arrived` tells who is not
+        awaited any more, and `began` is to be called when the step begins."""
+        self._hold = self._best(now, waiting)
+        return self._hold
+
+    def began(self) -> None:
+        """The step begins, whether or not it waited."""
+        if self._hold is None:
+            self._trust = min(1.0, self._trust + FORGIVEN)
+        else:
+            self._trust += MEMORY * (self._hold.share_that_came - self._trust)
+        self._hold = None
+
+    def _best(self, now: float, waiting: Sequence[int]) -> Hold | None:
+        room = self._max_batch - len(waiting)
+        if not waiting or room <= 0 or self._num_gaps == 0:
+            return None
+        alone_s = self._seconds(waiting)
+        expected = self._expected(now, now + alone_s)
+        others = [rows for _, _, rows in expected]
+        in_turns_s = alone_s + self._seconds(others) if others else 0.0
+        best, best_s = 0, GAIN * in_turns_s
+        for count in range(1, min(room, len(expected)) + 1):
+            cycle_s = expected[count - 1][0] - now + self._seconds([*waiting, *others[:count]])
+            if others[count:]:
+                cycle_s += self._seconds(others[count:])
+            # As often as they do not come they need a step of their own after all.
+            cycle_s += (1 - self._trust) * self._seconds(others[:count])
+            if cycle_s < best_s:
+                best, best_s = count, cycle_s
+        if best == 0:
+            return None
+        return Hold(expected[best - 1][0], {name for _, name, _ in expected[:best]})
+
+    def _expected(self, now: float, before: float) -> list[tuple[float, str, int]]:
+        """When sessions that are away should have come, the next one first, and with how many rows;
+        those that will have by then."""
+        found = []
+        for name, rhythm in self._rhythms.items():
+            if rhythm.answered_at is not None:
+                late_s = SPREAD * rhythm.deviation_s + SPREAD_S
+                back_at = rhythm.answered_at + rhythm.gap_s + late_s
+                if now < back_at < before:
+                    found.append((back_at, name, rhythm.rows))
+        return sorted(found)
+
+    def _seconds(self, rows: Sequence[int]) -> float:
+        return self._scale * self._step_seconds(sum(rows), len(rows))

@@ -1,0 +1,210 @@
+"""When a step waits for sessions that will soon want one too."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import pytest
+from rounds import make_head
+
+from outrider.clock import run_virtually
+from outrider.gathering import Gathering
+from outrider.messages import DraftItem, ProposalReply
+from outrider.speculation.proposal import EMPTY_PROPOSAL
+from outrider.stepping import StepScheduler
+from outrider.work import Outlet, StepFigures, Work
+
+
+def one_time(rows: int, sessions: int) -> float:
+    """Steps that take 75 ms, whatever they do."""
+    return 0.075
+
+
+def by_rows(rows: int, sessions: int) -> float:
+    """Steps that take as long as their rows one after the other."""
+    return 0.015 * rows
+
+
+def known(gap_s: float, *, cost: Callable[[int, int], float] = one_time, num: int = 2) -> Gathering:
+    """Sessions 0, 1, ... of 5 rows each that come back so long after each answer. At time 0 all but
+    the first have just been answered."""
+    gathering, now = Gathering(cost, 8, 100), -100.0
+    for _ in range(30):
+        for session in range(num):
+            gathering.answered(str(session), 5, now)
+            gathering.arrived(str(session), now + gap_s)
+        now += 1
+    for session in range(1, num):
+        gathering.answered(str(session), 5, 0.0)
+    return gathering
+
+
+def until(gathering: Gathering, now: float, waiting: list[int]) -> float:
+    """When a step begins for which nobody comes."""
+    hold = gathering.hold(now, waiting)
+    return now if hold is None else hold.until
+
+
+def test_a_step_waits_for_who_comes_soon_and_not_for_who_comes_late() -> None:
+    """Together they have a round in 8 + 75 ms each, in turns in 150."""
+    assert until(known(0.008), 0.0, [5]) == pytest.approx(0.008, abs=1e-3)
+    assert until(known(0.055), 0.0, [5]) == pytest.approx(0.055, abs=1e-3)
+    assert until(known(0.065), 0.0, [5]) == 0.0, "65 + 75 ms are hardly less than 150"
+
+
+def test_where_rows_take_their_time_nobody_gains_by_waiting() -> None:
+    assert until(known(0.008, cost=by_rows), 0.0, [5]) == 0.0
+
+
+def test_some_are_worth_it_and_others_not() -> None:
+    """Two come back at once, and one much later: it has a step of its own either way."""
+    gathering, now = Gathering(one_time, 8, 100), -100.0
+    gaps = {"a": 0.004, "b": 0.006, "c": 0.070}
+    for _ in range(30):
+        for name, gap_s in gaps.items():
+            gathering.answered(name, 5, now)
+            gathering.arrived(name, now + gap_s)
+        now += 1
+    for name in gaps:
+        gathering.answered(name, 5, 0.0)
+    assert until(gathering, 0.0, [5]) == 0.0, "there are two steps, whoever is waited for"
+    gathering.forget("c")
+    assert until(gathering, 0.0, [5]) == pytest.approx(0.006, abs=1e-3)
+
+
+def test_who_comes_or_ends_is_not_awaited_any_more() -> None:
+    gathering = known(0.008, num=4)
+    hold = gathering.hold(0.0, [5])
+    assert hold is not None
+    assert hold.awaited == {"1", "2", "3"}
+    gathering.arrived("2", 0.004)
+    gathering.forget("3")
+    assert hold.awaited == {"1"}
+
+
+def test_waiting_in_vain_teaches_not_to_and_is_forgiven() -> None:
+    """Each time somebody does not come who has always come until then."""
+
+    def waits(num: int, comes: bool) -> list[bool]:
+        found = []
+        for _ in range(num):
+            gathering.answered("1", 5, 0.0)
+            hold = gathering.hold(0.0, [5])
+            found.append(hold is not None)
+            if hold is not None and comes:
+                hold.awaited.clear()
+            gathering.began()
+        return found
+
+    gathering = known(0.030)
+    assert all(waits(20, comes=True))
+    in_vain = waits(12, comes=False)
+    assert in_vain[0]
+    assert sum(in_vain[-6:]) <= 1, "now and then it is tried again"
+    assert any(waits(40, comes=True))
+
+
+def test_nobody_is_waited_for_without_room_or_reason() -> None:
+    assert until(known(0.008, num=9), 0.0, [5] * 8) == 0.0
+    assert until(known(0.008, num=9), 0.0, []) == 0.0
+    assert until(known(0.008, num=3), 0.5, [5]) == 0.5, "they are too late already"
+    fresh = Gathering(one_time, 8, 100)
+    fresh.answered("a", 5, 0.0)
+    assert until(fresh, 0.001, [5]) == 0.001, "nobody knows when it comes"
+
+
+def test_new_sessions_are_expected_as_others_came() -> None:
+    gathering = known(0.008)
+    gathering.forget("1")
+    gathering.answered("new", 5, 0.0)
+    assert until(gathering, 0.0, [5]) == pytest.approx(0.008, abs=2e-3)
+
+
+def test_what_steps_really_take_is_learned() -> None:
+    """The table says 75 ms; they take 7.5: then 8 ms are too long."""
+    gathering = known(0.008)
+    for _ in range(40):
+        gathering.took(0.0075, 5, 1)
+    assert until(gathering, 0.0, [5]) == 0.0
+
+
+def test_no_more_sessions_are_remembered_than_stated() -> None:
+    gathering = Gathering(one_time, 8, 2)
+    for name in "abc":
+        gathering.answered(name, 5, 0.0)
+    assert list(gathering._rhythms) == ["b", "c"]
+
+
+class Sleeper:
+    """Runs steps that take so long."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    async def run(self, step: Any) -> Any:
+        await asyncio.sleep(self._seconds)
+        return step()
+
+    def close(self) -> None:
+        pass
+
+
+class Echo:
+    """Answers each item, and counts the items of each step."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    figures = StepFigures()
+
+    def step(self, items: Sequence[DraftItem]) -> list[ProposalReply]:
+        self.sizes.append(len(items))
+        return [ProposalReply(item.head.key, EMPTY_PROPOSAL, 0, 0) for item in items]
+
+
+def rounds_of_two(gathering: Gathering | None) -> tuple[int, list[int]]:
+    """Of two sessions that begin 20 ms apart and come back after 8 ms, within 10 s of steps of
+    75 ms; and how many shared each step."""
+
+    async def main() -> tuple[int, list[int]]:
+        worker: Any = Echo()
+        scheduler: StepScheduler[DraftItem, Any] = StepScheduler(
+            Sleeper(0.075), worker, max_batch=8, queue_max=8, gathering=gathering
+        )
+        num_rounds = 0
+
+        async def session(number: int) -> None:
+            nonlocal num_rounds
+            await asyncio.sleep(0.02 * number)
+            for index in count():
+                answered = asyncio.Event()
+                head = make_head((1, 2), session=number, round_index=index)
+                outlet: Outlet[Any] = Outlet(lambda _, event=answered: event.set())
+                now = asyncio.get_running_loop().time()
+                scheduler.submit(Work(DraftItem(head, 4), [outlet], now, math.inf))
+                await answered.wait()
+                num_rounds += 1
+                await asyncio.sleep(0.008)
+
+        running = [asyncio.create_task(session(number)) for number in range(2)]
+        await asyncio.sleep(10)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await scheduler.close()
+        return num_rounds, worker.sizes
+
+    return run_virtually(main())
+
+
+def test_sessions_that_would_take_turns_for_ever_go_together() -> None:
+    """1.8 times as many rounds."""
+    num_in_turns, sizes = rounds_of_two(None)
+    assert set(sizes) == {1}
+    num_together, sizes = rounds_of_two(Gathering(one_time, 8, 100))
+    assert set(sizes[5:-1]) == {2}
+    assert num_together / num_in_turns == pytest.approx(150 / 83, rel=0.05)
