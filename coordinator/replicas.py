@@ -160,7 +160,9 @@ class ReplicaPool(Generic[Item, Answer]):
             present = fitting
         if preferred in present:
             return present[preferred]
-        name = choose(affinity, {name: office.num_boxes for name, office in present.items()})
+        loads = {name: office.num_boxes for name, office in present.items()}
+        seats = min((one.description.max_num_seqs for one in present.values()), default=0)
+        name = choose(affinity, loads, seats)
         return None if name is None else present[name]
 
     async def watch(self) -> None:

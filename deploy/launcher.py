@@ -24,7 +24,7 @@ from typing import Any, Final, Self
 from coordinator.actor import connect_store
 from outrider.client import Client
 from outrider.config import DeploymentConfig
-from outrider.errors import OutriderError, SettingError, Unavailable
+from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
 from outrider.fleet.redis_registry import RedisRegistry
 from outrider.fleet.registry import Role
 from outrider.hosting import STANDARD_ERROR
@@ -45,6 +45,8 @@ _log = logging.getLogger(__name__)
 
 FOLLOW_PERIOD_S: Final = 0.5
 """Until a reconciler that did not answer is asked again."""
+TEND_PERIOD_S: Final = 0.25
+"""Between two looks at whether the embedded Redis runs."""
 CLOSE_ATTEMPTS: Final = 4
 """That many times it is asked to end the replicas in order."""
 
@@ -73,7 +75,7 @@ class Deployment:
         self._registry: RedisRegistry | None = None
         self._reconciler: Actor | None = None
         self._overview: Overview | None = None
-        self._following: asyncio.Task[None] | None = None
+        self._following: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -149,7 +151,13 @@ class Deployment:
                 if not await client.healthy():
                     raise Unavailable(f"the coordinator at {address} does not say that it serves")
         await reconciler.call("keep")
-        self._following = asyncio.create_task(self._follow())
+        return self._go_on()
+
+    def _go_on(self) -> Endpoints:
+        work = [self._follow()]
+        if self._redis is not None:
+            work.append(_tend(self._redis))
+        self._following = [asyncio.create_task(one) for one in work]
         return self.endpoints
 
     async def _take_over(self, running: Actor) -> Endpoints:
@@ -168,8 +176,7 @@ class Deployment:
         while self._overview is None:
             await self._hear(self._reconciler)
             await asyncio.sleep(FOLLOW_PERIOD_S)
-        self._following = asyncio.create_task(self._follow())
-        return self.endpoints
+        return self._go_on()
 
     async def _hear(self, reconciler: Actor) -> bool:
         """What it tells that is new, once it is; whether anything is."""
@@ -246,8 +253,9 @@ class Deployment:
     async def stop(self) -> None:
         """Lets running requests end within `stop_timeout_s`, and what is left of their steps within
         as long again; then stops everything that was started. Repeating it does nothing."""
-        if self._following is not None:
-            self._following.cancel()
+        for task in self._following:
+            task.cancel()
+        await asyncio.gather(*self._following, return_exceptions=True)
         reconciler, self._reconciler = self._reconciler, None
         if reconciler is not None:
             await self._end(reconciler)
@@ -272,6 +280,20 @@ class Deployment:
                 await asyncio.sleep(FOLLOW_PERIOD_S)
         await reconciler.kill()
         await Cluster(self._ray.namespace, local=self._ray.local).clear()
+
+
+async def _tend(redis: EmbeddedRedis) -> None:
+    """Starts the embedded server again where it has died; it has its data on disk."""
+    while True:
+        await asyncio.sleep(TEND_PERIOD_S)
+        if redis.running:
+            continue
+        _log.error("the embedded Redis has died, and is started again")
+        try:
+            await asyncio.to_thread(redis.stop)
+            await asyncio.to_thread(redis.start)
+        except ConfigError as error:
+            _log.error("it did not start: %s", error)
 
 
 async def _all(*work: Awaitable[Any]) -> list[Any]:

@@ -18,7 +18,7 @@ from outrider.limits import PAGE_SIZE
 
 LOAD_SLACK: Final = 0.25
 """A replica is given a quarter more sessions than all have on average, at most, or one more where
-these cannot be shared out evenly."""
+these cannot be shared out evenly; but not for it more than share a step."""
 _KEY_PAGES: Final = 2
 """Pages that sessions on one replica share at least, where their prompts are as long as that."""
 
@@ -36,12 +36,14 @@ def ranked(key: bytes, names: Sequence[str]) -> list[str]:
     return sorted(names, key=lambda name: blake2b(name.encode(), key=key).digest(), reverse=True)
 
 
-def choose(key: bytes, loads: Mapping[str, int]) -> str | None:
+def choose(key: bytes, loads: Mapping[str, int], seats: int) -> str | None:
     """The one that a key prefers among those with room for a session more, by how many sessions
-    each has; None where there is none at all."""
+    each has, of which `seats` share a step; None where there is none at all. Beyond the seats all
+    have the same: there whoever has more keeps its sessions waiting."""
     if not loads:
         return None
     mean = (sum(loads.values()) + 1) / len(loads)
-    bound = max(math.ceil(mean), math.floor((1 + LOAD_SLACK) * mean))
+    slack = min(math.floor((1 + LOAD_SLACK) * mean), seats)
+    bound = max(math.ceil(mean), slack)
     roomy = [name for name, load in loads.items() if load < bound]
     return ranked(key, roomy)[0]

@@ -20,7 +20,10 @@ class Places:
         targets: Sequence[Station],
         drafts: Sequence[Station],
         coordinators: Sequence[Coordinator],
+        seats: int,
     ) -> None:
+        """`seats` sessions share a step of a replica."""
+        self._seats = seats
         self._stations = {one.name: one for one in (*targets, *drafts)}
         self._coordinators = coordinators
         for one in coordinators:
@@ -47,8 +50,10 @@ class Places:
     def settle(self, session: Session, side: Side) -> bool:
         """Finds a place with a replica of this side; False where none is there."""
         coordinator = session.coordinator
-        name = None if coordinator is None else choose(session.key, coordinator.loads[side])
-        if coordinator is None or name is None:
+        if coordinator is None:
+            return False
+        name = choose(session.key, coordinator.loads[side], self._seats)
+        if name is None:
             return False
         coordinator.loads[side][name] += 1
         setattr(session, side, self._stations[name])

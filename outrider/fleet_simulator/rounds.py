@@ -63,7 +63,9 @@ class Rounds:
             Coordinator(f"coordinator-{n}", agenda, self._turned, self._stranded, turn_s)
             for n in range(fleet.coordinators)
         ]
-        self.places = Places(self.targets, self.drafts, self.coordinators)
+        self.places = Places(
+            self.targets, self.drafts, self.coordinators, scenario.times.max_num_seqs
+        )
         self._homeless: dict[Role, Sessions] = {"target": [], "coordinator": []}
         """Sessions for which no replica of a role is there."""
 

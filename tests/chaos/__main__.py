@@ -62,7 +62,6 @@ async def _run(arguments: argparse.Namespace, state: Path) -> dict[str, Any]:
         addresses = deployment.endpoints.coordinator
         load = Load(lambda: addresses, arguments.seed)
         peak = await load.prepare()
-        keeping = asyncio.create_task(deployment.wait())
         asking = asyncio.create_task(load.run(LOAD_SHARE * peak))
         adversary, began = Adversary(deployment, load, arguments.seed), loop.time()
         try:
@@ -70,7 +69,6 @@ async def _run(arguments: argparse.Namespace, state: Path) -> dict[str, Any]:
         finally:
             asking.cancel()
             num_stuck = await load.finish(END_S)
-            keeping.cancel()
     errors = [one.error for one in load.asked if one.error]
     return {
         "seconds": round(loop.time() - began),

@@ -10,8 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.figures import percentile
+from deploy.cluster import RECONCILER
 from deploy.launcher import Deployment
-from outrider.fleet.registry import Role
+from deploy.reconciler import find_reconciler
+from outrider.errors import check
 
 from .load import Load
 
@@ -19,14 +21,17 @@ STOPPED_S = 5.0
 """How long a process stands still ..."""
 REDIS_AWAY_S = 5.0
 """... and Redis."""
+RETURNED_S = 2.0
+"""By then a Redis or a reconciler that was killed is back."""
 SETTLED_S = 1.0
 """Between a fleet that is whole again and the next fault."""
 WHOLE_S = 60.0
 """By when it must be."""
-KINDS: tuple[tuple[str, Role | None], ...] = (
-    ("kill", "target"), ("kill", "draft"), ("kill", "coordinator"),
-    ("stop", "target"), ("stop", "draft"), ("stop", "coordinator"),
-    ("stop", None),
+REDIS = "redis"
+KINDS = (
+    ("kill", "target"), ("kill", "draft"), ("kill", "coordinator"), ("kill", RECONCILER),
+    ("kill", REDIS), ("stop", "target"), ("stop", "draft"), ("stop", "coordinator"),
+    ("stop", REDIS),
 )  # fmt: skip
 
 
@@ -37,7 +42,7 @@ class Fault:
     kind: str
     """`kill`, or `stop` (for a while)."""
     role: str
-    """Of the replica, or `redis`."""
+    """Of the replica, or `redis`, or `reconciler`."""
     replica: str
     at_s: float
     """Since the run began."""
@@ -56,7 +61,7 @@ class Adversary:
         self._deployment = deployment
         self._load = load
         self._random = random.Random(seed)
-        self._kinds: list[tuple[str, Role | None]] = []
+        self._kinds: list[tuple[str, str]] = []
         self.faults: list[Fault] = []
         self.gaps: dict[tuple[str, str], list[float]] = {}
         """By kind and role: of each request that was touched, the longest."""
@@ -70,7 +75,7 @@ class Adversary:
                 self._kinds = self._random.sample(KINDS, len(KINDS))
             kind, role = self._kinds.pop()
             at = loop.time()
-            fault = Fault(kind, role or "redis", "", at - began)
+            fault = Fault(kind, role, "", at - began)
             touched = [one for one in self._load.asked if one.in_flight(at)]
             await self._do(fault, role)
             await self._whole()
@@ -82,24 +87,33 @@ class Adversary:
             self.gaps.setdefault((kind, fault.role), []).extend(gaps)
             self.faults.append(fault)
 
-    async def _do(self, fault: Fault, role: Role | None) -> None:
-        if role is None:
-            redis = self._deployment.redis
-            if redis is not None:
-                os.kill(redis.pid, signal.SIGSTOP)
-                await asyncio.sleep(REDIS_AWAY_S)
-                os.kill(redis.pid, signal.SIGCONT)
-            return
-        one = self._random.choice([r for r in self._deployment.overview.of(role) if r.address])
-        fault.replica, pid = one.name, one.places[0].pid
-        if fault.kind == "kill":
-            os.kill(pid, signal.SIGKILL)
-            while one.name in {other.name for other in self._deployment.overview.of(role)}:
-                await asyncio.sleep(0.02)
-        else:
+    async def _do(self, fault: Fault, role: str) -> None:
+        pid, stopped_s = await self._victim(fault, role)
+        if fault.kind == "stop":
             os.kill(pid, signal.SIGSTOP)
-            await asyncio.sleep(STOPPED_S)
+            await asyncio.sleep(stopped_s)
             os.kill(pid, signal.SIGCONT)
+            return
+        os.kill(pid, signal.SIGKILL)
+        if role in (REDIS, RECONCILER):
+            await asyncio.sleep(RETURNED_S)
+        while fault.replica in {one.name for one in self._deployment.overview.replicas}:
+            await asyncio.sleep(0.02)
+
+    async def _victim(self, fault: Fault, role: str) -> tuple[int, float]:
+        """A process, and how long it is to stand still if it is to."""
+        if role == REDIS:
+            redis = self._deployment.redis
+            check(redis is not None, "the deployment has a Redis of its own")
+            return redis.pid, REDIS_AWAY_S
+        if role == RECONCILER:
+            reconciler = await find_reconciler(f"outrider-{self._deployment.name}")
+            check(reconciler is not None, "there is a reconciler")
+            return (await reconciler.call("ping")).pid, STOPPED_S
+        serving = [one for one in self._deployment.overview.replicas if one.address]
+        one = self._random.choice([one for one in serving if one.role == role])
+        fault.replica = one.name
+        return one.places[0].pid, STOPPED_S
 
     async def _whole(self) -> None:
         async with asyncio.timeout(WHOLE_S):

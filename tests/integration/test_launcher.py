@@ -103,3 +103,17 @@ async def test_tokens_stop_being_shown_when_redis_stops(deployment: Deployment) 
             os.kill(deployment.redis.pid, signal.SIGCONT)
         finished = await asyncio.wait_for(collecting, 60)
     assert len(shown) == finished.usage.completion_tokens == num_tokens
+
+
+async def test_a_redis_that_is_killed_is_started_again(deployment: Deployment) -> None:
+    """With its data: who generates meanwhile waits, and gets every token."""
+    assert deployment.redis is not None
+    async with Client(deployment.endpoints.coordinator) as client:
+        request = GenerateRequest(PROMPT, max_tokens=300, seed=3, ignore_eos=True)
+        expected = (await client.complete(request)).token_ids
+        generating = asyncio.create_task(client.complete(request))
+        await asyncio.sleep(UNDER_WAY_S)
+        pid = deployment.redis.pid
+        os.kill(pid, signal.SIGKILL)
+        assert (await generating).token_ids == expected
+        assert deployment.redis.pid != pid

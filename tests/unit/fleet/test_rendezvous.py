@@ -28,7 +28,7 @@ def test_keys_prefer_all_alike() -> None:
 def test_nobody_is_given_more_than_a_quarter_above_the_mean(
     key: bytes, loads: dict[str, int]
 ) -> None:
-    found = choose(key, loads)
+    found = choose(key, loads, 1000)
     if not loads:
         assert found is None
         return
@@ -42,7 +42,7 @@ def test_nobody_is_given_more_than_a_quarter_above_the_mean(
 def test_few_sessions_are_shared_out_one_each() -> None:
     loads = dict.fromkeys("abcdefgh", 0)
     for _ in range(16):
-        name = choose(b"the same", loads)
+        name = choose(b"the same", loads, 1000)
         assert name is not None
         loads[name] += 1
     assert set(loads.values()) == {2}
@@ -52,9 +52,20 @@ def test_many_alike_stay_together_up_to_the_bound() -> None:
     loads = dict.fromkeys("abcd", 100)
     first = ranked(b"the same", list(loads))[0]
     for _ in range(20):
-        name = choose(b"the same", loads)
+        name = choose(b"the same", loads, 1000)
         assert name == first
         loads[first] += 1
+
+
+def test_beyond_the_seats_of_a_step_all_have_the_same() -> None:
+    """Whoever had more would keep its sessions waiting."""
+    for num_seats, most in ((2, 8), (9, 9), (64, 10)):
+        loads = dict.fromkeys("ab", 0)
+        for _ in range(16):
+            name = choose(b"the same", loads, num_seats)
+            assert name is not None
+            loads[name] += 1
+        assert max(loads.values()) == most
 
 
 def test_what_begins_alike_has_one_key_within_a_tenant() -> None:
