@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import Final
 
 from outrider.errors import OutriderError
@@ -23,11 +24,16 @@ class Autoscaling:
         """`policy` is the one at first; `outrider autoscale` changes what the registry knows."""
         self._registry = registry
         self._policy = policy.to_json()
+        self._thresholds: Policy | None = None
         self._scaler = Autoscaler()
 
     async def begin(self) -> None:
         """Tells the registry the policy. Raises `StoreUnavailable`."""
         await self._registry.note("policy", self._policy)
+
+    def go_by(self, policy: Policy) -> None:
+        """Other thresholds from now on; bounds stay as they were told."""
+        self._thresholds = policy
 
     async def run(self) -> None:
         """For ever."""
@@ -36,6 +42,8 @@ class Autoscaling:
                 await self.look()
             except (OutriderError, ValueError) as error:
                 _log.warning("the numbers of replicas stay: %s", error)
+            except Exception:  # noqa: BLE001 (the fleet goes on with the numbers that it has)
+                _log.exception("the numbers of replicas stay")
             await asyncio.sleep(LOOK_PERIOD_S)
 
     async def look(self) -> None:
@@ -44,8 +52,13 @@ class Autoscaling:
         if not text:  # It has lost everything.
             await self.begin()
             return
-        self._policy = text
         policy = Policy.from_json(text)
+        if self._thresholds is not None:
+            policy = replace(self._thresholds, bounds=policy.bounds)
+            text = policy.to_json()
+            await self._registry.note("policy", text)
+            self._thresholds = None
+        self._policy = text
         if not policy.bounds:
             return
         wanted = await self._registry.wanted()

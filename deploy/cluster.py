@@ -152,22 +152,26 @@ class Cluster:
     async def remove(self, actors: Sequence[Actor]) -> None:
         """Ends actors at once, and gives back the places of their groups."""
         await asyncio.gather(*(actor.kill() for actor in actors))
-        for name in {_name(actor.demand, 0) for actor in actors if actor.demand.num_ranks > 1}:
+        for name in {_name(actor.demand, 0) for actor in actors}:
             await asyncio.to_thread(_remove_group, name)
 
     async def replicas(self) -> list[str]:
         """Names of the replicas of which an actor is there."""
         return sorted({name.partition(_RANK)[0] for name in await self._names()})
 
-    async def find(self, demand: Demand) -> list[Actor]:
-        """The actors of the replica that the demand names, by rank, whoever placed them."""
+    async def find(self, role: str, replica: str) -> list[Actor]:
+        """The actors that are there of a replica, by rank, whoever placed them."""
         import ray
 
-        names, found = await self._names(), []
-        for rank in range(demand.num_ranks):
-            if (name := _name(demand, rank)) not in names:
-                continue
+        ranks = sorted(
+            int(rank or 0)
+            for name, _, rank in (one.partition(_RANK) for one in await self._names())
+            if name == replica
+        )
+        demand, found = Demand(role, 0, 0, len(ranks), name=replica), []
+        for rank in ranks:
             with suppress(ValueError):  # It has just ended.
+                name = _name(demand, rank)
                 handle = await asyncio.to_thread(ray.get_actor, name, self.namespace)
                 found.append(Actor(demand, handle, rank))
         return found

@@ -112,10 +112,9 @@ class Fleet:
         begun; whatever does not serve yet is ended, to be started anew."""
         for name in await self._cluster.replicas():
             role, age = role_and_age(name)
-            demand, *_ = self.blueprint.demand(role, name)
-            ranks = await self._cluster.find(demand)
+            ranks = await self._cluster.find(role, name)
             self._num_started = max(self._num_started, age + 1)
-            one = await Replica.adopted(demand, ranks)
+            one = await Replica.adopted(name, ranks)
             if one is None:
                 _log.warning("%s does not serve, and is ended", name)
                 await self._cluster.remove(ranks)
@@ -124,7 +123,10 @@ class Fleet:
         found = sorted(self._replicas.values(), key=lambda one: one.age)
         self._replicas = {one.name: one for one in found}
         await self._recall()
-        self._settle()
+        try:
+            self._settle()
+        except ConfigError as error:  # They serve all the same.
+            _log.error("later ones may not be reached: %s", error)
         _log.info("taken over: %s", ", ".join(self._replicas) or "nothing")
 
     async def _recall(self) -> None:

@@ -24,7 +24,7 @@ from typing import Any, Final, Self
 from coordinator.actor import connect_store
 from outrider.client import Client
 from outrider.config import DeploymentConfig
-from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
+from outrider.errors import OutriderError, SettingError, Unavailable
 from outrider.fleet.redis_registry import RedisRegistry
 from outrider.fleet.registry import Role
 from outrider.hosting import STANDARD_ERROR
@@ -39,7 +39,7 @@ from .preflight import check_before_start
 from .ray_connection import RayConnection
 from .reconciler import find_reconciler, start_reconciler
 from .replica import close_timeout_s, raise_first
-from .rollout import KEPT, make_blueprint, tell_changes
+from .rollout import KEPT, STAYS, make_blueprint, tell_changes
 
 _log = logging.getLogger(__name__)
 
@@ -161,21 +161,24 @@ class Deployment:
         return self.endpoints
 
     async def _take_over(self, running: Actor) -> Endpoints:
-        """A deployment of this name that runs, with the settings of this one."""
+        """A deployment of this name that runs, with the settings of this one. Raises `ConfigError`
+        where these cannot be; then it goes on as it was."""
         self._report(f"a deployment {self.name} runs there already: taking it over")
         before: Blueprint = await running.call("blueprint")
-        self._reconciler, values = running, self._given.values()
-        changes = {
-            key: values[key]
-            for key, value in before.given.values().items()
-            if values[key] != value and key not in KEPT
-        }
+        runs, asked = before.given.values(), self._given.values()
+        changes = {key: asked[key] for key, value in runs.items() if asked[key] != value}
+        for key in STAYS:
+            if key in changes:
+                raise SettingError(key, f"a deployment {self.name} runs with another: {KEPT[key]}")
+        changes = {key: value for key, value in changes.items() if key not in KEPT}
+        await running.call("keep")  # Whoever started it may have died before that.
         if changes:
             self._report(f"replacing its replicas one by one: {', '.join(changes)}")
             await tell_changes(self.registry, changes)
         while self._overview is None:
-            await self._hear(self._reconciler)
+            await self._hear(running)
             await asyncio.sleep(FOLLOW_PERIOD_S)
+        self._reconciler = running  # From now on it is this one's to end.
         return self._go_on()
 
     async def _hear(self, reconciler: Actor) -> bool:
@@ -207,6 +210,10 @@ class Deployment:
                 is_new = await self._hear(found)
             except Unavailable as error:
                 _log.info("the reconciler is away: %s", error)
+                await asyncio.sleep(FOLLOW_PERIOD_S)
+                continue
+            except Exception:  # noqa: BLE001 (whatever Ray has to say, it is asked again)
+                _log.exception("the reconciler cannot be followed")
                 await asyncio.sleep(FOLLOW_PERIOD_S)
                 continue
             if is_new:
@@ -292,8 +299,8 @@ async def _tend(redis: EmbeddedRedis) -> None:
         try:
             await asyncio.to_thread(redis.stop)
             await asyncio.to_thread(redis.start)
-        except ConfigError as error:
-            _log.error("it did not start: %s", error)
+        except Exception:  # noqa: BLE001 (without it nothing goes on, so it is tried again)
+            _log.exception("it did not start")
 
 
 async def _all(*work: Awaitable[Any]) -> list[Any]:

@@ -54,13 +54,14 @@ class Reconciler:
         self._rollout = Rollout(self._registry, blueprint, _resolved, self._go_by)
         self._looking: list[asyncio.Task[None]] = []
         self._work: asyncio.Task[Any] | None = None
+        self._is_keeping = False
         self._hopeless: Role | None = None
         self._version = uuid.uuid4().hex
         self._news = asyncio.Event()
         self._adopted = True
         if ray.get_runtime_context().was_current_actor_reconstructed:
             _log.warning("the reconciler has died, and returns")
-            self._adopted = False
+            self._adopted, self._is_keeping = False, True
             self._work = asyncio.create_task(self._keep(returns=True))
 
     async def ping(self) -> Place:
@@ -71,6 +72,7 @@ class Reconciler:
         """See `Fleet.place`."""
         await self._do(self._fleet.place())
         await self._autoscaling.begin()
+        await self._rollout.begin()
 
     async def begin(self, *roles: Role) -> None:
         """See `Fleet.begin`."""
@@ -78,8 +80,9 @@ class Reconciler:
 
     async def keep(self) -> None:
         """From now on there are as many replicas as are wanted, without anybody's doing."""
-        if self._work is None or self._work.done():
-            self._work = asyncio.create_task(self._keep(returns=False))
+        if not self._is_keeping:
+            before = self._work
+            self._work = asyncio.create_task(self._keep(returns=False, after=before))
 
     async def blueprint(self) -> Blueprint:
         """What is deployed, with what depends on where."""
@@ -115,8 +118,11 @@ class Reconciler:
         self._work = asyncio.ensure_future(work)
         await self._work
 
-    async def _keep(self, *, returns: bool) -> None:
-        """Also where it is hopeless: a machine may come back."""
+    async def _keep(self, *, returns: bool, after: asyncio.Task[Any] | None = None) -> None:
+        """Once what was begun is done; also where it is hopeless: a machine may come back."""
+        self._is_keeping = True
+        if after is not None:
+            await asyncio.wait([after])
         try:
             if returns:
                 await self._rollout.return_to()
@@ -130,6 +136,8 @@ class Reconciler:
                 _log.error("there is no %s, and none can be started", self._hopeless)
                 self._tell()
                 await asyncio.sleep(REST_S_MAX)
+                self._hopeless = None
+                self._tell()
         except Exception:  # noqa: BLE001 (whatever it is, another one may do better)
             _log.exception("the fleet is not looked after any more")
             await asyncio.sleep(FIRST_REST_S)
@@ -137,6 +145,7 @@ class Reconciler:
 
     def _go_by(self, plan: Blueprint) -> None:
         self._fleet.go_by(plan)
+        self._autoscaling.go_by(plan.policy)
         self._tell()
 
     def _tell(self) -> None:

@@ -16,7 +16,7 @@ from outrider.fleet.registry import ROLES, Role
 from outrider.rank_host import Seat
 from outrider.replica_host import Traffic
 
-from .cluster import Actor, Demand
+from .cluster import Actor
 from .overview import ReplicaView
 
 _log = logging.getLogger(__name__)
@@ -49,18 +49,18 @@ class Replica:
         self.leaves = False
 
     @classmethod
-    async def adopted(cls, demand: Demand, ranks: Sequence[Actor]) -> Self | None:
-        """The replica that the demand names, which somebody else has started and of which these
-        actors are there; None where it does not serve."""
-        role, age = role_and_age(demand.name)
-        if len(ranks) < demand.num_ranks:
+    async def adopted(cls, name: str, ranks: Sequence[Actor]) -> Self | None:
+        """The replica of a name, which somebody else has started and of which these actors are
+        there; None where it does not serve, or not with all its ranks."""
+        role, age = role_and_age(name)
+        if not ranks or ranks[0].rank:
             return None
         try:
             found: Engagement = await ranks[0].call("engagement", timeout_s=ADOPTION_S)
             placed = await asyncio.gather(*(actor.find_place(ADOPTION_S) for actor in ranks))
         except Unavailable:
             return None
-        if not found.address or not all(placed):
+        if not found.address or not all(placed) or len(ranks) != found.num_ranks:
             return None
         one = cls(role, age, found.slot, found.plan)
         one.ranks, one.address, one.leaves = tuple(ranks), found.address, found.leaving

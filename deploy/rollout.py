@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Final, Self
 
 from outrider.config import DeploymentConfig, configuration
-from outrider.errors import ConfigError, OutriderError, SettingError
-from outrider.fleet.registry import Registry
+from outrider.errors import ConfigError, OutriderError, SettingError, StoreUnavailable, Unavailable
+from outrider.fleet.registry import Registry, Topic
 from outrider.hosting import available_cores
 from outrider.settings import Value
 
@@ -30,6 +30,7 @@ from .placement import plan_placement, share_cores
 
 _log = logging.getLogger(__name__)
 
+_TOPICS: Final[tuple[Topic, ...]] = ("changes", "asked", "answer")
 LOOK_PERIOD_S: Final = 1.0
 """Between two looks at whether there are other changes."""
 ANSWER_PERIOD_S: Final = 0.2
@@ -51,6 +52,8 @@ KEPT: Final = {
     "autoscale_coordinators": "use `outrider autoscale`",
 }
 """Settings that hold as long as a deployment runs, and what to do instead."""
+STAYS: Final = ("redis_url", "redis_key_prefix")
+"""Those of them without which a deployment is another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +92,11 @@ class Answer:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Raises `ValueError`, `TypeError` for what is none."""
-        return cls(**json.loads(text))
+        """Raises `ValueError` for what is none."""
+        found = json.loads(text)
+        if not isinstance(found, dict):
+            raise ValueError("an answer is an object")
+        return cls(str(found.get("name", "")), str(found.get("refusal", "")))
 
 
 def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> DeploymentConfig:
@@ -142,6 +148,12 @@ class Rollout:
         self.name = ""
         """Of the changes that hold."""
 
+    async def begin(self) -> None:
+        """There are no changes yet, whatever a deployment of this name had before. Raises
+        `StoreUnavailable`."""
+        for topic in _TOPICS:
+            await self._registry.note(topic, "")
+
     async def return_to(self) -> None:
         """Goes by the changes that held when another one had the care of the fleet; until their
         plan is known nothing is done."""
@@ -149,6 +161,7 @@ class Rollout:
             try:
                 if text := await self._registry.noted("changes"):
                     self._go(text, await self._plan(Changes.from_json(text)))
+                    self._seen = self._holds = text
                 return
             except (OutriderError, ValueError) as error:
                 _log.warning("the changes that hold are not known yet: %s", error)
@@ -162,6 +175,8 @@ class Rollout:
                 await self.look()
             except (OutriderError, ValueError) as error:
                 _log.warning("there may be other settings: %s", error)
+            except Exception:  # noqa: BLE001 (the fleet goes on, whatever was asked for)
+                _log.exception("other settings cannot be made a plan of")
 
     async def look(self) -> None:
         """Once. Raises `StoreUnavailable`, and `ValueError` for changes that are none."""
@@ -170,13 +185,19 @@ class Rollout:
             await self._registry.note("changes", self._holds)
         if not asked or asked in (self._seen, self._holds):
             return
-        self._seen = asked
-        changes = Changes.from_json(asked)
+        changes, answer = Changes.from_json(asked), await self._registry.noted("answer")
+        if answer and Answer.from_json(answer).name == changes.name:
+            self._seen = asked  # It was answered by another one, before this one.
+            return
         try:
             plan = await self._plan(changes)
-        except ConfigError as error:
-            _log.error("other settings are refused: %s", error)
+            self._go(asked, plan)
+        except StoreUnavailable:
+            raise
+        except Exception as error:  # noqa: BLE001 (whatever keeps it from being a plan)
+            _log.exception("other settings are refused")
             await self._registry.note("answer", Answer(changes.name, str(error)).to_json())
+            self._seen = asked
             return
         if "draft_model" in changes.values and plan.placement.draft is not None:
             wanted = await self._registry.wanted()
@@ -185,12 +206,15 @@ class Rollout:
         await self._registry.note("changes", asked)
         await self._registry.note("answer", Answer(changes.name).to_json())
         _log.info("other settings: %s", ", ".join(changes.values))
-        self._go(asked, plan)
+        self._seen = self._holds = asked
 
     def _go(self, text: str, plan: Blueprint) -> None:
-        self._seen = self._holds = text
-        self.name = Changes.from_json(text).name
-        self._go_by(plan)
+        before, self.name = self.name, Changes.from_json(text).name
+        try:
+            self._go_by(plan)
+        except BaseException:
+            self.name = before
+            raise
 
     async def _plan(self, changes: Changes) -> Blueprint:
         """Raises `ConfigError` for what cannot work."""
@@ -205,18 +229,21 @@ class Rollout:
 
 
 async def tell_changes(registry: Registry, changes: Mapping[str, Value]) -> str:
-    """Adds to the changes that hold; their name. Raises `ConfigError` where they are refused."""
+    """Adds to the changes that hold; their name. Raises `ConfigError` where they are refused, and
+    `Unavailable` where nobody answers."""
     before = await registry.noted("changes")
     held = Changes.from_json(before).values if before else {}
     asked = Changes(uuid.uuid4().hex, {**held, **changes})
     await registry.note("asked", asked.to_json())
-    async with asyncio.timeout(ANSWER_S):
-        while True:
-            text = await registry.noted("answer")
-            answer = Answer.from_json(text) if text else None
-            if answer is not None and answer.name == asked.name:
-                break
-            await asyncio.sleep(ANSWER_PERIOD_S)
+    give_up_at = asyncio.get_running_loop().time() + ANSWER_S
+    while True:
+        text = await registry.noted("answer")
+        answer = Answer.from_json(text) if text else None
+        if answer is not None and answer.name == asked.name:
+            break
+        if asyncio.get_running_loop().time() > give_up_at:
+            raise Unavailable(f"the deployment has said nothing to that for {ANSWER_S:g} s")
+        await asyncio.sleep(ANSWER_PERIOD_S)
     if answer.refusal:
         raise ConfigError(answer.refusal)
     return asked.name

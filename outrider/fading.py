@@ -13,15 +13,20 @@ class FadingSums:
         self._seconds = seconds
         self._since = self._at = now
         self._sums: dict[str, float] = {}
+        self._added_at: dict[str, float] = {}
 
     def add(self, now: float, amounts: Mapping[str, float]) -> None:
         """Adds to the sums; `now` is in seconds and never goes back."""
         self._fade(now)
         for name, amount in amounts.items():
             self._sums[name] = self._sums.get(name, 0.0) + amount
+            if amount:
+                self._added_at[name] = now
 
     def mean(self, now: float, name: str, of: str) -> float | None:
-        """One sum by another one; None where there is next to nothing to divide by."""
+        """One sum by another one; None where nothing has been added to that for `seconds`."""
+        if now - self._added_at.get(of, -math.inf) > self._seconds:
+            return None
         self._fade(now)
         whole = self._sums.get(of, 0.0)
         return self._sums.get(name, 0.0) / whole if whole > _NOTHING else None

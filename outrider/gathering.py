@@ -136,19 +136,24 @@ class Gathering:
         room = self._max_batch - len(waiting)
         if not waiting or room <= 0 or self._num_gaps == 0:
             return None
-        alone_s = self._seconds(waiting)
+        num, rows = len(waiting), sum(waiting)
+        alone_s = self._seconds(rows, num)
         expected = self._expected(now, now + alone_s)
-        others = [rows for _, _, rows in expected]
-        in_turns_s = alone_s + self._seconds(others) if others else 0.0
-        best, best_s = 0, GAIN * in_turns_s
-        for count in range(1, min(room, len(expected)) + 1):
-            cycle_s = expected[count - 1][0] - now + self._seconds([*waiting, *others[:count]])
-            if others[count:]:
-                cycle_s += self._seconds(others[count:])
+        if not expected:
+            return None
+        num_left, rows_left = len(expected), sum(rows for _, _, rows in expected)
+        best, best_s = 0, GAIN * (alone_s + self._seconds(rows_left, num_left))
+        num_come = rows_come = 0
+        for back_at, _, more in expected[:room]:
+            num_come, rows_come = num_come + 1, rows_come + more
+            num_left, rows_left = num_left - 1, rows_left - more
+            cycle_s = back_at - now + self._seconds(rows + rows_come, num + num_come)
+            if num_left:
+                cycle_s += self._seconds(rows_left, num_left)
             # As often as they do not come they need a step of their own after all.
-            cycle_s += (1 - self._trust) * self._seconds(others[:count])
+            cycle_s += (1 - self._trust) * self._seconds(rows_come, num_come)
             if cycle_s < best_s:
-                best, best_s = count, cycle_s
+                best, best_s = num_come, cycle_s
         if best == 0:
             return None
         return Hold(expected[best - 1][0], {name for _, name, _ in expected[:best]})
@@ -165,5 +170,5 @@ class Gathering:
                     found.append((back_at, name, rhythm.rows))
         return sorted(found)
 
-    def _seconds(self, rows: Sequence[int]) -> float:
-        return self._scale * self._step_seconds(sum(rows), len(rows))
+    def _seconds(self, rows: int, sessions: int) -> float:
+        return self._scale * self._step_seconds(rows, sessions)

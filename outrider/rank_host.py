@@ -43,6 +43,7 @@ class Leadership:
     def __init__(self, num_ranks: int, num_neighbours: int, timeout_s: float) -> None:
         """Listens for the followers: on loopback where all ranks are neighbours on this machine.
         They may take `timeout_s` to join, and as long again to load."""
+        self.num_ranks = num_ranks
         alone = num_neighbours == num_ranks
         host = LOOPBACK if alone else socket.gethostbyname(socket.gethostname())
         self.num_neighbours = num_neighbours

@@ -182,7 +182,10 @@ class ReplicaHost(Generic[Item, Answer]):
         self._health_task = asyncio.create_task(self._follow_health(service, self._server))
         address = advertised(config.host, self._server.address)
         await self._announce(address, config)
-        self._engagement = Engagement(address=address, slot=config.slot, plan=config.plan)
+        self._engagement = Engagement(
+            address=address, slot=config.slot, plan=config.plan,
+            num_ranks=1 if self.leadership is None else self.leadership.num_ranks,
+        )  # fmt: skip
         return address
 
     async def _announce(self, address: str, config: TargetConfig | DraftConfig) -> None:

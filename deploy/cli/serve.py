@@ -126,7 +126,10 @@ async def _keep_told(
     while True:
         await changed.wait()
         changed.clear()
-        publish(state, replace(_record(deployment), started_at=record.started_at))
+        try:
+            publish(state, replace(_record(deployment), started_at=record.started_at))
+        except OSError as error:
+            _log.error("the record of what runs cannot be written: %s", error)
 
 
 def _wanted(deployment: Deployment) -> dict[str, int]:

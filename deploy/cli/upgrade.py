@@ -20,6 +20,8 @@ from .scale import redis_of
 from .settings import SECRETS, add_setting_flags, given_flags
 
 _POLL_S: Final = 0.2
+_KNOWN_S: Final = 10.0
+"""By then what was accepted stands in the deployment's record, unless something else does."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +93,8 @@ def _wait(state: Path, changes: str, timeout_s: float) -> int:
         if record is None:
             raise Unavailable("the deployment has ended")
         is_known = record.changes == changes
-        if is_known and (record.num_stale == 0 or time.monotonic() >= give_up_at):
+        if is_known and record.num_stale == 0:
+            return 0
+        if time.monotonic() >= give_up_at + (0.0 if is_known else _KNOWN_S):
             return record.num_stale
         time.sleep(_POLL_S)

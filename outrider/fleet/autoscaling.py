@@ -193,9 +193,8 @@ def _spread(load: float, count: int) -> float:
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    """Of those that are known; 0 where none is."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else 0.0
+    """Whoever has nothing to say has had nothing to do."""
+    return sum(value or 0.0 for value in values) / len(values) if values else 0.0
 
 
 def _product(first: float | None, second: float | None) -> float | None:

@@ -34,3 +34,5 @@ class Engagement:
     """See `Membership.plan`."""
     leaving: bool = False
     """Whether it was told that it is to be left."""
+    num_ranks: int = 1
+    """Processes that share its model."""

@@ -14,13 +14,14 @@ import logging
 import socket
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from deploy.launcher import Deployment
 from outrider.config import load_config
 
-from .faults import Adversary
+from .faults import SCALED_MAX, Adversary
 from .load import Load
 
 LOAD_SHARE = 0.7
@@ -33,6 +34,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--faults", type=int, default=1000, help="end after so many")
+    parser.add_argument(
+        "--scale-s", type=float, default=0.0, help="kill nobody; other numbers all so many seconds"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--report", type=Path, default=Path("chaos.json"))
     arguments = parser.parse_args()
@@ -59,13 +63,18 @@ async def _run(arguments: argparse.Namespace, state: Path) -> dict[str, Any]:
     loop = asyncio.get_running_loop()
     async with Deployment(load_config(settings, {}), state) as deployment:
         # Those that come in the place of others have their ports, so clients need no other list.
-        addresses = deployment.endpoints.coordinator
+        first = int(deployment.endpoints.coordinators[0].rpartition(":")[2])
+        addresses = ",".join(f"127.0.0.1:{first + slot}" for slot in range(SCALED_MAX))
         load = Load(lambda: addresses, arguments.seed)
         peak = await load.prepare()
         asking = asyncio.create_task(load.run(LOAD_SHARE * peak))
         adversary, began = Adversary(deployment, load, arguments.seed), loop.time()
         try:
-            await adversary.run(arguments.faults, began, began + 60 * arguments.minutes)
+            until = began + 60 * arguments.minutes
+            if arguments.scale_s:
+                await adversary.scale(until, arguments.scale_s)
+            else:
+                await adversary.run(arguments.faults, began, until)
         finally:
             asking.cancel()
             num_stuck = await load.finish(END_S)
@@ -84,15 +93,16 @@ async def _run(arguments: argparse.Namespace, state: Path) -> dict[str, Any]:
 
 
 def _free_ports() -> int:
-    """A port that is free, and the next one too, as far as can be told."""
+    """A port that is free, and the next ones too, as far as can be told."""
     while True:
-        with socket.create_server(("127.0.0.1", 0)) as first:
-            port: int = first.getsockname()[1]
+        with ExitStack() as taken:
+            port: int = taken.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
             try:
-                with socket.create_server(("127.0.0.1", port + 1)):
-                    return port
+                for place in range(1, SCALED_MAX):
+                    taken.enter_context(socket.create_server(("127.0.0.1", port + place)))
             except OSError:
                 continue
+            return port
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ from deploy.cluster import RECONCILER
 from deploy.launcher import Deployment
 from deploy.reconciler import find_reconciler
 from outrider.errors import check
+from outrider.fleet.registry import ROLES
 
 from .load import Load
 
@@ -25,6 +27,8 @@ RETURNED_S = 2.0
 """By then a Redis or a reconciler that was killed is back."""
 SETTLED_S = 1.0
 """Between a fleet that is whole again and the next fault."""
+SCALED_MAX = 3
+"""Replicas of a role that are ever wanted."""
 WHOLE_S = 60.0
 """By when it must be."""
 REDIS = "redis"
@@ -86,6 +90,27 @@ class Adversary:
             fault.longest_gap_s = round(max(gaps, default=0.0), 3)
             self.gaps.setdefault((kind, fault.role), []).extend(gaps)
             self.faults.append(fault)
+
+    async def scale(self, until: float, period_s: float) -> None:
+        """Other numbers of replicas, again and again, each role in turn; then as many as before."""
+        loop, registry = asyncio.get_running_loop(), self._deployment.registry
+        began, first = loop.time(), dict(self._deployment.overview.wanted)
+        for role in itertools.cycle(ROLES):
+            if loop.time() >= until:
+                break
+            now = self._deployment.overview.wanted[role]
+            count = self._random.choice([n for n in range(1, SCALED_MAX + 1) if n != now])
+            at = loop.time()
+            fault = Fault("scale", role, f"{now} to {count}", round(at - began, 2))
+            touched = [one for one in self._load.asked if one.in_flight(at)]
+            await registry.want({role: count})
+            await asyncio.sleep(period_s)
+            gaps = [one.gap(at, at + period_s) for one in touched]
+            fault.num_touched = len(touched)
+            fault.longest_gap_s = round(max(gaps, default=0.0), 3)
+            self.gaps.setdefault((fault.kind, fault.role), []).extend(gaps)
+            self.faults.append(fault)
+        await registry.want(first)
 
     async def _do(self, fault: Fault, role: str) -> None:
         pid, stopped_s = await self._victim(fault, role)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from deploy.cluster import Cluster, Demand
+from deploy.cluster import Cluster
 from deploy.launcher import Deployment
 from outrider.client import Client, Finished, GenerateRequest, Tokens
 from outrider.config import DeploymentConfig, load_config
@@ -47,8 +47,8 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group(
 
 async def _traffic(deployment: Deployment, role: Role) -> Traffic:
     """Of the oldest replica."""
-    demand = Demand(role, 0, 0, name=deployment.replica(role).name)
-    (actor,) = await Cluster(f"outrider-{deployment.name}", local=True).find(demand)
+    cluster = Cluster(f"outrider-{deployment.name}", local=True)
+    (actor,) = await cluster.find(role, deployment.replica(role).name)
     found: Traffic = await actor.call("traffic")
     return found
 

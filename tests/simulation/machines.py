@@ -111,8 +111,8 @@ class Machines:
     async def replicas(self) -> list[str]:
         return sorted({actor.name for actor in self._there()})
 
-    async def find(self, demand: Demand) -> list[Actor]:
-        return [actor for actor in self._there() if actor.name == demand.name]
+    async def find(self, role: str, replica: str) -> list[Actor]:
+        return [actor for actor in self._there() if actor.name == replica]
 
     async def remove(self, actors: Sequence[Actor]) -> None:
         for actor in actors:

@@ -56,7 +56,7 @@ class Sitter(Actor):
                 return Engagement(address="")
             return Engagement(
                 address=address, slot=self.config.slot, plan=self.config.plan,
-                leaving="leave" in self.calls,
+                leaving="leave" in self.calls, num_ranks=self.demand.num_ranks,
             )  # fmt: skip
         return self._place if method == "ping" else None
 
@@ -104,8 +104,8 @@ class Machines:
     async def replicas(self) -> list[str]:
         return sorted({actor.demand.name for actor in self._there()})
 
-    async def find(self, demand: Demand) -> list[Actor]:
-        found = [actor for actor in self._there() if actor.demand.name == demand.name]
+    async def find(self, role: str, replica: str) -> list[Actor]:
+        found = [actor for actor in self._there() if actor.demand.name == replica]
         return sorted(found, key=lambda actor: actor.rank)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,6 +97,10 @@ async def test_what_is_wanted_follows_what_replicas_say() -> None:
     await registry.note("policy", policy.to_json())
     await scaling.look()
     assert (await registry.wanted())["target"] == 2
+    scaling.go_by(Policy(bounds={"draft": (1, 2)}, calm_s=5.0))
+    await scaling.look()
+    policy = replace(policy, calm_s=5.0)
+    assert Policy.from_json(await registry.noted("policy")) == policy
     registry.forget()
     await scaling.look()
     assert Policy.from_json(await registry.noted("policy")) == policy

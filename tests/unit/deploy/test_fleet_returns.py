@@ -134,3 +134,20 @@ def test_where_another_one_finds_no_place_the_stale_one_leaves_first() -> None:
         assert not {*world.names("target")} & {*old}
 
     play(scene, num_targets=2)
+
+
+def test_replicas_of_other_ranks_than_the_plans_serve_until_they_are_replaced() -> None:
+    async def scene(world: World) -> None:
+        before = world.names("target")
+        await world.upgrade(tensor_parallel_size=2)
+        for _ in range(200):
+            assert any(one.address for one in world.fleet.of("target"))
+            await asyncio.sleep(0.1)
+        [target] = world.names("target")
+        assert [target] != before
+        assert len(await world.machines.find("target", target)) == 2
+        await world.upgrade(tensor_parallel_size=1)
+        await asyncio.sleep(20)
+        assert {target, f"{target}-rank-1"} <= {*world.machines.removed}
+
+    play(scene, engine="transformers", model="m")

@@ -13,7 +13,7 @@ from deploy.placement import plan_placement
 from deploy.rollout import Changes, Rollout, changed, tell_changes
 from outrider.clock import run_virtually
 from outrider.config import DeploymentConfig, load_config
-from outrider.errors import ConfigError, SettingError, StoreUnavailable
+from outrider.errors import ConfigError, SettingError, StoreUnavailable, Unavailable
 from outrider.fleet.registry import MemoryRegistry
 
 SETTINGS = {"engine": "emulated:vocab_size=10", "draft_model": "emulated"}
@@ -123,6 +123,29 @@ def test_another_process_goes_by_the_changes_that_hold() -> None:
         world.again()
         await world.rollout.return_to()
         assert world.plans[2] == world.plans[0]
+
+    run_virtually(main())
+
+
+def test_a_deployment_that_begins_anew_has_no_changes() -> None:
+    """Whatever the one before it that had its name was told."""
+
+    async def main() -> None:
+        world = World()
+        await world.tell(max_num_seqs=7)
+        world.again()
+        await world.rollout.begin()
+        await world.rollout.look()
+        await world.rollout.return_to()
+        assert len(world.plans) == 1
+
+    run_virtually(main())
+
+
+def test_whom_nobody_answers_is_told_so() -> None:
+    async def main() -> None:
+        with pytest.raises(Unavailable, match="has said nothing"):
+            await tell_changes(World().registry, {"max_num_seqs": 7})
 
     run_virtually(main())
 

@@ -141,3 +141,13 @@ def test_what_are_no_bounds_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="it must be"):
         parse_bounds(text, 1, 64)
     assert parse_bounds("1:64", 1, 64) == (1, 64)
+
+
+def test_replicas_that_have_nothing_to_do_count() -> None:
+    """One is busy beside three that nobody has asked anything yet."""
+    scaler = Autoscaler()
+    wanted: dict[Role, int] = {"coordinator": 1, "target": 4, "draft": 1}
+    targets = [record("target", queue_steps=3.0, busy=1.0, fill=1.0)]
+    targets += [record("target") for _ in range(3)]
+    records: dict[Role, list[ReplicaRecord]] = {"target": targets, "coordinator": [], "draft": []}
+    assert scaler.decide(0, POLICY, wanted, records) == []
