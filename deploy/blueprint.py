@@ -100,9 +100,10 @@ class Blueprint:
     def plan(self, role: Role) -> str:
         """Names what the replicas of a role are made from; nothing that depends on where they have
         been placed."""
+        if role in self.plans:
+            return self.plans[role]
         made_from = (getattr(self.placement, role), getattr(self._config, role))
-        told = hashlib.blake2b(repr(made_from).encode(), digest_size=6)
-        return self.plans.get(role, told.hexdigest())
+        return hashlib.blake2b(repr(made_from).encode(), digest_size=6).hexdigest()
 
     def demand(self, role: Role, name: str) -> tuple[Demand, type, type]:
         """What a replica asks of the cluster, and the actors of its first rank and of others."""

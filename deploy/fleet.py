@@ -82,10 +82,6 @@ class Fleet:
         """The replicas of a role, the oldest first."""
         return [one for one in self._replicas.values() if one.role == role]
 
-    async def want(self, counts: Mapping[Role, int]) -> None:
-        """So many are wanted from now on. Raises `StoreUnavailable`."""
-        await self._registry.want(counts)
-
     async def place(self) -> None:
         """Finds a place for all replicas that are wanted at first. Raises as `Cluster.place`, and
         `StoreUnavailable`; then there are none."""

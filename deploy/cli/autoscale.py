@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from deploy.state import running_deployment, state_directory
+from deploy.state import state_directory
 from outrider.config import LEAST
 from outrider.drafting.registry import parse_drafter
 from outrider.errors import ConfigError, Unavailable
@@ -17,7 +17,7 @@ from outrider.fleet.registry import ROLES, Role
 from outrider.limits import REPLICAS_MAX
 from outrider.sessions.redis_address import RedisAddress
 
-from .scale import add_redis_flags, redis_of
+from .scale import add_redis_flags, redis_of, what_runs
 
 OFF = "off"
 
@@ -36,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Tells the deployment, and prints what holds."""
     changes = parsed_bounds(arguments.bounds)
-    record = running_deployment(state_directory(os.environ))
-    if record is None:
-        raise Unavailable("nothing runs; `outrider serve` starts a deployment")
+    record = what_runs(state_directory(os.environ))
     if changes.get("draft") and parse_drafter(record.draft_model).on_target:
         raise ConfigError(f"draft: with {record.draft_model} the target drafts")
     policy = asyncio.run(_tell(redis_of(arguments, record), record.deployment, changes))

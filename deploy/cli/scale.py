@@ -40,6 +40,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_redis_flags(parser)
 
 
+def check_wait(wait_s: float) -> None:
+    """Raises `ConfigError` for a `--wait` that is none."""
+    if not 0 <= wait_s <= WAIT_S_MAX:
+        raise ConfigError(f"--wait: {wait_s} is wrong; it must be 0 to {WAIT_S_MAX}, s")
+
+
+def what_runs(state: Path) -> DeploymentRecord:
+    """The deployment that runs. Raises `Unavailable` where there is none."""
+    record = running_deployment(state)
+    if record is None:
+        raise Unavailable("nothing runs; `outrider serve` starts a deployment")
+    return record
+
+
 def add_redis_flags(parser: argparse.ArgumentParser) -> None:
     """How to reach a deployment's Redis; see `redis_of`."""
     others = [key for key in deployment_settings() if key not in _REDIS]
@@ -49,12 +63,9 @@ def add_redis_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Says what is wanted; the deployment does it."""
     counts = parsed_counts(arguments.counts)
-    if not 0 <= arguments.wait <= WAIT_S_MAX:
-        raise ConfigError(f"--wait: {arguments.wait} is wrong; it must be 0 to {WAIT_S_MAX}, s")
+    check_wait(arguments.wait)
     state = state_directory(os.environ)
-    record = running_deployment(state)
-    if record is None:
-        raise Unavailable("nothing runs; `outrider serve` starts a deployment")
+    record = what_runs(state)
     if counts.get("draft") and parse_drafter(record.draft_model).on_target:
         raise ConfigError(f"draft={counts['draft']}: with {record.draft_model} the target drafts")
     asyncio.run(_want(record, redis_of(arguments, record), counts))

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Final
 
 from deploy.state import DeploymentRecord, running_deployment, state_directory
-from outrider.config import WAIT_S_MAX, configuration, deployment_settings
-from outrider.errors import ConfigError, Unavailable
+from outrider.config import configuration, deployment_settings
+from outrider.errors import Unavailable
 from outrider.settings import Value, merge
 
-from .scale import redis_of
+from .scale import check_wait, redis_of, what_runs
 from .settings import SECRETS, add_setting_flags, given_flags
 
 _POLL_S: Final = 0.2
@@ -42,12 +42,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Says what is to be; the deployment does it."""
     if "target" in arguments:
         arguments.setting_model = arguments.target
-    if not 0 <= arguments.wait <= WAIT_S_MAX:
-        raise ConfigError(f"--wait: {arguments.wait} is wrong; it must be 0 to {WAIT_S_MAX}, s")
+    check_wait(arguments.wait)
     state = state_directory(os.environ)
-    record = running_deployment(state)
-    if record is None:
-        raise Unavailable("nothing runs; `outrider serve` starts a deployment")
+    record = what_runs(state)
     values = merge(deployment_settings(), arguments.config, os.environ, given_flags(arguments))
     changes = {
         key: value for key, value in values.items()
