@@ -15,6 +15,7 @@ import json
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Final, Self
 
@@ -237,10 +238,11 @@ async def tell_changes(registry: Registry, changes: Mapping[str, Value]) -> str:
     await registry.note("asked", asked.to_json())
     give_up_at = asyncio.get_running_loop().time() + ANSWER_S
     while True:
-        text = await registry.noted("answer")
-        answer = Answer.from_json(text) if text else None
-        if answer is not None and answer.name == asked.name:
-            break
+        with suppress(StoreUnavailable):  # It has been asked: what is left is to wait.
+            text = await registry.noted("answer")
+            answer = Answer.from_json(text) if text else None
+            if answer is not None and answer.name == asked.name:
+                break
         if asyncio.get_running_loop().time() > give_up_at:
             raise Unavailable(f"the deployment has said nothing to that for {ANSWER_S:g} s")
         await asyncio.sleep(ANSWER_PERIOD_S)

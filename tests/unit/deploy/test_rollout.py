@@ -150,6 +150,19 @@ def test_whom_nobody_answers_is_told_so() -> None:
     run_virtually(main())
 
 
+def test_who_waits_for_an_answer_is_not_told_that_the_registry_was_away() -> None:
+    async def main() -> None:
+        world = World()
+        telling = asyncio.create_task(world.tell(max_num_seqs=7))
+        await asyncio.sleep(0)
+        world.registry.failure = StoreUnavailable("away")
+        await asyncio.sleep(2.0)
+        world.registry.failure = None
+        assert await telling == world.rollout.name
+
+    run_virtually(main())
+
+
 def test_a_registry_that_has_lost_the_changes_is_told() -> None:
     async def main() -> None:
         world = World()
