@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from types import TracebackType
@@ -28,9 +29,10 @@ from outrider.generation import Event, GenerateRequest, ResumeRequest
 
 
 class Client:
-    """One way to a coordinator, or to several of a deployment, of which one that answers is asked.
-    Any number of calls at a time, on one event loop. A generation whose stream breaks goes on by
-    itself, at another coordinator if there is one, without a token lost or told twice.
+    """One way to a coordinator, or to several of a deployment, which are asked in turn; where one
+    does not answer the next one is. Any number of calls at a time, on one event loop. A generation
+    whose stream breaks goes on by itself, at another coordinator if there is one, without a token
+    lost or told twice.
 
     `timeout_s` bounds a call that does no generation, in seconds; a generation's bound is its
     `deadline_ms`, or the default one, and some seconds for its last event."""
@@ -44,7 +46,7 @@ class Client:
         is asked for again as long; 0 = not at all."""
         if isinstance(server, str):
             each = [GrpcTransport(address) for address in addresses_of(server)]
-            server = ResumingTransport(each, resume_timeout_s)
+            server = ResumingTransport(each, resume_timeout_s, secrets.randbelow(len(each)))
         self._transport = server
 
     async def __aenter__(self) -> Self:

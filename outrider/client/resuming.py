@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 from outrider.client.requests import GENERATE_SLACK_S
 from outrider.client.results import CoordinatorDescription, SessionView
 from outrider.client.transport import Transport
+from outrider.client.turns import Turns
 from outrider.errors import InvariantError, StreamBroken, Unavailable
 from outrider.generation import Event, GenerateRequest, ResumeRequest, Started, Tokens
 from outrider.limits import DEADLINE_MS_MAX
@@ -28,13 +29,17 @@ class ResumingTransport:
     answers. A stream that breaks goes on at the next: `Started` is told once, and each token."""
 
     def __init__(
-        self, transports: Sequence[Transport], resume_timeout_s: float = RESUME_TIMEOUT_S
+        self,
+        transports: Sequence[Transport],
+        resume_timeout_s: float = RESUME_TIMEOUT_S,
+        first: int = 0,
     ) -> None:
-        """Owns and closes `transports`, of which there is one at least. 0 seconds: a generation
-        whose stream breaks is not resumed, and one that cannot begin now not asked for again."""
+        """Owns and closes `transports`, of which there is one at least; the first call asks the one
+        at `first`. 0 seconds: a generation whose stream breaks is not resumed, and one that cannot
+        begin now not asked for again."""
         self._transports = tuple(transports)
         self._resume_timeout_s = resume_timeout_s
-        self._current = 0
+        self._turns = Turns(len(self._transports), _loop_time, first)
 
     @property
     def address(self) -> str:
@@ -56,7 +61,7 @@ class ResumingTransport:
     ) -> AsyncGenerator[Event]:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        current = self._current
+        current = self._turns.begin()
         while True:
             left_s = max(0.001, deadline - loop.time())
             transport, rest = self._transports[current], told.rest(left_s)
@@ -74,8 +79,9 @@ class ResumingTransport:
                 return
             except Unavailable as error:
                 wait_s = told.wait_after(error, loop.time(), deadline)
-                if isinstance(error, StreamBroken) or rest is None:
-                    current = self._after(current)
+                answered = not isinstance(error, StreamBroken)
+                if rest is None or not answered:
+                    current = self._turns.after(current, answered=answered)
             await asyncio.sleep(wait_s)
 
     async def cancel(self, session_id: str, timeout_s: float) -> None:
@@ -107,21 +113,18 @@ class ResumingTransport:
     ) -> T:
         """The answer of the first coordinator that gives one; an error that is `passed_on` is none,
         but the last coordinator's."""
-        current = self._current
+        current = self._turns.begin()
         for _ in self._transports[1:]:
             try:
                 return await call(self._transports[current])
-            except passed_on:
-                current = self._after(current)
+            except passed_on as error:
+                answered = not isinstance(error, StreamBroken)
+                current = self._turns.after(current, answered=answered)
         return await call(self._transports[current])
 
-    def _after(self, tried: int) -> int:
-        """The coordinator to ask after one that did not answer. Others begin with it, too, unless
-        they have moved on already."""
-        following = (tried + 1) % len(self._transports)
-        if self._current == tried:
-            self._current = following
-        return following
+
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class Told:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Generator
 from types import TracebackType
@@ -27,6 +28,7 @@ from outrider.client.results import (
 )
 from outrider.client.resuming import RESUME_TIMEOUT_S, Told
 from outrider.client.transport import CLOSED
+from outrider.client.turns import Turns
 from outrider.errors import DeadlineExceeded, OutriderError, StreamBroken, Unavailable
 from outrider.generation import Event, GenerateRequest, ResumeRequest
 from outrider.v1 import coordinator_pb2 as pb
@@ -53,7 +55,8 @@ class SyncClient:
         self._address = address
         self._coordinators = [_Coordinator(one, credentials) for one in addresses_of(address)]
         self._resume_timeout_s = resume_timeout_s
-        self._current = 0
+        number = len(self._coordinators)
+        self._turns = Turns(number, time.monotonic, secrets.randbelow(number))
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -97,7 +100,7 @@ class SyncClient:
     def _events(self, told: Told, message: Any, timeout_s: float) -> Generator[Event]:
         """As `ResumingTransport` does it."""
         deadline = time.monotonic() + timeout_s
-        current = self._current
+        current = self._turns.begin()
         while True:
             self._check_open()
             left_s = max(0.001, deadline - time.monotonic())
@@ -114,8 +117,9 @@ class SyncClient:
                 return
             except Unavailable as error:
                 wait_s = told.wait_after(error, time.monotonic(), deadline)
-                if isinstance(error, StreamBroken) or rest is None:
-                    current = self._after(current)
+                answered = not isinstance(error, StreamBroken)
+                if rest is None or not answered:
+                    current = self._turns.after(current, answered=answered)
             time.sleep(wait_s)
 
     def _heard(self, call: Any, current: int) -> Generator[Event]:
@@ -129,13 +133,6 @@ class SyncClient:
             raise self._explained(error, self._coordinators[current].address) from error
         finally:
             call.cancel()
-
-    def _after(self, tried: int) -> int:
-        """See `ResumingTransport`."""
-        following = (tried + 1) % len(self._coordinators)
-        if self._current == tried:
-            self._current = following
-        return following
 
     def complete(self, request: GenerateRequest) -> Completion:
         """See `Client.complete`."""
@@ -177,12 +174,13 @@ class SyncClient:
         passed_on: type[Unavailable] = StreamBroken,
     ) -> Any:
         """See `ResumingTransport`."""
-        current = self._current
+        current = self._turns.begin()
         for _ in self._coordinators[1:]:
             try:
                 return self._ask(self._coordinators[current], name, request, timeout_s)
-            except passed_on:
-                current = self._after(current)
+            except passed_on as error:
+                answered = not isinstance(error, StreamBroken)
+                current = self._turns.after(current, answered=answered)
         return self._ask(self._coordinators[current], name, request, timeout_s)
 
     def _ask(self, coordinator: _Coordinator, name: str, request: Any, timeout_s: float) -> Any:

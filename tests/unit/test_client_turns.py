@@ -1,0 +1,45 @@
+"""Which of several coordinators a call asks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.client import Client, SyncClient
+from outrider.client.turns import AVOIDED_S, Turns
+
+
+def test_calls_begin_with_each_in_turn() -> None:
+    turns = Turns(3, lambda: 0.0, first=2)
+    assert [turns.begin() for _ in range(5)] == [2, 0, 1, 2, 0]
+
+
+def test_one_that_does_not_answer_is_passed_over_for_a_while() -> None:
+    now = [0.0]
+    turns = Turns(3, lambda: now[0])
+    assert turns.after(turns.begin(), answered=False) == 1
+    assert [turns.begin() for _ in range(4)] == [1, 2, 1, 2]
+    now[0] = AVOIDED_S
+    assert [turns.begin() for _ in range(3)] == [0, 1, 2]
+
+
+def test_one_that_answers_that_it_cannot_now_is_not() -> None:
+    turns = Turns(2, lambda: 0.0)
+    assert turns.after(turns.begin(), answered=True) == 1
+    assert [turns.begin() for _ in range(2)] == [1, 0]
+
+
+def test_where_none_answers_all_are_asked() -> None:
+    turns = Turns(2, lambda: 0.0)
+    for tried in range(2):
+        turns.after(tried, answered=False)
+    assert [turns.begin() for _ in range(3)] == [0, 1, 0]
+
+
+async def test_clients_begin_with_different_ones() -> None:
+    def first(kind: Any) -> int:
+        client = kind("127.0.0.1:1,127.0.0.1:2,127.0.0.1:3,127.0.0.1:4")
+        turns: Turns = getattr(client, "_transport", client)._turns
+        return turns.begin()
+
+    for kind in (Client, SyncClient):
+        assert len({first(kind) for _ in range(40)}) > 1
