@@ -18,7 +18,7 @@ OBJECT_STORE_BYTES: Final = 100 * 2**20
 """Nothing large goes through Ray."""
 _TEMPORARY_BYTES_MAX: Final = 40
 """Ray puts sockets some 60 bytes below its directory, and a socket's path has 107 at most."""
-_ENVIRONMENT: Final = {
+ENVIRONMENT: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     # Ray would else warn about what it will do in a later version.
@@ -47,7 +47,7 @@ class RayConnection:
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
     def _connect(self) -> None:
-        os.environ.update(_ENVIRONMENT)
+        os.environ.update(ENVIRONMENT)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import ray

@@ -1,4 +1,5 @@
-"""`python -m tests.chaos`: a deployment on local Ray under load, and everything that dies in it.
+"""`python -m tests.chaos`: a deployment on several Ray nodes of this machine under load, a proxy
+between all its processes, and everything that dies in it.
 
 Writes one JSON object: every fault, what it touched, the gaps in streams by kind of fault, and
 requests that failed or whose tokens were not those of their fault-free streams; and prints all but
@@ -11,22 +12,25 @@ import argparse
 import asyncio
 import json
 import logging
-import socket
 import sys
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from deploy.launcher import Deployment
-from outrider.config import load_config
+from outrider.config import DeploymentConfig, load_config
 
-from .faults import SCALED_MAX, Adversary
-from .load import Load
+from .faults import Adversary
+from .load import Load, Work
+from .machines import Machines
+from .overload import Overload
 
-LOAD_SHARE = 0.7
+LOAD_SHARE: Final = 0.7
 """Of the measured peak."""
-END_S = 60.0
+EMULATED: Final = "emulated:vocab_size=1000,verify_ms=20,draft_ms=2"
+WORK: Final = Work(num_tokens=96, num_seeds=16, num_clients=8)
+REAL_WORK: Final = Work(num_tokens=32, num_seeds=8, num_clients=4)
+END_S: Final = 60.0
 """What runs in the end may take so long."""
 
 
@@ -37,6 +41,12 @@ def main() -> int:
     parser.add_argument(
         "--scale-s", type=float, default=0.0, help="kill nobody; other numbers all so many seconds"
     )
+    parser.add_argument(
+        "--overload", action="store_true", help="kill nobody; ask for more than there can be"
+    )
+    parser.add_argument(
+        "--real", action="store_true", help="the demo model, in float32, and kills alone"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--report", type=Path, default=Path("chaos.json"))
     arguments = parser.parse_args()
@@ -45,64 +55,64 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="outrider-chaos-") as state:
         found = asyncio.run(_run(arguments, Path(state)))
     arguments.report.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    del found["faults"]
-    print(json.dumps(found, indent=2))
-    print(f"every fault: {arguments.report}")
-    return 1 if found["num_failed"] or found["num_wrong"] or found["num_stuck"] else 0
+    print(json.dumps({key: value for key, value in found.items() if key != "faults"}, indent=2))
+    print(f"all of it: {arguments.report}")
+    return 1 if any(found.get(key) for key in ("errors", "num_wrong", "num_stuck")) else 0
 
 
 async def _run(arguments: argparse.Namespace, state: Path) -> dict[str, Any]:
-    settings = {
-        "engine": "emulated:vocab_size=1000,verify_ms=20,draft_ms=2",
-        "draft_model": "emulated",
-        "grpc_port": _free_ports(),
-        "num_targets": 2, "num_drafts": 2, "num_coordinators": 2,
-        "target_num_cpus": 0.2, "draft_num_cpus": 0.1, "coordinator_num_cpus": 0.1,
-        "stop_timeout_s": 5,
-    }  # fmt: skip
     loop = asyncio.get_running_loop()
-    async with Deployment(load_config(settings, {}), state) as deployment:
-        # Those that come in the place of others have their ports, so clients need no other list.
-        first = int(deployment.endpoints.coordinators[0].rpartition(":")[2])
-        addresses = ",".join(f"127.0.0.1:{first + slot}" for slot in range(SCALED_MAX))
-        load = Load(lambda: addresses, arguments.seed)
+    until = 60 * arguments.minutes
+    async with (
+        Machines(state) as machines,
+        Deployment(_config(arguments, machines), state) as found,
+    ):
+        load = Load(
+            lambda: found.endpoints.coordinator,
+            REAL_WORK if arguments.real else WORK,
+            arguments.seed,
+        )
         peak = await load.prepare()
+        if arguments.overload:
+            pids = [place.pid for one in found.overview.replicas for place in one.places]
+            overload = Overload(load, found.endpoints.coordinator, pids)
+            return await overload.run(peak, until)
         asking = asyncio.create_task(load.run(LOAD_SHARE * peak))
-        adversary, began = Adversary(deployment, load, arguments.seed), loop.time()
+        adversary, began = Adversary(machines, found, load, arguments.seed), loop.time()
         try:
-            until = began + 60 * arguments.minutes
             if arguments.scale_s:
-                await adversary.scale(until, arguments.scale_s)
+                await adversary.scale(began + until, arguments.scale_s)
             else:
-                await adversary.run(arguments.faults, began, until)
+                await adversary.run(arguments.faults, began + until, only_kills=arguments.real)
         finally:
             asking.cancel()
             num_stuck = await load.finish(END_S)
-    errors = [one.error for one in load.asked if one.error]
     return {
         "seconds": round(loop.time() - began),
         "peak_requests_per_second": round(peak, 2),
-        "num_requests": len(load.asked),
         "num_faults": len(adversary.faults),
-        "num_failed": len(errors),
-        "num_wrong": sum(one.is_wrong for one in load.asked),
         "num_stuck": num_stuck,
-        "errors": sorted(set(errors))[:20],
+        **load.report(),
         **adversary.report(),
     }
 
 
-def _free_ports() -> int:
-    """A port that is free, and the next ones too, as far as can be told."""
-    while True:
-        with ExitStack() as taken:
-            port: int = taken.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            try:
-                for place in range(1, SCALED_MAX):
-                    taken.enter_context(socket.create_server(("127.0.0.1", port + place)))
-            except OSError:
-                continue
-            return port
+def _config(arguments: argparse.Namespace, machines: Machines) -> DeploymentConfig:
+    engines = {"engine": EMULATED, "draft_model": "emulated"}
+    if arguments.real:
+        engines = {"model": "demo", "dtype": "float32", "draft_dtype": "float32"}
+    settings = engines | {
+        "address": machines.address, "redis_url": f"redis://{machines.redis_address}/0",
+        "grpc_port": 0,
+        "num_targets": 2, "num_drafts": 2, "num_coordinators": 2,
+        "target_num_cpus": 0.2, "draft_num_cpus": 0.1, "coordinator_num_cpus": 0.1,
+        "stop_timeout_s": 5,
+    }  # fmt: skip
+    if arguments.overload:
+        settings["max_sessions"] = (
+            WORK.num_clients // 2
+        )  # Two coordinators: as many as at the peak.
+    return load_config(settings, {})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,13 @@
-"""What is done to a deployment: one thing at a time, and what it touched."""
+"""What is done to a deployment: one thing at a time, and what it touched.
+
+| kind | of | what happens |
+| --- | --- | --- |
+| kill | a replica, the reconciler, Redis | SIGKILL; Redis comes back some seconds later |
+| stop | a replica, Redis | SIGSTOP for some seconds |
+| lose | a node | all its processes are killed; another node comes |
+| cut | a replica, Redis | all connections to it break at once |
+| hold | a replica, Redis | for some seconds nothing passes to or from it |
+"""
 
 from __future__ import annotations
 
@@ -7,36 +16,41 @@ import itertools
 import os
 import random
 import signal
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from benchmarks.figures import percentile
 from deploy.cluster import RECONCILER
 from deploy.launcher import Deployment
+from deploy.overview import ReplicaView
 from deploy.reconciler import find_reconciler
-from outrider.errors import check
-from outrider.fleet.registry import ROLES
+from outrider.errors import Unavailable
+from outrider.fleet.registry import ROLES, Role
 
-from .load import Load
+from .load import Asked, Load
+from .machines import Machines
 
-STOPPED_S = 5.0
-"""How long a process stands still ..."""
-REDIS_AWAY_S = 5.0
-"""... and Redis."""
-RETURNED_S = 2.0
-"""By then a Redis or a reconciler that was killed is back."""
-SETTLED_S = 1.0
-"""Between a fleet that is whole again and the next fault."""
-SCALED_MAX = 3
+STOPPED_S: Final = 5.0
+"""How long something stands still, or Redis is away."""
+SHOWN_S: Final = 1.0
+"""How long after that a wait may begin that is the fault's doing."""
+PAST_S: Final = 60.0
+"""By when tokens must come again."""
+WHOLE_S: Final = 90.0
+"""By when there must be as many replicas as are wanted."""
+POLL_S: Final = 0.05
+SCALED_MAX: Final = 3
 """Replicas of a role that are ever wanted."""
-WHOLE_S = 60.0
-"""By when it must be."""
-REDIS = "redis"
-KINDS = (
-    ("kill", "target"), ("kill", "draft"), ("kill", "coordinator"), ("kill", RECONCILER),
-    ("kill", REDIS), ("stop", "target"), ("stop", "draft"), ("stop", "coordinator"),
-    ("stop", REDIS),
+REDIS, NODE = "redis", "node"
+KILLS: Final = (*(("kill", role) for role in (*ROLES, RECONCILER, REDIS)),)
+STOPS: Final = (*(("stop", role) for role in (*ROLES, REDIS)),)
+OTHERS: Final = (
+    ("lose", NODE), *((kind, role) for kind in ("cut", "hold") for role in (*ROLES, REDIS)),
 )  # fmt: skip
+OTHERS_PER_ROUND: Final = 3
+"""Of these, for every kill and stop."""
 
 
 @dataclass
@@ -44,112 +58,163 @@ class Fault:
     """One that was done."""
 
     kind: str
-    """`kill`, or `stop` (for a while)."""
     role: str
-    """Of the replica, or `redis`, or `reconciler`."""
-    replica: str
+    """Of the replica, or `redis`, `reconciler` or `node`."""
     at_s: float
     """Since the run began."""
+    replica: str = ""
     num_touched: int = 0
     """Requests that were in flight."""
     longest_gap_s: float = 0.0
     """Wait for tokens of any of these."""
-    whole_after_s: float = 0.0
-    """Until there were as many replicas as are wanted."""
 
 
 class Adversary:
-    """Does faults, one after the other, each kind as often as the others."""
+    """Does faults, one after the other."""
 
-    def __init__(self, deployment: Deployment, load: Load, seed: int) -> None:
+    def __init__(self, machines: Machines, deployment: Deployment, load: Load, seed: int) -> None:
+        self._machines = machines
         self._deployment = deployment
         self._load = load
         self._random = random.Random(seed)
-        self._kinds: list[tuple[str, str]] = []
+        self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
+        self._deck: list[tuple[str, str]] = []
         self.faults: list[Fault] = []
         self.gaps: dict[tuple[str, str], list[float]] = {}
         """By kind and role: of each request that was touched, the longest."""
 
-    async def run(self, number: int, began: float, until: float) -> None:
+    async def run(self, number: int, until: float, *, only_kills: bool = False) -> None:
         """Until there were so many, or the time is over. Raises `TimeoutError` for a fleet that
-        does not become whole again."""
-        loop = asyncio.get_running_loop()
-        while len(self.faults) < number and loop.time() < until:
-            if not self._kinds:
-                self._kinds = self._random.sample(KINDS, len(KINDS))
-            kind, role = self._kinds.pop()
-            at = loop.time()
-            fault = Fault(kind, role, "", at - began)
-            touched = [one for one in self._load.asked if one.in_flight(at)]
-            await self._do(fault, role)
-            await self._whole()
-            fault.whole_after_s = round(loop.time() - at, 2)
-            await asyncio.sleep(SETTLED_S)
-            gaps = [one.gap(at, at + fault.whole_after_s) for one in touched]
-            fault.at_s, fault.num_touched = round(fault.at_s, 2), len(touched)
-            fault.longest_gap_s = round(max(gaps, default=0.0), 3)
-            self.gaps.setdefault((kind, fault.role), []).extend(gaps)
-            self.faults.append(fault)
+        does not become whole again, or tokens that do not come."""
+        while len(self.faults) < number and self._loop.time() < until:
+            kind, role = await self._next(only_kills=only_kills)
+            fault, touched = self._begin(kind, role)
+            at = self._loop.time()
+            await self._do(fault)
+            over = self._loop.time() + SHOWN_S
+            async with asyncio.timeout(PAST_S):
+                while self._loop.time() < over or not all(one.is_past(over) for one in touched):
+                    await asyncio.sleep(POLL_S)
+            self._end(fault, touched, at, over)
+        async with asyncio.timeout(WHOLE_S):
+            while not self._deployment.overview.is_whole:
+                await asyncio.sleep(POLL_S)
 
     async def scale(self, until: float, period_s: float) -> None:
         """Other numbers of replicas, again and again, each role in turn; then as many as before."""
-        loop, registry = asyncio.get_running_loop(), self._deployment.registry
-        began, first = loop.time(), dict(self._deployment.overview.wanted)
+        registry = self._deployment.registry
+        first = dict(self._deployment.overview.wanted)
         for role in itertools.cycle(ROLES):
-            if loop.time() >= until:
+            if self._loop.time() >= until:
                 break
             now = self._deployment.overview.wanted[role]
             count = self._random.choice([n for n in range(1, SCALED_MAX + 1) if n != now])
-            at = loop.time()
-            fault = Fault("scale", role, f"{now} to {count}", round(at - began, 2))
-            touched = [one for one in self._load.asked if one.in_flight(at)]
+            fault, touched = self._begin("scale", role)
+            fault.replica = f"{now} to {count}"
+            at = self._loop.time()
             await registry.want({role: count})
             await asyncio.sleep(period_s)
-            gaps = [one.gap(at, at + period_s) for one in touched]
-            fault.num_touched = len(touched)
-            fault.longest_gap_s = round(max(gaps, default=0.0), 3)
-            self.gaps.setdefault((fault.kind, fault.role), []).extend(gaps)
-            self.faults.append(fault)
+            self._end(fault, touched, at, at + period_s)
         await registry.want(first)
 
-    async def _do(self, fault: Fault, role: str) -> None:
-        pid, stopped_s = await self._victim(fault, role)
-        if fault.kind == "stop":
-            os.kill(pid, signal.SIGSTOP)
-            await asyncio.sleep(stopped_s)
-            os.kill(pid, signal.SIGCONT)
-            return
-        os.kill(pid, signal.SIGKILL)
-        if role in (REDIS, RECONCILER):
-            await asyncio.sleep(RETURNED_S)
-        while fault.replica in {one.name for one in self._deployment.overview.replicas}:
-            await asyncio.sleep(0.02)
+    def _begin(self, kind: str, role: str) -> tuple[Fault, list[Asked]]:
+        now = self._loop.time()
+        touched = [one for one in self._load.asked if one.in_flight(now)]
+        return Fault(kind, role, round(now - self._began, 2), num_touched=len(touched)), touched
 
-    async def _victim(self, fault: Fault, role: str) -> tuple[int, float]:
-        """A process, and how long it is to stand still if it is to."""
-        if role == REDIS:
-            redis = self._deployment.redis
-            check(redis is not None, "the deployment has a Redis of its own")
-            return redis.pid, REDIS_AWAY_S
-        if role == RECONCILER:
-            reconciler = await find_reconciler(f"outrider-{self._deployment.name}")
-            check(reconciler is not None, "there is a reconciler")
-            return (await reconciler.call("ping")).pid, STOPPED_S
-        serving = [one for one in self._deployment.overview.replicas if one.address]
-        one = self._random.choice([one for one in serving if one.role == role])
-        fault.replica = one.name
-        return one.places[0].pid, STOPPED_S
+    def _end(self, fault: Fault, touched: Sequence[Asked], begin: float, end: float) -> None:
+        gaps = [one.gap(begin, end) for one in touched]
+        fault.longest_gap_s = round(max(gaps, default=0.0), 3)
+        self.gaps.setdefault((fault.kind, fault.role), []).extend(gaps)
+        self.faults.append(fault)
 
-    async def _whole(self) -> None:
+    async def _next(self, *, only_kills: bool) -> tuple[str, str]:
+        """One that leaves a spare. Each kill and stop comes as often as the others."""
         async with asyncio.timeout(WHOLE_S):
-            while not self._deployment.overview.is_whole:
-                await asyncio.sleep(0.05)
+            while True:
+                if not self._deck:
+                    deck = KILLS if only_kills else (
+                        *KILLS, *STOPS, *self._random.sample(OTHERS, OTHERS_PER_ROUND)
+                    )  # fmt: skip
+                    self._deck = self._random.sample(deck, len(deck))
+                for place, (_, role) in enumerate(self._deck):
+                    if self._victims(role):
+                        return self._deck.pop(place)
+                await asyncio.sleep(POLL_S)
+
+    def _victims(self, role: str) -> Sequence[ReplicaView | int]:
+        """Replicas of the role, or nodes, of which one can be missing; for others anything."""
+        overview = self._deployment.overview
+        serving = [one for one in overview.replicas if one.address and not one.leaves]
+        if role == NODE:
+            if not overview.is_whole:
+                return []
+            return [
+                index for index in range(self._machines.num_nodes)
+                if self._roles_without(index, serving) == set(ROLES)
+            ]  # fmt: skip
+        if role in (REDIS, RECONCILER):
+            return [0]
+        found = [one for one in serving if one.role == role]
+        return found if len(found) >= overview.wanted[found[0].role] > 1 else []
+
+    def _roles_without(self, node: int, serving: Sequence[ReplicaView]) -> set[Role]:
+        lost = set(self._machines.processes(node))
+        return {one.role for one in serving if lost.isdisjoint(place.pid for place in one.places)}
+
+    async def _do(self, fault: Fault) -> None:
+        victims = self._victims(fault.role)
+        one = self._random.choice(victims)
+        if fault.role == NODE:
+            assert isinstance(one, int)
+            await self._machines.lose_node(one)
+            return
+        pid, address = self._machines.redis.pid, self._machines.redis_address
+        if isinstance(one, ReplicaView):
+            fault.replica, pid, address = one.name, one.places[0].pid, one.address
+        elif fault.role == RECONCILER:
+            pid = await self._reconciler_pid()
+        if fault.kind == "cut":
+            self._machines.proxy.cut(address)
+        elif fault.kind == "hold":
+            self._machines.proxy.hold(address)
+            await asyncio.sleep(STOPPED_S)
+            self._machines.proxy.release(address)
+        elif fault.kind == "stop":
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(STOPPED_S)
+            os.kill(pid, signal.SIGCONT)
+        elif fault.role == REDIS:
+            await self._machines.kill_redis(STOPPED_S)
+        else:
+            os.kill(pid, signal.SIGKILL)
+            while fault.replica in {one.name for one in self._deployment.overview.replicas}:
+                await asyncio.sleep(POLL_S)
+
+    async def _reconciler_pid(self) -> int:
+        """Once it is back, where it was lost just before."""
+        async with asyncio.timeout(WHOLE_S):
+            while True:
+                found = await find_reconciler(f"outrider-{self._deployment.name}")
+                with suppress(Unavailable):
+                    if found is not None:
+                        pid: int = (await found.call("ping")).pid
+                        return pid
+                await asyncio.sleep(POLL_S)
 
     def report(self) -> dict[str, Any]:
         """By kind and role the gaps of requests that were touched, and every fault."""
+        counts = dict.fromkeys(self.gaps, 0)
+        for fault in self.faults:
+            counts[fault.kind, fault.role] += 1
         return {
+            "num_kills_and_stops": sum(
+                count for (kind, _), count in counts.items() if kind in ("kill", "stop", "lose")
+            ),
             "gaps": {
                 f"{kind} {role}": {
+                    "num_faults": counts[kind, role],
                     "num_touched": len(gaps),
                     "p50_s": round(percentile(gaps, 50), 3),
                     "p99_s": round(percentile(gaps, 99), 3),

@@ -7,15 +7,24 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from outrider.client import Client, GenerateRequest, Tokens
 from outrider.errors import OutriderError
 from outrider.speculation.sampling import Rule
 
-NUM_TOKENS = 96
-NUM_SEEDS = 16
 PEAK_S = 10.0
-PEAK_STREAMS = 8
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is asked."""
+
+    num_tokens: int
+    num_seeds: int
+    """So many streams there are."""
+    num_clients: int
+    """That keep the deployment busy."""
 
 
 @dataclass
@@ -34,11 +43,18 @@ class Asked:
     def in_flight(self, at: float) -> bool:
         return self.began <= at and (self.ended is None or self.ended > at)
 
+    def is_past(self, at: float) -> bool:
+        """Whether it has ended, or tokens have come since."""
+        return self.ended is not None or bool(self.arrivals and self.arrivals[-1] > at)
+
     def gap(self, begin: float, end: float) -> float:
-        """The longest wait for tokens that overlaps this time."""
+        """The longest wait for tokens that overlaps this time, as much of it as comes after its
+        beginning."""
         times = [self.began, *self.arrivals]
         gaps = [
-            after - before for before, after in pairwise(times) if after > begin and before < end
+            after - max(before, begin)
+            for before, after in pairwise(times)
+            if after > begin and before < end
         ]
         return max(gaps, default=0.0)
 
@@ -46,8 +62,9 @@ class Asked:
 class Load:
     """Clients of one deployment, through the library and by nothing else."""
 
-    def __init__(self, addresses: Callable[[], str], seed: int) -> None:
+    def __init__(self, addresses: Callable[[], str], work: Work, seed: int) -> None:
         self._addresses = addresses
+        self._work = work
         self._random = random.Random(seed)
         self._expected: list[tuple[int, ...]] = []
         self._running: set[asyncio.Task[None]] = set()
@@ -56,24 +73,25 @@ class Load:
     async def prepare(self) -> float:
         """Takes down the fault-free streams; then requests a second of as many clients as
         keep a deployment busy."""
-        self._expected = [await self._stream(seed, Asked(0.0)) for seed in range(NUM_SEEDS)]
+        seeds = range(self._work.num_seeds)
+        self._expected = [await self._stream(seed, Asked(0.0)) for seed in seeds]
         loop = asyncio.get_running_loop()
         until, number = loop.time() + PEAK_S, 0
 
         async def ask() -> None:
             nonlocal number
             while loop.time() < until:
-                await self._stream(self._random.randrange(NUM_SEEDS), Asked(loop.time()))
+                await self._stream(self._random.choice(seeds), Asked(loop.time()))
                 number += 1
 
         began = loop.time()
-        await asyncio.gather(*(ask() for _ in range(PEAK_STREAMS)))
+        await asyncio.gather(*(ask() for _ in range(self._work.num_clients)))
         return number / (loop.time() - began)
 
     async def run(self, requests_per_second: float) -> None:
         """Asks at random times, at this rate, until it is cancelled."""
         while True:
-            task = asyncio.create_task(self._ask(self._random.randrange(NUM_SEEDS)))
+            task = asyncio.create_task(self._ask(self._random.randrange(self._work.num_seeds)))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
             await asyncio.sleep(self._random.expovariate(requests_per_second))
@@ -83,6 +101,16 @@ class Load:
         if self._running:
             await asyncio.wait(self._running, timeout=timeout_s)
         return len(self._running)
+
+    def report(self) -> dict[str, Any]:
+        """What became of the requests."""
+        errors = [one.error for one in self.asked if one.error]
+        return {
+            "num_requests": len(self.asked),
+            "num_failed": len(errors),
+            "num_wrong": sum(one.is_wrong for one in self.asked),
+            "errors": sorted(set(errors))[:20],
+        }
 
     async def _ask(self, seed: int) -> None:
         loop = asyncio.get_running_loop()
@@ -95,14 +123,22 @@ class Load:
         one.ended = loop.time()
 
     async def _stream(self, seed: int, one: Asked) -> tuple[int, ...]:
+        async with Client(self._addresses()) as client:
+            return await self._tokens(client, seed, one)
+
+    async def is_right(self, client: Client, number: int) -> bool:
+        """Asks for one of the streams."""
+        seed = number % self._work.num_seeds
+        return await self._tokens(client, seed, Asked(0.0)) == self._expected[seed]
+
+    async def _tokens(self, client: Client, seed: int, one: Asked) -> tuple[int, ...]:
         loop, found = asyncio.get_running_loop(), []
         request = GenerateRequest(
-            tuple(range(10 + seed, 60)), max_tokens=NUM_TOKENS, seed=seed, rule=Rule.COUPLED,
-            ignore_eos=True,
+            tuple(range(10 + seed, 60)), max_tokens=self._work.num_tokens, seed=seed,
+            rule=Rule.COUPLED, ignore_eos=True,
         )  # fmt: skip
-        async with Client(self._addresses()) as client:
-            async for event in client.generate(request):
-                if isinstance(event, Tokens):
-                    found += event.token_ids
-                    one.arrivals.append(loop.time())
+        async for event in client.generate(request):
+            if isinstance(event, Tokens):
+                found += event.token_ids
+                one.arrivals.append(loop.time())
         return tuple(found)

@@ -1,0 +1,126 @@
+"""Several machines on this one: nodes of a Ray cluster, Redis, and the network between all."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self
+
+from deploy.ray_connection import ENVIRONMENT, OBJECT_STORE_BYTES
+from outrider.sessions.embedded import EmbeddedRedis
+
+from .proxy import FaultProxy
+
+if TYPE_CHECKING:
+    from ray._private.node import Node
+    from ray.cluster_utils import Cluster
+
+NUM_NODES: Final = 2
+"""That replicas run on, beside the head, on which none does."""
+NODE_CPUS: Final = 2
+PROXY: Final = "grpc_proxy"
+SOCKET: Final = "unix://"
+
+
+class Machines:
+    """Use it as an async context manager."""
+
+    def __init__(self, state: Path) -> None:
+        self.proxy = FaultProxy()
+        self.redis = EmbeddedRedis(state / "redis")
+        self.redis_address = ""
+        """By which the proxy knows it."""
+        self._cluster: Cluster | None = None
+        self._nodes: list[Node] = []
+
+    async def __aenter__(self) -> Self:
+        os.environ |= ENVIRONMENT | {PROXY: await self.proxy.start()}
+        await asyncio.to_thread(self.redis.start)
+        self.redis_address = await self.proxy.forward(self.redis.url.removeprefix(SOCKET))
+        await asyncio.to_thread(self._start_nodes)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._cluster is not None:
+            await asyncio.to_thread(self._cluster.shutdown)
+        await asyncio.to_thread(self.redis.stop)
+        self.proxy.close()
+        del os.environ[PROXY]
+
+    @property
+    def address(self) -> str:
+        """Of the cluster."""
+        assert self._cluster is not None
+        return str(self._cluster.address)
+
+    def _start_nodes(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._cluster = Cluster(
+            initialize_head=True,
+            shutdown_at_exit=False,  # That wants the main thread; `__aexit__` ends it.
+            head_node_args={
+                "num_cpus": 0,
+                "include_dashboard": False,
+                "object_store_memory": OBJECT_STORE_BYTES,
+            },
+        )
+        for _ in range(NUM_NODES):
+            self._add_node()
+
+    def _add_node(self) -> None:
+        assert self._cluster is not None
+        node = self._cluster.add_node(num_cpus=NODE_CPUS, object_store_memory=OBJECT_STORE_BYTES)
+        self._nodes.append(node)
+
+    @property
+    def num_nodes(self) -> int:
+        """That replicas run on."""
+        return len(self._nodes)
+
+    async def kill_redis(self, away_s: float) -> None:
+        """It comes back with what it had on disk."""
+        os.kill(self.redis.pid, signal.SIGKILL)
+        await asyncio.sleep(away_s)
+        await asyncio.to_thread(self.redis.stop)
+        await asyncio.to_thread(self.redis.start)
+
+    def processes(self, index: int) -> list[int]:
+        """Of a node: all that its loss ends."""
+        raylet: int = self._nodes[index].all_processes["raylet"][0].process.pid
+        return [*_descendants(raylet), raylet]
+
+    async def lose_node(self, index: int) -> None:
+        """Its processes die at once, as those of a machine without power; another node comes."""
+        pids, node = self.processes(index), self._nodes.pop(index)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        assert self._cluster is not None
+        await asyncio.to_thread(self._cluster.remove_node, node, False)
+        await asyncio.to_thread(self._add_node)
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    """Children, and theirs."""
+    parents: dict[int, list[int]] = {}
+    for place in Path("/proc").iterdir():
+        if place.name.isdecimal():
+            try:
+                status = (place / "stat").read_text(encoding="utf-8", errors="replace")
+            except OSError:  # It has ended.
+                continue
+            parent = int(status.rpartition(")")[2].split()[1])
+            parents.setdefault(parent, []).append(int(place.name))
+    waiting = list(parents.get(pid, ()))
+    while waiting:
+        yield (one := waiting.pop())
+        waiting += parents.get(one, ())
