@@ -72,7 +72,7 @@ async def rehearse(
             raise Unavailable("the target does not say what its steps cost")
         async with replicas.coordinator(look_ahead=0) as client:
             played = await _play_all(client, sample, progress)
-    tables = Tables(target_costs, draft_costs, config.draft.max_num_seqs)
+    tables = Tables(target_costs, draft_costs, config.draft.step_sessions)
     return tables.fit(kind, sample.temperature, played, shares_device=shares_device)
 
 

@@ -33,7 +33,7 @@ from .measurement import Progress
 from .number_options import whole_numbers
 
 STEP_SESSIONS: Final = 2
-"""That share a step of a target, or of a draft."""
+"""That share a step of a target, and of a slow draft; all of its targets' share a quick one's."""
 TARGETS_PER_DRAFT: Final = 4
 NUM_TARGETS_OF_DRAFTS: Final = 4
 NUM_DRAFT_TOKENS: Final = 4
@@ -63,10 +63,10 @@ class Starts(Protocol):
     """Who starts deployments."""
 
     def __call__(
-        self, engine: str, step_sessions: int, num_draft_tokens: int
+        self, engine: str, step_sessions: int, draft_step_sessions: int, num_draft_tokens: int
     ) -> AbstractAsyncContextManager[Scalable]:
-        """One of emulated engines, whose steps so many sessions share, and which drafts so many
-        tokens a round."""
+        """One of emulated engines, of which so many sessions share a step of a target, and of a
+        draft, and which drafts so many tokens a round."""
         ...
 
 
@@ -143,14 +143,16 @@ def options_of(arguments: argparse.Namespace) -> ScalingOptions:
 
 async def run(options: ScalingOptions, starts: Starts, progress: Progress) -> ScalingReport:
     """Both parts, one after the other."""
-    async with starts(_engine(QUICK_DRAFT_MS), STEP_SESSIONS, NUM_DRAFT_TOKENS) as fleet:
+    of_draft = STEP_SESSIONS * TARGETS_PER_DRAFT
+    async with starts(_engine(QUICK_DRAFT_MS), STEP_SESSIONS, of_draft, NUM_DRAFT_TOKENS) as fleet:
         by_targets: list[Scaled] = []
         for targets in options.targets:
             drafts = -(-targets // TARGETS_PER_DRAFT)
             progress(f"{targets} targets, {drafts} drafts")
             found = await _measure(fleet, targets, drafts, options.seconds, by_targets[:1])
             by_targets.append(found)
-    async with starts(_engine(SLOW_DRAFT_MS), STEP_SESSIONS, NUM_DRAFT_TOKENS) as fleet:
+    slow = _engine(SLOW_DRAFT_MS)
+    async with starts(slow, STEP_SESSIONS, STEP_SESSIONS, NUM_DRAFT_TOKENS) as fleet:
         by_drafts: list[Scaled] = []
         for drafts in options.drafts:
             progress(f"{NUM_TARGETS_OF_DRAFTS} targets, {drafts} slow drafts")

@@ -68,13 +68,13 @@ def _build(
             raise InvariantError("a draft has neither a model nor a look-up")
         stepping = ThreadExecutor("draft-step", lambda: 0.0)
         return DraftService.without_model(
-            config.model, lookup, stepping, max_num_seqs=config.max_num_seqs, observer=observer
+            config.model, lookup, stepping, max_num_seqs=config.step_sessions, observer=observer
         )
     executor = ThreadExecutor("draft-step", engine.take_step_seconds, start_workers)
     return DraftService.with_model(
         engine,
         executor,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.step_sessions,
         max_num_batched_tokens=config.max_num_batched_tokens,
         entries_max=config.support_entries,
         lookup=lookup,
@@ -101,10 +101,10 @@ def _build_eagle(
         eagle,
         fills_in,
         min_score=None if lookup is None else config.hybrid_min_score,
-        sessions_max=EAGLE_WINDOWS * config.max_num_seqs,
+        sessions_max=EAGLE_WINDOWS * config.step_sessions,
         entries_max=config.support_entries,
     )
     executor = ThreadExecutor("draft-step", lambda: 0.0, start_workers)
     return DraftService.with_eagle(
-        drafter, info, executor, max_num_seqs=config.max_num_seqs, observer=observer
+        drafter, info, executor, max_num_seqs=config.step_sessions, observer=observer
     )

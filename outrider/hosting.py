@@ -127,7 +127,7 @@ def build_engine(
     if config.emulated is not None:
         from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
 
-        return EmulatedEngine(EmulatedSpec.parse(config.emulated), role, config.max_num_seqs)
+        return EmulatedEngine(EmulatedSpec.parse(config.emulated), role, config.step_sessions)
     from outrider.engine.cuda.acceleration import find_acceleration
     from outrider.engine.kv_cache import memory_budget
     from outrider.engine.modules.swaps import speed_up
@@ -167,7 +167,7 @@ def build_engine(
         engine = PagedEngine(
             module,
             info,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.step_sessions,
             kv_cache_memory_bytes=num_bytes,
             narrow_threads=max(1, num_threads - 1) if shares_cores else None,
             deterministic=config.deterministic,
@@ -316,7 +316,7 @@ def step_costs(
         settle_narrow_threads(engine, time.perf_counter)
         log.info("steps of few tokens have %d threads", engine.narrow_threads)
     costs = measure_step_costs(
-        engine, config.max_num_batched_tokens, config.max_num_seqs, time.perf_counter
+        engine, config.max_num_batched_tokens, config.step_sessions, time.perf_counter
     )
     log.info("step costs of the %s: %s", role, costs)
     return costs

@@ -75,7 +75,7 @@ class Leadership:
             followers.close()
             group.close()
             raise
-        return ParallelEngine(engine, followers, config.max_num_seqs, group.close)
+        return ParallelEngine(engine, followers, config.step_sessions, group.close)
 
     def close(self) -> None:
         """Waits for nobody any more."""

@@ -47,7 +47,7 @@ def _build(engine: Engine, config: TargetConfig, observer: StepObserver | None) 
     return TargetService(
         engine,
         executor,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.step_sessions,
         max_num_batched_tokens=config.max_num_batched_tokens,
         costs=executor.call(lambda: step_costs(engine, config, "target")),
         observer=observer,

@@ -50,12 +50,13 @@ class ScaledDeployment:
 
 @asynccontextmanager
 async def scaled_deployment(
-    engine: str, step_sessions: int, num_draft_tokens: int
+    engine: str, step_sessions: int, draft_step_sessions: int, num_draft_tokens: int
 ) -> AsyncIterator[ScaledDeployment]:
     """See `benchmarks.scaling.Starts`."""
     settings = {
         "engine": engine, "draft_model": "emulated", "grpc_port": 0,
-        "max_num_seqs": step_sessions, "num_draft_tokens": num_draft_tokens,
+        "max_num_seqs": step_sessions, "draft_max_num_seqs": draft_step_sessions,
+        "num_draft_tokens": num_draft_tokens,
         "length_control": False, "look_ahead": 0, "stop_timeout_s": 2,
         "target_num_cpus": _CPUS, "draft_num_cpus": _CPUS, "coordinator_num_cpus": _CPUS,
     }  # fmt: skip

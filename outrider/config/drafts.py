@@ -20,6 +20,7 @@ from .models import (
     DTYPES,
     MEMORY_BYTES_MAX,
     MODEL_LEN_MAX,
+    NUM_SEQS_MAX,
     PORT_MAX,
     THREADS_MAX,
     ModelServerConfig,
@@ -64,6 +65,11 @@ class DraftConfig(ModelServerConfig):
     max_model_len: int = setting(
         0, "Tokens that the draft's cache takes; 0 = what its model allows.",
         key="draft_max_model_len", minimum=0, maximum=MODEL_LEN_MAX,
+    )  # fmt: skip
+    own_max_num_seqs: int = setting(
+        0, "Sessions that share a step of the draft, and outcomes that it looks ahead to beside "
+        "them; 0 = as many as of the target.",
+        key="draft_max_num_seqs", minimum=0, maximum=NUM_SEQS_MAX,
     )  # fmt: skip
     kv_cache_memory_bytes: int = setting(
         0, "Bytes for the draft's keys and values, on each rank; 0 as for the target.",
@@ -126,6 +132,11 @@ class DraftConfig(ModelServerConfig):
     """The target's name, for a drafter that was made for it; else empty."""
     target_directory: str = ""
     """Where that target's files are."""
+
+    @property
+    def step_sessions(self) -> int:
+        """That share a step of this replica."""
+        return self.own_max_num_seqs or self.max_num_seqs
 
     def __post_init__(self) -> None:
         ModelServerConfig.__post_init__(self)

@@ -88,8 +88,9 @@ class ModelServerConfig(ServerConfig):
     )
     device: str = setting("auto", "`auto`, `cpu`, `cuda` or `cuda:N`.")
     max_num_seqs: int = setting(
-        64, "Sessions that share a step of a replica.", minimum=1, maximum=NUM_SEQS_MAX
-    )
+        64, "Sessions that share a step of a target, and of a draft that is not given its own "
+        "number.", minimum=1, maximum=NUM_SEQS_MAX,
+    )  # fmt: skip
     gpu_memory_utilization: float = setting(
         0.9, "Part of a replica's share of its GPU's memory that it takes: its weights, and the "
         "rest for keys and values.", minimum=0.01, maximum=1,
@@ -116,6 +117,11 @@ class ModelServerConfig(ServerConfig):
             raise SettingError(
                 "device", f"{self.device!r} is wrong; it must be auto, cpu, cuda or cuda:N"
             )
+
+    @property
+    def step_sessions(self) -> int:
+        """That share a step of this replica."""
+        return self.max_num_seqs
 
     @property
     def emulated(self) -> str | None:

@@ -65,11 +65,14 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> Sessions:
 
 
 def measured(sessions: Sessions, options: ScalingOptions) -> scaling.ScalingReport:
-    engines = []
+    engines, shared = [], []
 
     @asynccontextmanager
-    async def starts(engine: str, step_sessions: int, num_draft_tokens: int) -> AsyncIterator[Any]:
+    async def starts(
+        engine: str, step_sessions: int, draft_step_sessions: int, num_draft_tokens: int
+    ) -> AsyncIterator[Any]:
         engines.append(engine)
+        shared.append((step_sessions, draft_step_sessions))
         yield sessions
 
     async def main() -> scaling.ScalingReport:
@@ -77,6 +80,7 @@ def measured(sessions: Sessions, options: ScalingOptions) -> scaling.ScalingRepo
 
     report = run_virtually(main())
     assert len(set(engines)) == 2, "quick drafts, and slow ones"
+    assert shared == [(2, 8), (2, 2)]
     return report
 
 
