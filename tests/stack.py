@@ -23,6 +23,7 @@ from outrider.engine.executor import ThreadExecutor
 from outrider.engine.interface import Engine, ModelInfo
 from outrider.limits import HYBRID_SCORE_MIN
 from outrider.sessions.embedded import EmbeddedRedis
+from outrider.sessions.lifetimes import DEFAULT_LIFETIMES, Lifetimes
 from outrider.sessions.redis_store import RedisStore
 from outrider.telemetry.observer import UNOBSERVED, Observation
 from outrider.v1 import coordinator_pb2
@@ -126,6 +127,7 @@ async def running_stack(
     draft_observer: StepObserver | None = None,
     self_drafter: SelfDrafter | None = None,
     eagle: EagleDrafter | None = None,
+    lifetimes: Lifetimes = DEFAULT_LIFETIMES,
 ) -> AsyncIterator[Stack]:
     """Target and draft on the given engines; `lookup` before the draft's, or alone where that is
     None (by default n-grams); an `eagle` in place of both. With a `self_drafter` nobody asks the
@@ -158,7 +160,7 @@ async def running_stack(
                 draft_siblings=draft_siblings,
                 resume_grace_s=resume_grace_s,
             ),
-            store=await RedisStore.connect(redis.url),
+            store=await RedisStore.connect(redis.url, lifetimes=lifetimes),
             targets={"t": target_link(target_server.address)},
             drafts={"d": draft_link(draft_server.address)},
             stand_in=RARE if self_drafter or eagle else NgramDrafter(),

@@ -1,0 +1,248 @@
+"""Sessions of which many are cancelled or lose their connection leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from relay import Relay
+from stack import Stack, running_stack
+
+from coordinator.asking import HeadWriter
+from coordinator.draft_side import DraftSide
+from coordinator.mailbox import Mailbox
+from coordinator.run import SessionRun
+from coordinator.target_side import TargetSide
+from outrider.client import Client
+from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.sequences import SequenceTable
+from outrider.errors import Unavailable
+from outrider.generation import Event, Finished, GenerateRequest, Started, Tokens
+from outrider.sessions.lifetimes import Lifetimes
+from outrider.sessions.state import Session
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.work import Work
+
+pytestmark = pytest.mark.xdist_group("redis")
+
+SPEC = EmulatedSpec(vocab_size=64, support=8, verify_ms=1.0, draft_ms=0.1)
+WARM_UP = 60
+AT_A_TIME = 40
+NUM_TOKENS = (8, 60)
+GRACE_S = 0.3
+"""How long a session may be resumed whose client is gone."""
+FINISHED_MS = 3_000
+"""How long a finished session stays readable here."""
+SETTLED_S = 15.0
+"""By when whatever has ended has given everything back, on a busy machine."""
+ENDS = ("whole", "whole", "cancelled", "left", "closed", "cut")
+"""A third ends by itself, a third is cancelled by its client, a third loses its connection."""
+EVERYTHING = {SessionRun, Session, Mailbox, HeadWriter, TargetSide, DraftSide, Work}
+"""Of these there is none but for sessions that run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one client does."""
+
+    request: GenerateRequest
+    end: str
+    after: int
+    """Tokens that it hears before that; -1 = it does not wait for any answer ..."""
+    pause_s: float
+    """... but so long."""
+
+
+def plans(number: int, drawn: random.Random) -> list[Plan]:
+    found = []
+    for _ in range(number):
+        rule = drawn.choice(list(Rule))
+        num_tokens = drawn.randint(*NUM_TOKENS)
+        request = GenerateRequest(
+            tuple(drawn.randrange(64) for _ in range(drawn.randint(1, 40))),
+            max_tokens=num_tokens,
+            seed=drawn.randrange(2**32),
+            rule=rule,
+            sampling=SamplingParams(temperature=0.0 if rule is Rule.GREEDY else 1.0),
+            num_draft_tokens=drawn.choice((0, 2, 4, 6)),
+        )
+        after = drawn.choice((-1, drawn.randrange(num_tokens // 2), drawn.randrange(num_tokens)))
+        found.append(Plan(request, drawn.choice(ENDS), after, drawn.uniform(0, 0.1)))
+    return found
+
+
+class Clients:
+    """Play plans, and count how they came out."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self.outcomes: Counter[str] = Counter()
+
+    async def play(self, all_plans: list[Plan]) -> None:
+        """All, some at a time."""
+        left = iter(all_plans)
+
+        async def one_after_the_other() -> None:
+            for plan in left:
+                self.outcomes[await self._play(plan)] += 1
+
+        await asyncio.gather(*(one_after_the_other() for _ in range(AT_A_TIME)))
+
+    async def _play(self, plan: Plan) -> str:
+        if plan.end in ("whole", "cancelled", "left"):
+            return await self._hear(self._stack.client, plan, None)
+        async with (
+            Relay(self._stack.server.address) as relay,
+            Client(relay.address, resume_timeout_s=0.0) as client,
+        ):
+            try:
+                return await self._hear(client, plan, relay)
+            except Unavailable:
+                return "lost"
+
+    async def _hear(self, client: Client, plan: Plan, relay: Relay | None) -> str:
+        """Listens up to the moment of the plan, does what it says, and listens on."""
+        session_id, num_tokens, acted = "", 0, plan.end == "whole"
+        async with aclosing(client.generate(plan.request)) as events:
+            if not acted and plan.after < 0:
+                return await self._end_early(client, plan, relay, events)
+            async for event in events:
+                if isinstance(event, Started):
+                    session_id = event.session_id
+                elif isinstance(event, Tokens):
+                    num_tokens += len(event.token_ids)
+                elif isinstance(event, Finished):
+                    return event.finish_reason.value
+                if not acted and num_tokens >= plan.after:
+                    acted = True
+                    if plan.end == "left":
+                        return "left"
+                    await self._act(client, plan, relay, session_id)
+        raise AssertionError("a stream without an end")
+
+    async def _end_early(
+        self, client: Client, plan: Plan, relay: Relay | None, events: AsyncGenerator[Event]
+    ) -> str:
+        first = asyncio.create_task(anext(events))
+        await asyncio.wait([first], timeout=plan.pause_s)
+        if relay is None:
+            first.cancel()
+        else:
+            await self._act(client, plan, relay, "")
+        [found] = await asyncio.gather(first, return_exceptions=True)
+        assert isinstance(found, Started | Unavailable | asyncio.CancelledError), found
+        return "left" if relay is None else "lost"
+
+    async def _act(self, client: Client, plan: Plan, relay: Relay | None, session_id: str) -> None:
+        if plan.end == "cancelled":
+            await client.cancel(session_id)
+        elif plan.end == "closed":
+            await client.close()
+        elif relay is not None:
+            relay.cut()
+
+
+def descriptors(stack: Stack) -> int:
+    """Open ones of this process, but for the bounded pool of connections to Redis."""
+    store: Any = stack.coordinator._store
+    pool = store._client.connection_pool
+    pooled = [*pool._available_connections, *pool._in_use_connections]
+    return len(os.listdir("/proc/self/fd")) - sum(one.is_connected for one in pooled)
+
+
+def in_use(stack: Stack) -> dict[str, int]:
+    """How much of everything that a session takes is taken now."""
+    gc.collect()
+    found = {
+        "tasks": len(asyncio.all_tasks()),
+        "file descriptors": descriptors(stack),
+        "sessions of the coordinator": stack.coordinator.num_running,
+        "admissions": stack.coordinator._num_admitted,
+        "commits": stack.coordinator._committer.num_sessions,
+        "background work": len(stack.coordinator._background),
+        "runs that end": len(stack.coordinator._runs._ending),
+    }
+    for pool in (stack.coordinator.targets, stack.coordinator.drafts):
+        offices: Any = pool._offices.values()
+        found[f"mailboxes of the {pool.role}"] = sum(one.num_boxes for one in offices)
+        for office in offices:
+            for stream in (office.link._normal, office.link._bulk):
+                if stream is not None:
+                    found[f"parameters sent to the {pool.role}"] = len(stream._sampling)
+    for role, service in (("target", stack.target), ("draft", stack.draft)):
+        worker: Any = service._worker
+        table: SequenceTable = worker._table
+        engine: Any = table._engine
+        counts = engine.page_counts()
+        used = counts.num_pages - counts.num_free - counts.num_evictable
+        found |= {
+            f"sessions of the {role}": len(table),
+            f"sessions that the {role} hears of": len(service._presence._heard),
+            f"sequences of the {role}": len(engine._pool._sequences),
+            f"pages of the {role}": used,
+            f"items that wait for the {role}": len(service._scheduler._queue),
+        }
+    found["rounds that run ahead"] = len(stack.target._ahead)
+    found["rounds looked ahead of"] = len(stack.draft._worker._look_ahead._rounds)
+    kinds = Counter(type(one) for one in gc.get_objects() if type(one) in EVERYTHING)
+    return found | {f"objects: {kind.__name__}": number for kind, number in kinds.items()}
+
+
+async def grown(stack: Stack, before: dict[str, int]) -> dict[str, int]:
+    """What is still in use beyond what was before, once nothing changes that any more."""
+    loop = asyncio.get_running_loop()
+    give_up_at = loop.time() + SETTLED_S
+    while True:
+        now = in_use(stack)
+        more = {name: n - before.get(name, 0) for name, n in now.items() if n > before.get(name, 0)}
+        if not more or loop.time() > give_up_at:
+            return more
+        await asyncio.sleep(0.2)
+
+
+async def stored(stack: Stack) -> list[str]:
+    """Keys that Redis still has when all that have finished must be over, with what is known of
+    them."""
+    with redis.Redis.from_url(stack.redis.url, protocol=2) as admin:
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + SETTLED_S
+        while (keys := admin.keys()) and loop.time() < give_up_at:
+            await asyncio.sleep(0.1)
+        return [f"{key.decode()}: {admin.pttl(key)} ms" for key in keys]
+
+
+@pytest.mark.parametrize("number", [300, pytest.param(2_000, marks=pytest.mark.full)])
+async def test_nothing_is_left_of_sessions_however_they_end(tmp_path: Path, number: int) -> None:
+    """Pages, sequences, tasks, file descriptors, keys, and whatever refers to a session."""
+    drawn = random.Random(number)
+    async with running_stack(
+        EmulatedEngine(SPEC, "target"),
+        EmulatedEngine(SPEC, "draft"),
+        tmp_path,
+        resume_grace_s=GRACE_S,
+        length_control=True,
+        lifetimes=Lifetimes(finished_ttl_ms=FINISHED_MS),
+    ) as stack:
+        clients = Clients(stack)
+        await clients.play(plans(WARM_UP, drawn))
+        clients.outcomes.clear()
+        await asyncio.sleep(2 * GRACE_S)
+        at_rest = {name: in_use(stack)[name] for name in ("tasks", "file descriptors")}
+        await clients.play(plans(number, drawn))
+        assert await grown(stack, at_rest) == {}
+        assert await stored(stack) == []
+    ends = clients.outcomes
+    assert ends.total() == number
+    assert ends["length"] > number / 5
+    assert ends["left"] + ends["cancelled"] > ends["cancelled"] > number / 30
+    assert ends["lost"] > number / 5
