@@ -115,6 +115,7 @@ class Player:
     target: tuple[Link[Any, Any], Listener]
     draft: tuple[Link[Any, Any], Listener] | None = None
     session: int = 1
+    epoch: int = 1
     seed: int = 7
     round_index: int = 0
     held: dict[str, int] = field(default_factory=lambda: {"target": 0, "draft": 0})
@@ -131,6 +132,7 @@ class Player:
             self.tokens,
             min(self.held[side], len(self.tokens) - 1),
             session=self.session,
+            epoch=self.epoch,
             round_index=self.round_index,
             rule=self.rule,
             sampling=self.sampling,

@@ -1,0 +1,247 @@
+"""A session has a new owner: whatever the ones before it still send is refused, however much."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from rounds import Listener, Player, make_head, session_name
+from session_model import IDS, new_session
+from toy_engine import ToyEngine
+
+from draft_service.service import DraftService
+from draft_service.servicer import DraftServicer
+from outrider.engine.executor import InlineExecutor
+from outrider.errors import StaleEpoch
+from outrider.limits import APPENDS_PER_CALL_MAX
+from outrider.messages import DraftItem, Refused, VerifyItem
+from outrider.sessions.embedded import EmbeddedRedis
+from outrider.sessions.redis_store import RedisStore
+from outrider.sessions.state import Session
+from outrider.sessions.store import Append, Counters, FinishReason
+from outrider.speculation.proposal import Proposal, SealedProposal
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.wire.grpc_link import draft_link, target_link
+from outrider.wire.link import Link
+from outrider.wire.memory_link import MemoryLink
+from outrider.wire.server import RpcServer
+from target_service.service import TargetService
+from target_service.servicer import TargetServicer
+
+pytestmark = pytest.mark.xdist_group("redis")
+
+NUM_STALE, PER_ROUND = 10_000, 500
+EPOCH = 5
+"""Of the rightful owner; all before it are over."""
+OWNERS = ("anna", "bert", "carl", "dora", "emil")
+"""In the order in which they had the session."""
+VOCAB = 8
+PROMPT = (1, 2, 3)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def admin(server: EmbeddedRedis) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(server.url, protocol=2) as client:
+        yield client
+
+
+def stored(admin: redis.Redis) -> dict[bytes, Any]:
+    """Every key with what it holds."""
+    return {
+        key: admin.hgetall(key) if admin.type(key) == b"hash" else admin.get(key)
+        for key in admin.scan_iter()
+    }
+
+
+async def taken_over(store: RedisStore, admin: redis.Redis) -> Session:
+    """A session that each owner has had, and extended, the last one at `EPOCH`."""
+    await store.open(new_session(owner=OWNERS[0]))
+    session = Session.opened(new_session(owner=OWNERS[0]))
+    for owner in OWNERS[1:]:
+        await append(store, session)
+        admin.hset(f"{store._key_prefix}session:{{{IDS[0]}}}", "lease_until_ms", 0)
+        session = Session.resumed(await store.take_over(IDS[0], owner))
+    assert session.epoch == EPOCH
+    return session
+
+
+async def append(store: RedisStore, session: Session) -> None:
+    session.decide([session.length], Counters())
+    [answer] = await store.append([session.next_append() or session.probe()])
+    assert answer == session.length
+    session.acknowledge(session.length)
+
+
+def stale_appends(session: Session, drawn: random.Random, number: int) -> list[Append]:
+    """Of owners before; most would fit but for their epochs."""
+    found = []
+    for _ in range(number):
+        epoch = drawn.randint(1, EPOCH - 1)
+        one = replace(
+            session.probe(),
+            epoch=epoch,
+            owner=OWNERS[epoch - 1],
+            expected_length=session.length + drawn.choice((0, 0, 0, 1, -1)),
+            token_ids=tuple(drawn.randrange(100) for _ in range(drawn.randint(0, 4))),
+            prefix_digest=drawn.getrandbits(64),
+        )
+        found.append(one)
+    return found
+
+
+async def test_appends_of_older_epochs_change_nothing(
+    server: EmbeddedRedis, admin: redis.Redis
+) -> None:
+    """What is stored stays, to the last field, and the owner goes on meanwhile and afterwards."""
+    drawn = random.Random(1)
+    owned, late = [await RedisStore.connect(server.url) for _ in range(2)]
+    session = await taken_over(owned, admin)
+    before = stored(admin)
+    refused = await late.append(stale_appends(session, drawn, APPENDS_PER_CALL_MAX))
+    assert stored(admin) == before
+    while len(refused) < NUM_STALE:
+        batches = [stale_appends(session, drawn, APPENDS_PER_CALL_MAX) for _ in range(4)]
+        answers = await asyncio.gather(
+            *(late.append(batch) for batch in batches), append(owned, session)
+        )
+        refused += [one for some in answers if some is not None for one in some]
+    assert {type(one) for one in refused} == {StaleEpoch}
+    for epoch in range(1, EPOCH):
+        with pytest.raises(StaleEpoch):
+            await late.finish(IDS[0], epoch, FinishReason.STOP, Counters())
+        assert await late.renew(OWNERS[epoch - 1], [(IDS[0], epoch)]) == [IDS[0]]
+    await append(owned, session)
+    record = await owned.load(IDS[0])
+    assert (record.epoch, record.owner) == (EPOCH, OWNERS[-1])
+    assert record.token_ids == tuple(session.tokens.ids)
+    assert len(record.token_ids) > len(new_session().prompt_ids) + EPOCH
+    for store in (owned, late):
+        await store.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A target and a draft, and links of the rightful owner and of a late one to both."""
+
+    target: TargetService
+    draft: DraftService
+    owned: tuple[Link[Any, Any], Link[Any, Any]]
+    late: tuple[Link[Any, Any], Link[Any, Any]]
+
+    def held(self) -> dict[str, Any]:
+        """What either has of the sessions."""
+        found: dict[str, Any] = {}
+        for role, service in (("target", self.target), ("draft", self.draft)):
+            worker: Any = service._worker
+            counts = worker._table._engine.page_counts()
+            found[role] = (
+                worker._table.epoch(session_name(1)),
+                worker._table._engine.held,
+                (counts.num_free, counts.num_evictable),
+            )
+        return found
+
+
+@pytest.fixture(params=["in process", "grpc"])
+async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    async with AsyncExitStack() as exits:
+        yield await start_pair(request.param, exits)
+
+
+async def start_pair(wire: str, exits: AsyncExitStack) -> Pair:
+    engines = [ToyEngine(VOCAB, salt, max_model_len=256) for salt in (1, 2)]
+    executors = [InlineExecutor(engine.take_step_seconds) for engine in engines]
+    target = TargetService(engines[0], executors[0], max_num_seqs=16)
+    draft = DraftService.with_model(engines[1], executors[1], max_num_seqs=16)
+    for service in (target, draft):
+        exits.push_async_callback(service.close)
+        exits.callback(service.check_integrity)
+    if wire == "grpc":
+        servers = [
+            RpcServer([servicer.grpc_service])
+            for servicer in (TargetServicer(target), DraftServicer(draft))
+        ]
+        for server in servers:
+            await server.start()
+            exits.push_async_callback(server.stop)
+        links: list[Any] = [
+            make(one.address)
+            for _ in range(2)
+            for make, one in zip((target_link, draft_link), servers, strict=True)
+        ]
+    else:
+        links = [MemoryLink(service) for _ in range(2) for service in (target, draft)]
+    for link in links:
+        exits.push_async_callback(link.close)
+    return Pair(target, draft, (links[0], links[1]), (links[2], links[3]))
+
+
+def stale_items(
+    tokens: list[int], drawn: random.Random, number: int
+) -> tuple[list[VerifyItem], list[DraftItem]]:
+    """Of coordinators that have had the session: as far as they knew it, or on another way."""
+    verifies, drafts = [], []
+    for _ in range(number):
+        committed = [*tokens[: drawn.randint(3, len(tokens))], drawn.randrange(VOCAB)]
+        head = make_head(
+            committed,
+            drawn.choice((0, len(committed) - 1, len(committed) - 1)),
+            epoch=drawn.randint(1, EPOCH - 1),
+            round_index=drawn.choice((0, 3, 1_000)),
+            rule=Rule.COUPLED,
+            prompt_length=len(PROMPT),
+        )
+        drafted = tuple(drawn.randrange(VOCAB) for _ in range(drawn.randint(0, 3)))
+        run_ahead = 0 if drafted else drawn.choice((0, 4))
+        verifies.append(VerifyItem(head, SealedProposal.of(Proposal(drafted)), run_ahead))
+        drafts.append(DraftItem(head, 3, look_ahead=drawn.choice((0, 4))))
+    return verifies, drafts
+
+
+def player(pair: Pair) -> Player:
+    target, draft = ((link, Listener(link)) for link in pair.owned)
+    return Player(PROMPT, Rule.COUPLED, SamplingParams(), target, draft, epoch=EPOCH)
+
+
+async def test_items_of_older_epochs_change_nothing(pair: Pair) -> None:
+    """Target and draft refuse them all; the owner's rounds come out as if nobody had sent any."""
+    drawn = random.Random(2)
+    async with AsyncExitStack() as exits:
+        undisturbed = player(await start_pair("in process", exits))
+        for _ in range(NUM_STALE // PER_ROUND + 1):
+            await undisturbed.play(3)
+    rightful = player(pair)
+    await rightful.play(3)
+    late = [(link, Listener(link)) for link in pair.late]
+    for begun in range(0, NUM_STALE, PER_ROUND):
+        before = pair.held()
+        items = stale_items(rightful.tokens, drawn, PER_ROUND)
+        for (link, _), some in zip(late, items, strict=True):
+            for item in some:
+                link.send(item)
+        if begun % (2 * PER_ROUND) == 0:
+            for _, listener in late:
+                await listener.wait(begun + PER_ROUND)
+            assert pair.held() == before
+        await rightful.play(3)
+    for _, listener in late:
+        answers = await listener.wait(NUM_STALE)
+        assert len(answers) == NUM_STALE
+        assert all(isinstance(one, Refused) for one in answers)
+        assert {one.code for one in answers} == {StaleEpoch.grpc_code}
+    assert rightful.tokens == undisturbed.tokens
+    assert rightful.held == undisturbed.held
+    assert pair.held()["target"][0] == pair.held()["draft"][0] == EPOCH
