@@ -12,15 +12,16 @@ from itertools import count
 import pytest
 import pytest_asyncio
 import ray
+import redis
 
 from deploy.cluster import RECONCILER, Actor, Demand
 from deploy.launcher import Deployment
 from deploy.rollout import tell_changes
-from outrider.client import Client, GenerateRequest
+from outrider.client import Client, GenerateRequest, Started, Tokens
 from outrider.config import load_config
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, DataLoss, NotFound
 from outrider.fleet.autoscaling import Policy
-from outrider.fleet.registry import ROLES, Role
+from outrider.fleet.registry import ROLES, Role, Topic
 from outrider.speculation.sampling import Rule
 
 SETTINGS = {
@@ -34,8 +35,14 @@ SETTINGS = {
     "coordinator_num_cpus": 0.1,
 }
 NUM_TOKENS, NUM_STREAMS, NUM_SEEDS = 60, 2, 3
+KEPT_NOTES: tuple[Topic, ...] = ("started", "policy", "changes")
+NUM_LONG_TOKENS, NUM_LONG_STREAMS = 400, 6
 CHANGE_S = 120.0
 """What starting or ending some replicas may take on a busy machine."""
+LOST_S = 5.0
+"""By when a stream has ended whose session Redis has lost ..."""
+AGAIN_S = 10.0
+"""... and what Redis has lost of the fleet is there again."""
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -79,12 +86,35 @@ class Load:
             self.num_answers += 1
 
     async def _ask(self, seed: int) -> tuple[int, ...]:
-        request = GenerateRequest(
-            tuple(range(10 + seed, 40)), max_tokens=NUM_TOKENS, seed=seed, rule=Rule.COUPLED,
-            ignore_eos=True,
-        )  # fmt: skip
         async with Client(self._deployment.endpoints.coordinator) as client:
-            return tuple((await client.complete(request)).token_ids)
+            return tuple((await client.complete(seeded(seed))).token_ids)
+
+
+def seeded(seed: int, num_tokens: int = NUM_TOKENS) -> GenerateRequest:
+    """A request that is answered with the same tokens whenever it is made."""
+    return GenerateRequest(
+        tuple(range(10 + seed, 40)), max_tokens=num_tokens, seed=seed, rule=Rule.COUPLED,
+        ignore_eos=True,
+    )  # fmt: skip
+
+
+class LongStream:
+    """One generation of a client's own, as far as it has come."""
+
+    def __init__(self, coordinator: str, seed: int) -> None:
+        self.seed = seed
+        self.session_id = ""
+        self.tokens: list[int] = []
+        self._coordinator = coordinator
+        self.task = asyncio.create_task(self._hear())
+
+    async def _hear(self) -> None:
+        async with Client(self._coordinator) as client:
+            async for event in client.generate(seeded(self.seed, NUM_LONG_TOKENS)):
+                if isinstance(event, Started):
+                    self.session_id = event.session_id
+                elif isinstance(event, Tokens):
+                    self.tokens += event.token_ids
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -171,6 +201,53 @@ async def test_other_settings_are_rolled_out_under_load(deployment: Deployment, 
     for role in ROLES:
         assert not before[role] & serving(deployment, role)
         assert len(before[role]) == len(serving(deployment, role))
+
+
+async def known(deployment: Deployment) -> dict[str, object]:
+    """What Redis knows of the fleet."""
+    registry = deployment.registry
+    names = {role: {one.name for one in await registry.records(role)} for role in ROLES}
+    notes = {topic: await registry.noted(topic) for topic in KEPT_NOTES}
+    return {"names": names, "wanted": await registry.wanted(), **notes}
+
+
+async def test_redis_loses_everything_under_load(deployment: Deployment) -> None:
+    """Streams in flight end as lost, behind tokens that are right; who asks now is answered, and
+    the fleet says all again that it had said."""
+    addresses = deployment.endpoints.coordinators
+    before, replicas = await known(deployment), deployment.overview.replicas
+    async with Client(",".join(addresses)) as client:
+        whole = await asyncio.gather(
+            *(client.complete(seeded(seed, NUM_LONG_TOKENS)) for seed in range(NUM_SEEDS))
+        )
+        expected = [list(one.token_ids) for one in whole]
+        streams = [
+            LongStream(addresses[index % len(addresses)], index % NUM_SEEDS)
+            for index in range(NUM_LONG_STREAMS)
+        ]
+        async with asyncio.timeout(CHANGE_S):
+            while any(len(one.tokens) < NUM_TOKENS for one in streams):
+                await asyncio.sleep(0.02)
+        assert not any(one.task.done() for one in streams)
+        assert deployment.redis is not None
+        with redis.Redis.from_url(deployment.redis.url, protocol=2) as admin:
+            admin.flushall()
+        async with asyncio.timeout(LOST_S):
+            again = asyncio.gather(*(client.complete(seeded(seed)) for seed in range(NUM_SEEDS)))
+            ends = await asyncio.gather(*(one.task for one in streams), return_exceptions=True)
+            answers = await again
+        for stream, end in zip(streams, ends, strict=True):
+            assert isinstance(end, DataLoss), end
+            assert NUM_TOKENS <= len(stream.tokens) < NUM_LONG_TOKENS
+            assert stream.tokens == expected[stream.seed][: len(stream.tokens)]
+            with pytest.raises(NotFound):
+                await client.get_session(stream.session_id)
+        for seed, answer in enumerate(answers):
+            assert list(answer.token_ids) == expected[seed][:NUM_TOKENS]
+    async with asyncio.timeout(AGAIN_S):
+        while await known(deployment) != before:
+            await asyncio.sleep(0.1)
+    assert deployment.overview.replicas == replicas
 
 
 async def test_a_reconciler_that_is_killed_under_load_returns(
