@@ -58,6 +58,15 @@ def admin(server: EmbeddedRedis) -> Iterator[redis.Redis]:
         yield client
 
 
+@pytest.fixture
+async def stores(server: EmbeddedRedis) -> AsyncIterator[tuple[RedisStore, RedisStore]]:
+    """That of the rightful owner, and of those before."""
+    owned, late = [await RedisStore.connect(server.url) for _ in range(2)]
+    yield owned, late
+    await owned.close()
+    await late.close()
+
+
 def stored(admin: redis.Redis) -> dict[bytes, Any]:
     """Every key with what it holds."""
     return {
@@ -103,11 +112,11 @@ def stale_appends(session: Session, drawn: random.Random, number: int) -> list[A
 
 
 async def test_appends_of_older_epochs_change_nothing(
-    server: EmbeddedRedis, admin: redis.Redis
+    stores: tuple[RedisStore, RedisStore], admin: redis.Redis
 ) -> None:
     """What is stored stays, to the last field, and the owner goes on meanwhile and afterwards."""
     drawn = random.Random(1)
-    owned, late = [await RedisStore.connect(server.url) for _ in range(2)]
+    owned, late = stores
     session = await taken_over(owned, admin)
     before = stored(admin)
     refused = await late.append(stale_appends(session, drawn, APPENDS_PER_CALL_MAX))
@@ -128,8 +137,6 @@ async def test_appends_of_older_epochs_change_nothing(
     assert (record.epoch, record.owner) == (EPOCH, OWNERS[-1])
     assert record.token_ids == tuple(session.tokens.ids)
     assert len(record.token_ids) > len(new_session().prompt_ids) + EPOCH
-    for store in (owned, late):
-        await store.close()
 
 
 @dataclass(frozen=True, slots=True)
