@@ -157,7 +157,7 @@ def descriptors(stack: Stack) -> int:
     store: Any = stack.coordinator._store
     pool = store._client.connection_pool
     pooled = [*pool._available_connections, *pool._in_use_connections]
-    return len(os.listdir("/proc/self/fd")) - sum(one.is_connected for one in pooled)
+    return len(os.listdir("/proc/self/fd")) - sum(bool(one.is_connected) for one in pooled)
 
 
 def in_use(stack: Stack) -> dict[str, int]:
@@ -193,7 +193,8 @@ def in_use(stack: Stack) -> dict[str, int]:
             f"items that wait for the {role}": len(service._scheduler._queue),
         }
     found["rounds that run ahead"] = len(stack.target._ahead)
-    found["rounds looked ahead of"] = len(stack.draft._worker._look_ahead._rounds)
+    drafter: Any = stack.draft._worker
+    found["rounds looked ahead of"] = len(drafter._look_ahead._rounds)
     kinds = Counter(type(one) for one in gc.get_objects() if type(one) in EVERYTHING)
     return found | {f"objects: {kind.__name__}": number for kind, number in kinds.items()}
 

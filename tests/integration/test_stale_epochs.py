@@ -219,7 +219,7 @@ def stale_items(
 
 
 def player(pair: Pair) -> Player:
-    target, draft = ((link, Listener(link)) for link in pair.owned)
+    target, draft = [(link, Listener(link)) for link in pair.owned]
     return Player(PROMPT, Rule.COUPLED, SamplingParams(), target, draft, epoch=EPOCH)
 
 
@@ -235,7 +235,7 @@ async def test_items_of_older_epochs_change_nothing(pair: Pair) -> None:
     late = [(link, Listener(link)) for link in pair.late]
     for begun in range(0, NUM_STALE, PER_ROUND):
         before = pair.held()
-        items = stale_items(rightful.tokens, drawn, PER_ROUND)
+        items: Any = stale_items(rightful.tokens, drawn, PER_ROUND)
         for (link, _), some in zip(late, items, strict=True):
             for item in some:
                 link.send(item)
