@@ -8,8 +8,9 @@ generator: a number is a pure function of a key and a counter, so a retry gives 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
@@ -29,6 +30,9 @@ COUNTER_TOKENS: Final = 4
 """Tokens that take their number from one counter."""
 _BLOCK: Final = 16_384
 """Counters worked on at a time on a CPU: the ten or so arrays of a block then stay in its cache."""
+_FEW: Final = 16
+"""Counters that are quicker one by one, as integers: a hundred operations on the smallest arrays
+take longer."""
 
 WordArray: TypeAlias = npt.NDArray[Any]
 """uint64 arrays of 32-bit words: the product of two keeps its high half."""
@@ -58,6 +62,11 @@ class RowKeys:
             stream=self.stream[rows],
         )
 
+    def counters(self) -> Iterator[tuple[int, ...]]:
+        """(a, b, stream, seed_low, seed_high) of each row, as `_rounds` takes them."""
+        words = (self.a, self.b, self.stream, self.seed_low, self.seed_high)
+        return zip(*(word.tolist() for word in words), strict=True)
+
     def columns(self) -> tuple[WordArray, ...]:
         """(seed_low, seed_high, a, b, stream), each as a column [R, 1]."""
         words = (self.seed_low, self.seed_high, self.a, self.b, self.stream)
@@ -80,6 +89,10 @@ def row_uniforms(keys: RowKeys, num_tokens: int, device: torch.device | str) -> 
     if torch.device(device).type != "cpu":
         return all_uniforms_on_device(_to_torch(keys, device), num_tokens)
     num_counters = (num_tokens + 3) // 4
+    if len(keys) * num_counters <= _FEW:
+        words = [_rounds(n, *row) for row in keys.counters() for n in range(num_counters)]
+        few = np.array(words, dtype=np.uint32).reshape(len(keys), num_counters * 4)
+        return _as_uniforms(few[:, :num_tokens])
     drawn = np.empty((len(keys), num_counters, 4), dtype=np.uint32)
     all_columns = keys.columns()
     block_rows = max(1, _BLOCK // max(1, num_counters))
@@ -114,6 +127,10 @@ def flat_uniforms(
 
     Words that all rows share stay one number: with a session's seed for all, nothing but the words
     of the counter is of full length after two rounds."""
+    if len(token_ids) <= _FEW:
+        spread_rows = chain.from_iterable(map(repeat, keys.counters(), sizes))
+        listed = zip(token_ids.tolist(), spread_rows, strict=True)
+        return np.array([uniform(_rounds(token >> 2, *row)[token & 3]) for token, row in listed])
 
     def spread(words: WordArray) -> WordArray:
         return words[:1] if (words == words[0]).all() else words.repeat(sizes)

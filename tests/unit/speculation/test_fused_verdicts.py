@@ -238,6 +238,8 @@ def test_listed_noise_is_that_of_full_rows():
         full = row_uniforms(keys, 4002, "cpu").numpy()
         expected = np.concatenate([full[row, ids[row]] for row in range(3)])
         assert flat_uniforms(keys, sizes, listed).tolist() == expected.tolist()
+        few = flat_uniforms(keys.of([0, 1]), sizes[:2], listed[:5])
+        assert few.tolist() == expected[:5].tolist()
 
 
 def test_sparse_and_whole_rows_are_drawn_side_by_side():
