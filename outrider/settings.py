@@ -12,6 +12,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -145,8 +146,14 @@ def setting(
     return field(default=default, repr=not secret, metadata={_METADATA: bounds})
 
 
-def settings_of(config: type) -> dict[str, Setting]:
+def settings_of(config: type) -> Mapping[str, Setting]:
     """The settings of a configuration dataclass by field name."""
+    return _settings_of(config)
+
+
+@cache
+def _settings_of(config: type) -> Mapping[str, Setting]:
+    """Once for each: to read types that are written as text takes long."""
     hints = typing.get_type_hints(config)
     found = {}
     for item in fields(config):
@@ -169,7 +176,7 @@ def settings_of(config: type) -> dict[str, Setting]:
             maximum=bounds.maximum,
             choices=bounds.choices,
         )
-    return found
+    return types.MappingProxyType(found)
 
 
 def settings_by_key(*configs: type) -> dict[str, Setting]:
