@@ -25,14 +25,17 @@ class _VirtualSelector(selectors.DefaultSelector):
         self.now = 0.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
-        """Never blocks. Raises `InvariantError` where nothing could ever happen again."""
+        """Never blocks."""
         ready: list[Any] = super().select(0)
-        if ready:
-            return ready
+        if not ready:
+            self.wait(timeout)
+        return ready
+
+    def wait(self, timeout: float | None) -> None:
+        """Raises `InvariantError` where nothing could ever happen again."""
         if timeout is None:
             raise InvariantError("every task waits, and no timer is set: the program hangs")
         self.now += max(timeout, 0.0)
-        return []
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
@@ -47,6 +50,10 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
         return self._virtual.now
+
+    def wait(self, seconds: float | None) -> None:
+        """Moves the clock. Raises `InvariantError` for None: nothing could ever happen again."""
+        self._virtual.wait(seconds)
 
 
 def run_virtually(main: Coroutine[Any, Any, T]) -> T:

@@ -75,57 +75,45 @@ class Process:
         loop._ready.extend(handle for handle in held if not handle.cancelled())  # type: ignore[attr-defined]
 
 
-class _Handle(asyncio.Handle):
-    __slots__ = ()
-
-    def _run(self) -> None:
-        process = self._context.get(_CURRENT)  # type: ignore[attr-defined]
-        if process is not None and process.is_still:
-            process.hold(self)
-        else:
-            super()._run()
-
-
-class _TimerHandle(asyncio.TimerHandle):
-    """Of those that are due at one time the one that was set first runs first."""
-
-    __slots__ = ("number",)
-
-    def __lt__(self, other: Any) -> bool:
-        return (self._when, self.number) < (other._when, other.number)  # type: ignore[attr-defined]
-
-    def _run(self) -> None:
-        process = self._context.get(_CURRENT)  # type: ignore[attr-defined]
-        if process is not None and process.is_still:
-            process.hold(self)
-        else:
-            super()._run()
-
-
 class ProcessLoop(VirtualClockLoop):
-    """An event loop on a virtual clock, of several processes."""
+    """An event loop on a virtual clock, of several processes. Of timers that are due at one time
+    the one that was set first runs first."""
 
     def __init__(self) -> None:
         super().__init__()
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        """A heap, by when they are due and how many were set before."""
         self._num_timers = 0
-
-    def call_soon(
-        self, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.Handle:
-        handle = _Handle(callback, args, self, context)
-        self._ready.append(handle)  # type: ignore[attr-defined]
-        return handle
 
     def call_at(
         self, when: float, callback: Callable[..., object], *args: Any,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:  # fmt: skip
-        timer = _TimerHandle(when, callback, args, self, context)
-        timer.number = self._num_timers
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, self._num_timers, timer))
         self._num_timers += 1
-        heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
-        timer._scheduled = True  # type: ignore[attr-defined]
         return timer
+
+    def _run_once(self) -> None:
+        """What asyncio's loop does, without sockets, other threads and its debugging: a seed is
+        thousands of turns."""
+        ready, timers = self._ready, self._timers  # type: ignore[attr-defined]
+        while timers and timers[0][2].cancelled():
+            heapq.heappop(timers)
+        if not ready and not self._stopping:  # type: ignore[attr-defined]
+            self.wait(timers[0][0] - self.time() if timers else None)
+        due = self.time() + self._clock_resolution
+        while timers and timers[0][0] < due:
+            ready.append(heapq.heappop(timers)[2])
+        for _ in range(len(ready)):  # What these add waits for the next turn.
+            handle = ready.popleft()
+            if handle._cancelled:
+                continue
+            process = handle._context.get(_CURRENT)
+            if process is not None and process.is_still:
+                process.hold(handle)
+            else:
+                handle._run()
 
 
 def run_processes(main: Coroutine[Any, Any, T]) -> T:
