@@ -177,12 +177,13 @@ class NoiseBatch:
         spread = (len(self),) + (1,) * (indices.ndim - 1)
         lengths = self.committed_lengths.reshape(spread)
         a, b = self._places(lengths, indices, sibling)
-        seeds = np.broadcast_to(self.seeds.reshape(spread), indices.shape).ravel()
+        zeros = np.zeros(indices.shape, dtype=np.uint64)  # what is added to them gets their shape
+        seeds = (zeros + self.seeds.reshape(spread)).ravel()
         return RowKeys(
             seed_low=seeds & np.uint64(_WORD_MASK),
             seed_high=seeds >> np.uint64(32),
-            a=np.broadcast_to(a, indices.shape).ravel(),
-            b=np.broadcast_to(b, indices.shape).ravel(),
+            a=(zeros + a).ravel(),
+            b=(zeros + b).ravel(),
             stream=streams.ravel(),
         )
 

@@ -52,7 +52,7 @@ class RowKeys:
     def __len__(self) -> int:
         return len(self.a)
 
-    def of(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> RowKeys:
+    def of(self, rows: Sequence[int] | npt.NDArray[np.int64] | slice) -> RowKeys:
         """Those of the listed rows."""
         return RowKeys(
             seed_low=self.seed_low[rows],

@@ -96,8 +96,11 @@ class SparseRows:
 
     def _parts(self) -> list[tuple[IdArray, MassArray]]:
         """The tokens and the mass of each row."""
-        bounds = np.cumsum(self.sizes)[:-1]
-        return list(zip(np.split(self.ids, bounds), np.split(self.mass, bounds), strict=True))
+        ends = np.cumsum(self.sizes).tolist()
+        return [
+            (self.ids[start:end], self.mass[start:end])
+            for start, end in zip([0, *ends], ends, strict=False)
+        ]
 
     def speeds(self, keys: RowKeys) -> MassArray:
         """[N]: the mass of each token over its wait, by the rows' keys [R]. The fastest of a row

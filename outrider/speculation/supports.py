@@ -114,7 +114,7 @@ def draw(rows: Sequence[tuple[IdArray, MassArray]], keys: RowKeys) -> list[int]:
             drawn[row] = _winner(*rows[row], numbers[last - len(rows[row][0]) : last])
     for row in set(range(len(rows))).difference(few):
         ids = rows[row][0]
-        whole = row_uniforms(keys.of([row]), int(ids[-1]) + 1, "cpu")[0].numpy()
+        whole = row_uniforms(keys.of(slice(row, row + 1)), int(ids[-1]) + 1, "cpu")[0].numpy()
         drawn[row] = _winner(*rows[row], whole if len(whole) == len(ids) else whole[ids])
     return drawn
 
