@@ -85,6 +85,13 @@ class ProcessLoop(VirtualClockLoop):
         """A heap, by when they are due and how many were set before."""
         self._num_timers = 0
 
+    def call_soon(
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)  # type: ignore[attr-defined]
+        return handle
+
     def call_at(
         self, when: float, callback: Callable[..., object], *args: Any,
         context: Context | None = None,
