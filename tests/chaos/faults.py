@@ -7,6 +7,7 @@
 | lose | a node | all its processes are killed; another node comes |
 | cut | a replica, Redis | all connections to it break at once |
 | hold | a replica, Redis | for some seconds nothing passes to or from it |
+| no | fault | nothing, for comparison: waits that have other causes |
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ OTHERS: Final = (
 )  # fmt: skip
 OTHERS_PER_ROUND: Final = 3
 """Of these, for every kill and stop."""
+NOTHING: Final = ("no", "fault")
 
 
 @dataclass
@@ -130,17 +132,20 @@ class Adversary:
         self.faults.append(fault)
 
     async def _next(self, *, only_kills: bool) -> tuple[str, str]:
-        """One that leaves a spare. Each kill and stop comes as often as the others."""
+        """One that leaves a spare. Each kill and stop comes as often as the others. Raises
+        `TimeoutError` where the fleet does not become whole."""
         async with asyncio.timeout(WHOLE_S):
             while True:
                 if not self._deck:
-                    deck = KILLS if only_kills else (
-                        *KILLS, *STOPS, *self._random.sample(OTHERS, OTHERS_PER_ROUND)
-                    )  # fmt: skip
+                    others = self._random.sample(OTHERS, OTHERS_PER_ROUND)
+                    deck = KILLS if only_kills else (*KILLS, *STOPS, *others)
+                    deck = (*deck, NOTHING)
                     self._deck = self._random.sample(deck, len(deck))
                 for place, (_, role) in enumerate(self._deck):
                     if self._victims(role):
                         return self._deck.pop(place)
+                if self._deployment.overview.is_whole:
+                    self._deck.clear()  # Each node has all replicas of a role.
                 await asyncio.sleep(POLL_S)
 
     def _victims(self, role: str) -> Sequence[ReplicaView | int]:
@@ -154,7 +159,7 @@ class Adversary:
                 index for index in range(self._machines.num_nodes)
                 if self._roles_without(index, serving) == set(ROLES)
             ]  # fmt: skip
-        if role in (REDIS, RECONCILER):
+        if role in (REDIS, RECONCILER, NOTHING[1]):
             return [0]
         found = [one for one in serving if one.role == role]
         return found if len(found) >= overview.wanted[found[0].role] > 1 else []
@@ -164,6 +169,8 @@ class Adversary:
         return {one.role for one in serving if lost.isdisjoint(place.pid for place in one.places)}
 
     async def _do(self, fault: Fault) -> None:
+        if (fault.kind, fault.role) == NOTHING:
+            return
         victims = self._victims(fault.role)
         one = self._random.choice(victims)
         if fault.role == NODE:
