@@ -144,8 +144,10 @@ class Rollout:
         self._original = blueprint
         self._resolve = resolve
         self._go_by = go_by
-        self._seen = self._holds = ""
-        """What was asked for last, and what holds, as text."""
+        self._holds = ""
+        """All changes together, as text."""
+        self._answers: dict[str, str] = {}
+        """To those who asked, by the name of what they asked for; nothing is done twice."""
         self.name = ""
         """Of the changes that hold."""
 
@@ -162,7 +164,8 @@ class Rollout:
             try:
                 if text := await self._registry.noted("changes"):
                     self._go(text, await self._plan(Changes.from_json(text)))
-                    self._seen = self._holds = text
+                    self._holds = text
+                    self._answers[self.name] = Answer(self.name).to_json()
                 return
             except (OutriderError, ValueError) as error:
                 _log.warning("the changes that hold are not known yet: %s", error)
@@ -181,33 +184,42 @@ class Rollout:
 
     async def look(self) -> None:
         """Once. Raises `StoreUnavailable`, and `ValueError` for changes that are none."""
-        asked = await self._registry.noted("asked")
-        if self._holds and not asked:  # It has lost everything.
+        text = await self._registry.noted("asked")
+        if self._holds and not text:  # It has lost everything.
             await self._registry.note("changes", self._holds)
-        if not asked or asked in (self._seen, self._holds):
+        if not text:
             return
-        changes, answer = Changes.from_json(asked), await self._registry.noted("answer")
-        if answer and Answer.from_json(answer).name == changes.name:
-            self._seen = asked  # It was answered by another one, before this one.
+        asked, answer = Changes.from_json(text), await self._registry.noted("answer")
+        if asked.name in self._answers:
+            if answer != self._answers[asked.name]:  # Asked again by one who did not hear it.
+                await self._registry.note("answer", self._answers[asked.name])
             return
+        if answer and Answer.from_json(answer).name == asked.name:
+            self._answers[asked.name] = answer  # By another one, before this one.
+            return
+        held = Changes.from_json(self._holds).values if self._holds else {}
+        changes = Changes(asked.name, {**held, **asked.values})
         try:
             plan = await self._plan(changes)
-            self._go(asked, plan)
+            self._go(changes.to_json(), plan)
         except StoreUnavailable:
             raise
         except Exception as error:  # noqa: BLE001 (whatever keeps it from being a plan)
             _log.exception("other settings are refused")
-            await self._registry.note("answer", Answer(changes.name, str(error)).to_json())
-            self._seen = asked
+            await self._reply(Answer(asked.name, str(error)))
             return
         if "draft_model" in changes.values and plan.placement.draft is not None:
             wanted = await self._registry.wanted()
             if not wanted.get("draft"):  # There were none while the target drafted for itself.
                 await self._registry.want({"draft": plan.counts["draft"]})
-        await self._registry.note("changes", asked)
-        await self._registry.note("answer", Answer(changes.name).to_json())
+        await self._registry.note("changes", changes.to_json())
+        self._holds = changes.to_json()
+        await self._reply(Answer(asked.name))
         _log.info("other settings: %s", ", ".join(changes.values))
-        self._seen = self._holds = asked
+
+    async def _reply(self, answer: Answer) -> None:
+        await self._registry.note("answer", answer.to_json())
+        self._answers[answer.name] = answer.to_json()
 
     def _go(self, text: str, plan: Blueprint) -> None:
         before, self.name = self.name, Changes.from_json(text).name
@@ -230,19 +242,21 @@ class Rollout:
 
 
 async def tell_changes(registry: Registry, changes: Mapping[str, Value]) -> str:
-    """Adds to the changes that hold; their name. Raises `ConfigError` where they are refused, and
-    `Unavailable` where nobody answers."""
-    before = await registry.noted("changes")
-    held = Changes.from_json(before).values if before else {}
-    asked = Changes(uuid.uuid4().hex, {**held, **changes})
+    """Adds to the changes that hold; their name. Of several that are told at once each is heard.
+    Raises `ConfigError` where they are refused, and `Unavailable` where nobody answers."""
+    asked = Changes(uuid.uuid4().hex, changes)
     await registry.note("asked", asked.to_json())
     give_up_at = asyncio.get_running_loop().time() + ANSWER_S
     while True:
         with suppress(StoreUnavailable):  # It has been asked: what is left is to wait.
             text = await registry.noted("answer")
-            answer = Answer.from_json(text) if text else None
-            if answer is not None and answer.name == asked.name:
+            answer = Answer.from_json(text) if text else Answer("")
+            if answer.name == asked.name:
                 break
+            text = await registry.noted("asked")
+            if not text or Changes.from_json(text).name == answer.name:
+                # Somebody else has asked, and has been answered; or what was asked is lost.
+                await registry.note("asked", asked.to_json())
         if asyncio.get_running_loop().time() > give_up_at:
             raise Unavailable(f"the deployment has said nothing to that for {ANSWER_S:g} s")
         await asyncio.sleep(ANSWER_PERIOD_S)

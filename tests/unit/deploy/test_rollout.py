@@ -163,6 +163,35 @@ def test_who_waits_for_an_answer_is_not_told_that_the_registry_was_away() -> Non
     run_virtually(main())
 
 
+def test_of_several_that_ask_at_once_each_is_heard() -> None:
+    """Whoever is overwritten asks again, and no one's settings undo another's."""
+
+    async def main() -> None:
+        world = World()
+        running = asyncio.create_task(world.rollout.run())
+        each = ({"max_num_seqs": 7}, {"max_model_len": 99}, {"run_ahead_rounds": 2})
+        names = await asyncio.gather(*(tell_changes(world.registry, one) for one in each))
+        running.cancel()
+        given = world.plans[-1].given
+        assert (given.target.max_num_seqs, given.target.max_model_len) == (7, 99)
+        assert given.coordinator.run_ahead_rounds == 2
+        assert len(set(names)) == len(world.plans) == 3
+        assert world.rollout.name in names
+
+    run_virtually(main())
+
+
+def test_what_was_asked_while_the_registry_lost_everything_is_asked_again() -> None:
+    async def main() -> None:
+        world = World()
+        telling = asyncio.create_task(world.tell(max_num_seqs=7))
+        await asyncio.sleep(0)
+        world.registry.forget()
+        assert await telling == world.rollout.name
+
+    run_virtually(main())
+
+
 def test_a_registry_that_has_lost_the_changes_is_told() -> None:
     async def main() -> None:
         world = World()
