@@ -79,8 +79,8 @@ class ResumingTransport:
                 return
             except Unavailable as error:
                 wait_s = told.wait_after(error, loop.time(), deadline)
-                answered = not isinstance(error, StreamBroken)
-                if rest is None or not answered:
+                if told.moves_on:
+                    answered = not isinstance(error, StreamBroken)
                     current = self._turns.after(current, answered=answered)
             await asyncio.sleep(wait_s)
 
@@ -140,6 +140,10 @@ class Told:
         self._is_started = False
         self._tried_until: float | None = None
         self._wait_s = _WAIT_S[0]
+        self._num_failures = 0
+        """Since the last token."""
+        self.moves_on = True
+        """Whether the next coordinator is to be asked."""
 
     def rest(self, left_s: float) -> ResumeRequest | None:
         """Asks for what is missing, to be there in so many seconds; None before anything came, when
@@ -157,7 +161,7 @@ class Told:
             return is_first
         if isinstance(event, Tokens) and self._heard is not None:
             if event.token_ids:  # Of these alone there can be only so many.
-                self._tried_until, self._wait_s = None, _WAIT_S[0]
+                self._tried_until, self._wait_s, self._num_failures = None, _WAIT_S[0], 0
             characters = self._heard.num_characters
             self._heard = replace(
                 self._heard,
@@ -167,12 +171,17 @@ class Told:
         return True
 
     def wait_after(self, error: Unavailable, now: float, deadline: float) -> float:
-        """How long to wait until a coordinator is asked again: the next one, or, where it has
-        answered that it cannot go on with a session now, the same one when it says. Times in s of
-        one clock. Raises the error where that is of no use: all have been asked to begin and
-        none has answered, or a stream has ended with an answer, or they have been asked for long
-        enough."""
+        """How long to wait until a coordinator is asked again: the next one, if this `moves_on`.
+        The same one is asked once more where a stream broke, as it has the session, and maybe only
+        the connection is gone; and where it has answered that it cannot go on with the session now,
+        when it says. Times in s of one clock. Raises the error where that is of no use: all have
+        been asked to begin and none has answered, or a stream has ended with an answer, or they
+        have been asked for long enough."""
         answered = not isinstance(error, StreamBroken)
+        self._num_failures += 1
+        is_once_more = not answered and self._num_failures == 1
+        stays = is_once_more or (answered and self._num_failures > 2)
+        self.moves_on = self._heard is None or not stays
         if self._heard is None and not answered:
             self._tries_left -= 1
             if self._tries_left == 0:
@@ -183,7 +192,9 @@ class Told:
                 raise error
             self._tried_until = now + self._resume_timeout_s
         wait_s = error.retry_after_ms / 1e3
-        if not answered:
+        if is_once_more:
+            wait_s = 0.0
+        elif not answered:
             wait_s, self._wait_s = self._wait_s, min(2 * self._wait_s, _WAIT_S[1])
         if now + wait_s > min(self._tried_until, deadline):
             raise error

@@ -117,8 +117,8 @@ class SyncClient:
                 return
             except Unavailable as error:
                 wait_s = told.wait_after(error, time.monotonic(), deadline)
-                answered = not isinstance(error, StreamBroken)
-                if rest is None or not answered:
+                if told.moves_on:
+                    answered = not isinstance(error, StreamBroken)
                     current = self._turns.after(current, answered=answered)
             time.sleep(wait_s)
 

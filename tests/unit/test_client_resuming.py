@@ -87,6 +87,13 @@ def test_a_broken_stream_goes_on_at_the_next_coordinator() -> None:
     assert 0 < DEADLINE_MS_DEFAULT - (asked.deadline_ms or 0) < 100  # It waited for a moment.
 
 
+def test_a_connection_that_breaks_is_made_again_where_the_session_is() -> None:
+    """Another coordinator would have to wait for the session's lease."""
+    first, second = Scripted((STARTED, FIRST, BROKEN), (STARTED, SECOND, FINISHED)), Scripted()
+    assert heard(first, second) == [STARTED, FIRST, SECOND, FINISHED]
+    assert (len(first.asked), len(second.asked)) == (2, 0)
+
+
 def test_of_several_that_break_at_once_all_go_on() -> None:
     """Every other one begins where nobody is soon; those that break must not send each other back
     there."""
@@ -227,7 +234,7 @@ def test_a_session_that_has_an_owner_is_asked_for_when_that_ones_lease_is_over()
         found = [event async for event in ResumingTransport(each).generate(REQUEST, 600.0)]
         assert found == [STARTED, FIRST, SECOND, FINISHED]
         assert asyncio.get_running_loop().time() < 1.9
-        assert len(gone.asked) == 1
+        assert len(gone.asked) == 2
 
     run_virtually(main())
 
