@@ -30,6 +30,8 @@ LOAD_SHARE: Final = 0.7
 EMULATED: Final = "emulated:vocab_size=1000,verify_ms=20,draft_ms=2"
 WORK: Final = Work(num_tokens=96, num_seeds=16, num_clients=8)
 REAL_WORK: Final = Work(num_tokens=32, num_seeds=8, num_clients=4)
+MOVES: Final = " moves: "
+"""What a coordinator logs of a session that goes on at another replica."""
 END_S: Final = 60.0
 """What runs in the end may take so long."""
 
@@ -87,11 +89,12 @@ async def _run(arguments: argparse.Namespace, state: Path) -> dict[str, Any]:
         finally:
             asking.cancel()
             num_stuck = await load.finish(END_S)
+            num_moves = machines.num_logged(MOVES)
     return {
         "seconds": round(loop.time() - began),
         "peak_requests_per_second": round(peak, 2),
-        "num_faults": len(adversary.faults),
         "num_stuck": num_stuck,
+        "num_moves": num_moves,
         **load.report(),
         **adversary.report(),
     }
@@ -109,9 +112,7 @@ def _config(arguments: argparse.Namespace, machines: Machines) -> DeploymentConf
         "stop_timeout_s": 5,
     }  # fmt: skip
     if arguments.overload:
-        settings["max_sessions"] = (
-            WORK.num_clients // 2
-        )  # Two coordinators: as many as at the peak.
+        settings["max_sessions"] = WORK.num_clients
     return load_config(settings, {})
 
 

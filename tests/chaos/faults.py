@@ -89,7 +89,7 @@ class Adversary:
     async def run(self, number: int, until: float, *, only_kills: bool = False) -> None:
         """Until there were so many, or the time is over. Raises `TimeoutError` for a fleet that
         does not become whole again, or tokens that do not come."""
-        while len(self.faults) < number and self._loop.time() < until:
+        while self._num_done() < number and self._loop.time() < until:
             kind, role = await self._next(only_kills=only_kills)
             fault, touched = self._begin(kind, role)
             at = self._loop.time()
@@ -102,6 +102,9 @@ class Adversary:
         async with asyncio.timeout(WHOLE_S):
             while not self._deployment.overview.is_whole:
                 await asyncio.sleep(POLL_S)
+
+    def _num_done(self) -> int:
+        return sum((one.kind, one.role) != NOTHING for one in self.faults)
 
     async def scale(self, until: float, period_s: float) -> None:
         """Other numbers of replicas, again and again, each role in turn; then as many as before."""
@@ -211,11 +214,14 @@ class Adversary:
                 await asyncio.sleep(POLL_S)
 
     def report(self) -> dict[str, Any]:
-        """By kind and role the gaps of requests that were touched, and every fault."""
+        """By kind and role the gaps of requests that were touched, what they have more than those
+        where nothing was done, and every fault."""
+        usual_s = percentile(self.gaps.get(NOTHING) or [0.0], 99)
         counts = dict.fromkeys(self.gaps, 0)
         for fault in self.faults:
             counts[fault.kind, fault.role] += 1
         return {
+            "num_faults": self._num_done(),
             "num_kills_and_stops": sum(
                 count for (kind, _), count in counts.items() if kind in ("kill", "stop", "lose")
             ),
@@ -225,6 +231,7 @@ class Adversary:
                     "num_touched": len(gaps),
                     "p50_s": round(percentile(gaps, 50), 3),
                     "p99_s": round(percentile(gaps, 99), 3),
+                    "added_p99_s": round(percentile(gaps, 99) - usual_s, 3),
                 }
                 for (kind, role), gaps in sorted(self.gaps.items())
                 if gaps
