@@ -2,7 +2,7 @@
 
 | part | replicas | load | what is measured |
 | --- | --- | --- | --- |
-| targets | 1, 2, 4 and 8, a draft for each four | two sessions a target: full steps | tokens/s |
+| targets | 1, 2, 4 and 8, a draft for each eight | two sessions a target: full steps | tokens/s |
 | drafts | 1, 2 and 4, of four targets | eight sessions | what a round waits for its proposal |
 
 Replicas come while the deployment serves. A step of a target takes 75 ms, as a large model's;
@@ -34,7 +34,10 @@ from .number_options import whole_numbers
 
 STEP_SESSIONS: Final = 2
 """That share a step of a target, and of a slow draft; all of its targets' share a quick one's."""
-TARGETS_PER_DRAFT: Final = 4
+TARGETS_PER_DRAFT: Final = 8
+"""With quick drafts more of them bring nothing, says `outrider plan --simulate --from-numbers
+verify_ms=75,draft_ms=2,num_draft_tokens=4,look_ahead=0 --max-num-seqs 2 --draft-max-num-seqs 16
+--sessions 16 --targets 8 --drafts 1,2,4 --coordinators 1`."""
 NUM_TARGETS_OF_DRAFTS: Final = 4
 NUM_DRAFT_TOKENS: Final = 4
 QUICK_DRAFT_MS, SLOW_DRAFT_MS = 2, 10

@@ -20,9 +20,9 @@ class Places:
         targets: Sequence[Station],
         drafts: Sequence[Station],
         coordinators: Sequence[Coordinator],
-        seats: int,
+        seats: Mapping[Side, int],
     ) -> None:
-        """`seats` sessions share a step of a replica."""
+        """`seats` is how many sessions share a step of a replica."""
         self._seats = seats
         self._stations = {one.name: one for one in (*targets, *drafts)}
         self._coordinators = coordinators
@@ -52,7 +52,7 @@ class Places:
         coordinator = session.coordinator
         if coordinator is None:
             return False
-        name = choose(session.key, coordinator.loads[side], self._seats)
+        name = choose(session.key, coordinator.loads[side], self._seats[side])
         if name is None:
             return False
         coordinator.loads[side][name] += 1

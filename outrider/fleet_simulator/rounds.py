@@ -17,7 +17,7 @@ from outrider.limits import SESSION_LEASE_MS
 from .agenda import Agenda
 from .draws import Draws
 from .looking import LookingDraft
-from .places import Places
+from .places import Places, Side
 from .recording import Recording
 from .scenario import Scenario
 from .stations import Coordinator, Draft, Session, Sessions, Station, Target, Wish
@@ -63,9 +63,11 @@ class Rounds:
             Coordinator(f"coordinator-{n}", agenda, self._turned, self._stranded, turn_s)
             for n in range(fleet.coordinators)
         ]
-        self.places = Places(
-            self.targets, self.drafts, self.coordinators, scenario.times.max_num_seqs
-        )
+        seats: dict[Side, int] = {
+            "target": scenario.target_seats,
+            "draft": scenario.times.max_num_seqs,
+        }
+        self.places = Places(self.targets, self.drafts, self.coordinators, seats)
         self._homeless: dict[Role, Sessions] = {"target": [], "coordinator": []}
         """Sessions for which no replica of a role is there."""
 

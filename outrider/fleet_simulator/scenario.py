@@ -108,7 +108,9 @@ class Scenario:
     drafting: Drafting
     times: ServiceTimes
     """Of a target and of a draft that do not share a device; `max_num_seqs` sessions share a step
-    of either."""
+    of the draft."""
+    target_max_num_seqs: int | None = None
+    """The same of a target; None = as many as of the draft."""
     round_trip_s: float = 0.0
     """Between coordinators and drafts, beside what messages take on one machine."""
     coordinator_s: float = COORDINATOR_S
@@ -133,3 +135,8 @@ class Scenario:
         check(self.seconds > 0 and self.warm_up_s >= 0, "times are positive")
         check(self.round_trip_s >= 0 and self.coordinator_s >= 0, "times are never negative")
         check(all(0 <= loss.at_s < loss.back_s for loss in self.losses), "back comes after lost")
+
+    @property
+    def target_seats(self) -> int:
+        """Sessions that share a step of a target."""
+        return self.target_max_num_seqs or self.times.max_num_seqs

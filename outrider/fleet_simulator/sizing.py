@@ -113,7 +113,7 @@ class _Search:
             busy_s = times.wait.factor * drafting.num_steps * draft_s / seats
         else:
             rows = round(1 + drafting.num_proposed)
-            seats = max(1, min(seats, scenario.max_num_batched_tokens // rows))
+            seats = max(1, min(scenario.target_seats, scenario.max_num_batched_tokens // rows))
             busy_s = times.verify.step_seconds(rows * seats, seats) / seats
         return min(REPLICAS_MAX, max(1, math.ceil(rounds * busy_s)))
 

@@ -250,10 +250,12 @@ class Engine(Station):
         strand: Callable[[Station, Sessions], None],
         scenario: Scenario,
         costs: StepCosts,
+        seats: int,
     ) -> None:
+        """`seats` sessions share a step."""
         super().__init__(name, agenda, finish, strand)
         self._costs = costs
-        self._seats = scenario.times.max_num_seqs
+        self._seats = seats
         self._tokens_max = scenario.max_num_batched_tokens
         self._budget = TokenBudget(self._tokens_max, self._seats, costs)
         self._grants: list[int] = []
@@ -352,7 +354,7 @@ class Target(Engine):
     ) -> None:
         times, drafting = scenario.times, scenario.drafting
         costs = times.target if drafting.is_plain else times.verify
-        super().__init__(name, agenda, finish, strand, scenario, costs)
+        super().__init__(name, agenda, finish, strand, scenario, costs, scenario.target_seats)
         self._factor = times.plain.factor if drafting.is_plain else 1.0
         self._round_rows = 1.0 + drafting.num_proposed
         self._rows_of_round = round(self._round_rows)
@@ -390,7 +392,8 @@ class Draft(Engine):
         scenario: Scenario,
     ) -> None:
         times = scenario.times
-        super().__init__(name, agenda, finish, strand, scenario, times.draft or NO_MODEL)
+        costs, seats = times.draft or NO_MODEL, times.max_num_seqs
+        super().__init__(name, agenda, finish, strand, scenario, costs, seats)
         self._factor = times.wait.factor
         self._num_passes = scenario.drafting.num_steps
         self._reads_contexts = self._costs.slot_s > 0

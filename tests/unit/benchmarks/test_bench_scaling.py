@@ -80,13 +80,13 @@ def measured(sessions: Sessions, options: ScalingOptions) -> scaling.ScalingRepo
 
     report = run_virtually(main())
     assert len(set(engines)) == 2, "quick drafts, and slow ones"
-    assert shared == [(2, 8), (2, 2)]
+    assert shared == [(2, 16), (2, 2)]
     return report
 
 
 def test_each_number_of_replicas_has_its_own_load_and_figures(sessions: Sessions) -> None:
     report = measured(sessions, ScalingOptions(targets=(1, 2, 8), drafts=(1, 4), seconds=4.0))
-    assert sessions.scaled == [(1, 1), (2, 1), (8, 2), (4, 1), (4, 4)]
+    assert sessions.scaled == [(1, 1), (2, 1), (8, 1), (4, 1), (4, 4)]
     assert [entry.sessions for entry in report.by_targets] == [2, 4, 16]
     for entry in report.by_targets:
         expected = 2 * entry.sessions / ROUND_S

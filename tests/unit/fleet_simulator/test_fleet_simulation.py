@@ -87,6 +87,15 @@ def test_one_session_takes_the_sum_of_its_parts() -> None:
     assert found.targets.busy == pytest.approx(0.020 / round_s, rel=0.005)
 
 
+def test_a_draft_may_share_its_steps_otherwise_than_a_target() -> None:
+    """Of sixteen sessions one is drafted for at a time, or all are; four share a target's step."""
+    few = _simulated(sessions=16, targets=4, seats=1, target_max_num_seqs=4, drafting=ALL)
+    many = _simulated(sessions=16, targets=4, seats=16, target_max_num_seqs=4, drafting=ALL)
+    assert few.rounds_per_second == pytest.approx(1 / 0.004, rel=0.02)
+    assert many.rounds_per_second > 1.2 * few.rounds_per_second
+    assert many.draft_ms < 0.5 * few.draft_ms
+
+
 def test_plain_decoding_waits_for_no_draft() -> None:
     """1.5 * 20 + 1 ms a token."""
     found = _simulated(drafting=PLAIN, drafts=0, times={"plain": Line(0.001, 1.5)})
