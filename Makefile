@@ -68,8 +68,9 @@ proto: $(STAMP) ## Generate outrider/v1 from protos/.
 bench: $(STAMP) ## Measure the speed-up on the built-in prompts.
 	$(BIN)/outrider bench speedup --temperature 0
 
-chaos: $(STAMP) ## Kill and stop every kind of replica under load, for MINUTES minutes.
+chaos: $(STAMP) ## Kill and stop everything under load for MINUTES minutes; then 10 kills with a real model.
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --report $(VENV)/chaos.json
+	$(BIN)/python -m tests.chaos --real --faults 10 --report $(VENV)/chaos-real.json
 
 sim: $(STAMP) ## Simulate SEEDS seeds of failures on a virtual clock.
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)

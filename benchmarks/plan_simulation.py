@@ -256,7 +256,7 @@ def _scenarios(
             demand=demand,
             drafting=pair.drafting,
             times=pair.times,
-            target_max_num_seqs=config.target.step_sessions,
+            target_max_num_seqs=pair.target_max_num_seqs,
             round_trip_s=(options.round_trip_ms or pair.round_trip_ms) / 1e3,
             coordinator_s=options.coordinator_ms / 1e3,
             max_num_batched_tokens=config.target.max_num_batched_tokens,

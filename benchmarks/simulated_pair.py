@@ -40,6 +40,8 @@ class SimulatedPair:
     times: ServiceTimes
     round_trip_ms: float = 0.0
     """Of the link that the plan was made for."""
+    target_max_num_seqs: int | None = None
+    """Sessions that share a step of a target; None = as many as of a draft, by `times`."""
 
 
 def of_report(report: Mapping[str, Any], source: str) -> SimulatedPair:
@@ -91,8 +93,13 @@ def read_report(path: Path) -> SimulatedPair:
     return of_report(report, str(path))
 
 
-def of_numbers(text: str, max_num_seqs: int = ENGINE_SEQUENCES_MAX) -> SimulatedPair:
-    """From `key=value,...`; see `NUMBERS`. Raises `SettingError` naming what is wrong."""
+def of_numbers(
+    text: str,
+    max_num_seqs: int = ENGINE_SEQUENCES_MAX,
+    draft_max_num_seqs: int = ENGINE_SEQUENCES_MAX,
+) -> SimulatedPair:
+    """From `key=value,...`; see `NUMBERS`. So many sessions share a step of a target, or a draft.
+    Raises `SettingError` naming what is wrong."""
     values = dict(NUMBERS)
     given: set[str] = set()
     for item in filter(None, text.split(",")):
@@ -115,7 +122,7 @@ def of_numbers(text: str, max_num_seqs: int = ENGINE_SEQUENCES_MAX) -> Simulated
         draft=_table("draft_ms", "draft_branches", values),
         plain=Line(rest_s),
         rest_s=rest_s,
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=draft_max_num_seqs,
     )
     drafting = Drafting(
         survival=tuple(accumulate(_chances(values["acceptance"], num), mul)),
@@ -124,7 +131,7 @@ def of_numbers(text: str, max_num_seqs: int = ENGINE_SEQUENCES_MAX) -> Simulated
         look_ahead=look_ahead,
         hit_rate=_number("hit_rate", values["hit_rate"], 1.0) if look_ahead else 0.0,
     )
-    return SimulatedPair(text or "70b-1b", drafting, times)
+    return SimulatedPair(text or "70b-1b", drafting, times, target_max_num_seqs=max_num_seqs)
 
 
 def _costs(found: Mapping[str, Any]) -> StepCosts:

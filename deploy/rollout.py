@@ -185,7 +185,7 @@ class Rollout:
     async def look(self) -> None:
         """Once. Raises `StoreUnavailable`, and `ValueError` for changes that are none."""
         text = await self._registry.noted("asked")
-        if self._holds and not text:  # It has lost everything.
+        if self._holds and await self._registry.noted("changes") != self._holds:  # It has lost it.
             await self._registry.note("changes", self._holds)
         if not text:
             return

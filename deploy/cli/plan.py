@@ -121,7 +121,8 @@ def _simulate_alone(
     if options.from_report is not None:
         pair = read_report(options.from_report)
     else:
-        pair = of_numbers(options.from_numbers or "", config.draft.step_sessions)
+        numbers = options.from_numbers or ""
+        pair = of_numbers(numbers, config.target.step_sessions, config.draft.step_sessions)
     fleets = plan_simulation.run(options, pair, config, _progress)
     _show(
         arguments,

@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 from outrider.client.requests import GENERATE_SLACK_S
 from outrider.client.results import CoordinatorDescription, SessionView
 from outrider.client.transport import Transport
-from outrider.client.turns import Turns
+from outrider.client.turns import AVOIDED_S, Turns
 from outrider.errors import InvariantError, StreamBroken, Unavailable
 from outrider.generation import Event, GenerateRequest, ResumeRequest, Started, Tokens
 from outrider.limits import DEADLINE_MS_MAX
@@ -80,13 +80,12 @@ class ResumingTransport:
             except Unavailable as error:
                 wait_s = told.wait_after(error, loop.time(), deadline)
                 if told.moves_on:
-                    answered = not isinstance(error, StreamBroken)
-                    current = self._turns.after(current, answered=answered)
+                    current = self._turns.after(current, avoided_s(error, begins=rest is None))
             await asyncio.sleep(wait_s)
 
     async def cancel(self, session_id: str, timeout_s: float) -> None:
         """See `Transport.cancel`; of the coordinator that has the session."""
-        await self._first(lambda transport: transport.cancel(session_id, timeout_s), Unavailable)
+        await self._first(lambda transport: transport.cancel(session_id, timeout_s))
 
     async def get_session(self, session_id: str, timeout_s: float) -> SessionView:
         """See `Transport.get_session`."""
@@ -108,19 +107,24 @@ class ResumingTransport:
         for transport in self._transports:
             await transport.close()
 
-    async def _first(
-        self, call: Callable[[Transport], Awaitable[T]], passed_on: type[Unavailable] = StreamBroken
-    ) -> T:
-        """The answer of the first coordinator that gives one; an error that is `passed_on` is none,
-        but the last coordinator's."""
+    async def _first(self, call: Callable[[Transport], Awaitable[T]]) -> T:
+        """The answer of the first coordinator that gives one; that it cannot now is none, but the
+        last coordinator's."""
         current = self._turns.begin()
         for _ in self._transports[1:]:
             try:
                 return await call(self._transports[current])
-            except passed_on as error:
-                answered = not isinstance(error, StreamBroken)
-                current = self._turns.after(current, answered=answered)
+            except Unavailable as error:
+                current = self._turns.after(current, avoided_s(error, begins=False))
         return await call(self._transports[current])
+
+
+def avoided_s(error: Unavailable, *, begins: bool) -> float:
+    """How long other calls should not begin at the coordinator that this came of: of one that
+    `begins` the answer tells; of others it is about their session."""
+    if isinstance(error, StreamBroken):
+        return AVOIDED_S
+    return error.retry_after_ms / 1e3 if begins else 0.0
 
 
 def _loop_time() -> float:
@@ -134,7 +138,9 @@ class Told:
         self, num_coordinators: int, resume_timeout_s: float, begun: ResumeRequest | None = None
     ) -> None:
         """`begun` is what was heard before, of a stream that is resumed."""
-        self._tries_left = num_coordinators
+        self._num_coordinators = self._tries_left = num_coordinators
+        self._may_begin = False
+        """Whether one of them has answered, since all were asked, when it may be asked again."""
         self._resume_timeout_s = resume_timeout_s
         self._heard = begun
         self._is_started = False
@@ -182,11 +188,14 @@ class Told:
         is_once_more = not answered and self._num_failures == 1
         stays = is_once_more or (answered and self._num_failures > 2)
         self.moves_on = self._heard is None or not stays
-        if self._heard is None and not answered:
+        if self._heard is None:
             self._tries_left -= 1
-            if self._tries_left == 0:
+            self._may_begin |= answered
+            if self._tries_left > 0:
+                return 0.0
+            if not self._may_begin:
                 raise error
-            return 0.0
+            self._tries_left, self._may_begin = self._num_coordinators, False
         if self._tried_until is None:
             if answered and self._heard is not None:
                 raise error

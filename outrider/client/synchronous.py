@@ -26,10 +26,10 @@ from outrider.client.results import (
     CoordinatorDescription,
     SessionView,
 )
-from outrider.client.resuming import RESUME_TIMEOUT_S, Told
+from outrider.client.resuming import RESUME_TIMEOUT_S, Told, avoided_s
 from outrider.client.transport import CLOSED
 from outrider.client.turns import Turns
-from outrider.errors import DeadlineExceeded, OutriderError, StreamBroken, Unavailable
+from outrider.errors import DeadlineExceeded, OutriderError, Unavailable
 from outrider.generation import Event, GenerateRequest, ResumeRequest
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc, types_pb2
@@ -118,8 +118,7 @@ class SyncClient:
             except Unavailable as error:
                 wait_s = told.wait_after(error, time.monotonic(), deadline)
                 if told.moves_on:
-                    answered = not isinstance(error, StreamBroken)
-                    current = self._turns.after(current, answered=answered)
+                    current = self._turns.after(current, avoided_s(error, begins=rest is None))
             time.sleep(wait_s)
 
     def _heard(self, call: Any, current: int) -> Generator[Event]:
@@ -143,7 +142,7 @@ class SyncClient:
 
     def cancel(self, session_id: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """See `Client.cancel`."""
-        self._call("Cancel", pb.CancelRequest(session_id=session_id), timeout_s, Unavailable)
+        self._call("Cancel", pb.CancelRequest(session_id=session_id), timeout_s)
 
     def get_session(self, session_id: str, timeout_s: float = CALL_TIMEOUT_S) -> SessionView:
         """See `Client.get_session`."""
@@ -166,21 +165,14 @@ class SyncClient:
                 return True
         return False
 
-    def _call(
-        self,
-        name: str,
-        request: Any,
-        timeout_s: float,
-        passed_on: type[Unavailable] = StreamBroken,
-    ) -> Any:
+    def _call(self, name: str, request: Any, timeout_s: float) -> Any:
         """See `ResumingTransport`."""
         current = self._turns.begin()
         for _ in self._coordinators[1:]:
             try:
                 return self._ask(self._coordinators[current], name, request, timeout_s)
-            except passed_on as error:
-                answered = not isinstance(error, StreamBroken)
-                current = self._turns.after(current, answered=answered)
+            except Unavailable as error:
+                current = self._turns.after(current, avoided_s(error, begins=False))
         return self._ask(self._coordinators[current], name, request, timeout_s)
 
     def _ask(self, coordinator: _Coordinator, name: str, request: Any, timeout_s: float) -> Any:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Final
 
 AVOIDED_S: Final = 5.0
-"""For so long calls begin elsewhere than at one that did not answer."""
+"""For so long calls begin elsewhere than at one that did not answer. One that cannot serve now says
+how long."""
 
 
 class Turns:
@@ -28,8 +29,8 @@ class Turns:
         self._next = (found + 1) % self._number
         return found
 
-    def after(self, tried: int, *, answered: bool) -> int:
-        """For a call that was asked of one in vain: so it goes round all of them."""
-        if not answered:
-            self._avoided[tried] = self._clock() + AVOIDED_S
+    def after(self, tried: int, avoided_s: float = AVOIDED_S) -> int:
+        """For a call that was asked of one in vain: so it goes round all of them. Others do not
+        begin there for so many seconds."""
+        self._avoided[tried] = self._clock() + avoided_s
         return (tried + 1) % self._number

@@ -59,7 +59,8 @@ def main() -> int:
     arguments.report.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     print(json.dumps({key: value for key, value in found.items() if key != "faults"}, indent=2))
     print(f"all of it: {arguments.report}")
-    return 1 if any(found.get(key) for key in ("errors", "num_wrong", "num_stuck")) else 0
+    wrong = ("errors", "num_wrong", "num_stuck", "missed")
+    return 1 if any(found.get(key) for key in wrong) else 0
 
 
 async def _run(arguments: argparse.Namespace, state: Path) -> dict[str, Any]:

@@ -51,7 +51,7 @@ OTHERS: Final = (
     ("lose", NODE), *((kind, role) for kind in ("cut", "hold") for role in (*ROLES, REDIS)),
 )  # fmt: skip
 OTHERS_PER_ROUND: Final = 3
-"""Of these, for every kill and stop."""
+"""Of these, with each round of all kills and stops."""
 NOTHING: Final = ("no", "fault")
 
 
@@ -199,8 +199,9 @@ class Adversary:
             await self._machines.kill_redis(STOPPED_S)
         else:
             os.kill(pid, signal.SIGKILL)
-            while fault.replica in {one.name for one in self._deployment.overview.replicas}:
-                await asyncio.sleep(POLL_S)
+            async with asyncio.timeout(WHOLE_S):
+                while fault.replica in {one.name for one in self._deployment.overview.replicas}:
+                    await asyncio.sleep(POLL_S)
 
     async def _reconciler_pid(self) -> int:
         """Once it is back, where it was lost just before."""

@@ -20,7 +20,15 @@ TIMES: Final = 3.0
 SAMPLE_S: Final = 1.0
 WARM_S: Final = 10.0
 """Until memory is measured first."""
+END_S: Final = 60.0
+"""What still runs in the end may take so long."""
 MIB: Final = 2**20
+GOODPUT_MIN: Final = 0.9
+"""Of the peak ..."""
+REFUSED_MS_MAX: Final = 100.0
+"""... the 99th percentile ..."""
+MEMORY_GROWN_MAX: Final = 64 * MIB
+"""... and of any replica: what is promised."""
 
 
 @dataclass
@@ -32,6 +40,7 @@ class Overload:
     pids: Sequence[int]
     """Of all replicas."""
     num_answered: int = 0
+    num_wrong: int = 0
     num_running_max: int = 0
     """Sessions of all coordinators together."""
     refused_after_s: list[float] = field(default_factory=list)
@@ -43,12 +52,12 @@ class Overload:
         loop, running = asyncio.get_running_loop(), set[asyncio.Task[None]]()
         began = loop.time()
         sampling = asyncio.create_task(self._sample())
-        memory: list[int] = []
+        memory, is_warm = [_resident_bytes(pid) for pid in self.pids], False
         async with Client(self.addresses, resume_timeout_s=0) as client:
             number = 0
             while (now := loop.time()) < began + seconds:
-                if not memory and now > began + WARM_S:
-                    memory = [_resident_bytes(pid) for pid in self.pids]
+                if not is_warm and now > began + WARM_S:
+                    memory, is_warm = [_resident_bytes(pid) for pid in self.pids], True
                 task = asyncio.create_task(self._ask(client, number))
                 running.add(task)
                 task.add_done_callback(running.discard)
@@ -57,15 +66,26 @@ class Overload:
             goodput = self.num_answered / seconds
             grown = [_resident_bytes(pid) - before for pid, before in
                      zip(self.pids, memory, strict=True)]  # fmt: skip
-            await asyncio.gather(*running)
+            _, unended = await asyncio.wait(running, timeout=END_S) if running else ((), ())
+        if sampling.done():
+            await sampling  # Raises what it met.
         sampling.cancel()
+        refused_ms = 1e3 * percentile(self.refused_after_s or [0.0], 99)
+        missed = {
+            "goodput": goodput < GOODPUT_MIN * peak,
+            "refused_after": refused_ms > REFUSED_MS_MAX,
+            "memory": max(grown) > MEMORY_GROWN_MAX,
+        }
         return {
+            "missed": sorted(key for key, is_missed in missed.items() if is_missed),
+            "num_stuck": len(unended),
+            "num_wrong": self.num_wrong,
             "peak_requests_per_second": round(peak, 2),
             "asked_per_second": round(number / seconds, 2),
             "goodput_of_peak": round(goodput / peak, 3),
             "num_asked": number,
             "num_refused": len(self.refused_after_s),
-            "refused_after_p99_ms": round(1e3 * percentile(self.refused_after_s or [0.0], 99), 1),
+            "refused_after_p99_ms": round(refused_ms, 1),
             "num_running_max": self.num_running_max,
             "memory_grown_mib_max": round(max(grown) / MIB, 1),
             "errors": sorted(set(self.others))[:20],
@@ -75,8 +95,9 @@ class Overload:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            assert await self.load.is_right(client, number)
-            self.num_answered += 1
+            is_right = await self.load.is_right(client, number)
+            self.num_answered += is_right
+            self.num_wrong += not is_right
         except Overloaded:
             self.refused_after_s.append(loop.time() - began)
         except OutriderError as error:

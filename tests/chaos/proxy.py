@@ -108,6 +108,8 @@ class FaultProxy:
             one.join(other, both.discard)
         end.write(answer + far.rest)
         far.write(end.rest)
+        if far.transport.is_closing():  # It was left before it could tell.
+            end.transport.close()
         if address in self._held:  # Since a moment ago.
             for one in (end, far):
                 one.pause()

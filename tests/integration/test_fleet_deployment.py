@@ -39,9 +39,9 @@ KEPT_NOTES: tuple[Topic, ...] = ("started", "policy", "changes")
 NUM_FIRST_TOKENS, NUM_LONG_TOKENS, NUM_LONG_STREAMS = 20, 400, 6
 CHANGE_S = 120.0
 """What starting or ending some replicas may take on a busy machine."""
-LOST_S = 5.0
+LOST_S = 30.0
 """By when a stream has ended whose session Redis has lost ..."""
-AGAIN_S = 20.0
+AGAIN_S = 120.0
 """... and who asked next is answered, and what Redis has lost of the fleet is there again."""
 
 pytestmark = [

@@ -211,14 +211,41 @@ def test_what_cannot_begin_now_is_asked_for_again_when_the_coordinator_says() ->
         transport = ResumingTransport(each)
         found = [event async for event in transport.generate(REQUEST, 600.0)]
         assert found == [STARTED, FIRST, SECOND, FINISHED]
-        assert loop.time() == pytest.approx(3.0)
+        assert loop.time() == pytest.approx(1.5)
         assert len(other.asked) == 1
         each = [Scripted(*[(away,)] * 99)]
         with pytest.raises(Unavailable, match="no target"):
             async for _ in ResumingTransport(each, 5.0).generate(REQUEST, 600.0):
                 pass
-        assert loop.time() <= 3.0 + 5.0
+        assert loop.time() <= 1.5 + 5.0
         assert len(each[0].asked) == 4
+
+    run_virtually(main())
+
+
+def test_calls_pass_over_a_coordinator_that_cannot_now() -> None:
+    """Neither do those wait that find it so, nor do others begin there until it said."""
+
+    async def main() -> None:
+        whole = (STARTED, FIRST, SECOND, FINISHED)
+        away = Scripted(*[(Unavailable("no target", 60_000),)] * 9)
+        each: Any = [away, Scripted(*[whole] * 9)]
+        transport = ResumingTransport(each)
+        for _ in range(6):
+            assert len([event async for event in transport.generate(REQUEST, 600.0)]) == 4
+        assert asyncio.get_running_loop().time() == 0.0
+        assert len(away.asked) == 1
+
+    run_virtually(main())
+
+
+def test_one_that_is_gone_does_not_keep_others_from_being_asked_again() -> None:
+    async def main() -> None:
+        soon = Unavailable("no target", 1000)
+        gone = Scripted(*[(BROKEN,)] * 9)
+        each: Any = [gone, Scripted((soon,), (soon,), (STARTED, FIRST, SECOND, FINISHED))]
+        found = [event async for event in ResumingTransport(each).generate(REQUEST, 600.0)]
+        assert found == [STARTED, FIRST, SECOND, FINISHED]
 
     run_virtually(main())
 

@@ -70,7 +70,8 @@ def test_numbers_say_what_is_simulated() -> None:
     table = of_numbers(
         "verify_ms=1:20/101:30, acceptance=0.9/0.5,num_draft_tokens=3,look_ahead=4,hit_rate=0.7,"
         "draft_branches=1,rest_ms=2",
-        max_num_seqs=5,
+        max_num_seqs=7,
+        draft_max_num_seqs=5,
     )
     assert table.times.verify.step_seconds(51) == pytest.approx(0.025)
     assert table.drafting.survival == pytest.approx((0.9, 0.45, 0.225))
@@ -78,6 +79,7 @@ def test_numbers_say_what_is_simulated() -> None:
     assert table.times.draft is not None
     assert table.times.draft.step_seconds(7) == pytest.approx(7 * 0.0013)
     assert (table.times.rest_s, table.times.max_num_seqs) == (0.002, 5)
+    assert table.target_max_num_seqs == 7
     assert table.times.plain.at(0.02) == pytest.approx(0.022)
 
 

@@ -181,6 +181,24 @@ def test_of_several_that_ask_at_once_each_is_heard() -> None:
     run_virtually(main())
 
 
+def test_what_holds_is_told_again_also_where_somebody_asks_meanwhile() -> None:
+    """And is refused."""
+
+    async def main() -> None:
+        world = World()
+        await world.tell(max_num_seqs=7)
+        world.registry.forget()
+        world.missing.add("ngram")
+        with pytest.raises(ConfigError):
+            await world.tell(draft_model="ngram")
+        await world.rollout.look()
+        world.again()
+        await world.rollout.return_to()
+        assert world.plans[-1].given.target.max_num_seqs == 7
+
+    run_virtually(main())
+
+
 def test_what_was_asked_while_the_registry_lost_everything_is_asked_again() -> None:
     async def main() -> None:
         world = World()
