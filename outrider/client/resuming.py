@@ -205,6 +205,6 @@ class Told:
             wait_s = 0.0
         elif not answered:
             wait_s, self._wait_s = self._wait_s, min(2 * self._wait_s, _WAIT_S[1])
-        if now + wait_s > min(self._tried_until, deadline):
+        if now + wait_s >= min(self._tried_until, deadline):
             raise error
         return wait_s

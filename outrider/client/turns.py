@@ -32,5 +32,6 @@ class Turns:
     def after(self, tried: int, avoided_s: float = AVOIDED_S) -> int:
         """For a call that was asked of one in vain: so it goes round all of them. Others do not
         begin there for so many seconds."""
-        self._avoided[tried] = self._clock() + avoided_s
+        until = self._clock() + avoided_s
+        self._avoided[tried] = max(until, self._avoided.get(tried, until))
         return (tried + 1) % self._number

@@ -170,8 +170,11 @@ def test_it_is_given_up_in_time() -> None:
 
 
 def test_without_time_to_resume_the_first_break_is_the_end() -> None:
+    """Also where the same coordinator would go on."""
+    first, second = Scripted((STARTED, FIRST, BROKEN), (STARTED, SECOND, FINISHED)), Scripted()
     with pytest.raises(StreamBroken):
-        heard(Scripted((STARTED, FIRST, BROKEN)), Scripted(), resume_timeout_s=0.0)
+        heard(first, second, resume_timeout_s=0.0)
+    assert (len(first.asked), len(second.asked)) == (1, 0)
 
 
 def test_nothing_told_yet_is_asked_anew_of_each_once() -> None:

@@ -34,6 +34,13 @@ def test_one_that_says_when_is_passed_over_for_so_long() -> None:
     assert [turns.begin() for _ in range(2)] == [0, 1]
 
 
+def test_what_another_call_says_of_its_session_ends_no_wait() -> None:
+    turns = Turns(2, lambda: 0.0)
+    turns.after(0)
+    turns.after(0, 0.0)
+    assert [turns.begin() for _ in range(2)] == [1, 1]
+
+
 def test_where_none_answers_all_are_asked() -> None:
     turns = Turns(2, lambda: 0.0)
     for tried in range(2):
