@@ -6,6 +6,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 SEEDS ?= 200
 MINUTES ?= 10
+SECONDS ?= 300
 # Tests run side by side; those that start processes of their own stay together.
 TEST_WORKERS ?= 2
 VENV := .venv
@@ -18,11 +19,14 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=$(1) --pyi_out
 	--grpc_python_out=$(1) $(PROTOS)
 # A checked-out tree keeps its deployment, its logs and its locks apart from the user's own.
 DEMO_STATE := $(abspath $(VENV))/demo-state
+# Other people's load generators, each in an environment of its own.
+CLIENTS := guidellm aiperf
+CLIENT_STAMPS := $(CLIENTS:%=$(VENV)/clients/%/installed)
 
-.PHONY: help install demo test test-full check proto bench chaos sim
+.PHONY: help install demo test test-full test-page test-clients check proto bench chaos sim fuzz
 
 help: ## List the jobs.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## Create .venv and install into it; again only when what it depends on changed.
 
@@ -39,17 +43,32 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## Start, generate with the real model, and print the speed-up against plain decoding.
 	@export OUTRIDER_STATE_DIR=$(DEMO_STATE); \
 	trap '$(BIN)/outrider stop --quiet' EXIT; \
-	$(BIN)/outrider serve demo --grpc-port 0 --detach; \
+	$(BIN)/outrider serve demo --grpc-port 0 --port 0 --detach; \
 	$(BIN)/outrider generate --chat --max-tokens 64 "In two sentences: why is the sky blue?"; \
 	$(BIN)/outrider bench speedup --temperature 0 --no-reference \
 		--prompts benchmarks/prompts/rewrite.jsonl --num-prompts 3 --max-tokens 96
 
-test: $(STAMP) ## Run every test but the whole grids.
+test: $(STAMP) ## Run every test but the whole grids, and 1,000 seeds of the simulation.
 	$(PYTEST) -m "not full" --durations 40
 	PYTHONOPTIMIZE=1 $(PYTEST) -m "not full and not long" -q tests/unit tests/exactness/core
+	$(BIN)/python -m tests.simulation --seeds 1000
 
 test-full: $(STAMP) ## Run every test, the whole grids included.
 	$(PYTEST)
+
+test-page: $(STAMP) ## Look at the window in a real browser, which must be installed.
+	@$(BIN)/python tests/page/browser.py
+	$(BIN)/python -m pytest tests/page
+
+test-clients: $(STAMP) $(CLIENT_STAMPS) ## Run guidellm and aiperf, unmodified, against the demo by HTTP.
+	$(BIN)/python -m tests.clients --environments $(VENV)/clients
+
+$(CLIENT_STAMPS): $(VENV)/clients/%/installed: tests/clients/%.txt
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@echo "installing $* into $(@D), once; this takes some minutes" >&2
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $< torch
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $< $*
+	@touch $@
 
 check: $(STAMP) ## Format, lint, types, import contracts, style, and drift of generated code.
 	$(BIN)/ruff format --check .
@@ -74,3 +93,11 @@ chaos: $(STAMP) ## Kill and stop everything under load for MINUTES minutes; then
 
 sim: $(STAMP) ## Simulate SEEDS seeds of failures on a virtual clock.
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
+
+fuzz: $(STAMP) $(VENV)/fuzz/installed ## Send hostile input to every route and method for SECONDS seconds.
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --schemathesis $(VENV)/fuzz/bin/schemathesis
+
+$(VENV)/fuzz/installed: tests/fuzz/schemathesis.txt
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $< schemathesis
+	@touch $@

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Final
 
 from outrider.client import Client
-from outrider.config import EMULATED, CoordinatorConfig, DraftConfig, TargetConfig
+from outrider.config import (
+    EMULATED,
+    CoordinatorConfig,
+    DraftConfig,
+    ServerConfig,
+    TargetConfig,
+    unlocked,
+)
 from outrider.sessions.embedded import EmbeddedRedis
 
 from .role_process import RoleProcess
@@ -43,7 +50,7 @@ class Replicas:
                 relay = await stack.enter_async_context(RoleProcess("relay", "relay", way))
                 draft_address = relay.address
             config = replace(
-                self.settings,
+                unlocked(self.settings),
                 grpc_port=0,
                 redis_url=self.redis_url,
                 target_address=self.target_address,
@@ -79,7 +86,8 @@ async def running_pair(
         redis.start()
         stack.callback(redis.stop)
         addresses = []
-        for role, config in (("target", target), ("draft", draft)):
-            process = RoleProcess("service_roles", role, {"config": asdict(config)})
+        pair: tuple[tuple[str, ServerConfig], ...] = (("target", target), ("draft", draft))
+        for role, config in pair:
+            process = RoleProcess("service_roles", role, {"config": asdict(unlocked(config))})
             addresses.append((await stack.enter_async_context(process)).address)
         yield Replicas(addresses[0], addresses[1], redis.url, coordinator)

@@ -34,7 +34,7 @@ from outrider.sessions.store import (
     SessionStore,
 )
 from outrider.wire.codecs import Answer, Codec, Item
-from outrider.wire.link import Connection, Link
+from outrider.wire.link import Connection, Link, LinkBytes
 from outrider.work import SteppedItem
 
 now_ns: Final = time.monotonic_ns
@@ -150,6 +150,11 @@ class ClockedLink(Generic[Item, Answer]):
         self._link = link
         self._on_send = on_send
         self._on_heard = on_heard
+
+    @property
+    def num_bytes(self) -> LinkBytes:
+        """See `Link.num_bytes`."""
+        return self._link.num_bytes
 
     def listen(
         self, on_answer: Callable[[Answer], None], on_lost: Callable[[Exception], None]

@@ -101,8 +101,9 @@ async def _coordinating(
     address. `seen` is put on its links' codecs."""
     use_threads(1)
     from coordinator.asking import Patience
+    from coordinator.options import CoordinatorOptions
     from coordinator.request import RequestDefaults
-    from coordinator.service import CoordinatorOptions, CoordinatorService
+    from coordinator.service import CoordinatorService
     from coordinator.servicer import CoordinatorServicer
     from outrider.drafting.ngram import NgramDrafter
     from outrider.sessions.redis_store import RedisStore
@@ -124,13 +125,8 @@ async def _coordinating(
             length_control=False,  # What is measured are rounds with drafts.
             run_ahead_rounds=config.run_ahead_rounds,
             max_sessions=config.max_sessions,
-            patience=Patience(
-                target_answer_s=config.target_timeout_ms / 1e3,
-                target_gone_s=config.target_gone_ms / 1e3,
-                target_retry_s=config.target_retry_ms / 1e3,
-                # A draft that stalls is to be measured, not done without.
-                draft_answer_s=config.target_timeout_ms / 1e3,
-                draft_retry_s=config.draft_retry_ms / 1e3,
+            patience=Patience.of(config).with_draft_deadline(
+                config.target_timeout_ms  # One that stalls is to be measured, not done without.
             ),
         ),
         store=ClockedStore(await RedisStore.connect(setup["redis_url"]), clock),

@@ -11,6 +11,7 @@ import socket
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -18,19 +19,23 @@ from outrider.config import CoordinatorConfig
 from outrider.fleet.membership import Engagement
 from outrider.hosting import Place, advertised, build_lookup, log_to, use_threads
 from outrider.limits import SEED_BITS
+from outrider.settings import blaming
 
 if TYPE_CHECKING:
+    from grpc import ServerCredentials
+
     from outrider.drafting.lookup import LookupDrafter
     from outrider.fleet.announcing import Announcer
     from outrider.fleet.registry import Registry
     from outrider.messages import DraftAnswer, DraftItem, VerifyAnswer, VerifyItem
+    from outrider.security.gate import Gate
     from outrider.sessions.redis_store import RedisStore
     from outrider.telemetry.exporting import Exports
     from outrider.telemetry.observer import Observation
     from outrider.wire.link import Link
     from outrider.wire.server import RpcServer
 
-    from .asking import Patience
+    from .http.server import HttpServer
     from .prompts import Text
     from .service import CoordinatorService
 
@@ -46,7 +51,9 @@ class CoordinatorActor:
 
     def __init__(self) -> None:
         self._service: CoordinatorService | None = None
+        self._gate: Gate | None = None
         self._server: RpcServer | None = None
+        self._http: HttpServer | None = None
         self._health: asyncio.Task[None] | None = None
         self._exports: Exports | None = None
         self._announcer: Announcer | None = None
@@ -68,46 +75,88 @@ class CoordinatorActor:
         use_threads(1)
         log_to(log_directory, config.log_name("coordinator"))
         from outrider.v1 import coordinator_pb2
+        from outrider.wire.guard import KeyGuard
         from outrider.wire.server import RpcServer, ServerOptions, Service
 
         from .servicer import CoordinatorServicer
 
         registry = _registry(config)
         addresses = await _addresses(config, registry)
-        self._service = await _build(config, _links(addresses), self._observe(config))
+        links = _links_by(config)
+        observation = self._observe(config)
+        self._service = await _build(config, _links(addresses, links), observation, registry)
         await self._service.start()
         descriptor = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
+        gate = self._gate = build_gate(config)
         self._server = RpcServer(
-            [Service(descriptor, CoordinatorServicer(self._service))],
-            ServerOptions(config.host, config.grpc_port, reflection=config.reflection),
+            [Service(descriptor, CoordinatorServicer(self._service, gate))],
+            ServerOptions(
+                config.host,
+                config.grpc_port,
+                reflection=config.serves_reflection,
+                guards=(KeyGuard(gate),) if gate.asks_for_keys else (),
+                credentials=_front_credentials(config),
+            ),
         )
         await self._server.start()
+        http_address = await self._serve_http(self._service, config, gate)
         await self._server.set_serving(True)
-        self._health = asyncio.create_task(_report_health(self._service, self._server))
+        self._health = asyncio.create_task(_report_health(self._service, self._server, self._http))
         address = advertised(config.host, self._server.address)
         if registry is not None:
-            await self._follow(registry, config, address, addresses)
-        self._engagement = Engagement(address=address, slot=config.slot, plan=config.plan)
+            await self._follow(registry, config, address, addresses, links)
+        self._engagement = Engagement(
+            address=address, slot=config.slot, plan=config.plan, http_address=http_address
+        )
         return address
 
+    async def _serve_http(
+        self, service: CoordinatorService, config: CoordinatorConfig, gate: Gate
+    ) -> str:
+        """Where it answers by HTTP; empty where it does not. Raises `ConfigError`."""
+        if not config.http:
+            return ""
+        from .http.server import HttpOptions, HttpServer
+        from .http.shown_certificate import TlsFiles
+
+        tls = None
+        if config.ssl_certfile:
+            authority = Path(config.ssl_ca_certs) if config.ssl_ca_certs else None
+            tls = TlsFiles(Path(config.ssl_certfile), Path(config.ssl_keyfile), authority)
+        metrics = times = None
+        if self._exports is not None:
+            from outrider.telemetry.http_times import HttpTimes
+
+            times = HttpTimes(self._exports.meter)
+            metrics = None if self._exports.scrape is None else self._exports.scrape.render
+        options = HttpOptions(config.host, config.port, metrics, gate, tls, times)
+        self._http = HttpServer(service, options)
+        await self._http.start()
+        return advertised(config.host, self._http.address)
+
     async def _follow(
-        self, registry: Registry, config: CoordinatorConfig, address: str, begun_with: Addresses
+        self,
+        registry: Registry,
+        config: CoordinatorConfig,
+        address: str,
+        begun_with: Addresses,
+        links: LinksBy,
     ) -> None:
         """Keeps up with who is in the registry, and is in it."""
         from outrider.fleet.announcing import Announcer
         from outrider.fleet.registry import ReplicaRecord
-        from outrider.wire.grpc_link import draft_link, target_link
 
         from .roster import Peers, Roster
 
         service, member = self._service, config.membership
         if service is None or member is None:
             return
+        hear = service.fleet.hear
         rosters = (
-            Roster("target", service.targets, registry, target_link, begun_with[0]),
-            Roster("draft", service.drafts, registry, draft_link, begun_with[1]),
+            Roster("target", service.targets, registry, links[0], begun_with[0], hear),
+            Roster("draft", service.drafts, registry, links[1], begun_with[1], hear),
         )
-        peers = Peers(registry, member.name, service)
+        peers = Peers(registry, member.name, service, hear)
         self._rosters = [asyncio.create_task(one.run()) for one in (*rosters, peers)]
 
         def record() -> ReplicaRecord:
@@ -134,7 +183,9 @@ class CoordinatorActor:
         from outrider.telemetry.exporting import start_exports
         from outrider.telemetry.requests import Detail, ObservedRequests
 
-        self._exports = start_exports(config.telemetry, "coordinator", config.host, config.slot)
+        self._exports = start_exports(
+            config.telemetry, "coordinator", config.metrics_host, config.slot
+        )
         if self._exports is None:
             return UNOBSERVED
         detail = Detail(config.trace_first_rounds, config.trace_every_rounds, config.trace_prompts)
@@ -160,16 +211,20 @@ class CoordinatorActor:
             task.cancel()
         if self._announcer is not None:
             await self._announcer.close()
-        if self._server is not None:
-            await self._server.stop(grace_s)
+        servers = (self._server, self._http)
+        await asyncio.gather(*(one.stop(grace_s) for one in servers if one is not None))
         if self._service is not None:
             await self._service.close()
+        if self._gate is not None:
+            await self._gate.close()
         if self._exports is not None:
             await self._exports.close()
 
 
-async def _report_health(service: CoordinatorService, server: RpcServer) -> None:
-    """Keeps the server's health true; stops it once nothing can be served any more."""
+async def _report_health(
+    service: CoordinatorService, server: RpcServer, http: HttpServer | None
+) -> None:
+    """Keeps the server's health true; stops both once nothing can be served any more."""
     serving = True
     while not service.failed:
         healthy = await service.healthy()
@@ -179,6 +234,8 @@ async def _report_health(service: CoordinatorService, server: RpcServer) -> None
             serving = healthy
         await asyncio.sleep(HEALTH_PERIOD_S)
     _log.critical("commits have ended; the coordinator stops")
+    if http is not None:
+        await http.stop()
     await server.stop()
 
 
@@ -210,21 +267,55 @@ async def _addresses(config: CoordinatorConfig, registry: Registry | None) -> Ad
     )
 
 
-def _links(addresses: Addresses) -> Links:
+def _front_credentials(config: CoordinatorConfig) -> ServerCredentials | None:
+    """TLS for users; None = plain text. Raises `ConfigError`."""
+    if not config.ssl_certfile:
+        return None
+    from outrider.wire.credentials import server_credentials
+
+    authority = Path(config.ssl_ca_certs) if config.ssl_ca_certs else None
+    with blaming("ssl_certfile"):
+        return server_credentials(Path(config.ssl_certfile), Path(config.ssl_keyfile), authority)
+
+
+LinksBy = tuple[
+    "Callable[[str], Link[VerifyItem, VerifyAnswer]]",
+    "Callable[[str], Link[DraftItem, DraftAnswer]]",
+]
+"""What leads to the target, and to the draft, at an address."""
+
+
+def _links_by(config: CoordinatorConfig) -> LinksBy:
+    """Raises `ConfigError` for certificates that are wrong."""
     from outrider.wire.grpc_link import draft_link, target_link
 
+    if not config.internal_tls_dir:
+        return target_link, draft_link
+    from outrider.wire.credentials import internal_trust
+
+    directory = Path(config.internal_tls_dir)
+    with blaming("internal_tls_dir"):
+        return (
+            partial(target_link, trust=internal_trust(directory, "coordinator", "target")),
+            partial(draft_link, trust=internal_trust(directory, "coordinator", "draft")),
+        )
+
+
+def _links(addresses: Addresses, links: LinksBy) -> Links:
     targets, drafts = addresses
     return (
-        {name: target_link(address) for name, address in targets.items()},
-        {name: draft_link(address) for name, address in drafts.items()},
+        {name: links[0](address) for name, address in targets.items()},
+        {name: links[1](address) for name, address in drafts.items()},
     )
 
 
 async def _build(
-    config: CoordinatorConfig, links: Links, observation: Observation
+    config: CoordinatorConfig, links: Links, observation: Observation, registry: Registry | None
 ) -> CoordinatorService:
+    from .asking import Patience
+    from .options import CoordinatorOptions
     from .request import RequestDefaults
-    from .service import CoordinatorOptions, CoordinatorService
+    from .service import CoordinatorService
 
     text = _load_text(config)
     return CoordinatorService(
@@ -235,13 +326,14 @@ async def _build(
             length_control=config.length_control,
             run_ahead_rounds=config.run_ahead_rounds,
             max_sessions=config.max_sessions,
-            patience=_patience(config),
+            patience=Patience.of(config),
             resume_grace_s=config.resume_grace_ms / 1e3,
             follows=config.membership is not None,
             drafting_delays=config.drafting_delays,
             look_ahead=config.look_ahead or 0,
             look_ahead_bytes_max=config.look_ahead_bytes_max,
             draft_siblings=config.draft_siblings or 0,
+            audit_share=config.audit_share,
             confident=None if config.lookup is None else config.lookup.hybrid_min_score,
         ),
         store=await connect_store(config),
@@ -251,6 +343,7 @@ async def _build(
         text=text,
         random_seed=_random_seeds(config.seed),
         observation=observation,
+        registry=registry,
     )
 
 
@@ -284,6 +377,20 @@ async def connect_store(config: CoordinatorConfig) -> RedisStore:
     )
 
 
+def build_gate(config: CoordinatorConfig) -> Gate:
+    """What stands before everything that the coordinator serves. Raises `ConfigError`."""
+    from outrider.security.gate import gate_of
+
+    if not config.asks_for_keys:
+        return gate_of("", "")
+    from outrider.security.limits import Limiter
+    from outrider.sessions.redis_slots import RedisSlots
+
+    limiter = Limiter(RedisSlots(config.redis))
+    with blaming("api_key_file"):
+        return gate_of(config.api_key, config.api_key_file, limiter)
+
+
 def _load_text(config: CoordinatorConfig) -> Text | None:
     if not config.tokenizer_directory:
         return None
@@ -291,18 +398,6 @@ def _load_text(config: CoordinatorConfig) -> Text | None:
 
     return TokenizerText.load(
         Path(config.tokenizer_directory), trust_remote_code=config.trust_remote_code
-    )
-
-
-def _patience(config: CoordinatorConfig) -> Patience:
-    from .asking import Patience
-
-    return Patience(
-        target_answer_s=config.target_timeout_ms / 1e3,
-        target_gone_s=config.target_gone_ms / 1e3,
-        target_retry_s=config.target_retry_ms / 1e3,
-        draft_answer_s=config.draft_timeout_ms / 1e3,
-        draft_retry_s=config.draft_retry_ms / 1e3,
     )
 
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self
 
+from outrider.constraints.constraint import Constraint
 from outrider.messages import Resync, RoundHead
 from outrider.sessions.state import Session
 from outrider.speculation.sampling import SamplingParams
 from outrider.telemetry.observer import SILENT, RequestObserver, Side
+
+if TYPE_CHECKING:
+    from outrider.config import CoordinatorConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,23 @@ class Patience:
     draft_retry_s: float
     """Rest between two questions to an absent draft."""
 
+    @classmethod
+    def of(cls, config: CoordinatorConfig) -> Self:
+        """That of these settings."""
+        return cls(
+            target_answer_s=config.target_timeout_ms / 1e3,
+            target_gone_s=config.target_gone_ms / 1e3,
+            target_retry_s=config.target_retry_ms / 1e3,
+            draft_answer_s=config.draft_timeout_ms / 1e3,
+            draft_retry_s=config.draft_retry_ms / 1e3,
+        )
+
+    def with_draft_deadline(self, draft_deadline_ms: int | None) -> Patience:
+        """This one, for a session that says how long it waits for its draft."""
+        if draft_deadline_ms is None:
+            return self
+        return replace(self, draft_answer_s=draft_deadline_ms / 1e3)
+
 
 class HeadWriter:
     """Writes the head of each message of one session."""
@@ -37,10 +59,13 @@ class HeadWriter:
         sampling: SamplingParams,
         deadline: float,
         observer: RequestObserver = SILENT,
+        constraint: Constraint | None = None,
     ) -> None:
         self.session = session
         self.observer = observer
         self.sampling = sampling
+        self.constraint = constraint
+        self._constraint_hash = b"" if constraint is None else constraint.digest()
         self._sampling_hash = sampling.hash()
         self._deadline = deadline
 
@@ -63,6 +88,8 @@ class HeadWriter:
             sampling_hash=self._sampling_hash,
             deadline_ms=max(1, math.ceil(left * 1e3)),
             traceparent=self.observer.context(side),
+            constraint=self.constraint,
+            constraint_hash=self._constraint_hash,
         )
 
     def held(self, resync: Resync) -> int:

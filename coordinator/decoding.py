@@ -149,8 +149,9 @@ class Decoding:
             return _NOT_DRAFTED
         self._observer.asked("draft")
         room = self._length_max - self._session.length - length.num_draft_tokens
+        siblings = fitting(length.siblings, room)
         drafted = await self._draft.propose(
-            index, length.num_draft_tokens, noise, fitting(length.siblings, room)
+            index, length.num_draft_tokens, noise, siblings, length.patience_s
         )
         self._observer.drafted(
             len(drafted.proposal),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from dataclasses import replace
 
 from outrider.errors import (
@@ -84,10 +85,11 @@ class DraftSide:
     def prefill(self, round_index: int, num_draft_tokens: int) -> None:
         """Lets the draft read the prompt while the target does, and look ahead of a round without
         a proposal, for so many tokens; waits for nothing."""
-        self._mailbox.begin(round_index)
+        number = self._berth.number(round_index)
+        self._mailbox.begin(number)
         self._looked_for = num_draft_tokens
         try:
-            self._send(round_index, num_draft_tokens if self._look_ahead else 0, held=())
+            self._send(number, num_draft_tokens if self._look_ahead else 0, held=())
         except (LinkLost, Overloaded) as error:
             self._lose(error)
         # Messages of a session are worked off in order; where this one is lost, a resync follows.
@@ -99,43 +101,49 @@ class DraftSide:
         num_draft_tokens: int,
         noise: RoundNoise,
         siblings: tuple[int, ...] = (),
+        patience_s: float = math.inf,
     ) -> Drafted:
         """See `Drafts.propose`: the replica's, or the stand-in's where the replica is away, late or
         refuses."""
         loop = asyncio.get_running_loop()
         start = loop.time()
-        self._mailbox.begin(round_index)
         if self._berth.is_left and self._move():
             self._present = True
+        number = self._berth.number(round_index)
+        self._mailbox.begin(number)
         looked_for, self._looked_for = self._looked_for, num_draft_tokens
-        pushed = self._pushed.begin(round_index, self._heads.session.tokens)
+        was_looked_for = self._look_ahead > 0 and looked_for > 0 and self._pushed.expects(number)
+        pushed = self._pushed.begin(number, self._heads.session.tokens)
         if pushed is not None and self._is_fit(pushed):
             self._held = pushed
             self.cached_length = pushed.cached_length
             proposal = pushed.proposal.cut(num_draft_tokens)
             # The verification leaves first, in the loop's next turn: nobody waits for what the
             # draft is told.
-            loop.call_soon(
-                loop.call_soon, self._tell, round_index, num_draft_tokens, proposal.token_ids
-            )
+            loop.call_soon(loop.call_soon, self._tell, number, num_draft_tokens, proposal.token_ids)
             num_asked = self._drafted_for(proposal, num_draft_tokens, looked_for)
             return _drafted_by(pushed, proposal, 0.0, num_asked, ahead=True)
+        if was_looked_for:
+            self._heads.observer.look_ahead_missed()
         reply: ProposalReply | None = None
+        is_late = False
         if self._present or self._heard_again():
             try:
-                async with asyncio.timeout(self._patience.draft_answer_s):
-                    reply = await self._ask(round_index, num_draft_tokens, siblings)
+                async with asyncio.timeout(min(patience_s, self._patience.draft_answer_s)):
+                    reply = await self._ask(number, num_draft_tokens, siblings)
             except (TimeoutError, OutriderError) as error:
+                is_late = isinstance(error, TimeoutError)
                 self._lose(error)
         else:
-            self._probe(round_index, num_draft_tokens)
+            self._probe(number, num_draft_tokens)
         self._held = reply
         if reply is not None:
             seconds = loop.time() - start
             num_asked = self._drafted_for(reply.proposal, num_draft_tokens, looked_for)
             return _drafted_by(reply, reply.proposal, seconds, num_asked, siblings=siblings)
         proposal = self._stand_in.propose(num_draft_tokens, noise)
-        return Drafted(proposal, False, loop.time() - start, num_draft_tokens)
+        num_asked = 0 if is_late else num_draft_tokens
+        return Drafted(proposal, False, loop.time() - start, num_asked)
 
     def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
         """See `Drafts.next_wanted`: the target proposes nothing."""
@@ -158,12 +166,12 @@ class DraftSide:
         self._berth.close()
 
     async def _ask(
-        self, round_index: int, num_draft_tokens: int, siblings: tuple[int, ...]
+        self, number: int, num_draft_tokens: int, siblings: tuple[int, ...]
     ) -> ProposalReply:
         """Asks until there is a proposal; the caller bounds the time."""
         while True:
-            self._send(round_index, num_draft_tokens, siblings=siblings)
-            answer = await self._take(round_index, num_draft_tokens)
+            self._send(number, num_draft_tokens, siblings=siblings)
+            answer = await self._take(number, num_draft_tokens)
             if isinstance(answer, Resync):
                 self.cached_length = self._heads.held(answer)
                 if self._features is not None:
@@ -177,11 +185,11 @@ class DraftSide:
                     self._features.told()
                 return answer
 
-    async def _take(self, round_index: int, num_draft_tokens: int) -> DraftAnswer:
+    async def _take(self, number: int, num_draft_tokens: int) -> DraftAnswer:
         """The answer to a round, or what was pushed for it meanwhile."""
-        self._asked = (round_index, num_draft_tokens)
+        self._asked = (number, num_draft_tokens)
         try:
-            return await self._mailbox.take(round_index)
+            return await self._mailbox.take(number)
         finally:
             self._asked = None
 
@@ -215,11 +223,11 @@ class DraftSide:
             return False
         return True
 
-    def _tell(self, round_index: int, num_draft_tokens: int, token_ids: tuple[int, ...]) -> None:
+    def _tell(self, number: int, num_draft_tokens: int, token_ids: tuple[int, ...]) -> None:
         """Tells the draft which of its proposals has come true."""
         if self._present:
             try:
-                self._send(round_index, num_draft_tokens, held=token_ids)
+                self._send(number, num_draft_tokens, held=token_ids)
             except (LinkLost, Overloaded) as error:
                 self._lose(error)
 
@@ -234,13 +242,13 @@ class DraftSide:
 
     def _send(
         self,
-        round_index: int,
+        number: int,
         num_draft_tokens: int,
         held: tuple[int, ...] | None = None,
         siblings: tuple[int, ...] = (),
     ) -> None:
         base_length = min(self.cached_length, len(self._heads.session.tokens) - 1)
-        head = self._heads.write("draft", round_index, base_length)
+        head = self._heads.write("draft", number, base_length)
         news = None if self._features is None else self._features.news
         self._berth.send(DraftItem(head, num_draft_tokens, self._look_ahead, held, siblings, news))
 
@@ -270,13 +278,13 @@ class DraftSide:
         self._present = self._mailbox.heard
         return self._present
 
-    def _probe(self, round_index: int, num_draft_tokens: int) -> None:
+    def _probe(self, number: int, num_draft_tokens: int) -> None:
         """Asks an absent draft now and then without waiting; an answer makes it present."""
         if asyncio.get_running_loop().time() < self._ask_again_at:
             return
         self._rest()
         try:
-            self._send(round_index, num_draft_tokens)
+            self._send(number, num_draft_tokens)
         except (LinkLost, Overloaded):
             return  # Still away; the next probe comes after the rest.
 

@@ -6,6 +6,7 @@ the target.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -78,9 +79,10 @@ class Drafts(Protocol):
         num_draft_tokens: int,
         noise: RoundNoise,
         siblings: tuple[int, ...] = (),
+        patience_s: float = math.inf,
     ) -> Drafted:
         """A proposal of at most `num_draft_tokens` tokens, with as many `siblings` beside each at
-        most. Never raises for a draft's sake."""
+        most, in so many seconds. Never raises for a draft's sake."""
         ...
 
     def next_wanted(self, length: RoundLength, room: int) -> NextWanted:

@@ -22,6 +22,7 @@ all sessions commit; so what seems hopeless is tried seldom, and what is uncerta
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from .depth_averages import DepthAverages
 from .lengths import PlayedRound, RoundLength
 from .round_costs import SECONDS_MIN, Forecast, RoundCosts
 from .siblings import SIBLINGS_OF_A_ROUND_MAX, Shaper, SiblingAverages
-from .trials import TUNING, Trials, Tuning
+from .trials import TUNING, Drafting, Trials, Tuning
 
 PROMPT_SIZES: Final = (128, 512, 2048)
 """Tokens from which on a prompt is one of the next size."""
@@ -45,11 +46,8 @@ PLAIN_TRIED_ROUNDS: Final = 6
 """... for so many rounds, of which the first is not timed."""
 PLAIN_KNOWN_ROUNDS: Final = 2.0
 """What it takes is known while rounds of it weigh so much."""
-TRIAL_GAIN: Final = 1.2
-"""Drafting goes on after a trial that was so many times as fast as plain decoding, whatever is
-expected: a few rounds do not change an average ..."""
-TRIAL_ROUNDS: Final = 12
-"""... up to so many rounds of it."""
+PATIENCE_MIN_S: Final = 0.02
+"""A proposal is waited for so long at least: processes that share cores are not always on time."""
 NEW_LOAD_LOST: Final = 1.0
 """Tokens that a round with a draft may lose where the load is another one than was measured."""
 
@@ -175,40 +173,13 @@ class _Option:
     seconds: float
     siblings: tuple[int, ...] = ()
     """That it has beside its tokens."""
+    draft_s: float = 0.0
+    """Of these, those until its proposal is there."""
 
     @property
     def rate(self) -> float:
         """Tokens a second."""
         return max(0.0, self.num_tokens) / max(self.seconds, SECONDS_MIN)
-
-
-class _Drafting:
-    """Rounds with a draft since the last plain phase."""
-
-    __slots__ = ("_num_tokens", "_seconds", "lost", "num_paid", "num_rounds")
-
-    def __init__(self, lost: float = 0.0, num_paid: int = 0) -> None:
-        self.lost = lost
-        """Tokens that trying was expected to cost, while it is a trial ..."""
-        self.num_paid = num_paid
-        """... and the rounds for which that was paid."""
-        self.num_rounds = 0
-        self._num_tokens = 0.0
-        """Of all but the first, for which the draft had to read what it missed ..."""
-        self._seconds = 0.0
-        """... and what they took."""
-
-    def note(self, num_tokens: float, seconds: float) -> None:
-        """A round was played, whose tokens are told less those that others lost."""
-        self.num_rounds += 1
-        if self.num_rounds > 1:
-            self._num_tokens += num_tokens
-            self._seconds += seconds
-
-    def beats(self, rate: float) -> bool:
-        """Whether the first few were by far quicker than this, in tokens a second."""
-        is_short = self.num_rounds <= TRIAL_ROUNDS
-        return is_short and self._num_tokens > TRIAL_GAIN * rate * self._seconds
 
 
 class LengthControl:
@@ -242,12 +213,16 @@ class LengthControl:
         self._num_draft_tokens = 0
         """K; 0 = not chosen yet."""
         self._beside: tuple[int, ...] = ()
-        """Siblings that go with it."""
+        """Siblings that go with it ..."""
+        self._patience_s = math.inf
+        """... and how long such a round waits for its proposal."""
+        self._num_asked = 0
+        """K of the round that was chosen last."""
         self._looks: tuple[int, ...] | None = None
         """The siblings of the next round, if that asks for all it may."""
         self._until_choice = 0
         """Rounds with a draft until the next choice."""
-        self._drafting = _Drafting()
+        self._drafting = Drafting()
         self._num_missed = 0
         """Tokens that the draft would have to read before it can propose any."""
         self._phase = tuning.plain_rounds
@@ -292,8 +267,10 @@ class LengthControl:
             if self._looks is not None:
                 num_draft_tokens, siblings = self._bound, self._looks
             next_max = min(self._longest_next(num_draft_tokens), num_left - 2)
-            num_draft_tokens = min(num_draft_tokens, num_left - 1)
-            return RoundLength(num_draft_tokens, 0, siblings[:num_draft_tokens], max(0, next_max))
+            self._num_asked = num_draft_tokens = min(num_draft_tokens, num_left - 1)
+            return RoundLength(
+                num_draft_tokens, 0, siblings[:num_draft_tokens], max(0, next_max), self._patience_s
+            )
         run_ahead = min(self._controls.run_ahead_rounds, num_left - 1)
         if self._bound > 0:
             self._plain_left -= 1
@@ -349,6 +326,11 @@ class LengthControl:
             self._averages.note(played.num_asked, played.survival)
             self._experience.note(played.num_asked, played.survival)
             self._num_missed = 0
+        elif played.draft_s > 0:
+            self._drafting.note(played.num_tokens, round_s)
+            if self._num_missed == 0:
+                costs.note_late(self._num_asked, played.draft_s)
+            self._num_missed = 0  # No excuse for another one.
 
     def close(self) -> None:
         """See `LengthPolicy.close`."""
@@ -388,7 +370,7 @@ class LengthControl:
             return True
         if not pays(lost):
             return False
-        self._drafting = _Drafting(lost, self._tuning.choice_rounds)
+        self._drafting = Drafting(lost, self._tuning.choice_rounds)
         return True
 
     def _choose_again(self) -> None:
@@ -414,6 +396,16 @@ class LengthControl:
             lost = current.rate * drafted[-1].seconds - drafted[-1].num_tokens
             looks = self._trials.first_look() or self._trials.pays(lost)
             self._looks = drafted[-1].siblings if looks else None
+        self._patience_s = self._patience(current if self._looks is None else drafted[-1], plain)
+
+    def _patience(self, drafted: _Option, plain: _Option) -> float:
+        """How long a proposal is waited for: until as much time has been lost, beyond what it takes
+        as a rule, as its tokens would take without it. So a draft that stops answering costs no
+        more than twice what it brings, whenever that is."""
+        if not self._controls.costs.are_known:
+            return math.inf
+        worth_s = max(0.0, drafted.num_tokens - 1.0) * plain.seconds
+        return max(PATIENCE_MIN_S, drafted.draft_s + worth_s)
 
     def _plain_is_due(self, drafted: _Option, plain: _Option) -> bool:
         """Whether drafting has lost, and not only against what was expected of it."""
@@ -435,7 +427,7 @@ class LengthControl:
         self._plain_left = num_rounds
         self._plain_ends = False
         self._looks = None
-        self._drafting = _Drafting()
+        self._drafting = Drafting()
         self._num_draft_tokens = self._until_choice = 0
 
     def _options(self) -> tuple[list[_Option], _Option]:
@@ -461,6 +453,7 @@ class LengthControl:
                     num_tokens - lost + shape.num_tokens,
                     seconds + shape.seconds,
                     shape.siblings,
+                    forecast.draft_s[depth],
                 )
             )
         return options, _Option(0, 1.0, forecast.plain_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +24,8 @@ class RoundLength:
     next_max: int = 0
     """Draft tokens that a target which drafts itself is to have for the next round, which may ask
     for fewer or more; 0 where that is sure to have none."""
+    patience_s: float = math.inf
+    """How long its proposal is worth waiting for, beside what bounds every wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class PlayedRound:
 
     num_asked: int
     """K that its proposal was drafted for; 0 = none was, or a look-up filled in, of which nothing
-    is learned."""
+    is learned but how long a proposal was waited for in vain."""
     survival: tuple[float, ...]
     """Of the proposed tokens, see `outrider.speculation.decision.survival`."""
     num_tokens: int

@@ -34,6 +34,10 @@ class PushedProposals:
             self._kept[place] = reply
             self._bytes += reply.num_bytes
 
+    def expects(self, round_index: int) -> bool:
+        """Whether proposals for a round that begins were kept: it follows the one before."""
+        return round_index == self._round + 1
+
     def begin(self, round_index: int, tokens: TokenSequence) -> ProposalReply | None:
         """A round begins after these committed tokens: the proposal that assumed them, if it is
         there. All others are forgotten."""

@@ -30,25 +30,27 @@ class Mailbox(Generic[Answer]):
         self.on_pushed: Callable[[ProposalReply], None] | None = None
         """Hears of proposals that assume something; without it they are dropped."""
 
-    def put(self, answer: Answer) -> None:
-        """Keeps an answer to the current or a later round."""
+    def put(self, answer: Answer) -> bool:
+        """Keeps an answer to the current or a later round. Returns False for one that comes when
+        its round is over, or is another's."""
         key = answer.key
         if key.epoch != self._epoch:
-            return
+            return False
         self.heard = True
         if isinstance(answer, ProposalReply) and answer.assumed:
             if self.on_pushed is not None:
                 self.on_pushed(answer)
-            return
+            return True
         if key.round < self._round:
-            return
+            return False
         known = self._answers.get(key.round)
         if isinstance(known, VerdictReply | ProposalReply):
-            return
+            return False
         if known is None and len(self._answers) >= MAILBOX_REPLIES_MAX:
-            return  # A replica that answers what nobody asked; what is needed is asked again.
+            return False  # A replica that answers what nobody asked; what is needed is asked again.
         self._answers[key.round] = answer
         self._wake()
+        return True
 
     def lose(self, error: Exception) -> None:
         """The stream broke: whoever waits is told."""
@@ -107,6 +109,8 @@ class PostOffice(Generic[Item, Answer]):
         self.away = False
         """Whether it could not be reached when it was last tried, and has not said since what it
         runs."""
+        self.num_stale = 0
+        """Proposals and verdicts that came when their round or session was over."""
         self._on_away = on_away
         self._boxes: dict[str, Mailbox[Answer]] = {}
         link.listen(self._deliver, self.lose)
@@ -144,10 +148,14 @@ class PostOffice(Generic[Item, Answer]):
         self.away = True
         self._on_away()
 
+    def leave(self, session_id: str) -> None:
+        """Answers to a session go nowhere until it comes back, if ever."""
+        self._boxes.pop(session_id, None)
+
     def close(self, session_id: str, epoch: int) -> None:
-        """Answers to a session go nowhere any more, and the replica may forget it."""
-        if self._boxes.pop(session_id, None) is not None:
-            self.link.release(session_id, epoch)
+        """The session ends here: the replica may forget it, and hears no more of this epoch."""
+        self.leave(session_id)
+        self.link.release(session_id, epoch)
 
     def lose(self, error: Exception) -> None:
         """The replica cannot be reached: whoever waits is told."""
@@ -157,5 +165,13 @@ class PostOffice(Generic[Item, Answer]):
 
     def _deliver(self, answer: Answer) -> None:
         box = self._boxes.get(answer.key.session_id)
-        if box is not None:
-            box.put(answer)
+        if (box is None or not box.put(answer)) and _brings(answer):
+            self.num_stale += 1
+
+
+def _brings(answer: VerdictReply | ProposalReply | Resync | Refused) -> bool:
+    """Whether it has what a round would have used: not where nothing was asked for, and not where
+    it was pushed for an outcome, of which most do not come true."""
+    if isinstance(answer, ProposalReply):
+        return bool(answer.proposal) and not answer.assumed
+    return isinstance(answer, VerdictReply)

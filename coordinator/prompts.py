@@ -1,4 +1,5 @@
-"""From prompts to token ids, on threads of their own: a long text takes seconds."""
+"""From prompts to token ids, and from constraints to grammars, on threads of their own: a long text
+takes seconds."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Protocol
 
+from outrider.constraints.constraint import Constraint
+from outrider.constraints.grammars import Grammars, GrammarTokenizer
 from outrider.errors import BadRequest
 from outrider.generation import ChatMessage, Prompt
 
@@ -31,39 +34,73 @@ class Text(Protocol):
         """Token ids of a conversation under the model's chat template."""
         ...
 
+    def spell(self, token_id: int) -> bytes:
+        """What a token is written as inside a text; a special one by its name."""
+        ...
+
     def stream(self) -> TextStream:
         """A fresh incremental detokenizer."""
         ...
 
+    def grammar_tokenizer(self, eos_token_ids: tuple[int, ...]) -> GrammarTokenizer:
+        """The same tokenizer, for grammars of texts that these tokens end. Takes a second. Raises
+        `ConfigError` where it does not serve."""
+        ...
+
 
 class PromptEncoder:
-    """Tokenizes the prompts of one coordinator."""
+    """Tokenizes the prompts of one coordinator, and checks constraints with the tokenizer."""
 
     def __init__(self, text: Text | None) -> None:
         """`text` is None for a model without a tokenizer: it takes token ids alone."""
         self._text = text
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self._grammars: Grammars | None = None
+        self._running: dict[int, _Running] = {}
+        """By the prompt's identity: the generations of one request have it in common."""
 
     async def encode(self, prompt: Prompt, tokens_max: int) -> tuple[str, tuple[int, ...]]:
-        """The name of the field that the prompt came in, and its token ids. Raises `BadRequest`
+        """The name of the field that the prompt came in, and its token ids. The same object is
+        tokenized once for all who wait for it. Raises `BadRequest`
         for a text that cannot be tokenized, or that `tokens_max` tokens can never hold: that one
         is not even looked at."""
         if isinstance(prompt, str):
-            ids = await self._run("text", prompt, _size(prompt), tokens_max)
+            ids = await self._run("text", prompt, prompt, _size(prompt), tokens_max)
             return "text", ids
+        if not (prompt and isinstance(prompt[0], ChatMessage)):  # There may be a million.
+            return "token_ids", prompt  # type: ignore[return-value]
         turns = [turn for turn in prompt if isinstance(turn, ChatMessage)]
-        if not turns:
-            return "token_ids", tuple(token for token in prompt if isinstance(token, int))
         messages = [{"role": turn.role, "content": turn.content} for turn in turns]
         size = sum(_size(turn.content) for turn in turns)
-        return "chat", await self._run("chat", messages, size, tokens_max)
+        return "chat", await self._run("chat", prompt, messages, size, tokens_max)
+
+    async def check_constraint(
+        self, constraint: Constraint, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        """Raises `BadRequest`, with the kind as its field, for a constraint that cannot be
+        compiled with the model's tokenizer, whose texts these tokens end; `Overloaded`."""
+        text = self._text
+        if text is None:
+            raise BadRequest(
+                constraint.kind, "the model has no tokenizer, so no completion can be held to it"
+            )
+        if self._grammars is None:
+            self._grammars = Grammars(lambda: text.grammar_tokenizer(eos_token_ids))
+        await self._grammars.prepare(constraint)
 
     def close(self) -> None:
         """Takes no more prompts; one that is being tokenized is not waited for."""
+        if self._grammars is not None:
+            self._grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _run(
-        self, field: str, prompt: str | list[dict[str, str]], size: int, tokens_max: int
+        self,
+        field: str,
+        source: Prompt,
+        prompt: str | list[dict[str, str]],
+        size: int,
+        tokens_max: int,
     ) -> tuple[int, ...]:
         text = self._text
         if text is None:
@@ -81,7 +118,28 @@ class PromptEncoder:
                 text.encode(prompt) if isinstance(prompt, str) else text.encode_chat(prompt)
             )
 
-        return await asyncio.get_running_loop().run_in_executor(self._threads, tokenize)
+        running = self._running.get(id(source))
+        if running is None:
+            loop = asyncio.get_running_loop()
+            running = _Running(source, loop.run_in_executor(self._threads, tokenize))
+            self._running[id(source)] = running
+        running.num_waiting += 1
+        try:
+            return await asyncio.shield(running.ids)
+        finally:
+            running.num_waiting -= 1
+            if not running.num_waiting:
+                del self._running[id(source)]
+                running.ids.cancel()  # If it has not begun, it need not.
+
+
+class _Running:
+    """A prompt that is being tokenized."""
+
+    def __init__(self, source: Prompt, ids: asyncio.Future[tuple[int, ...]]) -> None:
+        self.source = source  # As long as it is there nothing else has its identity.
+        self.ids = ids
+        self.num_waiting = 0
 
 
 def _size(text: str) -> int:

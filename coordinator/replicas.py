@@ -14,15 +14,16 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from outrider.errors import LinkLost, OutriderError, Unavailable, check
 from outrider.fleet.rendezvous import choose
+from outrider.limits import RUN_AHEAD_ROUNDS_MAX
 from outrider.messages import ProposalReply, Refused, ReplicaDescription, Resync, VerdictReply
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState
 from outrider.telemetry.observer import Side
-from outrider.wire.link import Link
+from outrider.wire.link import Link, LinkBytes
 
 from .mailbox import Mailbox, PostOffice
 
@@ -50,6 +51,10 @@ class ReplicaPool(Generic[Item, Answer]):
         self.role = role
         self._fits = fits
         self._offices: dict[str, PostOffice[Item, Answer]] = {}
+        self._left = LinkBytes()
+        """Of replicas that are known no more ..."""
+        self._num_stale_left = 0
+        """... and their answers that came too late."""
         self._lost = asyncio.Event()
         """Set when a replica cannot be reached."""
         self._found = asyncio.Event()
@@ -61,9 +66,34 @@ class ReplicaPool(Generic[Item, Answer]):
         return list(self._offices)
 
     @property
+    def offices(self) -> Mapping[str, PostOffice[Item, Answer]]:
+        """The replicas that are known, by name, as they are now; to be looked at."""
+        return dict(self._offices)
+
+    @property
     def num_present(self) -> int:
         """Replicas that can be reached, as far as is known, and are not to be left."""
         return sum(office.is_open for office in self._offices.values())
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all that are present have as many sessions as share a step of theirs."""
+        return all(
+            office.num_boxes >= office.description.max_num_seqs
+            for office in self._offices.values()
+            if office.is_open
+        )
+
+    @property
+    def num_bytes(self) -> LinkBytes:
+        """To and from all replicas so far; may be read on any thread."""
+        found = [office.link.num_bytes for office in list(self._offices.values())] + [self._left]
+        return LinkBytes(sum(one.sent for one in found), sum(one.received for one in found))
+
+    @property
+    def num_stale(self) -> int:
+        """Their answers that came too late; may be read on any thread."""
+        return self._num_stale_left + sum(one.num_stale for one in list(self._offices.values()))
 
     @property
     def description(self) -> ReplicaDescription:
@@ -137,6 +167,11 @@ class ReplicaPool(Generic[Item, Answer]):
         """A replica is gone: its sessions hear that it is lost, and move."""
         office = self._offices.pop(name, None)
         if office is not None:
+            self._left = LinkBytes(
+                self._left.sent + office.link.num_bytes.sent,
+                self._left.received + office.link.num_bytes.received,
+            )
+            self._num_stale_left += office.num_stale
             office.lose(LinkLost(f"the {self.role} {name} is gone"))
             await office.link.close()
 
@@ -203,13 +238,12 @@ class ReplicaPool(Generic[Item, Answer]):
             self._tell_found()
 
     async def healthy(self, timeout_s: float) -> bool:
-        """Whether a replica answers."""
-        for office in list(self._offices.values()):
-            try:
-                await office.link.describe(timeout_s)
-            except Unavailable:
-                continue
-            return True
+        """Whether a replica answers, after no more than twice `timeout_s`: one that should is asked
+        first, and where it does not all others at once."""
+        offices = sorted(self._offices.values(), key=lambda office: not office.is_open)
+        for some in (offices[:1], offices[1:]):
+            if any(await asyncio.gather(*(_answers(office, timeout_s) for office in some))):
+                return True
         return False
 
     async def close(self) -> None:
@@ -225,6 +259,14 @@ class ReplicaPool(Generic[Item, Answer]):
         check(not every or set(boxes) == sessions, "a session without a mailbox")
 
 
+async def _answers(office: PostOffice[Any, Any], timeout_s: float) -> bool:
+    try:
+        await office.link.describe(timeout_s)
+    except Unavailable:
+        return False
+    return True
+
+
 def berth_of(
     pool: ReplicaPool[Item, Answer],
     session: Session,
@@ -238,7 +280,9 @@ def berth_of(
 
 class Berth(Generic[Item, Answer]):
     """One session's place: with a replica, or, while none is known, with nobody. Its mailbox goes
-    along when it moves."""
+    along when it moves. It may come back to where it was, so no replica is told that it has left:
+    what a release has ended does not begin again. Of what it keeps there others may take the pages,
+    as of any session that says nothing."""
 
     def __init__(
         self,
@@ -258,6 +302,9 @@ class Berth(Generic[Item, Answer]):
         self._affinity = affinity
         self._weights = weights
         self._office: PostOffice[Item, Answer] | None = None
+        self._left: list[PostOffice[Item, Answer]] = []
+        """Where it was before."""
+        self._num_moves = 0
         self._enter(pool.find(affinity, weights, None, preferred))
 
     @property
@@ -269,6 +316,12 @@ class Berth(Generic[Item, Answer]):
     def is_left(self) -> bool:
         """Whether it should move as soon as there is somewhere to go."""
         return self._office is None or not self._office.is_open
+
+    def number(self, round_index: int) -> int:
+        """What a round is called where it is now: a greater number than any that was asked for, or
+        run ahead of, where it was before. So what is late from there answers nothing when it comes
+        back."""
+        return round_index + self._num_moves * (RUN_AHEAD_ROUNDS_MAX + 1)
 
     def send(self, item: Item) -> None:
         """See `Link.send`. One that was away is sent nothing before it has said what it runs: it
@@ -299,15 +352,19 @@ class Berth(Generic[Item, Answer]):
         if found is None:
             return False
         _log.info("session %s moves: %s, %s", self._session_id, self.replica, found.replica)
-        self.close()
+        if self._office is not None:
+            self._office.leave(self._session_id)
+            self._left = [one for one in self._left if one is not self._office] + [self._office]
+        self._num_moves += 1
         self._enter(found)
         return True
 
     def close(self) -> None:
-        """Leaves the replica, which may forget the session."""
-        if self._office is not None:
-            self._office.close(self._session_id, self._epoch)
-            self._office = None
+        """The session ends: all replicas that it has been with may forget it."""
+        for office in (self._office, *self._left):
+            if office is not None:
+                office.close(self._session_id, self._epoch)
+        self._office, self._left = None, []
 
     def _enter(self, office: PostOffice[Item, Answer] | None) -> None:
         if office is not None:

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from outrider import limits
+from outrider.constraints.constraint import Constraint
 from outrider.errors import BadRequest, DataLoss
 from outrider.generation import GenerateRequest
 from outrider.speculation.sampling import Rule, SamplingParams, check_sampling, resolve_rule
@@ -27,8 +28,11 @@ class GenerationParameters:
     deadline_ms: int
     logprobs: int | None
     include_rounds: bool
+    draft_deadline_ms: int | None = None
+    """None = what the coordinator that runs it says."""
     weights: str = ""
     """Of the target that it is decoded by (`ReplicaDescription.weights`), wherever it goes on."""
+    constraint: Constraint | None = None
 
     def to_json(self) -> str:
         """These parameters without the prompt, for the session store."""
@@ -50,9 +54,10 @@ class GenerationParameters:
                 sampling=SamplingParams(**sampling, logit_bias=bias),
                 stop=tuple(values.pop("stop")),
                 rule=Rule(values.pop("rule")),
+                constraint=_constraint_from(values.pop("constraint", None)),
                 **values,
             )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, BadRequest) as error:
             raise DataLoss(f"the session's parameters cannot be read: {error}") from error
 
     def as_request(self) -> GenerateRequest:
@@ -69,6 +74,8 @@ class GenerationParameters:
             deadline_ms=self.deadline_ms,
             logprobs=self.logprobs,
             include_rounds=self.include_rounds,
+            draft_deadline_ms=self.draft_deadline_ms,
+            constraint=self.constraint,
         )
 
 
@@ -99,6 +106,7 @@ def check_fields(request: GenerateRequest, model: ServedModel) -> None:
         ("max_tokens", 1, model.max_model_len),
         ("num_draft_tokens", 0, limits.NUM_DRAFT_TOKENS_MAX),
         ("deadline_ms", 1, limits.DEADLINE_MS_MAX),
+        ("draft_deadline_ms", 1, limits.DRAFT_DEADLINE_MS_MAX),
         ("logprobs", 0, limits.LOGPROBS_MAX),
         ("seed", 0, limits.SEED_MAX),
     )
@@ -141,6 +149,8 @@ def resolve(
         deadline_ms=_default(request.deadline_ms, defaults.deadline_ms),
         logprobs=request.logprobs,
         include_rounds=request.include_rounds,
+        draft_deadline_ms=request.draft_deadline_ms,
+        constraint=request.constraint,
     )
 
 
@@ -181,3 +191,7 @@ def _check_integer(field: str, value: int, low: int, high: int) -> None:
 
 def _default(value: int | None, default: int) -> int:
     return default if value is None else value
+
+
+def _constraint_from(values: dict[str, str] | None) -> Constraint | None:
+    return None if values is None else Constraint.read(values["kind"], values["text"])

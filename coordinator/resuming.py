@@ -92,7 +92,7 @@ def told_again(record: SessionRecord, model: str, replayed: Replayed) -> Iterato
     """The events of a finished session, for a client that lacks the last of them."""
     if record.finish_reason is None:
         return
-    yield Started(record.session_id, model, record.seed, record.rule)
+    yield Started(record.session_id, model, record.seed, record.rule, record.prompt_length)
     yield from replayed.events
     yield Finished(
         finish_reason=record.finish_reason,

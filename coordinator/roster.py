@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from outrider.errors import OutriderError
@@ -26,6 +26,13 @@ READ_PERIOD_S: Final = 0.5
 REFUSED_S: Final = 10.0
 """A replica that could not join is asked again after so long."""
 
+Hear = Callable[[Role, Sequence[ReplicaRecord]], None]
+"""Is told what the registry has of a role, each time that it is read."""
+
+
+def _ignore(role: Role, records: Sequence[ReplicaRecord]) -> None:
+    """Nobody wants to know."""
+
 
 class Roster:
     """Keeps the pool of one role in step with the registry."""
@@ -37,6 +44,7 @@ class Roster:
         registry: Registry,
         link: Callable[[str], Link[Any, Any]],
         begun_with: Mapping[str, str] | None = None,
+        hear: Hear = _ignore,
     ) -> None:
         """`link(address)` leads to a replica; nothing is sent before it is asked something.
         `begun_with` are the addresses of those that are in the pool already, by name."""
@@ -44,6 +52,7 @@ class Roster:
         self._pool = pool
         self._registry = registry
         self._link = link
+        self._tell = hear
         self._heard_at: dict[str, float] = {}
         """When the registry had each that is in the pool, s of the loop's clock."""
         self._addresses: dict[str, str] = dict(begun_with or {})
@@ -77,6 +86,7 @@ class Roster:
             # None of them could say its name meanwhile.
             self._heard_at = dict.fromkeys(self._heard_at, now)
         self._away = False
+        self._tell(self._role, records)
         for record in records:
             self._hear(record, now)
         taken = {record.address for record in records}
@@ -138,8 +148,11 @@ class Loaded(Protocol):
 class Peers:
     """The other coordinators, which share the replicas, and so their time."""
 
-    def __init__(self, registry: Registry, own_name: str, told: Loaded) -> None:
+    def __init__(
+        self, registry: Registry, own_name: str, told: Loaded, hear: Hear = _ignore
+    ) -> None:
         self._registry = registry
+        self._tell = hear
         self._own_name = own_name
         self._told = told
 
@@ -152,6 +165,7 @@ class Peers:
             except OutriderError as error:
                 _log.debug("what other coordinators run is not known: %s", error)
                 continue
+            self._tell("coordinator", records)
             self._told.num_elsewhere = sum(
                 record.load for record in records if record.name != self._own_name
             )

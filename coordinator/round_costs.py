@@ -122,6 +122,8 @@ class Forecast:
     draft_lost: tuple[float, ...]
     """Tokens that they do not get while the draft works: of a round for which tokens were asked,
     and what the first proposed token adds to that, the second, ..."""
+    draft_s: tuple[float, ...]
+    """The wait for a proposal of one token, two, ..."""
 
 
 class RoundCosts:
@@ -214,6 +216,10 @@ class RoundCosts:
         self._target.note(load, self._bounded(target_s))
         self._plain.fade(1.0 - 1.0 / FORGOTTEN_ROUNDS)
 
+    def note_late(self, num_asked: int, waited_s: float) -> None:
+        """A proposal of so many tokens was waited for in vain: it takes so long at least."""
+        self._draft.note(num_asked * self._draft_token, self._bounded(waited_s))
+
     def forecast(self, num_draft_tokens: int, context: int, num_siblings: int = 0) -> Forecast:
         """The costs of up to so many draft tokens, and siblings beside them, of a session with so
         many tokens."""
@@ -230,7 +236,15 @@ class RoundCosts:
             row_s=tuple(rows_s),
             lost=tuple(pace * seconds for seconds in rows_s),
             draft_lost=self._draft_lost(num_draft_tokens),
+            draft_s=tuple(
+                self._draft.at(num * self._draft_token) for num in range(1, num_draft_tokens + 1)
+            ),
         )
+
+    @property
+    def are_known(self) -> bool:
+        """Whether any round was timed."""
+        return self._round.value > 0
 
     @property
     def plain_rounds_known(self) -> float:

@@ -93,6 +93,11 @@ class SessionRun:
         return self._session.session_id
 
     @property
+    def session(self) -> Session:
+        """What it runs, or ran."""
+        return self._session
+
+    @property
     def epoch(self) -> int:
         """Under which it runs."""
         return self._session.epoch

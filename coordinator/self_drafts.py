@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 from outrider.errors import OutriderError
 from outrider.messages import VerdictReply
@@ -53,6 +54,7 @@ class SelfDrafts:
         num_draft_tokens: int,
         noise: RoundNoise,
         siblings: tuple[int, ...] = (),
+        patience_s: float = math.inf,
     ) -> Drafted:
         """See `Drafts.propose`. It waits for nothing. Whose proposal it is depends on what the
         stand-in may look at, and not on what the target has proposed."""

@@ -7,8 +7,8 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-from typing import Any, Final, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from outrider.drafting.lookup import LookupDrafter
 from outrider.errors import (
@@ -21,80 +21,45 @@ from outrider.errors import (
     Unavailable,
 )
 from outrider.fleet.figures import Figures
+from outrider.fleet.registry import Registry
 from outrider.fleet.rendezvous import affinity
 from outrider.generation import Event, GenerateRequest, ResumeRequest, Started
-from outrider.limits import LOOK_AHEAD_BYTES_MAX, SEED_BITS
+from outrider.limits import SEED_BITS
 from outrider.messages import DraftAnswer, DraftItem, VerifyAnswer, VerifyItem
+from outrider.sessions.refusals import not_found
 from outrider.sessions.state import Session
 from outrider.sessions.store import SessionRecord, SessionStore
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.telemetry.observer import UNOBSERVED, Observation, RequestObserver
 from outrider.wire.link import Link
 
-from .asking import HeadWriter, Patience
+from .asking import HeadWriter
+from .auditing import Auditor
 from .commits import Committer
 from .compatibility import Compatibility
 from .completion import Completion
 from .draft_side import DraftSide
 from .drafts import Drafts, StandIn
+from .fleet_view import FleetView
+from .health import trouble
 from .length_control import LengthControls
 from .lengths import FixedLength, LengthPolicy
 from .opening import Opener
+from .options import CoordinatorOptions
 from .prompts import PromptEncoder, Text
 from .replicas import ReplicaPool, berth_of
-from .request import (
-    GenerationParameters,
-    RequestDefaults,
-    ServedModel,
-    check_fields,
-    resolve,
-)
+from .request import GenerationParameters, RequestDefaults, ServedModel, check_fields, resolve
 from .resuming import Replayed, check_known, parameters_of, replay, told_again
 from .round_meter import RoundMeter
 from .run import COMMIT_GRACE_S, SessionRun
 from .runs import Runs
 from .self_drafts import SelfDrafts
+from .standing import CoordinatorStanding
 from .target_side import TargetSide
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-HEALTH_TIMEOUT_S: Final = 2.0
-NO_SESSION: Final = "0" * 32
-"""An id that no session has; asking for it shows whether the store answers."""
-
-
-@dataclass(frozen=True, slots=True)
-class CoordinatorOptions:
-    """What a coordinator decides where a request does not."""
-
-    name: str
-    """The owner's name in the session store; unique among coordinators."""
-    served_model_name: str
-    """Empty = the target's own name."""
-    defaults: RequestDefaults
-    length_control: bool
-    """Whether K is chosen round by round, up to what a request asks for; else it is just that."""
-    run_ahead_rounds: int
-    max_sessions: int
-    patience: Patience
-    follows: bool = False
-    """Whether replicas may join later."""
-    drafting_delays: bool = False
-    """Whether a draft's work delays the target's: they share cores or a device."""
-    look_ahead: int = 0
-    """Outcomes of a round that the draft works out before they are known."""
-    look_ahead_bytes_max: int = LOOK_AHEAD_BYTES_MAX
-    """Of the proposals for them that are kept for a session."""
-    resume_grace_s: float = 0.0
-    """How long a session whose client is gone may be resumed before it counts as cancelled."""
-    draft_siblings: int = 0
-    """Candidates that a proposal may have beside each of its tokens, where the draft does not look
-    ahead; without `length_control` just so many are asked for."""
-    confident: float | None = None
-    """Tokens that the stand-in must expect to be accepted to go before a target that drafts itself;
-    None = it never does."""
 
 
 class CoordinatorService:
@@ -113,11 +78,12 @@ class CoordinatorService:
         random_bits: Callable[[int], int] = secrets.randbits,
         random_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
         observation: Observation = UNOBSERVED,
+        registry: Registry | None = None,
     ) -> None:
         """`targets` and `drafts` are there from the start, by name; without drafts nobody is asked
         for proposals. `stand_in` drafts while no draft replica answers. `random_bits(n)` gives n
         fresh random bits, for session ids; `random_seed()` the seed of a request that names
-        none."""
+        none. The `registry` tells whoever observes how large the fleet is."""
         self._options = options
         self._store = store
         self._links = (targets, drafts)
@@ -128,6 +94,7 @@ class CoordinatorService:
         self.drafts: ReplicaPool[DraftItem, DraftAnswer] = ReplicaPool(
             "draft", self._together.check_draft
         )
+        self.fleet = FleetView(options.name, self.targets, self.drafts)
         self._stand_in = stand_in
         self._text = text
         self._prompts = PromptEncoder(text)
@@ -148,6 +115,11 @@ class CoordinatorService:
         observation.watch_load(
             running=lambda: self.num_running,
             waiting=lambda: self._num_admitted - self.num_running,
+        )
+        self._standing = CoordinatorStanding(store, self.targets, self.drafts, registry)
+        observation.watch_standing(self._standing)
+        self._auditor = Auditor(
+            options, self.targets, observation, random_bits, self._in_background
         )
 
     async def start(self) -> None:
@@ -176,6 +148,8 @@ class CoordinatorService:
         self._commit_task = asyncio.create_task(self._committer.run())
         pools = (self.targets, self.drafts)
         self._watching = [asyncio.create_task(pool.watch()) for pool in pools]
+        if self._observation.listens:
+            self._watching.append(asyncio.create_task(self._standing.run()))
 
     @property
     def model(self) -> ServedModel:
@@ -183,6 +157,20 @@ class CoordinatorService:
         if self._model is None:
             raise Unavailable("the coordinator is starting")
         return self._model
+
+    @property
+    def text(self) -> Text | None:
+        """The target's tokenizer; None where requests give token ids and get no text."""
+        return self._text
+
+    @property
+    def defaults(self) -> RequestDefaults:
+        """What is filled in where a request is silent."""
+        return self._options.defaults
+
+    def draw_seed(self) -> int:
+        """The seed of a request that names none."""
+        return self._random_seed()
 
     @property
     def num_running(self) -> int:
@@ -195,12 +183,18 @@ class CoordinatorService:
         return self._meter.figures
 
     async def generate(
-        self, request: GenerateRequest, tenant: str = "", traceparent: str = ""
+        self,
+        request: GenerateRequest,
+        tenant: str = "",
+        traceparent: str = "",
+        *,
+        resumable: bool = True,
     ) -> AsyncGenerator[Event]:
-        """Runs a request from its check to its last event. Closing the iterator early cancels
-        the session. Raises `BadRequest`, `NotFound` (another model), `Overloaded`,
-        `DeadlineExceeded` (before the first token), `Unavailable`, and what the session's store
-        ended it with (`StaleEpoch`, `DataLoss`). `traceparent` is the caller's, if it has one."""
+        """Runs a request from its check to its last event. Closing the iterator early cancels the
+        session, at once unless it is `resumable`: then its client may come back. Raises
+        `BadRequest`, `NotFound` (another model), `Overloaded`, `DeadlineExceeded` (before the first
+        token), `Unavailable`, and what the session's store ended it with (`StaleEpoch`,
+        `DataLoss`). `traceparent` is the caller's, if it has one."""
         arrived = asyncio.get_running_loop().time()
         served = "" if self._model is None else self._model.name
         observer = self._observation.begin(request, served, traceparent)
@@ -222,7 +216,7 @@ class CoordinatorService:
                     f"deadline_ms: {deadline_ms} ms passed before the session was open"
                 ) from None
             run = self._begin(session, parameters, arrived, deadline, observer)
-            async with aclosing(self._events(run, parameters)) as events:
+            async with aclosing(self._events(run, parameters, resumable)) as events:
                 async for event in events:
                     yield event
         except BaseException as error:
@@ -300,23 +294,30 @@ class CoordinatorService:
             raise
 
     async def _events(
-        self, run: SessionRun, parameters: GenerationParameters
+        self, run: SessionRun, parameters: GenerationParameters, resumable: bool = True
     ) -> AsyncGenerator[Event]:
+        chosen = self._auditor.choose(run.session, parameters)
         try:
-            yield Started(run.session_id, self.model.name, parameters.seed, parameters.rule)
+            yield Started(
+                run.session_id, self.model.name, parameters.seed, parameters.rule,
+                len(parameters.prompt_ids),
+            )  # fmt: skip
             async for event in run.events():
                 yield event
         except (GeneratorExit, asyncio.CancelledError):
-            self._runs.end(run, is_gone=True)
+            self._runs.end(run, is_gone=resumable)
             raise
         finally:
             self._runs.end(run)
+            if chosen:
+                self._auditor.take(run.session, parameters)
 
-    async def cancel(self, session_id: str, tenant: str = "") -> None:
+    async def cancel(self, session_id: str, tenant: str | None = "") -> None:
         """Ends a session as cancelled that runs here, or nowhere; a finished one is left as it is.
-        Raises `NotFound`, and `Unavailable` for one that another coordinator has."""
+        `tenant` as for `session`. Raises `NotFound`, and `Unavailable` for one that another
+        coordinator has."""
         run = self._runs.get(session_id)
-        if run is not None and run.tenant == tenant:
+        if run is not None and tenant in (run.tenant, None):
             run.cancel()
             return
         record = await self.session(session_id, tenant)
@@ -324,17 +325,19 @@ class CoordinatorService:
             record = await self._store.take_over(session_id, self._options.name)
             await self._opener.cancel(session_id, record.epoch, record.counters)
 
-    async def session(self, session_id: str, tenant: str = "") -> SessionRecord:
-        """What is stored of a session. Raises `NotFound`, for another tenant's session too."""
+    async def session(self, session_id: str, tenant: str | None = "") -> SessionRecord:
+        """What is stored of a session. Raises `NotFound`, for another tenant's session too; None
+        stands for every tenant."""
         record = await self._store.load(session_id)
-        if record.tenant != tenant:
-            raise NotFound(f"session_id: there is no session {session_id}")
+        if tenant not in (record.tenant, None):
+            raise not_found(session_id)  # In the same words as one that nobody has.
         return record
 
     async def close(self) -> None:
         """Cancels what runs, commits what was decided, closes the links and the store."""
         self._prompts.close()
         self._runs.close()
+        self._auditor.close()
         if self._background:
             _, late = await asyncio.wait(self._background, timeout=COMMIT_GRACE_S)
             for task in late:
@@ -350,17 +353,14 @@ class CoordinatorService:
         await self._store.close()
 
     async def healthy(self) -> bool:
-        """Whether a request that comes now can make progress: commits go on, and the store and
-        a target answer. The draft is not asked, because requests do without it."""
-        if self._commit_task is None or self._committer.closing:
-            return False
-        try:
-            await self._store.load(NO_SESSION)
-        except NotFound:
-            pass  # It has answered.
-        except OutriderError:
-            return False
-        return await self.targets.healthy(HEALTH_TIMEOUT_S)
+        """Whether a request that comes now can make progress."""
+        return not await self.trouble()
+
+    async def trouble(self) -> str:
+        """Why a request that comes now cannot make progress; empty where it can."""
+        if self._commit_task is None:
+            return "the coordinator is starting"
+        return await trouble(self._committer, self._store, self.targets)
 
     @property
     def failed(self) -> bool:
@@ -371,9 +371,9 @@ class CoordinatorService:
         """Raises `InvariantError` unless every running session, and no other, has a mailbox on
         the target's side, none but those on the draft's, and commits agree. For an idle
         coordinator: a session that has just ended is still being closed."""
-        running = self._runs.session_ids
+        running = self._runs.session_ids | self._auditor.session_ids
         self.targets.check_integrity(running)
-        self.drafts.check_integrity(running, every=False)
+        self.drafts.check_integrity(self._runs.session_ids, every=False)
         self._committer.check_integrity()
 
     def _check(self, request: GenerateRequest) -> None:
@@ -395,6 +395,8 @@ class CoordinatorService:
     async def _resolve(self, request: GenerateRequest) -> GenerationParameters:
         field, prompt_ids = await self._prompts.encode(request.prompt, self.model.max_model_len)
         seed = self._random_seed()
+        if request.constraint is not None:
+            await self._prompts.check_constraint(request.constraint, self.model.eos_token_ids)
         parameters = resolve(request, field, prompt_ids, self.model, self._options.defaults, seed)
         return replace(parameters, weights=self.targets.weights)
 
@@ -416,9 +418,9 @@ class CoordinatorService:
         options = self._options
         observer.opened(session.session_id, session.prompt_length, parameters.seed)
         self._committer.add(session)
-        heads = HeadWriter(session, parameters.sampling, deadline, observer)
+        heads = HeadWriter(session, parameters.sampling, deadline, observer, parameters.constraint)
         key = affinity(session.identity.tenant, parameters.prompt_ids)
-        draft = self._drafts_of(heads, parameters.num_draft_tokens, key)
+        draft = self._drafts_of(heads, parameters, key)
         num_draft_tokens = parameters.num_draft_tokens
         run = SessionRun(
             session=session,
@@ -452,9 +454,11 @@ class CoordinatorService:
             text_stream=None if self._text is None else self._text.stream(),
         )
 
-    def _drafts_of(self, heads: HeadWriter, num_draft_tokens: int, key: bytes) -> Drafts | None:
+    def _drafts_of(
+        self, heads: HeadWriter, parameters: GenerationParameters, key: bytes
+    ) -> Drafts | None:
         """Where the proposals of a session come from; None for one without."""
-        if num_draft_tokens == 0:
+        if parameters.num_draft_tokens == 0:
             return None
         options = self._options
         stand_in = StandIn(self._stand_in, heads.session, heads.sampling)
@@ -467,9 +471,9 @@ class CoordinatorService:
         return DraftSide(
             berth_of(self.drafts, heads.session, key, heads.session.draft),
             heads,
-            options.patience,
+            options.patience.with_draft_deadline(parameters.draft_deadline_ms),
             stand_in,
-            0 if reads_features else options.look_ahead,
+            0 if reads_features or heads.constraint else options.look_ahead,
             options.look_ahead_bytes_max,
             reads_features,
         )

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from outrider.limits import TRACEPARENT_CHARS_MAX
+from outrider.security.gate import OPEN, Gate
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.wire.fields import session_id_from_wire
@@ -15,25 +16,30 @@ from outrider.wire.generation import (
     resume_from_proto,
     session_to_proto,
 )
+from outrider.wire.guard import current_caller
 from outrider.wire.server import Context
 
 from .service import CoordinatorService
 
 
 class CoordinatorServicer:
-    """The methods of `outrider.v1.Coordinator`."""
+    """The methods of `outrider.v1.Coordinator`. Whose sessions a call is about says the caller's
+    key alone (`outrider.wire.guard`)."""
 
-    def __init__(self, service: CoordinatorService) -> None:
+    def __init__(self, service: CoordinatorService, gate: Gate = OPEN) -> None:
+        """`gate` counts what callers run."""
         self._service = service
+        self._gate = gate
 
     async def generate(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateEvent]:
         """Streams a generation; a client that goes away cancels it."""
+        caller = current_caller()
         running = self._service.generate(
-            request_from_proto(request), traceparent=_traceparent(context)
+            request_from_proto(request), caller.tenant, _traceparent(context)
         )
-        async with aclosing(running) as events:
+        async with aclosing(self._gate.generation(caller, running)) as events:
             async for event in events:
                 yield event_to_proto(event)
 
@@ -41,22 +47,23 @@ class CoordinatorServicer:
         self, request: pb.ResumeRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateEvent]:
         """Streams the rest of a generation; a client that goes away cancels it."""
-        running = self._service.resume(
-            resume_from_proto(request), traceparent=_traceparent(context)
-        )
-        async with aclosing(running) as events:
+        caller, resumed = current_caller(), resume_from_proto(request)
+        running = self._service.resume(resumed, caller.tenant, _traceparent(context))
+        counted = self._gate.generation(caller, running, resumes=resumed.session_id)
+        async with aclosing(counted) as events:
             async for event in events:
                 yield event_to_proto(event)
 
     async def cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelReply:
         """Ends a session as cancelled; its stream still gets its last event."""
-        await self._service.cancel(session_id_from_wire(request.session_id))
+        session_id = session_id_from_wire(request.session_id)
+        await self._service.cancel(session_id, current_caller().reach)
         return pb.CancelReply()
 
     async def get_session(self, request: pb.GetSessionRequest, context: Context) -> pb.Session:
         """Reads a session from the store."""
         session_id = session_id_from_wire(request.session_id)
-        return session_to_proto(await self._service.session(session_id))
+        return session_to_proto(await self._service.session(session_id, current_caller().reach))
 
     async def describe(
         self, request: types_pb2.DescribeRequest, context: Context

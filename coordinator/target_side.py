@@ -43,9 +43,15 @@ class TargetSide:
     """One session's target."""
 
     def __init__(
-        self, berth: Berth[VerifyItem, VerifyAnswer], heads: HeadWriter, patience: Patience
+        self,
+        berth: Berth[VerifyItem, VerifyAnswer],
+        heads: HeadWriter,
+        patience: Patience,
+        audits: bool = False,
     ) -> None:
+        """If it `audits`, each verdict says how its proposal looks: see `VerifyItem.audit`."""
         self._berth = berth
+        self._audits = audits
         self._mailbox = berth.mailbox
         self._heads = heads
         self._patience = patience
@@ -75,19 +81,23 @@ class TargetSide:
         Where the target cannot read the draft's q, the same tokens are verified as one-hot draws,
         which is exact for whatever tokens: none is dropped for what a draft says of it."""
         loop = asyncio.get_running_loop()
-        if self._mailbox.begin(round_index):
-            self._asked_until = -1
         if self._berth.is_left:
             self._move()
+        number = self._berth.number(round_index)
+        if self._mailbox.begin(number):
+            self._asked_until = -1
         unreachable_since: float | None = None
         wait_s, retry_s = self._patience.target_answer_s, self._patience.target_retry_s
-        ask = len(proposal) > 0 or self._must_ask(round_index, run_ahead)
+        ask = len(proposal) > 0 or self._must_ask(number, run_ahead)
         while True:
+            if number != self._berth.number(round_index):  # It has moved.
+                number = self._berth.number(round_index)
+                self._mailbox.begin(number)
             try:
                 if ask:
-                    self._send(round_index, proposal, run_ahead, num_logprobs, wanted)
+                    self._send(number, proposal, run_ahead, num_logprobs, wanted)
                 async with asyncio.timeout(wait_s):
-                    answer = await self._mailbox.take(round_index)
+                    answer = await self._mailbox.take(number)
             except TimeoutError:
                 unreachable_since = None  # The stream has stood all the while.
                 wait_s = min(2 * wait_s, ANSWER_WAIT_GROWTH_MAX * self._patience.target_answer_s)
@@ -159,6 +169,7 @@ class TargetSide:
                 wanted.num_draft_tokens,
                 wanted.siblings,
                 wanted.features,
+                self._audits,
             )
         )
         self._asked_until = round_index + run_ahead

@@ -5,6 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+TRIAL_GAIN: Final = 1.2
+"""Drafting goes on after a trial that was so many times as fast as plain decoding, whatever is
+expected: a few rounds do not change an average ..."""
+TRIAL_ROUNDS: Final = 12
+"""... up to so many rounds of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
@@ -96,3 +102,32 @@ class Trials:
 
     def _add(self, num_tokens: float) -> None:
         self._left = min(self._left + num_tokens, self._tuning.credit_tokens_max)
+
+
+class Drafting:
+    """Of one session: rounds with a draft since the last plain phase."""
+
+    __slots__ = ("_num_tokens", "_seconds", "lost", "num_paid", "num_rounds")
+
+    def __init__(self, lost: float = 0.0, num_paid: int = 0) -> None:
+        self.lost = lost
+        """Tokens that trying was expected to cost, while it is a trial ..."""
+        self.num_paid = num_paid
+        """... and the rounds for which that was paid."""
+        self.num_rounds = 0
+        self._num_tokens = 0.0
+        """Of all but the first, for which the draft had to read what it missed ..."""
+        self._seconds = 0.0
+        """... and what they took."""
+
+    def note(self, num_tokens: float, seconds: float) -> None:
+        """A round was played, whose tokens are told less those that others lost."""
+        self.num_rounds += 1
+        if self.num_rounds > 1:
+            self._num_tokens += num_tokens
+            self._seconds += seconds
+
+    def beats(self, rate: float) -> bool:
+        """Whether the first few were by far quicker than this, in tokens a second."""
+        is_short = self.num_rounds <= TRIAL_ROUNDS
+        return is_short and self._num_tokens > TRIAL_GAIN * rate * self._seconds

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field, replace
 
 from coordinator.actor import CoordinatorActor
 from draft_service.actor import DraftActor
-from outrider.config import LEAST, CoordinatorConfig, DeploymentConfig, DraftConfig, TargetConfig
+from outrider.config import (
+    LEAST,
+    CoordinatorConfig,
+    DeploymentConfig,
+    DraftConfig,
+    TargetConfig,
+    is_loopback,
+)
 from outrider.errors import SettingError
 from outrider.fleet.autoscaling import Policy
 from outrider.fleet.membership import Membership
@@ -128,8 +135,11 @@ class Blueprint:
             slot=slot if self.local else 0, plan=self.plan(role),
         )  # fmt: skip
         if role == "coordinator":
-            port = self._port(config.coordinator.grpc_port, slot)
-            return replace(config.coordinator, membership=member, grpc_port=port)
+            own = config.coordinator
+            return replace(
+                own, membership=member, grpc_port=self._port(own.grpc_port, slot),
+                port=self._port(own.port, slot),
+            )  # fmt: skip
         if role == "target":
             port = self._port(config.target.port, slot)
             return replace(config.target, membership=member, port=port)
@@ -140,11 +150,12 @@ class Blueprint:
         with models on `model_nodes`. Raises `SettingError` for servers that others would not
         reach."""
         config = self._config
-        if len(set(nodes)) > 1 and not config.target.insecure:
+        if len(set(nodes)) > 1 and is_loopback(config.target.host):
             raise SettingError(
                 "host",
                 f"the actors were placed on {len(set(nodes))} machines, but their servers bind "
-                f"{config.target.host}; give --host 0.0.0.0 --insecure on a trusted network",
+                f"{config.target.host}; give --host 0.0.0.0, with --internal-tls-dir and keys, or "
+                "with --insecure on a trusted network",
             )
         apart = are_apart(
             config,

@@ -307,7 +307,7 @@ class Fleet:
 
     async def _remove(self, one: Replica) -> None:
         """Gives back what a replica had; only then may another have its ports."""
-        one.address = ""
+        one.address = one.http_address = ""
         try:
             await self._cluster.remove(one.ranks)
         finally:

@@ -33,6 +33,7 @@ from outrider.settings import blaming
 
 from .blueprint import Blueprint
 from .cluster import Actor, Cluster
+from .locks import locked, own_trust, warnings
 from .models import resolve_models, tokenizer_warning
 from .overview import Endpoints, Overview, ReplicaView
 from .preflight import check_before_start
@@ -64,6 +65,8 @@ class Deployment:
         """`state` is a directory that is the deployment's own: its logs and the embedded Redis's
         data go there. `report` is told what start-up does, one line at a time; `on_change` hears
         when `endpoints` are others, or other counts are wanted."""
+        # Neither Ray nor Redis is told a key: whoever serves needs no more than hashes.
+        config, self.api_key = locked(config)
         self.config = self._given = config
         self.name = config.deployment_name or uuid.uuid4().hex[:12]
         """In Redis, where several deployments may be."""
@@ -131,8 +134,8 @@ class Deployment:
         self._report("starting Ray and Redis, finding the models")
         config = await self._prepare()
         warning = tokenizer_warning(config.coordinator.tokenizer_directory)
-        if warning is not None:
-            self._report(warning)
+        for line in (*([warning] if warning else ()), *warnings(config)):
+            self._report(line)
         self._registry = RedisRegistry(config.coordinator.redis, self.name)
         blueprint = self._blueprint(config)
         running = None if self._ray.local else await find_reconciler(self._ray.namespace)
@@ -146,12 +149,19 @@ class Deployment:
         self._report("starting the coordinator")
         await reconciler.call("begin", "coordinator")
         await self._hear(reconciler)
-        for address in self.endpoints.coordinators:
-            async with Client(address) as client:
-                if not await client.healthy():
-                    raise Unavailable(f"the coordinator at {address} does not say that it serves")
+        await self._check_health()
         await reconciler.call("keep")
         return self._go_on()
+
+    async def _check_health(self) -> None:
+        """Of coordinators that this process can call. Raises `Unavailable`."""
+        trust = own_trust(self.config.values())
+        if trust is None:
+            return
+        for address in self.endpoints.coordinators:
+            async with Client(address, trust=trust) as client:
+                if not await client.healthy():
+                    raise Unavailable(f"the coordinator at {address} does not say that it serves")
 
     def _go_on(self) -> Endpoints:
         work = [self._follow()]
@@ -164,6 +174,7 @@ class Deployment:
         """A deployment of this name that runs, with the settings of this one. Raises `ConfigError`
         where these cannot be; then it goes on as it was."""
         self._report(f"a deployment {self.name} runs there already: taking it over")
+        self.api_key = ""  # It has not been told this one.
         before: Blueprint = await running.call("blueprint")
         runs, asked = before.given.values(), self._given.values()
         changes = {key: asked[key] for key, value in runs.items() if asked[key] != value}

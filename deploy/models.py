@@ -37,11 +37,18 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
         "tensor_parallel_size", config.target.tensor_parallel_size, config.target.model,
         directory, trust,
     )  # fmt: skip
+    tokenizer = str(directory) if _has_tokenizer(directory) else ""
+    config = replace(config, draft=replace(config.draft, tokenizer_directory=tokenizer))
     draft, draft_model = config.draft, config.draft.drafter.model
     if draft_model is not None:
         draft = _resolve_draft(config, draft_model, directory, trust)
     reads = draft_model is not None and draft_model.reads_features
-    target = replace(config.target, directory=str(directory), shows_features=reads)
+    target = replace(
+        config.target,
+        directory=str(directory),
+        shows_features=reads,
+        tokenizer_directory=tokenizer,
+    )
     if draft.drafter.on_target is not None:
         target = _with_heads(target, draft, draft.drafter.on_target)
     return replace(
@@ -50,7 +57,7 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
         draft=draft,
         coordinator=replace(
             config.coordinator,
-            tokenizer_directory=str(directory) if _has_tokenizer(directory) else "",
+            tokenizer_directory=tokenizer,
             served_model_name=config.served_model_name,
             lookup=draft if draft.drafter.on_target and draft.drafter.lookup else None,
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from outrider.fleet.registry import ROLES, Role
+from outrider.fleet.registry import Role
 from outrider.hosting import Place
 
 
@@ -23,6 +23,8 @@ class ReplicaView:
     """Whether it was started by another plan than the one that holds."""
     places: tuple[Place, ...]
     """Of its ranks, the one that serves first; empty while it does not serve."""
+    http_address: str = ""
+    """HOST:PORT where a coordinator answers by HTTP; empty where it does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +64,13 @@ class Overview:
     @property
     def endpoints(self) -> Endpoints:
         """Where those answer that stay."""
-        found = [
-            tuple(one.address for one in self.of(role) if one.address and not one.leaves)
-            for role in ROLES
-        ]
-        return Endpoints(*found)
+        staying = [one for one in self.replicas if one.address and not one.leaves]
+        coordinators, targets, drafts = (
+            tuple(one.address for one in staying if one.role == role)
+            for role in ("coordinator", "target", "draft")
+        )
+        http = tuple(one.http_address for one in staying if one.http_address)
+        return Endpoints(coordinators, targets, drafts, http)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,8 @@ class Endpoints:
     targets: tuple[str, ...]
     drafts: tuple[str, ...]
     """None where the target drafts for itself."""
+    http: tuple[str, ...] = ()
+    """Of the coordinators; none where they do not answer by HTTP."""
 
     @property
     def coordinator(self) -> str:

@@ -9,14 +9,19 @@ from outrider.config import PORT_MAX, DeploymentConfig
 from outrider.errors import SettingError
 from outrider.settings import blaming
 
+from .locks import check_locks
+
 _ANY_FREE: Final = 0
 
 
 def check_before_start(config: DeploymentConfig) -> None:
     """For a deployment on this machine. Raises `SettingError` for a host or a port that cannot be
-    listened on, and for a model that is certainly not there."""
+    listened on, for files of keys or certificates that are wrong, and for a model that is certainly
+    not there."""
+    check_locks(config.coordinator)
     listeners = (
         ("grpc_port", config.coordinator, config.coordinator.grpc_port, config.num_coordinators),
+        ("port", config.coordinator, config.coordinator.port, _num_on_http(config)),
         ("target_port", config.target, config.target.port, config.num_targets),
         ("draft_port", config.draft, config.draft.port, config.num_drafts),
     )
@@ -40,6 +45,11 @@ def check_before_start(config: DeploymentConfig) -> None:
     if name is not None:
         with blaming("draft_model"):
             check_name(name, heads=config.draft.drafter.reads_target)
+
+
+def _num_on_http(config: DeploymentConfig) -> int:
+    """Coordinators that listen for HTTP, too."""
+    return config.num_coordinators if config.coordinator.http else 0
 
 
 def _check_listening(key: str, host: str, port: int) -> None:

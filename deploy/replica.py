@@ -46,6 +46,8 @@ class Replica:
         """Once they have their places."""
         self.address = ""
         """HOST:PORT, once it serves."""
+        self.http_address = ""
+        """The same for HTTP, of a coordinator."""
         self.leaves = False
 
     @classmethod
@@ -64,6 +66,7 @@ class Replica:
             return None
         one = cls(role, age, found.slot, found.plan)
         one.ranks, one.address, one.leaves = tuple(ranks), found.address, found.leaving
+        one.http_address = found.http_address
         return one
 
     @property
@@ -86,12 +89,14 @@ class Replica:
         """What others are told of it; `plan` is the one that holds now."""
         places = tuple(actor.place for actor in self.ranks) if self.address else ()
         stale = self.plan != plan
-        return ReplicaView(self.name, self.role, self.address, self.leaves, stale, places)
+        return ReplicaView(
+            self.name, self.role, self.address, self.leaves, stale, places, self.http_address
+        )
 
     async def begin(self, config: object, log_directory: str, timeout_s: float) -> str:
         """Starts its service, and the other ranks of its model; its address."""
         seats = await self._seats(timeout_s)
-        self.address = await _of_the_first(
+        address: str = await _of_the_first(
             self.leader.call("start", config, log_directory, timeout_s=timeout_s),
             *(
                 follower.call(
@@ -100,7 +105,11 @@ class Replica:
                 for follower, seat in seats
             ),
         )
-        return self.address
+        if self.role == "coordinator":
+            found: Engagement = await self.leader.call("engagement", timeout_s=timeout_s)
+            self.http_address = found.http_address
+        self.address = address
+        return address
 
     async def _seats(self, timeout_s: float) -> list[tuple[Actor, Seat]]:
         """The followers, each with what it is told."""

@@ -45,6 +45,7 @@ KEPT: Final = {
     "redis_username": "sessions stay in their Redis",
     "redis_password": "sessions stay in their Redis",
     "redis_key_prefix": "sessions stay in their Redis",
+    "api_key": "a deployment keeps its keys; those in a file may change",
     "num_targets": "use `outrider scale`",
     "num_drafts": "use `outrider scale`",
     "num_coordinators": "use `outrider scale`",
@@ -53,6 +54,8 @@ KEPT: Final = {
     "autoscale_coordinators": "use `outrider autoscale`",
 }
 """Settings that hold as long as a deployment runs, and what to do instead."""
+SWITCHES: Final = ("internal_tls_dir",)
+"""Settings that may be others, but neither begin nor end."""
 STAYS: Final = ("redis_url", "redis_key_prefix")
 """Those of them without which a deployment is another one."""
 
@@ -107,6 +110,12 @@ def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> Deployment
     for key, value in changes.items():
         if key in KEPT and value != values[key]:
             raise SettingError(key, f"cannot be another one while a deployment runs: {KEPT[key]}")
+        if key in SWITCHES and bool(value) != bool(values[key]):
+            raise SettingError(
+                key,
+                "cannot be turned on or off while a deployment runs: its replicas would not "
+                "understand each other meanwhile",
+            )
     if changes.get("model", given.target.model) != given.target.model:
         # What was chosen for the other target need not fit this one.
         del values["draft_model"]

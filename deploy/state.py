@@ -1,7 +1,8 @@
 """The one detached deployment of a user: who runs it, and where it answers.
 
 `deployment.json` in the state directory is written atomically when it is ready, and removed when it
-stops. A lock beside it, held as long as the deployment runs, lets only one start.
+stops; so is `cli.key` where callers need a key. A lock beside it, held as long as the deployment
+runs, lets only one start.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from outrider.errors import ConfigError
 from outrider.settings import Value
 
 FILE_NAME: Final = "deployment.json"
+KEY_NAME: Final = "cli.key"
+"""Holds a key for the commands of this machine, where callers need one."""
 LOCK_NAME: Final = "deployment.lock"
 LOG_NAME: Final = "serve.log"
 ERROR_PREFIX: Final = "outrider: error: "
@@ -48,6 +51,8 @@ class DeploymentRecord:
     """Where the target's files are; empty for an emulated one."""
     tokenizer_directory: str
     """Empty where the model has none."""
+    http_address: str = ""
+    """HOST:PORT where they answer by HTTP, likewise; empty where they do not."""
     deployment: str = ""
     """Its name in Redis."""
     changes: str = ""
@@ -56,6 +61,8 @@ class DeploymentRecord:
     """... and how many replicas are still to be replaced for them."""
     redis_url: str = ""
     """Of its embedded Redis; empty where it has another, whose URL may hold a password."""
+    asks_for_keys: bool = False
+    """Whether its callers need a key."""
     wanted: dict[str, int] = field(default_factory=dict)
     """How many replicas of each role there should be."""
     settings: dict[str, Value] = field(default_factory=dict)
@@ -154,9 +161,27 @@ def publish(directory: Path, record: DeploymentRecord) -> None:
         raise
 
 
+def publish_key(directory: Path, key: str) -> None:
+    """Writes the key of this machine's commands, for their owner only; an empty one removes it."""
+    path = directory / KEY_NAME
+    path.unlink(missing_ok=True)
+    if key:
+        with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(key)
+
+
+def local_key(directory: Path) -> str:
+    """The key of this machine's commands; empty where there is none."""
+    try:
+        return (directory / KEY_NAME).read_text("ascii")
+    except FileNotFoundError:
+        return ""
+
+
 def withdraw(directory: Path) -> None:
-    """Removes the record. Only the holder of the lock may."""
+    """Removes the record, and the key. Only the holder of the lock may."""
     (directory / FILE_NAME).unlink(missing_ok=True)
+    (directory / KEY_NAME).unlink(missing_ok=True)
 
 
 def lock_holder(directory: Path) -> int | None:

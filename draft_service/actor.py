@@ -8,6 +8,7 @@ from outrider.config import DraftConfig
 from outrider.errors import InvariantError
 from outrider.hosting import (
     build_eagle,
+    build_grammars,
     build_lookup,
     cores_for,
     log_to,
@@ -68,7 +69,12 @@ def _build(
             raise InvariantError("a draft has neither a model nor a look-up")
         stepping = ThreadExecutor("draft-step", lambda: 0.0)
         return DraftService.without_model(
-            config.model, lookup, stepping, max_num_seqs=config.step_sessions, observer=observer
+            config.model,
+            lookup,
+            stepping,
+            max_num_seqs=config.step_sessions,
+            observer=observer,
+            grammars=build_grammars(config),
         )
     executor = ThreadExecutor("draft-step", engine.take_step_seconds, start_workers)
     return DraftService.with_model(
@@ -82,6 +88,7 @@ def _build(
         model_tokens=config.hybrid_model_tokens,
         costs=executor.call(lambda: step_costs(engine, config, "draft")),
         observer=observer,
+        grammars=build_grammars(config),
     )
 
 
@@ -106,5 +113,10 @@ def _build_eagle(
     )
     executor = ThreadExecutor("draft-step", lambda: 0.0, start_workers)
     return DraftService.with_eagle(
-        drafter, info, executor, max_num_seqs=config.step_sessions, observer=observer
+        drafter,
+        info,
+        executor,
+        max_num_seqs=config.step_sessions,
+        observer=observer,
+        grammars=build_grammars(config),
     )

@@ -90,7 +90,7 @@ class EagleDrafter:
         goes_on = self._goes_on(request)
         if goes_on and self._min_score is None:
             return None
-        guess = self._lookup.guess(request)
+        guess = self._lookup.guess(request).within(request)
         is_sure = self._min_score is not None and guess.score >= self._min_score
         return None if goes_on and not is_sure else guess.proposal(request)
 
@@ -224,6 +224,7 @@ def _wanted(request: DraftRequest) -> RoundWanted:
         noise=request.noise,
         history=history,
         siblings=request.siblings,
+        allowed=request.allowed,
     )
 
 

@@ -35,7 +35,7 @@ class HybridDrafter:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal | OutriderError]:
         """See `ModelDrafter.propose`. A request for no tokens is the model's: it runs a prefix."""
-        guesses = [self._lookup.guess(request) for request in requests]
+        guesses = [self._lookup.guess(request).within(request) for request in requests]
         confident = [guess.score >= self._min_score for guess in guesses]
         left = [
             self._models_part(request)

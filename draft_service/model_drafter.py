@@ -17,6 +17,7 @@ from outrider.errors import OutriderError, check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.speculation.device_draws import DeviceDraws, Drawing, can_draw
 from outrider.speculation.drafting import DraftedGroup, draw_from_logits, draw_siblings
+from outrider.speculation.masking import draft_mask, masked_logits
 from outrider.speculation.proposal import EMPTY_PROPOSAL, DraftDistribution, Proposal
 from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.sampling import Rule, SamplingParams
@@ -213,6 +214,8 @@ class ModelDrafter:
     def _draw(self, branches: list[Branch], rows: list[torch.Tensor]) -> list[Branch]:
         """Draws the next token of each branch from its row of logits [1, V]; those that got one. An
         error is some branch's own: each then draws alone, which gives the same tokens."""
+        if any(branch.request.allowed is not None for branch in branches):
+            branches, rows = self._masked(branches, rows)
         try:
             drawn = self._drawn(branches, rows)
         except OutriderError as error:
@@ -227,6 +230,24 @@ class ModelDrafter:
             if row is not None:
                 branch.rows.append(row)
         return branches
+
+    def _masked(
+        self, branches: list[Branch], rows: list[torch.Tensor]
+    ) -> tuple[list[Branch], list[torch.Tensor]]:
+        """The branches that may go on, and what their grammars leave of their rows."""
+        going_on: list[Branch] = []
+        left: list[torch.Tensor] = []
+        for branch, row in zip(branches, rows, strict=True):
+            allowed = branch.request.allowed
+            mask = None
+            if allowed is not None:
+                mask = draft_mask(allowed, branch.token_ids, self.vocabulary)
+                if mask is None:
+                    self._stop(branch)
+                    continue
+            going_on.append(branch)
+            left.append(masked_logits(row, [mask], self.vocabulary))
+        return going_on, left
 
     def _drawn(
         self, branches: Sequence[Branch], rows: Sequence[torch.Tensor]
@@ -270,12 +291,17 @@ class ModelDrafter:
         to that, and a token that is dropped for what it is biases the output."""
         if branch.token_ids:
             logger.info("a draft ends after %d tokens: %s", len(branch.token_ids), error)
-            self._undo_last_pass(branch)
-            branch.num_wanted = len(branch.token_ids)
+            self._stop(branch)
         elif isinstance(error, OutriderError):
             branch.error = error
         else:
             branch.error = OutriderError(f"the draft's pass failed: {error!r}")
+
+    def _stop(self, branch: Branch) -> None:
+        """The branch is whole as it is."""
+        if branch.token_ids:
+            self._undo_last_pass(branch)
+        branch.num_wanted = len(branch.token_ids)
 
     def _undo_all(self, branch: Branch) -> None:
         """Back to what was held of a branch that was drawn at once."""
@@ -293,7 +319,9 @@ class ModelDrafter:
 def _needs_no_look(branch: Branch) -> bool:
     """Whether all its tokens can be drawn before anybody looks at one."""
     request = branch.request
-    return branch.num_wanted > 0 and not any(request.siblings) and can_draw(request.sampling)
+    if any(request.siblings) or request.allowed is not None:
+        return False
+    return branch.num_wanted > 0 and can_draw(request.sampling)
 
 
 def _step(branch: Branch) -> SequenceStep:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from draft_service.growing import GrowingDrafter
 from draft_service.look_ahead import LookAhead, LookAheadLimits
+from outrider.constraints.allowed import Allowed
+from outrider.constraints.matching import Matchers
 from outrider.drafting.drafter import DraftRequest
 from outrider.engine.admission import Admission, Admissions, Admitted, Ask
 from outrider.engine.interface import Engine
 from outrider.engine.sequences import SequenceTable
 from outrider.engine.token_budget import TokenBudget
-from outrider.errors import BadRequest, EngineLost, OutriderError, check
+from outrider.errors import BadRequest, EngineLost, Incompatible, OutriderError, check
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, Resync, RoundHead
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.work import Answers, StepFigures, Unfinished, refusal
+
+logger = logging.getLogger(__name__)
 
 PASSES_MAX: Final = 2
 """Of one step. More would keep waiting who comes in an engine that states its time afterwards."""
@@ -83,10 +88,12 @@ class Proposer:
         engine: Engine | None = None,
         budget: TokenBudget | None = None,
         look_ahead: LookAheadLimits | None = None,
+        matchers: Matchers | None = None,
     ) -> None:
         """`engine` is the one behind the drafter, and `budget` bounds each of its steps; None for a
         drafter that keeps no slots. With `look_ahead` a `GrowingDrafter` works out what comes next
-        where items ask for it."""
+        where items ask for it. Without `matchers` what is drafted for sessions with a constraint
+        may not meet it, and is then refused by the target."""
         check((engine is None) == (budget is None), "an engine has a budget, and nothing else has")
         self._drafter = drafter
         self._engine = engine
@@ -97,6 +104,7 @@ class Proposer:
             self._admissions = Admissions(engine, self._table, budget, self._give_way)
             if look_ahead is not None and isinstance(drafter, GrowingDrafter):
                 self._look_ahead = LookAhead(engine, self._table, drafter, look_ahead)
+        self._matchers = matchers
         self._has_news: Callable[[], bool] = lambda: True
         self._figures = self._now()
 
@@ -204,7 +212,8 @@ class Proposer:
         if not isinstance(admission, Admitted):
             return admission
         aligned = admission.aligned
-        if admission.is_whole and item.look_ahead > 0 and self._look_ahead is not None:
+        looks_ahead = item.look_ahead > 0 and head.constraint is None
+        if admission.is_whole and looks_ahead and self._look_ahead is not None:
             return self._look_ahead.begin(
                 item, question.sampling, aligned.committed, aligned.new_tokens
             )
@@ -221,10 +230,26 @@ class Proposer:
             noise=RoundNoise(head.seed, head.rule, head.committed_length),
             siblings=item.siblings,
             features=item.features,
+            allowed=self._allowed(head, committed) if admission.is_whole else None,
             digests=aligned.sequence,
         )
         new_tokens = aligned.new_tokens[: admission.num_granted]
         return _Prepared(item, request, new_tokens, admission.is_whole)
+
+    def _allowed(self, head: RoundHead, committed: Sequence[int]) -> Allowed | None:
+        """What may follow the committed tokens; None where anything may, or nobody knows here."""
+        if head.constraint is None or self._matchers is None:
+            return None
+        try:
+            return self._matchers.follow(
+                head.session_id,
+                head.constraint,
+                head.constraint_hash,
+                committed[head.prompt_length :],
+            )
+        except Incompatible as error:
+            logger.info("a session is drafted for without its constraint: %s", error)
+            return None
 
     def _run(self, prepared: Sequence[_Prepared]) -> list[DraftAnswer | Unfinished]:
         """One call of the drafter for all; where it raises an error with a name, each session
@@ -288,6 +313,8 @@ class Proposer:
             self._look_ahead.forget(session_id)
         self._drafter.release(session_id)
         self._table.release(session_id)
+        if self._matchers is not None:
+            self._matchers.release(session_id)
 
 
 def _read(item: DraftItem) -> _Question | Refused:

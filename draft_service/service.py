@@ -9,6 +9,8 @@ from draft_service.hybrid_drafter import HybridDrafter
 from draft_service.look_ahead import LookAheadLimits
 from draft_service.model_drafter import ModelDrafter
 from draft_service.proposing import FallibleDrafter, Proposer
+from outrider.constraints.grammars import Grammars
+from outrider.constraints.matching import Matchers
 from outrider.drafting.drafter import Drafter
 from outrider.drafting.lookup import LookupDrafter
 from outrider.engine.costs import StepCosts
@@ -36,9 +38,10 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         executor: StepExecutor,
         description: ReplicaDescription,
         observer: StepObserver | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """See `SteppedService`."""
-        super().__init__(proposer, executor, description, observer)
+        super().__init__(proposer, executor, description, observer, grammars=grammars)
         proposer.watch(lambda: self._scheduler.has_news)
 
     @classmethod
@@ -56,20 +59,23 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         look_ahead_bytes_max: int = LOOK_AHEAD_BYTES_MAX,
         costs: StepCosts | None = None,
         observer: StepObserver | None = None,
+        grammars: Grammars | None = None,
     ) -> DraftService:
         """Drafts with a model. A step runs as little as `TargetService` says; a distribution keeps
         `entries_max` tokens at most. A `lookup` answers in the model's place where it expects
         `lookup_score` of its tokens to be accepted; beside one the model draws `model_tokens` of a
         proposal at most. A model, alone or beside one, looks ahead, and pushes
-        `look_ahead_bytes_max` bytes of proposals at most for one round of a session."""
+        `look_ahead_bytes_max` bytes of proposals at most for one round of a session. By `grammars`,
+        those of the engine's tokenizer, it drafts what a session's constraint allows."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
         drafter: FallibleDrafter = ModelDrafter(engine, entries_max)
         if lookup is not None:
             model = ModelDrafter(engine, entries_max)
             drafter = HybridDrafter(lookup, model, lookup_score, model_tokens)
         limits = LookAheadLimits(max_num_seqs, look_ahead_bytes_max)
-        proposer = Proposer(drafter, engine, budget, limits)
-        return cls(proposer, executor, describe_model(engine.info, max_num_seqs, costs), observer)
+        proposer = Proposer(drafter, engine, budget, limits, _matchers(grammars))
+        description = describe_model(engine.info, max_num_seqs, costs)
+        return cls(proposer, executor, description, observer, grammars)
 
     @classmethod
     def with_eagle(
@@ -80,12 +86,14 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         *,
         max_num_seqs: int,
         observer: StepObserver | None = None,
+        grammars: Grammars | None = None,
     ) -> DraftService:
-        """Drafts from what the target's head reads, with a head that is told by `info`."""
+        """Drafts from what the target's head reads, with a head that is told by `info`; by
+        `grammars` what a session's constraint allows."""
         description = replace(describe_model(info, max_num_seqs, None), reads_features=True)
-        proposer = Proposer(eagle)
+        proposer = Proposer(eagle, matchers=_matchers(grammars))
         eagle.on_dropped = proposer.forget_tokens
-        return cls(proposer, executor, description, observer)
+        return cls(proposer, executor, description, observer, grammars)
 
     @classmethod
     def without_model(
@@ -96,9 +104,11 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         *,
         max_num_seqs: int,
         observer: StepObserver | None = None,
+        grammars: Grammars | None = None,
     ) -> DraftService:
         """Drafts with something that needs no model, such as prompt lookup (`ngram`). It fits any
-        tokenizer, and proposes nothing that its tenant has not seen."""
+        tokenizer, and proposes nothing that its tenant has not seen. By `grammars`, those of the
+        target's tokenizer, it is cut where a session's constraint ends it."""
         description = ReplicaDescription(
             model=name,
             weights_fingerprint="",
@@ -109,4 +119,9 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
             eos_token_ids=(),
             max_num_seqs=max_num_seqs,
         )
-        return cls(Proposer(drafter), executor, description, observer)
+        proposer = Proposer(drafter, matchers=_matchers(grammars))
+        return cls(proposer, executor, description, observer, grammars)
+
+
+def _matchers(grammars: Grammars | None) -> Matchers | None:
+    return None if grammars is None else Matchers(grammars)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from outrider.constraints.constraint import Constraint
 from outrider.messages import PositionLogprobs
 from outrider.sessions.store import Counters, FinishReason
 from outrider.speculation.decision import Origin
@@ -44,6 +45,10 @@ class GenerateRequest:
     """How many likeliest tokens to report at every position; None = no log-probabilities."""
     include_rounds: bool = False
     """Whether a `RoundReport` is sent for every round."""
+    draft_deadline_ms: int | None = None
+    """How long a round waits for its draft, at most, before it goes on without one."""
+    constraint: Constraint | None = None
+    """What the whole completion must be; it ends where that does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,7 @@ class Started:
     model: str
     seed: int
     rule: Rule
+    num_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

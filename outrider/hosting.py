@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from outrider.config import DraftConfig, TargetConfig
 from outrider.drafting.registry import LookupKind
-from outrider.errors import SettingError
+from outrider.errors import ConfigError, SettingError
 from outrider.settings import blaming, by_its_keys
 from outrider.telemetry.logs import JsonLines
 
 if TYPE_CHECKING:
     import torch
 
+    from outrider.constraints.grammars import Grammars
     from outrider.drafting.lookup import LookupDrafter
     from outrider.engine.costs import StepCosts
     from outrider.engine.interface import Engine, ModelInfo
@@ -301,6 +302,29 @@ def build_lookup(config: DraftConfig) -> LookupDrafter | None:
             )
         case None:
             return None
+
+
+def build_grammars(
+    config: TargetConfig | DraftConfig, eos_token_ids: tuple[int, ...] = ()
+) -> Grammars | None:
+    """What holds sessions to their constraints, by the target's tokenizer; None without one. It is
+    loaded with the first constraint. Without `eos_token_ids` they are those of its files."""
+    if not config.tokenizer_directory:
+        return None
+    from outrider.constraints.grammars import Grammars, GrammarTokenizer
+
+    path = Path(config.tokenizer_directory)
+
+    def load() -> GrammarTokenizer:
+        from outrider.engine.loading import load_tokenizer, stated_eos_token_ids
+
+        tokenizer = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
+        if tokenizer is None:
+            raise ConfigError("the model has no tokenizer")
+        ends = eos_token_ids or stated_eos_token_ids(path, tokenizer)
+        return GrammarTokenizer(tokenizer, ends)
+
+    return Grammars(load)
 
 
 def step_costs(

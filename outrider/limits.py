@@ -28,6 +28,39 @@ MAX_TOKENS_DEFAULT: Final = 16_384
 DEADLINE_MS_DEFAULT: Final = 600_000
 DEADLINE_MS_MAX: Final = 3_600_000
 CHAT_MESSAGES_MAX: Final = 4096
+DRAFT_DEADLINE_MS_MAX: Final = 600_000
+"""How long a round of a request may wait for its draft."""
+
+CONSTRAINT_BYTES_MAX: Final = 64 * 2**10
+"""Of a JSON schema, or of all choices together."""
+SCHEMA_DEPTH_MAX: Final = 32
+REGEX_BYTES_MAX: Final = 16 * 2**10
+CHOICES_MAX: Final = 1024
+ALTERNATIVES_MAX: Final = 256
+"""Alternatives of a JSON schema that are lists or objects. Where all of them begin alike, a step of
+the parser takes the cube of their number, and there is no stopping it ..."""
+LIST_ALTERNATIVE: Final = 4
+"""... so that those which may be lists count as several: they take most."""
+COMPILE_S_MAX: Final = 2.0
+"""What takes longer to compile is refused."""
+MASK_S_MAX: Final = 0.25
+"""To say what may follow a token; where a constraint takes longer twice, a replica refuses it."""
+FOLLOWED_AT_ONCE: Final = 64
+"""Tokens that a constraint may follow in the same time."""
+TOO_SLOW_S: Final = 60
+"""How long a constraint that took too long is refused before it is tried again."""
+COMPILE_THREADS: Final = 2
+COMPILE_WAIT_S_MAX: Final = 20
+"""How long a request waits for its constraint to be compiled, behind others or by itself."""
+COMPILATIONS_MAX: Final = 256
+"""Constraints that may wait to be compiled in one process."""
+GRAMMARS_MAX: Final = 64
+"""Compiled constraints that a process keeps; the longest unused makes room."""
+LEXER_STATES_MAX: Final = 2**15
+"""Of a compiled constraint, 1 to 2 KB each; they come as texts of its sessions are written. Where
+they are used up, it is compiled anew."""
+MATCHERS_MAX: Final = 1024
+"""Sessions of which a replica keeps what their constraint makes of their tokens."""
 
 GRPC_MESSAGE_BYTES_MAX: Final = 8 * 2**20
 GRPC_METADATA_BYTES_MAX: Final = 16 * 2**10
@@ -42,6 +75,8 @@ BULK_ITEM_BYTES: Final = 32 * 2**10
 SESSIONS_PER_COORDINATOR_MAX: Final = 4096
 STREAM_QUEUE_ITEMS_MAX: Final = SESSIONS_PER_COORDINATOR_MAX
 """Items that may wait in one direction of one stream, or for a step: one of each session."""
+STUCK_WRITE_MS: Final = 1_000
+"""How long a caller to whom too many answers wait may take to read on and hear so."""
 SEQUENCES_PER_REPLICA_MAX: Final = 4096
 """Sessions whose tokens and epoch a replica remembers; the longest unused makes room."""
 ENGINE_SEQUENCES_MAX: Final = 64
@@ -66,6 +101,10 @@ SUFFIX_SEEDS_MAX: Final = 65_536
 """Seeds of which suffix decoding remembers who had them first."""
 DRAFTED_SEEDS_MAX: Final = 65_536
 """Seeds of which a coordinator remembers that a session with drafts had them."""
+AUDITED_SEEDS_MAX: Final = 65_536
+"""Seeds of which a coordinator remembers that a session with one of them was audited."""
+AUDITS_CHOSEN_MAX: Final = 16
+"""Sessions of a coordinator that are chosen for an audit and have not been through it."""
 REPLICAS_MAX: Final = 1024
 """Of one role in a deployment."""
 TENSOR_PARALLEL_SIZE_MAX: Final = 64
@@ -91,6 +130,28 @@ RUN_AHEAD_ROUNDS_MAX: Final = 16
 MAILBOX_REPLIES_MAX: Final = 64
 """Replies that may wait for one session on one side."""
 
+HTTP_BODY_BYTES_MAX: Final = 4 * 2**20
+HTTP_VALUES_MAX: Final = 2**19
+"""Values and keys of a body, of which a prompt's tokens are the most."""
+HTTP_CONTAINERS_MAX: Final = 2**16
+"""Lists and objects of a body."""
+HTTP_FIELDS_MAX: Final = 128
+"""Of one object of a body, known or not."""
+CHAT_PARTS_MAX: Final = 8192
+"""Text parts of all messages of a body."""
+HTTP_CONNECTIONS_MAX: Final = 2 * SESSIONS_PER_COORDINATOR_MAX
+"""To one coordinator; more are refused."""
+HTTP_KEEP_ALIVE_S: Final = 75
+"""How long a connection without a request is kept."""
+HTTP_STUCK_WRITE_S: Final = 30
+"""How long a client that reads nothing is waited for, once a buffer of 64 KiB is full for it."""
+ANSWERS_MAX: Final = 16
+"""Texts for one prompt of an HTTP request (`n`)."""
+PROMPTS_MAX: Final = 128
+"""Of one HTTP request: each is a session, or `n` of them."""
+EVENTS_AHEAD_MAX: Final = 64
+"""Events of one HTTP request's sessions that may wait for its client."""
+
 SESSION_LEASE_MS: Final = 2_000
 SESSION_LEASE_RENEWAL_MS: Final = 500
 SESSION_TTL_S: Final = 3_600
@@ -101,6 +162,8 @@ UNCOMMITTED_MS_MAX: Final = 10_000
 """Past either bound a session waits for the store."""
 
 TOKEN_ID_MAX: Final = 2**31 - 1
+SESSION_TOKENS_MAX: Final = 2**31 - 1
+"""Committed tokens that a message may speak of; what a model takes is less."""
 TENANT_CHARS_MAX: Final = 256
 TRACEPARENT_CHARS_MAX: Final = 256
 ERROR_MESSAGE_CHARS_MAX: Final = 1024
@@ -149,3 +212,23 @@ EMBEDDED_REDIS_START_MS_MAX: Final = 20_000
 EMBEDDED_REDIS_STOP_MS_MAX: Final = 5_000
 SOCKET_PATH_BYTES_MAX: Final = 100
 """Longest path of a Unix socket; Linux has room for 107 bytes, macOS for 103."""
+
+API_KEY_CHARS_MIN: Final = 16
+API_KEY_CHARS_MAX: Final = 512
+API_KEYS_MAX: Final = 4096
+"""Keys of one server, from a file and from settings together."""
+KEY_FILE_BYTES_MAX: Final = 2**20
+KEY_FILE_LOOK_MS: Final = 1_000
+"""Between two looks at whether a file of keys, or of a certificate, has changed."""
+REQUESTS_PER_MINUTE_MAX: Final = 1_000_000
+KEY_CONCURRENCY_MAX: Final = SESSIONS_PER_COORDINATOR_MAX
+SLOT_LEASE_MS: Final = 5_000
+"""How long a request of a dead coordinator counts among those that its key runs ..."""
+SLOT_RENEWAL_MS: Final = 1_000
+"""... and how often a living one says that it still runs."""
+SLOT_RETRY_MS: Final = 1_000
+"""When to try again whose key runs as many requests as it may: nobody knows when one ends."""
+HEALTH_WATCHES_MAX: Final = 64
+"""Callers that may watch a server's health at a time: they need no key."""
+PEM_BYTES_MAX: Final = 2**20
+"""Of a file of certificates, or of a key."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from outrider.constraints.constraint import Constraint
 from outrider.engine.costs import StepCosts
 from outrider.features import Features
+from outrider.speculation.audit_sums import AuditSums
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
@@ -41,6 +43,11 @@ class RoundHead:
     deadline_ms: int = 0
     """What is left of the request's time; 0 = no deadline."""
     traceparent: str = ""
+    constraint: Constraint | None = None
+    """What the completion must be. None = nothing; or, with a hash, as sent before on this
+    stream."""
+    constraint_hash: bytes = b""
+    """Empty = nothing."""
 
     @property
     def committed_length(self) -> int:
@@ -77,6 +84,9 @@ class VerifyItem:
     """Candidates beside its first, second, ... token: see `DraftRequest.siblings`."""
     wants_features: bool = False
     """Whether the features of what the verdict commits are wanted."""
+    audit: bool = False
+    """Whether the proposal is a chain of committed tokens of a session that has ended, of which is
+    asked how they look under the target's law."""
 
     @property
     def num_rows(self) -> int:
@@ -138,6 +148,8 @@ class VerdictReply:
     """... and this session's part of that."""
     features: Features | None = None
     """Where wanted: of the last committed token and of those that were accepted behind it."""
+    audit: AuditSums | None = None
+    """Of an item that audits."""
 
 
 @dataclass(frozen=True, slots=True)

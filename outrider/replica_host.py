@@ -11,7 +11,8 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from outrider.config import DraftConfig, ModelServerConfig, TargetConfig
 from outrider.errors import EngineLost
@@ -22,11 +23,13 @@ from outrider.hosting import Place, advertised
 from outrider.limits import LOST_REPLICA_GRACE_S
 from outrider.messages import ReplicaDescription
 from outrider.rank_host import Leadership
+from outrider.settings import blaming
 from outrider.wire.link import Connection, ReplicaService
 
 if TYPE_CHECKING:
     from outrider.engine.parallel.meeting import Meeting
     from outrider.fleet.announcing import Announcer
+    from outrider.security.certificates import InternalRole
     from outrider.telemetry.exporting import Exports
     from outrider.wire.codecs import Keyed
     from outrider.wire.replica_servicer import ReplicaServicer
@@ -108,7 +111,7 @@ class ReplicaHost(Generic[Item, Answer]):
         from outrider.telemetry.exporting import start_exports
         from outrider.telemetry.steps import ObservedSteps
 
-        self._exports = start_exports(config.telemetry, role, config.host, config.slot)
+        self._exports = start_exports(config.telemetry, role, config.metrics_host, config.slot)
         if self._exports is None:
             return None
         return ObservedSteps(self._exports.tracer, self._exports.meter, role)
@@ -175,6 +178,8 @@ class ReplicaHost(Generic[Item, Answer]):
         self._metered = MeteredService(service)
         self._servicer = face(self._metered)
         options = ServerOptions(config.host, config.port)
+        if config.internal_tls_dir:
+            options = replace(options, **_locks(config))
         self._server = RpcServer([self._servicer.grpc_service], options)
         await self._server.start()
         await self._server.set_serving(True)
@@ -232,6 +237,19 @@ class ReplicaHost(Generic[Item, Answer]):
             self._health_changed.clear()
             await server.set_serving(bool(self._healthy))
         await self._end(LOST_REPLICA_GRACE_S)
+
+
+def _locks(config: TargetConfig | DraftConfig) -> dict[str, Any]:
+    """Only coordinators may call it, nor does it tell others what it has. Raises `ConfigError`."""
+    from outrider.security.certificates import name_of
+    from outrider.wire.credentials import internal_server_credentials
+    from outrider.wire.guard import RoleGuard
+
+    role: InternalRole = "target" if isinstance(config, TargetConfig) else "draft"
+    with blaming("internal_tls_dir"):
+        credentials = internal_server_credentials(Path(config.internal_tls_dir), role)
+    guards = (RoleGuard(name_of("coordinator")),)
+    return {"reflection": False, "guards": guards, "credentials": credentials}
 
 
 class MeteredService(Generic[Item, Answer]):

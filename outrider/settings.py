@@ -22,8 +22,12 @@ Value = str | int | float | bool | None
 Config = TypeVar("Config")
 
 ENVIRONMENT_PREFIX: Final = "OUTRIDER_"
-NOT_SETTINGS: Final = ("OUTRIDER_CACHE", "OUTRIDER_STATE_DIR", "OUTRIDER_TEST_DATA")
-"""Variables of the same prefix that say where things lie; no flag sets them."""
+NOT_SETTINGS: Final = (
+    "OUTRIDER_CACHE", "OUTRIDER_STATE_DIR", "OUTRIDER_TEST_DATA", "OUTRIDER_CA_CERT",
+    "OUTRIDER_CLIENT_CERT", "OUTRIDER_CLIENT_KEY",
+)  # fmt: skip
+"""Variables of the same prefix that are no settings of a deployment: where things lie, and what
+those who call one have."""
 CONFIG_FILE_BYTES_MAX: Final = 2**20
 
 _METADATA: Final = "setting"
@@ -44,6 +48,7 @@ class _Bounds:
     minimum: float | None
     maximum: float | None
     choices: tuple[str, ...]
+    secret: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,8 @@ class Setting:
     minimum: float | None
     maximum: float | None
     choices: tuple[str, ...]
+    secret: bool = False
+    """Whether its value is shown to nobody, in errors neither."""
 
     @property
     def flag(self) -> str:
@@ -89,7 +96,7 @@ class Setting:
         naming `source` where it is not one or lies outside the bounds."""
         value = self._convert(raw, isinstance(raw, str))
         if value is None and not (raw is None and self.optional):
-            raise ConfigError(f"{source}: {raw!r} is wrong; it must be {self.allowed}")
+            raise ConfigError(f"{source}: {self._shown(raw)} is wrong; it must be {self.allowed}")
         self.verify(value, source)
         return value
 
@@ -119,7 +126,11 @@ class Setting:
         if good and self.choices:
             good = value in self.choices
         if not good:
-            raise ConfigError(f"{source}: {value!r} is wrong; it must be {self.allowed}")
+            shown = self._shown(value)
+            raise ConfigError(f"{source}: {shown} is wrong; it must be {self.allowed}")
+
+    def _shown(self, value: object) -> str:
+        return "what it is set to" if self.secret else repr(value)
 
 
 def _boolean(raw: object) -> bool | None:
@@ -142,7 +153,7 @@ def setting(
 ) -> Any:
     """A dataclass field that users may set. `doc` says what it is, with its unit; `key` is its
     name where that is not the field's; a `secret` is kept out of the configuration's `repr`."""
-    bounds = _Bounds(doc, key, minimum, maximum, choices)
+    bounds = _Bounds(doc, key, minimum, maximum, choices, secret)
     return field(default=default, repr=not secret, metadata={_METADATA: bounds})
 
 
@@ -175,6 +186,7 @@ def _settings_of(config: type) -> Mapping[str, Setting]:
             minimum=bounds.minimum,
             maximum=bounds.maximum,
             choices=bounds.choices,
+            secret=bounds.secret,
         )
     return types.MappingProxyType(found)
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Generic
 
+from outrider.constraints.constraint import Constraint
+from outrider.constraints.grammars import Grammars
 from outrider.engine.costs import StepCosts
 from outrider.engine.executor import StepExecutor
 from outrider.engine.interface import ModelInfo
-from outrider.errors import EngineLost, OutriderError
+from outrider.errors import EngineLost, OutriderError, Overloaded
 from outrider.fleet.figures import Figures
 from outrider.gathering import Gathering
 from outrider.limits import SILENT_SESSION_MS, STREAM_QUEUE_ITEMS_MAX
-from outrider.messages import ReplicaDescription
+from outrider.messages import Refused, ReplicaDescription
 from outrider.presence import Presence
 from outrider.round_fence import RoundFence
 from outrider.stepping import StepScheduler
 from outrider.work import Answer, Item, Outlet, StepObserver, StepWorker, Work, expiry, refusal
+
+logger = logging.getLogger(__name__)
 
 
 class SteppedService(Generic[Item, Answer]):
@@ -35,9 +40,11 @@ class SteppedService(Generic[Item, Answer]):
         observer: StepObserver | None = None,
         note_seconds: Callable[[float], None] | None = None,
         gathering: Gathering | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """`description.max_num_seqs` sessions share a step at most. `note_seconds` hears, between
-        steps, how long the last one took; by `gathering` steps wait for sessions."""
+        steps, how long the last one took; by `gathering` steps wait for sessions. An item whose
+        constraint is new waits until it is among the `grammars`."""
         self._worker = worker
         self._description = description
         self._scheduler = StepScheduler(
@@ -53,6 +60,8 @@ class SteppedService(Generic[Item, Answer]):
         self._observer = observer
         self._fence = RoundFence()
         self._presence = Presence()
+        self._grammars = grammars
+        self._compiling: set[asyncio.Task[None]] = set()
 
     @property
     def healthy(self) -> bool:
@@ -97,10 +106,16 @@ class SteppedService(Generic[Item, Answer]):
 
     async def drain(self) -> None:
         """Returns when nothing waits and nothing runs: before a stop that loses nobody's answer."""
+        while self._compiling:
+            await asyncio.wait(self._compiling)
         await self._scheduler.drain()
 
     async def close(self) -> None:
         """Waits for the running step; whatever waits is dropped. The executor is closed."""
+        for task in self._compiling:
+            task.cancel()
+        if self._grammars is not None:
+            self._grammars.close()
         await self._scheduler.close()
 
     def check_integrity(self) -> None:
@@ -113,11 +128,50 @@ class SteppedService(Generic[Item, Answer]):
         if stale is None:
             now = asyncio.get_running_loop().time()
             self._presence.hear(item.head.session_id, outlet, now)
-            self._accept(item, outlet)
+            constraint = item.head.constraint
+            if constraint is None or self._grammars is None:
+                self._accept(item, outlet)
+            else:
+                self._accept_constrained(self._grammars, constraint, item, outlet)
             return
+        self._refuse_stale(stale, outlet)
+
+    def _refuse_stale(self, stale: Refused, outlet: Outlet[Answer]) -> None:
         if self._observer is not None:
             self._observer.stale()
         outlet.send([stale])
+
+    def _accept_constrained(
+        self, grammars: Grammars, constraint: Constraint, item: Item, outlet: Outlet[Answer]
+    ) -> None:
+        if grammars.is_known(item.head.constraint_hash):
+            self._accept(item, outlet)
+            return
+        task = asyncio.create_task(self._compile(grammars, constraint, item, outlet))
+        self._compiling.add(task)
+        task.add_done_callback(self._compiling.discard)
+
+    async def _compile(
+        self, grammars: Grammars, constraint: Constraint, item: Item, outlet: Outlet[Answer]
+    ) -> None:
+        """Works on an item once its constraint is compiled, or known not to be possible, unless its
+        round is over by then."""
+        try:
+            await grammars.prepare(constraint)
+        except Overloaded as error:
+            outlet.send([refusal(item.head.key, error)])
+            return
+        except OutriderError as error:
+            logger.info("a constraint is of no use here: %s", error)
+        except Exception:
+            logger.exception("a constraint could not be compiled")
+            outlet.send([refusal(item.head.key, OutriderError("its constraint broke down here"))])
+            return
+        stale = self._fence.admit(item.head)
+        if stale is not None:
+            self._refuse_stale(stale, outlet)
+        elif not outlet.closed:
+            self._accept(item, outlet)
 
     def _leave(self, outlet: Outlet[Answer]) -> None:
         """A stream has closed: nobody waits for its sessions until they come back on another."""

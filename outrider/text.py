@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from outrider.constraints.grammars import GrammarTokenizer
 from outrider.engine.loading import load_tokenizer
 from outrider.errors import BadRequest, ConfigError
 
@@ -89,6 +90,11 @@ class TokenizerText:
             raise BadRequest("chat", f"the model's chat template refuses: {error}") from error
         return list(ids)
 
+    def grammar_tokenizer(self, eos_token_ids: tuple[int, ...]) -> GrammarTokenizer:
+        """The same tokenizer, for grammars of texts that these tokens end. Takes a second. Raises
+        `ConfigError` where it does not serve."""
+        return GrammarTokenizer(self._tokenizer, eos_token_ids)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones left out."""
         if self._backend is not None:
@@ -118,6 +124,20 @@ class TokenizerText:
             return bytes(self._bytes_of[character] for character in token)
         except KeyError:  # an added token, kept as it is written
             return str(token).encode()
+
+    def spell(self, token_id: int) -> bytes:
+        """What a token is written as inside a text, for whoever looks at tokens one by one: a
+        special one by its name, which no text shows; empty for an unknown id."""
+        if token_id in self._special:
+            return str(self._tokenizer.convert_ids_to_tokens(token_id)).encode()
+        if self._bytes_of is not None:
+            return self.token_bytes(token_id)
+        byte = self.fallback_byte(token_id)
+        if byte is not None:
+            return bytes([byte])
+        # Behind itself, for the first token of a text may lose its leading space.
+        once, twice = self.decode([token_id]), self.decode([token_id, token_id])
+        return twice[len(once) :].encode()
 
     @property
     def has_fallback_bytes(self) -> bool:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from outrider.config import TargetConfig
-from outrider.hosting import cores_for, log_to, on_passing_thread, step_costs, use_threads
+from outrider.hosting import (
+    build_grammars,
+    cores_for,
+    log_to,
+    on_passing_thread,
+    step_costs,
+    use_threads,
+)
 from outrider.messages import VerifyAnswer, VerifyItem
 from outrider.rank_host import engine_of_a_replica, threads_of_a_rank
 from outrider.replica_host import ReplicaHost
@@ -53,6 +60,7 @@ def _build(engine: Engine, config: TargetConfig, observer: StepObserver | None) 
         observer=observer,
         gathers=config.gather_sessions,
         self_drafter=self_drafter_of(engine, config.heads_support_entries),
+        grammars=build_grammars(config, engine.info.eos_token_ids),
     )
 
 

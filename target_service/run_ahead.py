@@ -54,6 +54,7 @@ class RunAhead:
             and item.num_logprobs == self._item.num_logprobs
             and (asked.epoch, asked.rule, asked.seed, asked.prompt_length, asked.sampling)
             == (mine.epoch, mine.rule, mine.seed, mine.prompt_length, mine.sampling)
+            and asked.constraint_hash == mine.constraint_hash
         )
 
     def extend(self, item: VerifyItem, outlet: Outlet[VerifyAnswer]) -> list[VerdictReply]:

@@ -1,6 +1,6 @@
 """One step of a target: one forward pass over every item, then a verdict for each.
 
-item ok?  -> prefix held?  -> room?      -> forward (all items) -> transforms, rule -> verdict
+item ok?  -> prefix held?  -> room?      -> forward (all) -> mask, transforms, rule -> verdict
 Refused      Resync           Unfinished    append + proposal      next to the logits
 """
 
@@ -13,21 +13,26 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from outrider.constraints.allowed import Allowed
+from outrider.constraints.matching import Matchers
 from outrider.drafting.growing_rounds import RoundWanted
 from outrider.engine.admission import Admission, Admissions, Admitted, Ask
 from outrider.engine.interface import Engine, FeatureEngine, SequenceStep
 from outrider.engine.sequences import Aligned, SequenceTable
 from outrider.engine.token_budget import TokenBudget
-from outrider.errors import BadRequest, EngineLost, InvariantError, OutriderError
+from outrider.errors import BadRequest, EngineLost, Incompatible, InvariantError, OutriderError
 from outrider.messages import (
     PositionLogprobs,
     Refused,
     Resync,
+    RoundHead,
     VerdictReply,
     VerifyAnswer,
     VerifyItem,
 )
+from outrider.speculation.audit import audit
 from outrider.speculation.decision import Outcome, decide
+from outrider.speculation.masking import masked_logits, row_masks
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import Proposal, SealedProposal, require_q
 from outrider.speculation.sampling import Rule, SamplingParams
@@ -67,6 +72,8 @@ class _Pass:
     question: _Question
     step: SequenceStep
     history: TokenHistory
+    allowed: Allowed | None = None
+    """What may follow the committed tokens; None = anything."""
 
     @property
     def is_whole(self) -> bool:
@@ -105,9 +112,11 @@ class Scorer:
         budget: TokenBudget,
         self_drafter: SelfDrafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        matchers: Matchers | None = None,
     ) -> None:
         """`budget` bounds each step. A `self_drafter` reads what the engine shows of its own, and
-        takes the time of this clock, in seconds."""
+        takes the time of this clock, in seconds. Without `matchers` sessions with a constraint are
+        refused."""
         self._engine = engine
         self._clock = clock
         self._shown = shown_by(engine)
@@ -115,6 +124,7 @@ class Scorer:
         self._table = SequenceTable(engine)
         self._admissions = Admissions(engine, self._table, budget)
         self._figures = self._admissions.figures
+        self._matchers = matchers
 
     @property
     def figures(self) -> StepFigures:
@@ -142,12 +152,12 @@ class Scorer:
     def release(self, session_id: str, epoch: int) -> None:
         """See `StepWorker.release`."""
         if self._table.epoch(session_id) <= epoch:
-            self._table.release(session_id)
+            self._forget(session_id)
 
     def recover(self, items: Sequence[VerifyItem]) -> None:
         """See `StepWorker.recover`."""
         for item in items:
-            self._table.release(item.head.session_id)
+            self._forget(item.head.session_id)
 
     def check_integrity(self) -> None:
         """Raises `InvariantError` unless tokens and slots agree for every session."""
@@ -172,6 +182,11 @@ class Scorer:
         if not admission.is_whole:
             part = SequenceStep(head.session_id, new_tokens[: admission.num_granted], num_logits=0)
             return _Pass(question, part, TokenHistory())
+        try:
+            allowed = self._allowed(head, admission.aligned)
+        except OutriderError as error:
+            self._forget(head.session_id)
+            return refusal(head.key, error)
         vocab_size = self._engine.info.vocab_size
         drafted = tuple(v if v < vocab_size else _STAND_IN for v in question.proposal.token_ids)
         step = SequenceStep(
@@ -180,7 +195,24 @@ class Scorer:
             num_logits=len(drafted) + 1,
             parents=_parents(len(new_tokens), question.proposal.parents),
         )
-        return _Pass(question, step, _history(question, admission.aligned))
+        return _Pass(question, step, _history(question, admission.aligned), allowed)
+
+    def _allowed(self, head: RoundHead, aligned: Aligned) -> Allowed | None:
+        """What may follow the committed tokens. Raises `Incompatible` for a constraint that cannot
+        be held to here."""
+        if head.constraint is None:
+            return None
+        if self._matchers is None:
+            raise Incompatible(f"{head.constraint.kind}: this target has no tokenizer")
+        completion = aligned.committed[head.prompt_length :]
+        return self._matchers.follow(
+            head.session_id, head.constraint, head.constraint_hash, completion
+        )
+
+    def _forget(self, session_id: str) -> None:
+        self._table.release(session_id)
+        if self._matchers is not None:
+            self._matchers.release(session_id)
 
     def _validate(self, item: VerifyItem) -> SamplingParams:
         """Raises `BadRequest` for what this model cannot do."""
@@ -206,6 +238,8 @@ class Scorer:
             )
         if item.next_siblings and (head.rule is Rule.BLOCK or head.sampling.penalised):
             raise BadRequest("next_siblings", "are wanted; block and penalties have chains alone")
+        if item.audit and item.proposal.parents:
+            raise BadRequest("proposal.parents", "are of a tree; committed tokens are a chain")
         if item.proposal.parents and head.rule is Rule.BLOCK:
             raise BadRequest("proposal.parents", "are of a tree; block verification has none")
         if item.proposal.parents and head.sampling.penalised:
@@ -334,6 +368,7 @@ class Scorer:
             noise=RoundNoise(head.seed, head.rule, length),
             history=history,
             siblings=item.next_siblings,
+            allowed=None if entry.allowed is None else entry.allowed.behind(outcome.token_ids),
         )
         return NextRound(features, wanted, head.session_id)
 
@@ -343,15 +378,23 @@ class Scorer:
         head = question.item.head
         try:
             noise = RoundNoise(head.seed, head.rule, head.committed_length)
+            sampled = logits
+            if entry.allowed is not None:
+                sampled = masked_logits(logits, row_masks(entry.allowed, question.proposal))
             verdict = verdict_from_logits(
-                logits, question.sampling, entry.history, question.proposal, noise
+                sampled, question.sampling, entry.history, question.proposal, noise
             )
             logprobs = _logprobs(logits, question.proposal, question.item.num_logprobs, verdict)
+            audited = None
+            if question.item.audit:
+                tokens = question.proposal.token_ids
+                audited = audit(sampled[:-1], tokens, question.sampling, entry.history)
             if question.proposal.parents:
                 self._keep_path(entry, _outcome(entry, verdict).path)
         except OutriderError as error:
             return self._fail(entry, error)
-        return VerdictReply(head.key, verdict, self._table.length(head.session_id), logprobs)
+        cached_length = self._table.length(head.session_id)
+        return VerdictReply(head.key, verdict, cached_length, logprobs, audit=audited)
 
     def _keep_path(self, entry: _Pass, path: Sequence[int]) -> None:
         """Of a tree the slots that its coordinator will find accepted, too."""
@@ -364,7 +407,7 @@ class Scorer:
 
     def _fail(self, entry: _Pass, error: OutriderError) -> Refused:
         """What a failed pass has left of the session cannot be trusted, so it is forgotten."""
-        self._table.release(entry.step.sequence_id)
+        self._forget(entry.step.sequence_id)
         return refusal(entry.question.item.head.key, error)
 
 

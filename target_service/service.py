@@ -7,6 +7,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 
+from outrider.constraints.grammars import Grammars
+from outrider.constraints.matching import Matchers
 from outrider.engine.costs import StepCosts
 from outrider.engine.executor import StepExecutor
 from outrider.engine.interface import Engine
@@ -37,24 +39,27 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
         self_drafter: SelfDrafter | None = None,
         gathers: bool = False,
         clock: Callable[[], float] = time.perf_counter,
+        grammars: Grammars | None = None,
     ) -> None:
         """`max_num_seqs` sessions and `max_num_batched_tokens` tokens share a step at most, and
         fewer where its `costs` are known and would be felt. If it `gathers`, a step waits for
         sessions that will soon want it too, where `costs` say that this pays. With a
         `self_drafter` it needs a `FeatureEngine` or a `ShallowEngine`; what it takes is told by
-        `clock`, in seconds."""
+        `clock`, in seconds. Without `grammars`, those of the engine's tokenizer, sessions with a
+        constraint are refused."""
         description = replace(
             describe_model(engine.info, max_num_seqs, costs),
             drafts_itself=self_drafter is not None,
             shows_features=shown_by(engine) is not None,
         )
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
-        scorer = Scorer(engine, budget, self_drafter, clock)
+        matchers = None if grammars is None else Matchers(grammars)
+        scorer = Scorer(engine, budget, self_drafter, clock, matchers)
         gathering = None
         if gathers and costs is not None:
             gathering = Gathering(costs.step_seconds, max_num_seqs, SEQUENCES_PER_REPLICA_MAX)
         super().__init__(
-            scorer, executor, description, observer, budget.note_seconds, gathering=gathering
+            scorer, executor, description, observer, budget.note_seconds, gathering, grammars
         )
         self._ahead: OrderedDict[str, RunAhead] = OrderedDict()
 

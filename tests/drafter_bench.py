@@ -181,7 +181,16 @@ def main() -> None:
     for drafter in arguments.drafters.split(";"):
         with tempfile.TemporaryDirectory() as directory:
             environment = {**os.environ, "OUTRIDER_STATE_DIR": directory}
-            serve = ("serve", "demo", "--draft-model", drafter, "--grpc-port", "0", "--detach")
+            serve = (
+                "serve",
+                "demo",
+                "--draft-model",
+                drafter,
+                "--grpc-port",
+                "0",
+                "--no-http",
+                "--detach",
+            )
             outrider(*serve, environment=environment)
             try:
                 status = json.loads(outrider("status", "--json", environment=environment))

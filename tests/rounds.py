@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from outrider.constraints.constraint import Constraint
 from outrider.messages import (
     DraftItem,
     ProposalReply,
@@ -43,6 +44,7 @@ def make_head(
     prompt_length: int = 1,
     deadline_ms: int = 0,
     tenant: str = "",
+    constraint: Constraint | None = None,
 ) -> RoundHead:
     """A head that states the first `base_length` of the committed `tokens` and appends the rest."""
     if sampling is None:
@@ -62,6 +64,8 @@ def make_head(
         sampling=sampling,
         sampling_hash=sampling.hash(),
         deadline_ms=deadline_ms,
+        constraint=constraint,
+        constraint_hash=b"" if constraint is None else constraint.digest(),
     )
 
 
@@ -117,6 +121,7 @@ class Player:
     session: int = 1
     epoch: int = 1
     seed: int = 7
+    constraint: Constraint | None = None
     round_index: int = 0
     held: dict[str, int] = field(default_factory=lambda: {"target": 0, "draft": 0})
     tokens: list[int] = field(default_factory=list)
@@ -138,6 +143,7 @@ class Player:
             sampling=self.sampling,
             seed=self.seed,
             prompt_length=len(self.prompt),
+            constraint=self.constraint,
         )
 
     async def play(self, num_draft_tokens: int, siblings: tuple[int, ...] = ()) -> None:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from coordinator.asking import Patience
+from coordinator.options import CoordinatorOptions
 from coordinator.prompts import Text
 from coordinator.request import RequestDefaults
-from coordinator.service import CoordinatorOptions, CoordinatorService
+from coordinator.service import CoordinatorService
 from coordinator.servicer import CoordinatorServicer
 from draft_service.eagle_drafter import EagleDrafter
 from draft_service.service import DraftService
 from draft_service.servicer import DraftServicer
 from outrider.client import Client
+from outrider.constraints.grammars import Grammars
 from outrider.drafting.lookup import LookupDrafter
 from outrider.drafting.ngram import NgramConfig, NgramDrafter
 from outrider.engine.executor import ThreadExecutor
 from outrider.engine.interface import Engine, ModelInfo
+from outrider.fleet.registry import Registry
 from outrider.limits import HYBRID_SCORE_MIN
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.lifetimes import DEFAULT_LIFETIMES, Lifetimes
@@ -61,11 +64,28 @@ class Stack:
     """The coordinator's."""
 
 
+def _target_service(
+    engine: Engine,
+    observer: StepObserver | None,
+    self_drafter: SelfDrafter | None,
+    grammars: Callable[[], Grammars] | None,
+) -> TargetService:
+    return TargetService(
+        engine,
+        ThreadExecutor("target", engine.take_step_seconds),
+        max_num_seqs=NUM_SEQUENCES,
+        observer=observer,
+        self_drafter=self_drafter,
+        grammars=None if grammars is None else grammars(),
+    )
+
+
 def _draft_service(
     engine: Engine | EagleDrafter | None,
     lookup: LookupDrafter | None,
     lookup_score: float,
     observer: StepObserver | None,
+    grammars: Grammars | None,
 ) -> DraftService:
     if engine is None:
         executor = ThreadExecutor("draft", lambda: 0.0)
@@ -76,17 +96,23 @@ def _draft_service(
             executor,
             max_num_seqs=NUM_SEQUENCES,
             observer=observer,
+            grammars=grammars,
         )
     if isinstance(engine, EagleDrafter):
         info = ModelInfo("eagle", 0, 0, "", (), "", "")
         executor = ThreadExecutor("draft", lambda: 0.0)
         return DraftService.with_eagle(
-            engine, info, executor, max_num_seqs=NUM_SEQUENCES, observer=observer
+            engine,
+            info,
+            executor,
+            max_num_seqs=NUM_SEQUENCES,
+            observer=observer,
+            grammars=grammars,
         )
     executor = ThreadExecutor("draft", engine.take_step_seconds)
     return DraftService.with_model(
         engine, executor, max_num_seqs=NUM_SEQUENCES, lookup=lookup, lookup_score=lookup_score,
-        observer=observer,
+        observer=observer, grammars=grammars,
     )  # fmt: skip
 
 
@@ -120,7 +146,6 @@ async def running_stack(
     max_sessions: int = 1000,
     look_ahead: int = 8,
     draft_siblings: int = 0,
-    resume_grace_s: float = 0.0,
     length_control: bool = False,
     observation: Observation = UNOBSERVED,
     target_observer: StepObserver | None = None,
@@ -128,23 +153,24 @@ async def running_stack(
     self_drafter: SelfDrafter | None = None,
     eagle: EagleDrafter | None = None,
     lifetimes: Lifetimes = DEFAULT_LIFETIMES,
+    registry: Registry | None = None,
+    grammars: Callable[[], Grammars] | None = None,
+    draft_masks: bool = True,
+    **options: Any,
 ) -> AsyncIterator[Stack]:
     """Target and draft on the given engines; `lookup` before the draft's, or alone where that is
     None (by default n-grams); an `eagle` in place of both. With a `self_drafter` nobody asks the
     draft, and who stands in for either of these finds next to nothing. Everything is checked
-    and closed at the end. `directory` is for Redis."""
+    and closed at the end. `directory` is for Redis, `options` the coordinator's. By `grammars`
+    sessions are held to their constraints, on the draft's side if `draft_masks`."""
     async with AsyncExitStack() as stack:
         redis = EmbeddedRedis(directory)
         redis.start()
         stack.callback(redis.stop)
-        target = TargetService(
-            target_engine,
-            ThreadExecutor("target", target_engine.take_step_seconds),
-            max_num_seqs=NUM_SEQUENCES,
-            observer=target_observer,
-            self_drafter=self_drafter,
-        )
-        draft = _draft_service(draft_engine or eagle, lookup, lookup_score, draft_observer)
+        target = _target_service(target_engine, target_observer, self_drafter, grammars)
+        masks = grammars() if grammars is not None and draft_masks else None
+        drafter = draft_engine or eagle
+        draft = _draft_service(drafter, lookup, lookup_score, draft_observer, masks)
         target_server = await _serve(stack, TargetServicer(target).grpc_service)
         draft_server = await _serve(stack, DraftServicer(draft).grpc_service)
         coordinator = CoordinatorService(
@@ -158,7 +184,7 @@ async def running_stack(
                 patience=patience,
                 look_ahead=0 if draft_siblings else look_ahead,
                 draft_siblings=draft_siblings,
-                resume_grace_s=resume_grace_s,
+                **options,
             ),
             store=await RedisStore.connect(redis.url, lifetimes=lifetimes),
             targets={"t": target_link(target_server.address)},
@@ -166,6 +192,7 @@ async def running_stack(
             stand_in=RARE if self_drafter or eagle else NgramDrafter(),
             text=text,
             observation=observation,
+            registry=registry,
         )
         await coordinator.start()
         descriptor: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from outrider.errors import SettingError
+from outrider.limits import MAX_TOKENS_DEFAULT
 
 CATEGORIES: Final = ("chat", "code", "math", "rewrite", "summary", "extract")
 """The built-in ones. A prompt of the last three holds the text that it is about."""
@@ -19,7 +20,8 @@ PROMPT_FILE_BYTES_MAX: Final = 64 * 2**20
 PROMPTS_MAX: Final = 100_000
 """Prompts in one file."""
 _ALLOWED: Final = (
-    'a line is a JSON object with "prompt", a text that is not empty, and if wanted "category"'
+    'a line is a JSON object with "prompt", a text that is not empty, and if wanted "category" and '
+    f'"max_tokens", from 1 to {MAX_TOKENS_DEFAULT}'
 )
 
 
@@ -29,6 +31,9 @@ class BenchPrompt:
 
     text: str
     category: str
+    max_tokens: int | None = None
+    """Of its completion, for `bench serve`, whose answers differ in length as their prompts say;
+    None = what that is asked for."""
 
 
 WARM_UP_PROMPTS: Final = (
@@ -69,9 +74,9 @@ def read_prompts(path: Path) -> tuple[BenchPrompt, ...]:
 
 
 def parse_prompts(text: str, source: str) -> tuple[BenchPrompt, ...]:
-    """The prompts of JSONL text; empty lines are skipped, and keys other than `prompt` and
-    `category` belong to whoever made the data. `source` names it in the `SettingError` that a wrong
-    line raises."""
+    """The prompts of JSONL text; empty lines are skipped, and keys other than `prompt`,
+    `category` and `max_tokens` belong to whoever made the data. `source` names it in the
+    `SettingError` that a wrong line raises."""
     prompts: list[BenchPrompt] = []
     # Not splitlines: a JSON text may hold other line separators than the line feed as they are.
     for number, line in enumerate(text.split("\n"), start=1):
@@ -120,7 +125,12 @@ def _parse_line(line: str, where: str) -> BenchPrompt:
             raise SettingError("prompts", f'{where}: "{key}" is missing or no text; {_ALLOWED}')
         if not field.isprintable() and _has_surrogate(field):
             raise SettingError("prompts", f'{where}: "{key}" holds half a character; {_ALLOWED}')
-    return BenchPrompt(text=str(text), category=category)
+    max_tokens = value.get("max_tokens")
+    if max_tokens is not None and not (
+        type(max_tokens) is int and 1 <= max_tokens <= MAX_TOKENS_DEFAULT
+    ):
+        raise SettingError("prompts", f'{where}: "max_tokens" is {max_tokens!r}; {_ALLOWED}')
+    return BenchPrompt(text=str(text), category=category, max_tokens=max_tokens)
 
 
 def _has_surrogate(text: str) -> bool:

@@ -5,68 +5,28 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import sys
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
-from benchmarks import (
-    acceptance,
-    capacity,
-    device,
-    emulate,
-    engine,
-    hits,
-    overhead,
-    peers,
-    scaling,
-    speedup,
-)
-from deploy.models import resolve_models
-from outrider.config import (
-    CoordinatorConfig,
-    DeploymentConfig,
-    DraftConfig,
-    TargetConfig,
-    deployment_settings,
-)
+from benchmarks import capacity, emulate, peers, scaling, speedup
+from outrider.config import CoordinatorConfig
 from outrider.drafting.registry import LookupKind, parse_drafter
-from outrider.errors import SettingError
-from outrider.hosting import (
-    available_cores,
-    build_eagle,
-    build_engine,
-    build_lookup,
-    use_threads,
-)
+from outrider.hosting import available_cores
 
+from . import bench_front_door, bench_models, bench_serve
 from .connection import Connection, add_connection_flags, connected
-from .settings import add_setting_flags, deployment_config
+from .measuring import Measure, progress, show
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from benchmarks.peers_report import PeersReport
     from benchmarks.references import ReferenceModel
     from benchmarks.report import SpeedupReport
-    from outrider.engine.interface import Engine
-    from outrider.text import TokenizerText
 
 OWN_FLAGS: Final = ("seed", "num_draft_tokens", "deadline_ms")
 """Settings that are flags of the requests here."""
-
-
-TARGET_FLAGS: Final = (
-    "device", "dtype", "model", "deterministic", "trust_remote_code", "target_num_threads",
-)  # fmt: skip
-"""Settings of a measurement without a deployment."""
-DRAFT_FLAGS: Final = (
-    "draft_model", "draft_dtype", "draft_support_entries", "ngram_min", "ngram_max", "suffix_depth",
-    "suffix_min_score", "suffix_tokens_per_tenant", "suffix_tokens_total",
-)  # fmt: skip
-Measure = Callable[[argparse.Namespace], int]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,14 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     peers.add_arguments(parser)
     _add_deployment_flags(parser)
-    parser = measurement("core", "what verdicts and draft draws cost, on one thread", _run_core)
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object on standard output"
-    )
-    _add_model_flags(parser, TARGET_FLAGS)
-    parser = measurement("overhead", "what a round costs beside the models", _run_overhead)
-    overhead.add_arguments(parser)
-    _add_model_flags(parser, (*TARGET_FLAGS, "engine"))
+    bench_serve.add_measurement(measurement)
+    bench_front_door.add_measurement(measurement)
     parser = measurement(
         "capacity", "how many rounds one coordinator plays for many sessions", _run_capacity
     )
@@ -115,23 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         _run_emulate,
     )
     emulate.add_arguments(parser)
-    parser = measurement(
-        "engine",
-        "many sessions at once, and a step against the library's, also of a random GPT-NeoX",
-        _run_engine,
-    )
-    engine.add_arguments(parser)
-    _add_model_flags(parser, TARGET_FLAGS)
-    parser = measurement("device", "steps at batch 1 against the memory's speed", _run_device)
-    device.add_arguments(parser)
-    parser = measurement(
-        "acceptance", "how much of the target's text a draft would have proposed", _run_acceptance
-    )
-    acceptance.add_arguments(parser)
-    _add_model_flags(parser, (*TARGET_FLAGS, *DRAFT_FLAGS))
-    parser = measurement("hits", "how often a draft guesses what a round comes to", _run_hits)
-    hits.add_arguments(parser)
-    _add_model_flags(parser, (*TARGET_FLAGS, *DRAFT_FLAGS))
+    bench_models.add_measurements(measurement)
 
 
 def _add_deployment_flags(parser: argparse.ArgumentParser) -> None:
@@ -140,11 +78,6 @@ def _add_deployment_flags(parser: argparse.ArgumentParser) -> None:
         help="draft tokens a round [the deployment's own]",
     )  # fmt: skip
     add_connection_flags(parser, without=OWN_FLAGS)
-
-
-def _add_model_flags(parser: argparse.ArgumentParser, wanted: Collection[str]) -> None:
-    others = [key for key in deployment_settings() if key not in wanted]
-    add_setting_flags(parser, "models", without=others)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -163,12 +96,12 @@ def _run_speedup(arguments: argparse.Namespace) -> int:
 
     for report in reports:
         for warning in warnings(report):
-            _progress(warning)
+            progress(warning)
     if arguments.json:
         print(to_json(reports))
         return 0
     for report in reports:
-        _show(render(report))
+        show(render(report))
         found = report.overall
         print(
             f"speculative decoding runs at {found.speedup:.2f}x the speed of plain decoding, the "
@@ -190,48 +123,16 @@ def _run_peers(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(report.to_json())
     else:
-        _show(render(report))
-    return 0
-
-
-def _run_core(arguments: argparse.Namespace) -> int:
-    config = _model_config(arguments)
-    engine = _engine(config.target, "target")
-    from benchmarks import core
-    from benchmarks.prompts import built_in_prompts
-    from outrider.text import TokenizerText
-
-    text = TokenizerText.load(Path(config.target.directory), config.target.model)
-    texts = [text.encode(prompt.text) for prompt in built_in_prompts()]
-    report = core.measure(engine, texts, _progress)
-    if arguments.json:
-        print(report.to_json())
-    else:
-        _show(core.render(report))
-    return 0
-
-
-def _run_overhead(arguments: argparse.Namespace) -> int:
-    options = overhead.OverheadOptions.from_arguments(arguments)
-    config = deployment_config(arguments)
-    if options.probes:
-        config = resolve_models(config)
-    report = asyncio.run(overhead.run(options, config.target, _progress))
-    if arguments.json:
-        print(report.to_json())
-    else:
-        _show(overhead.render(report))
+        show(render(report))
     return 0
 
 
 def _run_capacity(arguments: argparse.Namespace) -> int:
-    report = asyncio.run(
-        capacity.run(capacity.CapacityOptions.from_arguments(arguments), _progress)
-    )
+    report = asyncio.run(capacity.run(capacity.CapacityOptions.from_arguments(arguments), progress))
     if arguments.json:
         print(report.to_json())
     else:
-        _show(capacity.render(report))
+        show(capacity.render(report))
     return 0
 
 
@@ -239,160 +140,24 @@ def _run_scaling(arguments: argparse.Namespace) -> int:
     from .scaled import scaled_deployment
 
     options = scaling.options_of(arguments)
-    report = asyncio.run(scaling.run(options, scaled_deployment, _progress))
+    report = asyncio.run(scaling.run(options, scaled_deployment, progress))
     if arguments.json:
         print(report.to_json())
     else:
-        _show(scaling.render(report))
+        show(scaling.render(report))
     return 0
 
 
 def _run_emulate(arguments: argparse.Namespace) -> int:
     options = emulate.EmulateOptions.from_arguments(arguments)
-    report = asyncio.run(emulate.run(options, _progress))
+    report = asyncio.run(emulate.run(options, progress))
     from benchmarks.emulate_report import render
 
     if arguments.json:
         print(report.to_json())
     else:
-        _show(render(report))
+        show(render(report))
     return 0
-
-
-def _run_engine(arguments: argparse.Namespace) -> int:
-    options = engine.EngineOptions.from_arguments(arguments)
-    config = _model_config(arguments)
-    from benchmarks.prompts import built_in_prompts
-    from outrider.text import TokenizerText
-
-    text = TokenizerText.load(Path(config.target.directory), config.target.model)
-    token_ids = [token_id for prompt in built_in_prompts() for token_id in text.encode(prompt.text)]
-    report = asyncio.run(engine.run(options, config.target, token_ids, _progress))
-    if arguments.json:
-        print(report.to_json())
-    else:
-        _show(engine.render(report))
-    return 0
-
-
-def _run_device(arguments: argparse.Namespace) -> int:
-    options = device.DeviceOptions.from_arguments(arguments)
-    from benchmarks import device_steps
-
-    report = device_steps.run(options, _progress)
-    if arguments.json:
-        print(report.to_json())
-    else:
-        _show(device.render(report))
-    return 0
-
-
-def _run_acceptance(arguments: argparse.Namespace) -> int:
-    options = acceptance.AcceptanceOptions.from_arguments(arguments)
-    options.load_prompts()
-    config = _model_config(arguments)
-    target = _engine(config.target, "target")
-    from benchmarks.acceptance_reading import (
-        EagleReader,
-        ExitReader,
-        HeadsReader,
-        LookupReader,
-        ModelReader,
-        Reader,
-        measure,
-    )
-    from outrider.engine.paged_engine import PagedEngine
-    from outrider.text import TokenizerText
-
-    text = TokenizerText.load(Path(config.target.directory), config.target.model)
-    max_model_len = target.info.max_model_len
-    lookup, name = build_lookup(config.draft), config.draft.model
-    own = target if isinstance(target, PagedEngine) else None
-    support_entries = config.draft.support_entries
-    if own is not None and own.draft_heads is not None:
-        reader: Reader = HeadsReader(own, own.draft_heads, support_entries)
-        name = f"{config.target.heads_kind}:{config.target.heads}"
-    elif own is not None and own.exit_head is not None:
-        reader = ExitReader(own, own.exit_head, support_entries)
-        name = f"{config.target.heads_kind}:{config.target.heads}"
-    elif own is not None and own.shows_features:
-        reader = EagleReader(own, build_eagle(config.draft)[0], support_entries)
-        name = name if lookup is None else f"the head of {name}"
-    elif config.draft.drafter.model is None and lookup is not None:
-        reader = LookupReader(lookup)
-    else:
-        name = name if lookup is None else f"the model of {name}"
-        draft = _engine(config.draft, "draft")
-        reader = ModelReader(draft, support_entries)
-        max_model_len = min(max_model_len, draft.info.max_model_len)
-
-    report = measure(
-        options, target, reader, _encoder(text, options.raw),
-        draft_model=name, max_model_len=max_model_len, progress=_progress,
-    )  # fmt: skip
-    if arguments.json:
-        print(report.to_json())
-    else:
-        _show(acceptance.render(report))
-    return 0
-
-
-def _run_hits(arguments: argparse.Namespace) -> int:
-    options = hits.HitOptions.from_arguments(arguments)
-    options.load_prompts()
-    config = _model_config(arguments)
-    model = config.draft.drafter.model
-    if model is None or model.reads_features:
-        raise SettingError(
-            "draft_model", f"{config.draft.model} does not guess outcomes; name a model"
-        )
-    target, draft = _engine(config.target, "target"), _engine(config.draft, "draft")
-    from benchmarks.hits_rounds import measure
-    from outrider.text import TokenizerText
-
-    text = TokenizerText.load(Path(config.target.directory), config.target.model)
-    report = measure(
-        options, target, draft, _encoder(text, options.raw),
-        draft_model=config.draft.model, progress=_progress,
-    )  # fmt: skip
-    if arguments.json:
-        print(report.to_json())
-    else:
-        _show(hits.render(report))
-    return 0
-
-
-def _encoder(text: TokenizerText, raw: bool) -> Callable[[str], list[int]]:
-    """A prompt's token ids, under the chat template unless it is to go in as it is."""
-
-    def encode(prompt: str) -> list[int]:
-        return (
-            text.encode(prompt) if raw else text.encode_chat([{"role": "user", "content": prompt}])
-        )
-
-    return encode
-
-
-def _show(table: RenderableType) -> None:
-    from rich.console import Console
-
-    Console().print(table)
-
-
-def _model_config(arguments: argparse.Namespace) -> DeploymentConfig:
-    """The models of a measurement in this process, with their files. Raises `ConfigError`."""
-    config = deployment_config(arguments)
-    if config.target.emulated is not None:
-        raise SettingError("engine", "an emulated one is no model; this measures models")
-    use_threads(config.target.num_threads or available_cores())  # Before torch is imported.
-    _progress("finding the models")
-    return resolve_models(config)
-
-
-def _engine(config: TargetConfig | DraftConfig, role: Literal["target", "draft"]) -> Engine:
-    """Loads a model. Raises `ConfigError`."""
-    _progress(f"loading the {role}")
-    return build_engine(config, role, config.num_threads or available_cores())
 
 
 async def _speedup(
@@ -403,13 +168,13 @@ async def _speedup(
     reports = []
     for level in options.levels():
         async with _subject(arguments, options.raw, _reference) as subject:
-            reports.append(await speedup.run(level, subject, _progress))
+            reports.append(await speedup.run(level, subject, progress))
     return reports
 
 
 async def _peers(options: peers.PeersOptions, arguments: argparse.Namespace) -> PeersReport:
     async with _subject(arguments, options.raw, _drafting_reference) as subject:
-        return await peers.run(options, subject, _progress)
+        return await peers.run(options, subject, progress)
 
 
 @asynccontextmanager
@@ -419,9 +184,7 @@ async def _subject(
     reference: Callable[[Connection], ReferenceModel | None],
 ) -> AsyncIterator[speedup.Subject]:
     """The deployment that is measured: the one that is named, the one that runs, or an own one."""
-    from outrider.client import Client
-
-    async with connected(arguments) as connection, Client(connection.address) as client:
+    async with connected(arguments) as connection, connection.client() as client:
         settings = connection.settings
         yield speedup.Subject(
             client=speedup.ServiceClient(client, raw=raw),
@@ -435,10 +198,6 @@ async def _subject(
             keeps_answers=_keeps_answers(connection),
             is_fresh=connection.is_own,
         )
-
-
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _keeps_answers(connection: Connection) -> bool:

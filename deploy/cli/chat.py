@@ -54,9 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _run(arguments: argparse.Namespace, fields: dict[str, Any]) -> int:
-    from outrider.client import Client
-
-    async with connected(arguments) as connection, Client(connection.address) as client:
+    async with connected(arguments) as connection, connection.client() as client:
         serves = await client.describe()
         with LineReader(PROMPT) as lines:
             if lines.interactive:

@@ -12,13 +12,17 @@ from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
-from deploy.state import running_deployment, state_directory
-from outrider.config import DeploymentConfig
+from deploy.state import local_key, running_deployment, state_directory
+from outrider.config import DeploymentConfig, deployment_settings
 from outrider.errors import ConfigError, SettingError, check
-from outrider.settings import Value
+from outrider.settings import Value, merge
 
 from .settings import (
+    KEY_FLAG,
+    KEY_VARIABLE,
+    OF_CALLERS,
     add_setting_flags,
     deployment_config,
     given_flags,
@@ -26,6 +30,16 @@ from .settings import (
     refuse_other_settings,
     set_by,
 )
+
+if TYPE_CHECKING:
+    from outrider.client import Client
+    from outrider.wire.channel import Trust
+
+TRUST_OPTIONS: Final = {
+    "ca_cert": "authority of a coordinator with TLS, in PEM",
+    "client_cert": "certificate for one that asks for it, in PEM",
+    "client_key": "private key of that, in PEM",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +55,18 @@ class Connection:
     """Of the deployment, by key; empty for a server that only an address is known of."""
     is_own: bool = False
     """Whether the command started it, so that it has answered nobody else."""
+    api_key: str = field(default="", repr=False)
+    """What it is shown; empty where none is known."""
+
+    trust: Trust | None = field(default=None, repr=False)
+    """How it is known; None = it has no TLS."""
+
+    def client(self) -> Client:
+        """Calls what is there."""
+        from outrider.client import Client
+        from outrider.wire.channel import PLAIN
+
+        return Client(self.address, api_key=self.api_key, trust=self.trust or PLAIN)
 
 
 def add_connection_flags(parser: argparse.ArgumentParser, without: Collection[str]) -> None:
@@ -49,6 +75,7 @@ def add_connection_flags(parser: argparse.ArgumentParser, without: Collection[st
         "--server", metavar="HOST:PORT",
         help="the coordinator to call [the deployment that runs, else one of its own]",
     )  # fmt: skip
+    add_trust_flags(parser)
     add_setting_flags(
         parser,
         "settings of the deployment, where this command starts one (on any free port, unless "
@@ -57,17 +84,61 @@ def add_connection_flags(parser: argparse.ArgumentParser, without: Collection[st
     )
 
 
+def add_caller_flags(parser: argparse.ArgumentParser) -> None:
+    """What a command shows that starts no deployment, and so has no settings of one."""
+    parser.add_argument(
+        KEY_FLAG, action="append", dest="setting_api_key", default=argparse.SUPPRESS,
+        metavar="KEY", help=f"shown to coordinators [${KEY_VARIABLE}]",
+    )  # fmt: skip
+    add_trust_flags(parser)
+
+
+def add_trust_flags(parser: argparse.ArgumentParser) -> None:
+    """How a coordinator is known by TLS."""
+    for option, words in TRUST_OPTIONS.items():
+        variable = f"OUTRIDER_{option.upper()}"
+        parser.add_argument(
+            "--" + option.replace("_", "-"), metavar="FILE",
+            default=os.environ.get(variable) or None, help=f"{words} [${variable}]",
+        )  # fmt: skip
+    parser.add_argument(
+        "--tls", action="store_true",
+        help="the coordinator has TLS, by an authority that gRPC knows",
+    )  # fmt: skip
+
+
+def trust_of(arguments: argparse.Namespace, settings: Mapping[str, Value]) -> Trust | None:
+    """How the coordinators of a deployment with these settings are known: as flags or variables
+    say, or by the certificate that they show, where this machine has it. None where they have no
+    TLS. Raises `ConfigError`."""
+    options = {
+        option: Path(text).expanduser() if (text := getattr(arguments, option)) else None
+        for option in TRUST_OPTIONS
+    }
+    pinned = str(settings.get("ssl_certfile") or "")
+    if not (pinned or arguments.tls or any(options.values())):
+        return None
+    from outrider.wire.credentials import caller_trust, pinned_trust
+
+    shown = options["client_cert"], options["client_key"]
+    if pinned and options["ca_cert"] is None and not arguments.tls:
+        return pinned_trust(Path(pinned), *shown)
+    return caller_trust(options["ca_cert"], *shown)
+
+
 @asynccontextmanager
 async def connected(arguments: argparse.Namespace) -> AsyncIterator[Connection]:
     """A coordinator to call while the context lasts. One that this command started ends with it.
     Raises `ConfigError` where flags ask for another deployment than the one that runs."""
     if arguments.server:
-        given = given_flags(arguments)
+        given = given_flags(arguments).keys() - set(OF_CALLERS)
         if given:
-            raise SettingError(sorted(given)[0], "cannot be set for a server that runs already")
-        yield Connection(checked_address(arguments.server))
+            raise SettingError(min(given), "cannot be set for a server that runs already")
+        address = checked_address(arguments.server)
+        yield Connection(address, api_key=shown_key(arguments), trust=trust_of(arguments, {}))
         return
-    record = running_deployment(state_directory(os.environ))
+    state = state_directory(os.environ)
+    record = running_deployment(state)
     if record is not None:
         refuse_other_settings(arguments, record)
         yield Connection(
@@ -75,19 +146,39 @@ async def connected(arguments: argparse.Namespace) -> AsyncIterator[Connection]:
             record.target_directory,
             record.tokenizer_directory,
             record.settings,
+            api_key=shown_key(arguments) or local_key(state),
+            trust=trust_of(arguments, record.settings),
         )
         return
-    async with _own_deployment(own_config(arguments)) as connection:
+    async with _own_deployment(own_config(arguments), arguments) as connection:
         yield connection
+
+
+def shown_key(arguments: argparse.Namespace) -> str:
+    """The key that flag, variable or file names; the first of several. Raises `ConfigError`, also
+    for a hash, which is none."""
+    values = merge(
+        {"api_key": deployment_settings()["api_key"]}, None,
+        {name: text for name, text in os.environ.items() if name == KEY_VARIABLE},
+        {key: text for key, text in given_flags(arguments).items() if key == "api_key"},
+    )  # fmt: skip
+    key = str(values.get("api_key", "")).split(",")[0].strip()
+    if key.startswith("sha256:"):
+        raise SettingError("api_key", "is the hash of a key; servers know it by that, callers not")
+    return key
 
 
 def own_config(arguments: argparse.Namespace) -> DeploymentConfig:
     """The deployment that a command starts for itself: as `serve` would, but on any free port
-    where none is set, since only this command looks for it, and the usual one may be taken."""
-    config = deployment_config(arguments)
-    if "grpc_port" in set_by(arguments):
-        return config
-    return replace(config, coordinator=replace(config.coordinator, grpc_port=0))
+    where none is set, since only this command looks for it, and the usual one may be taken; and by
+    HTTP only where that is asked for."""
+    config, given = deployment_config(arguments), set_by(arguments)
+    coordinator = config.coordinator
+    if "grpc_port" not in given:
+        coordinator = replace(coordinator, grpc_port=0)
+    if not {"http", "port"} & given.keys():
+        coordinator = replace(coordinator, http=False)
+    return replace(config, coordinator=coordinator)
 
 
 def checked_address(server: str) -> str:
@@ -126,7 +217,9 @@ def _ends_on_sigterm() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def _own_deployment(config: DeploymentConfig) -> AsyncIterator[Connection]:
+async def _own_deployment(
+    config: DeploymentConfig, arguments: argparse.Namespace
+) -> AsyncIterator[Connection]:
     """A deployment with a state of its own, that ends with the context."""
     from deploy.launcher import Deployment
 
@@ -139,4 +232,6 @@ async def _own_deployment(config: DeploymentConfig) -> AsyncIterator[Connection]
                 found.coordinator.tokenizer_directory,
                 public_settings(found),
                 is_own=True,
+                api_key=deployment.api_key,
+                trust=trust_of(arguments, public_settings(found)),
             )

@@ -81,7 +81,7 @@ async def _run(arguments: argparse.Namespace, request: GenerateRequest) -> None:
             show(event)
         return builder.build(), time.perf_counter() - start
 
-    async with connected(arguments) as connection, Client(connection.address) as client:
+    async with connected(arguments) as connection, connection.client() as client:
         if arguments.json:
             completion, seconds = await receive(client, lambda event: None)
             print(json.dumps(_report(completion, seconds), ensure_ascii=False))

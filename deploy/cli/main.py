@@ -28,6 +28,8 @@ COMMANDS: Final = {
     "scale": "change how many replicas a deployment has",
     "autoscale": "let the load decide how many replicas a deployment has",
     "upgrade": "give a deployment other settings, replica by replica",
+    "keys": "make and revoke the keys that callers show",
+    "certs": "make certificates by which the services of a deployment know each other",
     "generate": "generate text",
     "chat": "talk with the model",
     "drafters": "list who can draft, and what each needs",

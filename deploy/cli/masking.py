@@ -19,19 +19,21 @@ VARIABLES: Final = re.compile(
 )
 _SECRET_NAME: Final = re.compile(r"PASS|SECRET|TOKEN|KEY|CREDENTIAL|AUTH|HEADER|COOKIE", re.I)
 _URL: Final = re.compile(r"[a-zA-Z][\w+.-]*://\S*")
+_KEY: Final = re.compile(r"\bor-[0-9a-f]{16}-[A-Za-z0-9_-]{43}|(?i:\bbearer)\s+[!-~]+")
+"""An API key that stands where none should."""
 
 
 def masked_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by key without secrets, and without those in the URLs of others."""
+    """Settings by key without secrets, and without those in the texts of others."""
     return {
-        key: _without_urls(value) if isinstance(value, str) else value
+        key: _without_secrets(value) if isinstance(value, str) else value
         for key, value in settings.items()
         if key not in SECRETS
     }
 
 
-def _without_urls(text: str) -> str:
-    return _URL.sub(lambda url: masked_url(url[0]), text)
+def _without_secrets(text: str) -> str:
+    return _KEY.sub(MASK, _URL.sub(lambda url: masked_url(url[0]), text))
 
 
 def masked_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -51,7 +53,7 @@ def masked_environment(environment: Mapping[str, str]) -> dict[str, str]:
             # Of a URL the place matters; of anything else, nothing.
             found[name] = masked_url(value) if "://" in value else MASK
         else:
-            found[name] = _without_urls(value)
+            found[name] = _without_secrets(value)
     return found
 
 

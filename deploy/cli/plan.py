@@ -260,14 +260,13 @@ async def _validate(
     predicted are rounds of that very K, whose drafts are waited for."""
     arguments = with_flags(arguments, length_control=False, look_ahead=0)
     from benchmarks.plan_validation import Trial
-    from outrider.client import Client
 
     chosen = found.choice.chosen
     rule = chosen.rule if chosen.num_draft_tokens else sample.rules[-1]
     counts = (0, *plan.SWEEP)
     trial = Trial(sample, rule, _progress)
     for group in [(k,) for k in counts] if keeps_answers else [counts]:
-        async with connected(arguments) as connection, Client(connection.address) as client:
+        async with connected(arguments) as connection, connection.client() as client:
             if keeps_answers and not connection.is_own:
                 raise SettingError(
                     "validate",

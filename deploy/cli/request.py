@@ -41,6 +41,10 @@ def add_request_flags(parser: argparse.ArgumentParser, max_tokens: int) -> Any:
         "--num-draft-tokens", type=int, metavar="K", help="draft tokens a round; 0 = plain decoding"
     )
     request.add_argument("--deadline-ms", type=int, help="end after so long, ms")
+    request.add_argument(
+        "--draft-deadline-ms", type=int,
+        help="a round waits so long for its draft, ms [--draft-timeout-ms of the deployment]",
+    )  # fmt: skip
     return request
 
 
@@ -67,4 +71,5 @@ def request_fields(arguments: argparse.Namespace) -> dict[str, Any]:
         "rule": None if arguments.rule is None else Rule(arguments.rule),
         "num_draft_tokens": arguments.num_draft_tokens,
         "deadline_ms": arguments.deadline_ms,
+        "draft_deadline_ms": arguments.draft_deadline_ms,
     }

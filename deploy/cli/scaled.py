@@ -54,7 +54,7 @@ async def scaled_deployment(
 ) -> AsyncIterator[ScaledDeployment]:
     """See `benchmarks.scaling.Starts`."""
     settings = {
-        "engine": engine, "draft_model": "emulated", "grpc_port": 0,
+        "engine": engine, "draft_model": "emulated", "grpc_port": 0, "http": False,
         "max_num_seqs": step_sessions, "draft_max_num_seqs": draft_step_sessions,
         "num_draft_tokens": num_draft_tokens,
         "length_control": False, "look_ahead": 0, "stop_timeout_s": 2,

@@ -25,6 +25,7 @@ from deploy.state import (
     logged_error,
     process_start,
     publish,
+    publish_key,
     running_deployment,
     state_directory,
     withdraw,
@@ -32,7 +33,14 @@ from deploy.state import (
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.fleet.registry import Role
 
-from .settings import add_setting_flags, deployment_config, public_settings
+from .settings import (
+    KEY_FLAG,
+    KEY_VARIABLE,
+    add_setting_flags,
+    deployment_config,
+    given_flags,
+    public_settings,
+)
 
 if TYPE_CHECKING:
     from deploy.launcher import Deployment
@@ -99,6 +107,7 @@ async def _serve(
             return 0
         await starting
         record = _record(deployment)
+        publish_key(state, deployment.api_key)
         publish(state, record)
         _tell(record, as_json=arguments.json, ready_fd=arguments.ready_fd)
         dying = asyncio.create_task(deployment.wait())
@@ -146,6 +155,7 @@ def _record(deployment: Deployment) -> DeploymentRecord:
         draft_model=config.draft.model,
         served_model_name=config.served_model_name,
         grpc_address=endpoints.coordinator,
+        http_address=",".join(endpoints.http),
         target_addresses=list(endpoints.targets),
         draft_addresses=list(endpoints.drafts),
         target_directory=config.target.directory,
@@ -154,6 +164,7 @@ def _record(deployment: Deployment) -> DeploymentRecord:
         changes=deployment.overview.changes,
         num_stale=deployment.overview.num_stale,
         redis_url="" if deployment.redis is None else deployment.redis.url,
+        asks_for_keys=config.coordinator.asks_for_keys,
         wanted=_wanted(deployment),
         settings=public_settings(config),
     )
@@ -179,6 +190,8 @@ def _program() -> str:
 def endpoints_text(record: DeploymentRecord) -> str:
     """Where a deployment answers, and what to try that it does not refuse."""
     address = record.grpc_address
+    if record.asks_for_keys or record.settings.get("ssl_certfile"):
+        return _locked_endpoints_text(record)
     first, *_ = address.split(",")  # Other programs than ours call one.
     words, field = '"The capital of France is"', '"text": "The capital of France is"'
     if not record.tokenizer_directory:
@@ -187,19 +200,52 @@ def endpoints_text(record: DeploymentRecord) -> str:
         (
             f"serving {record.served_model_name}, drafted by {record.draft_model}",
             f"  gRPC    {address}",
+            *_http_lines(record),
             f"  try     {_program()} generate {words}",
-            f"          grpcurl -plaintext -d '{{{field}, \"max_tokens\": 16}}' {first} "
-            "outrider.v1.Coordinator/Generate",
+            "          buf curl --protocol grpc --http2-prior-knowledge "
+            f"-d '{{{field}, \"max_tokens\": 16}}' http://{first}/outrider.v1.Coordinator/Generate",
             f"  stop    {_program()} stop",
         )
     )
+
+
+def _locked_endpoints_text(record: DeploymentRecord) -> str:
+    """Likewise, of one that does not answer everybody: commands of this user here have what they
+    need."""
+    words = '"The capital of France is"' if record.tokenizer_directory else "--token-ids 1,2,3"
+    needed = ["an API key (outrider keys new NAME)"] if record.asks_for_keys else []
+    if certificate := record.settings.get("ssl_certfile"):
+        needed.append(f"TLS, by {certificate}")
+    return "\n".join(
+        (
+            f"serving {record.served_model_name}, drafted by {record.draft_model}",
+            f"  gRPC    {record.grpc_address}",
+            *_http_lines(record),
+            f"  others  need {' and '.join(needed)}",
+            f"  try     {_program()} generate {words}",
+            f"  stop    {_program()} stop",
+        )
+    )
+
+
+def _http_lines(record: DeploymentRecord) -> list[str]:
+    """Where OpenAI's clients find it, and people the page: each coordinator is a base URL of its
+    own."""
+    scheme = "https" if record.settings.get("ssl_certfile") else "http"
+    each = [f"{scheme}://{one}" for one in record.http_address.split(",") if one]
+    if not each:
+        return []
+    return [
+        f"  OpenAI  {','.join(f'{one}/v1' for one in each)}",
+        f"  window  {' '.join(f'{one}/' for one in each)}",
+    ]
 
 
 def _serve_detached(state: Path, arguments: argparse.Namespace) -> int:
     """Starts this command again in a session of its own, and waits until it is ready or gone."""
     with exclusive(state):
         pass  # Another deployment is noticed here, with a better message than from a log.
-    words = [word for word in arguments.words if word not in ("--detach", "--json")]
+    words, environment = _without_keys(arguments)
     log_path = state / LOG_NAME
     read_end, write_end = os.pipe()
     with log_path.open("wb") as log, os.fdopen(read_end, "rb") as ready:
@@ -211,6 +257,7 @@ def _serve_detached(state: Path, arguments: argparse.Namespace) -> int:
                 stdout=log,
                 stderr=log,
                 pass_fds=(write_end,),
+                env=environment,
                 start_new_session=True,
             )
         finally:
@@ -232,6 +279,21 @@ def _serve_detached(state: Path, arguments: argparse.Namespace) -> int:
         _progress(warning)  # The process itself has said it to its log.
     _tell(record, as_json=arguments.json, ready_fd=None)
     return 0
+
+
+def _without_keys(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """The words and the variables of the detached process: who lists processes sees its words, and
+    only its owner its variables."""
+    words, environment = [], dict(os.environ)
+    given = iter(arguments.words)
+    for word in given:
+        if word == KEY_FLAG:
+            next(given, None)
+        elif word not in ("--detach", "--json") and not word.startswith(f"{KEY_FLAG}="):
+            words.append(word)
+    if (keys := given_flags(arguments).get("api_key")) is not None:
+        environment[KEY_VARIABLE] = str(keys)
+    return words, environment
 
 
 def _explain(code: int, state: Path) -> int:

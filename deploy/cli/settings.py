@@ -14,7 +14,13 @@ from outrider.errors import ConfigError
 from outrider.settings import Value, sources
 
 _PREFIX: Final = "setting_"
-SECRETS: Final = ("redis_url", "redis_password")
+SECRETS: Final = tuple(key for key, found in deployment_settings().items() if found.secret)
+SEVERAL: Final = ("api_key",)
+"""Settings whose flags may be given several times."""
+KEY_FLAG: Final = "--api-key"
+KEY_VARIABLE: Final = "OUTRIDER_API_KEY"
+OF_CALLERS: Final = ("api_key",)
+"""Those that say, where a deployment runs already, what its callers show."""
 
 
 def add_setting_flags(
@@ -44,14 +50,19 @@ def add_setting_flags(
         else:
             metavar = "|".join(setting.choices) or setting.kind.__name__.upper()
             group.add_argument(
-                setting.flag, default=argparse.SUPPRESS, dest=name, metavar=metavar, help=text
+                setting.flag,
+                action="append" if setting.key in SEVERAL else "store",
+                default=argparse.SUPPRESS,
+                dest=name,
+                metavar=metavar,
+                help=text,
             )
 
 
 def given_flags(arguments: argparse.Namespace) -> dict[str, object]:
     """The settings that flags were given for, by key."""
     return {
-        name.removeprefix(_PREFIX): value
+        name.removeprefix(_PREFIX): ",".join(value) if isinstance(value, list) else value
         for name, value in vars(arguments).items()
         if name.startswith(_PREFIX)
     }
@@ -84,6 +95,8 @@ def refuse_other_settings(arguments: argparse.Namespace, record: DeploymentRecor
     """Raises `ConfigError` where a flag asks for another deployment than the one that runs."""
     settings = deployment_settings()
     for key, raw in given_flags(arguments).items():
+        if key in OF_CALLERS:
+            continue
         asked = settings[key].parse(raw, settings[key].flag)
         if key in SECRETS or record.settings.get(key) != asked:
             runs = "" if key in SECRETS else f" with {record.settings.get(key)!r}"

@@ -12,13 +12,15 @@ import os
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from deploy.state import (
     LOCK_NAME,
     LOG_NAME,
     DeploymentRecord,
+    local_key,
     lock_holder,
     locks_known,
     running_deployment,
@@ -27,7 +29,13 @@ from deploy.state import (
 from outrider.errors import ConfigError, OutriderError, SettingError
 from outrider.fleet.registry import LEASE_S, ROLES
 
-from .connection import checked_address
+from .connection import (
+    Connection,
+    add_caller_flags,
+    checked_address,
+    shown_key,
+    trust_of,
+)
 from .masking import masked_settings
 from .scale import add_redis_flags, redis_of
 from .status_table import Facts, status_table
@@ -50,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--watch", type=float, nargs="?", const=WATCH_S, metavar="S",
         help=f"ask again and again, each S seconds [{WATCH_S:g}], until Ctrl-C",
     )  # fmt: skip
+    add_caller_flags(parser)
     add_redis_flags(parser)
 
 
@@ -94,8 +103,10 @@ async def _watch(arguments: argparse.Namespace) -> int:
 async def _status(arguments: argparse.Namespace) -> Facts:
     timeout_s: float = arguments.timeout
     if arguments.server:
-        coordinator = await ask_coordinator(checked_address(arguments.server), timeout_s)
-        running = coordinator["error"] is None
+        caller = partial(Connection, api_key=shown_key(arguments), trust=trust_of(arguments, {}))
+        coordinator = await ask_coordinator(caller(checked_address(arguments.server)), timeout_s)
+        # One that serves, and does not answer this caller, says why.
+        running = coordinator["error"] is None or coordinator["serving"]
         return {
             "running": running, "serving": coordinator["serving"], "deployment": None,
             "coordinators": [coordinator], "targets": [], "drafts": [],
@@ -108,13 +119,26 @@ async def _status(arguments: argparse.Namespace) -> Facts:
             "coordinators": [], "targets": [], "drafts": [],
             "lease": lease(state),
         }  # fmt: skip
+    caller = partial(
+        Connection, api_key=shown_key(arguments) or local_key(state),
+        trust=trust_of(arguments, record.settings),
+    )  # fmt: skip
+    inner = str(record.settings.get("internal_tls_dir") or "")
     known, coordinators, targets, drafts = await asyncio.gather(
         _records(arguments, record),
         asyncio.gather(
-            *(ask_coordinator(one, timeout_s) for one in record.grpc_address.split(",") if one)
+            *(
+                ask_coordinator(caller(one), timeout_s)
+                for one in record.grpc_address.split(",")
+                if one
+            )
         ),
-        asyncio.gather(*(ask_replica("target", one, timeout_s) for one in record.target_addresses)),
-        asyncio.gather(*(ask_replica("draft", one, timeout_s) for one in record.draft_addresses)),
+        asyncio.gather(
+            *(ask_replica("target", one, timeout_s, inner) for one in record.target_addresses)
+        ),
+        asyncio.gather(
+            *(ask_replica("draft", one, timeout_s, inner) for one in record.draft_addresses)
+        ),
     )
     for facts in (*coordinators, *targets, *drafts):
         facts |= known.get(facts["address"], {})
@@ -169,6 +193,7 @@ def _deployment(record: DeploymentRecord, state: Path) -> Facts:
         "model": record.model,
         "draft_model": record.draft_model,
         "served_model_name": record.served_model_name,
+        "http_address": record.http_address,
         "wanted": record.wanted,
         "settings": masked_settings(record.settings),
     }
@@ -182,23 +207,32 @@ def lease(state: Path) -> Facts:
     }  # fmt: skip
 
 
-async def ask_coordinator(address: str, timeout_s: float) -> Facts:
+async def ask_coordinator(connection: Connection, timeout_s: float) -> Facts:
     """What it serves, how many sessions run, and its health."""
-    from outrider.client import Client
-
-    async with Client(address) as client:
+    async with connection.client() as client:
         serving = await client.healthy(timeout_s)
-        return await _answer(address, serving, lambda: client.describe(timeout_s))
+        return await _answer(connection.address, serving, lambda: client.describe(timeout_s))
 
 
-async def ask_replica(role: str, address: str, timeout_s: float) -> Facts:
-    """What it runs, with its fingerprints, and its health."""
+async def ask_replica(
+    role: Literal["target", "draft"], address: str, timeout_s: float, internal_tls_dir: str = ""
+) -> Facts:
+    """What it runs, with its fingerprints, and its health; as a coordinator asks, where it answers
+    no one else."""
     from outrider.client import Client
+    from outrider.wire.channel import PLAIN
+    from outrider.wire.credentials import internal_trust
     from outrider.wire.grpc_link import draft_link, target_link
 
-    link: Any = (target_link if role == "target" else draft_link)(address)
+    trust = PLAIN
+    if internal_tls_dir:
+        try:
+            trust = internal_trust(Path(internal_tls_dir), "coordinator", role)
+        except ConfigError as error:
+            return {"address": address, "serving": False, "error": error.message}
+    link: Any = (target_link if role == "target" else draft_link)(address, trust)
     try:
-        async with Client(address) as client:
+        async with Client(address, trust=trust) as client:
             serving = await client.healthy(timeout_s)
         return await _answer(address, serving, lambda: link.describe(timeout_s))
     finally:

@@ -32,6 +32,8 @@ def status_table(found: Facts) -> RenderableType:
                 f"pid {deployment['pid']}, since {deployment['started_at']}"
             )
         )
+        if deployment["http_address"]:
+            foot.append(Text(f"HTTP {deployment['http_address']}"))
         foot.append(Text(f"log {deployment['log']}", no_wrap=True, overflow="ignore"))
     table = Table(box=None, pad_edge=False)
     for title in _COLUMNS:

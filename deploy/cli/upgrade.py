@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from deploy.locks import whole_paths
 from deploy.state import DeploymentRecord, running_deployment, state_directory
 from outrider.config import configuration, deployment_settings
-from outrider.errors import Unavailable
+from outrider.errors import SettingError, Unavailable
+from outrider.security.keys import hashed_keys, new_key
 from outrider.settings import Value, merge
 
 from .scale import check_wait, redis_of, what_runs
@@ -43,14 +45,21 @@ def run(arguments: argparse.Namespace) -> int:
     if "target" in arguments:
         arguments.setting_model = arguments.target
     check_wait(arguments.wait)
+    if "api_key" in given_flags(arguments):
+        raise SettingError(
+            "api_key", "a deployment keeps its keys; give an --api-key-file, whose keys may change"
+        )
     state = state_directory(os.environ)
     record = what_runs(state)
-    values = merge(deployment_settings(), arguments.config, os.environ, given_flags(arguments))
+    values = whole_paths(
+        merge(deployment_settings(), arguments.config, os.environ, given_flags(arguments))
+    )
     changes = {
         key: value for key, value in values.items()
         if key not in SECRETS and record.settings.get(key) != value
     }  # fmt: skip
-    configuration({**record.settings, **changes})  # What does not go together shows here.
+    kept: dict[str, Value] = {"api_key": hashed_keys(new_key())} if record.asks_for_keys else {}
+    configuration({**record.settings, **kept, **changes})  # What does not go together shows here.
     name = asyncio.run(_tell(arguments, record, changes))
     num_stale = _wait(state, name, arguments.wait)
     if arguments.json:

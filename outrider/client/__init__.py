@@ -14,6 +14,9 @@
 | `Client(InProcessTransport(c))` | a coordinator in this process, without gRPC | its event loop |
 | `SyncClient` | a server by gRPC | any thread |
 
+    trust = caller_trust(authority=Path("ca.pem"))    # TLS, where the server has it
+    Client("inference.example:50051", api_key=os.environ["OUTRIDER_API_KEY"], trust=trust)
+
 Every call has a deadline; every error is one of `outrider.errors`. Leaving a stream early cancels
 its session.
 """
@@ -32,6 +35,7 @@ from outrider.client.results import (
 from outrider.client.resuming import ResumingTransport
 from outrider.client.synchronous import SyncClient
 from outrider.client.transport import Transport
+from outrider.constraints.constraint import Constraint
 from outrider.generation import (
     ChatMessage,
     Event,
@@ -45,6 +49,8 @@ from outrider.generation import (
     Usage,
 )
 from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.wire.channel import Trust
+from outrider.wire.credentials import caller_trust
 
 __all__ = [
     "AsyncClient",
@@ -52,6 +58,7 @@ __all__ = [
     "Client",
     "Completion",
     "CompletionBuilder",
+    "Constraint",
     "CoordinatorApi",
     "CoordinatorDescription",
     "Event",
@@ -70,5 +77,7 @@ __all__ = [
     "SyncClient",
     "Tokens",
     "Transport",
+    "Trust",
     "Usage",
+    "caller_trust",
 ]

@@ -26,6 +26,7 @@ from outrider.client.results import (
 from outrider.client.resuming import RESUME_TIMEOUT_S, ResumingTransport
 from outrider.client.transport import Transport
 from outrider.generation import Event, GenerateRequest, ResumeRequest
+from outrider.wire.channel import PLAIN, Trust
 
 
 class Client:
@@ -38,14 +39,23 @@ class Client:
     `deadline_ms`, or the default one, and some seconds for its last event."""
 
     def __init__(
-        self, server: str | Transport, *, resume_timeout_s: float = RESUME_TIMEOUT_S
+        self,
+        server: str | Transport,
+        *,
+        api_key: str = "",
+        trust: Trust = PLAIN,
+        resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> None:
         """`server` is HOST:PORT, or several with commas between them, or a transport, which the
-        client then owns and closes. Nothing is sent before the first call. A broken stream is
-        tried to be resumed for `resume_timeout_s` seconds, and a request that cannot be served now
-        is asked for again as long; 0 = not at all."""
+        client then owns and closes, and which has its own key. Nothing is sent before the first
+        call. `api_key` is shown with each call; without TLS, which `trust` says (`caller_trust`),
+        whoever is on the way can read it. A broken stream is tried to be resumed for
+        `resume_timeout_s` seconds, and a request that cannot be served now is asked for again as
+        long; 0 = not at all."""
         if isinstance(server, str):
-            each = [GrpcTransport(address) for address in addresses_of(server)]
+            each = [
+                GrpcTransport(address, trust, api_key=api_key) for address in addresses_of(server)
+            ]
             server = ResumingTransport(each, resume_timeout_s, secrets.randbelow(len(each)))
         self._transport = server
 

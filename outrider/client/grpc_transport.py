@@ -10,13 +10,14 @@ from typing import Any, Final
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.client.requests import key_metadata
 from outrider.client.results import CoordinatorDescription, SessionView
 from outrider.client.transport import CLOSED
 from outrider.errors import DeadlineExceeded, OutriderError, StreamBroken, Unavailable
 from outrider.generation import Event, GenerateRequest, ResumeRequest
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc, types_pb2
-from outrider.wire.channel import open_channel
+from outrider.wire.channel import PLAIN, Trust, open_channel
 from outrider.wire.generation import (
     FINISH_REASONS,
     event_from_proto,
@@ -34,10 +35,17 @@ _ERROR_NUMBER: Final = re.compile(r" \(\d+\)$")
 class GrpcTransport:
     """One channel to HOST:PORT; any number of calls at a time. See `Transport`."""
 
-    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None = None) -> None:
-        """Nothing is sent before the first call. TLS where credentials are given."""
+    def __init__(
+        self,
+        address: str,
+        trust: Trust = PLAIN,
+        *,
+        api_key: str = "",
+    ) -> None:
+        """Nothing is sent before the first call. Raises `BadRequest` for what cannot be a key."""
         self._address = address
-        self._channel = open_channel(address, credentials)
+        self._metadata = key_metadata(api_key)
+        self._channel = open_channel(address, trust)
         self._stub: Any = coordinator_pb2_grpc.CoordinatorStub(self._channel)  # type: ignore[no-untyped-call]
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         self._closed = False
@@ -57,7 +65,7 @@ class GrpcTransport:
 
     async def _events(self, method: Any, request: Any, timeout_s: float) -> AsyncGenerator[Event]:
         self._check_open()
-        call = method(request, timeout=timeout_s)
+        call = method(request, timeout=timeout_s, metadata=self._metadata)
         try:
             async for message in call:
                 event = event_from_proto(message)
@@ -102,7 +110,7 @@ class GrpcTransport:
     async def _call(self, method: Any, request: Any, timeout_s: float) -> Any:
         self._check_open()
         try:
-            return await method(request, timeout=timeout_s)
+            return await method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise call_error(error, self._address) from error
         except asyncio.CancelledError:

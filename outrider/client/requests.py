@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Final
 
 from outrider.errors import BadRequest
 from outrider.generation import ChatMessage, GenerateRequest
-from outrider.limits import DEADLINE_MS_DEFAULT, DEADLINE_MS_MAX, SEED_MAX
+from outrider.limits import API_KEY_CHARS_MAX, DEADLINE_MS_DEFAULT, DEADLINE_MS_MAX, SEED_MAX
 
 CALL_TIMEOUT_S: Final = 10.0
 """Of a call that does no generation."""
@@ -16,6 +17,7 @@ GENERATE_SLACK_S: Final = 10.0
 """What the call of a generation may last longer than the generation's own deadline."""
 RESUMED_TIMEOUT_S: Final = DEADLINE_MS_MAX / 1000 + GENERATE_SLACK_S
 """Of the call that goes on with one, whose deadline only the coordinator knows."""
+_VISIBLE: Final = re.compile("[!-~]+")
 _INT32: Final = (-(2**31), 2**31 - 1)
 
 
@@ -32,6 +34,18 @@ def addresses_of(server: str) -> list[str]:
             "server", f"{server!r} is wrong; it must be HOST:PORT, or several with commas between"
         )
     return each
+
+
+def key_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
+    """What each call shows of a key; nothing where there is none. Raises `BadRequest`, which does
+    not repeat it."""
+    if not api_key:
+        return ()
+    if not _VISIBLE.fullmatch(api_key) or len(api_key) > API_KEY_CHARS_MAX:
+        raise BadRequest(
+            "api_key", f"is wrong; it must be up to {API_KEY_CHARS_MAX} visible ASCII characters"
+        )
+    return (("authorization", f"Bearer {api_key}"),)
 
 
 def check_timeout(timeout_s: float) -> float:
@@ -74,7 +88,9 @@ def _texts(request: GenerateRequest) -> Iterator[tuple[str, str]]:
 
 
 def _integers(request: GenerateRequest) -> Iterator[tuple[str, int, int, int]]:
-    for name in ("max_tokens", "num_draft_tokens", "deadline_ms", "logprobs"):
+    for name in (
+        "max_tokens", "num_draft_tokens", "deadline_ms", "logprobs", "draft_deadline_ms"
+    ):  # fmt: skip
         value: int | None = getattr(request, name)
         if value is not None:
             yield name, value, *_INT32

@@ -148,6 +148,8 @@ class Told:
         self._wait_s = _WAIT_S[0]
         self._num_failures = 0
         """Since the last token."""
+        self._waits = False
+        """Whether the coordinator that was asked last is asked once more, when it says."""
         self.moves_on = True
         """Whether the next coordinator is to be asked."""
 
@@ -168,6 +170,7 @@ class Told:
         if isinstance(event, Tokens) and self._heard is not None:
             if event.token_ids:  # Of these alone there can be only so many.
                 self._tried_until, self._wait_s, self._num_failures = None, _WAIT_S[0], 0
+                self._waits = False
             characters = self._heard.num_characters
             self._heard = replace(
                 self._heard,
@@ -179,15 +182,15 @@ class Told:
     def wait_after(self, error: Unavailable, now: float, deadline: float) -> float:
         """How long to wait until a coordinator is asked again: the next one, if this `moves_on`.
         The same one is asked once more where a stream broke, as it has the session, and maybe only
-        the connection is gone; and where it has answered that it cannot go on with the session now,
-        when it says. Times in s of one clock. Raises the error where that is of no use: all have
-        been asked to begin and none has answered, or a stream has ended with an answer, or they
-        have been asked for long enough."""
+        the connection is gone; and where another one has answered that it cannot go on with the
+        session now, when it says, for nobody could sooner. Times in s of one clock. Raises the
+        error where that is of no use: all have been asked to begin and none has answered, or a
+        stream has ended with an answer, or they have been asked for long enough."""
         answered = not isinstance(error, StreamBroken)
         self._num_failures += 1
         is_once_more = not answered and self._num_failures == 1
-        stays = is_once_more or (answered and self._num_failures > 2)
-        self.moves_on = self._heard is None or not stays
+        self._waits = answered and self._num_failures > 2 and not self._waits
+        self.moves_on = self._heard is None or not (is_once_more or self._waits)
         if self._heard is None:
             self._tries_left -= 1
             self._may_begin |= answered

@@ -19,6 +19,7 @@ from outrider.client.requests import (
     check_sendable,
     check_timeout,
     generate_timeout_s,
+    key_metadata,
 )
 from outrider.client.results import (
     Completion,
@@ -33,7 +34,7 @@ from outrider.errors import DeadlineExceeded, OutriderError, Unavailable
 from outrider.generation import Event, GenerateRequest, ResumeRequest
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc, types_pb2
-from outrider.wire.channel import channel_options
+from outrider.wire.channel import PLAIN, Trust, open_blocking_channel
 from outrider.wire.generation import event_from_proto, request_to_proto, resume_to_proto
 
 
@@ -46,14 +47,16 @@ class SyncClient:
     def __init__(
         self,
         address: str,
-        credentials: grpc.ChannelCredentials | None = None,
         *,
+        api_key: str = "",
+        trust: Trust = PLAIN,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> None:
-        """`address` is HOST:PORT, or several with commas between them; `resume_timeout_s` as of
-        `Client`. Nothing is sent before the first call."""
+        """`address` is HOST:PORT, or several with commas between them; the rest as of `Client`.
+        Nothing is sent before the first call."""
         self._address = address
-        self._coordinators = [_Coordinator(one, credentials) for one in addresses_of(address)]
+        self._metadata = key_metadata(api_key)
+        self._coordinators = [_Coordinator(one, trust) for one in addresses_of(address)]
         self._resume_timeout_s = resume_timeout_s
         number = len(self._coordinators)
         self._turns = Turns(number, time.monotonic, secrets.randbelow(number))
@@ -106,11 +109,12 @@ class SyncClient:
             left_s = max(0.001, deadline - time.monotonic())
             stub, rest = self._coordinators[current].stub, told.rest(left_s)
             try:
-                call = (
-                    stub.Generate(message, timeout=left_s)
+                method, asked = (
+                    (stub.Generate, message)
                     if rest is None
-                    else stub.Resume(resume_to_proto(rest), timeout=left_s)
+                    else (stub.Resume, resume_to_proto(rest))
                 )
+                call = method(asked, timeout=left_s, metadata=self._metadata)
                 for event in self._heard(call, current):
                     if told.note(event):
                         yield event
@@ -179,7 +183,8 @@ class SyncClient:
         self._check_open()
         method = coordinator.health.Check if name == "Check" else getattr(coordinator.stub, name)
         try:
-            return method(request, timeout=check_timeout(timeout_s))
+            timeout_s = check_timeout(timeout_s)
+            return method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise self._explained(error, coordinator.address) from error
 
@@ -198,11 +203,8 @@ class SyncClient:
 class _Coordinator:
     """A channel to one of them."""
 
-    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
+    def __init__(self, address: str, trust: Trust) -> None:
         self.address = address
-        if credentials is None:
-            self.channel = grpc.insecure_channel(address, channel_options())
-        else:
-            self.channel = grpc.secure_channel(address, credentials, channel_options())
+        self.channel = open_blocking_channel(address, trust)
         self.stub: Any = coordinator_pb2_grpc.CoordinatorStub(self.channel)  # type: ignore[no-untyped-call]
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)

@@ -19,17 +19,22 @@ from outrider.config.drafts import DraftConfig
 from outrider.config.models import (
     DTYPES,
     EMULATED,
+    LOOPBACK,
     PORT_MAX,
     TRANSFORMERS,
     ModelServerConfig,
     ServerConfig,
     TargetConfig,
+    is_loopback,
 )
+from outrider.config.security import PATHS, FrontConfig, unlocked
 
 __all__ = [
     "DTYPES",
     "EMULATED",
     "LEAST",
+    "LOOPBACK",
+    "PATHS",
     "PORT_MAX",
     "TRANSFORMERS",
     "WAIT_S_MAX",
@@ -37,10 +42,13 @@ __all__ = [
     "CoordinatorConfig",
     "DeploymentConfig",
     "DraftConfig",
+    "FrontConfig",
     "ModelServerConfig",
     "ServerConfig",
     "TargetConfig",
     "configuration",
     "deployment_settings",
+    "is_loopback",
     "load_config",
+    "unlocked",
 ]

@@ -22,14 +22,15 @@ from outrider.sessions.redis_address import RedisAddress
 from outrider.settings import setting
 
 from .drafts import DraftConfig, check_ngrams, ngram_max_setting, ngram_min_setting
-from .models import PORT_MAX, THREADS_MAX, ServerConfig
+from .models import PORT_MAX, THREADS_MAX
+from .security import FrontConfig
 
 TRACE_ROUNDS_MAX: Final = 2**20
 WAIT_MS_MAX: Final = 600_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorConfig(ServerConfig):
+class CoordinatorConfig(FrontConfig):
     """One coordinator."""
 
     served_model_name: str = setting(
@@ -38,6 +39,8 @@ class CoordinatorConfig(ServerConfig):
     grpc_port: int = setting(
         50_051, "The coordinator's gRPC port; 0 = any.", minimum=0, maximum=PORT_MAX
     )
+    http: bool = setting(True, "Answer OpenAI's clients by HTTP, too.")
+    port: int = setting(8_000, "The coordinator's HTTP port; 0 = any.", minimum=0, maximum=PORT_MAX)
     redis_url: str = setting(
         "", "`redis://`, `rediss://` (TLS) or `unix://` URL of the session store; empty = an "
         "embedded server.",
@@ -95,7 +98,8 @@ class CoordinatorConfig(ServerConfig):
         "cancelled, ms. Nothing is decoded meanwhile.", minimum=0, maximum=WAIT_MS_MAX,
     )  # fmt: skip
     draft_timeout_ms: int = setting(
-        1_000, "Wait for a proposal before the round goes on without one, ms.",
+        1_000, "Longest wait for a proposal before the round goes on without one, ms; length "
+        "control gives up sooner where its tokens are not worth it.",
         minimum=1, maximum=WAIT_MS_MAX,
     )  # fmt: skip
     draft_retry_ms: int = setting(
@@ -127,6 +131,11 @@ class CoordinatorConfig(ServerConfig):
         0.25, "CPUs that Ray reserves for the coordinator.", key="coordinator_num_cpus",
         minimum=0, maximum=THREADS_MAX,
     )  # fmt: skip
+    audit_share: float = setting(
+        0.001, "Share of the sessions whose tokens the target scores once more when they are "
+        "over, one at a time, to be held against its law in metrics; 0 = none. None without "
+        "`telemetry`.", minimum=0, maximum=1,
+    )  # fmt: skip
     trace_first_rounds: int = setting(
         2, "Rounds at a request's beginning that have spans of their own.", minimum=0,
         maximum=TRACE_ROUNDS_MAX,
@@ -136,7 +145,6 @@ class CoordinatorConfig(ServerConfig):
         minimum=0, maximum=TRACE_ROUNDS_MAX,
     )  # fmt: skip
     trace_prompts: bool = setting(False, "Record the text of prompts in traces.")
-    reflection: bool = setting(True, "Serve gRPC reflection on the coordinator.")
     tokenizer_directory: str = ""
     """Where the tokenizer's files are; empty = requests give token ids and get no text."""
     trust_remote_code: bool = setting(False, "Run Python code that comes with a model's files.")
@@ -161,7 +169,7 @@ class CoordinatorConfig(ServerConfig):
         )
 
     def __post_init__(self) -> None:
-        ServerConfig.__post_init__(self)
+        FrontConfig.__post_init__(self)
         if set(self.redis_key_prefix) & set("{}"):
             raise SettingError("redis_key_prefix", "braces are not allowed in it")
         check_ngrams(self.ngram_min, self.ngram_max)

@@ -25,7 +25,7 @@ from outrider.settings import (
 from .autoscaling import AutoscaleConfig
 from .coordinators import CoordinatorConfig
 from .drafts import DraftConfig
-from .models import TargetConfig
+from .models import LOOPBACK, TargetConfig
 
 WAIT_S_MAX: Final = 86_400
 _NAME: Final = re.compile("[A-Za-z0-9_-]{0,63}")
@@ -140,11 +140,17 @@ def load_config(
 def configuration(values: Mapping[str, Value]) -> DeploymentConfig:
     """The deployment that settings by key describe; what they lack keeps its default. Raises
     `SettingError` for values that do not go together."""
+    coordinator = build(CoordinatorConfig, values)
+    inner = dict(values)
+    is_open = coordinator.insecure or coordinator.internal_tls_dir or values.get("address")
+    if coordinator.asks_for_keys and not is_open:
+        # Users reach coordinators; these call others on this machine, who would ask nobody.
+        inner["host"] = LOOPBACK
     return build(
         DeploymentConfig,
         values,
-        target=build(TargetConfig, values),
-        draft=build(DraftConfig, values),
-        coordinator=build(CoordinatorConfig, values),
+        target=build(TargetConfig, inner),
+        draft=build(DraftConfig, inner),
+        coordinator=coordinator,
         autoscale=build(AutoscaleConfig, values),
     )

@@ -27,16 +27,22 @@ BATCHED_TOKENS_MAX: Final = 2**20
 MODEL_LEN_MAX: Final = 2**24
 MEMORY_BYTES_MAX: Final = 2**50
 THREADS_MAX: Final = 1024
+LOOPBACK: Final = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """What every service that listens has."""
 
-    host: str = setting("127.0.0.1", "Address the servers bind to.")
+    host: str = setting(LOOPBACK, "Address the servers bind to.")
     insecure: bool = setting(
         False, "Allow an address other than loopback, without keys and without TLS."
     )
+    internal_tls_dir: str = setting(
+        "", "Directory of certificates, as `outrider certs` makes it, by which coordinators, "
+        "targets and drafts know each other; it must be on each one's machine. Empty = they speak "
+        "in plain text and answer whoever reaches them.",
+    )  # fmt: skip
     telemetry: str = setting(
         "", "Where traces and metrics go: `otlp=http://HOST:PORT`, `prometheus=PORT`, or both with "
         "a comma; the target takes the port after PORT, the draft the next. Empty = nowhere."
@@ -59,18 +65,30 @@ class ServerConfig:
         """What its log is called: as the replica, or else as its role."""
         return role if self.membership is None else self.membership.name
 
+    @property
+    def knows_callers(self) -> bool:
+        """Whether whoever calls must show who that is."""
+        return bool(self.internal_tls_dir)
+
+    @property
+    def metrics_host(self) -> str:
+        """Where Prometheus is served, which asks nobody who they are."""
+        return self.host if self.insecure or is_loopback(self.host) else LOOPBACK
+
     def __post_init__(self) -> None:
         verify_settings(self)
-        if not self.insecure and not _is_loopback(self.host):
+        if not (self.insecure or self.knows_callers or is_loopback(self.host)):
             raise SettingError(
                 "host",
                 f"{self.host!r} is reachable from other machines, and nothing asks callers for a "
-                "key; bind 127.0.0.1, or give --insecure if the network is trusted",
+                "key; bind 127.0.0.1, give keys with --api-key-file, or give --insecure if the "
+                "network is trusted",
             )
         Destination.parse(self.telemetry)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -104,6 +122,8 @@ class ModelServerConfig(ServerConfig):
         "tokens do not depend on `num_draft_tokens` or on other sessions; steps take longer.",
     )  # fmt: skip
     trust_remote_code: bool = setting(False, "Run Python code that comes with a model's files.")
+    tokenizer_directory: str = ""
+    """Where the target's tokenizer is, by which constraints are held to; empty without one."""
 
     def __post_init__(self) -> None:
         # super() without arguments does not work in a class that slots=True builds anew.

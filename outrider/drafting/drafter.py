@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from outrider.constraints.allowed import Allowed
 from outrider.features import Features
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import Proposal
@@ -37,6 +38,9 @@ class DraftRequest:
     features: Features | None = None
     """What the target's head read at some committed tokens, those without a token behind them left
     out; None where there is nothing new, and for drafters that do not read it."""
+    allowed: Allowed | None = None
+    """What may follow the committed tokens, by the session's grammar; None = anything, or nobody
+    here knows."""
     digests: TokenSequence | None = None
     """The first of `token_ids`, or all, where their digests are known: whoever kept a prefix then
     need not compare it token by token. Read only, and only during the call."""

@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from outrider.constraints.allowed import Allowed, TokenMask
 from outrider.errors import OutriderError
 from outrider.speculation.drafting import DraftedGroup, draw_from_logits, draw_siblings
+from outrider.speculation.masking import draft_mask, masked_logits
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
 from outrider.speculation.reduced import ReducedVocabulary
@@ -37,6 +39,8 @@ class RoundWanted:
     siblings: tuple[int, ...] = ()
     """Candidates that are wanted beside the first, second, ... token; none with penalties, which
     count tokens."""
+    allowed: Allowed | None = None
+    """What may follow the newest token; None = anything."""
 
 
 class GrowingRound:
@@ -95,9 +99,30 @@ class RoundDraws:
 
     def draw(self, rounds: Sequence[GrowingRound], logits: torch.Tensor, depth: int) -> None:
         """The next token of each, at the same place `depth` of all, from its row of [R, N]. One
-        whose row cannot be drawn from ends there."""
+        whose row cannot be drawn from, or whose completion ends, ends there."""
+        rounds, logits = self._masked(rounds, logits)
         for together in _drawn_together(rounds):
             self._draw([rounds[i] for i in together], logits[together], depth)
+
+    def _masked(
+        self, rounds: Sequence[GrowingRound], logits: torch.Tensor
+    ) -> tuple[Sequence[GrowingRound], torch.Tensor]:
+        """Those that go on, and what they may draw."""
+        if all(entry.wanted.allowed is None for entry in rounds):
+            return rounds, logits
+        masks: list[TokenMask | None] = []
+        kept: list[int] = []
+        for index, entry in enumerate(rounds):
+            mask = None
+            if entry.wanted.allowed is not None:
+                drafted = [group[0] for group, _ in entry.drawn]
+                mask = draft_mask(entry.wanted.allowed, drafted, self._vocabulary)
+                entry.ended = mask is None
+            if not entry.ended:
+                kept.append(index)
+                masks.append(mask)
+        going_on = [rounds[index] for index in kept]
+        return going_on, masked_logits(logits[kept], masks, self._vocabulary)
 
     def _draw(self, rounds: Sequence[GrowingRound], logits: torch.Tensor, depth: int) -> None:
         """Of rounds that share rule and parameters."""

@@ -23,6 +23,14 @@ class Guess:
     score: float = 0.0
     """Tokens of it that are expected to be accepted."""
 
+    def within(self, request: DraftRequest) -> Guess:
+        """As much of it as the session's grammar lets follow: all that stands behind would be
+        refused. What is cut depends on the committed tokens alone, as the guess does."""
+        if request.allowed is None or not self.token_ids:
+            return self
+        token_ids = self.token_ids[: request.allowed.num_legal(self.token_ids)]
+        return Guess(token_ids, min(self.score, float(len(token_ids))))
+
     def proposal(self, request: DraftRequest) -> Proposal:
         """The one-hot proposal that answers `request`."""
         if not self.token_ids:
@@ -44,7 +52,7 @@ class LookupDrafter(ABC):
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """See `Drafter.propose`."""
-        return [self.guess(request).proposal(request) for request in requests]
+        return [self.guess(request).within(request).proposal(request) for request in requests]
 
     @abstractmethod
     def guess(self, request: DraftRequest, assumed: Sequence[int] = ()) -> Guess:

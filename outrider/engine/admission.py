@@ -17,6 +17,7 @@ from outrider.engine.interface import Engine, FoundPrefix, SequenceStep
 from outrider.engine.sequences import Aligned, SequenceTable
 from outrider.engine.token_budget import TokenBudget, Wish
 from outrider.errors import InvariantError, OutriderError
+from outrider.limits import PAGE_SIZE
 from outrider.messages import Resync, RoundHead
 from outrider.work import StepFigures, Unfinished
 
@@ -70,6 +71,7 @@ class Admissions:
         self._give_way = give_way
         self._table = table
         self._budget = budget
+        self._num_slots = engine.page_counts().num_pages * PAGE_SIZE
         self._num_preemptions = 0
         self._num_prefill_chunks = 0
         self._num_starved = 0
@@ -115,11 +117,13 @@ class Admissions:
         }
 
     def _whole(self, ask: Ask, begun: _Begun) -> SequenceStep:
-        """A step that takes the slots of all that the item asks for."""
+        """A step that takes the slots of all that the item asks for; or, where it claims to have
+        more tokens than all pages hold, more than that."""
         name = ask.head.session_id
         num_held = begun[name].length if name in begun else self._engine.length(name)
         num = ask.head.committed_length + ask.num_extra - num_held
-        return SequenceStep(name, (_ANY_TOKEN,) * max(1, num), 0)
+        num = min(max(1, num), self._num_slots + 1)
+        return SequenceStep(name, (_ANY_TOKEN,) * num, 0)
 
     def _place(self, found: list[_Found], wholes: dict[int, SequenceStep], begun: _Begun) -> None:
         """Gives out the pages by age, and puts `WAITS` where there are none."""

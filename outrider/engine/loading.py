@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -135,6 +137,18 @@ def stated_length(path: Path, *, trust_remote_code: bool = False) -> int | None:
     return _stated_length(config)
 
 
+def stated_eos_token_ids(path: Path, tokenizer: Any) -> tuple[int, ...]:
+    """All ids that any of a model's files names as the end of a text, read without its weights;
+    the tokenizer is that of the same directory."""
+    from transformers import AutoConfig, GenerationConfig
+
+    sources = [tokenizer]
+    for kind in (AutoConfig, GenerationConfig):
+        with contextlib.suppress(*LOADING_ERRORS):
+            sources.append(kind.from_pretrained(str(path), local_files_only=True))
+    return _eos_in(sources)
+
+
 def check_same_tokenizer(target: str, draft: str, *, trust_remote_code: bool = False) -> None:
     """Raises `ConfigError` unless a draft and a target, given by name, share their tokenizer."""
     tables: list[TokenizerTable | None] = []
@@ -206,10 +220,15 @@ def _stated_length(config: Any) -> int | None:
 
 def _eos_token_ids(module: Any, tokenizer: Any | None) -> tuple[int, ...]:
     """All ids that any of a model's files names as the end of a text."""
+    found = _eos_in((getattr(module, "generation_config", None), module.config, tokenizer))
+    width = _logits_width(module)
+    return tuple(i for i in found if i < width)
+
+
+def _eos_in(sources: Iterable[Any]) -> tuple[int, ...]:
     found: set[int] = set()
-    for source in (getattr(module, "generation_config", None), module.config, tokenizer):
+    for source in sources:
         value = getattr(source, "eos_token_id", None)
         if value is not None:
             found.update([value] if isinstance(value, int) else value)
-    width = _logits_width(module)
-    return tuple(sorted(i for i in found if 0 <= i < width))
+    return tuple(sorted(i for i in found if i >= 0))

@@ -36,3 +36,5 @@ class Engagement:
     """Whether it was told that it is to be left."""
     num_ranks: int = 1
     """Processes that share its model."""
+    http_address: str = ""
+    """HOST:PORT where a coordinator answers by HTTP; empty where it does not."""

@@ -18,7 +18,7 @@ import torch
 
 from outrider.speculation.drafting import DraftedToken
 from outrider.speculation.noise import RoundNoise
-from outrider.speculation.philox import all_uniforms_on_device, uniforms_on_device
+from outrider.speculation.philox_rows import all_uniforms_on_device, uniforms_on_device
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution
 from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.sampling import Rule, SamplingParams

@@ -11,7 +11,8 @@ import torch
 
 from outrider.errors import check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
-from outrider.speculation.noise import NoiseBatch, RoundNoise
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.noise_rows import NoiseBatch
 from outrider.speculation.philox import RowKeys
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution
 from outrider.speculation.race import race, race_at

@@ -28,7 +28,8 @@ import torch
 from outrider.errors import check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.speculation.drafting import draft_rows
-from outrider.speculation.noise import NoiseBatch, RoundNoise
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.noise_rows import NoiseBatch
 from outrider.speculation.philox import RowKeys
 from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.sampling import SamplingParams

@@ -7,7 +7,8 @@ from typing import Final
 
 import torch
 
-from outrider.speculation.philox import RowKeys, row_uniforms, row_uniforms_at
+from outrider.speculation.philox import RowKeys
+from outrider.speculation.philox_rows import row_uniforms, row_uniforms_at
 
 _SPARSE_SHARE: Final = 8
 """Rows of which at most one weight in so many is positive get noise at those alone: a token on its

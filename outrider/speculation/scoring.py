@@ -31,7 +31,8 @@ import numpy as np
 import torch
 
 from outrider.errors import check
-from outrider.speculation.noise import NoiseBatch, RoundNoise
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.noise_rows import NoiseBatch
 from outrider.speculation.proposal import COUNT_TOTAL, Proposal
 from outrider.speculation.race import race
 from outrider.speculation.sampling import Rule

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from outrider.speculation.philox import COUNTER_TOKENS, RowKeys, flat_uniforms, row_uniforms
+from outrider.speculation.philox import COUNTER_TOKENS, RowKeys, flat_uniforms
+from outrider.speculation.philox_rows import row_uniforms
 from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.transforms import (
     NO_HISTORY,

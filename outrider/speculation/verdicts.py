@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from outrider.errors import check
-from outrider.speculation.noise import NoiseBatch, RoundNoise
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.noise_rows import NoiseBatch
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.scoring import check_q, own_tokens, score

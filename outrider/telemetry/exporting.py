@@ -34,7 +34,7 @@ class Scrape:
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
         from prometheus_client import CollectorRegistry, start_http_server
 
-        registry = CollectorRegistry()
+        registry = self._registry = CollectorRegistry()
         self.reader: MetricReader = PrometheusMetricReader(
             scope_info_enabled=False, registry=registry
         )
@@ -46,6 +46,13 @@ class Scrape:
             ) from error
         self.address = f"{host}:{self._server.server_port}"
         _log.info("metrics are served on %s", self.address)
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """The metrics now, and their content type, one that a scraper accepts. Blocks."""
+        from prometheus_client.exposition import choose_encoder
+
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
 
     def stop(self) -> None:
         """Ends serving."""

@@ -23,10 +23,19 @@ ITEMS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 class Counts:
     """Numbers that only grow, one for each value of one attribute."""
 
-    def __init__(self, meter: Meter, name: str, unit: str, about: str, attribute: str = "") -> None:
-        """Without an `attribute` there is one number, under the value ""."""
+    def __init__(
+        self,
+        meter: Meter,
+        name: str,
+        unit: str,
+        about: str,
+        attribute: str = "",
+        known: Iterable[str] = (),
+    ) -> None:
+        """Without an `attribute` there is one number, under the value "". `known` values are shown
+        from the start, as 0: from what appears with its first event nobody sees that it grew."""
         self._attribute = attribute
-        self._values: dict[str, float] = {} if attribute else {"": 0}
+        self._values: dict[str, float] = dict.fromkeys(known if attribute else ("",), 0.0)
         meter.create_observable_counter(PREFIX + name, [self._observe], unit, about)
 
     def add(self, amount: float, value: str = "") -> None:

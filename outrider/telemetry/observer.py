@@ -6,12 +6,17 @@ call and allocates nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final, Literal
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Final, Literal, Protocol
 
 from outrider.generation import Finished, GenerateRequest
+from outrider.speculation.audit_sums import AuditSums
 
 Side = Literal["draft", "target"]
+AuditOutcome = Literal["audited", "busy", "repeated", "failed"]
+"""What comes of a session that is chosen for an audit. There was none where too many others or all
+seats were busy, or where the session's seed is that of an earlier one: its tokens are none of
+their own."""
 
 
 class RequestObserver:
@@ -58,6 +63,9 @@ class RequestObserver:
         """There is a proposal, so many seconds after it was asked for; the times in ms are the
         replica's. `ahead`: it was there before."""
 
+    def look_ahead_missed(self) -> None:
+        """A round that the draft had looked ahead of began without a proposal."""
+
     def verified(self, seconds: float, queue_ms: float, compute_ms: float) -> None:
         """There is a verdict."""
 
@@ -78,8 +86,50 @@ class RequestObserver:
 SILENT: Final = RequestObserver()
 
 
+class Standing(Protocol):
+    """How a coordinator stands. Everything may be read from any thread."""
+
+    @property
+    def target_available(self) -> bool | None:
+        """Whether a target answered when it was last asked; None before that."""
+        ...
+
+    @property
+    def store_available(self) -> bool | None:
+        """Whether the session store did."""
+        ...
+
+    @property
+    def replicas_wanted(self) -> Mapping[str, int]:
+        """How many the deployment is to have, by role; empty where nobody says so."""
+        ...
+
+    @property
+    def replicas_present(self) -> Mapping[str, int]:
+        """How many announce themselves."""
+        ...
+
+    @property
+    def bytes_sent(self) -> Mapping[str, int]:
+        """Bytes to replicas, by side; never falls."""
+        ...
+
+    @property
+    def bytes_received(self) -> Mapping[str, int]:
+        """Bytes from them."""
+        ...
+
+    @property
+    def stale_answers(self) -> Mapping[str, int]:
+        """Answers of theirs that came too late, by side; never falls."""
+        ...
+
+
 class Observation:
     """Gives every request its observer; this one gives none that listens."""
+
+    listens: ClassVar[bool] = False
+    """Whether anybody hears what is told."""
 
     def begin(self, request: GenerateRequest, model: str, traceparent: str) -> RequestObserver:
         """A request has come, for a model, perhaps as part of its caller's trace."""
@@ -88,6 +138,15 @@ class Observation:
     def watch_load(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
         """Names who knows how many requests run, and how many are being opened. They may be asked
         from any thread."""
+
+    def audited(self, rule: str, sums: AuditSums) -> None:
+        """Tokens of a session that is over have been held against its target's law."""
+
+    def audit_ended(self, outcome: AuditOutcome) -> None:
+        """A session was chosen for an audit, and this has come of it."""
+
+    def watch_standing(self, standing: Standing) -> None:
+        """Names who knows how the coordinator stands."""
 
 
 UNOBSERVED: Final = Observation()

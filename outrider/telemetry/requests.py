@@ -27,9 +27,18 @@ from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_
 from outrider.errors import OutriderError
 from outrider.generation import ChatMessage, Finished, GenerateRequest
 from outrider.sessions.store import FinishReason
+from outrider.speculation.audit_sums import AuditSums
+from outrider.telemetry.audits import AuditMeters
 from outrider.telemetry.context import read_traceparent, write_traceparent
 from outrider.telemetry.metering import PHASES, RequestMeters
-from outrider.telemetry.observer import Observation, RequestObserver, Side
+from outrider.telemetry.observer import (
+    AuditOutcome,
+    Observation,
+    RequestObserver,
+    Side,
+    Standing,
+)
+from outrider.telemetry.standing import watch_standing
 
 PROVIDER: Final = "outrider"
 OPEN_ROUNDS_MAX: Final = 64
@@ -57,9 +66,13 @@ class Detail:
 class ObservedRequests(Observation):
     """Traces and measures every request."""
 
+    listens = True
+
     def __init__(self, tracer: Tracer, meter: Meter, detail: Detail) -> None:
         self.tracer = tracer
+        self._meter = meter
         self.meters = RequestMeters(meter)
+        self._audits = AuditMeters(meter)
         self.detail = detail
 
     def begin(self, request: GenerateRequest, model: str, traceparent: str) -> RequestObserver:
@@ -69,6 +82,18 @@ class ObservedRequests(Observation):
     def watch_load(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
         """See `Observation.watch_load`."""
         self.meters.watch_load(running, waiting)
+
+    def audited(self, rule: str, sums: AuditSums) -> None:
+        """See `Observation.audited`."""
+        self._audits.add(rule, sums)
+
+    def audit_ended(self, outcome: AuditOutcome) -> None:
+        """See `Observation.audit_ended`."""
+        self._audits.outcomes.add(1, outcome)
+
+    def watch_standing(self, standing: Standing) -> None:
+        """See `Observation.watch_standing`."""
+        watch_standing(self._meter, standing)
 
 
 class ObservedRequest(RequestObserver):
@@ -166,6 +191,7 @@ class ObservedRequest(RequestObserver):
             self._span.set_attributes(
                 {
                     "gen_ai.response.id": session_id,
+                    "gen_ai.response.model": self._genai["gen_ai.request.model"],
                     "gen_ai.conversation.id": session_id,
                     # An attribute has 63 bits and a sign; a larger seed is given as text.
                     "gen_ai.request.seed": seed if seed < 2**63 else str(seed),
@@ -243,6 +269,10 @@ class ObservedRequest(RequestObserver):
                 {"outrider.num_draft_tokens": num_tokens, "outrider.by_replica": by_replica}
             )
             self._answered("draft", seconds, queue_ms, compute_ms)
+
+    def look_ahead_missed(self) -> None:
+        """See `RequestObserver.look_ahead_missed`."""
+        self._meters.look_ahead_misses.add(1)
 
     def verified(self, seconds: float, queue_ms: float, compute_ms: float) -> None:
         """See `RequestObserver.verified`."""

@@ -20,6 +20,7 @@ from outrider.work import StepFigures, Unfinished, Work
 if TYPE_CHECKING:
     from outrider.engine.interface import PageCounts
 
+_KINDS: Final = ("answered", "resync", "refused", "continues", "waits")
 SPAN_OF = {"draft": "outrider.draft", "target": "outrider.verify"}
 
 
@@ -63,7 +64,9 @@ class ObservedSteps:
         self._steps = Counts(meter, "steps", "", "Steps run.")
         self._crashes = Counts(meter, "step_crashes", "", "Steps that crashed.")
         self._stale = Counts(meter, "stale_items", "", "Items of a round that was over.")
-        self._answers = Counts(meter, "step_answers", "", "Answers of steps, by kind.", "kind")
+        self._answers = Counts(
+            meter, "step_answers", "", "Answers of steps, by kind.", "kind", _KINDS
+        )
         self._queue = times(
             meter, PREFIX + "step_queue_time_seconds", "From an item's arrival to its step."
         )

@@ -47,8 +47,16 @@ class SamplingParams(_message.Message):
     logit_bias: _containers.ScalarMap[int, float]
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
 
+class Constraint(_message.Message):
+    __slots__ = ("kind", "text")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    text: str
+    def __init__(self, kind: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+
 class RoundHead(_message.Message):
-    __slots__ = ("session_id", "tenant", "epoch", "round", "base_length", "prefix_digest", "append", "prompt_length", "rule", "seed", "sampling_params", "sampling_hash", "deadline_ms", "traceparent")
+    __slots__ = ("session_id", "tenant", "epoch", "round", "base_length", "prefix_digest", "append", "prompt_length", "rule", "seed", "sampling_params", "sampling_hash", "deadline_ms", "traceparent", "constraint", "constraint_hash")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +71,8 @@ class RoundHead(_message.Message):
     SAMPLING_HASH_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_HASH_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     tenant: str
     epoch: int
@@ -77,7 +87,9 @@ class RoundHead(_message.Message):
     sampling_hash: int
     deadline_ms: int
     traceparent: str
-    def __init__(self, session_id: _Optional[str] = ..., tenant: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., base_length: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., append: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., rule: _Optional[_Union[Rule, str]] = ..., seed: _Optional[int] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., sampling_hash: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    constraint: Constraint
+    constraint_hash: bytes
+    def __init__(self, session_id: _Optional[str] = ..., tenant: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., base_length: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., append: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., rule: _Optional[_Union[Rule, str]] = ..., seed: _Optional[int] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., sampling_hash: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., constraint_hash: _Optional[bytes] = ...) -> None: ...
 
 class Proposal(_message.Message):
     __slots__ = ("token_ids", "q", "parents")

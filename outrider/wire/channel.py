@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Final
+
 import grpc
 
 from outrider.limits import (
@@ -58,10 +61,35 @@ def channel_options() -> list[tuple[str, int]]:
     ]
 
 
-def open_channel(
-    address: str, credentials: grpc.ChannelCredentials | None = None
-) -> grpc.aio.Channel:
-    """A channel to host:port; connects with the first call. TLS where credentials are given."""
-    if credentials is None:
-        return grpc.aio.insecure_channel(address, options=channel_options())
-    return grpc.aio.secure_channel(address, credentials, options=channel_options())
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """How a channel knows whom it has reached, and what it shows; see `wire.credentials`."""
+
+    credentials: grpc.ChannelCredentials | None = None
+    """TLS; None = plain text."""
+    server_name: str = ""
+    """That the server's certificate must have; empty = the host that is called."""
+
+    def options(self) -> list[tuple[str, int | str]]:
+        """Options of a channel that goes by it."""
+        if not self.server_name:
+            return [*channel_options()]
+        return [*channel_options(), ("grpc.ssl_target_name_override", self.server_name)]
+
+
+PLAIN: Final = Trust()
+
+
+def open_channel(address: str, trust: Trust = PLAIN) -> grpc.aio.Channel:
+    """A channel to host:port; connects with the first call."""
+    options = trust.options()
+    if trust.credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, trust.credentials, options=options)
+
+
+def open_blocking_channel(address: str, trust: Trust = PLAIN) -> grpc.Channel:
+    """The same for a program without an event loop."""
+    if trust.credentials is None:
+        return grpc.insecure_channel(address, trust.options())
+    return grpc.secure_channel(address, trust.credentials, trust.options())

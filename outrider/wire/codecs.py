@@ -48,6 +48,8 @@ class Codec(Generic[Item, Answer]):
     item_to_proto: Callable[[Item, int | None], Any]
     item_from_proto: Callable[[Any], Item]
     item_head: Callable[[Item], RoundHead]
+    awaits_answer: Callable[[Item], bool]
+    """Whether an item asks for anything but guesses."""
     with_head: Callable[[Item, RoundHead], Item]
     answer_to_proto: Callable[[Answer], Any]
     answer_from_proto: Callable[[Any], Answer]
@@ -66,6 +68,7 @@ VERIFY: Codec[VerifyItem, VerifyAnswer] = Codec(
     item_to_proto=convert.verify_item_to_proto,
     item_from_proto=convert.verify_item_from_proto,
     item_head=lambda item: item.head,
+    awaits_answer=lambda item: True,
     with_head=lambda item, head: replace(item, head=head),
     answer_to_proto=convert.verify_answer_to_proto,
     answer_from_proto=convert.verify_answer_from_proto,
@@ -81,6 +84,7 @@ DRAFT: Codec[DraftItem, DraftAnswer] = Codec(
     item_to_proto=convert.draft_item_to_proto,
     item_from_proto=convert.draft_item_from_proto,
     item_head=lambda item: item.head,
+    awaits_answer=lambda item: item.held is None,
     with_head=lambda item, head: replace(item, head=head),
     answer_to_proto=convert.draft_answer_to_proto,
     answer_from_proto=convert.draft_answer_from_proto,

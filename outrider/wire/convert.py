@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Final
 
-from outrider.engine.costs import StepCosts
-from outrider.errors import BadRequest, InvariantError
+from outrider.errors import BadRequest
 from outrider.limits import (
     DEADLINE_MS_MAX,
     ERROR_MESSAGE_CHARS_MAX,
@@ -21,6 +20,7 @@ from outrider.limits import (
     LOOK_AHEAD_MAX,
     NUM_DRAFT_TOKENS_MAX,
     RUN_AHEAD_ROUNDS_MAX,
+    SESSION_TOKENS_MAX,
     SIBLINGS_MAX,
     TENANT_CHARS_MAX,
     TRACEPARENT_CHARS_MAX,
@@ -31,7 +31,6 @@ from outrider.messages import (
     PositionLogprobs,
     ProposalReply,
     Refused,
-    ReplicaDescription,
     ReplyKey,
     Resync,
     RoundHead,
@@ -42,12 +41,16 @@ from outrider.speculation.sampling import Rule, SamplingParams, check_sampling
 from outrider.speculation.verdict import Verdict
 from outrider.v1 import draft_pb2, target_pb2, types_pb2
 
+from .audits import audit_from_proto, audit_to_proto
 from .fields import (
+    constraint_from_proto,
     drafted_from_wire,
     features_from_proto,
     features_to_proto,
+    milliseconds,
     proposal_from_proto,
     proposal_to_proto,
+    put_constraint,
     session_id_from_wire,
     token_ids_from_wire,
 )
@@ -127,7 +130,7 @@ def sampling_from_proto(
 
 
 def head_to_proto(head: RoundHead, sampling_hash: int | None) -> types_pb2.RoundHead:
-    """With the parameters themselves where `sampling_hash` is None, else with that hash."""
+    """With parameters and constraint in full where `sampling_hash` is None, else with hashes."""
     message = types_pb2.RoundHead(
         session_id=head.session_id,
         tenant=head.tenant,
@@ -148,13 +151,17 @@ def head_to_proto(head: RoundHead, sampling_hash: int | None) -> types_pb2.Round
         if head.sampling is None:
             raise BadRequest("head.sampling", "the first item of a stream needs the parameters")
         message.sampling_params.CopyFrom(sampling_to_proto(head.sampling))
+    put_constraint(message, head, in_full=sampling_hash is None)
     return message
 
 
 def head_from_proto(message: types_pb2.RoundHead) -> RoundHead:
-    """`sampling` is None where only a hash was sent."""
+    """`sampling` and `constraint` are None where only a hash was sent."""
     append = token_ids_from_wire(message.append, "head.append")
     committed_length = message.base_length + len(append)
+    if committed_length > SESSION_TOKENS_MAX:
+        reason = f"a prefix of {committed_length} tokens is over {SESSION_TOKENS_MAX}"
+        raise BadRequest("head.base_length", reason)
     if not 1 <= message.prompt_length <= committed_length:
         raise BadRequest(
             "head.prompt_length",
@@ -178,6 +185,7 @@ def head_from_proto(message: types_pb2.RoundHead) -> RoundHead:
     if given == "sampling_params":
         sampling = sampling_from_proto(message.sampling_params, "head.sampling_params")
         sampling_hash = sampling.hash()
+    constraint, constraint_hash = constraint_from_proto(message, "head.constraint")
     return RoundHead(
         session_id=session_id_from_wire(message.session_id, "head.session_id"),
         tenant=message.tenant,
@@ -193,6 +201,8 @@ def head_from_proto(message: types_pb2.RoundHead) -> RoundHead:
         sampling_hash=sampling_hash,
         deadline_ms=message.deadline_ms,
         traceparent=message.traceparent,
+        constraint=constraint,
+        constraint_hash=constraint_hash,
     )
 
 
@@ -209,6 +219,7 @@ def verify_item_to_proto(item: VerifyItem, sampling_hash: int | None) -> target_
         num_next_draft_tokens=item.num_next_draft_tokens,
         next_siblings=item.next_siblings,
         wants_features=item.wants_features,
+        audit=item.audit,
     )
 
 
@@ -229,6 +240,7 @@ def verify_item_from_proto(message: target_pb2.VerifyItem) -> VerifyItem:
         num_next_draft_tokens=num_next,
         next_siblings=siblings,
         wants_features=message.wants_features,
+        audit=message.audit,
     )
 
 
@@ -299,6 +311,7 @@ def verify_answer_to_proto(
         verdict.next_work_ms = answer.next_work_ms
         if answer.features is not None:
             verdict.features.CopyFrom(features_to_proto(answer.features))
+        audit_to_proto(answer.audit, verdict)
     else:
         _other_answer_to_proto(answer, message)
     return message
@@ -329,13 +342,14 @@ def verify_answer_from_proto(
         verdict=Verdict(accept, token_ids_from_wire(correction, "verdict.correction")),
         cached_length=verdict.cached_length,
         logprobs=tuple(logprobs_from_proto(entry) for entry in verdict.logprobs),
-        queue_ms=_milliseconds(verdict.queue_ms, "verdict.queue_ms"),
-        compute_ms=_milliseconds(verdict.compute_ms, "verdict.compute_ms"),
+        queue_ms=milliseconds(verdict.queue_ms, "verdict.queue_ms"),
+        compute_ms=milliseconds(verdict.compute_ms, "verdict.compute_ms"),
         next_proposal=proposal_from_proto(verdict.next_proposal),
         next_base_length=verdict.next_base_length,
-        next_draft_ms=_milliseconds(verdict.next_draft_ms, "verdict.next_draft_ms"),
-        next_work_ms=_milliseconds(verdict.next_work_ms, "verdict.next_work_ms"),
+        next_draft_ms=milliseconds(verdict.next_draft_ms, "verdict.next_draft_ms"),
+        next_work_ms=milliseconds(verdict.next_work_ms, "verdict.next_work_ms"),
         features=features_from_proto(verdict.features, "verdict.features"),
+        audit=audit_from_proto(verdict),
     )
 
 
@@ -373,9 +387,9 @@ def draft_answer_from_proto(
         proposal=proposal_from_proto(answer.proposal),
         base_length=answer.base_length,
         cached_length=answer.cached_length,
-        queue_ms=_milliseconds(answer.queue_ms, "proposal.queue_ms"),
-        compute_ms=_milliseconds(answer.compute_ms, "proposal.compute_ms"),
-        work_ms=_milliseconds(answer.work_ms, "proposal.work_ms"),
+        queue_ms=milliseconds(answer.queue_ms, "proposal.queue_ms"),
+        compute_ms=milliseconds(answer.compute_ms, "proposal.compute_ms"),
+        work_ms=milliseconds(answer.work_ms, "proposal.work_ms"),
         assumed=_assumed_from_wire(answer.assumed),
     )
 
@@ -420,12 +434,6 @@ def _other_answer_from_proto(
     raise BadRequest("answer", "is empty")
 
 
-def _milliseconds(value: float, field: str) -> float:
-    if not 0.0 <= value < math.inf:
-        raise BadRequest(field, f"{value!r} is no duration")
-    return value
-
-
 def logprobs_to_proto(entry: PositionLogprobs) -> types_pb2.PositionLogprobs:
     """One position."""
     return types_pb2.PositionLogprobs(
@@ -444,51 +452,3 @@ def logprobs_from_proto(message: types_pb2.PositionLogprobs) -> PositionLogprobs
             raise BadRequest("logprobs", f"{value!r} is no log-probability")
     token_ids_from_wire((v for v, _ in top), "logprobs.top")
     return PositionLogprobs(message.logprob, top)
-
-
-# What a replica runs
-
-
-def description_to_proto(description: ReplicaDescription) -> types_pb2.ReplicaDescription:
-    """Field for field."""
-    costs = description.step_costs
-    return types_pb2.ReplicaDescription(
-        model=description.model,
-        weights_fingerprint=description.weights_fingerprint,
-        tokenizer_fingerprint=description.tokenizer_fingerprint,
-        vocab_size=description.vocab_size,
-        dtype=description.dtype,
-        max_model_len=description.max_model_len,
-        eos_token_ids=description.eos_token_ids,
-        max_num_seqs=description.max_num_seqs,
-        step_costs=costs if costs is None else types_pb2.StepCosts(**asdict(costs)),
-        drafts_itself=description.drafts_itself,
-        shows_features=description.shows_features,
-        reads_features=description.reads_features,
-    )
-
-
-def description_from_proto(message: types_pb2.ReplicaDescription) -> ReplicaDescription:
-    """Field for field."""
-    return ReplicaDescription(
-        model=message.model,
-        weights_fingerprint=message.weights_fingerprint,
-        tokenizer_fingerprint=message.tokenizer_fingerprint,
-        vocab_size=message.vocab_size,
-        dtype=message.dtype,
-        max_model_len=message.max_model_len,
-        eos_token_ids=token_ids_from_wire(message.eos_token_ids, "eos_token_ids"),
-        max_num_seqs=message.max_num_seqs,
-        step_costs=_costs(message.step_costs) if message.HasField("step_costs") else None,
-        drafts_itself=message.drafts_itself,
-        shows_features=message.shows_features,
-        reads_features=message.reads_features,
-    )
-
-
-def _costs(message: types_pb2.StepCosts) -> StepCosts:
-    rows, seconds = tuple(message.rows), tuple(message.seconds)
-    try:
-        return StepCosts(rows, seconds, message.session_s, message.slot_s, message.row_slot_s)
-    except InvariantError as error:
-        raise BadRequest("step_costs", error.message) from error

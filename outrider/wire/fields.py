@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 
+from outrider.constraints.constraint import DIGEST_BYTES, Constraint
 from outrider.errors import BadRequest
 from outrider.features import BYTES_OF_A_NUMBER, Features
 from outrider.limits import (
@@ -14,6 +16,7 @@ from outrider.limits import (
     TOKEN_ID_MAX,
     TREE_TOKENS_MAX,
 )
+from outrider.messages import RoundHead
 from outrider.speculation.proposal import NOTHING_SEALED, Q_BYTES_MAX, SealedProposal
 from outrider.speculation.trees import draft_tree
 from outrider.v1 import types_pb2
@@ -69,6 +72,30 @@ def proposal_from_proto(message: types_pb2.Proposal) -> SealedProposal:
     return SealedProposal(token_ids, message.q, parents)
 
 
+def put_constraint(message: types_pb2.RoundHead, head: RoundHead, *, in_full: bool) -> None:
+    """What the completion must be, if anything, or the hash of that."""
+    if not in_full and head.constraint_hash:
+        message.constraint_hash = head.constraint_hash
+    elif head.constraint is not None:
+        message.constraint.kind = head.constraint.kind
+        message.constraint.text = head.constraint.text
+
+
+def constraint_from_proto(
+    message: types_pb2.RoundHead, field: str
+) -> tuple[Constraint | None, bytes]:
+    """What the completion must be, and its hash; None where only that was sent, or nothing."""
+    given = message.WhichOneof("completion")
+    if given is None:
+        return None, b""
+    if given == "constraint":
+        constraint = Constraint.read(message.constraint.kind, message.constraint.text, field)
+        return constraint, constraint.digest()
+    if len(message.constraint_hash) != DIGEST_BYTES:
+        raise BadRequest(f"{field}_hash", f"has {len(message.constraint_hash)} bytes, not 16")
+    return None, message.constraint_hash
+
+
 def features_to_proto(features: Features) -> types_pb2.Features:
     """Field for field."""
     return types_pb2.Features(first=features.first, width=features.width, rows=features.rows)
@@ -85,3 +112,10 @@ def features_from_proto(message: types_pb2.Features, field: str) -> Features | N
         whole = f"1 to {FEATURES_MAX} rows of {message.width} numbers"
         raise BadRequest(f"{field}.rows", f"{len(message.rows)} bytes are not {whole}")
     return Features(message.first, message.width, message.rows)
+
+
+def milliseconds(value: float, field: str) -> float:
+    """Checks that a duration is one."""
+    if not 0.0 <= value < math.inf:
+        raise BadRequest(field, f"{value!r} is no duration")
+    return value

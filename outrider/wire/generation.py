@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
+from outrider.constraints.constraint import Constraint, ConstraintKind
 from outrider.errors import BadRequest, InvariantError
 from outrider.generation import (
     ChatMessage,
@@ -80,7 +81,10 @@ def _request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
         deadline_ms=request.deadline_ms,
         logprobs=request.logprobs,
         include_rounds=request.include_rounds,
+        draft_deadline_ms=request.draft_deadline_ms,
     )
+    if request.constraint is not None:
+        _put_constraint(message, request.constraint)
     if isinstance(request.prompt, str):
         message.text = request.prompt
         return message
@@ -95,9 +99,21 @@ def _request_to_proto(request: GenerateRequest) -> pb.GenerateRequest:
     return message
 
 
+def _put_constraint(message: pb.GenerateRequest, constraint: Constraint) -> None:
+    match constraint.kind:
+        case ConstraintKind.JSON_SCHEMA:
+            message.json_schema = constraint.text
+        case ConstraintKind.JSON_OBJECT:
+            message.json_object = True
+        case ConstraintKind.REGEX:
+            message.regex = constraint.text
+        case ConstraintKind.CHOICE:
+            message.choice.texts.extend(constraint.choices)
+
+
 def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
-    """Raises `BadRequest` for a sampling parameter out of its limits, an unknown rule, or a
-    request without a prompt; everything else is checked by the coordinator."""
+    """Raises `BadRequest` for a sampling parameter out of its limits, an unknown rule, what is no
+    constraint, or a request without a prompt; everything else is checked by the coordinator."""
     rule = RULES.get(message.rule)
     if rule is None and message.rule != 0:
         raise BadRequest("rule", f"{message.rule} is no rule (token, block, coupled, greedy)")
@@ -118,7 +134,23 @@ def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
         deadline_ms=given("deadline_ms"),
         logprobs=given("logprobs"),
         include_rounds=message.include_rounds,
+        draft_deadline_ms=given("draft_deadline_ms"),
+        constraint=_constraint_from_proto(message),
     )
+
+
+def _constraint_from_proto(message: pb.GenerateRequest) -> Constraint | None:
+    match message.WhichOneof("constraint"):
+        case "json_schema":
+            return Constraint.of_schema(message.json_schema)
+        case "json_object":
+            return Constraint.any_object() if message.json_object else None
+        case "regex":
+            return Constraint.of_regex(message.regex)
+        case "choice":
+            return Constraint.of_choices(message.choice.texts)
+        case _:
+            return None
 
 
 def _prompt_from_proto(message: pb.GenerateRequest) -> Prompt:
@@ -180,6 +212,7 @@ def event_to_proto(event: Event) -> pb.GenerateEvent:
         message.started.model = event.model
         message.started.seed = event.seed
         message.started.rule = _RULE_NUMBERS[event.rule]
+        message.started.num_prompt_tokens = event.num_prompt_tokens
     elif isinstance(event, RoundReport):
         message.round.CopyFrom(_round_to_proto(event))
     else:
@@ -194,7 +227,10 @@ def event_from_proto(message: pb.GenerateEvent) -> Event | None:
         return _tokens_from_proto(message.tokens)
     if kind == "started":
         found = message.started
-        return Started(found.session_id, found.model, found.seed, rule_from_number(found.rule))
+        return Started(
+            found.session_id, found.model, found.seed, rule_from_number(found.rule),
+            found.num_prompt_tokens,
+        )  # fmt: skip
     if kind == "round":
         return _round_from_proto(message.round)
     if kind == "finished":

@@ -37,8 +37,10 @@ from outrider.messages import (
 )
 from outrider.v1 import types_pb2
 from outrider.wire import codecs, convert
-from outrider.wire.channel import open_channel
+from outrider.wire.channel import PLAIN, Trust, open_channel
 from outrider.wire.codecs import Codec, Keyed
+from outrider.wire.descriptions import description_from_proto
+from outrider.wire.link import LinkBytes
 from outrider.wire.outbox import Outbox
 from outrider.wire.status import status_to_error
 
@@ -53,18 +55,14 @@ _ITEM_BYTES_MAX = GRPC_MESSAGE_BYTES_MAX - (GRPC_MESSAGE_BYTES_MAX - FRAME_BYTES
 """Leaves room for the frame around an item that travels alone."""
 
 
-def target_link(
-    address: str, credentials: grpc.ChannelCredentials | None = None
-) -> GrpcLink[VerifyItem, VerifyAnswer]:
+def target_link(address: str, trust: Trust = PLAIN) -> GrpcLink[VerifyItem, VerifyAnswer]:
     """A link to the target at host:port. Call it on the event loop that will use it."""
-    return GrpcLink(open_channel(address, credentials), codecs.VERIFY, address)
+    return GrpcLink(open_channel(address, trust), codecs.VERIFY, address)
 
 
-def draft_link(
-    address: str, credentials: grpc.ChannelCredentials | None = None
-) -> GrpcLink[DraftItem, DraftAnswer]:
+def draft_link(address: str, trust: Trust = PLAIN) -> GrpcLink[DraftItem, DraftAnswer]:
     """A link to the draft at host:port. Call it on the event loop that will use it."""
-    return GrpcLink(open_channel(address, credentials), codecs.DRAFT, address)
+    return GrpcLink(open_channel(address, trust), codecs.DRAFT, address)
 
 
 class GrpcLink(Generic[Item, Answer]):
@@ -78,6 +76,7 @@ class GrpcLink(Generic[Item, Answer]):
         self._channel = cast(Any, channel)
         self._codec = codec
         self._address = address
+        self.num_bytes = LinkBytes()
         self._open_call = self._channel.stream_stream(codec.path(codec.stream_method))
         self._describe = self._channel.unary_unary(codec.path("Describe"))
         self._release = self._channel.unary_unary(codec.path("Release"))
@@ -132,7 +131,7 @@ class GrpcLink(Generic[Item, Answer]):
             raise Unavailable(f"the link to {self._address} is closed")
         try:
             reply = await self._describe(request, timeout=timeout_s)
-            return convert.description_from_proto(types_pb2.ReplicaDescription.FromString(reply))
+            return description_from_proto(types_pb2.ReplicaDescription.FromString(reply))
         except grpc.aio.AioRpcError as error:
             reason = status_to_error(error).message
             raise Unavailable(f"{self._address} does not describe itself: {reason}") from error
@@ -168,7 +167,7 @@ class GrpcLink(Generic[Item, Answer]):
             raise error
 
     def _open_stream(self, name: str) -> _Stream[Item, Answer]:
-        stream = _Stream(self._codec, self._open_call(), self._heard, self._lost)
+        stream = _Stream(self._codec, self._open_call(), self.num_bytes, self._heard, self._lost)
         self._spawn(stream.run(), f"{name} stream to {self._address}")
         return stream
 
@@ -221,23 +220,27 @@ class _Stream(Generic[Item, Answer]):
         self,
         codec: Codec[Item, Answer],
         call: Any,
+        num_bytes: LinkBytes,
         on_answer: Callable[[Answer], None],
         on_end: Callable[[_Stream[Item, Answer], str], None],
     ) -> None:
         self._codec = codec
         self._call = call
+        self._num_bytes = num_bytes
         self._on_answer = on_answer
         self._on_end = on_end
         self._outbox = Outbox()
-        self._sampling: dict[str, tuple[int, int]] = {}
-        """session -> (hash of the parameters as given, hash of them as the replica reads them)"""
+        self._sampling: dict[str, tuple[tuple[int, bytes], int]] = {}
+        """session -> (hashes of the parameters as given and of the constraint, hash of the former
+        as the replica reads them)"""
         self._stopped = False
 
     def encode(self, item: Item) -> Any:
-        """The item as a message: parameters that were sent before become their hash."""
+        """The item as a message: parameters and a constraint that were sent before become their
+        hashes."""
         head = self._codec.item_head(item)
         sent = self._sampling.get(head.session_id)
-        if sent is not None and sent[0] == head.sampling_hash:
+        if sent is not None and sent[0] == _hashes(head):
             return self._codec.item_to_proto(item, sent[1])
         return self._codec.item_to_proto(item, None)
 
@@ -249,9 +252,9 @@ class _Stream(Generic[Item, Answer]):
             raise error
         head: RoundHead = self._codec.item_head(item)
         sent = self._sampling.get(head.session_id)
-        if head.sampling is not None and (sent is None or sent[0] != head.sampling_hash):
+        if head.sampling is not None and (sent is None or sent[0] != _hashes(head)):
             as_read = convert.canonical_sampling(head.sampling).hash()
-            self._sampling[head.session_id] = (head.sampling_hash, as_read)
+            self._sampling[head.session_id] = (_hashes(head), as_read)
 
     def forget(self, session_id: str) -> None:
         """Sends this session's parameters in full again, if it sends any."""
@@ -285,8 +288,9 @@ class _Stream(Generic[Item, Answer]):
             while True:
                 await self._outbox.wait()
                 while messages := self._outbox.gather():
-                    frame = self._codec.request_frame(messages)
-                    await self._call.write(frame.SerializeToString())
+                    data = self._codec.request_frame(messages).SerializeToString()
+                    self._num_bytes.sent += len(data)
+                    await self._call.write(data)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             # The call has ended; the reader gets its status and reports it.
             return
@@ -298,6 +302,7 @@ class _Stream(Generic[Item, Answer]):
         """Hears answers until the call ends; returns why it did."""
         try:
             while (data := await self._call.read()) is not _END:
+                self._num_bytes.received += len(data)
                 for message in self._codec.parse_reply(data).items:
                     if self._stopped:
                         break
@@ -310,3 +315,8 @@ class _Stream(Generic[Item, Answer]):
             # Whoever waits for it must hear something, and this peer cannot be believed.
             return f"the replica sent an answer that does not fit: {error}"
         return "the replica closed it"
+
+
+def _hashes(head: RoundHead) -> tuple[int, bytes]:
+    """Of what is sent in full once for each session on a stream."""
+    return head.sampling_hash, head.constraint_hash

@@ -15,8 +15,23 @@ Item_contra = TypeVar("Item_contra", contravariant=True)
 Answer_co = TypeVar("Answer_co", covariant=True)
 
 
+class LinkBytes:
+    """Bytes of a link's frames so far; may be read on any thread."""
+
+    __slots__ = ("received", "sent")
+
+    def __init__(self, sent: int = 0, received: int = 0) -> None:
+        self.sent = sent
+        self.received = received
+
+
 class Link(Protocol, Generic[Item_contra, Answer_co]):
     """The coordinator's end. Every method is for the event loop's thread."""
+
+    @property
+    def num_bytes(self) -> LinkBytes:
+        """Of what it has sent and heard; 0 where nothing is made bytes of."""
+        ...
 
     def listen(
         self, on_answer: Callable[[Answer_co], None], on_lost: Callable[[Exception], None]

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from outrider.errors import LinkLost, Unavailable, check
 from outrider.messages import ReplicaDescription
-from outrider.wire.link import Connection, ReplicaService
+from outrider.wire.link import Connection, LinkBytes, ReplicaService
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -34,6 +34,7 @@ class MemoryLink(Generic[Item, Answer]):
     ) -> None:
         self._service = service
         self._deliver = deliver
+        self.num_bytes = LinkBytes()
         self._on_answer: Callable[[Answer], None] | None = None
         self._on_lost: Callable[[Exception], None] | None = None
         self._stream: _Stream[Item, Answer] | None = None

@@ -59,6 +59,8 @@ class ServerOptions:
     """Calls beyond it are refused with RESOURCE_EXHAUSTED."""
     credentials: grpc.ServerCredentials | None = None
     """TLS; None = plain text."""
+    guards: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = ()
+    """Each call passes them, in this order."""
 
 
 class RpcServer:
@@ -70,7 +72,9 @@ class RpcServer:
         self._options = options or ServerOptions()
         self._names = [service.descriptor.full_name for service in services]
         self._server = grpc.aio.server(
-            options=server_options(), maximum_concurrent_rpcs=self._options.max_concurrent_calls
+            interceptors=[*self._options.guards, _DecodesForOthers()],
+            options=server_options(),
+            maximum_concurrent_rpcs=self._options.max_concurrent_calls,
         )
         self._server.add_generic_rpc_handlers(tuple(_handlers(service) for service in services))
         self._health: Any = _health_aio.HealthServicer()
@@ -118,6 +122,62 @@ class RpcServer:
     async def wait(self) -> None:
         """Returns when the server has stopped."""
         await self._server.wait_for_termination()
+
+
+class _DecodesForOthers(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Health and reflection have handlers of their packages' own, which leave decoding to gRPC:
+    bytes that are no message would be UNKNOWN. They get messages, too, and never such bytes."""
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        """The method's own handler, or one that decodes before it."""
+        handler = await continuation(details)
+        if handler is None or handler.request_deserializer is None:
+            return handler
+        parse, method = handler.request_deserializer, details.method
+
+        def decode(data: bytes) -> Message:
+            try:
+                found: Message = parse(data)
+            except DecodeError as error:
+                reason = f"these {len(data)} bytes are no message of {method}"
+                raise BadRequest("message", reason) from error
+            return found
+
+        async def decode_all(frames: AsyncIterator[bytes]) -> AsyncGenerator[Message]:
+            async for data in frames:
+                yield decode(data)
+
+        read: Any = decode_all if handler.request_streaming else decode
+
+        async def one(request: Any, context: Context) -> Any:
+            try:
+                return await handler.unary_unary(read(request), context)
+            except BadRequest as error:
+                await abort(context, error, method)
+            except NotImplementedError:  # Or each call would be a traceback in the log.
+                await context.abort(grpc.StatusCode.UNIMPLEMENTED, "is not served")
+
+        async def many(request: Any, context: Context) -> None:
+            try:
+                answer = handler.stream_stream or handler.unary_stream
+                answering = answer(read(request), context)
+                if not hasattr(answering, "__aiter__"):
+                    await answering
+                    return
+                async for reply in answering:
+                    await context.write(reply)
+            except BadRequest as error:
+                await abort(context, error, method)
+
+        if not handler.response_streaming:
+            check(not handler.request_streaming, f"{method}: client streaming alone is not used")
+            return grpc.unary_unary_rpc_method_handler(one, None, handler.response_serializer)
+        make: Any = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.request_streaming
+            else grpc.unary_stream_rpc_method_handler
+        )
+        return make(many, None, handler.response_serializer)
 
 
 def _join(host: str, port: int) -> str:

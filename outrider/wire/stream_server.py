@@ -1,25 +1,29 @@
 """The replica's end of a stream: what the servicers of draft and target share.
 
-A stream ends as the caller ends it: after a half-close (no more items) what was asked is still
-answered; after a cancel or a broken connection it is not, and queued work is dropped.
+A stream ends as the caller ends it: after a half-close (no more items) the last round of each
+session is still answered; after a cancel or a broken connection nothing is, and queued work is
+dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Generic
 
 from outrider.errors import BadRequest, OutriderError, Overloaded, Unavailable
-from outrider.limits import SESSIONS_PER_COORDINATOR_MAX, STREAM_QUEUE_ITEMS_MAX
-from outrider.messages import Refused, ReplyKey, Resync
-from outrider.speculation.sampling import SamplingParams
+from outrider.limits import (
+    SESSIONS_PER_COORDINATOR_MAX,
+    STREAM_QUEUE_ITEMS_MAX,
+    STUCK_WRITE_MS,
+)
+from outrider.messages import Refused, ReplyKey, Resync, RoundHead
 from outrider.tokens import EMPTY_DIGEST
 from outrider.v1 import types_pb2
-from outrider.wire import convert
 from outrider.wire.codecs import Answer, Codec, Item
+from outrider.wire.descriptions import description_to_proto
 from outrider.wire.fields import session_id_from_wire
 from outrider.wire.link import Connection, ReplicaService
 from outrider.wire.outbox import Outbox
@@ -40,7 +44,7 @@ class StreamServer(Generic[Item, Answer]):
     async def serve(self, frames: AsyncIterator[Any]) -> AsyncGenerator[Any]:
         """Frames of items in, frames of answers out, until the caller ends the stream. Raises
         `Overloaded` when the caller does not read its answers, and what `frames` raises; where a
-        write is stuck on such a caller, the task that iterates is cancelled."""
+        write stays stuck on such a caller, the task that iterates is cancelled."""
         stream: _Stream[Item, Answer] = _Stream(self._codec, asyncio.current_task())
         stream.connection = self._service.connect(stream.answer)
         reader = asyncio.create_task(stream.read(frames), name="stream reader")
@@ -64,6 +68,7 @@ class StreamServer(Generic[Item, Answer]):
                     if not stream.unanswered:
                         return
         finally:
+            stream.writing = False
             del self._readers[reader]
             reader.cancel()
             stream.connection.close()
@@ -83,7 +88,7 @@ class StreamServer(Generic[Item, Answer]):
 
     def describe(self) -> types_pb2.ReplicaDescription:
         """What the replica runs."""
-        return convert.description_to_proto(self._service.describe())
+        return description_to_proto(self._service.describe())
 
     def release(self, request: types_pb2.ReleaseRequest) -> types_pb2.ReleaseReply:
         """Forgets a session unless a newer epoch of it is known."""
@@ -93,7 +98,7 @@ class StreamServer(Generic[Item, Answer]):
 
 
 class _Stream(Generic[Item, Answer]):
-    """One stream: its outbox, its sampling parameters, its unanswered items."""
+    """One stream: its outbox, what its sessions' parameters are, its unanswered items."""
 
     connection: Connection[Item]
 
@@ -105,9 +110,11 @@ class _Stream(Generic[Item, Answer]):
         self.outbox = Outbox()
         self.failure: Exception | None = None
         """Why the stream must end, once it must."""
-        self.unanswered: Counter[ReplyKey] = Counter()
-        """Items taken and not answered yet, by key; a target may answer rounds beyond."""
-        self._sampling: OrderedDict[str, tuple[int, SamplingParams]] = OrderedDict()
+        self.unanswered: OrderedDict[str, ReplyKey] = OrderedDict()
+        """Of each session the newest round that was asked for, until it is answered: an older one
+        need not be, nor the same one twice. A target may answer rounds beyond."""
+        self._known: OrderedDict[str, RoundHead] = OrderedDict()
+        """session -> the head with which its parameters came in full"""
 
     async def read(self, frames: AsyncIterator[Any]) -> None:
         """Hands items of each frame to the service, in one call."""
@@ -118,18 +125,16 @@ class _Stream(Generic[Item, Answer]):
                 if item is not None:
                     items.append(item)
             for item in items:
-                self.unanswered[self._codec.item_head(item).key] += 1
+                if self._codec.awaits_answer(item):
+                    self._await(self._codec.item_head(item).key)
             if items:
                 self.connection.receive(items)
 
     def answer(self, answers: Sequence[Answer]) -> None:
         """Queues answers of the service; when the caller does not read, the stream ends."""
         for answer in answers:
-            left = self.unanswered.get(answer.key, 0)
-            if left > 1:
-                self.unanswered[answer.key] = left - 1
-            elif left == 1:
-                del self.unanswered[answer.key]
+            if self.unanswered.get(answer.key.session_id) == answer.key:
+                del self.unanswered[answer.key.session_id]
             try:
                 message = self._codec.answer_to_proto(answer)
             except Exception as error:  # noqa: BLE001 - raised by `serve`, for this stream alone
@@ -140,16 +145,30 @@ class _Stream(Generic[Item, Answer]):
                 self._fail(Overloaded(f"{number} answers wait to be read on this stream"))
                 return
 
+    def _await(self, key: ReplyKey) -> None:
+        known = self.unanswered.get(key.session_id)
+        if known is not None and (key.epoch, key.round) < (known.epoch, known.round):
+            return  # It is refused as over.
+        self.unanswered[key.session_id] = key
+        self.unanswered.move_to_end(key.session_id)
+        if len(self.unanswered) > SESSIONS_PER_COORDINATOR_MAX:
+            self.unanswered.popitem(last=False)
+
     def _fail(self, error: Exception) -> None:
         if self.failure is not None:
             return
         self.failure = error
         self.outbox.wake()
+        if self.writing:  # Who does read is told why; the others would keep this waiting.
+            asyncio.get_running_loop().call_later(STUCK_WRITE_MS / 1e3, self._give_up)
+
+    def _give_up(self) -> None:
         if self.writing and self._task is not None:
             self._task.cancel()
 
     def _decode(self, message: Any) -> Item | None:
-        """The item, with its sampling parameters; or None, where it has been answered here."""
+        """The item, with its sampling parameters and constraint; or None, where it has been
+        answered here."""
         try:
             item = self._codec.item_from_proto(message)
         except BadRequest as error:
@@ -157,23 +176,29 @@ class _Stream(Generic[Item, Answer]):
             return None
         head = self._codec.item_head(item)
         if head.sampling is not None:
-            self._remember(head.session_id, head.sampling_hash, head.sampling)
+            self._remember(head)
             return item
-        known = self._sampling.get(head.session_id)
-        if known is None or known[0] != head.sampling_hash:
+        known = self._known.get(head.session_id)
+        if known is None or _hashes(known) != _hashes(head):
             # The caller then sends everything anew, the parameters included.
             self._answer_here(Resync(head.key, 0, EMPTY_DIGEST))
             return None
-        return self._codec.with_head(item, replace(head, sampling=known[1]))
+        full = replace(head, sampling=known.sampling, constraint=known.constraint)
+        return self._codec.with_head(item, full)
 
-    def _remember(self, session_id: str, sampling_hash: int, params: SamplingParams) -> None:
-        self._sampling[session_id] = (sampling_hash, params)
-        self._sampling.move_to_end(session_id)
-        if len(self._sampling) > SESSIONS_PER_COORDINATOR_MAX:
-            self._sampling.popitem(last=False)
+    def _remember(self, head: RoundHead) -> None:
+        self._known[head.session_id] = replace(head, append=())
+        self._known.move_to_end(head.session_id)
+        if len(self._known) > SESSIONS_PER_COORDINATOR_MAX:
+            self._known.popitem(last=False)
 
     def _answer_here(self, answer: Any) -> None:
         self.answer([answer])
+
+
+def _hashes(head: RoundHead) -> tuple[int, bytes]:
+    """Of what comes in full once for each session."""
+    return head.sampling_hash, head.constraint_hash
 
 
 def _refusal(head: types_pb2.RoundHead, error: OutriderError) -> Refused:

@@ -50,6 +50,7 @@ STOPS: Final = (*(("stop", role) for role in (*ROLES, REDIS)),)
 OTHERS: Final = (
     ("lose", NODE), *((kind, role) for kind in ("cut", "hold") for role in (*ROLES, REDIS)),
 )  # fmt: skip
+ALL: Final = (*KILLS, *STOPS, *OTHERS)
 OTHERS_PER_ROUND: Final = 3
 """Of these, with each round of all kills and stops."""
 NOTHING: Final = ("no", "fault")
@@ -86,11 +87,13 @@ class Adversary:
         self.gaps: dict[tuple[str, str], list[float]] = {}
         """By kind and role: of each request that was touched, the longest."""
 
-    async def run(self, number: int, until: float, *, only_kills: bool = False) -> None:
-        """Until there were so many, or the time is over. Raises `TimeoutError` for a fleet that
-        does not become whole again, or tokens that do not come."""
+    async def run(
+        self, number: int, until: float, only: Sequence[tuple[str, str]] | None = None
+    ) -> None:
+        """Until there were so many, or the time is over; `only` these, where they are given. Raises
+        `TimeoutError` for a fleet that does not become whole again, or tokens that do not come."""
         while self._num_done() < number and self._loop.time() < until:
-            kind, role = await self._next(only_kills=only_kills)
+            kind, role = await self._next(only)
             fault, touched = self._begin(kind, role)
             at = self._loop.time()
             await self._do(fault)
@@ -134,15 +137,14 @@ class Adversary:
         self.gaps.setdefault((fault.kind, fault.role), []).extend(gaps)
         self.faults.append(fault)
 
-    async def _next(self, *, only_kills: bool) -> tuple[str, str]:
+    async def _next(self, only: Sequence[tuple[str, str]] | None) -> tuple[str, str]:
         """One that leaves a spare. Each kill and stop comes as often as the others. Raises
         `TimeoutError` where the fleet does not become whole."""
         async with asyncio.timeout(WHOLE_S):
             while True:
                 if not self._deck:
                     others = self._random.sample(OTHERS, OTHERS_PER_ROUND)
-                    deck = KILLS if only_kills else (*KILLS, *STOPS, *others)
-                    deck = (*deck, NOTHING)
+                    deck = (*(only or (*KILLS, *STOPS, *others)), NOTHING)
                     self._deck = self._random.sample(deck, len(deck))
                 for place, (_, role) in enumerate(self._deck):
                     if self._victims(role):

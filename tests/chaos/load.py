@@ -7,13 +7,15 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 from outrider.client import Client, GenerateRequest, Tokens
 from outrider.errors import OutriderError
 from outrider.speculation.sampling import Rule
 
-PEAK_S = 10.0
+PEAK_S: Final = 10.0
+END_S: Final = 60.0
+"""What runs in the end may take so long."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +98,10 @@ class Load:
             task.add_done_callback(self._running.discard)
             await asyncio.sleep(self._random.expovariate(requests_per_second))
 
-    async def finish(self, timeout_s: float) -> int:
+    async def finish(self) -> int:
         """Waits for what runs; how many did not end."""
         if self._running:
-            await asyncio.wait(self._running, timeout=timeout_s)
+            await asyncio.wait(self._running, timeout=END_S)
         return len(self._running)
 
     def report(self) -> dict[str, Any]:

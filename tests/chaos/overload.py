@@ -13,15 +13,13 @@ from benchmarks.figures import percentile
 from outrider.client import Client
 from outrider.errors import OutriderError, Overloaded
 
-from .load import Load
+from .load import END_S, Load
 
 TIMES: Final = 3.0
 """As many requests a second as the peak has."""
 SAMPLE_S: Final = 1.0
 WARM_S: Final = 10.0
 """Until memory is measured first."""
-END_S: Final = 60.0
-"""What still runs in the end may take so long."""
 MIB: Final = 2**20
 GOODPUT_MIN: Final = 0.9
 """Of the peak ..."""

@@ -27,19 +27,19 @@ class FaultProxy:
         """Both ends of each connection."""
         self._held: dict[str, asyncio.Event] = {}
         """Set once what was held passes again."""
+        self._is_closed = False
 
     async def start(self) -> str:
         """Where `grpc_proxy` should point."""
         return f"http://127.0.0.1:{await self._listen(lambda: _End(self._connect))}"
 
-    async def forward(self, path: str) -> str:
-        """A HOST:PORT that leads to a Unix socket; also its name for `cut` and `hold`."""
-        loop, name = asyncio.get_running_loop(), ""
+    async def forward(self, place: str) -> str:
+        """A HOST:PORT that leads to a Unix socket, or to another HOST:PORT; also its name for `cut`
+        and `hold`."""
+        name = ""
 
         async def lead(end: _End) -> None:
-            await self._join(
-                end, name, lambda far: loop.create_unix_connection(lambda: far, path), b""
-            )
+            await self._join(end, name, lambda far: _reach(place, far), b"")
 
         name = f"127.0.0.1:{await self._listen(lambda: _End(lead, is_bare=True))}"
         return name
@@ -62,7 +62,8 @@ class FaultProxy:
             end.resume()
 
     def close(self) -> None:
-        """Breaks everything."""
+        """Breaks everything, and nothing connects any more."""
+        self._is_closed = True
         for server in self._servers:
             server.close()
         for address in list(self._ends):
@@ -81,12 +82,7 @@ class FaultProxy:
             end.write(_REFUSED)
             end.abort()
             return
-        host, _, port = address.rpartition(":")
-        loop = asyncio.get_running_loop()
-        await self._join(
-            end, address, lambda far: loop.create_connection(lambda: far, host, int(port)),
-            _CONNECTED,
-        )  # fmt: skip
+        await self._join(end, address, lambda far: _reach(address, far), _CONNECTED)
 
     async def _join(
         self, end: _End, address: str, connect: Callable[[_End], Awaitable[object]], answer: bytes
@@ -110,9 +106,21 @@ class FaultProxy:
         far.write(end.rest)
         if far.transport.is_closing():  # It was left before it could tell.
             end.transport.close()
-        if address in self._held:  # Since a moment ago.
+        if self._is_closed:  # Since a moment ago, as below.
+            self.cut(address)
+        if address in self._held:
             for one in (end, far):
                 one.pause()
+
+
+async def _reach(place: str, far: _End) -> None:
+    """Connects to a HOST:PORT, or to a Unix socket."""
+    loop = asyncio.get_running_loop()
+    host, _, port = place.rpartition(":")
+    if host:
+        await loop.create_connection(lambda: far, host, int(port))
+    else:
+        await loop.create_unix_connection(lambda: far, place)
 
 
 class _End(asyncio.Protocol):

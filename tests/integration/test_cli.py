@@ -83,9 +83,13 @@ def _one_line(completed: subprocess.CompletedProcess[str], code: int) -> str:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     """A detached deployment of the demo model, which `outrider stop` ends without a trace."""
     shell = Shell(tmp_path_factory.mktemp("state"))
-    started = shell.run("serve", "demo", "--draft-model", "ngram", "--grpc-port", "0", "--detach")
+    started = shell.run(
+        "serve", "demo", "--draft-model", "ngram", "--grpc-port", "0", "--port", "0", "--detach"
+    )
     assert started.returncode == 0, started.stderr
     assert f"gRPC    {shell.record()['grpc_address']}" in started.stdout
+    assert f"OpenAI  http://{shell.record()['http_address']}/v1" in started.stdout
+    assert f"window  http://{shell.record()['http_address']}/\n" in started.stdout
     yield shell
     assert _sessions_of(shell.state)
     stopped = shell.run("stop")
@@ -239,7 +243,7 @@ def test_serve_in_the_foreground_ends_with_its_terminal(tmp_path: Path) -> None:
     """SIGINT to the whole group, as a terminal sends it, ends everything with exit code 0."""
     shell = Shell(tmp_path / "state")
     process = shell.start(
-        "serve", "--engine", "emulated:vocab_size=100", "--grpc-port", "0", "--json"
+        "serve", "--engine", "emulated:vocab_size=100", "--grpc-port", "0", "--no-http", "--json"
     )
     assert process.stdout is not None
     record = json.loads(process.stdout.readline())

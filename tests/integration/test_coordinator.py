@@ -242,6 +242,7 @@ FIELDS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "max_tokens": ((1, 253), (0, -1, 254)),
     "num_draft_tokens": ((0, 16), (-1, 17)),
     "deadline_ms": ((60_000, limits.DEADLINE_MS_MAX), (0, limits.DEADLINE_MS_MAX + 1)),
+    "draft_deadline_ms": ((1, limits.DRAFT_DEADLINE_MS_MAX), (0, limits.DRAFT_DEADLINE_MS_MAX + 1)),
     "logprobs": ((0, 20), (-1, 21)),
     "seed": ((0, limits.SEED_MAX), ()),
 }

@@ -28,6 +28,7 @@ SETTINGS = {
     "engine": "emulated:vocab_size=1000,verify_ms=10,draft_ms=1",
     "draft_model": "emulated",
     "grpc_port": 0,
+    "port": 0,
     "num_targets": 2,
     "num_coordinators": 2,
     "target_num_cpus": 0.25,

@@ -48,11 +48,16 @@ async def generate(stack: Stack, *words: str, given: bytes = b"") -> tuple[int |
 
 
 async def test_a_prompt_may_come_from_standard_input(stack: Stack) -> None:
-    """To its end and as it is; what is no text is refused by name."""
+    """To its end and as it is; what is no text, and a bad number, are refused by name."""
     request = GenerateRequest("a\nb\n", sampling=GREEDY, max_tokens=5)
     expected = (await stack.client.complete(request)).text
     code, out, err = await generate(stack, "--max-tokens", "5", "-", given=b"a\nb\n")
     assert (code, out) == (0, expected + "\n"), err
+    for deadline, expected_code in (("500", 0), ("0", 2)):
+        words = ("a", "--max-tokens", "5", "--draft-deadline-ms", deadline)
+        code, out, err = await generate(stack, *words)
+        assert code == expected_code
+    assert err.startswith("outrider: error: --draft-deadline-ms: got 0; allowed: 1..")
     code, out, err = await generate(stack, "-", given=b"\xff")
     assert (code, out) == (2, "")
     assert err.startswith("outrider: error: PROMPT: standard input is not UTF-8")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator
 
+import httpx
 import pytest
 import pytest_asyncio
 
@@ -22,6 +24,7 @@ EMULATED = {
     "engine": "emulated:vocab_size=1000,verify_ms=10,draft_ms=1",
     "draft_model": "emulated",
     "grpc_port": 0,
+    "port": 0,
     "stop_timeout_s": 0,
     "length_control": False,
 }
@@ -67,6 +70,31 @@ async def test_three_processes_and_traffic_on_each_hop(deployment: Deployment) -
         after = await _traffic(deployment, role)
         assert after.num_items - before[role].num_items >= completion.metrics.num_rounds // 2
         assert after.num_answers - before[role].num_answers > 0
+
+
+async def test_the_coordinator_answers_by_http(deployment: Deployment) -> None:
+    """Where its endpoints say, from its own process: health, the model, and a completion."""
+    (address,) = deployment.endpoints.http
+    async with httpx.AsyncClient(base_url=f"http://{address}") as http:
+        health = await http.get("/health")
+        assert (health.status_code, health.json()) == (200, {"status": "ok"})
+        (model,) = (await http.get("/v1/models")).json()["data"]
+        assert model["max_model_len"] > 0
+        body = {"model": model["id"], "prompt": list(PROMPT), "max_tokens": 8, "seed": 1}
+        answer = (await http.post("/v1/completions", json=body, timeout=30)).json()
+        page = await http.get("/")
+        async with asyncio.timeout(20):  # Until all have said where they are, and it has read that.
+            while True:
+                fleet = (await http.get("/api/fleet")).json()
+                seen = [(one["role"], one["state"], one["node"]) for one in fleet["replicas"]]
+                if all(node for _, _, node in seen):
+                    break
+                await asyncio.sleep(0.1)
+    assert answer["usage"]["completion_tokens"] == 8
+    assert page.text.startswith("<!doctype html>")
+    node = socket.gethostname()
+    assert seen == [(role, "serving", node) for role in ("coordinator", "target", "draft")]
+    assert fleet["heard_ms_ago"] < 5000
 
 
 async def test_tokens_stop_being_shown_when_redis_stops(deployment: Deployment) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import redis
-from relay import Relay
 from stack import Stack, running_stack
 
 from coordinator.asking import HeadWriter
@@ -32,6 +31,7 @@ from outrider.sessions.lifetimes import Lifetimes
 from outrider.sessions.state import Session
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.work import Work
+from tests.chaos.proxy import FaultProxy
 
 pytestmark = pytest.mark.xdist_group("redis")
 
@@ -39,6 +39,8 @@ SPEC = EmulatedSpec(vocab_size=64, support=8, verify_ms=1.0, draft_ms=0.1)
 WARM_UP = 60
 AT_A_TIME = 40
 NUM_TOKENS = (8, 60)
+LONGER = 4
+"""Times as many tokens where a cancellation shall come before the end."""
 GRACE_S = 0.3
 """How long a session may be resumed whose client is gone."""
 FINISHED_MS = 3_000
@@ -67,17 +69,17 @@ def plans(number: int, drawn: random.Random) -> list[Plan]:
     found = []
     for _ in range(number):
         rule = drawn.choice(list(Rule))
-        num_tokens = drawn.randint(*NUM_TOKENS)
+        end, num_tokens = drawn.choice(ENDS), drawn.randint(*NUM_TOKENS)
         request = GenerateRequest(
             tuple(drawn.randrange(64) for _ in range(drawn.randint(1, 40))),
-            max_tokens=num_tokens,
+            max_tokens=LONGER * num_tokens if end == "cancelled" else num_tokens,
             seed=drawn.randrange(2**32),
             rule=rule,
             sampling=SamplingParams(temperature=0.0 if rule is Rule.GREEDY else 1.0),
             num_draft_tokens=drawn.choice((0, 2, 4, 6)),
         )
         after = drawn.choice((-1, drawn.randrange(num_tokens // 2), drawn.randrange(num_tokens)))
-        found.append(Plan(request, drawn.choice(ENDS), after, drawn.uniform(0, 0.1)))
+        found.append(Plan(request, end, after, drawn.uniform(0, 0.1)))
     return found
 
 
@@ -101,21 +103,23 @@ class Clients:
     async def _play(self, plan: Plan) -> str:
         if plan.end in ("whole", "cancelled", "left"):
             return await self._hear(self._stack.client, plan, None)
-        async with (
-            Relay(self._stack.server.address) as relay,
-            Client(relay.address, resume_timeout_s=0.0) as client,
-        ):
+        proxy = FaultProxy()
+        async with Client(
+            await proxy.forward(self._stack.server.address), resume_timeout_s=0.0
+        ) as client:
             try:
-                return await self._hear(client, plan, relay)
+                return await self._hear(client, plan, proxy)
             except Unavailable:
                 return "lost"
+            finally:
+                proxy.close()
 
-    async def _hear(self, client: Client, plan: Plan, relay: Relay | None) -> str:
+    async def _hear(self, client: Client, plan: Plan, proxy: FaultProxy | None) -> str:
         """Listens up to the moment of the plan, does what it says, and listens on."""
         session_id, num_tokens, acted = "", 0, plan.end == "whole"
         async with aclosing(client.generate(plan.request)) as events:
             if not acted and plan.after < 0:
-                return await self._end_early(client, plan, relay, events)
+                return await self._end_early(client, plan, proxy, events)
             async for event in events:
                 if isinstance(event, Started):
                     session_id = event.session_id
@@ -127,29 +131,31 @@ class Clients:
                     acted = True
                     if plan.end == "left":
                         return "left"
-                    await self._act(client, plan, relay, session_id)
+                    await self._act(client, plan, proxy, session_id)
         raise AssertionError("a stream without an end")
 
     async def _end_early(
-        self, client: Client, plan: Plan, relay: Relay | None, events: AsyncGenerator[Event]
+        self, client: Client, plan: Plan, proxy: FaultProxy | None, events: AsyncGenerator[Event]
     ) -> str:
         first = asyncio.create_task(anext(events))
         await asyncio.wait([first], timeout=plan.pause_s)
-        if relay is None:
+        if proxy is None:
             first.cancel()
         else:
-            await self._act(client, plan, relay, "")
+            await self._act(client, plan, proxy, "")
         [found] = await asyncio.gather(first, return_exceptions=True)
         assert isinstance(found, Started | Unavailable | asyncio.CancelledError), found
-        return "left" if relay is None else "lost"
+        return "left" if proxy is None else "lost"
 
-    async def _act(self, client: Client, plan: Plan, relay: Relay | None, session_id: str) -> None:
+    async def _act(
+        self, client: Client, plan: Plan, proxy: FaultProxy | None, session_id: str
+    ) -> None:
         if plan.end == "cancelled":
             await client.cancel(session_id)
         elif plan.end == "closed":
             await client.close()
-        elif relay is not None:
-            relay.cut()
+        elif proxy is not None:
+            proxy.close()
 
 
 def descriptors(stack: Stack) -> int:

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from stack import PATIENCE, Stack, running_stack
 
+from coordinator.options import CoordinatorOptions
 from coordinator.request import RequestDefaults
-from coordinator.service import CoordinatorOptions, CoordinatorService
+from coordinator.service import CoordinatorService
 from coordinator.servicer import CoordinatorServicer
 from outrider.client import Client, Finished, GenerateRequest, SamplingParams, Started, Tokens
 from outrider.drafting.ngram import NgramDrafter

@@ -49,7 +49,8 @@ async def test_it_writes_what_its_target_writes(
     heads = save(tmp_path / "heads", target, range(0, VOCAB_SIZE, 3))
     settings = {
         "model": str(target), "draft_model": f"hybrid:suffix,{kind}:{heads}", "device": "cpu",
-        "dtype": "float32", "grpc_port": 0, "stop_timeout_s": 0, "length_control": False,
+        "dtype": "float32", "grpc_port": 0, "http": False, "stop_timeout_s": 0,
+        "length_control": False,
         "num_draft_tokens": 2, "hybrid_min_score": 4.0,
     }  # fmt: skip
     module, _ = load_model(target)

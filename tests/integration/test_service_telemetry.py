@@ -45,6 +45,7 @@ REQUEST = GenerateRequest(
     PROMPT, sampling=SamplingParams(temperature=0.0), max_tokens=24, num_draft_tokens=3
 )
 ROLES = ("coordinator", "target", "draft")
+GENAI_ATTRIBUTES = {"gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model"}
 SPECIFIED_METRICS = (
     "num_requests_running",
     "num_requests_waiting",
@@ -167,8 +168,10 @@ async def test_a_request_is_one_trace_over_three_services(memory: Memory, tmp_pa
 async def test_the_request_span_says_what_the_conventions_and_we_promise(
     memory: Memory, tmp_path: Path
 ) -> None:
+    sampling = SamplingParams(temperature=0.0, top_p=0.9, top_k=5)
+    request = replace(REQUEST, sampling=sampling, seed=2**63, stop=("never said",))
     async with observed_stack(memory.exports, tmp_path) as stack:
-        answer = await stack.client.complete(REQUEST)
+        answer = await stack.client.complete(request)
     (root,) = memory.named("text_completion model")
     found = root.attributes
     assert root.kind is SpanKind.SERVER
@@ -179,7 +182,14 @@ async def test_the_request_span_says_what_the_conventions_and_we_promise(
         "gen_ai.request.model": "model",
         "gen_ai.request.max_tokens": 24,
         "gen_ai.request.temperature": 0.0,
+        "gen_ai.request.top_p": 0.9,
+        "gen_ai.request.top_k": 5,
+        "gen_ai.request.seed": str(2**63),
+        "gen_ai.request.stop_sequences": ("never said",),
         "gen_ai.response.id": answer.session_id,
+        "gen_ai.response.model": "model",
+        "gen_ai.conversation.id": answer.session_id,
+        "gen_ai.server.time_to_first_token": metrics.time_to_first_token_ms / 1e3,
         "gen_ai.response.finish_reasons": ("length",),
         "gen_ai.usage.input_tokens": answer.usage.prompt_tokens,
         "gen_ai.usage.output_tokens": 24,
@@ -190,6 +200,13 @@ async def test_the_request_span_says_what_the_conventions_and_we_promise(
         "outrider.num_fallback_rounds": 0,
     }.items():
         assert found[name] == value, name
+    durations = memory.metrics("coordinator")
+    for name in ("time_to_first_token", "time_per_output_token", "request.duration"):
+        (point,) = durations[f"gen_ai.server.{name}"]
+        assert (point.count, dict(point.attributes)) == (
+            1,
+            {key: found[key] for key in found if key in GENAI_ATTRIBUTES},
+        )
     # All rounds count here, those without spans too.
     verify_ms = sum(s.attributes["outrider.compute_ms"] for s in _target_wires(memory))
     assert found["outrider.verify_ms"] > verify_ms > 0
@@ -287,7 +304,8 @@ async def test_a_client_that_goes_is_a_cancel(memory: Memory, tmp_path: Path) ->
         (root,) = memory.named("text_completion model")
     assert root.attributes["gen_ai.response.finish_reasons"] == ("cancelled",)
     assert "error.type" not in root.attributes
-    (point,) = memory.metrics("coordinator")["outrider.request_success"]
+    points = memory.metrics("coordinator")["outrider.request_success"]
+    (point,) = [point for point in points if point.value]
     assert dict(point.attributes) == {"finished_reason": "cancelled"}
 
 

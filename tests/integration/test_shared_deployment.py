@@ -35,6 +35,7 @@ def _config(directory: Path, **settings: object) -> DeploymentConfig:
             "device": "cpu",
             "dtype": "float32",
             "grpc_port": 0,
+            "port": 0,
             "stop_timeout_s": 0,
             "length_control": False,
         }

@@ -15,7 +15,12 @@ from outrider.errors import ConfigError
 
 pytestmark = pytest.mark.xdist_group("deployment")
 
-EMULATED = {"engine": "emulated:vocab_size=1000", "draft_model": "emulated", "grpc_port": 0}
+EMULATED = {
+    "engine": "emulated:vocab_size=1000",
+    "draft_model": "emulated",
+    "grpc_port": 0,
+    "port": 0,
+}
 
 
 def _config(**settings: object) -> DeploymentConfig:
@@ -65,7 +70,7 @@ async def test_redis_that_does_not_answer_is_named(tmp_path: Path) -> None:
 async def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
     """A directory without a model ends the start-up, with nothing left running."""
     before = _children(os.getpid())
-    config = load_config({"model": str(tmp_path), "grpc_port": 0}, {})
+    config = load_config({"model": str(tmp_path), "grpc_port": 0, "port": 0}, {})
     with pytest.raises(ConfigError, match=r"config\.json"):
         await Deployment(config, tmp_path / "state").start()
     assert _children(os.getpid()) <= before

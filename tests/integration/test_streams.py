@@ -18,9 +18,10 @@ from toy_engine import ToyEngine
 
 from draft_service.service import DraftService
 from draft_service.servicer import DraftServicer
+from outrider.constraints.constraint import Constraint
 from outrider.engine.executor import InlineExecutor, ThreadExecutor
 from outrider.errors import ConfigError, LinkLost, Unavailable
-from outrider.limits import BULK_ITEM_BYTES, GRPC_MESSAGE_BYTES_MAX
+from outrider.limits import BULK_ITEM_BYTES, GRPC_MESSAGE_BYTES_MAX, STREAM_QUEUE_ITEMS_MAX
 from outrider.messages import Refused, Resync, VerdictReply, VerifyItem
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.v1 import target_pb2, types_pb2
@@ -208,13 +209,47 @@ async def test_sampling_parameters_travel_once(pair: Pair) -> None:
     assert stream.encode(VerifyItem(head)).head.WhichOneof("sampling") == "sampling_hash"
     reply = await ask(link, heard, VerifyItem(head))
     assert isinstance(reply, VerdictReply)
-    stream._sampling[session_name(1)] = (head.sampling_hash, 12345)
+    stream._sampling[session_name(1)] = ((head.sampling_hash, b""), 12345)
     again = make_head((*PROMPT, 4, 5), 4, rule=Rule.TOKEN, sampling=sampling, round_index=2)
     resync = await ask(link, heard, VerifyItem(again))
     assert isinstance(resync, Resync)
     assert resync.cached_length == 0
     assert stream.encode(VerifyItem(again)).head.WhichOneof("sampling") == "sampling_params"
     assert isinstance(await ask(link, heard, VerifyItem(again)), VerdictReply)
+    await link.close()
+
+
+async def test_a_constraint_travels_once(pair: Pair) -> None:
+    """After the first item of a session on a stream only its hash is sent, and the replica has it
+    all the same; a large one goes by the other stream, and is sent in full on that once, too."""
+    heard_heads = []
+    take = pair.target._take
+
+    def noting(item: Any, outlet: Any) -> None:
+        heard_heads.append(item.head)
+        outlet.send([Refused(item.head.key, 9, "only to be looked at")])
+
+    pair.target._take = noting  # type: ignore[method-assign]
+    link = target_link(pair.target_server.address)
+    heard = Listener(link)
+    small = Constraint.of_regex("[ab]+")
+    large = Constraint.of_schema({"title": "x" * BULK_ITEM_BYTES})
+    for session, constraint in ((1, small), (2, large), (3, None)):
+        for round_index in range(2):
+            head = make_head(
+                PROMPT, session=session, round_index=round_index, constraint=constraint
+            )
+            await ask(link, heard, VerifyItem(head))
+            assert heard_heads[-1].constraint == constraint
+            assert heard_heads[-1].constraint_hash == head.constraint_hash
+        stream = link._bulk if constraint is large else link._normal
+        assert stream is not None
+        form = stream.encode(VerifyItem(head)).head.WhichOneof("completion")
+        assert form == ("constraint_hash" if constraint else None)
+    other = make_head(PROMPT, session=1, round_index=2, constraint=Constraint.any_object())
+    await ask(link, heard, VerifyItem(other))
+    assert heard_heads[-1].constraint == Constraint.any_object()
+    pair.target._take = take  # type: ignore[method-assign]
     await link.close()
 
 
@@ -262,6 +297,17 @@ async def test_a_bad_item_is_refused_by_name_and_its_frame_goes_on(pair: Pair) -
     refused = next(reply.refused for reply in replies if reply.session_id == "XYZ")
     assert refused.code == 3
     assert refused.message.startswith("head.session_id: ")
+
+
+async def test_more_answers_than_may_wait_end_the_stream_by_name(pair: Pair) -> None:
+    """Whoever reads them hears why, and does not wait for ever."""
+    bad = target_pb2.VerifyItem()
+    few = target_pb2.VerifyRequest(items=[bad] * 100).SerializeToString()
+    many = target_pb2.VerifyRequest(items=[bad] * (STREAM_QUEUE_ITEMS_MAX + 1)).SerializeToString()
+    async with asyncio.timeout(20):  # Many come while the answers to few are written.
+        _, code, details = await send_raw(pair.target_server.address, [few, few, few, many])
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert details == f"{STREAM_QUEUE_ITEMS_MAX} answers wait to be read on this stream"
 
 
 async def test_a_message_over_the_limit_is_refused(pair: Pair) -> None:
@@ -371,6 +417,26 @@ async def test_reflection_where_it_is_on(pair: Pair) -> None:
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     finally:
         await silent.stop()
+
+
+async def test_bytes_that_are_no_message_of_another_package(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Health and reflection are served by packages of gRPC's, which would answer UNKNOWN."""
+    async with open_channel(pair.target_server.address) as channel:
+        health, reflection = "/grpc.health.v1.Health", "/grpc.reflection.v1alpha.ServerReflection"
+        call: Any
+        for call in (
+            channel.unary_unary(f"{health}/Check")(b"\xff" * 9),
+            channel.unary_stream(f"{health}/Watch")(b"\n\x02\xff\xfe"),
+            channel.stream_stream(f"{reflection}/ServerReflectionInfo")(iter([b"\xff" * 9])),
+        ):
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert (await call.details()).startswith("message: these ")
+        # What they refuse themselves they still do.
+        listing = channel.unary_unary(f"{health}/List")(b"")
+        assert await listing.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert not caplog.records
 
 
 async def test_a_taken_port_is_a_clear_error(pair: Pair) -> None:

@@ -152,7 +152,7 @@ def test_the_configuration_loads(variant: str, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(settings_file(render_variant(variant)), "utf-8")
     config = load_config({}, {}, file)
-    assert config.coordinator.grpc_port == 50051
+    assert (config.coordinator.grpc_port, config.coordinator.port) == (50051, 8000)
     assert config.coordinator.redis_url
     for service in (config.target, config.draft, config.coordinator):
         assert (service.host, service.insecure) == ("0.0.0.0", True)  # noqa: S104 (in its pod)

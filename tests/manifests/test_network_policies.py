@@ -21,6 +21,7 @@ from tests.manifests.rendering import (
 GROUPS: Final = ("headgroup", "coordinator", "target", "draft")
 RAY_PORTS: Final = (6379, 8265, 10001)
 GRPC: Final = 50051
+HTTP: Final = 8000
 METRICS: Final = {"coordinator": 9464, "target": 9465, "draft": 9466}
 ANY_PORT: Final = 40000
 """Where a target or a draft may listen: any port."""
@@ -84,17 +85,17 @@ def _policies(manifests: Sequence[Manifest]) -> list[Manifest]:
 
 
 @pytest.mark.parametrize("stranger", [STRANGER, FAR_STRANGER], ids=["near", "far"])
-def test_only_the_coordinators_port_faces_users(stranger: Source) -> None:
-    """Of all ports of all pods, a stranger reaches one."""
+def test_only_the_coordinators_ports_face_users(stranger: Source) -> None:
+    """Of all ports of all pods, a stranger reaches two."""
     manifests = render()
     labels = _labels(manifests, f"{RELEASE}-outrider")
     reached = {
         (group, port)
         for group in labels
-        for port in (*RAY_PORTS, GRPC, ANY_PORT, *METRICS.values())
+        for port in (*RAY_PORTS, GRPC, HTTP, ANY_PORT, *METRICS.values())
         if admits(_policies(manifests), labels[group], stranger, port)
     }
-    assert reached == {("coordinator", GRPC)}
+    assert reached == {("coordinator", GRPC), ("coordinator", HTTP)}
 
 
 def test_the_pods_of_a_release_reach_each_other() -> None:
@@ -103,7 +104,7 @@ def test_the_pods_of_a_release_reach_each_other() -> None:
     labels = _labels(manifests, f"{RELEASE}-outrider")
     for group in GROUPS:
         for other in GROUPS:
-            for port in (*RAY_PORTS, GRPC, ANY_PORT):
+            for port in (*RAY_PORTS, GRPC, HTTP, ANY_PORT):
                 assert admits(_policies(manifests), labels[group], Source(labels[other]), port)
 
 
@@ -140,11 +141,12 @@ def test_who_is_named_is_admitted_and_nobody_else() -> None:
         (name, group, port)
         for name, source in (("user", user), ("scraper", scraper), ("heir", heir))
         for group in labels
-        for port in (*RAY_PORTS, GRPC, ANY_PORT, *METRICS.values())
+        for port in (*RAY_PORTS, GRPC, HTTP, ANY_PORT, *METRICS.values())
         if admits(policies, labels[group], source, port)
     }
     assert reached == {
         ("user", "coordinator", GRPC),
+        ("user", "coordinator", HTTP),
         *(("scraper", role, port) for role, port in METRICS.items()),
         ("heir", "redis", 6379),
     }

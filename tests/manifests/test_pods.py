@@ -182,7 +182,9 @@ def test_a_coordinators_pod_is_ready_while_it_serves() -> None:
     templates = ray_pods(render())
     worker = container(templates["coordinator"], "ray-worker")
     assert worker["readinessProbe"]["grpc"] == {"port": 50051}
-    assert worker["ports"] == [{"name": "grpc", "containerPort": 50051}]
+    assert worker["ports"] == [
+        {"name": "grpc", "containerPort": 50051}, {"name": "http", "containerPort": 8000}
+    ]  # fmt: skip
     for group in GROUPS:
         assert "livenessProbe" not in container(templates[group], "ray-worker")
     for name in ("target", "draft"):

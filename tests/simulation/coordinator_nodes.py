@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from coordinator.asking import Patience
+from coordinator.options import CoordinatorOptions
 from coordinator.request import RequestDefaults
 from coordinator.roster import Peers, Roster
-from coordinator.service import CoordinatorOptions, CoordinatorService
+from coordinator.service import CoordinatorService
 from outrider.drafting.ngram import NgramDrafter
 from outrider.errors import OutriderError, StreamBroken, check
 from outrider.fleet.announcing import Announcer

@@ -7,6 +7,7 @@
 | `pause` | a target or a draft stands still, then goes on with what it had |
 | `stall` | a coordinator does; its clients' streams may break meanwhile |
 | `hang_up` | all clients' streams of a coordinator break |
+| `break` | all streams of a coordinator to a replica do, and are opened anew |
 | `cut_replica` | nothing goes between a coordinator and a replica |
 | `cut_store` | nothing goes between a coordinator and Redis |
 | `cut_registry` | nothing goes between a replica and Redis |
@@ -50,8 +51,8 @@ LOOK_S = 0.01
 
 CUTS = ("cut_replica", "cut_store", "cut_registry")
 GREATER = {
-    "crash", "death", "pause", "stall", "hang_up", "redis_pause", "restart", "flush", "scale",
-    "abandon",
+    "crash", "death", "pause", "stall", "hang_up", "break", "redis_pause", "restart", "flush",
+    "scale", "abandon",
     *CUTS, *(f"{kind}_one_way" for kind in CUTS),
 }  # fmt: skip
 """All kinds."""
@@ -144,6 +145,7 @@ class Faults:
                 found.append(("crash", lambda node=node: self._die(node)))
             found += self._cuts("cut_registry", node.process, redis)
             for one in askers:
+                found.append(("break", lambda one=one, node=node: self._break(one, node)))
                 found += self._cuts("cut_replica", one.process, node.process)
         return found
 
@@ -186,6 +188,9 @@ class Faults:
         for call in sorted(self._world.calls, key=lambda call: call.number):
             if call.node is node:
                 call.break_off()
+
+    async def _break(self, coordinator: Any, replica: Any) -> None:
+        self._world.break_wires(coordinator.process, replica.process, reachable=True)
 
     async def _die(self, node: Any) -> None:
         self._deaths[node.role] += 1

@@ -101,6 +101,20 @@ def test_a_mailbox_that_is_left_behind_by_a_move(monkeypatch: pytest.MonkeyPatch
     assert found(5)
 
 
+def test_a_release_where_a_session_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    move = Berth.move
+
+    def and_release(self: Any) -> bool:
+        before = self._office
+        moves = move(self)
+        if moves and before is not None:
+            before.link.release(self._session_id, self._epoch)
+        return moves
+
+    monkeypatch.setattr(Berth, "move", and_release)
+    assert found(20, "break")
+
+
 def test_a_belief_in_late_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     def any_round(self: Mailbox[Any], answer: Any) -> None:
         self._answers.setdefault(self._round, answer)

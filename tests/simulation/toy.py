@@ -15,7 +15,8 @@ import torch
 from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
 from outrider.errors import check
 from outrider.generation import GenerateRequest
-from outrider.speculation.noise import NoiseBatch, RoundNoise
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.noise_rows import NoiseBatch
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.scoring import DraftRows, score_rows
 from outrider.speculation.transforms import target_probabilities

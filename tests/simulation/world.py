@@ -192,10 +192,10 @@ class World:
             if wire.replica is node.process:
                 wire.hang_up(reason)
 
-    def break_wires(self, a: Process, b: Process) -> None:
-        """Streams between two processes break, as nothing goes there."""
+    def break_wires(self, a: Process, b: Process, *, reachable: bool = False) -> None:
+        """Streams between two processes break, as nothing goes there, or no more than these."""
         for wire in self._between(a, b):
-            wire.hang_up("nothing came back")
+            wire.hang_up("nothing came back", reachable=reachable)
 
     def mend_wires(self, a: Process, b: Process) -> None:
         """They may be opened anew."""

@@ -14,6 +14,9 @@ from outrider.v1 import coordinator_pb2
 from tests.style.settings_table import README, with_table
 
 ROOT = README.parent
+JOBS = (
+    "demo", "test", "test-full", "test-clients", "check", "proto", "bench", "sim", "help",
+)  # fmt: skip
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -23,12 +26,11 @@ def test_the_table_of_settings_is_what_the_configuration_says() -> None:
     assert text == with_table(text)
 
 
-def test_the_grpcurl_line_is_a_request() -> None:
-    """Its JSON is a `GenerateRequest`, and its method exists."""
+def test_the_grpc_line_is_a_request() -> None:
+    """Its JSON is a `GenerateRequest`, and its method exists, also where nobody has `buf` to run it
+    by, as `tests/integration/test_grpc_lines.py` does."""
     text = README.read_text("utf-8")
-    found = re.search(
-        r"grpcurl -plaintext.*?-d '(.*?)'.*?outrider\.v1\.Coordinator/(\w+)", text, re.S
-    )
+    found = re.search(r"buf curl .*?-d '(.*?)'.*?/outrider\.v1\.Coordinator/(\w+)", text, re.S)
     assert found is not None
     request = coordinator_pb2.GenerateRequest()
     json_format.ParseDict(json.loads(found[1]), request)
@@ -68,5 +70,5 @@ def test_every_make_target_is_real() -> None:
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.M))
     for document in DOCUMENTS:
         for name in re.findall(r"`?make ([a-z-]+)", document.read_text("utf-8")):
-            if name in ("demo", "test", "test-full", "check", "proto", "bench", "sim", "help"):
+            if name in JOBS:
                 assert name in targets

@@ -40,7 +40,7 @@ from outrider.wire.generation import event_to_proto, request_from_proto, session
 from outrider.wire.server import RpcServer, Service
 
 ID = "ab" * 16
-STARTED = Started(ID, "demo", 2**64 - 1, Rule.TOKEN)
+STARTED = Started(ID, "demo", 2**64 - 1, Rule.TOKEN, num_prompt_tokens=3)
 FIRST = Tokens(0, (5, 6), "he", (Origin.ACCEPTED, Origin.CORRECTION), ())
 SECOND = Tokens(2, (7,), "llo", (Origin.BONUS,), ())
 ROUND = RoundReport(1, (5, 9), 1, 1.0, 2.0, 3.0, 4.0, 5.0, proposed_parents=(-1, -1))
@@ -147,7 +147,7 @@ async def test_a_request_arrives_as_it_was_made(client: Client, coordinator: _Co
     full = GenerateRequest(
         prompt=(1, 2), model="m", sampling=SamplingParams(temperature=0.5, logit_bias=((3, 1.0),)),
         max_tokens=7, stop=("a",), ignore_eos=True, seed=0, rule=Rule.BLOCK, num_draft_tokens=0,
-        deadline_ms=1000, logprobs=0, include_rounds=True,
+        deadline_ms=1000, logprobs=0, include_rounds=True, draft_deadline_ms=20,
     )  # fmt: skip
     for request in (full, GenerateRequest("hi")):
         await client.complete(request)

@@ -269,6 +269,18 @@ def test_a_session_that_has_an_owner_is_asked_for_when_that_ones_lease_is_over()
     run_virtually(main())
 
 
+def test_nobody_stays_at_one_that_never_can() -> None:
+    """Two of three coordinators close."""
+    closing = Unavailable("it closes", 1000)
+    first, second, third = (
+        Scripted((STARTED, FIRST, BROKEN), *[(closing,)] * 20),
+        Scripted(*[(closing,)] * 20),
+        Scripted((SECOND, FINISHED)),
+    )
+    assert heard(first, second, third) == [STARTED, FIRST, SECOND, FINISHED]
+    assert len(second.asked) == 2
+
+
 def test_a_session_that_is_lost_ends_the_stream() -> None:
     with pytest.raises(DataLoss):
         heard(Scripted((STARTED, FIRST, BROKEN)), Scripted((DataLoss("gone"),)))

@@ -11,19 +11,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from models import save_tiny_model
+from models import byte_level_tokenizer, save_tiny_model
 
 from outrider.config import DraftConfig, TargetConfig
+from outrider.constraints.constraint import Constraint
 from outrider.drafting.ngram import NgramDrafter
 from outrider.drafting.suffix import SuffixDrafter
 from outrider.engine.interface import SequenceStep
 from outrider.engine.modules import quantized_linear
-from outrider.errors import ConfigError, SettingError
+from outrider.errors import BadRequest, ConfigError, SettingError
 from outrider.hosting import (
     STANDARD_ERROR,
     advertised,
     available_cores,
     build_engine,
+    build_grammars,
     build_lookup,
     log_to,
     on_passing_thread,
@@ -205,3 +207,20 @@ def test_the_costs_of_a_replicas_steps_are_measured_within_its_limits(max_num_se
     costs = step_costs(build_engine(config, "target", 1), config, "target")
     assert costs.rows == (1, 2, 4, 8, 16, 32, 64)
     assert costs.seconds[0] == pytest.approx(3e-3)
+
+
+def test_grammars_are_those_of_the_targets_tokenizer(tmp_path: Path) -> None:
+    """Its ends of text are the files' own where nobody names others."""
+    spoken = save_tiny_model(
+        tmp_path / "spoken", vocab_size=320, eos_token_id=5, tokenizer=byte_level_tokenizer()
+    )
+    constraint = Constraint.of_regex("a")
+    for given, ends in (((), {0, 5}), ((7,), {7})):
+        made = build_grammars(DraftConfig(tokenizer_directory=str(spoken)), given)
+        assert made is not None
+        assert made.get(constraint).eos_token_ids == ends
+    assert build_grammars(DraftConfig()) is None
+    made = build_grammars(TargetConfig(tokenizer_directory=str(tmp_path)))
+    assert made is not None
+    with pytest.raises(BadRequest, match="regex: the model has no tokenizer"):
+        made.get(constraint)

@@ -14,7 +14,7 @@ import torch
 from core_toys import ToyPair
 
 from outrider.speculation.decision import count_accepted
-from outrider.speculation.noise import NoiseBatch
+from outrider.speculation.noise_rows import NoiseBatch
 from outrider.speculation.race import race, race_at
 from outrider.speculation.sampling import Rule
 from outrider.speculation.scoring import score_rows

@@ -9,7 +9,8 @@ from core_enumeration import EXACT, accepted_law, assert_exact, own_draw_law, ro
 from core_toys import ToyPair, flat_pair, make_pair, random_pair
 
 from outrider.speculation.decision import decide
-from outrider.speculation.noise import NoiseBatch, RoundNoise
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.noise_rows import NoiseBatch
 from outrider.speculation.race import race
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.scoring import score_rows, verdict_law

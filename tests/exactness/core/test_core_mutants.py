@@ -22,7 +22,8 @@ from core_toys import ToyPair, flat_pair, sampling_pair
 from outrider.errors import InvariantError
 from outrider.speculation import scoring
 from outrider.speculation.decision import decide
-from outrider.speculation.noise import NoiseBatch, Stream
+from outrider.speculation.noise import Stream
+from outrider.speculation.noise_rows import NoiseBatch
 from outrider.speculation.philox import RowKeys, WordArray
 from outrider.speculation.sampling import Rule
 from outrider.speculation.verdict import Verdict

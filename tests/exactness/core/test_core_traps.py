@@ -25,8 +25,10 @@ from core_toys import ToyPair, flat_pair, make_pair, random_pair, sampling_pair
 from outrider.errors import BadRequest, InvariantError
 from outrider.speculation.decision import decide
 from outrider.speculation.drafting import draft_token, draft_tokens
-from outrider.speculation.noise import NoiseBatch, RoundNoise, Stream, uniforms
-from outrider.speculation.philox import row_uniforms, uniform
+from outrider.speculation.noise import RoundNoise, Stream
+from outrider.speculation.noise_rows import NoiseBatch, uniforms
+from outrider.speculation.philox import uniform
+from outrider.speculation.philox_rows import row_uniforms
 from outrider.speculation.proposal import COUNT_TOTAL, Proposal, SealedProposal, require_q
 from outrider.speculation.race import race, race_at
 from outrider.speculation.sampling import Rule, SamplingParams

@@ -38,7 +38,8 @@ from outrider.engine.modules.swaps import speed_up
 from outrider.engine.paged_engine import PagedEngine
 from outrider.generation import GenerateRequest
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
-from outrider.speculation.noise import NoiseBatch, Place, RoundNoise
+from outrider.speculation.noise import Place, RoundNoise
+from outrider.speculation.noise_rows import NoiseBatch
 from outrider.speculation.philox import WordArray
 from outrider.speculation.sampling import Rule, SamplingParams
 from target_service.actor import self_drafter_of

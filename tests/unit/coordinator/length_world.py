@@ -55,6 +55,8 @@ class World:
     prompt_length: int = 100
     delays: bool = False
     """Whether the target waits while the draft works."""
+    stall: Callable[[random.Random], float] = lambda _: 0.0
+    """What is added to a proposal's time."""
     seed: int = 0
     now: float = 0.0
     controls: LengthControls = field(init=False)
@@ -102,8 +104,10 @@ class World:
         passes = [self.random.random() < self.acceptance for _ in range(num_proposed)]
         survival = tuple(float(all(passes[: n + 1])) for n in range(num_proposed))
         draft_s = self.wire_s + self._noisy(num_proposed * self.draft_s) if num_asked else 0.0
+        if num_asked and (draft_s := draft_s + self.stall(self.random)) > length.patience_s:
+            draft_s, num_asked, num_proposed, survival = length.patience_s, 0, 0, ()
         target_s = self._noisy(self.verify(1 + num_proposed))
-        self.now += draft_s + target_s + (self.wire_s if num_asked or is_first else 0.0)
+        self.now += draft_s + target_s + (self.wire_s if draft_s or is_first else 0.0)
         num_tokens = 1 + int(sum(survival))
         work_s = draft_s - self.wire_s if num_asked else 0.0
         control.note(

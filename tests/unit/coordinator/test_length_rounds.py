@@ -13,8 +13,9 @@ import pytest
 from toy_engine import ToyEngine
 
 from coordinator.asking import Patience
+from coordinator.options import CoordinatorOptions
 from coordinator.request import RequestDefaults
-from coordinator.service import CoordinatorOptions, CoordinatorService
+from coordinator.service import CoordinatorService
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
 from outrider.drafting.ngram import NgramDrafter

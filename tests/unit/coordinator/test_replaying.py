@@ -45,6 +45,7 @@ PARAMETERS = GenerationParameters(
     deadline_ms=1000,
     logprobs=2,
     include_rounds=True,
+    draft_deadline_ms=20,
 )
 RECORD = SessionRecord(
     session_id="0" * 32,

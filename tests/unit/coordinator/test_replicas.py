@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from coordinator.target_side import TargetSide
 from outrider.clock import run_virtually
 from outrider.errors import Incompatible, InvariantError, LinkLost, Unavailable
 from outrider.messages import ReplicaDescription
+from outrider.round_fence import RoundFence
 from outrider.sessions.store import Counters
 from outrider.speculation.proposal import NOTHING_SEALED
 
@@ -60,13 +62,14 @@ def test_a_target_that_cannot_be_reached_is_left_at_once() -> None:
         assert target.cache_state.replica == "r1"
         assert second.sent[0].head.base_length == 0
         assert second.sent[0].head.append == (*PROMPT, 9)
-        assert first.released == ["0" * 32]
-        assert not second.released
         one.decide((9,), Counters())
         target.settle(reply, len(PROMPT) + 1)
         await target.verify(2, NOTHING_SEALED, 0, None)
         assert second.sent[1].head.append == (9,)
         assert len(first.sent) == 2
+        assert not first.released  # It may come back.
+        target.close()
+        assert first.released == second.released == ["0" * 32]
 
     with_targets(lambda: berth(first, second), test)
 
@@ -94,9 +97,40 @@ def test_a_target_that_runs_ahead_is_asked_again_elsewhere() -> None:
         target.settle(reply, len(PROMPT))
         first.on_lost(LinkLost("reset"))
         await target.verify(1, NOTHING_SEALED, 8, None)
-        assert [item.head.round for item in second.sent] == [1]
+        assert [item.head.committed_length for item in second.sent] == [len(PROMPT) + 1]
 
     with_targets(lambda: berth(first, second), test)
+
+
+def test_a_session_comes_back_to_where_it_was() -> None:
+    """Its rounds there are new ones, for the replica's fence as for what was run ahead there."""
+    links = [ScriptedLink(), ScriptedLink()]
+
+    def answering(link: ScriptedLink, fence: RoundFence) -> Callable[[Any], Any]:
+        def answer(item: Any) -> Any:
+            if len(link.sent) > 1:
+                before = link.sent[-2]
+                late = replace(before.head.key, round=before.head.round + 2)
+                link.on_answer(replace(verdict(before, 5), key=late))
+            return fence.admit(item.head) or verdict(item)
+
+        return answer
+
+    async def test(target: Any, one: Any) -> None:
+        places: list[str] = []
+        for index in range(6):
+            reply = await target.verify(index, NOTHING_SEALED, 8, None)
+            assert reply.verdict.correction == (9,)
+            one.decide((9,), Counters())
+            target.settle(reply, one.length - 1)
+            places.append(target.cache_state.replica)
+            await asyncio.sleep(1.0)  # By then the other one is there again.
+            links[int(places[-1][1])].on_lost(LinkLost("reset"))
+        assert places == ["r0", "r1"] * 3
+
+    for link in links:
+        link.script = [answering(link, RoundFence())] * 9
+    with_targets(lambda: berth(*links), test)
 
 
 def test_where_all_are_away_the_session_waits_and_goes_on_with_the_first_that_is_back() -> None:
@@ -192,7 +226,6 @@ def test_a_target_that_is_to_be_left_is_left_between_two_rounds() -> None:
         target.settle(reply, len(PROMPT) + 1)
         await target.verify(2, NOTHING_SEALED, 0, None)
         assert target.cache_state.replica == "r1"
-        assert first.released == ["0" * 32]
 
     with_targets(place, test)
 
@@ -355,3 +388,29 @@ def test_a_refusal_of_a_target_that_shuts_down_moves_the_session() -> None:
         assert target.cache_state.replica == "r1"
 
     with_targets(lambda: berth(first, second), test)
+
+
+def test_a_dozen_targets_that_are_silent_are_soon_found_to_be() -> None:
+    """Each would take the timeout; and among them one that answers is found."""
+
+    class Silent(ScriptedLink):
+        async def describe(self, timeout_s: float) -> ReplicaDescription:
+            if not self.away_until:
+                return await super().describe(timeout_s)
+            await asyncio.sleep(timeout_s)
+            raise Unavailable("no answer")
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        pool: ReplicaPool[Any, Any] = ReplicaPool("target")
+        links = [Silent() for _ in range(12)]
+        for number, link in enumerate(links):
+            pool.admit(f"{number}", link, TOY)
+        for numbers, healthy in ((range(12), False), (range(11), True), (range(0), True)):
+            for number, link in enumerate(links):
+                link.away_until = float(number in numbers)
+            start = loop.time()
+            assert await pool.healthy(2.0) is healthy
+            assert loop.time() - start == (4.0 if numbers else 0.0)
+
+    run_virtually(main())

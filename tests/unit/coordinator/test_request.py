@@ -1,3 +1,4 @@
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,8 @@ from coordinator.request import (
     resolve,
 )
 from outrider import limits
-from outrider.errors import BadRequest
+from outrider.constraints.constraint import Constraint
+from outrider.errors import BadRequest, DataLoss
 from outrider.generation import GenerateRequest
 from outrider.speculation.sampling import Rule, SamplingParams
 
@@ -63,6 +65,7 @@ INTEGERS = [
     ("max_tokens", 1, 40),
     ("num_draft_tokens", 0, limits.NUM_DRAFT_TOKENS_MAX),
     ("deadline_ms", 1, limits.DEADLINE_MS_MAX),
+    ("draft_deadline_ms", 1, limits.DRAFT_DEADLINE_MS_MAX),
     ("logprobs", 0, limits.LOGPROBS_MAX),
     ("seed", 0, limits.SEED_MAX),
 ]
@@ -121,6 +124,26 @@ def test_stop_strings() -> None:
     refused("stop", stop=("x",) * (limits.STOP_STRINGS_MAX + 1))
     refused("stop[1]", stop=("x", ""))
     refused("stop[0]", stop=("é" * (limits.STOP_STRING_BYTES_MAX // 2 + 1),))
+
+
+def test_a_constraint_is_stored_and_read_again() -> None:
+    for constraint in (
+        None,
+        Constraint.of_schema({"type": "object", "title": "é"}),
+        Constraint.any_object(),
+        Constraint.of_regex("a+"),
+        Constraint.of_choices(["x", "y"]),
+    ):
+        parameters = checked(constraint=constraint)
+        assert parameters.constraint == constraint
+        assert GenerationParameters.from_json(parameters.to_json(), PROMPT) == parameters
+        assert parameters.as_request().constraint == constraint
+    values = json.loads(checked().to_json())
+    del values["constraint"]  # as it was stored before there were any
+    assert GenerationParameters.from_json(json.dumps(values), PROMPT) == checked()
+    values["constraint"] = {"kind": "regex", "text": ""}
+    with pytest.raises(DataLoss, match="cannot be read"):
+        GenerationParameters.from_json(json.dumps(values), PROMPT)
 
 
 def test_prompts() -> None:

@@ -13,8 +13,9 @@ import pytest
 from toy_engine import ToyEngine
 
 from coordinator.asking import Patience
+from coordinator.options import CoordinatorOptions
 from coordinator.request import RequestDefaults
-from coordinator.service import CoordinatorOptions, CoordinatorService
+from coordinator.service import CoordinatorService
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
 from outrider.drafting.ngram import NgramDrafter
@@ -30,7 +31,15 @@ from outrider.errors import (
     StoreUnavailable,
     Unavailable,
 )
-from outrider.generation import ChatMessage, Event, Finished, GenerateRequest, Started, Tokens
+from outrider.generation import (
+    ChatMessage,
+    Event,
+    Finished,
+    GenerateRequest,
+    RoundReport,
+    Started,
+    Tokens,
+)
 from outrider.limits import OPEN_TRIES_MAX
 from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.store import FinishReason, NewSession
@@ -418,3 +427,63 @@ def test_a_bug_in_the_commits_is_seen_from_outside_and_leaves_no_orphans() -> No
         await b.draft.close()
 
     run_virtually(main())
+
+
+def test_a_request_says_how_long_its_rounds_wait_for_a_draft() -> None:
+    """A draft that takes longer than that costs each round no more, and the text is the same."""
+
+    async def main() -> None:
+        async with bench() as b:
+            b.draft = slow = DraftService.with_model(
+                ToyEngine(salt=2), InlineExecutor(lambda: 0.4), max_num_seqs=8
+            )
+            await b.service.drafts.join("slow", MemoryLink(slow))
+            await b.service.drafts.leave("d")
+            request = replace(REQUEST, include_rounds=True)
+            patient = await b.events(request)
+            hasty = await b.events(replace(request, draft_deadline_ms=30))
+            waits = [
+                max(one.draft_ms for one in events if isinstance(one, RoundReport))
+                for events in (patient, hasty)
+            ]
+            assert waits[0] > 350
+            assert 25 < waits[1] < 60
+            assert _ids(patient) == _ids(hasty)
+
+    run_virtually(main())
+
+
+def test_a_client_that_cannot_come_back_is_not_waited_for() -> None:
+    """What its session was asked for ends as cancelled at once; another one's may be resumed."""
+
+    async def main() -> None:
+        async with bench(resume_grace_s=60.0) as b:
+            for resumable in (True, False):
+                stream = b.service.generate(replace(REQUEST, max_tokens=40), resumable=resumable)
+                started = await anext(stream)
+                assert isinstance(started, Started)
+                await stream.aclose()
+                await asyncio.sleep(1.0)
+                found = await b.service.session(started.session_id)
+                assert (found.finish_reason is FinishReason.CANCELLED) is not resumable
+
+    run_virtually(main())
+
+
+def test_why_it_cannot_serve_is_said() -> None:
+    async def main() -> None:
+        async with bench() as b:
+            assert await b.service.trouble() == ""
+            load, b.store.load = b.store.load, failing(b.store.load, until=1e9)  # type: ignore[method-assign]
+            assert "store" in await b.service.trouble()
+            b.store.load = load  # type: ignore[method-assign]
+            await b.service.targets.leave("t")
+            assert "target" in await b.service.trouble()
+            assert not await b.service.healthy()
+        assert "shutting down" in await b.service.trouble()
+
+    run_virtually(main())
+
+
+def _ids(events: list[Event]) -> list[int]:
+    return [token for one in events if isinstance(one, Tokens) for token in one.token_ids]

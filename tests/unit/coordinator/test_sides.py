@@ -1,4 +1,5 @@
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,7 @@ from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
+from outrider.wire.link import LinkBytes
 from outrider.work import CANCELLED_CODE
 
 PATIENCE = Patience(
@@ -62,6 +64,7 @@ class ScriptedLink:
         self.description = TOY
         self.away_until = 0.0
         self.is_closed = False
+        self.num_bytes = LinkBytes()
 
     def listen(self, on_answer: Callable[[Any], None], on_lost: Callable[[Any], None]) -> None:
         self.on_answer, self.on_lost = on_answer, on_lost
@@ -352,16 +355,20 @@ def test_a_target_is_asked_for_features_that_somebody_reads() -> None:
     assert [item.wants_features for item in link.sent] == [True, False]
 
 
-def test_a_silent_draft_costs_one_wait_and_is_used_again_when_it_answers() -> None:
+@pytest.mark.parametrize("patience_s", [math.inf, 0.02])
+def test_a_silent_draft_costs_one_wait_and_is_used_again_when_it_answers(patience_s: float) -> None:
+    """Of what somebody else proposes when it is late nothing is learned."""
     link = ScriptedLink()
 
     async def test(draft: DraftSide, one: Session) -> None:
         loop = asyncio.get_running_loop()
-        assert not (await draft.propose(1, 3, NOISE)).by_replica
-        assert loop.time() == pytest.approx(PATIENCE.draft_answer_s)
+        drafted = await draft.propose(1, 3, NOISE, patience_s=patience_s)
+        assert (drafted.by_replica, drafted.num_asked) == (False, 0)
+        waited_s = min(patience_s, PATIENCE.draft_answer_s)
+        assert loop.time() == drafted.seconds == pytest.approx(waited_s)
         for index in (2, 3):
             assert (await draft.propose(index, 3, NOISE)).proposal.token_ids == (1,)
-        assert loop.time() == pytest.approx(PATIENCE.draft_answer_s)
+        assert loop.time() == drafted.seconds
         link.on_answer(proposal(link.sent[0]))  # Late, and of no use but as a sign of life.
         link.script = [proposal]
         assert (await draft.propose(4, 3, NOISE)).by_replica

@@ -12,8 +12,9 @@ from test_sides import TOY, ScriptedLink
 
 from coordinator.actor import _owner
 from coordinator.asking import Patience
+from coordinator.options import CoordinatorOptions
 from coordinator.request import RequestDefaults
-from coordinator.service import CoordinatorOptions, CoordinatorService
+from coordinator.service import CoordinatorService
 from outrider.config import CoordinatorConfig
 from outrider.drafting.ngram import NgramDrafter
 from outrider.errors import Unavailable

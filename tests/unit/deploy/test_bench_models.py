@@ -93,6 +93,7 @@ async def test_a_deployment_that_the_command_starts_is_fresh(
         def __init__(self, config: DeploymentConfig, *_: Any, **__: Any) -> None:
             self.config = config
             self.endpoints = SimpleNamespace(coordinator="127.0.0.1:1")
+            self.api_key = ""
 
         async def __aenter__(self) -> Started:
             return self

@@ -13,7 +13,7 @@ from outrider.errors import SettingError
 from outrider.fleet.registry import ROLES, Role
 from outrider.limits import REPLICAS_MAX
 
-PORTS = {"grpc_port": 5000, "target_port": 6000, "draft_port": 7000}
+PORTS = {"grpc_port": 5000, "port": 8000, "target_port": 6000, "draft_port": 7000}
 
 
 def blueprint(*, local: bool = True, **settings: Any) -> Blueprint:
@@ -33,6 +33,8 @@ def test_replicas_of_one_machine_count_up_from_the_first_ones_port() -> None:
     plan = blueprint(**PORTS)
     assert [port(plan, role, 0) for role in ROLES] == [5000, 6000, 7000]
     assert [port(plan, role, 3) for role in ROLES] == [5003, 6003, 7003]
+    coordinator: Any = plan.config("coordinator", "coordinator-9", 3)
+    assert coordinator.port == 8003
 
 
 def test_a_port_that_is_left_open_stays_so() -> None:
@@ -71,7 +73,7 @@ def test_nothing_else_of_a_replicas_configuration_differs() -> None:
             for name in type(whole).__dataclass_fields__
             if getattr(told, name) != getattr(whole, name)
         }
-        assert differ == {"membership", "grpc_port" if role == "coordinator" else "port"}
+        assert differ == {"membership", "port", *(("grpc_port",) if role == "coordinator" else ())}
 
 
 def test_what_a_replica_asks_for_bears_its_name() -> None:

@@ -186,13 +186,16 @@ def test_an_interrupt_ends_the_reading_of_standard_input(monkeypatch: pytest.Mon
 def test_a_deployment_of_ones_own_is_as_serve_would_start_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By the same flags, variables and file; on any free port only where none is set."""
+    """By the same flags, variables and file; on any free port only where none is set, and by HTTP
+    only where that is asked for."""
     parser = argparse.ArgumentParser()
     add_connection_flags(parser, without=())
     file = tmp_path / "settings.yaml"
     file.write_text("grpc_port: 1234\n", "utf-8")
     assert own_config(parser.parse_args([])).coordinator.grpc_port == 0
     assert own_config(parser.parse_args(["--config", str(file)])).coordinator.grpc_port == 1234
+    for words, asked in (((), False), (("--http",), True), (("--port", "8000"), True)):
+        assert own_config(parser.parse_args(words)).coordinator.http is asked
     monkeypatch.setenv("OUTRIDER_GRPC_PORT", "2345")
     monkeypatch.setenv("OUTRIDER_TARGET_PORT", "3456")
     config = own_config(parser.parse_args(["--config", str(file)]))

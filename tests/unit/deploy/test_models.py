@@ -167,3 +167,15 @@ def test_a_number_of_ranks_that_a_model_cannot_have_is_refused(tiny: Path, key: 
     with pytest.raises(SettingError, match="1, 2 do") as bad:
         resolve_models(load_config({**models, key: 3}, {}))
     assert bad.value.key == key
+
+
+def test_every_replica_is_told_where_the_targets_tokenizer_is(tiny: Path, tmp_path: Path) -> None:
+    """A draft that only copies, too: it is cut where a constraint ends it."""
+    spoken = save_tiny_model(tmp_path / "spoken", vocab_size=320, tokenizer=byte_level_tokenizer())
+    for model, told in ((spoken, str(spoken)), (tiny, "")):
+        for draft_model in ("ngram", str(model)):
+            config = resolve_models(
+                load_config({"model": str(model), "draft_model": draft_model}, {})
+            )
+            places = (config.target, config.draft, config.coordinator)
+            assert [place.tokenizer_directory for place in places] == [told] * 3

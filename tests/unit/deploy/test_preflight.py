@@ -10,7 +10,12 @@ from deploy.preflight import check_before_start
 from outrider.config import load_config
 from outrider.errors import SettingError
 
-EMULATED = {"engine": "emulated:vocab_size=10", "draft_model": "emulated", "grpc_port": 0}
+EMULATED = {
+    "engine": "emulated:vocab_size=10",
+    "draft_model": "emulated",
+    "grpc_port": 0,
+    "port": 0,
+}
 
 
 def test_every_port_that_a_role_counts_up_to_must_be_free() -> None:
@@ -33,6 +38,7 @@ def test_every_port_that_a_role_counts_up_to_must_be_free() -> None:
         ),
         ({"target_port": 47001, "draft_port": 47001}, "draft_port", "among the ports"),
         ({"grpc_port": 65_535, "num_coordinators": 2}, "grpc_port", "no ports for 2"),
+        ({"grpc_port": 47001, "port": 47002, "num_coordinators": 2}, "port", "among the ports"),
     ],
 )
 def test_roles_count_up_to_ports_of_their_own(

@@ -48,8 +48,10 @@ async def test_the_record_is_true_while_replicas_come_and_go() -> None:
 
     before: DeploymentRecord | None = record
     wanted = {"coordinator": 2, "target": 3, "draft": 0}
-    found = before = await tell(Endpoints(("h:1", "h:4"), ("h:5", "h:6"), ()), wanted)
+    endpoints = Endpoints(("h:1", "h:4"), ("h:5", "h:6"), (), ("h:8", "h:9"))
+    found = before = await tell(endpoints, wanted)
     assert found is not None
+    assert found.http_address == "h:8,h:9"
     assert (found.grpc_address, found.target_addresses) == ("h:1,h:4", ["h:5", "h:6"])
     assert (found.draft_addresses, found.wanted) == ([], wanted)
     assert (found.started_at, found.redis_url) == ("then", "unix:///x")
@@ -59,5 +61,6 @@ async def test_the_record_is_true_while_replicas_come_and_go() -> None:
     assert found is not None
     assert (found.grpc_address, found.target_addresses) == ("h:1", ["h:6"])
     assert (found.draft_addresses, found.wanted) == (["h:7"], {"draft": 1})
+    assert found.http_address == ""
     assert (found.draft_model, found.settings["max_num_seqs"]) == ("suffix", 7)
     telling.cancel()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rounds import make_head, session_name
@@ -67,6 +69,22 @@ def test_the_youngest_gives_way_and_no_more_than_needed() -> None:
     assert at.step(at.ask(3, 5, base=4), at.ask(1, 9, base=8)) == [WAITS, 1]
     assert at.held(1, 2, 3) == [9, 4, 0]
     assert at.admissions.figures.num_preemptions == 1
+
+
+def test_a_length_that_is_only_claimed_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits like any that no pages hold, and the others of its step go on."""
+    at = Setting(num_pages=4)
+    lengths = []
+    can_hold = at.engine.can_hold
+
+    def watched(steps: Any, *rest: Any, **more: Any) -> bool:
+        lengths.extend(len(step.token_ids) for step in steps)
+        return can_hold(steps, *rest, **more)
+
+    monkeypatch.setattr(at.engine, "can_hold", watched)
+    far = replace(make_head([1, 2], session=1), base_length=2**32 - 1)
+    assert at.step(Ask(far, 0), at.ask(2, 4)) == [WAITS, 4]
+    assert max(lengths) < 100
 
 
 def test_nobody_gives_way_in_vain() -> None:

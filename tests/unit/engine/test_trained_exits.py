@@ -58,7 +58,8 @@ def test_what_it_makes_of_a_row_is_as_it_says(target: Path) -> None:
     gate, up = made.gate_up.weight.chunk(2)
     gated = torch.nn.functional.silu(x @ gate.T) * (x @ up.T)
     f = x + x @ made.mix.weight.T + gated @ made.down.weight.T
-    torch.testing.assert_close(made.logits(hidden), f @ module.lm_head.weight[list(HEAD_IDS)].T)
+    expected = f @ module.lm_head.weight[list(HEAD_IDS)].T
+    torch.testing.assert_close(made.logits(hidden), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from outrider.errors import InvariantError
 from outrider.speculation.drafting import draft_token, draft_tokens, quantise
-from outrider.speculation.noise import NoiseBatch, RoundNoise, Stream, uniforms, uniforms_at
+from outrider.speculation.noise import RoundNoise, Stream
+from outrider.speculation.noise_rows import NoiseBatch, uniforms, uniforms_at
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, decode_q, encode_q
 from outrider.speculation.race import race, race_at
 from outrider.speculation.sampling import Rule

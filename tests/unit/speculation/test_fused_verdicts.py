@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from outrider.errors import InvariantError
 from outrider.speculation import supports as supports_module
 from outrider.speculation.drafting import draft_tokens, draw_from_logits
-from outrider.speculation.noise import NoiseBatch, RoundNoise
-from outrider.speculation.philox import flat_uniforms, row_uniforms
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.noise_rows import NoiseBatch
+from outrider.speculation.philox import flat_uniforms
+from outrider.speculation.philox_rows import row_uniforms
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
 from outrider.speculation.race import race
 from outrider.speculation.sampling import Rule, SamplingParams

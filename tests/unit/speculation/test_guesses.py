@@ -8,7 +8,8 @@ import torch
 
 from outrider.speculation.drafting import draft_rows
 from outrider.speculation.guesses import EVIDENCE_MAX, guess_round, with_bonus
-from outrider.speculation.noise import RoundNoise, uniforms
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.noise_rows import uniforms
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.sampling import Rule, SamplingParams

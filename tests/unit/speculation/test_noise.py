@@ -9,25 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import InvariantError
-from outrider.speculation import philox
+from outrider.speculation import philox_rows
 from outrider.speculation.noise import (
     INDEX_MAX,
     SIBLING_MAX,
-    NoiseBatch,
     Place,
     RoundNoise,
     Stream,
     choice_seed,
-    uniforms,
-    uniforms_at,
 )
-from outrider.speculation.philox import (
-    RowKeys,
+from outrider.speculation.noise_rows import NoiseBatch, uniforms, uniforms_at
+from outrider.speculation.philox import RowKeys, philox4x32, uniform
+from outrider.speculation.philox_rows import (
     all_uniforms_on_device,
-    philox4x32,
     row_uniforms,
     row_uniforms_at,
-    uniform,
     uniforms_on_device,
 )
 from outrider.speculation.sampling import Rule
@@ -86,7 +82,7 @@ def test_vectorised_equals_scalar(rows, num_tokens, device):
     assert row_uniforms(keys, num_tokens, device).tolist() == expected
     every = torch.arange(num_tokens, device=device).repeat(len(rows), 1)
     assert row_uniforms_at(keys, every).tolist() == expected
-    columns = philox._to_torch(keys, device)
+    columns = philox_rows._to_torch(keys, device)
     # What other devices run, on the CPU: torch int64, which wraps and extends signs.
     assert all_uniforms_on_device(columns, num_tokens).tolist() == expected
     assert uniforms_on_device(columns, every).tolist() == expected
@@ -96,7 +92,7 @@ def test_int64_arithmetic_of_other_devices_gives_the_same_numbers(device):
     """What runs on CUDA (torch int64, wrapping and sign-extending) agrees with uint64."""
     keys = keys_of((2**64 - 1, FULL, FULL, 4), (7, 5, 0x80000003, 2))
     expected = row_uniforms(keys, 1199, "cpu")
-    columns = philox._to_torch(keys, device)
+    columns = philox_rows._to_torch(keys, device)
     assert torch.equal(all_uniforms_on_device(columns, 1199).cpu(), expected)
     listed = torch.tensor([[1198, 5, 6, 0], [3, 3, 700, 1]])
     drawn = uniforms_on_device(columns, listed.to(device))
@@ -107,7 +103,7 @@ def test_blocks_do_not_show(monkeypatch):
     """Rows and counters are worked on in blocks; the numbers do not depend on their size."""
     keys = keys_of(*[(3, i, 0, 1) for i in range(7)])
     whole = row_uniforms(keys, 61, "cpu")
-    monkeypatch.setattr(philox, "_BLOCK", 5)
+    monkeypatch.setattr(philox_rows, "_BLOCK", 5)
     assert torch.equal(row_uniforms(keys, 61, "cpu"), whole)
     assert torch.equal(row_uniforms(keys, 9, "cpu"), whole[:, :9])
 

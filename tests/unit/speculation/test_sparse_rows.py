@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from outrider.errors import InvariantError, OutriderError
 from outrider.speculation.drafting import draft_rows
-from outrider.speculation.noise import NoiseBatch, RoundNoise
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.noise_rows import NoiseBatch
 from outrider.speculation.proposal import COUNT_TOTAL
 from outrider.speculation.race import race
 from outrider.speculation.sampling import Rule, SamplingParams

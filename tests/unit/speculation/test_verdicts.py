@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from outrider.errors import InvariantError
-from outrider.speculation.noise import NoiseBatch, RoundNoise, Stream, uniforms
+from outrider.speculation.noise import RoundNoise, Stream
+from outrider.speculation.noise_rows import NoiseBatch, uniforms
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
 from outrider.speculation.sampling import Rule
 from outrider.speculation.scoring import DraftRows, score, score_rows, verdict_law

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rounds import make_head
 
+from outrider.constraints.constraint import Constraint
 from outrider.engine.costs import StepCosts
 from outrider.errors import BadRequest
 from outrider.features import Features
@@ -23,6 +24,7 @@ from outrider.limits import (
     LOGPROBS_MAX,
     NUM_DRAFT_TOKENS_MAX,
     RUN_AHEAD_ROUNDS_MAX,
+    SESSION_TOKENS_MAX,
     SIBLINGS_MAX,
     TENANT_CHARS_MAX,
     TOKEN_ID_MAX,
@@ -47,6 +49,7 @@ from outrider.speculation.verdict import Verdict
 from outrider.v1 import draft_pb2, target_pb2, types_pb2
 from outrider.wire import convert
 from outrider.wire.codecs import VERIFY
+from outrider.wire.descriptions import description_from_proto, description_to_proto
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -74,11 +77,23 @@ SAMPLINGS = st.builds(
 )
 
 
+CONSTRAINTS = st.sampled_from(
+    [
+        None,
+        Constraint.of_schema({"type": "object", "title": "é"}),
+        Constraint.any_object(),
+        Constraint.of_regex("[ab]+"),
+        Constraint.of_choices(["x", 'y"']),
+    ]
+)
+
+
 @st.composite
 def heads(draw: st.DrawFn) -> RoundHead:
-    base_length = draw(st.integers(0, 2**31))
+    base_length = draw(st.integers(0, SESSION_TOKENS_MAX - 5))
     append = tuple(draw(st.lists(IDS, min_size=0 if base_length else 1, max_size=5)))
     sampling = draw(SAMPLINGS)
+    constraint = draw(CONSTRAINTS)
     return RoundHead(
         session_id=draw(st.from_regex(r"\A[0-9a-f]{32}\Z")),
         tenant=draw(st.text(max_size=9)),
@@ -94,6 +109,8 @@ def heads(draw: st.DrawFn) -> RoundHead:
         sampling_hash=sampling.hash(),
         deadline_ms=draw(st.integers(0, DEADLINE_MS_MAX)),
         traceparent=draw(st.text(max_size=9)),
+        constraint=constraint,
+        constraint_hash=b"" if constraint is None else constraint.digest(),
     )
 
 
@@ -149,7 +166,7 @@ def test_verify_items_survive(item: VerifyItem) -> None:
     data = convert.verify_item_to_proto(item, None).SerializeToString()
     assert convert.verify_item_from_proto(target_pb2.VerifyItem.FromString(data)) == item
     short = convert.verify_item_to_proto(item, item.head.sampling_hash)
-    without = replace(item, head=replace(item.head, sampling=None))
+    without = replace(item, head=replace(item.head, sampling=None, constraint=None))
     assert convert.verify_item_from_proto(short) == without
     assert VERIFY.with_head(without, item.head) == item
 
@@ -220,14 +237,14 @@ def test_descriptions_survive() -> None:
         {"reads_features": True},
     )
     for described in (description, *(replace(description, **other) for other in others)):
-        message = convert.description_to_proto(described)
-        assert convert.description_from_proto(message) == described
+        message = description_to_proto(described)
+        assert description_from_proto(message) == described
 
 
 def test_costs_that_make_no_sense_are_refused() -> None:
     message = types_pb2.ReplicaDescription(step_costs=types_pb2.StepCosts(rows=[1], seconds=[-1.0]))
     with pytest.raises(BadRequest, match="step_costs"):
-        convert.description_from_proto(message)
+        description_from_proto(message)
 
 
 def test_whole_numbers_hash_like_what_comes_out_of_the_wire() -> None:
@@ -288,6 +305,11 @@ ITEM_CHANGES: list[tuple[str, Callable[[Any], Any], Callable[[Any], Any] | None]
         "head.append",
         lambda m: m.head.append.append(TOKEN_ID_MAX + 1),
         lambda m: m.head.append.append(TOKEN_ID_MAX),
+    ),
+    (
+        "head.base_length",  # With the two that are appended.
+        lambda m: setattr(m.head, "base_length", SESSION_TOKENS_MAX - 1),
+        lambda m: setattr(m.head, "base_length", SESSION_TOKENS_MAX - 2),
     ),
     (
         "head.prompt_length",

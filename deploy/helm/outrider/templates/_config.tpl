@@ -26,6 +26,7 @@
   "host" "0.0.0.0"
   "insecure" true
   "grpc_port" (int (include "outrider.grpcPort" .))
+  "port" (int (include "outrider.httpPort" .))
   "redis_url" (include "outrider.redisUrl" .)
   "redis_key_prefix" .Values.redis.keyPrefix
   "telemetry" (include "outrider.telemetry" .)
@@ -36,6 +37,10 @@
 {{- end -}}
 {{- if include "outrider.caFromSecret" . -}}
 {{- $_ := set $own "redis_ca_file" (printf "/etc/outrider/redis/%s" .Values.redis.external.caKey) -}}
+{{- end -}}
+{{- with .Values.security }}
+{{- with .keysSecret }}{{ $_ := set $own "api_key_file" (printf "/etc/outrider/keys/%s" $.Values.security.keysKey) }}{{ end -}}
+{{- with .internalTlsSecret }}{{ $_ := set $own "internal_tls_dir" "/etc/outrider/internal" }}{{ end -}}
 {{- end -}}
 {{- /* Pods may have to be started first, and their image fetched. */ -}}
 {{- $defaults := dict "startup_timeout_s" 1800 "model_timeout_s" 3600 -}}

@@ -10,6 +10,7 @@
 
 {{/* Where a coordinator listens, in each of its pods. */}}
 {{- define "outrider.grpcPort" -}}50051{{- end -}}
+{{- define "outrider.httpPort" -}}8000{{- end -}}
 
 {{- define "outrider.image" -}}
 {{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}

@@ -126,3 +126,35 @@ whether models are only read. */}}
     secretName: {{ .Values.redis.external.caSecret }}
 {{- end }}
 {{- end -}}
+
+{{/* Keys of callers, and the certificate of a role. Both take the root and the role's name. Whole
+directories, so that what changes in a Secret comes to running pods. */}}
+{{- define "outrider.lockMounts" -}}
+{{- if and .root.Values.security.keysSecret (eq .name "coordinator") }}
+- {name: keys, mountPath: /etc/outrider/keys, readOnly: true}
+{{- end }}
+{{- if .root.Values.security.internalTlsSecret }}
+- {name: internal-tls, mountPath: /etc/outrider/internal, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "outrider.lockVolumes" -}}
+{{- if and .root.Values.security.keysSecret (eq .name "coordinator") }}
+- name: keys
+  secret:
+    secretName: {{ .root.Values.security.keysSecret }}
+    defaultMode: 0440
+    items:
+      - {key: {{ .root.Values.security.keysKey }}, path: {{ .root.Values.security.keysKey }}}
+{{- end }}
+{{- with .root.Values.security.internalTlsSecret }}
+- name: internal-tls
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0440
+    items:
+      - {key: ca.pem, path: ca.pem}
+      - {key: {{ $.name }}.pem, path: {{ $.name }}.pem}
+      - {key: {{ $.name }}-key.pem, path: {{ $.name }}-key.pem}
+{{- end }}
+{{- end -}}

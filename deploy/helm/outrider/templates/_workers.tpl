@@ -39,6 +39,7 @@ template:
     volumes:
       {{- include "outrider.scratchVolumes" .group | nindent 6 }}
       {{- with include "outrider.dataVolumes" .root | trim }}{{ . | nindent 6 }}{{ end }}
+      {{- with include "outrider.lockVolumes" . | trim }}{{ . | nindent 6 }}{{ end }}
 {{- end -}}
 
 {{- define "outrider.worker" -}}
@@ -51,6 +52,7 @@ env:
 {{- if eq .name "coordinator" }}
 ports:
   - {name: grpc, containerPort: {{ include "outrider.grpcPort" .root }}}
+  - {name: http, containerPort: {{ include "outrider.httpPort" .root }}}
 # A pod is ready while its coordinator serves; before there is one, and while its store or its
 # targets do not answer, no caller is sent here. Whether Ray runs, the operator's own liveness probe
 # asks: a coordinator that is not there yet is no reason to start the pod anew.
@@ -92,4 +94,5 @@ securityContext:
 volumeMounts:
   {{- include "outrider.scratchMounts" . | nindent 2 }}
   {{- with include "outrider.dataMounts" (dict "root" .root "readOnly" true) | trim }}{{ . | nindent 2 }}{{ end }}
+  {{- with include "outrider.lockMounts" . | trim }}{{ . | nindent 2 }}{{ end }}
 {{- end -}}

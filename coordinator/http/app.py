@@ -1,0 +1,207 @@
+"""The routes, and the one place that asks who calls."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Final
+
+from fastapi import FastAPI, HTTPException, Request, Response
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from coordinator.service import CoordinatorService
+from outrider.errors import OutriderError, Unauthenticated, Unavailable
+from outrider.limits import HTTP_BODY_BYTES_MAX
+from outrider.security.gate import OPEN, Gate
+
+from . import fleet, models
+from .bodies import ChatBody, CompletionBody
+from .chat import ChatShape, translate_chat
+from .completions import CompletionShape, translate_completion
+from .errors import ErrorBody, add_error_handlers, error_response, meant
+from .health import KeptHealth
+from .native import EVENTS, NativeBody, told_events, translate_native
+from .page_files import PAGE_PATHS, add_page
+from .reading import BodyRoute
+from .rendering import json_response
+from .serving import Generations
+from .timed import Timed
+
+if TYPE_CHECKING:
+    from outrider.telemetry.http_times import HttpTimes
+
+Metrics = Callable[[str], tuple[bytes, str]]
+"""Prometheus' text and its content type, of those that a scraper accepts. Blocks."""
+_ERRORS: Final[dict[int | str, dict[str, Any]]] = {
+    "4XX": {"model": ErrorBody, "description": "The request is wrong, or too much."},
+    "5XX": {"model": ErrorBody, "description": "It cannot be served now."},
+}
+_STREAMS: Final[dict[int | str, dict[str, Any]]] = {
+    200: {
+        "description": "The answer; a stream of its chunks where `stream` is true.",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    },
+    **_ERRORS,
+}
+_METRICS: Final[dict[int | str, dict[str, Any]]] = {
+    200: {"description": "Prometheus' text.", "content": {"text/plain": {}}},
+    **_ERRORS,
+}
+
+OPEN_PATHS: Final = frozenset({"/health", *PAGE_PATHS})
+"""Where nobody is asked for a key: probes have none, and the page's files, which have no data, ask
+for one themselves."""
+
+
+class Doorkeeper:
+    """Learns who calls before anything of a request's body is read."""
+
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+        self._app = app
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Names the caller, and lets the call in; or answers it."""
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            try:
+                caller = self._gate.identify(_authorization(scope))
+            except OutriderError as error:
+                await error_response(meant(error))(scope, receive, send)
+                return
+            scope.setdefault("state", {})["caller"] = caller
+        await self._app(scope, receive, send)
+
+
+def _authorization(scope: Scope) -> str | None:
+    """What the caller shows, if anything. Raises `Unauthenticated` for more than one."""
+    values = Headers(scope=scope).getlist("authorization")
+    if len(values) > 1:
+        raise Unauthenticated("authorization: there are several; send one")
+    return values[0] if values else None
+
+
+class BodyLimit:
+    """Reads no more of a body than `HTTP_BODY_BYTES_MAX`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Lets a call read its body."""
+        size = 0
+
+        async def bounded() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > HTTP_BODY_BYTES_MAX:
+                raise HTTPException(413, f"the body has more than {HTTP_BODY_BYTES_MAX} bytes")
+            return message
+
+        await self._app(scope, bounded, send)
+
+
+def build_app(
+    service: CoordinatorService,
+    closing: asyncio.Event,
+    metrics: Metrics | None,
+    gate: Gate = OPEN,
+    times: HttpTimes | None = None,
+) -> FastAPI:
+    """The application, behind the `gate`. `closing` is set when it waits no longer for what runs;
+    without `metrics` there are none. `times` hear of each request."""
+    app = FastAPI(
+        title="Outrider",
+        version=version("outrider"),
+        docs_url=None,  # Their pages load scripts from elsewhere.
+        redoc_url=None,
+        redirect_slashes=False,  # A path with one more is another, and not there.
+    )
+    app.router.route_class = BodyRoute
+    app.state.gate = gate
+    app.add_middleware(BodyLimit)
+    app.add_middleware(Doorkeeper, gate=gate)  # The last one is asked first.
+    if times is not None:
+        app.add_middleware(Timed, times=times)
+    add_error_handlers(app)
+    generations = Generations(service, gate, closing)
+    _add_generation(app, generations, service)
+    _add_models(app, service)
+    _add_operation(app, service, metrics)
+    _add_window(app, generations, service)
+    return app
+
+
+def _add_generation(app: FastAPI, generations: Generations, service: CoordinatorService) -> None:
+    @app.post("/v1/chat/completions", responses=_STREAMS)
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        """Goes on with a conversation."""
+        asked = translate_chat(body, service.draw_seed)
+        return await generations.answer(request, asked, ChatShape())
+
+    @app.post("/v1/completions", responses=_STREAMS)
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        """Goes on with raw text or tokens."""
+        asked = translate_completion(body, service.draw_seed)
+        return await generations.answer(request, asked, CompletionShape())
+
+
+def _add_models(app: FastAPI, service: CoordinatorService) -> None:
+    created = int(time.time())
+
+    @app.get("/v1/models", responses=_ERRORS)
+    async def list_models() -> Response:
+        """The model that is served."""
+        return json_response(models.listed(service.model, created))
+
+    @app.get("/v1/models/{name:path}", responses=_ERRORS)
+    async def get_model(name: str) -> Response:
+        """The same by its name."""
+        return json_response(models.found(service.model, name, created))
+
+
+def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics | None) -> None:
+    kept = KeptHealth(service)
+
+    @app.get("/health", responses=_ERRORS)
+    async def health() -> Response:
+        """Whether a request that comes now can make progress; 503 says why not."""
+        trouble = await kept.trouble()
+        if trouble:
+            raise Unavailable(trouble)
+        return json_response({"status": "ok"})
+
+    @app.get("/version", responses=_ERRORS)
+    async def tell_version() -> Response:
+        """Of this program."""
+        return json_response({"version": app.version})
+
+    @app.get("/metrics", responses=_METRICS, response_class=Response)
+    async def tell_metrics(request: Request) -> Response:
+        """For Prometheus, of this coordinator."""
+        if metrics is None:
+            raise HTTPException(404, "metrics are off; --telemetry prometheus=PORT turns them on")
+        accept = request.headers.get("accept", "")
+        text, content_type = await asyncio.to_thread(metrics, accept)
+        return Response(text, headers={"content-type": content_type})
+
+
+def _add_window(app: FastAPI, generations: Generations, service: CoordinatorService) -> None:
+    """The page, and what it asks for."""
+    events = {"description": EVENTS, "content": {"text/event-stream": {}}}
+    add_page(app)
+
+    @app.post("/api/generate", responses={200: events, **_ERRORS}, response_class=Response)
+    async def generate(body: NativeBody, request: Request) -> Response:
+        """Goes on with a conversation or a prompt, and tells of every round."""
+        asked = translate_native(body, service.draw_seed)
+        told = told_events(service.text, generations.events(request, asked))
+        return await generations.stream(request, told)
+
+    @app.get("/api/fleet", responses={200: {"model": fleet.Fleet}, **_ERRORS})
+    async def tell_fleet() -> Response:
+        """The replicas, as this coordinator knows them."""
+        return json_response(fleet.told(service))

@@ -1,0 +1,50 @@
+// One round, told in a line: what was proposed, what came of it, and the token that is looked at.
+
+import { shown } from "./writing.js";
+
+const ORIGINS = {
+  accepted: "a draft token that the target accepted",
+  correction: "the target's own token, in place of one that it refused",
+  bonus: "the target's own token, behind a proposal that was accepted whole",
+  plain: "the target's own token; nothing was drafted",
+  stored: "read from the store",
+};
+
+function piece(kind, name, text) {
+  const made = document.createElement(kind);
+  made.className = name;
+  made.textContent = text;
+  return made;
+}
+
+export function total(round) {
+  const { draft_ms, wire_ms, queue_ms, verify_ms, commit_ms } = round;
+  return draft_ms + wire_ms + queue_ms + verify_ms + commit_ms;
+}
+
+/** Says all of a token, or of a round where `token` is null. */
+export function tell(place, round, token) {
+  if (!round || round.index < 0) return place.replaceChildren();
+  const head = piece("span", "head", `round ${round.index}`);
+  const line = piece("span", "proposal", "");
+  const texts = round.proposed_texts ?? round.proposed_token_ids.map(String);
+  texts.forEach((text, i) => {
+    const passed = round.accepted.includes(i);
+    const one = piece("span", passed ? "draft passed" : "draft failed", shown(text));
+    one.title = passed ? "accepted" : "refused";
+    if (token?.origin === "accepted" && round.accepted[token.place] === i) one.classList.add("this");
+    line.append(one);
+  });
+  const own = round.tokens.find((one) => one.origin !== "accepted");
+  if (own) {
+    const text = own.node.classList.contains("chip") ? String(own.id) : shown(own.text) || "▫";
+    const one = piece("span", `pen ${own.origin}`, text);
+    if (token === own) one.classList.add("this");
+    line.append(one);
+  }
+  const words = token
+    ? `token ${token.index}, id ${token.id}: ${ORIGINS[token.origin]}`
+    : texts.length ? `${round.accepted.length} of ${texts.length} accepted` : "nothing was drafted";
+  const ahead = round.look_ahead_hit ? ", drafted ahead" : "";
+  place.replaceChildren(head, line, piece("span", "words", `${words}${ahead}, ${total(round).toFixed(1)} ms`));
+}

@@ -1,0 +1,70 @@
+// The replicas, looked at again and again while somebody can see them.
+
+import { fleet } from "./stream.js";
+
+const PERIOD_MS = 1500;
+const AWAY_MS = 3000;
+
+const share = (figures, name, word) =>
+  typeof figures[name] === "number" ? [`${Math.round(100 * figures[name])} % ${word}`] : [];
+
+function lately(figures) {
+  const rate = figures.tokens_per_second;
+  return [
+    ...(typeof rate === "number" ? [`${rate.toFixed(0)} tokens/s`] : []),
+    ...share(figures, "busy", "busy"),
+    ...share(figures, "acceptance", "accepted"),
+    ...share(figures, "look_ahead_hits", "drafted ahead"),
+    ...share(figures, "kv_usage", "of pages in use"),
+  ].join(", ");
+}
+
+function row(replica) {
+  const made = document.createElement("tr");
+  const node = [replica.node, replica.device].filter(Boolean).join(", ");
+  const cells = [
+    replica.role, replica.here ? `${replica.name} (this one)` : replica.name, replica.model,
+    node || "–", replica.load, replica.state, lately(replica.figures) || "–",
+  ];
+  cells.forEach((text, i) => {
+    const cell = document.createElement(i === 1 ? "th" : "td");
+    if (i === 1) cell.scope = "row";
+    cell.textContent = text;
+    if (i === 5) cell.className = `state ${replica.state}`;
+    made.append(cell);
+  });
+  return made;
+}
+
+/** What has to be known to read the table. */
+function remark(replicas, heard) {
+  if (heard > AWAY_MS) return `the registry has been away for ${(heard / 1e3).toFixed(0)} s`;
+  const coordinators = replicas.filter((one) => one.role === "coordinator").length;
+  return coordinators > 1 ? "of targets and drafts: the sessions of this coordinator" : "";
+}
+
+/** Keeps a table up to date, while `mayLook()`; `hear(error)` is told of what goes wrong. */
+export function follow(body, note, served, mayLook, hear) {
+  let before = "";
+  const look = async () => {
+    if (document.visibilityState !== "visible" || !mayLook()) return;
+    try {
+      const { replicas, heard_ms_ago: heard } = await fleet();
+      const now = JSON.stringify(replicas);
+      if (now !== before) body.replaceChildren(...replicas.map(row));
+      before = now;
+      served.textContent = replicas.find((one) => one.here)?.model ?? "";
+      note.textContent = remark(replicas, heard);
+    } catch (error) {
+      note.textContent = `not known: ${error.message}`;
+      hear(error);
+    }
+  };
+  const again = async () => {
+    await look();
+    setTimeout(again, PERIOD_MS);
+  };
+  document.addEventListener("visibilitychange", look);
+  again();
+  return look;
+}

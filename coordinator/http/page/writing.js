@@ -1,0 +1,191 @@
+// The text: each token in the hand that wrote it, and what the draft wrote in vain.
+
+const GHOST_MS = 1200;
+
+/** The indices of proposed tokens that were accepted, given the tokens that came of the round. */
+export function acceptedOf(round, tokenIds) {
+  const parents = round.proposed_parents;
+  if (parents.length === 0) return [...Array(round.num_accepted).keys()];
+  const path = [];
+  for (const id of tokenIds.slice(0, round.num_accepted)) {
+    const before = path.length ? path.at(-1) : -1;
+    path.push(round.proposed_token_ids.findIndex((one, i) => one === id && parents[i] === before));
+  }
+  return path;
+}
+
+/** How a token is written where it stands alone. */
+export function shown(text) {
+  return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣");
+}
+
+function element(kind, name, text = "") {
+  const made = document.createElement(kind);
+  made.className = name;
+  made.textContent = text;
+  return made;
+}
+
+export class Writing {
+  /** `pick(token)` hears which token is looked at; null for none. */
+  constructor(paper, pick) {
+    this.paper = paper;
+    this.pick = pick;
+    this.keeps = false;
+    this.reset();
+    paper.addEventListener("mouseover", (event) => this.#point(event.target));
+    paper.addEventListener("mouseleave", () => this.#point(null));
+    paper.addEventListener("click", (event) => this.#choose(this.#index(event.target)));
+    paper.addEventListener("keydown", (event) => this.#key(event));
+    paper.addEventListener("blur", () => this.#choose(-1));
+  }
+
+  reset() {
+    this.paper.replaceChildren();
+    this.tokens = [];
+    this.chosen = -1;
+    this.waiting = [];
+    this.round = null;
+    this.ghost = null;
+    clearTimeout(this.fading);
+  }
+
+  /** A round whose tokens come next. */
+  begin(round) {
+    this.round = { ...round, tokens: [], accepted: [] };
+  }
+
+  /** Writes what a round proposes in pencil, before anybody has said what becomes of it. */
+  pencil(round) {
+    this.#erase();
+    this.ghost = element("span", "ghost");
+    this.ghost.append(
+      ...this.#proposed(round).map((text) => element("span", "pencil", text)),
+    );
+    this.#append(this.ghost);
+  }
+
+  /** Tokens that have been committed. */
+  write(event) {
+    const round = this.round ?? { proposed_token_ids: [], accepted: [], tokens: [], index: -1 };
+    round.accepted = this.round ? acceptedOf(round, event.token_ids) : [];
+    this.#erase();
+    const made = event.token_ids.map((id, i) => this.#token(event, i, round));
+    const refused = this.#refused(round);
+    const at = made.findIndex((one) => one.origin !== "accepted");
+    const nodes = made.map((one) => one.node);
+    if (this.keeps && refused) nodes.splice(at < 0 ? nodes.length : at, 0, refused);
+    this.#append(...nodes);
+    this.#take(event.text_delta);
+    if (!this.keeps && refused) this.#show(refused);
+    if (this.round) this.round = null;
+    return round;
+  }
+
+  /** No more comes. */
+  end() {
+    this.fading = setTimeout(() => this.#erase(), GHOST_MS);
+  }
+
+  #token(event, i, round) {
+    const drafted = round.proposed_token_ids.length > 0;
+    const origin = event.origins[i] === "bonus" && !drafted ? "plain" : event.origins[i];
+    const node = element("span", `token ${origin}`);
+    if (round.look_ahead_hit && i === 0) node.classList.add("hit");
+    const text = event.texts === null ? String(event.token_ids[i]) : event.texts[i];
+    if (event.texts === null) node.classList.add("chip");
+    node.dataset.index = this.tokens.length;
+    node.dataset.id = event.token_ids[i];
+    const token = {
+      index: this.tokens.length, id: event.token_ids[i], origin, text, node, round, place: i,
+    };
+    this.tokens.push(token);
+    round.tokens.push(token);
+    if (event.texts === null) node.textContent = text;
+    else this.waiting.push({ token, left: text.length });
+    return token;
+  }
+
+  /** Text that has become certain goes to the tokens whose it is. */
+  #take(delta) {
+    while (this.waiting.length && (delta || this.waiting[0].left === 0)) {
+      const first = this.waiting[0];
+      const piece = delta.slice(0, first.left);
+      delta = delta.slice(piece.length);
+      first.left -= piece.length;
+      first.token.node.textContent += piece;
+      first.token.node.classList.toggle("mute", first.token.node.textContent === "");
+      if (first.left > 0) break;
+      this.waiting.shift();
+    }
+    // What the last tokens left incomplete is told at the end.
+    if (delta && this.tokens.length) this.tokens.at(-1).node.textContent += delta;
+  }
+
+  #proposed(round) {
+    const children = round.proposed_parents;
+    const texts = round.proposed_texts ?? round.proposed_token_ids.map((id) => ` ${id}`);
+    if (children.length === 0) return texts;
+    // Of a tree the first siblings: the others are in the detail.
+    const path = [];
+    for (let at = -1; (at = children.indexOf(at)) >= 0;) path.push(texts[at]);
+    return path;
+  }
+
+  #refused(round) {
+    const texts = round.proposed_token_ids.length ? this.#proposed(round) : [];
+    const left = texts.slice(round.accepted.length);
+    if (left.length === 0) return null;
+    const ghost = element("del", "refused");
+    ghost.setAttribute("aria-hidden", "true");
+    ghost.append(...left.map((text) => element("span", "", text.replaceAll("\n", "⏎"))));
+    return ghost;
+  }
+
+  #show(ghost) {
+    this.ghost = ghost;
+    this.#append(ghost);
+  }
+
+  #erase() {
+    clearTimeout(this.fading);
+    this.ghost?.remove();
+    this.ghost = null;
+  }
+
+  #append(...nodes) {
+    const { paper } = this;
+    const follows = paper.scrollHeight - paper.scrollTop - paper.clientHeight < 60;
+    paper.append(...nodes);
+    if (follows) paper.scrollTop = paper.scrollHeight;
+  }
+
+  #index(node) {
+    return Number(node?.closest?.(".token")?.dataset.index ?? -1);
+  }
+
+  #point(node) {
+    const index = node ? this.#index(node) : -1;
+    this.pick(this.tokens[index >= 0 ? index : this.chosen] ?? null);
+  }
+
+  #choose(index) {
+    this.tokens[this.chosen]?.node.classList.remove("chosen");
+    this.chosen = index;
+    this.tokens[index]?.node.classList.add("chosen");
+    this.tokens[index]?.node.scrollIntoView({ block: "nearest" });
+    this.pick(this.tokens[index] ?? null);
+  }
+
+  #key(event) {
+    const last = this.tokens.length - 1;
+    const from = this.chosen;
+    const to = {
+      ArrowRight: Math.min(last, from + 1), ArrowLeft: from < 0 ? last : Math.max(0, from - 1),
+      Home: 0, End: last,
+    }[event.key];
+    if (to === undefined || last < 0) return;
+    event.preventDefault();
+    this.#choose(to);
+  }
+}

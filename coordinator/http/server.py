@@ -1,0 +1,135 @@
+"""Listens for HTTP inside the coordinator's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import uvicorn
+
+from coordinator.service import CoordinatorService
+from outrider.errors import ConfigError, check
+from outrider.limits import HTTP_CONNECTIONS_MAX, HTTP_KEEP_ALIVE_S
+from outrider.security.gate import OPEN, Gate
+
+from .app import Metrics, build_app
+from .connections import ImpatientConnection
+from .shown_certificate import ShownCertificate, TlsFiles
+
+if TYPE_CHECKING:
+    from outrider.telemetry.http_times import HttpTimes
+
+CLOSE_S: Final = 2.0
+"""What requests that were told to end may take to say so."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpOptions:
+    """Where a server listens, and what it knows of its process."""
+
+    host: str = "127.0.0.1"
+    """Address to bind; the default is loopback, which only this machine reaches."""
+    port: int = 0
+    """0 = any free port."""
+    metrics: Metrics | None = None
+    """None = they are off."""
+    gate: Gate = OPEN
+    """Who may call, and how much."""
+    tls: TlsFiles | None = None
+    """None = plain text."""
+    times: HttpTimes | None = None
+    """Hear of each request."""
+
+
+class HttpServer:
+    """Serves a coordinator, from `start` to `stop`."""
+
+    def __init__(self, service: CoordinatorService, options: HttpOptions) -> None:
+        self._options = options
+        self._closing = asyncio.Event()
+        tls = options.tls
+        shown = None if tls is None else ShownCertificate(tls)  # Looks before they are read.
+        config = uvicorn.Config(
+            build_app(service, self._closing, options.metrics, options.gate, options.times),
+            lifespan="off",
+            ws="none",
+            loop="none",
+            http=ImpatientConnection,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=HTTP_KEEP_ALIVE_S,
+            limit_concurrency=HTTP_CONNECTIONS_MAX,
+            **_tls(tls),
+        )
+        config.load()
+        if shown is not None and config.ssl is not None:
+            shown.follow(config.ssl)
+        self._server = uvicorn.Server(config)
+        self._server.lifespan = config.lifespan_class(config)
+        self._serving: asyncio.Task[None] | None = None
+        self._address = ""
+
+    @property
+    def address(self) -> str:
+        """host:port that it listens on, once started."""
+        check(bool(self._address), "the server has not been started")
+        return self._address
+
+    async def start(self) -> None:
+        """Listens. Raises `ConfigError` where the address cannot be had."""
+        listening = _bind(self._options.host, self._options.port)
+        host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
+        self._address = f"{host}:{listening.getsockname()[1]}"
+        # As `uvicorn.Server.serve`, but signals stay with whoever runs the process.
+        await self._server.startup(sockets=[listening])
+        self._serving = asyncio.create_task(self._serve(listening))
+
+    async def _serve(self, listening: socket.socket) -> None:
+        await self._server.main_loop()
+        await self._server.shutdown(sockets=[listening])
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Takes no more requests, and ends those that last longer than `grace_s` seconds: they
+        are told that the server is shutting down."""
+        if self._serving is None:
+            return
+        self._server.config.timeout_graceful_shutdown = grace_s + CLOSE_S  # type: ignore[assignment]
+        self._server.should_exit = True
+        await asyncio.wait([self._serving], timeout=grace_s)
+        self._closing.set()
+        await self._serving
+
+
+def _tls(files: TlsFiles | None) -> dict[str, Any]:
+    if files is None:
+        return {}
+    return {
+        "ssl_certfile": files.certificate,
+        "ssl_keyfile": files.key,
+        "ssl_ca_certs": None if files.authority is None else str(files.authority),
+        "ssl_cert_reqs": files.asks_callers,
+    }
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, number)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port} for HTTP: {error.strerror or error} (0 = any free "
+            "port)"
+        ) from error
+    return bound

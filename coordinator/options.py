@@ -1,0 +1,45 @@
+"""What a coordinator is told once, for all its requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.limits import LOOK_AHEAD_BYTES_MAX
+
+from .asking import Patience
+from .request import RequestDefaults
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorOptions:
+    """What a coordinator decides where a request does not."""
+
+    name: str
+    """The owner's name in the session store; unique among coordinators."""
+    served_model_name: str
+    """Empty = the target's own name."""
+    defaults: RequestDefaults
+    length_control: bool
+    """Whether K is chosen round by round, up to what a request asks for; else it is just that."""
+    run_ahead_rounds: int
+    max_sessions: int
+    patience: Patience
+    follows: bool = False
+    """Whether replicas may join later."""
+    drafting_delays: bool = False
+    """Whether a draft's work delays the target's: they share cores or a device."""
+    look_ahead: int = 0
+    """Outcomes of a round that the draft works out before they are known."""
+    look_ahead_bytes_max: int = LOOK_AHEAD_BYTES_MAX
+    """Of the proposals for them that are kept for a session."""
+    resume_grace_s: float = 0.0
+    """How long a session whose client is gone may be resumed before it counts as cancelled."""
+    draft_siblings: int = 0
+    """Candidates that a proposal may have beside each of its tokens, where the draft does not look
+    ahead; without `length_control` just so many are asked for."""
+    confident: float | None = None
+    """Tokens that the stand-in must expect to be accepted to go before a target that drafts itself;
+    None = it never does."""
+    audit_share: float = 0.0
+    """Of sessions, those whose tokens are scored once more when they are over, where anybody hears
+    of it."""

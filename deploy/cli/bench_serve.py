@@ -1,0 +1,259 @@
+"""`outrider bench serve`: a load on a deployment of ours, or on any server with OpenAI's HTTP
+interface."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from benchmarks import serving
+from outrider.errors import SettingError
+
+from .connection import add_connection_flags, connected
+from .measuring import AddMeasurement, progress, show
+from .settings import given_flags
+
+if TYPE_CHECKING:
+    from benchmarks.serving_http import HttpServer
+    from benchmarks.serving_load import ServingRun
+    from benchmarks.serving_records import ServingClient
+    from benchmarks.serving_report import ServingReport
+
+OWN_FLAGS: Final = ("seed", "num_draft_tokens", "deadline_ms", "api_key")
+"""Settings of a deployment that are flags of the load here."""
+KEY_VARIABLE: Final = "OPENAI_API_KEY"
+REFRESH_S: Final = 0.25
+"""Between two states of the progress bar."""
+
+
+def add_measurement(measurement: AddMeasurement) -> None:
+    """Adds the command."""
+    parser = measurement(
+        "serve", "latency and throughput under load, as `vllm bench serve` has them", run
+    )
+    server = parser.add_argument_group("server")
+    server.add_argument(
+        "--base-url", metavar="URL",
+        help="a server with OpenAI's interface, such as http://127.0.0.1:8000 [a deployment of "
+        "ours, by gRPC]",
+    )  # fmt: skip
+    server.add_argument(
+        "--endpoint", metavar="PATH",
+        help="with --base-url: /v1/chat/completions, or /v1/completions [the first; with --raw the "
+        "second]",
+    )  # fmt: skip
+    server.add_argument(
+        "--api-key", metavar="KEY", help=f"with --base-url: a bearer token [${KEY_VARIABLE}]"
+    )
+    serving.add_arguments(parser)
+    parser.add_argument(
+        "--num-draft-tokens", type=int, metavar="K",
+        help="by gRPC: draft tokens a round; 0 = plain decoding [the deployment's own]",
+    )  # fmt: skip
+    add_connection_flags(parser, without=OWN_FLAGS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What is being measured, for whoever reports when it is over or interrupted."""
+
+    run: ServingRun
+    options: serving.ServingOptions
+    backend: str
+    server: str
+    model: str
+    date: str
+
+    def report(self, is_over: bool) -> ServingReport:
+        """What there is by now."""
+        from benchmarks.serving_report import ServingReport
+
+        records = sorted(self.run.records, key=lambda record: record.index)
+        return ServingReport(
+            date=self.date,
+            settings=serving.shown_settings(self.options, self.backend, self.server, self.model),
+            options=self.options,
+            duration_s=self.run.duration_s,
+            records=tuple(records),
+            is_over=is_over,
+            lags_s=tuple(self.run.lags_s),
+        )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures and reports; 1 where requests failed. Interrupted, it reports what there is."""
+    options = serving.ServingOptions.from_arguments(arguments, arguments.num_draft_tokens)
+    options.load_prompts()  # What is wrong with them shows before anything is started.
+    server = _http_server(arguments, options)
+    for name in ("save_result", "report"):
+        _check_writable(name, getattr(arguments, name))
+    if arguments.save_detailed and arguments.save_result is None:
+        raise SettingError("save_detailed", "needs --save-result")
+    loads: list[_Load] = []
+    try:
+        asyncio.run(_run(arguments, options, server, loads))
+    except KeyboardInterrupt:
+        if loads:
+            _tell(arguments, loads[0].report(is_over=False))
+        raise
+    return _tell(arguments, loads[0].report(is_over=True))
+
+
+def _http_server(
+    arguments: argparse.Namespace, options: serving.ServingOptions
+) -> HttpServer | None:
+    """Where HTTP goes; None = gRPC it is. Raises `SettingError` for flags of the other."""
+    if arguments.base_url is None:
+        for name in ("endpoint", "api_key"):
+            if getattr(arguments, name) is not None:
+                raise SettingError(name, "needs --base-url")
+        return None
+    from benchmarks.serving_http import CHAT, TEXT, HttpServer
+
+    flags = given_flags(arguments)
+    model = flags.pop("model", "")
+    others = [*sorted(flags), *(name for name in ("server", "config") if getattr(arguments, name))]
+    others += ["num_draft_tokens"] if options.num_draft_tokens is not None else []
+    others += ["rounds"] if options.rounds else []
+    if others:
+        raise SettingError(others[0], "is for a deployment of ours by gRPC, not for --base-url")
+    endpoint = arguments.endpoint or (TEXT if options.raw else CHAT)
+    if options.raw and endpoint == CHAT:
+        raise SettingError("raw", f"cannot go with --endpoint {CHAT}, which applies the template")
+    key = os.environ.get(KEY_VARIABLE, "") if arguments.api_key is None else arguments.api_key
+    return HttpServer(
+        base_url=arguments.base_url, endpoint=endpoint, model=str(model), api_key=key.strip()
+    )
+
+
+def _check_writable(name: str, path: Path | None) -> None:
+    """Now, and not when everything has been measured."""
+    if path is None:
+        return
+    if path.is_dir() or not path.parent.is_dir():
+        raise SettingError(name, f"{path} is wrong; it must be a file in a folder that exists")
+
+
+async def _run(
+    arguments: argparse.Namespace,
+    options: serving.ServingOptions,
+    server: HttpServer | None,
+    loads: list[_Load],
+) -> None:
+    """Measures; `loads` has the load from its first request on."""
+    from benchmarks.serving_load import ServingRun
+
+    async with _client(arguments, options, server) as (client, backend, address, model):
+        run = ServingRun(options, client)
+        if options.num_warmups:
+            progress(f"warming up with {options.num_warmups} requests")
+            await run.warm_up()
+        date = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+        loads.append(_Load(run, options, backend, address, model, date))
+        gc.collect()
+        gc.freeze()  # What is always there is not looked through while times are taken.
+        async with _bar(run, options):
+            await run.measure()
+
+
+@asynccontextmanager
+async def _client(
+    arguments: argparse.Namespace, options: serving.ServingOptions, server: HttpServer | None
+) -> AsyncIterator[tuple[ServingClient, str, str, str]]:
+    """Who asks the server; how, where, and for which model."""
+    async with AsyncExitStack() as stack:
+        if server is not None:
+            from benchmarks.serving_http import BACKENDS, HttpServingClient
+
+            http = await stack.enter_async_context(HttpServingClient(server, options))
+            await http.find_model()
+            yield http, BACKENDS[server.endpoint], server.address, http.model
+            return
+        from benchmarks.serving_grpc import BACKEND, GrpcServingClient
+        from outrider.client import Client
+
+        connection = await stack.enter_async_context(connected(arguments))
+        # What fails is told as it is, and not tried again.
+        client = Client(connection.address, resume_timeout_s=0)
+        await stack.enter_async_context(client)
+        model = (await client.describe()).model
+        yield GrpcServingClient(client, options), BACKEND, connection.address, model
+
+
+@asynccontextmanager
+async def _bar(run: ServingRun, options: serving.ServingOptions) -> AsyncIterator[None]:
+    """Shows on standard error, where that is a terminal, how far the load is."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    total = run.num_planned or options.duration
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as shown:
+        task = shown.add_task("", total=total)
+
+        def refresh() -> None:
+            over, seconds = len(run.records), run.duration_s
+            of = f" of {run.num_planned}" if run.num_planned else ""
+            failed = f", {run.num_failed} failed" if run.num_failed else ""
+            text = f"{over}{of} requests over, {run.num_running} running{failed}"
+            rate = run.num_tokens / seconds if seconds else 0.0
+            shown.update(
+                task,
+                completed=over if run.num_planned else seconds,
+                description=f"{text}, {rate:.0f} tokens/s",
+                refresh=True,
+            )
+
+        async def keep() -> None:
+            while True:
+                refresh()
+                await asyncio.sleep(REFRESH_S)
+
+        keeping = asyncio.create_task(keep())
+        try:
+            yield
+        finally:
+            keeping.cancel()
+
+
+def _tell(arguments: argparse.Namespace, report: ServingReport) -> int:
+    """Writes what was asked for; the exit code."""
+    from benchmarks.serving_report import failures, render, warnings
+
+    if arguments.json:
+        print(report.to_json())
+    else:
+        for table in render(report):
+            show(table)
+    if arguments.save_result is not None:
+        text = report.to_detailed_json() if arguments.save_detailed else report.to_json()
+        _write("save_result", arguments.save_result, text + "\n")
+    if arguments.report is not None:
+        from benchmarks.serving_page import page
+
+        _write("report", arguments.report, page(report))
+    sys.stdout.flush()
+    failed = failures(report)
+    for line in (*warnings(report), *failed):
+        progress(line)
+    return 1 if failed else 0
+
+
+def _write(name: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SettingError(name, f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,107 @@
+"""What a deployment that is started here does about keys and certificates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outrider.config import PATHS, CoordinatorConfig, DeploymentConfig, is_loopback
+from outrider.errors import ConfigError
+from outrider.security.key_file import read_key_file
+from outrider.security.keys import KeyHash, hashed_keys, new_key
+from outrider.settings import Value, blaming
+
+if TYPE_CHECKING:
+    from outrider.wire.channel import Trust
+
+
+def locked(config: DeploymentConfig) -> tuple[DeploymentConfig, str]:
+    """The configuration with hashes in place of keys, and one of its own among them: by that
+    commands of this machine call what was started here. It is new each time; empty where no key is
+    asked for."""
+    front = config.coordinator
+    front = replace(
+        front,
+        internal_tls_dir=_whole(front.internal_tls_dir),
+        api_key_file=_whole(front.api_key_file),
+        ssl_certfile=_whole(front.ssl_certfile),
+        ssl_keyfile=_whole(front.ssl_keyfile),
+        ssl_ca_certs=_whole(front.ssl_ca_certs),
+    )
+    inner = _whole(config.target.internal_tls_dir)
+    config = replace(
+        config,
+        target=replace(config.target, internal_tls_dir=inner),
+        draft=replace(config.draft, internal_tls_dir=inner),
+        coordinator=front,
+    )
+    if not front.asks_for_keys:
+        return config, ""
+    key = new_key()
+    hashes = [hashed_keys(front.api_key), str(KeyHash.of(key))]
+    front = replace(front, api_key=",".join(text for text in hashes if text))
+    return replace(config, coordinator=front), key
+
+
+def whole_paths(values: Mapping[str, Value]) -> dict[str, Value]:
+    """The same settings, but paths do not depend on where a process runs."""
+    return {
+        key: _whole(value) if key in PATHS and isinstance(value, str) else value
+        for key, value in values.items()
+    }
+
+
+def _whole(path: str) -> str:
+    return str(Path(path).expanduser().absolute()) if path else ""
+
+
+def check_locks(config: CoordinatorConfig) -> None:
+    """Reads the files of keys and certificates, as the replicas of this machine will. Raises
+    `SettingError`."""
+    if config.ssl_certfile or config.internal_tls_dir:
+        _check_certificates(config)
+    if config.api_key_file:
+        with blaming("api_key_file"):
+            read_key_file(Path(config.api_key_file))
+
+
+def _check_certificates(config: CoordinatorConfig) -> None:
+    from outrider.security.certificates import INTERNAL_ROLES, RoleFiles, check_pair
+
+    if config.ssl_certfile:
+        with blaming("ssl_certfile"):
+            check_pair(Path(config.ssl_certfile), Path(config.ssl_keyfile))
+    if config.internal_tls_dir:
+        with blaming("internal_tls_dir"):
+            for role in INTERNAL_ROLES:
+                RoleFiles.of(Path(config.internal_tls_dir), role).check()
+
+
+def warnings(config: DeploymentConfig) -> Iterator[str]:
+    """What is allowed, and may not be meant."""
+    front = config.coordinator
+    if front.asks_for_keys and not front.ssl_certfile and not is_loopback(front.host):
+        yield (
+            "warning: keys and texts cross the network in plain text; give --ssl-certfile and "
+            "--ssl-keyfile unless something before this ends TLS"
+        )
+
+
+def own_trust(settings: Mapping[str, Value]) -> Trust | None:
+    """How a command of this machine knows the coordinators of a deployment with these settings: by
+    their certificate itself. None where it cannot, as it has no certificate of its own to show, or
+    theirs is elsewhere."""
+    from outrider.wire.channel import PLAIN
+
+    if not settings.get("ssl_certfile"):
+        return PLAIN
+    if settings.get("ssl_ca_certs"):
+        return None
+    from outrider.wire.credentials import pinned_trust
+
+    try:
+        return pinned_trust(Path(str(settings["ssl_certfile"])))
+    except ConfigError:
+        return None

@@ -1,0 +1,187 @@
+"""A constraint as a value: what kind it is, and its canonical text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+from outrider.errors import BadRequest, InvariantError
+from outrider.limits import (
+    CHOICES_MAX,
+    CONSTRAINT_BYTES_MAX,
+    REGEX_BYTES_MAX,
+    SCHEMA_DEPTH_MAX,
+)
+
+DIGEST_BYTES: Final = 16
+ANY_OBJECT: Final = '{"type":"object"}'
+"""The canonical text of any JSON object: the schema that all of them meet."""
+
+
+class ConstraintKind(StrEnum):
+    """How a text is to be read."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    CHOICE = "choice"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the whole completion must be. Make one with `of_schema`, `of_regex`, `of_choices` or
+    `any_object`, or from its parts with `read`; whether it can be compiled is another question."""
+
+    kind: ConstraintKind
+    text: str
+    """A schema as JSON without needless spaces, its keys in their order, which is that of the
+    answer; an expression that the whole completion matches; choices as a JSON list."""
+
+    @classmethod
+    def of_schema(
+        cls, schema: str | Mapping[str, Any], field: str = ConstraintKind.JSON_SCHEMA
+    ) -> Constraint:
+        """JSON that a schema describes, given as JSON or as what it stands for. Raises `BadRequest`
+        for what is no JSON object, or larger or deeper than `outrider.limits` says."""
+        if isinstance(schema, str):
+            _check_size(schema, CONSTRAINT_BYTES_MAX, field)
+            schema = _loaded(schema, field)
+        if not isinstance(schema, Mapping):
+            raise BadRequest(field, "is no JSON object; a schema is one")
+        _check_depth(schema, field)
+        text = _dumped(schema, field)
+        _check_size(text, CONSTRAINT_BYTES_MAX, field)
+        return cls(ConstraintKind.JSON_SCHEMA, text)
+
+    @classmethod
+    def any_object(cls) -> Constraint:
+        """Any JSON object."""
+        return cls(ConstraintKind.JSON_OBJECT, ANY_OBJECT)
+
+    @classmethod
+    def of_regex(cls, regex: str, field: str = ConstraintKind.REGEX) -> Constraint:
+        """Text that a regular expression matches from its beginning to its end; anchors around all
+        of it say nothing more. Raises `BadRequest` for an empty or overlong one."""
+        if not isinstance(regex, str):
+            raise BadRequest(field, "is no text")
+        _check_size(regex, REGEX_BYTES_MAX, field)
+        bare = _without_anchors(regex)
+        if not bare:
+            raise BadRequest(field, "is empty; an expression that matches some text is needed")
+        return cls(ConstraintKind.REGEX, bare)
+
+    @classmethod
+    def of_choices(cls, choices: Iterable[str], field: str = ConstraintKind.CHOICE) -> Constraint:
+        """One of these texts. Raises `BadRequest` for none, too many, or an empty one."""
+        listed = [choices] if isinstance(choices, str) else list(choices)
+        if not 1 <= len(listed) <= CHOICES_MAX:
+            raise BadRequest(field, f"got {len(listed)} choices; allowed: 1..{CHOICES_MAX}")
+        for index, choice in enumerate(listed):
+            if not isinstance(choice, str) or not choice:
+                raise BadRequest(f"{field}[{index}]", "is no text, or an empty one")
+        text = _dumped(list(dict.fromkeys(listed)), field)
+        _check_size(text, CONSTRAINT_BYTES_MAX, field)
+        return cls(ConstraintKind.CHOICE, text)
+
+    @classmethod
+    def read(cls, kind: str, text: str, field: str = "constraint") -> Constraint:
+        """The constraint of a kind's name and a canonical text, as they were sent or stored.
+        Raises `BadRequest` for what no constraint has."""
+        if kind == ConstraintKind.JSON_OBJECT:
+            return cls.any_object()
+        if kind == ConstraintKind.JSON_SCHEMA:
+            return cls.of_schema(text, f"{field}.text")
+        if kind == ConstraintKind.REGEX:
+            return cls.of_regex(text, f"{field}.text")
+        if kind == ConstraintKind.CHOICE:
+            _check_size(text, CONSTRAINT_BYTES_MAX, f"{field}.text")
+            choices = _loaded(text, f"{field}.text")
+            if not isinstance(choices, list):
+                raise BadRequest(f"{field}.text", "is no JSON list; choices are one")
+            return cls.of_choices(choices, f"{field}.text")
+        allowed = ", ".join(ConstraintKind)
+        raise BadRequest(f"{field}.kind", f"{kind[:64]!r} is no kind; allowed: {allowed}")
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Of a choice."""
+        if self.kind is not ConstraintKind.CHOICE:
+            raise InvariantError(f"a {self.kind} has no choices")
+        return tuple(json.loads(self.text))
+
+    def digest(self) -> bytes:
+        """A 128-bit name for it, the same in every process."""
+        content = f"{self.kind}\n{self.text}".encode()
+        return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
+
+
+def _loaded(text: str, field: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except RecursionError:
+        raise BadRequest(field, f"is nested more than {SCHEMA_DEPTH_MAX} deep") from None
+    except ValueError as error:
+        raise BadRequest(field, f"is no JSON: {error}") from None
+
+
+def _dumped(value: Any, field: str) -> str:
+    """Canonical JSON: no needless spaces, keys in their order."""
+    try:
+        text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(field, f"is not Unicode text: {error.reason}") from None
+    except (ValueError, TypeError) as error:
+        raise BadRequest(field, f"cannot be written as JSON: {error}") from None
+    return text
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _check_size(text: str, bytes_max: int, field: str) -> None:
+    size = len(text.encode(errors="surrogatepass"))
+    if size > bytes_max:
+        raise BadRequest(field, f"has {size} bytes; at most {bytes_max} are allowed")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(field, f"is not Unicode text: {error.reason}") from None
+
+
+def _check_depth(value: Any, field: str) -> None:
+    """Containers within containers, level by level."""
+    level: list[Any] = [value]
+    for _ in range(SCHEMA_DEPTH_MAX):
+        level = [inner for outer in level for inner in _inner(outer)]
+        if not level:
+            return
+    raise BadRequest(field, f"is nested more than {SCHEMA_DEPTH_MAX} deep")
+
+
+def _inner(value: Any) -> list[Any]:
+    """The containers that stand directly in a container."""
+    parts: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, Sequence):
+        parts = value
+    return [part for part in parts if isinstance(part, dict | list | tuple)]
+
+
+def _without_anchors(regex: str) -> str:
+    """Without ^ at the beginning and unescaped $ at the end: any number, so that a text from which
+    they were taken once is its own."""
+    bare = regex.lstrip("^")
+    while bare.endswith("$"):
+        before = bare[:-1]
+        num_escapes = len(before) - len(before.rstrip("\\"))
+        if num_escapes % 2:
+            break
+        bare = before
+    return bare

@@ -1,0 +1,318 @@
+"""Constraints compiled to what tells token masks, on threads of their own, kept by digest."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from outrider.constraints.ambiguity import check_alternatives
+from outrider.constraints.constraint import Constraint, ConstraintKind
+from outrider.errors import BadRequest, ConfigError, InvariantError, OutriderError, Overloaded
+from outrider.limits import (
+    COMPILATIONS_MAX,
+    COMPILE_S_MAX,
+    COMPILE_THREADS,
+    COMPILE_WAIT_S_MAX,
+    GRAMMARS_MAX,
+    LEXER_STATES_MAX,
+    MASK_S_MAX,
+    TOO_SLOW_S,
+)
+
+logger = logging.getLogger(__name__)
+
+_SPACES: Final = " "
+"""One space may stand wherever JSON lets any: a model that likes them does not write them for ever.
+A schema's own `x-guidance` goes before this."""
+_REASON_CHARS_MAX: Final = 400
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grammar:
+    """A compiled constraint."""
+
+    constraint: Constraint
+    start: LLMatcher
+    """Before the first token; copied, never moved."""
+    eos_token_ids: frozenset[int]
+    eos_bits: bytes
+    """The mask of these alone."""
+    vocab_size: int
+    """Of the tokenizer."""
+    compile_s: float = 0.0
+    """What it took to compile."""
+
+    def is_used_up(self) -> bool:
+        """Whether it can be followed no further: all copies share the states of their lexer, and
+        these are as many as they may be."""
+        copy = self.start.deep_copy()
+        copy.compute_bitmask()
+        return bool(copy.is_error())
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Why there is no grammar."""
+
+    error: OutriderError
+    until_s: float = math.inf
+    """When to try again: what took too long may have been slow by chance."""
+
+
+class GrammarTokenizer:
+    """A tokenizer as grammars need it: the bytes of each token, and which ones end a text."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        eos_token_ids: tuple[int, ...],
+        lexer_states_max: int = LEXER_STATES_MAX,
+    ) -> None:
+        """`tokenizer` is a fast one of Hugging Face. Takes about a second. Raises `ConfigError`
+        for another one, and where nothing ends a text."""
+        from llguidance.hf import from_tokenizer
+
+        if not eos_token_ids:
+            raise ConfigError("the model has no token that ends a text, as a constraint needs")
+        try:
+            self.tokens: LLTokenizer = from_tokenizer(tokenizer, eos_token=list(eos_token_ids))
+        except Exception as error:
+            raise ConfigError(f"the model's tokenizer tells no masks: {error}") from error
+        self._limits = LLParserLimits(max_lexer_states=lexer_states_max, verbose_errors=False)
+        self.eos_token_ids = frozenset(eos_token_ids)
+        words = bytearray(-(-self.tokens.vocab_size // 8))
+        for token_id in self.eos_token_ids:
+            if token_id < self.tokens.vocab_size:
+                words[token_id // 8] |= 1 << token_id % 8
+        self.eos_bits = bytes(words)
+
+    def compile(self, constraint: Constraint) -> Grammar:
+        """Raises `BadRequest`, with the kind as its field, for a constraint that cannot be met or
+        takes too much."""
+        try:
+            text = _grammar_text(constraint)
+        except ValueError as error:
+            reason = f"cannot be compiled: {_reason(str(error))}"
+            raise BadRequest(constraint.kind, reason) from None
+        start = LLMatcher(self.tokens, text, log_level=0, limits=self._limits)
+        if not start.is_error():
+            # What may come first is worked out here, and not first where all sessions wait for it.
+            first = start.deep_copy()
+            first.compute_bitmask()
+            if first.is_error():
+                start = first
+        if start.is_error():
+            raise BadRequest(constraint.kind, f"cannot be compiled: {_reason(start.get_error())}")
+        return Grammar(constraint, start, self.eos_token_ids, self.eos_bits, self.tokens.vocab_size)
+
+
+class Grammars:
+    """The grammars of one process. Compiles off the event loop; the results, failures included, may
+    be asked for on any thread."""
+
+    def __init__(
+        self,
+        load: Callable[[], GrammarTokenizer],
+        *,
+        grammars_max: int = GRAMMARS_MAX,
+        clock: Callable[[], float] = time.thread_time,
+        now: Callable[[], float] = time.monotonic,
+        wait_s_max: float = COMPILE_WAIT_S_MAX,
+    ) -> None:
+        """`load` is called with the first constraint; where it raises `ConfigError`, none is
+        served. `clock` tells what a compilation takes of its thread, s, and `now` the time, s."""
+        self._load = load
+        self.clock = clock
+        """What a thread has worked, s."""
+        self._now = now
+        self._wait_s_max = wait_s_max
+        self._grammars_max = grammars_max
+        self._tokenizer: GrammarTokenizer | ConfigError | None = None
+        self._loading = threading.Lock()
+        self._lock = threading.Lock()
+        self._found: OrderedDict[bytes, Grammar | _Refusal] = OrderedDict()
+        self._slow: set[bytes] = set()
+        """Those of `_found` that have once taken too long to follow."""
+        self._pending: dict[bytes, asyncio.Future[Any]] = {}
+        self._threads: ThreadPoolExecutor | None = None
+
+    def is_known(self, digest: bytes) -> bool:
+        """Whether it has been compiled, or found not to be possible."""
+        return self._look_up(digest) is not None
+
+    def get(self, constraint: Constraint) -> Grammar:
+        """The grammar; where it is not known (any more), compiled here and now. Raises
+        `BadRequest`, with the kind as its field."""
+        return _grammar_of(self._look_up(constraint.digest()) or self._compile(constraint))
+
+    async def prepare(self, constraint: Constraint) -> None:
+        """Returns once `get` answers at once. Raises what it raises, and `Overloaded`."""
+        digest = constraint.digest()
+        found = self._look_up(digest)
+        if found is None:
+            try:
+                async with asyncio.timeout(self._wait_s_max):
+                    found = await asyncio.shield(self._begin(digest, constraint))
+            except TimeoutError:
+                raise Overloaded("other constraints are being compiled; try later") from None
+        _grammar_of(found)
+
+    def check_allowed(self, digest: bytes) -> None:
+        """Raises the `BadRequest` of a constraint that has been found not to be possible."""
+        found = self._look_up(digest)
+        if isinstance(found, _Refusal):
+            raise found.error
+
+    def renewed(self, used_up: Grammar) -> Grammar:
+        """A grammar in place of one that is used up: another, where somebody has compiled it
+        since; else compiled here and now, if that is quick. Raises `BadRequest` where it is not:
+        the next session that comes with it waits until it is compiled."""
+        digest = used_up.constraint.digest()
+        with self._lock:
+            if self._found.get(digest) is used_up:
+                self._drop(digest)
+            is_known = digest in self._found
+        if not is_known and used_up.compile_s > MASK_S_MAX:
+            raise BadRequest(used_up.constraint.kind, "is used up here, and slow to compile again")
+        return self.get(used_up.constraint)
+
+    def note_slow(self, grammar: Grammar) -> None:
+        """A step was held up for too long by this grammar. Raises `BadRequest` where that was not
+        the first time; it is then refused for a while."""
+        constraint = grammar.constraint
+        digest = constraint.digest()
+        with self._lock:
+            if digest not in self._slow:
+                self._slow.add(digest)
+                return
+        raise self._refuse(constraint, f"takes more than {MASK_S_MAX:g} s a token; simplify it")
+
+    def close(self) -> None:
+        """Begins no more; one that is being compiled is not waited for."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, digest: bytes, constraint: Constraint) -> asyncio.Future[Grammar | _Refusal]:
+        pending = self._pending.get(digest)
+        if pending is None:
+            if len(self._pending) >= COMPILATIONS_MAX:
+                raise Overloaded(f"{COMPILATIONS_MAX} constraints wait to be compiled; try later")
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
+            loop = asyncio.get_running_loop()
+            pending = loop.run_in_executor(self._threads, self._compile, constraint)
+            self._pending[digest] = pending
+            pending.add_done_callback(lambda _: self._pending.pop(digest, None))
+        return pending
+
+    def _look_up(self, digest: bytes) -> Grammar | _Refusal | None:
+        with self._lock:
+            found = self._found.get(digest)
+            if isinstance(found, _Refusal) and found.until_s <= self._now():
+                self._drop(digest)
+                return None
+            if found is not None:
+                self._found.move_to_end(digest)
+            return found
+
+    def _compile(self, constraint: Constraint) -> Grammar | _Refusal:
+        """Compiles and keeps the result."""
+        found: Grammar | _Refusal
+        try:
+            tokenizer = self._tokens()
+            began = self.clock()
+            compiled = tokenizer.compile(constraint)
+            found = replace(compiled, compile_s=self.clock() - began)
+        except ConfigError as error:
+            found = _Refusal(BadRequest(constraint.kind, error.message))
+        except OutriderError as error:
+            found = _Refusal(error)
+        except Exception:
+            logger.exception("a constraint could not be compiled")
+            ours = InvariantError(f"{constraint.kind}: could not be compiled, by a fault of ours")
+            found = _Refusal(ours, self._now() + TOO_SLOW_S)
+        if isinstance(found, Grammar) and found.compile_s > COMPILE_S_MAX:
+            reason = f"takes more than {COMPILE_S_MAX:g} s to compile; simplify it"
+            found = self._too_slow(constraint, reason)
+        self._keep(constraint.digest(), found)
+        return found
+
+    def _refuse(self, constraint: Constraint, reason: str) -> OutriderError:
+        refusal = self._too_slow(constraint, reason)
+        self._keep(constraint.digest(), refusal)
+        return refusal.error
+
+    def _too_slow(self, constraint: Constraint, reason: str) -> _Refusal:
+        return _Refusal(BadRequest(constraint.kind, reason), self._now() + TOO_SLOW_S)
+
+    def _keep(self, digest: bytes, found: Grammar | _Refusal) -> None:
+        with self._lock:
+            self._drop(digest)
+            self._found[digest] = found
+            if len(self._found) > self._grammars_max:
+                self._drop(next(iter(self._found)))
+
+    def _drop(self, digest: bytes) -> None:
+        """With the lock."""
+        self._found.pop(digest, None)
+        self._slow.discard(digest)
+
+    def _tokens(self) -> GrammarTokenizer:
+        with self._loading:
+            if self._tokenizer is None:
+                try:
+                    self._tokenizer = self._load()
+                except ConfigError as error:
+                    self._tokenizer = error
+            if isinstance(self._tokenizer, ConfigError):
+                raise self._tokenizer
+            return self._tokenizer
+
+
+def _grammar_of(found: Grammar | _Refusal) -> Grammar:
+    if isinstance(found, _Refusal):
+        raise found.error
+    return found
+
+
+def _grammar_text(constraint: Constraint) -> str:
+    match constraint.kind:
+        case ConstraintKind.REGEX:
+            return LLMatcher.grammar_from_regex(constraint.text)
+        case ConstraintKind.CHOICE:
+            return LLMatcher.grammar_from_regex("|".join(map(_literal, constraint.choices)))
+        case _:
+            schema = json.loads(constraint.text)
+            _check_strict(schema, constraint.kind)
+            check_alternatives(schema, constraint.kind)
+            return LLMatcher.grammar_from_json_schema(
+                constraint.text, defaults={"whitespace_pattern": _SPACES}
+            )
+
+
+def _check_strict(schema: dict[str, Any], field: str) -> None:
+    """Raises `BadRequest` where what cannot be had is to be passed over: nobody would hear."""
+    options = schema.get("x-guidance")
+    if isinstance(options, dict) and options.get("lenient", False) is not False:
+        raise BadRequest(field, "x-guidance.lenient is not allowed: no part is passed over")
+
+
+def _literal(text: str) -> str:
+    """An expression that matches this very text."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+
+
+def _reason(error: str) -> str:
+    """What the compiler says, in one line."""
+    return " ".join(error.split())[:_REASON_CHARS_MAX]

@@ -1,0 +1,1 @@
+"""Who may call: keys and what each allows, their limits, certificates of services."""

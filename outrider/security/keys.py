@@ -1,0 +1,232 @@
+"""API keys, and what is kept of them.
+
+    or-<salt>-<secret>          a key as `outrider keys new` makes it: 16 hexadecimal digits, and
+                                43 characters for 256 random bits
+    sha256:<salt>:<digest>      what is kept of it: HMAC-SHA256 of the whole key under the salt
+    sha256:<digest>             the same of a key that was made elsewhere: its SHA-256
+
+The salt is a part of the key, so that one hash finds whose it is among thousands. A file of keys
+has one a line; `#` begins a comment:
+
+    NAME HASH [tenant=TENANT] [requests_per_minute=N] [concurrency=N] [admin]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Self
+
+from outrider.errors import ConfigError
+from outrider.limits import (
+    API_KEY_CHARS_MAX,
+    API_KEY_CHARS_MIN,
+    API_KEYS_MAX,
+    KEY_CONCURRENCY_MAX,
+    REQUESTS_PER_MINUTE_MAX,
+)
+
+from .callers import Caller
+
+PREFIX: Final = "or-"
+SCHEME: Final = "sha256"
+_SALT_BYTES: Final = 8
+_SECRET_BYTES: Final = 32
+_MADE: Final = re.compile(r"or-([0-9a-f]{16})-[A-Za-z0-9_-]{43}")
+_KEPT: Final = re.compile(r"sha256:(?:([0-9a-f]{16}):)?([0-9a-f]{64})")
+_GIVEN: Final = re.compile(r"[!-+\--~]+")
+"""Visible ASCII without commas, which stand between several."""
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
+NAME_WORDS: Final = "up to 64 letters, digits, and _ . @ - behind the first"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyHash:
+    """What is kept of a key: enough to know it again, and not to use it."""
+
+    salt: str
+    """Empty for a key that was made elsewhere."""
+    digest: bytes
+
+    @classmethod
+    def of(cls, key: str) -> Self:
+        """Of any text; who has it does not matter."""
+        data = key.encode(errors="surrogatepass")
+        made = _MADE.fullmatch(key)
+        if made is None:
+            return cls("", hashlib.sha256(data).digest())
+        return cls(made[1], hmac.digest(made[1].encode(), data, SCHEME))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Of its text. Raises `ValueError`, in words that do not repeat it: it may be a key."""
+        found = _KEPT.fullmatch(text)
+        if found is None:
+            raise ValueError("must be sha256:DIGEST or sha256:SALT:DIGEST, in lower-case hex")
+        return cls(found[1] or "", bytes.fromhex(found[2]))
+
+    def __str__(self) -> str:
+        salt = f"{self.salt}:" if self.salt else ""
+        return f"{SCHEME}:{salt}{self.digest.hex()}"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyEntry:
+    """A key that is accepted, and who has it."""
+
+    hash: KeyHash
+    caller: Caller
+
+
+class Keyring:
+    """The keys that are accepted, to be found by what a caller shows."""
+
+    def __init__(self, entries: Iterable[KeyEntry]) -> None:
+        """Raises `ConfigError` for names or keys that are there twice, and for too many."""
+        self.entries = tuple(entries)
+        if len(self.entries) > API_KEYS_MAX:
+            raise ConfigError(f"{len(self.entries)} keys; at most {API_KEYS_MAX} are allowed")
+        names: set[str] = set()
+        hashes: set[KeyHash] = set()
+        for entry in self.entries:
+            if entry.caller.name in names:
+                raise ConfigError(f"the key {entry.caller.name!r} is there twice")
+            if entry.hash in hashes:
+                raise ConfigError(f"the key {entry.caller.name!r} has another name, too")
+            names.add(entry.caller.name)
+            hashes.add(entry.hash)
+        self._salted = {one.hash.salt: one for one in self.entries if one.hash.salt}
+        self._plain = tuple(one for one in self.entries if not one.hash.salt)
+
+    def find(self, key: str) -> Caller | None:
+        """Whose key it is. How long that takes does not depend on how much of a key is right."""
+        shown = KeyHash.of(key)
+        if shown.salt and (entry := self._salted.get(shown.salt)) is not None:
+            return entry.caller if hmac.compare_digest(entry.hash.digest, shown.digest) else None
+        plain = shown if not shown.salt else KeyHash("", hashlib.sha256(key.encode()).digest())
+        found = None
+        for entry in self._plain:
+            if hmac.compare_digest(entry.hash.digest, plain.digest):
+                found = entry.caller
+        return found
+
+
+def new_key() -> str:
+    """A key that nobody has."""
+    salt = secrets.token_hex(_SALT_BYTES)
+    return f"{PREFIX}{salt}-{secrets.token_urlsafe(_SECRET_BYTES)}"
+
+
+def check_key_name(name: str) -> str:
+    """The name itself. Raises `ValueError` for what is none."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name[:64]!r} is wrong; it must be {NAME_WORDS}")
+    return name
+
+
+def given_keys(text: str) -> tuple[KeyEntry, ...]:
+    """The keys of a setting: each a key or its hash, with commas between several. Nobody has given
+    them names or limits; each has a tenant of its own, so who has one sees nothing of another's.
+    Raises `ConfigError` that says which one is wrong, and not what it is."""
+    entries = []
+    for number, word in enumerate(text.split(",") if text else (), start=1):
+        word = word.strip()
+        if word.startswith(f"{SCHEME}:"):
+            try:
+                found = KeyHash.parse(word)
+            except ValueError as error:
+                raise ConfigError(f"key {number} {error}") from None
+        elif not API_KEY_CHARS_MIN <= len(word) <= API_KEY_CHARS_MAX or not _GIVEN.fullmatch(word):
+            raise ConfigError(
+                f"key {number} is wrong; it must be {API_KEY_CHARS_MIN} to {API_KEY_CHARS_MAX} "
+                "visible ASCII characters (`outrider keys new NAME` makes one)"
+            )
+        else:
+            found = KeyHash.of(word)
+        # Another hash: neither the tenant nor the name helps to guess a key by what is kept of it.
+        name = "key-" + hashlib.sha256(b"name of a key" + found.digest).hexdigest()[:12]
+        entries.append(KeyEntry(found, Caller(name, name)))
+    return tuple(entries)
+
+
+def hashed_keys(text: str) -> str:
+    """The same setting without a key in it. Raises as `given_keys`."""
+    return ",".join(str(entry.hash) for entry in given_keys(text))
+
+
+def read_entries(text: str) -> list[KeyEntry]:
+    """The keys of a file. Raises `ConfigError` that names the line, and quotes no hash."""
+    entries = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            entries.append(_entry(words))
+        except ValueError as error:
+            raise ConfigError(f"line {number}: {error}") from None
+    return entries
+
+
+def _entry(words: Sequence[str]) -> KeyEntry:
+    if len(words) < 2:
+        raise ValueError("a key has a NAME and a HASH at least")
+    name = check_key_name(words[0])
+    try:
+        found = KeyHash.parse(words[1])
+    except ValueError as error:
+        raise ValueError(f"HASH {error}") from None
+    options: dict[str, str] = {}
+    for word in words[2:]:
+        option, equals, value = word.partition("=")
+        if option in options:
+            raise ValueError(f"{option[:32]!r} is there twice")
+        if bool(equals) != (option != "admin"):
+            raise ValueError(f"{option[:32]!r} is wrong; it must be OPTION=VALUE or admin")
+        options[option] = value
+    caller = Caller(
+        name=name,
+        tenant=_tenant(options.pop("tenant", name)),
+        requests_per_minute=_count(options, "requests_per_minute", REQUESTS_PER_MINUTE_MAX),
+        concurrency=_count(options, "concurrency", KEY_CONCURRENCY_MAX),
+        admin=options.pop("admin", None) is not None,
+    )
+    if options:
+        raise ValueError(
+            f"there is no option {next(iter(options))[:32]!r}; there are tenant, "
+            "requests_per_minute, concurrency and admin"
+        )
+    return KeyEntry(found, caller)
+
+
+def _tenant(text: str) -> str:
+    if not _NAME.fullmatch(text):
+        raise ValueError(f"tenant: {text[:64]!r} is wrong; it must be {NAME_WORDS}")
+    return text
+
+
+def _count(options: dict[str, str], option: str, most: int) -> int:
+    """0 where it is not there; unlimited is said by leaving it out."""
+    text = options.pop(option, None)
+    if text is None:
+        return 0
+    number = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0
+    if not 1 <= number <= most:
+        raise ValueError(f"{option}: {text[:32]!r} is wrong; it must be from 1 to {most}")
+    return number
+
+
+def entry_line(hash_: KeyHash, caller: Caller) -> str:
+    """The line of a file, without its end."""
+    words = [caller.name, str(hash_)]
+    if caller.tenant != caller.name:
+        words.append(f"tenant={caller.tenant}")
+    if caller.requests_per_minute:
+        words.append(f"requests_per_minute={caller.requests_per_minute}")
+    if caller.concurrency:
+        words.append(f"concurrency={caller.concurrency}")
+    return " ".join([*words, *(["admin"] if caller.admin else [])])

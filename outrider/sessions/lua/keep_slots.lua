@@ -1,0 +1,10 @@
+-- Renews the leases of a caller's slots, and frees others.
+-- KEYS: its slots; ARGV: lease_ms, how many are free, their names, then the names of those to renew
+local time = redis.call('TIME')
+local until_ms = string.format('%.0f', time[1] * 1000 + time[2] / 1000 + ARGV[1])
+local num_free = tonumber(ARGV[2])
+
+for i = 3, 2 + num_free do redis.call('ZREM', KEYS[1], ARGV[i]) end
+for i = 3 + num_free, #ARGV do redis.call('ZADD', KEYS[1], until_ms, ARGV[i]) end
+if #ARGV > 2 + num_free then redis.call('PEXPIRE', KEYS[1], ARGV[1]) end
+return 1

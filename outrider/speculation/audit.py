@@ -1,0 +1,94 @@
+"""Whether committed tokens look as if their target had drawn them.
+
+Under the target's law p_i, given all tokens before, the surprise -log p_i(x_i) of a token has the
+mean H(p_i) and the variance of -log p_i under p_i, both known without the token. So the sum of
+surprise less entropy is a martingale, also of sessions that end where their tokens say so, and
+divided by the root of the summed variances it is about a standard normal variable, the more so the
+more tokens there are. Its mean is the cross entropy of what was drawn from less the entropy of p:
+tokens of another distribution are mostly more surprising, those of one that is sharper less. A
+distribution that differs from p and has the same mean surprise is not seen.
+
+Greedy tokens are compared with the likeliest one. The transforms are those of `transforms`, which
+verdicts on a CPU are not made with: what is wrong in one of them shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from outrider.errors import check
+from outrider.speculation.audit_sums import AuditSums
+from outrider.speculation.sampling import SamplingParams
+from outrider.speculation.transforms import (
+    NO_HISTORY,
+    TokenHistory,
+    adjusted_logits,
+    target_probabilities,
+)
+
+NEAR_TIE: Final = 2.0**-6
+"""Of the largest logit, and at least of 1: what rounding may make of two logits in bfloat16, whose
+neighbours are up to 2^-7 of themselves apart. A greedy token nearer to the likeliest is a tie."""
+_P_MIN: Final = 1e-300
+"""Stands in for p = 0 where 0 is divided by it."""
+
+
+def audit(
+    logits: torch.Tensor,
+    token_ids: Sequence[int],
+    params: SamplingParams,
+    history: TokenHistory = NO_HISTORY,
+) -> AuditSums:
+    """Of tokens in a chain, each from its row of `logits` [N, V], which are of any float type on
+    any device, unchanged. Row i counts the history and its `drafted_ids[:i]`, as in a
+    verification. Raises `InvariantError` for rows that `target_probabilities` refuses."""
+    num, vocab_size = logits.shape
+    check(len(token_ids) == num, f"{len(token_ids)} tokens and {num} rows")
+    inside = [index for index in range(num) if token_ids[index] < vocab_size]
+    if params.greedy:
+        return _greedy(logits, token_ids, inside, params, history)
+    p = target_probabilities(logits, params, history)
+    chosen = torch.tensor([token_ids[index] for index in inside], device=p.device)
+    at = torch.zeros(num, dtype=torch.float64, device=p.device)
+    at[inside] = p[inside, chosen]
+    possible = at > 0
+    terms = torch.special.entr(p)  # -p log p, 0 of p = 0, in one pass: V is large.
+    entropy = terms.sum(dim=1)
+    terms.square_().div_(p.clamp_(min=_P_MIN))  # p log^2 p
+    variance = (terms.sum(dim=1) - entropy.square()).clamp(min=0.0)
+    return AuditSums(
+        num_tokens=num,
+        num_impossible=num - int(possible.sum()),
+        surprise=float(-at[possible].log().sum()),
+        entropy=float(entropy[possible].sum()),
+        variance=float(variance[possible].sum()),
+    )
+
+
+def _greedy(
+    logits: torch.Tensor,
+    token_ids: Sequence[int],
+    inside: Sequence[int],
+    params: SamplingParams,
+    history: TokenHistory,
+) -> AuditSums:
+    target_probabilities(logits, params, history)  # Raises for rows that are no numbers.
+    adjusted = adjusted_logits(logits, params, history).double()
+    largest = adjusted.amax(dim=1).tolist()
+    likeliest = adjusted.argmax(dim=1).tolist()
+    num_unlikely = num_ties = num_impossible = 0
+    for index in inside:
+        if token_ids[index] == likeliest[index]:
+            continue
+        found, top = float(adjusted[index, token_ids[index]]), largest[index]
+        if found == float("-inf"):
+            num_impossible += 1
+        elif top - found <= NEAR_TIE * max(1.0, abs(top)):
+            num_ties += 1
+        else:
+            num_unlikely += 1
+    num_outside = len(token_ids) - len(inside)
+    return AuditSums(len(token_ids), num_impossible + num_outside, num_unlikely, num_ties)

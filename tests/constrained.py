@@ -1,0 +1,76 @@
+"""A small tokenizer, constraints of each kind, and walks through what they allow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+from models import byte_level_tokenizer
+from toy_engine import ToyEngine
+
+from outrider.constraints.constraint import Constraint
+from outrider.constraints.grammars import Grammar, Grammars, GrammarTokenizer
+from outrider.constraints.matching import PrefixMatcher
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "tags": {"type": "array", "items": {"enum": ["a", "bb", "quick"]}, "maxItems": 3},
+        "size": {"type": "integer", "minimum": 0, "maximum": 120},
+    },
+    "required": ["name", "tags"],
+    "additionalProperties": False,
+}
+CONSTRAINTS = {
+    "schema": Constraint.of_schema(SCHEMA),
+    "object": Constraint.any_object(),
+    "regex": Constraint.of_regex(r"^(the|The) (quick )*[a-z]{1,3}\d?$"),
+    "choice": Constraint.of_choices(["brown", "brown fox", 'a "b"\n', "naïve"]),
+}
+
+
+@cache
+def hf_tokenizer() -> Any:
+    return byte_level_tokenizer()
+
+
+def eos() -> int:
+    return int(hf_tokenizer().eos_token_id)
+
+
+@cache
+def tokens() -> GrammarTokenizer:
+    return GrammarTokenizer(hf_tokenizer(), (eos(),))
+
+
+def grammars() -> Grammars:
+    return Grammars(tokens)
+
+
+@cache
+def grammar(name: str) -> Grammar:
+    return tokens().compile(CONSTRAINTS[name])
+
+
+def allowed_ids(matcher: PrefixMatcher) -> list[int]:
+    flags = matcher.mask().flags(tokens().tokens.vocab_size)
+    return [int(token_id) for token_id in np.flatnonzero(flags)]
+
+
+def fresh_mask(name: str, token_ids: Sequence[int]) -> list[int]:
+    """What may follow, by a matcher that has seen nothing else."""
+    matcher = PrefixMatcher(grammar(name))
+    assert matcher.stand(0, token_ids) == len(token_ids)
+    return allowed_ids(matcher)
+
+
+class EndingEngine(ToyEngine):
+    """Of the tokenizer's vocabulary, with its end of text."""
+
+    def __init__(self, salt: int) -> None:
+        super().__init__(len(hf_tokenizer()), salt, max_model_len=512, num_pages=4096)
+        self._info = replace(self._info, eos_token_ids=(eos(),))

@@ -1,0 +1,211 @@
+"""Under a grammar, whose masks are a function of the tokens so far, the law of what is committed is
+that of the masked target alone, step by step: by adding up everything that can happen in a round.
+The draft has masks, or none, and then proposes what the grammar forbids."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from core_enumeration import EXACT, accepted_law
+from core_toys import ToyPair, make_pair, random_pair
+
+from outrider.constraints.allowed import TokenMask
+from outrider.errors import InvariantError
+from outrider.speculation.decision import decide
+from outrider.speculation.masking import draft_mask, masked_logits, row_masks
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.proposal import Proposal
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.scoring import DraftRows, verdict_law
+from outrider.speculation.transforms import TokenHistory, target_probabilities
+from outrider.speculation.verdict import Verdict
+from outrider.speculation.verdicts import verdict_from_logits
+
+V = 3
+OVER = 2
+"""A token that ends the completion where it stands behind another one of its kind."""
+Masks = Callable[[torch.Tensor, Proposal, "Held"], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A grammar over a toy's states: `flags` [S, V]. Implements `Allowed` from `state` on."""
+
+    pair: ToyPair
+    flags: torch.Tensor
+    state: int = 0
+
+    def after(self, drafted: Sequence[int]) -> TokenMask | None:
+        state = self.state
+        for token_id in drafted:
+            if not self.flags[state, token_id]:
+                return None
+            state = int(self.pair.step[state, token_id])
+        bits = np.packbits(self.flags[state].numpy(), bitorder="little")
+        return TokenMask(bits, is_over=state == 1 + V * (1 + OVER) + OVER)
+
+    def num_legal(self, drafted: Sequence[int]) -> int:
+        raise NotImplementedError
+
+    def behind(self, committed: Sequence[int]) -> Held:
+        raise NotImplementedError
+
+
+def constrained(seed: int) -> tuple[ToyPair, Held, ToyPair]:
+    """A random pair; a random grammar that leaves the target something in each state; and the pair
+    as both sides would be under it."""
+    random = np.random.default_rng([seed, 99])
+    raw = random_pair(V, seed)
+    flags = torch.from_numpy(random.random(raw.p.shape) < 0.6)
+    likeliest = raw.p.argmax(dim=1)
+    flags[torch.arange(len(flags)), likeliest] = True
+    drafters = raw.q * flags
+    nothing = drafters.sum(dim=2) == 0
+    drafters[nothing] = 1.0  # Nobody draws there.
+    return raw, Held(raw, flags), make_pair(raw.p * flags, drafters)
+
+
+def product_masks(logits: torch.Tensor, proposal: Proposal, held: Held) -> torch.Tensor:
+    return masked_logits(logits, row_masks(held, proposal))
+
+
+def masks_of_the_row_before(logits: torch.Tensor, proposal: Proposal, held: Held) -> torch.Tensor:
+    masks = row_masks(held, proposal)
+    return masked_logits(logits, [masks[0], *masks[:-1]])
+
+
+def mask_of_the_first_row_alone(
+    logits: torch.Tensor, proposal: Proposal, held: Held
+) -> torch.Tensor:
+    return masked_logits(logits, [row_masks(held, proposal)[0], *[None] * len(proposal)])
+
+
+def draws(
+    raw: ToyPair, held: Held, masked: ToyPair, drafter: int, k: int, *, draft_masks: bool
+) -> list[tuple[tuple[int, ...], list[int], list[torch.Tensor], float]]:
+    """Every proposal that may be drawn: its tokens, the states along it, the q of each, its
+    probability. One that the grammar leaves nothing ends there."""
+    found = []
+
+    def grow(
+        path: tuple[int, ...], states: list[int], q: list[torch.Tensor], chance: float
+    ) -> None:
+        mask = draft_mask(held, path) if draft_masks else None
+        known = (raw.q[drafter][states[-1]] * held.flags[states[-1]]).sum() > 0
+        if len(path) == k or (draft_masks and (mask is None or not known)):
+            found.append((path, states, q, chance))
+            return
+        row = (masked if draft_masks else raw).mass[drafter][states[-1]]
+        for token_id in row.nonzero()[:, 0].tolist():
+            state = int(raw.step[states[-1], token_id])
+            grow((*path, token_id), [*states, state], [*q, row], chance * float(row[token_id]))
+
+    grow((), [held.state], [], 1.0)
+    return found
+
+
+def committed_law(
+    seed: int, rule: Rule, k: int, *, draft_masks: bool, masks: Masks = product_masks
+) -> tuple[np.ndarray, np.ndarray]:
+    """The law of k + 1 tokens when one round is followed by the masked target alone; and the law
+    that it must be."""
+    raw, held, masked = constrained(seed)
+    law = np.zeros((V,) * (k + 1))
+    for path, states, q, chance in draws(raw, held, masked, 0, k, draft_masks=draft_masks):
+        logits = raw.p[states].log()
+        p = target_probabilities(masks(logits, Proposal(path), held), SamplingParams())
+        width = len(path)
+        mass = torch.stack(q)[None] if q else torch.zeros(1, 0, V, dtype=torch.float64)
+        drafts = DraftRows(torch.tensor(path, dtype=torch.int64).view(1, width),
+                           torch.arange(V).expand(mass.shape), mass)  # fmt: skip
+        verdict = verdict_law(rule, p[None], drafts)
+        counts = accepted_law(rule, verdict.accept.numpy())[0] * chance
+        weights = (verdict.weights / verdict.weights.sum(dim=2, keepdim=True))[0].numpy()
+        for n in range(width + 1):
+            if counts[n] == 0:
+                continue
+            for token_id in weights[n].nonzero()[0].tolist():
+                rest = masked.continuation(raw.step[states[n], token_id], k - n)
+                law[(*path[:n], token_id)] += counts[n] * weights[n][token_id] * rest
+    return law, masked.law(k + 1)
+
+
+@pytest.mark.parametrize("draft_masks", [True, False])
+@pytest.mark.parametrize("k", [0, 2, 4])
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
+def test_what_is_committed_has_the_masked_targets_law(
+    rule: Rule, k: int, draft_masks: bool
+) -> None:
+    for seed in range(12 if k < 4 else 5):
+        law, expected = committed_law(seed, rule, k, draft_masks=draft_masks)
+        np.testing.assert_allclose(law, expected, atol=EXACT)
+
+
+@pytest.mark.parametrize("masks", [masks_of_the_row_before, mask_of_the_first_row_alone])
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
+def test_masks_at_the_wrong_rows_are_found(rule: Rule, masks: Masks) -> None:
+    """What this file finds: each row's mask must follow its own draft tokens."""
+
+    def is_found(seed: int) -> bool:
+        try:
+            law, expected = committed_law(seed, rule, 2, draft_masks=True, masks=masks)
+        except InvariantError:  # Nothing is left of a row.
+            return True
+        return not np.abs(law - expected).max() < 1e-3
+
+    assert any(is_found(seed) for seed in range(6))
+
+
+@pytest.mark.parametrize("k", [0, 2, 4])
+def test_under_coupled_the_masked_targets_own_draws_are_committed(k: int) -> None:
+    """Whatever the draft tokens are, forbidden ones included, and however they depend on the
+    target's draws."""
+    for seed in range(4 if k < 4 else 1):
+        raw, held, masked = constrained(seed)
+        random = np.random.default_rng(seed)
+        drafter = random.dirichlet([0.5] * V, V)
+        law = np.zeros((V,) * (k + 1))
+        for path in itertools.product(range(V), repeat=k):
+            states = [0]
+            for token_id in path:
+                states.append(int(raw.step[states[-1], token_id]))
+            logits = product_masks(raw.p[states].log(), Proposal(path), held)
+            p = target_probabilities(logits, SamplingParams()).numpy()
+            for own in itertools.product(range(V), repeat=k + 1):
+                chance = np.prod([p[i, t] for i, t in enumerate(own)])
+                chance *= np.prod([drafter[t, x] for t, x in zip(own, path, strict=False)])
+                if chance == 0:
+                    continue
+                accept = tuple(float(t == x) for t, x in zip(own, path, strict=False))
+                outcome = decide(Verdict(accept, own), path, Rule.COUPLED, (0.5,) * k)
+                last = raw.step[states[outcome.num_accepted], outcome.token_ids[-1]]
+                rest = masked.continuation(last, k - outcome.num_accepted)
+                law[outcome.token_ids] += chance * rest
+        np.testing.assert_allclose(law, masked.law(k + 1), atol=EXACT)
+
+
+@pytest.mark.parametrize("k", [0, 2, 4])
+def test_under_greedy_the_likeliest_allowed_tokens_are_committed(k: int) -> None:
+    greedy = SamplingParams(temperature=0.0)
+    for seed in range(6):
+        raw, held, _ = constrained(seed)
+        expected, state = [], 0
+        for _ in range(k + 1):
+            allowed = raw.p[state].log().masked_fill(~held.flags[state], -torch.inf)
+            expected.append(int(allowed.argmax()))
+            state = int(raw.step[state, expected[-1]])
+        for path in itertools.product(range(V), repeat=k):
+            states = [0]
+            for token_id in path:
+                states.append(int(raw.step[states[-1], token_id]))
+            proposal = Proposal(path)
+            logits = product_masks(raw.p[states].log(), proposal, held)
+            noise = RoundNoise(1, Rule.GREEDY, 5)
+            verdict = verdict_from_logits(logits, greedy, TokenHistory(), proposal, noise)
+            outcome = decide(verdict, path, Rule.GREEDY, noise.accept_uniforms(k))
+            assert list(outcome.token_ids) == expected[: len(outcome.token_ids)]

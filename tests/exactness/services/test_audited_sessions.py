@@ -1,0 +1,373 @@
+"""The audit of live sessions: quiet where services are honest, loud where they are not."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from stack import PATIENCE
+from toy_engine import ToyEngine
+
+import coordinator.auditing
+import target_service.scoring
+from coordinator.options import CoordinatorOptions
+from coordinator.request import RequestDefaults
+from coordinator.service import CoordinatorService
+from draft_service.service import DraftService
+from outrider.clock import run_virtually
+from outrider.drafting.ngram import NgramDrafter
+from outrider.engine.executor import InlineExecutor
+from outrider.generation import GenerateRequest, Tokens
+from outrider.limits import AUDITS_CHOSEN_MAX, NUM_DRAFT_TOKENS_MAX
+from outrider.sessions.memory_store import MemoryStore
+from outrider.speculation.audit_sums import NOTHING_AUDITED, AuditSums
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.verdict import Verdict
+from outrider.speculation.verdicts import verdict_from_logits
+from outrider.telemetry.observer import AuditOutcome, Observation
+from outrider.wire.memory_link import MemoryLink
+from target_service.service import TargetService
+
+VOCAB = 7
+NUM_SESSIONS = 16
+NUM_TOKENS = 60
+SAMPLING = SamplingParams(temperature=0.9, top_p=0.95, frequency_penalty=0.2)
+
+
+class Heard(Observation):
+    """What audits come to."""
+
+    listens = True
+
+    def __init__(self) -> None:
+        self.sums: dict[str, AuditSums] = {}
+        self.outcomes: list[AuditOutcome] = []
+
+    def audited(self, rule: str, sums: AuditSums) -> None:
+        self.sums[rule] = self.sums.get(rule, NOTHING_AUDITED) + sums
+
+    def audit_ended(self, outcome: AuditOutcome) -> None:
+        self.outcomes.append(outcome)
+
+
+class Bench:
+    """The services in one process, on a virtual clock."""
+
+    def __init__(self, heard: Heard, audit_share: float = 1.0) -> None:
+        self.heard = heard
+        loop = asyncio.get_running_loop()
+        executor = InlineExecutor(lambda: 0.001)
+        self.engine = ToyEngine(VOCAB, salt=1, max_model_len=128)
+        self.target = TargetService(self.engine, executor, max_num_seqs=8)
+        draft = ToyEngine(VOCAB, salt=2, max_model_len=128)
+        self.draft = DraftService.with_model(draft, executor, max_num_seqs=8)
+        self.service = CoordinatorService(
+            CoordinatorOptions(
+                name="c",
+                served_model_name="toy",
+                defaults=RequestDefaults(num_draft_tokens=3, deadline_ms=60_000),
+                length_control=False,
+                run_ahead_rounds=8,
+                max_sessions=100,
+                patience=PATIENCE,
+                audit_share=audit_share,
+            ),
+            store=MemoryStore(lambda: loop.time() * 1e3),
+            targets={"t": MemoryLink(self.target)},
+            drafts={"d": MemoryLink(self.draft)},
+            stand_in=NgramDrafter(),
+            text=None,
+            observation=heard,
+        )
+
+    async def complete(self, request: GenerateRequest) -> None:
+        async for _ in self.service.generate(request):
+            pass
+
+    async def audit(self, request: GenerateRequest) -> None:
+        """One session, and what comes of its audit."""
+        num = len(self.heard.outcomes)
+        await self.complete(request)
+        async with asyncio.timeout(100):
+            while len(self.heard.outcomes) == num:
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def running(heard: Heard, **options: Any) -> AsyncIterator[Bench]:
+    made = Bench(heard, **options)
+    await made.service.start()
+    yield made
+    await made.service.close()
+    made.service.check_integrity()
+    for replica in (made.target, made.draft):
+        await replica.close()
+        replica.check_integrity()
+
+
+def audited(rule: Rule | None, sampling: SamplingParams, num: int = NUM_SESSIONS) -> AuditSums:
+    """Of sessions that differ in prompt and seed."""
+    heard = Heard()
+
+    async def main() -> None:
+        async with running(heard) as bench:
+            for seed in range(num):
+                request = GenerateRequest(
+                    (seed % VOCAB, 1, 2), sampling=sampling, rule=rule, seed=seed,
+                    max_tokens=NUM_TOKENS, num_draft_tokens=3,
+                )  # fmt: skip
+                await bench.audit(request)
+
+    run_virtually(main())
+    assert heard.outcomes == ["audited"] * num
+    (sums,) = heard.sums.values()
+    return sums
+
+
+def z(sums: AuditSums) -> float:
+    return (sums.surprise - sums.entropy) / math.sqrt(sums.variance)
+
+
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK, Rule.COUPLED])
+def test_honest_services_are_within_chance(rule: Rule) -> None:
+    """960 tokens; beyond 5 once in 1.7 million runs of each rule. Seeds are fixed."""
+    sums = audited(rule, SAMPLING)
+    assert sums.num_tokens == NUM_SESSIONS * NUM_TOKENS
+    assert sums.num_impossible == sums.num_unlikely == 0
+    assert sums.variance > 0.1 * sums.num_tokens
+    assert abs(z(sums)) < 5
+
+
+def test_honest_greedy_tokens_are_the_likeliest() -> None:
+    sums = audited(None, SamplingParams(temperature=0.0), num=4)
+    assert sums == AuditSums(num_tokens=4 * NUM_TOKENS)
+
+
+def all_accepted(*given: Any) -> Verdict:
+    verdict = verdict_from_logits(*given)
+    return Verdict((1.0,) * len(verdict.accept_probability), verdict.correction)
+
+
+def other_temperature(logits: Any, params: SamplingParams, *given: Any) -> Verdict:
+    return verdict_from_logits(logits, replace(params, temperature=0.6), *given)
+
+
+def without_top_p(logits: Any, params: SamplingParams, *given: Any) -> Verdict:
+    return verdict_from_logits(logits, replace(params, top_p=1.0), *given)
+
+
+@pytest.mark.parametrize("fault", [all_accepted, other_temperature])
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.COUPLED])
+def test_planted_faults_are_far_beyond_chance(
+    rule: Rule, fault: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target_service.scoring, "verdict_from_logits", fault)
+    sums = audited(rule, SamplingParams(temperature=1.0))
+    assert abs(z(sums)) > 8
+
+
+def test_tokens_that_a_filter_should_have_cut_are_impossible(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(target_service.scoring, "verdict_from_logits", without_top_p)
+    sums = audited(Rule.TOKEN, SamplingParams(top_p=0.8), num=4)
+    assert sums.num_impossible > 0.05 * sums.num_tokens
+
+
+def test_greedy_tokens_of_the_draft_are_unlikely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_service.scoring, "verdict_from_logits", all_accepted)
+    sums = audited(None, SamplingParams(temperature=0.0), num=4)
+    assert sums.num_unlikely > 0.3 * sums.num_tokens
+
+
+REQUEST = GenerateRequest((1, 2, 3), seed=5, max_tokens=40)
+
+
+def test_a_seed_is_audited_once() -> None:
+    """Answers that repeat would else count as if they were news; greedy ones draw nothing."""
+    heard = Heard()
+    greedy = replace(REQUEST, sampling=SamplingParams(temperature=0.0))
+
+    async def main() -> None:
+        async with running(heard) as bench:
+            for request in (REQUEST, REQUEST, greedy, greedy, replace(REQUEST, seed=6)):
+                await bench.audit(request)
+
+    run_virtually(main())
+    assert heard.outcomes == ["audited", "repeated", "audited", "audited", "audited"]
+
+
+def together(num: int) -> list[GenerateRequest]:
+    """Requests that differ in their seeds and lengths."""
+    prompt = (1, 2, 3) * 8  # Pages of it are whole.
+    return [replace(REQUEST, prompt=prompt, seed=20 + n, max_tokens=20 + n) for n in range(num)]
+
+
+def test_sessions_that_end_at_one_time_are_audited_one_by_one() -> None:
+    """All of them: which one is audited does not hang on which one ends first."""
+    heard = Heard()
+
+    async def main() -> None:
+        async with running(heard) as bench:
+            await asyncio.gather(*(bench.complete(request) for request in together(8)))
+            hits = bench.engine.page_counts().prefix_hits
+            while bench.service.num_running:
+                await asyncio.sleep(0.0001)
+            at_once = set()
+            while len(heard.outcomes) < 8:
+                await asyncio.sleep(0.0001)
+                offices = bench.service.targets._offices.values()
+                at_once.add(sum(office.num_boxes for office in offices))
+            assert at_once == {0, 1}
+            # Nothing is taken from pages of theirs, nor of each other's.
+            assert bench.engine.page_counts().prefix_hits == hits
+
+    run_virtually(main())
+    assert heard.outcomes == ["audited"] * 8
+    (sums,) = heard.sums.values()
+    assert sums.num_tokens == sum(20 + n for n in range(8))
+
+
+def test_no_more_are_chosen_than_may_wait() -> None:
+    heard = Heard()
+
+    async def main() -> None:
+        async with running(heard) as bench:
+            for _ in range(2):  # Those that have been audited make room.
+                num = len(heard.outcomes)
+                requests = [
+                    replace(request, seed=request.seed + num) for request in together(20)
+                    if request.seed is not None
+                ]  # fmt: skip
+                await asyncio.gather(*(bench.complete(request) for request in requests))
+                assert heard.outcomes[num:][:4] == ["busy"] * 4
+                while len(heard.outcomes) < num + 20:
+                    await asyncio.sleep(0.01)
+
+    run_virtually(main())
+    assert sorted(heard.outcomes) == ["audited"] * 2 * AUDITS_CHOSEN_MAX + ["busy"] * 8
+
+
+@pytest.mark.parametrize("is_patient", [True, False])
+def test_a_target_whose_seats_are_taken_is_left_alone(
+    is_patient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until one is free, but not for ever."""
+    if not is_patient:
+        monkeypatch.setattr(coordinator.auditing, "SEATS_LOOKS", 1)
+        monkeypatch.setattr(coordinator.auditing, "SEATS_PERIOD_S", 0.01)
+    heard = Heard()
+
+    async def main() -> None:
+        async with running(heard) as bench:
+            # Longer ones fill the step of eight.
+            others = [
+                asyncio.create_task(bench.complete(replace(REQUEST, max_tokens=120, seed=seed)))
+                for seed in range(10, 18)
+            ]
+            await asyncio.sleep(0.005)
+            await bench.complete(replace(REQUEST, max_tokens=2))
+            for _ in range(20):
+                await asyncio.sleep(0.001)
+                assert bench.service._auditor.session_ids == set()
+            assert bench.service.num_running == 8
+            assert heard.outcomes == ([] if is_patient else ["busy"])
+            await asyncio.gather(*others)
+            await asyncio.sleep(30)
+
+    run_virtually(main())
+    assert len(heard.outcomes) == 9
+    assert heard.outcomes[-1] == "audited"
+    assert ("busy" in heard.outcomes) is not is_patient
+
+
+@pytest.mark.parametrize(("share", "listens"), [(0.0, True), (1.0, False)])
+def test_nobody_is_audited_unless_somebody_wants_to_know(share: float, listens: bool) -> None:
+    heard = Heard()
+    heard.listens = listens  # type: ignore[misc]
+
+    async def main() -> None:
+        async with running(heard, audit_share=share) as bench:
+            await bench.complete(REQUEST)
+            await asyncio.sleep(10)
+            assert bench.service.figures is not None
+            assert sum(len(batch) for batch in bench.engine.batches) <= 40
+
+    run_virtually(main())
+    assert heard.outcomes == []
+
+
+def test_a_share_is_a_share() -> None:
+    """Of 200 sessions a half; outside 65..135 once in 2 million runs."""
+    heard = Heard()
+
+    async def main() -> None:
+        async with running(heard, audit_share=0.5) as bench:
+            for seed in range(200):
+                await bench.complete(replace(REQUEST, seed=seed, max_tokens=1))
+                await asyncio.sleep(1)
+
+    run_virtually(main())
+    assert set(heard.outcomes) == {"audited"}
+    assert 65 <= len(heard.outcomes) <= 135
+
+
+def test_tokens_count_of_whoever_s_client_goes() -> None:
+    """Clients go when they have seen enough: without them what is left is no fair sample."""
+    heard = Heard()
+
+    async def main() -> None:
+        async with running(heard) as bench:
+            async with aclosing(bench.service.generate(REQUEST)) as events:
+                async for event in events:
+                    if isinstance(event, Tokens):
+                        break
+            await asyncio.sleep(10)
+            async with aclosing(bench.service.generate(replace(REQUEST, seed=6))) as events:
+                async for _ in events:
+                    break
+            await asyncio.sleep(10)
+            assert bench.service._auditor._num_chosen == 0
+
+    run_virtually(main())
+    assert heard.outcomes == ["audited"]  # Of the other there are no tokens.
+    (sums,) = heard.sums.values()
+    assert 1 <= sums.num_tokens < 40
+
+
+def test_a_target_that_fails_ends_an_audit_of_which_counts_what_it_has_found() -> None:
+    heard = Heard()
+
+    async def main() -> None:
+        async with running(heard) as bench:
+            ended = asyncio.create_task(bench.audit(REQUEST))
+            while not heard.sums:
+                await asyncio.sleep(0.0001)
+            bench.engine.poisoned |= bench.service._auditor.session_ids
+            await ended
+            assert bench.service._auditor.session_ids == set()
+
+    run_virtually(main())
+    assert heard.outcomes == ["failed"]
+    assert heard.sums["coupled"].num_tokens == NUM_DRAFT_TOKENS_MAX
+
+
+def test_a_coordinator_that_closes_gives_its_audits_up() -> None:
+    """That which runs, and those that wait."""
+    heard = Heard()
+
+    async def main() -> None:
+        async with running(heard) as bench:
+            await asyncio.gather(*(bench.complete(request) for request in together(8)))
+            while not bench.service._auditor.session_ids:
+                await asyncio.sleep(0.0001)
+        assert bench.service._auditor._num_chosen == 0
+
+    run_virtually(main())
+    assert len(heard.outcomes) < 8
+    assert set(heard.outcomes) <= {"audited"}

@@ -1,0 +1,118 @@
+"""`python -m tests.fuzz --seconds N [--seed S]`: hostile input for every HTTP route and gRPC method
+of a coordinator, a target and a draft in a process of their own, and beside it a caller whose
+answers must not change. Prints what failed, each with how to have it again, and one last line.
+
+`--only KIND --batch B` feeds nothing but that batch and those behind it. `--schemathesis PROGRAM`
+also runs that one, on the server's OpenAPI document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import secrets
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from . import seeds
+from .by_grpc import GrpcFeed, calls
+from .by_http import HttpFeed, requests
+from .by_schemathesis import KIND, run_schemathesis
+from .by_socket import SocketFeed, byte_strings
+from .control import Control
+from .ledger import Ledger
+from .started import Started
+
+KINDS = ("http", "grpc", "bytes", "raw")
+
+
+def main() -> int:
+    """Exit code 1 where anything failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--only", choices=(*KINDS, KIND, "seeds"))
+    parser.add_argument("--schemathesis", type=Path, help="its command, in its own environment")
+    parser.add_argument("--batch", type=int, default=0, help="the first of each kind")
+    arguments = parser.parse_args()
+    seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
+    with tempfile.TemporaryDirectory(prefix="outrider-fuzz-log-") as directory:
+        started = Started(Path(directory) / "log")
+        try:
+            return _fuzzed(started, arguments, seed, Path(directory))
+        finally:
+            if started.is_alive:
+                started.stop()
+
+
+def _fuzzed(started: Started, arguments: argparse.Namespace, seed: int, directory: Path) -> int:
+    ledger = Ledger(seed, math.inf, arguments.batch)
+    control = Control(started, ledger)
+    grpc, http = GrpcFeed(started, ledger), HttpFeed(started, ledger)
+    raw = SocketFeed(started, ledger)
+    watching = threading.Thread(target=control.run)
+    watching.start()
+    if arguments.only in (None, "seeds"):
+        _feed_seeds(ledger, grpc, http, raw)
+    ledger.ends_at = time.monotonic() + arguments.seconds
+    before = {**started.figures(), "sessions": 0, "admitted": 0}
+    feeding: dict[str, tuple[Any, Callable[[str, Any], None]]] = {
+        "http": (requests(http.document), http.feed),
+        "grpc": (calls(raw=False), partial(grpc.feed, "grpc")),
+        "bytes": (calls(raw=True), partial(grpc.feed, "bytes")),
+        "raw": (byte_strings(), raw.feed),
+    }
+    threads = [
+        threading.Thread(target=ledger.run_batches, args=(kind, *feeding[kind]))
+        for kind in KINDS
+        if arguments.only in (None, kind)
+    ]
+    if arguments.schemathesis is not None and arguments.only in (None, KIND):
+        program = arguments.schemathesis.absolute()
+        told = (program, started, ledger, arguments.seconds, seed, directory)
+        threads.append(threading.Thread(target=run_schemathesis, args=told))
+    for thread in threads:
+        thread.start()
+    for thread in (*threads, watching):
+        thread.join()
+    http.close()
+    grpc.close()
+    ended = not started.is_alive
+    left = [] if ended else started.left_behind(before)
+    for wrong in (*left, *started.stop()):
+        ledger.fail("at the end", wrong, f"--seed {seed}")
+    return _told(ledger, control, before, seed)
+
+
+def _feed_seeds(ledger: Ledger, grpc: GrpcFeed, http: HttpFeed, raw: SocketFeed) -> None:
+    again = f"--seed {ledger.seed} --only seeds"
+    for call in seeds.by_grpc():
+        ledger.feed_one(again, call, partial(grpc.feed, "grpc"))
+    for request in seeds.by_http():
+        ledger.feed_one(again, request, http.feed)
+    for given in seeds.by_socket():
+        ledger.feed_one(again, given, raw.feed)
+
+
+def _told(ledger: Ledger, control: Control, before: dict[str, int], seed: int) -> int:
+    for failure in ledger.failures:
+        print(failure)
+    print(f"seed {seed}; before {before}; longest control {control.longest_s:.2f} s")
+    print(", ".join(f"{name}: {number}" for name, number in sorted(ledger.statuses.items())))
+    counts = ledger.counts
+    http, grpc = counts["http"] + counts[KIND], counts["grpc"] + counts["bytes"]
+    print(
+        f"requests={http + grpc + counts['raw']} http={http} grpc={grpc} raw={counts['raw']} "
+        f"failed={len(ledger.failures)} control={control.number}"
+    )
+    return 1 if ledger.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""Calls of every gRPC method: with messages, with bytes that are none, in streams of any order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+from hypothesis import strategies as st
+
+from outrider.v1 import coordinator_pb2, draft_pb2, target_pb2
+
+from .hostile import BYTES, broken, messages, mutated
+from .ledger import Ledger
+from .started import Started
+from .valid import STREAMS, VALID
+
+CALL_S: Final = 30.0
+"""In which every call ends by itself, or is ended by its caller."""
+_PATIENT: Final[list[tuple[str, int]]] = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_metadata_size", 2**20),
+    ("grpc.enable_retries", 0),
+]
+_WRONG: Final = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE,
+                 grpc.StatusCode.DATA_LOSS)  # fmt: skip
+"""Statuses that no input may cause."""
+_WRONG_CODES: Final = frozenset(status.value[0] for status in _WRONG)
+Ending = Literal["closed", "cancelled", "left open"]
+_SERVICES: Final = (
+    (coordinator_pb2, "Coordinator", ("coordinator", "locked_coordinator")),
+    (target_pb2, "Target", ("target",)),
+    (draft_pb2, "Draft", ("draft",)),
+)
+METHODS: Final[list[tuple[MethodDescriptor, str]]] = [
+    (method, place)
+    for module, name, places in _SERVICES
+    for method in module.DESCRIPTOR.services_by_name[name].methods
+    for place in places
+] + [
+    (method, "target")
+    for module, name in ((health_pb2, "Health"), (reflection_pb2, "ServerReflection"))
+    for method in module.DESCRIPTOR.services_by_name[name].methods
+]
+"""Every method, and the servers that have it."""
+_ENDLESS: Final = "Watch"
+"""A method that goes on until its caller goes."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call, and how its caller ends it."""
+
+    method: MethodDescriptor = field(repr=False)
+    name: str = field(init=False)
+    place: str
+    frames: Sequence[bytes]
+    key: str = "fuzzer"
+    ending: Ending = "closed"
+    num_replies: int = 20
+    """That are read before the caller goes."""
+    metadata: tuple[tuple[str, str], ...] = ()
+    path: str = field(default="")
+    """Another one than the method's."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.method.full_name)
+
+
+@st.composite
+def calls(draw: st.DrawFn, *, raw: bool) -> Call:
+    """Calls with messages; or, if `raw`, with bytes that need be none."""
+    method, place = draw(st.sampled_from(METHODS))
+    name = method.input_type.name
+    if method.client_streaming:
+        stream = STREAMS.get(name, st.lists(messages(method.input_type), max_size=4))
+        frames = [frame.SerializeToString() for frame in draw(stream)]
+    else:
+        anything = messages(method.input_type)
+        message = draw(mutated(VALID.get(name, anything)) | anything)
+        frames = [message.SerializeToString()]
+    if raw:
+        frames = [draw(broken(st.just(data)) | BYTES) for data in frames] or [draw(BYTES)]
+    return Call(
+        method=method,
+        place=place,
+        frames=frames,
+        key=draw(st.sampled_from(("fuzzer",) * 6 + ("", "wrong"))),
+        ending=draw(st.sampled_from(("closed", "closed", "closed", "cancelled", "left open"))),
+        num_replies=draw(st.sampled_from((0, 1, 3, 20, 10_000))),
+        metadata=draw(
+            st.sampled_from(
+                ((),) * 8
+                + (
+                    (("traceparent", "00-" + "1" * 32 + "-" + "2" * 16 + "-01"),),
+                    (("traceparent", "x" * 300),),
+                    (("traceparent", "00-zz-\x7e-01"), ("traceparent", "")),
+                    (("x-large", "x" * 15_000),),
+                    (("x-huge", "x" * 100_000),),
+                    (("x-bytes-bin", b"\xff\0\xfe"),),
+                )
+            )
+        ),
+        path=draw(st.sampled_from(("",) * 30 + ("/outrider.v1.Coordinator/Nothing", "/x/y"))),
+    )
+
+
+class GrpcFeed:
+    """Makes calls, and looks at how they end."""
+
+    def __init__(self, started: Started, ledger: Ledger) -> None:
+        self._keys = started.keys
+        self._ledger = ledger
+        self._channels = {
+            place: grpc.insecure_channel(started.addresses[place], options=_PATIENT)
+            for place in {place for _, place in METHODS}
+        }
+
+    def feed(self, kind: str, again: str, call: Call) -> None:
+        """Makes the call, and counts it as of that kind."""
+        status, details = self._made(again, call)
+        self._ledger.count(kind, status.name)
+        if status in _WRONG:
+            self._ledger.fail(again, f"{status.name} {details}", call)
+
+    def close(self) -> None:
+        """Closes connections."""
+        for channel in self._channels.values():
+            channel.close()
+
+    def _made(self, again: str, call: Call) -> tuple[grpc.StatusCode, str]:
+        method = call.method
+        word = "_".join(
+            "stream" if streams else "unary"
+            for streams in (method.client_streaming, method.server_streaming)
+        )
+        path = call.path or f"/{method.containing_service.full_name}/{method.name}"
+        key = self._keys.get(call.key, call.key)
+        metadata = [*call.metadata, *((("authorization", f"Bearer {key}"),) if key else ())]
+        made: Any = getattr(self._channels[call.place], word)(path)
+        over = threading.Event()
+        asked = _frames(call, over) if method.client_streaming else call.frames[0]
+        try:
+            if not method.server_streaming:
+                made(asked, metadata=metadata, timeout=CALL_S)
+                return grpc.StatusCode.OK, ""
+            replies = made(asked, metadata=metadata, timeout=CALL_S)
+            self._read(again, call, replies)
+            return replies.code() or grpc.StatusCode.CANCELLED, replies.details() or ""
+        except grpc.RpcError as error:
+            found: Any = error
+            if found.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not _is_ours(found):
+                self._ledger.fail(again, f"it did not end within {CALL_S} s", call)
+            return found.code(), found.details() or ""
+        finally:
+            over.set()
+
+    def _read(self, again: str, call: Call, replies: Any) -> None:
+        """Reads as many replies as the caller waits for; of those of replicas none may be a refusal
+        that is our own bug."""
+        waits = call.ending == "closed" or not call.method.client_streaming
+        number = call.num_replies if waits else min(call.num_replies, len(call.frames))
+        if call.ending != "closed" or call.method.name == _ENDLESS:
+            # Who leaves a stream open has no answer to wait for where an item is ill-formed.
+            timer = threading.Timer(0.05, replies.cancel)
+            timer.start()
+        for _ in range(number):
+            data = next(replies, None)
+            if data is None:
+                break
+            if call.method.input_type.name in STREAMS:
+                self._look(again, call, data)
+        replies.cancel()
+
+    def _look(self, again: str, call: Call, data: bytes) -> None:
+        kind: Any = call.method.output_type._concrete_class
+        for item in kind.FromString(data).items:
+            if item.WhichOneof("answer") == "refused" and item.refused.code in _WRONG_CODES:
+                self._ledger.fail(again, f"refused: {item.refused}", call)
+
+
+def _is_ours(error: Any) -> bool:
+    """Whether the server has said so, because of the deadline in the request."""
+    return "deadline_ms" in (error.details() or "")
+
+
+def _frames(call: Call, over: threading.Event) -> Iterator[bytes]:
+    yield from call.frames
+    if call.ending != "closed":
+        over.wait(CALL_S)

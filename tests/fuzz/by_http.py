@@ -1,0 +1,282 @@
+"""Requests to every route by HTTP, made from the server's own OpenAPI document, and looked at by
+it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import quote
+
+import httpx
+import jsonschema
+from hypothesis import strategies as st
+
+from .hostile import FLOATS, INTS, LENGTHS, TEXTS, broken
+from .ledger import Ledger
+from .started import Started
+from .valid import TOKENS
+
+WAIT_S: Final = 60.0
+Json = dict[str, Any]
+_DEPTH_MAX: Final = 4
+_SAYING: Final = {"anyOf", "oneOf", "const", "enum", "type"}
+"""Words of a schema that say what values it has."""
+_METHODS: Final = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE", "QUERY")
+_ANYTHING: Final = st.recursive(
+    st.none() | st.booleans() | INTS | FLOATS | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=5,
+)
+_BASES: Final = {
+    "ChatBody": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+    "CompletionBody": {"prompt": [1, 2, 3], "max_tokens": 4},
+}
+"""Bodies that are in order, by their schema's name."""
+_TEXT_BODIES: Final = (
+    b"", b"null", b"[]", b"{", b'{"prompt": "\\ud800"}', b"\xff\xfe{}", b"\xef\xbb\xbf{}",
+    b'{"prompt":"a","prompt":"b","max_tokens":2}', b'{"prompt":' + b"[" * 100_000,
+    b'{"prompt":[1],"seed":' + b"9" * 5000 + b"}", b'{"prompt":[1],"temperature":1e999}',
+    b'{"prompt":[NaN,Infinity]}', b'{"a":' * 2000 + b"1" + b"}" * 2000, b"\0" * 100,
+    b'{"prompt":[1],"max_tokens":4,"' + b"k" * 70_000 + b'":1}', b"prompt=a&max_tokens=4",
+)  # fmt: skip
+_HEADERS: Final[tuple[tuple[str, str], ...]] = (
+    ("content-type", "text/plain"),
+    ("content-type", "application/json; charset=utf-16"),
+    ("content-type", "multipart/form-data"),
+    ("content-type", "application/x-www-form-urlencoded"),
+    ("content-encoding", "gzip"),
+    ("accept", "text/event-stream"),
+    ("accept", "x" * 1000),
+    ("accept-encoding", "*;q=x"),
+    ("traceparent", "00-" + "z" * 52),
+    ("traceparent", "x" * 300),
+    ("x-huge", "x" * 30_000),
+    ("range", "bytes=0-0,1-2"),
+    ("if-none-match", "*"),
+    ("x-forwarded-for", "1.2.3.4, ::1"),
+    ("x-http-method-override", "DELETE"),
+    ("host", "elsewhere"),
+    ("last-event-id", "1"),
+)
+
+
+@dataclass(frozen=True)
+class HttpCall:
+    """One request."""
+
+    method: str
+    path: str
+    route: str = ""
+    """The document's name for the path; empty for none of it."""
+    body: bytes | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+    place: str = "locked_http"
+    key: str = "fuzzer"
+    num_lines: int = 10_000
+    """Of the answer that are read before the caller goes."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """The OpenAPI document that a server gives."""
+
+    whole: Json
+    validators: dict[str, jsonschema.Draft202012Validator] = field(default_factory=dict)
+
+    def operations(self) -> list[tuple[str, str, Json]]:
+        """Method, path and what is said of it."""
+        return [
+            (method.upper(), path, operation)
+            for path, methods in self.whole["paths"].items()
+            for method, operation in methods.items()
+        ]
+
+    def resolved(self, schema: Json) -> Json:
+        """The schema, or that which it refers to."""
+        while "$ref" in schema:
+            found: Any = self.whole
+            for part in schema["$ref"].removeprefix("#/").split("/"):
+                found = found[part]
+            schema = found
+        return schema
+
+    def values(self, schema: Json, depth: int = 0) -> st.SearchStrategy[Any]:
+        """Values that the schema has in mind, hostile ones among them."""
+        schema = self.resolved(schema)
+        if depth > _DEPTH_MAX or not schema.keys() & _SAYING:
+            return _ANYTHING
+        if several := schema.get("anyOf", schema.get("oneOf")):
+            return st.one_of(*(self.values(one, depth + 1) for one in several))
+        if "const" in schema or "enum" in schema:
+            return st.sampled_from(schema.get("enum", [schema.get("const")]))
+        kinds = {
+            "string": TEXTS, "integer": INTS, "number": FLOATS | INTS, "boolean": st.booleans(),
+            "null": st.none(),
+        }  # fmt: skip
+        if schema["type"] in kinds:
+            return kinds[schema["type"]]
+        if schema["type"] == "array":
+            inner = self.values(schema.get("items", {}), depth + 1)
+            many = st.tuples(inner, st.sampled_from(LENGTHS)).map(_repeated)
+            return st.lists(inner, max_size=4) | st.lists(inner, max_size=4) | many
+        if "properties" in schema:
+            parts = {
+                name: self.values(one, depth + 1) for name, one in schema["properties"].items()
+            }
+            return st.fixed_dictionaries({}, optional=parts)
+        inner = schema.get("additionalProperties")
+        values = self.values(inner, depth + 1) if isinstance(inner, dict) else _ANYTHING
+        return st.dictionaries(TEXTS, values, max_size=4)
+
+    def bodies(self, operation: Json) -> st.SearchStrategy[bytes | None]:
+        """Bodies for an operation: most of them in order but for a few fields."""
+        if "requestBody" not in operation:
+            return st.none() | st.sampled_from(_TEXT_BODIES)
+        schema = operation["requestBody"]["content"]["application/json"]["schema"]
+        kinds = {
+            one["$ref"].rpartition("/")[2]: {
+                key: self.values(value) | _ANYTHING
+                for key, value in self.resolved(one)["properties"].items()
+            }
+            for one in schema.get("oneOf", [schema])
+        }
+
+        @st.composite
+        def nearly(draw: st.DrawFn) -> bytes:
+            name, fields = draw(st.sampled_from(sorted(kinds.items(), key=lambda one: one[0])))
+            body = dict(_BASES[name])
+            if "prompt" in body:
+                body["prompt"] = draw(TOKENS)
+            body |= draw(st.sampled_from(({}, {"stream": True}, {"n": 2}, {"seed": 1})))
+            for key in draw(st.lists(st.sampled_from(sorted(fields)), max_size=3)):
+                body[key] = draw(fields[key])
+            return _encoded(body)
+
+        whole = self.values(schema).map(_encoded)
+        return nearly() | nearly() | whole | broken(nearly()) | st.sampled_from(_TEXT_BODIES)
+
+    def complaint(self, call: HttpCall, response: httpx.Response) -> str:
+        """What is not as the document says; empty where nothing is."""
+        kind = response.headers.get("content-type", "").partition(";")[0]
+        status = response.status_code
+        if status >= 400 and call.method != "HEAD":
+            schema = {"$ref": "#/components/schemas/ErrorBody",
+                      "components": self.whole["components"]}  # fmt: skip
+            validator = self.validators.setdefault("error", jsonschema.Draft202012Validator(schema))
+            if kind != "application/json":
+                return f"an error of type {kind!r}"
+            errors = [error.message for error in validator.iter_errors(response.json())]
+            if errors:
+                return f"an error of another shape: {errors}"
+        operation = self.whole["paths"].get(call.route, {}).get(call.method.lower())
+        if operation is None:
+            return ""
+        declared = operation["responses"]
+        found = declared.get(str(status)) or declared.get(f"{status // 100}XX")
+        if found is None:
+            return f"the status {status} is not declared"
+        if status != 204 and kind not in found.get("content", {kind: None}):
+            return f"the type {kind!r} is not declared for {status}"
+        return ""
+
+
+def _repeated(pair: tuple[Any, int]) -> list[Any]:
+    value, number = pair
+    return [value] * min(number, 2**20 // max(1, len(str(value))))
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body).encode()
+
+
+def requests(document: Document) -> st.SearchStrategy[HttpCall]:
+    """Requests to what the document has, and to its neighbours."""
+    operations = document.operations()
+
+    @st.composite
+    def request(draw: st.DrawFn) -> HttpCall:
+        method, route, operation = draw(st.sampled_from(operations))
+        path = route.replace("{name}", quote(draw(TEXTS).encode("utf-8", "replace")[:2000]))
+        other = draw(st.sampled_from(("", "", "", "", "", "?a=b&a=c", "/", "//", "/../health")))
+        body = draw(document.bodies(operation))
+        headers: tuple[tuple[str, str], ...] = ()
+        if body is not None:
+            headers = (("content-type", "application/json"),)
+        more = draw(st.lists(st.sampled_from(_HEADERS), max_size=2))
+        return HttpCall(
+            method=draw(st.sampled_from((method,) * 9 + _METHODS)),
+            path=path + other,
+            route=route if not other else "",
+            body=body,
+            headers=headers + tuple(more),
+            place=draw(st.sampled_from(("locked_http", "open_http"))),
+            key=draw(st.sampled_from(("fuzzer",) * 9 + ("", "wrong"))),
+            num_lines=draw(st.sampled_from((10_000, 10_000, 0, 1, 3))),
+        )
+
+    return request()
+
+
+class HttpFeed:
+    """Makes requests, and looks at the answers."""
+
+    def __init__(self, started: Started, ledger: Ledger) -> None:
+        self._keys = started.keys
+        self._ledger = ledger
+        self._clients = {
+            place: httpx.Client(base_url=f"http://{started.addresses[place]}", timeout=WAIT_S)
+            for place in ("open_http", "locked_http")
+        }
+        answer = self._clients["open_http"].get("/openapi.json")
+        self.document = Document(answer.raise_for_status().json())
+
+    def feed(self, again: str, call: HttpCall) -> None:
+        """Sends the request, and counts it."""
+        client = self._clients[call.place]
+        key = self._keys.get(call.key, call.key)
+        shown = (("authorization", f"Bearer {key}"),) if key else ()
+        headers = [*call.headers, *shown]
+        try:
+            with client.stream(
+                call.method, call.path, content=call.body, headers=headers
+            ) as response:
+                text = self._read(call, response)
+        except httpx.RemoteProtocolError as error:
+            self._ledger.fail(again, f"the connection broke: {error!r}", call)
+            return
+        except (
+            httpx.InvalidURL, httpx.LocalProtocolError, httpx.ReadError, httpx.WriteError
+        ) as error:  # fmt: skip
+            self._ledger.count("http", type(error).__name__)  # Never sent, or refused unread.
+            return
+        self._ledger.count("http", response.status_code)
+        if '"code":"internal_error"' in text:
+            self._ledger.fail(again, f"{response.status_code} {text[-500:]}", call)
+        elif response.status_code >= 500 and not _is_late(response):
+            self._ledger.fail(again, f"{response.status_code} {text[:500]}", call)
+        elif complaint := self.document.complaint(call, response):
+            self._ledger.fail(again, complaint, call)
+
+    def close(self) -> None:
+        """Closes connections."""
+        for client in self._clients.values():
+            client.close()
+
+    @staticmethod
+    def _read(call: HttpCall, response: httpx.Response) -> str:
+        if "event-stream" not in response.headers.get("content-type", ""):
+            response.read()
+            return response.text
+        lines = []
+        for line in response.iter_lines():
+            if len(lines) >= call.num_lines:
+                break
+            lines.append(line)
+        return "\n".join(lines)
+
+
+def _is_late(response: httpx.Response) -> bool:
+    """Whether the request's own deadline has passed, as it says."""
+    return response.status_code == 504 and response.json()["error"]["code"] == "deadline_exceeded"

@@ -1,0 +1,83 @@
+"""A caller who asks for the same again and again, and must get the same."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+import httpx
+
+from outrider.client import ChatMessage, GenerateRequest, SamplingParams, SyncClient
+from outrider.errors import Overloaded
+
+from .ledger import Ledger
+from .started import Started
+
+WAIT_S: Final = 60.0
+PAUSE_S: Final = 0.05
+_REQUESTS: Final = (
+    GenerateRequest((1, 2, 3), max_tokens=24, seed=11, num_draft_tokens=4),
+    GenerateRequest("The quick brown fox", max_tokens=16, sampling=SamplingParams(temperature=0.0)),
+    GenerateRequest(
+        (ChatMessage("user", "Hello"),), max_tokens=12, seed=3, logprobs=2, stop=("zz",)
+    ),
+)
+_BODY: Final[dict[str, Any]] = {"prompt": [1, 2, 3], "max_tokens": 24, "seed": 11, "n": 2,
+                                "return_token_ids": True}  # fmt: skip
+
+
+class Control:
+    """Calls by gRPC and by HTTP, in turns."""
+
+    def __init__(self, started: Started, ledger: Ledger) -> None:
+        self._ledger = ledger
+        key = started.keys["control"]
+        self._grpc = SyncClient(
+            started.addresses["locked_coordinator"], api_key=key, resume_timeout_s=0
+        )
+        self._http = httpx.Client(
+            base_url=f"http://{started.addresses['locked_http']}",
+            headers={"authorization": f"Bearer {key}"},
+            timeout=WAIT_S,
+        )
+        self._expected = [self._answer(turn) for turn in range(len(_REQUESTS) + 1)]
+        self.longest_s = 0.0
+        """Of all its calls."""
+        self.number = 0
+
+    def run(self) -> None:
+        """Until the time is over, and once more: each answer is as the first was."""
+        is_last = False
+        while not is_last:
+            is_last = self._ledger.is_over
+            for turn, expected in enumerate(self._expected):
+                self._once(turn, expected)
+            time.sleep(PAUSE_S)
+        self._grpc.close()
+        self._http.close()
+
+    def _once(self, turn: int, expected: Any) -> None:
+        begun = time.monotonic()
+        try:
+            found = self._answer(turn)
+        except Overloaded:
+            self._ledger.count("control", "overloaded")
+            return
+        except Exception as error:  # noqa: BLE001 (whatever it is, it must not be)
+            self._ledger.fail("control", f"failed: {error!r}", turn)
+            return
+        self.number += 1
+        self.longest_s = max(self.longest_s, time.monotonic() - begun)
+        if found != expected:
+            self._ledger.fail("control", f"changed: {found} is not {expected}", turn)
+
+    def _answer(self, turn: int) -> Any:
+        if turn < len(_REQUESTS):
+            found = self._grpc.complete(_REQUESTS[turn])
+            return found.text, found.token_ids
+        response = self._http.post("/v1/completions", json=_BODY)
+        if response.status_code == 429:
+            raise Overloaded("by HTTP")
+        return response.status_code, [
+            (choice["text"], choice["token_ids"]) for choice in response.json()["choices"]
+        ]

@@ -1,0 +1,99 @@
+"""What was sent, and what came of it that must not."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+import hypothesis
+from hypothesis import HealthCheck, Phase
+from hypothesis.strategies import SearchStrategy
+
+EXAMPLES: Final = 20
+"""Inputs of a batch: as many as one seed makes."""
+FAILURES_MAX: Final = 20
+SHOWN_CHARS_MAX: Final = 4000
+"""Of an input."""
+
+T = TypeVar("T")
+
+
+@dataclass
+class Ledger:
+    """Counts, from several threads."""
+
+    seed: int
+    ends_at: float
+    """By `time.monotonic`."""
+    first_batch: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    statuses: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self.ends_at or len(self.failures) >= FAILURES_MAX
+
+    def count(self, kind: str, status: object) -> None:
+        """One input was answered."""
+        with self._lock:
+            self.counts[kind] += 1
+            self.statuses[f"{kind} {status}"] += 1
+
+    def count_more(self, kind: str, number: int) -> None:
+        """So many inputs were answered as they should be."""
+        with self._lock:
+            self.counts[kind] += number
+
+    def fail(self, where: str, what: str, given: object) -> None:
+        """An answer that must not be."""
+        with self._lock:
+            self.failures.append(f"{where}: {what}\n    given {repr(given)[:SHOWN_CHARS_MAX]}")
+
+    def run_batches(
+        self, kind: str, inputs: SearchStrategy[T], feed: Callable[[str, T], Any]
+    ) -> None:
+        """Feeds batches of inputs until the time is over. Each is made by a seed of its own; `feed`
+        is told how to have it again."""
+        for batch in itertools.count(self.first_batch):
+            if self.is_over:
+                return
+            again = f"--seed {self.seed} --only {kind} --batch {batch}"
+            seed = zlib.crc32(f"{self.seed} {kind} {batch}".encode())
+            try:
+                self._run_batch(again, seed, inputs, feed)
+            except Exception as error:  # noqa: BLE001 (a batch that cannot be made is none)
+                self.fail(again, f"no inputs: {error!r}", kind)
+                return
+
+    def _run_batch(
+        self, again: str, seed: int, inputs: SearchStrategy[T], feed: Callable[[str, T], Any]
+    ) -> None:
+        @hypothesis.seed(seed)
+        @hypothesis.settings(
+            max_examples=EXAMPLES,
+            database=None,
+            deadline=None,
+            phases=(Phase.generate,),
+            suppress_health_check=list(HealthCheck),
+        )
+        @hypothesis.given(inputs)
+        def feed_one(value: T) -> None:
+            if not self.is_over:
+                self.feed_one(again, value, feed)
+
+        feed_one()
+
+    def feed_one(self, again: str, value: T, feed: Callable[[str, T], Any]) -> None:
+        """Feeds one input; a client that fails is a failure."""
+        try:
+            feed(again, value)
+        except Exception as error:  # noqa: BLE001 (whatever it is, it must be looked at)
+            self.fail(again, f"the client failed: {error!r}", value)

@@ -1,0 +1,138 @@
+"""Inputs that have killed shared engines somewhere: each is fed once, before anything is drawn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Final
+
+from outrider.limits import GRPC_MESSAGE_BYTES_MAX, HTTP_BODY_BYTES_MAX
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import draft_pb2, target_pb2, types_pb2
+
+from .by_grpc import METHODS, Call
+from .by_http import HttpCall
+from .by_socket import Bytes
+from .hostile import SESSION_IDS
+from .system import MAX_MODEL_LEN, VOCAB_SIZE
+
+_PICKLE: Final = b"cos\nsystem\n(S'id'\ntR."
+_JSON: Final = (("content-type", "application/json"),)
+_TOKENS: Final = (
+    [-1], [-(2**31)], [VOCAB_SIZE], [2**31 - 1], [], [1] * MAX_MODEL_LEN, [1] * 500_000, [1, -1],
+)  # fmt: skip
+"""Prompts."""
+_FIELDS: Final[tuple[dict[str, Any], ...]] = (
+    {"n": 5000}, {"n": -1}, {"n": 2**70}, {"best_of": 5000}, {"max_tokens": 2**31}, {"seed": -1},
+    {"max_tokens": -1}, {"max_tokens": 0}, {"top_k": VOCAB_SIZE + 1}, {"top_p": 0.0},
+    {"temperature": -1}, {"temperature": 1e308}, {"top_p": 1e-320}, {"min_p": 2},
+    {"repetition_penalty": 5e-324}, {"repetition_penalty": 0},
+    {"logit_bias": {"-1": 1}}, {"logit_bias": {"99999999999": 1}}, {"logit_bias": {"1": 1e308}},
+    {"logit_bias": {str(number): 1 for number in range(5000)}}, {"stop": ["a"] * 1000},
+    {"stop": "b" * 10_000}, {"stop": [""]}, {"logprobs": 2**31}, {"prompt": ["a"] * 5000},
+    {"prompt": [[1]] * 128, "n": 16, "max_tokens": 1}, {"prompt": "a" * 3_000_000},
+    {"guided_regex": "(a+)+$"}, {"guided_regex": "(((a{0,1000}){0,1000}){0,1000})"},
+    {"structured_outputs": {"regex": "(x+x+)+y"}}, {"guided_json": {"$ref": "#"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}},
+    {"guided_grammar": "start: start start | \"a\""}, {"guided_choice": [""] * 5000},
+    {"deadline_ms": 1}, {"deadline_ms": 1, "stream": True}, {"stream_options": {}},
+    {"chat_template": "{{ ''.__class__ }}"}, {"trust_remote_code": True}, {"model": "../../etc"},
+)  # fmt: skip
+
+
+def by_http() -> Iterator[HttpCall]:
+    """Bodies and headers."""
+    base = {"prompt": [1, 2, 3], "max_tokens": 4}
+    for fields in (*({"prompt": tokens} for tokens in _TOKENS), *_FIELDS):
+        yield _completion(json.dumps({**base, **fields}).encode())
+    for body in (
+        b" " * HTTP_BODY_BYTES_MAX + b"{}", b'{"prompt":' + b"[" * 1_000_000,
+        b'{"prompt":[' + b"9" * 100_000 + b"]}", b'{"prompt":"\\ud800"}', _PICKLE,
+        b'{"prompt":[1],"max_tokens":4,"user":"\\udfff"}',
+    ):  # fmt: skip
+        yield _completion(body)
+    for name, value in (("x", "y" * 60_000), ("authorization", "Bearer " + "k" * 50_000)):
+        for path in ("/v1/models", "/health", "/openapi.json", "/nothing"):
+            yield HttpCall("GET", path, headers=((name, value),))
+    yield HttpCall("GET", "/v1/models", headers=(*((f"x{n}", "y") for n in range(900)),))
+
+
+def _completion(body: bytes) -> HttpCall:
+    return HttpCall("POST", "/v1/completions", "/v1/completions", body, _JSON)
+
+
+def by_socket() -> Iterator[Bytes]:
+    """What no client sends."""
+    for place in ("open_http", "locked_http"):
+        yield Bytes(place, b"GET /health HTTP/1.1\r\nHost: here\r\n" + b"X: " + b"y" * 2**20)
+        yield Bytes(place, b"GET /health HTTP/1.1\r\n" * 2000)
+        yield Bytes(place, b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n")
+        yield Bytes(place, b"\0" * 2**20, num_pieces=7)
+    for place in ("coordinator", "target", "draft"):
+        yield Bytes(place, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 2**16)
+        yield Bytes(place, b"GET / HTTP/1.1\r\n\r\n")
+        yield Bytes(place, b"\x80\x04\x95" + _PICKLE * 1000)
+
+
+def by_grpc() -> Iterator[Call]:
+    """Messages and metadata."""
+    for tokens in _TOKENS:
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=tokens), max_tokens=4)
+        yield from _calls("Generate", request.SerializeToString())
+    for method in ("Generate", "Resume", "Cancel", "GetSession", "Describe", "Release", "Verify",
+                   "Propose"):  # fmt: skip
+        for data in (b"", b"\xff" * 100, _PICKLE, b"\0" * (GRPC_MESSAGE_BYTES_MAX + 1)):
+            yield from _calls(method, data)
+        for metadata in ((("x", "y" * 2**16),), (("x", "y" * 2**20),)):
+            for call in _calls(method, b""):
+                yield Call(call.method, call.place, call.frames, metadata=metadata)
+    for item in _items():
+        verify = target_pb2.VerifyRequest(items=[item])
+        yield from _calls("Verify", verify.SerializeToString())
+        # Of what both requests share, field 1 is the head.
+        draft = draft_pb2.DraftItem(head=item.head, num_draft_tokens=4, look_ahead=64)
+        yield from _calls("Propose", draft_pb2.DraftRequest(items=[draft]).SerializeToString())
+    for width, rows in ((2**31, b""), (1, b"x"), (2**15, b"\xff" * 2**16), (8, b"\x7f\xc0" * 512)):
+        features = types_pb2.Features(first=2**32 - 1, width=width, rows=rows)
+        item = draft_pb2.DraftItem(head=_head(), num_draft_tokens=4, features=features)
+        yield from _calls("Propose", draft_pb2.DraftRequest(items=[item]).SerializeToString())
+
+
+def _items() -> Iterator[target_pb2.VerifyItem]:
+    """Items that claim what is not so: hashes, lengths, epochs, tensors."""
+    for fields in (
+        {}, {"base_length": 2**32 - 1}, {"base_length": 2**31 - 9}, {"epoch": 2**32 - 1},
+        {"base_length": 5, "prefix_digest": 1},
+        {"round": 2**32 - 1}, {"append": [VOCAB_SIZE]}, {"append": [2**32 - 1]},
+        {"append": [1] * 100_000}, {"prompt_length": 2**32 - 1}, {"tenant": "control"},
+        {"deadline_ms": 1}, {"deadline_ms": 2**32 - 1}, {"sampling_hash": 1}, {"seed": 2**64 - 1},
+        {"traceparent": "x" * 10_000}, {"session_id": "x" * 100_000},
+    ):  # fmt: skip
+        yield target_pb2.VerifyItem(head=_head(**fields))
+    for q in (_PICKLE, b"\xff" * 100, b"\xff" * 2**20, b"\x02\0" + b"\0" * 12):
+        proposal = types_pb2.Proposal(token_ids=[1, 2], q=q)
+        yield target_pb2.VerifyItem(head=_head(), proposal=proposal, run_ahead=2**32 - 1)
+        yield target_pb2.VerifyItem(head=_head(), proposal=proposal)
+    for parents in ([5, 5], [0, 2**32 - 1], [0] * 10_000):
+        proposal = types_pb2.Proposal(token_ids=[1, 2], parents=parents)
+        yield target_pb2.VerifyItem(head=_head(), proposal=proposal)
+    for token in (VOCAB_SIZE, 2**31 - 1, 2**32 - 1):
+        proposal = types_pb2.Proposal(token_ids=[token], q=b"\0\0")
+        yield target_pb2.VerifyItem(head=_head(), proposal=proposal)
+
+
+def _head(**fields: Any) -> types_pb2.RoundHead:
+    values: dict[str, Any] = {
+        "session_id": SESSION_IDS[0], "epoch": 1, "append": [1, 2, 3], "prompt_length": 3,
+        "rule": types_pb2.RULE_TOKEN, "deadline_ms": 5000,
+        "sampling_params": types_pb2.SamplingParams(),
+    }  # fmt: skip
+    if "sampling_hash" in fields:
+        del values["sampling_params"]
+    return types_pb2.RoundHead(**{**values, **fields})
+
+
+def _calls(method: str, *frames: bytes) -> Iterator[Call]:
+    for found, place in METHODS:
+        if found.name == method:
+            yield Call(found, place, frames)

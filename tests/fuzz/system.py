@@ -1,0 +1,135 @@
+"""What is fuzzed, in a process of its own: a coordinator by gRPC and HTTP, with and without keys, a
+target and a draft. Prints one line of JSON with addresses and keys; answers each line on its
+standard input with one of figures; ends when that is closed, and checks itself."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Final
+
+from coordinator.http.server import HttpOptions, HttpServer
+from coordinator.service import CoordinatorService
+from coordinator.servicer import CoordinatorServicer
+from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.security.callers import Caller
+from outrider.security.gate import OPEN, Gate
+from outrider.security.key_file import KeyFile, add_key
+from outrider.security.limits import Limiter
+from outrider.sessions.redis_address import RedisAddress
+from outrider.sessions.redis_slots import RedisSlots
+from outrider.telemetry.exporting import Exports, start_exports
+from outrider.telemetry.requests import Detail, ObservedRequests
+from outrider.text import TokenizerText
+from outrider.v1 import coordinator_pb2
+from outrider.wire.guard import KeyGuard
+from outrider.wire.server import RpcServer, ServerOptions, Service
+from tests.models import byte_level_tokenizer
+from tests.stack import Stack, running_stack
+
+VOCAB_SIZE: Final = 320
+MAX_MODEL_LEN: Final = 1024
+SPEC: Final = EmulatedSpec(
+    vocab_size=VOCAB_SIZE,
+    support=8,
+    verify_ms=0.5,
+    draft_ms=0.2,
+    max_model_len=MAX_MODEL_LEN,
+    num_pages=512,
+    eos=7,
+)
+CALLERS: Final = {
+    "fuzzer": Caller("fuzzer", "fuzzer", concurrency=64),
+    "control": Caller("control", "control"),
+}
+
+
+async def main() -> None:
+    """Serves until nobody is there any more."""
+    text = TokenizerText(byte_level_tokenizer(VOCAB_SIZE), "toy")
+    target, draft = EmulatedEngine(SPEC, "target"), EmulatedEngine(SPEC, "draft")
+    with tempfile.TemporaryDirectory(prefix="outrider-fuzz-") as name:
+        directory = Path(name)
+        keys = {name: add_key(directory / "keys", caller) for name, caller in CALLERS.items()}
+        exports = start_exports("prometheus=0", "coordinator", "127.0.0.1")
+        assert isinstance(exports, Exports)
+        assert exports.scrape is not None
+        async with (
+            running_stack(
+                target, draft, directory / "redis", text=text, max_sessions=256,
+                resume_grace_s=0.5, length_control=True,
+                observation=ObservedRequests(exports.tracer, exports.meter, Detail(0, 0)),
+            ) as stack,
+            AsyncExitStack() as exits,
+        ):  # fmt: skip
+            addresses = {
+                "coordinator": stack.server.address,
+                "target": stack.target_server.address,
+                "draft": stack.draft_server.address,
+            }
+            for place, gate in (("open", OPEN), ("locked", _gate(stack, directory, exits))):
+                options = HttpOptions(gate=gate, metrics=exports.scrape.render)
+                await _serve(stack, place, options, addresses, exits)
+            _tell({"addresses": addresses, "keys": keys})
+            while await asyncio.to_thread(sys.stdin.readline):
+                _tell(_figures(stack.coordinator))
+        await exports.close()
+
+
+def _gate(stack: Stack, directory: Path, exits: AsyncExitStack) -> Gate:
+    slots = RedisSlots(RedisAddress(url=stack.redis.url, key_prefix="outrider:"))
+    gate = Gate(KeyFile(directory / "keys", (), time.monotonic), Limiter(slots))
+    exits.push_async_callback(gate.close)
+    return gate
+
+
+async def _serve(
+    stack: Stack,
+    place: str,
+    options: HttpOptions,
+    addresses: dict[str, str],
+    exits: AsyncExitStack,
+) -> None:
+    gate = options.gate
+    http = HttpServer(stack.coordinator, options)
+    await http.start()
+    exits.push_async_callback(http.stop)
+    addresses[f"{place}_http"] = http.address
+    if not gate.asks_for_keys:
+        return
+    descriptor: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
+    servicer = CoordinatorServicer(stack.coordinator, gate)
+    server = RpcServer([Service(descriptor, servicer)], ServerOptions(guards=(KeyGuard(gate),)))
+    await server.start()
+    exits.push_async_callback(server.stop)
+    await server.set_serving(True)
+    addresses[f"{place}_coordinator"] = server.address
+
+
+def _figures(coordinator: CoordinatorService) -> dict[str, int]:
+    gc.collect()  # So that errors that nobody has looked at are logged.
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return {
+        "tasks": len(asyncio.all_tasks()),
+        "files": len(os.listdir("/proc/self/fd")),
+        "memory_mib": pages * os.sysconf("SC_PAGE_SIZE") // 2**20,
+        "sessions": coordinator.num_running,
+        "admitted": coordinator._num_admitted,
+    }
+
+
+def _tell(value: Any) -> None:
+    print(json.dumps(value), flush=True)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    asyncio.run(main())

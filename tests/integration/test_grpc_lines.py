@@ -1,0 +1,132 @@
+"""What the documents and `serve` say to type for gRPC, run by `buf` as a reader would."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_certificates import Made
+from models import byte_level_tokenizer
+from stack import Stack, running_stack
+from toy_engine import ToyEngine
+
+from coordinator.servicer import CoordinatorServicer
+from deploy.cli.serve import endpoints_text
+from deploy.state import DeploymentRecord
+from outrider.security.callers import Caller
+from outrider.security.gate import Gate
+from outrider.security.key_file import KeyFile, add_key
+from outrider.text import TokenizerText
+from outrider.v1 import coordinator_pb2
+from outrider.wire.credentials import server_credentials
+from outrider.wire.guard import KeyGuard
+from outrider.wire.server import RpcServer, ServerOptions, Service
+
+ROOT = Path(__file__).parents[2]
+PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+VOCAB = 320
+RUN_S = 60.0
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("buf", path=PATH) is None, reason="buf is not installed"
+)
+
+
+def line_of(document: str) -> str:
+    """The one command for gRPC in it, as it stands there."""
+    blocks = re.findall(
+        r"^```console\n(.*?)^```", (ROOT / document).read_text("utf-8"), re.S | re.M
+    )
+    (found,) = [block for block in blocks if block.startswith("buf curl ")]
+    return str(found)
+
+
+async def answered(line: str, **environment: str) -> list[dict[str, Any]]:
+    """The events that it prints, run by a shell where the documents are."""
+    process = await asyncio.create_subprocess_exec(
+        "bash", "-c", line,
+        cwd=ROOT,
+        env=dict(os.environ) | {"PATH": PATH} | environment,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    out, err = await asyncio.wait_for(process.communicate(), RUN_S)
+    assert process.returncode == 0, err.decode()
+    decoder, text, events = json.JSONDecoder(), out.decode().strip(), []
+    while text:
+        event, end = decoder.raw_decode(text)
+        events.append(event)
+        text = text[end:].lstrip()
+    return events
+
+
+def check_answer(events: list[dict[str, Any]], max_tokens: int) -> None:
+    """A whole one: begun, with text for its tokens, and ended where it was said to end."""
+    assert list(events[0]) == ["started"]
+    assert list(events[-1]) == ["finished"]
+    tokens = [event["tokens"] for event in events if "tokens" in event]
+    assert sum(len(part["tokenIds"]) for part in tokens) == max_tokens
+    assert "".join(part.get("textDelta", "") for part in tokens)
+    assert events[-1]["finished"]["usage"]["completionTokens"] == max_tokens
+
+
+@pytest.fixture
+async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
+    engines = [ToyEngine(VOCAB, salt=1, max_model_len=256) for _ in range(2)]
+    text = TokenizerText(byte_level_tokenizer(VOCAB), "toy")
+    async with running_stack(engines[0], engines[1], tmp_path / "redis", text=text) as running:
+        yield running
+
+
+async def test_the_readmes_line(stack: Stack) -> None:
+    """By reflection; nothing of it is changed but the port, which tests have no say in."""
+    line = line_of("README.md")
+    assert line.count("127.0.0.1:50051") == 1
+    events = await answered(line.replace("127.0.0.1:50051", stack.server.address))
+    check_answer(events, 16)
+    assert events[0]["started"]["rule"] == "RULE_GREEDY"
+
+
+@pytest.mark.parametrize("tokenizer_directory", ["/somewhere", ""])
+async def test_the_line_that_serve_prints(stack: Stack, tokenizer_directory: str) -> None:
+    record = DeploymentRecord(
+        pid=1, process_start=1, started_at="", model="m", draft_model="d", served_model_name="m",
+        grpc_address=stack.server.address, target_addresses=[], draft_addresses=[],
+        target_directory="", tokenizer_directory=tokenizer_directory,
+    )  # fmt: skip
+    (line,) = [line for line in endpoints_text(record).splitlines() if " buf curl " in line]
+    check_answer(await answered(line), 16)
+
+
+async def test_the_line_for_a_key_and_tls(stack: Stack, tmp_path: Path) -> None:
+    """A coordinator with keys serves no reflection: the messages are read from `protos`."""
+    authority = Made(tmp_path, "authority")
+    mine = Made(tmp_path, "mine", "127.0.0.1", by=authority)
+    key = add_key(tmp_path / "keys", Caller("a", "a"))
+    gate = Gate(KeyFile(tmp_path / "keys", (), lambda: 0.0))
+    descriptor: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
+    options = ServerOptions(
+        credentials=server_credentials(mine.file, mine.key_file),
+        guards=(KeyGuard(gate),),
+        reflection=False,
+    )
+    server = RpcServer([Service(descriptor, CoordinatorServicer(stack.coordinator, gate))], options)
+    await server.start()
+    try:
+        line = line_of("docs/security.md")
+        for name, value in (("HOST:50051", server.address), ("ca.pem", str(authority.file))):
+            assert line.count(name) == 1
+            line = line.replace(name, value)
+        line = line.replace('France is"}', 'France is", "max_tokens": 8}')
+        check_answer(await answered(line, OUTRIDER_API_KEY=key), 8)
+    finally:
+        await server.stop()

@@ -1,0 +1,97 @@
+"""What requests by HTTP leave: times by route and status, traces, and all that Prometheus sees."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+from http_front import http_front
+from opentelemetry.trace import SpanKind
+from scraping import Page, watched_stack
+from test_service_telemetry import REQUEST, Memory, observed_stack
+
+from coordinator.actor import CoordinatorActor
+from outrider.config import CoordinatorConfig
+from outrider.security.gate import OPEN
+
+BODY: dict[str, Any] = {"model": "model", "prompt": [1, 2, 3], "max_tokens": 4, "seed": 1}
+TIMES = "http_server_request_duration_seconds_count"
+TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+async def test_requests_are_timed_by_route_and_status(tmp_path: Path) -> None:
+    """As a coordinator's actor serves them, with what its own port for Prometheus shows."""
+    async with watched_stack(tmp_path) as watched:
+        actor = CoordinatorActor()
+        actor._exports = watched.exports["coordinator"]
+        config = CoordinatorConfig(port=0)
+        address = await actor._serve_http(watched.stack.coordinator, config, OPEN)
+        async with httpx.AsyncClient(base_url=f"http://{address}") as http:
+            await http.post("/v1/completions", json=BODY)
+            async with http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as one:
+                async for _ in one.aiter_raw():
+                    pass
+            await http.post("/v1/completions", json={**BODY, "max_tokens": -1})
+            await http.get("/v1/models/of/somebody")
+            await http.get("/v1/completions")
+            await http.get("/nowhere/secret")
+            twice = [("authorization", "Bearer a"), ("authorization", "Bearer b")]
+            await http.post("/v1/completions", json=BODY, headers=twice)
+            await http.request("SECRET", "/health")
+            await http.get("/health")
+            page = Page.parse((await http.get("/metrics")).text)
+        own = await watched.page("coordinator")
+        assert actor._http is not None
+        await actor._http.stop()
+    for method, route, status, num in (
+        ("POST", "/v1/completions", 200, 2),
+        ("POST", "/v1/completions", 400, 1),
+        ("GET", "/v1/models/{name:path}", 404, 1),
+        ("GET", "/health", 200, 1),
+    ):
+        labels = {"http_request_method": method, "http_response_status_code": f"{status}"}
+        assert page.value(TIMES, http_route=route, url_scheme="http", **labels) == num, route
+    assert page.value(TIMES, http_response_status_code="405") == 2
+    assert page.value(TIMES, http_request_method="_OTHER") == 1
+    assert page.value(TIMES, http_response_status_code="401") == 1  # Refused at the door.
+    assert page.value(TIMES) == 9
+    assert "secret" not in json.dumps(sorted(map(str, page.samples))).lower()
+    assert page.names == own.names
+    assert "outrider_generation_tokens_total" in page.names
+
+
+async def test_a_call_is_a_span_with_what_grpc_s_has(tmp_path: Path) -> None:
+    """In its caller's trace; streamed or whole."""
+    memory = Memory()
+    fields = {"model": "model", "max_tokens": 24, "temperature": 0, "seed": 3, "stop": "never said"}
+    request = replace(REQUEST, seed=3, stop=("never said",), num_draft_tokens=None)
+    async with observed_stack(memory.exports, tmp_path) as stack, http_front(stack) as url:
+        await stack.client.complete(request)
+        async with httpx.AsyncClient(base_url=url) as http:
+            headers = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
+            body = {**fields, "prompt": REQUEST.prompt}
+            whole = await http.post("/v1/completions", json=body, headers=headers)
+            streamed = await http.post("/v1/completions", json={**body, "stream": True})
+            assert (whole.status_code, streamed.text[-14:]) == (200, "data: [DONE]\n\n")
+            body = {**fields, "messages": [{"role": "user", "content": "hello"}]}
+            assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
+    by_grpc, *by_http = memory.named("text_completion model")
+    assert by_http[0].parent is not None
+    assert f"{by_http[0].parent.span_id:016x}" == SPAN_ID
+    assert f"{by_http[0].context.trace_id:032x}" == TRACE_ID
+    assert len({span.context.trace_id for span in (by_grpc, *by_http)}) == len(by_http) + 1 == 3
+    (chat,) = memory.named("chat model")
+    assert chat.attributes["gen_ai.operation.name"] == "chat"
+    for span in (*by_http, chat):
+        assert span.kind is SpanKind.SERVER
+        assert span.attributes.keys() == by_grpc.attributes.keys()
+    same = {
+        "gen_ai.provider.name", "gen_ai.request.model", "gen_ai.request.max_tokens",
+        "gen_ai.request.temperature", "gen_ai.request.seed", "gen_ai.response.model",
+        "gen_ai.response.finish_reasons", "gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens",
+    }  # fmt: skip
+    for name in same:
+        assert {span.attributes[name] for span in by_http} == {by_grpc.attributes[name]}, name

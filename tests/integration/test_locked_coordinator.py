@@ -1,0 +1,392 @@
+"""Coordinators that ask for keys: every method, every tenant, and limits that they share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import redis.asyncio
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from grpc_health.v1 import health
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from stack import Stack, running_stack
+
+from coordinator.servicer import CoordinatorServicer
+from outrider import limits
+from outrider.client import (
+    Client,
+    Finished,
+    GenerateRequest,
+    SamplingParams,
+    Started,
+    SyncClient,
+)
+from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.errors import NotFound, Overloaded, StoreUnavailable, Unauthenticated, Unavailable
+from outrider.security.callers import Caller
+from outrider.security.gate import Gate
+from outrider.security.key_file import KeyFile, add_key, remove_key
+from outrider.security.limits import Limiter
+from outrider.sessions.redis_address import RedisAddress
+from outrider.sessions.redis_slots import RedisSlots
+from outrider.v1 import coordinator_pb2
+from outrider.wire.channel import open_channel
+from outrider.wire.guard import KeyGuard
+from outrider.wire.server import RpcServer, ServerOptions, Service
+
+SPEC = EmulatedSpec(vocab_size=64, support=8, max_model_len=4096, verify_ms=10.0)
+SHORT = GenerateRequest((1, 2, 3), max_tokens=4, sampling=SamplingParams(temperature=0.0))
+LONG = GenerateRequest((1, 2, 3), max_tokens=500, sampling=SamplingParams(temperature=0.0))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Locked:
+    """Two servers of one coordinator, each behind a gate of its own: what they share is Redis."""
+
+    def __init__(self, stack: Stack, file: Path) -> None:
+        self.stack, self.file, self.clock = stack, file, Clock()
+        self.keys = {
+            name: add_key(file, caller)
+            for name, caller in {
+                "alice": Caller("alice", "team"),
+                "bob": Caller("bob", "team"),
+                "eve": Caller("eve", "eve"),
+                "root": Caller("root", "root", admin=True),
+                "two": Caller("two", "two", concurrency=2),
+                "slow": Caller("slow", "slow", requests_per_minute=3),
+            }.items()
+        }
+        self.addresses: list[str] = []
+
+    def client(self, name: str, server: int = 0) -> Client:
+        return Client(self.addresses[server], api_key=self.keys[name], resume_timeout_s=0)
+
+
+@pytest.fixture
+async def locked(tmp_path: Path) -> AsyncIterator[Locked]:
+    target, draft = EmulatedEngine(SPEC, "target"), EmulatedEngine(SPEC, "draft")
+    async with (
+        running_stack(target, draft, tmp_path / "redis", resume_grace_s=5.0) as stack,
+        AsyncExitStack() as exits,
+    ):
+        found = Locked(stack, tmp_path / "keys")
+        descriptor: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
+        for _ in range(2):
+            slots = RedisSlots(RedisAddress(url=stack.redis.url, key_prefix="outrider:"))
+            gate = Gate(KeyFile(found.file, (), found.clock), Limiter(slots))
+            exits.push_async_callback(gate.close)
+            server = RpcServer(
+                [Service(descriptor, CoordinatorServicer(stack.coordinator, gate))],
+                ServerOptions(guards=(KeyGuard(gate),)),
+            )
+            await server.start()
+            exits.push_async_callback(server.stop)
+            await server.set_serving(True)
+            found.addresses.append(server.address)
+        yield found
+
+
+async def methods_of(channel: Any, key: str) -> dict[str, tuple[bool, bool]]:
+    """Every method that the server says it has; whether requests and replies are streams."""
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[no-untyped-call]
+
+    async def ask(**fields: str) -> Any:
+        call = stub.ServerReflectionInfo(metadata=(("authorization", f"Bearer {key}"),))
+        await call.write(reflection_pb2.ServerReflectionRequest(**fields))
+        await call.done_writing()
+        return await call.read()
+
+    services = (await ask(list_services="")).list_services_response.service
+    found = {}
+    for service in services:
+        answer = await ask(file_containing_symbol=service.name)
+        for data in answer.file_descriptor_response.file_descriptor_proto:
+            file = FileDescriptorProto.FromString(data)
+            for one in file.service:
+                if f"{file.package}.{one.name}" == service.name:
+                    for method in one.method:
+                        path = f"/{service.name}/{method.name}"
+                        found[path] = method.client_streaming, method.server_streaming
+    return found
+
+
+async def call_code(
+    channel: Any, path: str, kind: tuple[bool, bool], metadata: tuple[tuple[str, str], ...]
+) -> grpc.StatusCode:
+    """The status of a call that sends nothing, or one empty message."""
+    word = "_".join("stream" if streams else "unary" for streams in kind)
+    method = getattr(channel, word)(path)
+    if kind[0]:
+        call = method(metadata=metadata, timeout=10)
+        await call.done_writing()
+    else:
+        call = method(b"", metadata=metadata, timeout=10)
+    if kind[1]:
+        with suppress(grpc.aio.AioRpcError):
+            await call.read()
+        if path.endswith("/Watch") and not call.done():
+            call.cancel()
+            return grpc.StatusCode.OK
+    code: grpc.StatusCode = await call.code()
+    return code
+
+
+async def test_no_method_answers_without_a_key(locked: Locked) -> None:
+    """Whatever the server has, as it says itself: without credentials, with a wrong key, another
+    scheme or two keys it is UNAUTHENTICATED before a message is read, but for health. With a key
+    each method answers by itself."""
+    key, wrong = locked.keys["alice"], locked.keys["alice"][:-2] + "xx"
+    refused: list[tuple[tuple[str, str], ...]] = [
+        (),
+        (("authorization", f"Bearer {wrong}"),),
+        (("authorization", f"Basic {key}"),),
+        (("authorization", key),),
+        (("authorization", f"Bearer {key}"), ("authorization", f"Bearer {key}")),
+        (("x-api-key", key),),
+    ]
+    async with open_channel(locked.addresses[0]) as channel:
+        methods = await methods_of(channel, key)
+        exempt = {path for path in methods if path.startswith(f"/{health.SERVICE_NAME}/")}
+        assert len(methods) >= 8
+        assert {path.rpartition("/")[2] for path in exempt} >= {"Check", "Watch"}
+        for path, kind in methods.items():
+            for metadata in refused:
+                code = await call_code(channel, path, kind, metadata)
+                if path in exempt:
+                    assert code is not grpc.StatusCode.UNAUTHENTICATED, (path, metadata)
+                else:
+                    assert code is grpc.StatusCode.UNAUTHENTICATED, (path, metadata)
+            let_in = await call_code(channel, path, kind, (("authorization", f"Bearer {key}"),))
+            assert let_in is not grpc.StatusCode.UNAUTHENTICATED, path
+        assert await call_code(channel, "/outrider.v1.Coordinator/Nothing", (False, False), ()) in (
+            grpc.StatusCode.UNAUTHENTICATED,
+            grpc.StatusCode.UNIMPLEMENTED,
+        )
+    assert locked.stack.coordinator.num_running == 0
+
+
+async def test_clients_show_their_key(locked: Locked) -> None:
+    """Both kinds; one that has none or another hears so, and that it is not to try again."""
+    async with locked.client("alice") as client:
+        assert (await client.describe()).model == "model"
+        assert await client.healthy()
+        expected = await client.complete(SHORT)
+
+    def blocking() -> Any:
+        with SyncClient(locked.addresses[0], api_key=locked.keys["alice"]) as client:
+            client.describe()
+            return client.complete(SHORT)
+
+    assert (await asyncio.to_thread(blocking)).token_ids == expected.token_ids
+    for key in ("", "some-other-key-1234"):
+        async with Client(locked.addresses[0], api_key=key) as client:
+            assert await client.healthy()
+            with pytest.raises(Unauthenticated, match="API key"):
+                await client.complete(SHORT)
+
+
+async def test_another_tenants_session_is_not_there(locked: Locked) -> None:
+    """It can be neither read, resumed nor cancelled, running or not: NOT_FOUND, as for an id that
+    nobody has. Another key of the tenant may, and an admin's may read and cancel."""
+    async with (
+        locked.client("alice") as alice, locked.client("bob") as bob,
+        locked.client("eve") as eve, locked.client("root") as root,
+    ):  # fmt: skip
+        async with aclosing(alice.generate(LONG)) as events:
+            started = await anext(events)
+            assert isinstance(started, Started)
+            await anext(events)
+            session_id = started.session_id
+            for unknown in (session_id, "0" * 31 + "1"):
+                with pytest.raises(NotFound) as read:
+                    await eve.get_session(unknown)
+                with pytest.raises(NotFound) as cancelled:
+                    await eve.cancel(unknown)
+                with pytest.raises(NotFound) as resumed:
+                    await anext(eve.resume(unknown))
+                words = {error.value.message for error in (read, cancelled, resumed)}
+                assert words == {f"there is no session {unknown}"}
+            assert (await bob.get_session(session_id)).prompt_length == 3
+            assert (await root.get_session(session_id)).prompt_length == 3
+            with pytest.raises(NotFound):
+                await anext(root.resume(session_id))
+            await root.cancel(session_id)
+            last = [event async for event in events][-1]
+        assert isinstance(last, Finished)
+        assert last.finish_reason == "cancelled"
+        done = await alice.complete(SHORT)
+        with pytest.raises(NotFound):
+            await anext(eve.resume(done.session_id))
+        again = [event async for event in bob.resume(done.session_id)]
+        assert isinstance(again[-1], Finished)
+    # What replicas and Redis are told is the key's tenant, and nothing that the caller said.
+    assert (await locked.stack.coordinator.session(done.session_id, None)).tenant == "team"
+
+
+async def test_a_revoked_key_is_refused(locked: Locked) -> None:
+    """Within a second, without a restart; a new one is let in."""
+    async with locked.client("eve") as eve:
+        await eve.describe()
+        remove_key(locked.file, "eve")
+        new = add_key(locked.file, Caller("mallory", "m"))
+        locked.clock.now += 1.0
+        with pytest.raises(Unauthenticated):
+            await eve.describe()
+    async with Client(locked.addresses[0], api_key=new) as mallory:
+        await mallory.describe()
+
+
+async def test_as_many_run_at_a_time_as_the_key_allows(locked: Locked) -> None:
+    """At both coordinators together; who ends makes room at once."""
+    async with (
+        locked.client("two", 0) as first, locked.client("two", 1) as second,
+        locked.client("alice", 1) as other,
+    ):  # fmt: skip
+        async with aclosing(first.generate(LONG)) as a, aclosing(second.generate(LONG)) as b:
+            await anext(a)
+            await anext(b)
+            for client in (first, second):
+                with pytest.raises(Overloaded, match="'two' may run 2 generations at a") as caught:
+                    await client.complete(SHORT)
+                assert caught.value.retry_after_ms == limits.SLOT_RETRY_MS
+            await other.complete(SHORT)  # Another key's limits are its own.
+            assert isinstance([event async for event in a][-1], Finished)
+            for _ in range(20):  # One after the other, without a pause: each finds the place free.
+                await second.complete(SHORT)
+        # What was left early is free, too, as soon as the coordinator has heard of it.
+        async with asyncio.timeout(5):
+            while True:
+                try:
+                    await asyncio.gather(first.complete(SHORT), second.complete(SHORT))
+                    break
+                except Overloaded:
+                    await asyncio.sleep(0.05)
+
+
+async def test_what_a_dead_coordinator_ran_is_free_again(
+    locked: Locked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once its lease has run out; a living one renews, and keeps what it has for as long as it
+    runs. The session's own resumption is in the slot that it had."""
+    monkeypatch.setattr("outrider.sessions.redis_slots.SLOT_LEASE_MS", 2000)
+    monkeypatch.setattr("outrider.security.limits.SLOT_RENEWAL_MS", 200)
+    address = RedisAddress(url=locked.stack.redis.url, key_prefix="outrider:")
+    caller = Caller("three", "t", concurrency=2)
+    async with AsyncExitStack() as exits:
+        living, dead = (Limiter(RedisSlots(address)) for _ in range(2))
+        exits.push_async_callback(living.close)
+        exits.push_async_callback(dead.close)
+        grant = await exits.enter_async_context(living.admit(caller))
+        grant.name_after("5" * 32)
+        await exits.enter_async_context(dead.admit(caller))
+        assert dead._renewing is not None
+        dead._renewing.cancel()  # It says nothing more.
+        with pytest.raises(Overloaded):
+            async with living.admit(caller):
+                pass
+        async with dead.admit(caller, resumes="5" * 32):
+            dead._renewing.cancel()
+        await asyncio.sleep(3.0)
+        async with living.admit(caller):
+            with pytest.raises(Overloaded):  # The living one's own is renewed.
+                async with living.admit(caller):
+                    pass
+
+
+async def test_as_many_begin_in_a_minute_as_the_key_allows(locked: Locked) -> None:
+    """At both coordinators together; the error says when the next one may. Twice as many may be
+    resumed."""
+    async with locked.client("slow", 0) as first, locked.client("slow", 1) as second:
+        session_id = (await first.complete(SHORT)).session_id
+        await second.complete(SHORT)
+        await first.complete(SHORT)
+        for client in (first, second):
+            with pytest.raises(Overloaded, match="'slow' may make 3 requests a minute") as caught:
+                await client.complete(SHORT)
+            assert 15_000 < caught.value.retry_after_ms <= 20_000
+        for _ in range(3):
+            assert [event async for event in second.resume(session_id)]
+        with pytest.raises(Overloaded, match="3 requests a minute"):
+            await anext(second.resume(session_id))
+        await second.describe()  # That is not counted.
+
+
+async def test_the_wait_that_is_told_is_as_long_as_needed(locked: Locked) -> None:
+    """A bucket that is empty has one more request when its refusal says so, and not before; one of
+    long ago is full, and no more than that."""
+    address = RedisAddress(url=locked.stack.redis.url, key_prefix="outrider:")
+    caller = Caller("quick", "q", requests_per_minute=120)
+    slots = RedisSlots(address)
+    client = redis.asyncio.Redis.from_url(address.url)
+    seconds, micros = await client.time()
+    empty_ms = seconds * 1000 + micros / 1000 + 60_000
+    await client.set("outrider:limit:{quick}:bucket", f"{empty_ms:.3f}")
+    with pytest.raises(Overloaded) as caught:
+        await slots.take(caller, [], 1)
+    assert 300 < caught.value.retry_after_ms <= 500
+    await asyncio.sleep(caught.value.retry_after_ms / 1e3)
+    await slots.take(caller, [], 1)
+    with pytest.raises(Overloaded):
+        await slots.take(caller, [], 1)
+    await client.set("outrider:limit:{quick}:bucket", "1.000")
+    for _ in range(caller.requests_per_minute):
+        await slots.take(caller, [], 1)
+    with pytest.raises(Overloaded):
+        await slots.take(caller, [], 1)
+    assert 50_000 < await client.pttl("outrider:limit:{quick}:bucket") <= 60_500
+    await client.aclose()
+    await slots.close()
+
+
+async def test_where_nobody_can_count_nothing_begins(locked: Locked) -> None:
+    """Redis is away: UNAVAILABLE, with a time to try again; keys are still told apart."""
+    async with locked.client("two") as client, locked.client("alice") as unlimited:
+        await client.complete(SHORT)
+        locked.stack.redis.stop()
+        try:
+            for one in (client, unlimited):
+                with pytest.raises((Unavailable, StoreUnavailable)) as caught:
+                    await one.complete(SHORT)
+                assert caught.value.retry_after_ms > 0
+            async with Client(locked.addresses[0], api_key="wrong-key-123456") as stranger:
+                with pytest.raises(Unauthenticated):
+                    await stranger.describe()
+        finally:
+            locked.stack.redis.start()
+        await client.complete(SHORT)
+
+
+async def test_callers_without_a_key_watch_in_small_numbers(
+    locked: Locked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Health may be watched by anybody, and must not take the place of calls that have a key."""
+    monkeypatch.setattr("outrider.wire.guard.HEALTH_WATCHES_MAX", 2)
+    async with open_channel(locked.addresses[0]) as channel:
+        watch = channel.unary_stream(f"/{health.SERVICE_NAME}/Watch")
+        calls = [watch(b"") for _ in range(2)]
+        for call in calls:
+            await call.read()
+        third = watch(b"")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await third.read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        calls[0].cancel()
+        async with asyncio.timeout(5):
+            while True:
+                again = watch(b"")
+                try:
+                    await again.read()
+                    break
+                except grpc.aio.AioRpcError:
+                    await asyncio.sleep(0.02)

@@ -1,0 +1,163 @@
+"""A detached deployment with keys, TLS and certificates, as a user sets it up on the command
+line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_certificates import Made
+
+from outrider.client import Client, GenerateRequest, SamplingParams, caller_trust
+from outrider.errors import Unauthenticated, Unavailable
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("deployment")]
+
+GIVEN = "a-key-that-a-flag-gives"
+ENGINE = "emulated:vocab_size=320,support=8,max_model_len=512,verify_ms=1"
+
+
+class Locked:
+    """The deployment and what is needed to call it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.state = directory, directory / "state"
+        self.certificate = Made(directory, "server", "127.0.0.1")
+        self.key = ""
+        self.environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("OUTRIDER_")
+        } | {"OUTRIDER_STATE_DIR": str(self.state)}
+
+    def run(self, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "deploy.cli.main", *words],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, check=False,
+            env=self.environment | variables, cwd=self.directory,
+        )  # fmt: skip
+
+    def record(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.state / "deployment.json").read_text("utf-8"))
+        return found
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
+    one = Locked(tmp_path_factory.mktemp("locked"))
+    one.environment["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+    )
+    made = one.run("keys", "--api-key-file", "keys", "new", "alice", "--tenant", "team")
+    assert made.returncode == 0, made.stderr
+    one.key = made.stdout.strip()
+    assert one.run("certs", "tls").returncode == 0
+    started = one.run(
+        "serve", "--detach", "--engine", ENGINE, "--draft-model", "ngram", "--grpc-port", "0",
+        "--api-key-file", "keys", "--api-key", GIVEN, "--internal-tls-dir", "tls",
+        "--ssl-certfile", str(one.certificate.file), "--ssl-keyfile", str(one.certificate.key_file),
+    )  # fmt: skip
+    assert started.returncode == 0, started.stderr
+    assert "others  need an API key" in started.stdout
+    yield one
+    stopped = one.run("stop")
+    assert stopped.returncode == 0, stopped.stderr
+    assert not (one.state / "cli.key").exists()
+
+
+def test_commands_here_need_nothing_typed(locked: Locked) -> None:
+    """From any directory: they know the certificate, and have a key of their own. Replicas are
+    asked as a coordinator asks them."""
+    elsewhere = subprocess.run(
+        [sys.executable, "-m", "deploy.cli.main", "generate", "--token-ids", "1,2,3", "--json"],
+        capture_output=True, text=True, timeout=100, check=False, env=locked.environment, cwd="/",
+    )  # fmt: skip
+    assert elsewhere.returncode == 0, elsewhere.stderr
+    assert len(json.loads(elsewhere.stdout)["token_ids"]) > 0
+    status = locked.run("status", "--json")
+    assert status.returncode == 0, status.stderr
+    found = json.loads(status.stdout)
+    assert found["serving"]
+    for one in (*found["coordinators"], *found["targets"], *found["drafts"]):
+        assert (one["serving"], one["error"]) == (True, None)
+
+
+async def test_others_need_a_key_and_the_authority(locked: Locked) -> None:
+    """Those of the file and of the flag are accepted; a revoked one is not, some seconds later;
+    in plain text there is nobody. The target answers no user."""
+    record = locked.record()
+    address, key = record["grpc_address"], locked.key
+    trust = caller_trust(locked.certificate.file)
+    request = GenerateRequest((1, 2, 3), max_tokens=3, sampling=SamplingParams(temperature=0.0))
+    for good in (key, GIVEN):
+        async with Client(address, api_key=good, trust=trust) as client:
+            assert len((await client.complete(request)).token_ids) == 3
+    async with Client(address, trust=trust) as client:
+        assert await client.healthy()
+        with pytest.raises(Unauthenticated):
+            await client.describe()
+    async with Client(address, api_key=key, resume_timeout_s=0) as client:
+        with pytest.raises(Unavailable):
+            await client.describe()
+    for inner in (*record["target_addresses"], *record["draft_addresses"]):
+        async with Client(inner, api_key=key, trust=trust, resume_timeout_s=0) as client:
+            assert not await client.healthy(5.0)
+
+
+def test_by_address_flags_and_variables_say_all(locked: Locked) -> None:
+    """As from another machine."""
+    address = locked.record()["grpc_address"]
+    words = ("generate", "--token-ids", "1,2", "--max-tokens", "3", "--json", "--server", address)
+    shown = ("--ca-cert", str(locked.certificate.file), "--api-key", GIVEN)
+    by_flags = locked.run(*words, *shown)
+    assert by_flags.returncode == 0, by_flags.stderr
+    by_variables = locked.run(
+        *words, OUTRIDER_CA_CERT=str(locked.certificate.file), OUTRIDER_API_KEY=GIVEN
+    )
+    assert by_variables.returncode == 0, by_variables.stderr
+    without = locked.run(*words, *shown[:2])
+    assert without.returncode == 1
+    assert "API key" in without.stderr
+
+
+def test_no_key_is_left_where_others_may_look(locked: Locked) -> None:
+    """Neither in the record, nor in logs, nor in words of a process, nor in a report; but for the
+    file of this user's commands."""
+    key = locked.key
+    own = (locked.state / "cli.key").read_text()
+    for path in locked.state.rglob("*"):
+        if path.is_file() and path.name != "cli.key":
+            data = path.read_bytes()
+            for secret in (key, own, GIVEN):
+                assert secret.encode() not in data, path
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = process.read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        assert GIVEN.encode() not in words, words
+    for command in ("collect-env", "status"):
+        shown = locked.run(command, "--json", OUTRIDER_API_KEY=GIVEN)
+        for secret in (key, own, GIVEN):
+            assert secret not in shown.stdout + shown.stderr, command
+
+
+def test_keys_are_revoked_while_it_runs(locked: Locked) -> None:
+    """By one command, within seconds."""
+    address = locked.record()["grpc_address"]
+    key = locked.key
+    words = ("status", "--json", "--server", address, "--ca-cert", str(locked.certificate.file))
+
+    def error() -> str | None:
+        (found,) = json.loads(locked.run(*words, OUTRIDER_API_KEY=key).stdout)["coordinators"]
+        assert found["serving"]
+        said: str | None = found["error"]
+        return said
+
+    assert error() is None
+    assert locked.run("keys", "--api-key-file", "keys", "revoke", "alice").returncode == 0
+    assert error() == "authorization: there is no such API key"

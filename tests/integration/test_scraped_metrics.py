@@ -1,0 +1,155 @@
+"""What operators are promised is on a live deployment's pages, and moves with what happens."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from scraping import VOCAB, watched_stack
+from toy_engine import ToyEngine
+
+from outrider.errors import BadRequest
+from outrider.fleet.registry import MemoryRegistry, ReplicaRecord, Role
+from outrider.generation import Finished, GenerateRequest, RoundReport
+from outrider.speculation.sampling import SamplingParams
+
+REQUEST = GenerateRequest(
+    (3, 4, 5), sampling=SamplingParams(temperature=1.0), seed=7, max_tokens=60, num_draft_tokens=3
+)
+COUNTERS = (
+    "prompt_tokens", "generation_tokens", "spec_decode_num_drafts", "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos", "num_rounds",
+    "request_success", "look_ahead_hits", "look_ahead_misses", "wire_bytes_sent",
+    "wire_bytes_received", "stale_answers", "resyncs", "fallback_rounds",
+)  # fmt: skip
+HISTOGRAMS = (
+    "time_to_first_token", "inter_token_latency", "e2e_request_latency", "request_queue_time",
+    "round_draft", "round_wire", "round_queue", "round_verify", "round_commit",
+)  # fmt: skip
+GAUGES = (
+    "num_requests_running", "num_requests_waiting", "target_available", "store_available",
+    "replicas_wanted", "replicas_present",
+)  # fmt: skip
+OF_TARGETS = (
+    "kv_cache_usage_perc", "prefix_cache_queries_total", "prefix_cache_hits_total",
+    "step_time_seconds_count", "stale_items_total",
+)  # fmt: skip
+
+
+def record(role: Role, name: str, *, leaving: bool = False) -> ReplicaRecord:
+    return ReplicaRecord(role=role, name=name, address="h:1", host="h", pid=1, leaving=leaving)
+
+
+async def announce(registry: MemoryRegistry) -> None:
+    await registry.want({"target": 3, "draft": 1, "coordinator": 1})
+    for role, name in (("target", "a"), ("target", "b"), ("draft", "c")):
+        await registry.announce(record(role, name))
+    await registry.announce(record("target", "d", leaving=True))
+
+
+async def test_every_promised_name_is_there_and_moves(tmp_path: Path) -> None:
+    same = ToyEngine(VOCAB, salt=1, max_model_len=256)
+    async with watched_stack(tmp_path, draft_engine=same) as watched:
+        await announce(watched.registry)
+        await watched.stack.client.complete(REQUEST)
+        await watched.settle()
+        before = await watched.page("coordinator")
+        answers, reports = [], []
+        for _ in range(2):
+            request = replace(REQUEST, include_rounds=True)
+            events = [event async for event in watched.stack.client.generate(request)]
+            reports += [event for event in events if isinstance(event, RoundReport)]
+            answers += [event for event in events if isinstance(event, Finished)]
+        with pytest.raises(BadRequest):
+            await watched.stack.client.complete(GenerateRequest((VOCAB,), max_tokens=1))
+        after = await watched.page("coordinator")
+        target = await watched.page("target")
+    promised = {f"outrider_{name}_total" for name in COUNTERS}
+    promised |= {f"outrider_{name}_seconds_{e}" for name in HISTOGRAMS for e in ("bucket", "count")}
+    promised |= {f"outrider_{name}" for name in GAUGES}
+    assert promised <= before.names, promised - before.names
+    assert {f"outrider_{name}" for name in OF_TARGETS} <= target.names
+
+    def grown(name: str, **labels: str) -> float:
+        return after.value(name, **labels) - before.value(name, **labels)
+
+    assert grown("outrider_generation_tokens_total") == 120
+    assert grown("outrider_request_success_total", finished_reason="length") == 2
+    assert grown("outrider_request_success_total", finished_reason="deadline") == 0
+    assert after.value("outrider_request_failure_total", error_type="BadRequest") == 1
+    num_rounds = sum(answer.metrics.num_rounds for answer in answers)
+    assert grown("outrider_num_rounds_total") == num_rounds
+    # The draft looks ahead of every round with a proposal.
+    hits, misses = (grown(f"outrider_look_ahead_{name}_total") for name in ("hits", "misses"))
+    assert hits == sum(report.look_ahead_hit for report in reports)
+    assert hits + misses == grown("outrider_spec_decode_num_drafts_total") > 0
+    for side in ("target", "draft"):
+        # A message each way in each round, of more than a session's id.
+        assert grown("outrider_wire_bytes_sent_total", side=side) > 32 * num_rounds
+        assert grown("outrider_wire_bytes_received_total", side=side) > 32 * num_rounds
+        assert after.value("outrider_stale_answers_total", side=side) == 0
+        assert after.value("outrider_resyncs_total", side=side) == 0
+    assert after.value("outrider_fallback_rounds_total") == 0
+    for name in HISTOGRAMS:
+        assert grown(f"outrider_{name}_seconds_count") >= 2, name
+    assert after.value("outrider_replicas_wanted", role="target") == 3
+    assert after.value("outrider_replicas_present", role="target") == 2
+    assert after.value("outrider_replicas_present", role="coordinator") == 0
+    assert after.value("outrider_target_available") == 1
+    assert after.value("outrider_store_available") == 1
+
+
+async def test_an_audit_is_counted(tmp_path: Path) -> None:
+    """Over gRPC, with what another one of the same seed comes to."""
+    async with watched_stack(tmp_path, audit_share=1.0) as watched:
+        for num in (1, 2):
+            await watched.stack.client.complete(REQUEST)
+            async with asyncio.timeout(20):
+                while (await watched.page("coordinator")).value("outrider_audits_total") < num:
+                    await asyncio.sleep(0.05)
+        page = await watched.page("coordinator")
+    for outcome, num in (("audited", 1), ("repeated", 1), ("failed", 0), ("busy", 0)):
+        assert page.value("outrider_audits_total", outcome=outcome) == num
+    assert page.value("outrider_audit_tokens_total", rule="coupled") == REQUEST.max_tokens
+    assert page.value("outrider_audit_tokens_total", rule="greedy") == 0
+    for name in ("surprise_nats", "entropy_nats", "variance_nats2"):
+        assert page.value(f"outrider_audit_{name}_total", rule="coupled") > 10
+    assert page.value("outrider_audit_impossible_tokens_total") == 0
+
+
+async def test_without_a_target_and_without_a_store_the_gauges_say_so(tmp_path: Path) -> None:
+    async with watched_stack(tmp_path) as watched:
+        await watched.stack.client.complete(REQUEST)
+        await watched.stack.target_server.stop(0)
+        async with asyncio.timeout(10):
+            while (await watched.page("coordinator")).value("outrider_target_available"):
+                await asyncio.sleep(0.2)
+        assert (await watched.page("coordinator")).value("outrider_store_available") == 1
+        watched.stack.redis.stop()
+        async with asyncio.timeout(10):
+            while (await watched.page("coordinator")).value("outrider_store_available"):
+                await asyncio.sleep(0.2)
+
+
+async def test_rounds_without_their_draft_are_counted(tmp_path: Path) -> None:
+    async with watched_stack(tmp_path, look_ahead=0) as watched:
+        await watched.stack.draft_server.stop(0)
+        answer = await watched.stack.client.complete(REQUEST)
+        page = await watched.page("coordinator")
+    # The first round and one that is to bring a single token have no proposal.
+    assert page.value("outrider_fallback_rounds_total") == answer.metrics.num_rounds - 2
+    assert page.value("outrider_look_ahead_misses_total") == 0
+
+
+async def test_outcomes_that_nobody_guessed_are_misses(tmp_path: Path) -> None:
+    """The draft is of another mind than the target: at 64 tokens its guesses are next to hopeless
+    (a hit in one run of 20 or so)."""
+    async with watched_stack(tmp_path, look_ahead=1) as watched:
+        await watched.stack.client.complete(REQUEST)
+        page = await watched.page("coordinator")
+    num_drafts = page.value("outrider_spec_decode_num_drafts_total")
+    assert page.value("outrider_look_ahead_hits_total") < 0.2 * num_drafts
+    misses = page.value("outrider_look_ahead_misses_total")
+    assert misses + page.value("outrider_look_ahead_hits_total") == num_drafts > 40

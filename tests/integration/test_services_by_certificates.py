@@ -1,0 +1,252 @@
+"""Targets and drafts that answer coordinators alone, by their certificates."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from rounds import Listener, make_head
+from toy_engine import ToyEngine
+
+import outrider.wire.server as rpc_server
+from draft_service.service import DraftService
+from draft_service.servicer import DraftServicer
+from outrider.config import DraftConfig, TargetConfig
+from outrider.drafting.ngram import NgramDrafter
+from outrider.engine.executor import ThreadExecutor
+from outrider.errors import SettingError, Unavailable
+from outrider.messages import VerifyItem
+from outrider.replica_host import ReplicaHost
+from outrider.security.certificates import (
+    INTERNAL_ROLES,
+    InternalRole,
+    RoleFiles,
+    make_authority,
+    make_role,
+    name_of,
+)
+from outrider.wire.channel import PLAIN, Trust, open_channel
+from outrider.wire.credentials import caller_trust, internal_server_credentials, internal_trust
+from outrider.wire.grpc_link import target_link
+from target_service.service import TargetService
+from target_service.servicer import TargetServicer
+
+NOW = datetime.datetime.now(datetime.UTC)
+ROLES: tuple[InternalRole, ...] = ("target", "draft")
+
+NO_CONNECTION = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+"""The other one is how a stream of requests ends that finds none."""
+
+
+def make_all(directory: Path) -> Path:
+    directory.mkdir()
+    make_authority(directory, NOW)
+    for role in INTERNAL_ROLES:
+        make_role(directory, role, NOW)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_all(tmp_path_factory.mktemp("tls") / "ours")
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of another authority, with the same names."""
+    return make_all(tmp_path_factory.mktemp("tls") / "theirs")
+
+
+@contextmanager
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Every method that servers are given while this lasts, by its path: whoever adds it."""
+    found: dict[str, Any] = {}
+    make = grpc.aio.server
+
+    def server(*args: Any, **options: Any) -> Any:
+        made: Any = make(*args, **options)
+        add = made.add_generic_rpc_handlers
+
+        def recorded(handlers: Any) -> None:
+            for handler in handlers:
+                found.update(handler._method_handlers)
+            add(handlers)
+
+        made.add_generic_rpc_handlers = recorded
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rpc_server.grpc.aio, "server", server)
+        yield found
+
+
+@asynccontextmanager
+async def hosted(role: InternalRole, directory: Path) -> AsyncIterator[str]:
+    """The address of a replica as its actor serves it."""
+    host: ReplicaHost[Any, Any] = ReplicaHost()
+    tls = str(directory)
+    if role == "target":
+        engine = ToyEngine()
+        executor = ThreadExecutor("target", engine.take_step_seconds)
+        target = TargetService(engine, executor, max_num_seqs=4)
+        address = await host.serve(target, TargetServicer, TargetConfig(internal_tls_dir=tls))
+    else:
+        executor = ThreadExecutor("draft", lambda: 0.0)
+        draft = DraftService.without_model("ngram", NgramDrafter(), executor, max_num_seqs=4)
+        address = await host.serve(draft, DraftServicer, DraftConfig(internal_tls_dir=tls))
+    try:
+        yield address
+    finally:
+        await host.stop(1.0)
+
+
+async def code_of(address: str, trust: Trust, path: str, handler: Any) -> grpc.StatusCode:
+    """The status that a call of one empty message, or of none, ends with."""
+    words = [
+        "stream" if streams else "unary"
+        for streams in (handler.request_streaming, handler.response_streaming)
+    ]
+    async with open_channel(address, trust) as channel:
+        method: Any = getattr(channel, "_".join(words))(path)
+        asked = _nobody() if handler.request_streaming else b""
+        call = method(asked, timeout=10)
+        if path.endswith("/Watch"):
+            try:
+                await call.read()
+            except grpc.aio.AioRpcError as error:
+                return error.code()
+            call.cancel()
+            return grpc.StatusCode.OK
+        code: grpc.StatusCode = await call.code()
+        return code
+
+
+async def _nobody() -> AsyncIterator[bytes]:
+    """A stream of no requests."""
+    for request in ():
+        yield request
+
+
+@pytest.mark.parametrize("role", ROLES)
+async def test_only_a_coordinator_is_answered(
+    role: InternalRole, ours: Path, theirs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every method that the server has, health too. Without a certificate, in plain text, and with
+    one of another authority nothing answers; with that of another role it is PERMISSION_DENIED; a
+    coordinator's is let in. There is no reflection."""
+    certified = {peer: internal_trust(ours, peer, role) for peer in INTERNAL_ROLES}
+    nothing = {
+        "no certificate": caller_trust(ours / "ca.pem", server_name=name_of(role)),
+        "plain text": PLAIN,
+        "another authority's": Trust(
+            internal_trust(theirs, "coordinator", role).credentials, name_of(role)
+        ),
+        "theirs by our authority": caller_trust(
+            ours / "ca.pem", *_shown(theirs), server_name=name_of(role)
+        ),
+    }
+    with registered(monkeypatch) as methods:
+        async with hosted(role, ours) as address:
+            assert len(methods) >= 5
+            assert not any("reflection" in path for path in methods)
+            for path, handler in methods.items():
+                for what, trust in nothing.items():
+                    code = await code_of(address, trust, path, handler)
+                    assert code in NO_CONNECTION, (path, what)
+                for peer, trust in certified.items():
+                    code = await code_of(address, trust, path, handler)
+                    is_refused = code is grpc.StatusCode.PERMISSION_DENIED
+                    assert is_refused == (peer != "coordinator"), (path, peer, code)
+                    assert code not in NO_CONNECTION, (path, peer)
+
+
+def _shown(directory: Path) -> tuple[Path, Path]:
+    files = RoleFiles.of(directory, "coordinator")
+    return files.certificate, files.key
+
+
+async def test_a_coordinator_talks_to_no_one_else(ours: Path, theirs: Path) -> None:
+    """A draft that stands where a target should be, and a target of another authority, hear
+    nothing: the name and the authority are checked before anything is said."""
+    trust = internal_trust(ours, "coordinator", "target")
+    for role, directory in (("draft", ours), ("target", theirs)):
+        async with hosted(role, directory) as address:  # type: ignore[arg-type]
+            link = target_link(address, trust)
+            with pytest.raises(Unavailable):
+                await link.describe(5.0)
+            await link.close()
+    async with hosted("target", ours) as address:
+        link = target_link(address, trust)
+        heard = Listener(link)
+        assert (await link.describe(5.0)).max_model_len > 0
+        link.send(VerifyItem(make_head((1, 2, 3), session=1)))
+        await heard.wait(1)
+        await link.close()
+        plain = target_link(address)
+        with pytest.raises(Unavailable):
+            await plain.describe(5.0)
+        await plain.close()
+
+
+async def test_a_replica_with_wrong_files_does_not_start(ours: Path, tmp_path: Path) -> None:
+    """It says which setting, and which file."""
+    wrong = make_all(tmp_path / "wrong")
+    (wrong / "target-key.pem").write_bytes((ours / "target-key.pem").read_bytes())
+    for directory, words in (
+        (wrong, r"target-key\.pem: is not the key"),
+        (tmp_path / "none", r"cannot read .*target\.pem"),
+    ):
+        with pytest.raises(SettingError, match=words) as caught:
+            async with hosted("target", directory):
+                pass
+        assert caught.value.key == "internal_tls_dir"
+
+
+def test_a_certificate_that_ends_soon_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By both ends; one that lasts is not."""
+    directory = make_all(tmp_path / "tls")
+    make_role(directory, "target", NOW, days=20)
+    internal_trust(directory, "coordinator", "target")
+    assert not caplog.records
+    internal_server_credentials(directory, "target")
+    internal_trust(directory, "target", "draft")
+    assert [one.getMessage().partition(" ends in ")[2][:7] for one in caplog.records] == [
+        "19 days", "19 days"
+    ]  # fmt: skip
+
+
+async def test_a_server_shows_a_new_certificate_without_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that change are read again: with another authority's, who trusts that is let in from
+    then on. Files that are half written change nothing."""
+    monkeypatch.setattr("outrider.wire.credentials.KEY_FILE_LOOK_MS", 0)
+    directory, other = make_all(tmp_path / "tls"), make_all(tmp_path / "other")
+    before, after = (internal_trust(one, "coordinator", "target") for one in (directory, other))
+
+    async def answers(address: str, trust: Trust) -> bool:
+        link = target_link(address, trust)
+        try:
+            await link.describe(5.0)
+        except Unavailable:
+            return False
+        finally:
+            await link.close()
+        return True
+
+    async with hosted("target", directory) as address:
+        assert await answers(address, before)
+        assert not await answers(address, after)
+        (directory / "target.pem").write_bytes((other / "target.pem").read_bytes())
+        assert await answers(address, before)
+        for name in ("ca.pem", "target-key.pem"):
+            (directory / name).write_bytes((other / name).read_bytes())
+        assert await answers(address, after)
+        assert not await answers(address, before)

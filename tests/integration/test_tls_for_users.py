@@ -1,0 +1,116 @@
+"""Users reach a coordinator by TLS: who checks whom, and what the clients of this package need."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_certificates import Made
+
+from outrider.client import Client, SyncClient, Trust, caller_trust
+from outrider.errors import ConfigError, Unavailable
+from outrider.security.callers import Caller
+from outrider.security.gate import Gate
+from outrider.security.key_file import KeyFile, add_key
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.wire.channel import PLAIN
+from outrider.wire.credentials import pinned_trust, server_credentials
+from outrider.wire.guard import KeyGuard
+from outrider.wire.server import RpcServer, ServerOptions, Service
+
+
+class Coordinator:
+    """Describes itself, and knows nothing else."""
+
+    async def describe(self, request: Any, context: Any) -> pb.CoordinatorDescription:
+        return pb.CoordinatorDescription(model="model")
+
+    def __getattr__(self, name: str) -> Any:
+        return self.describe
+
+
+@asynccontextmanager
+async def serving(credentials: Any, gate: Gate) -> AsyncIterator[str]:
+    descriptor: Any = pb.DESCRIPTOR.services_by_name["Coordinator"]
+    options = ServerOptions(credentials=credentials, guards=(KeyGuard(gate),))
+    server = RpcServer([Service(descriptor, Coordinator())], options)
+    await server.start()
+    await server.set_serving(True)
+    try:
+        yield server.address
+    finally:
+        await server.stop()
+
+
+async def answers(address: str, trust: Trust, key: str) -> bool:
+    """Both kinds of client agree."""
+
+    def blocking() -> str:
+        with SyncClient(address, api_key=key, trust=trust) as client:
+            return client.describe().model
+
+    found = []
+    async with Client(address, api_key=key, trust=trust) as client:
+        for call in (client.describe, lambda: asyncio.to_thread(blocking)):
+            try:
+                found.append(bool(await call()))
+            except Unavailable:
+                found.append(False)
+    assert found[0] == found[1]
+    return found[0]
+
+
+async def test_a_server_is_known_by_its_authority_and_its_host(tmp_path: Path) -> None:
+    """With the key inside TLS; who trusts another authority, or calls in plain text, says
+    nothing. Commands of the server's machine take just its certificate, whatever host it names."""
+    authority, stranger = Made(tmp_path, "authority"), Made(tmp_path, "stranger", "127.0.0.1")
+    good = Made(tmp_path, "good", "127.0.0.1", by=authority)
+    elsewhere = Made(tmp_path, "elsewhere", "*.example.org", "10.0.0.1", by=authority)
+    key = add_key(tmp_path / "keys", Caller("a", "a"))
+    keys = KeyFile(tmp_path / "keys", (), lambda: 0.0)
+    async with serving(server_credentials(good.file, good.key_file), Gate(keys)) as address:
+        assert await answers(address, caller_trust(authority.file), key)
+        assert await answers(address, pinned_trust(good.file), key)
+        assert not await answers(address, caller_trust(stranger.file), key)
+        assert not await answers(address, caller_trust(), key)
+        assert not await answers(address, PLAIN, key)
+    async with serving(
+        server_credentials(elsewhere.file, elsewhere.key_file), Gate(keys)
+    ) as address:
+        assert not await answers(address, caller_trust(authority.file), key)
+        named = caller_trust(authority.file, server_name="a.example.org")
+        assert await answers(address, named, key)
+        assert await answers(address, pinned_trust(elsewhere.file), key)
+        assert not await answers(address, pinned_trust(good.file), key)
+
+
+async def test_a_server_may_ask_for_certificates_too(tmp_path: Path) -> None:
+    """By an authority for callers, which need not be the server's own."""
+    own = Made(tmp_path, "own", "127.0.0.1")
+    callers = Made(tmp_path, "callers")
+    alice = Made(tmp_path, "alice", by=callers)
+    mallory = Made(tmp_path, "mallory")
+    credentials = server_credentials(own.file, own.key_file, callers.file)
+    async with serving(credentials, Gate()) as address:
+        assert await answers(address, caller_trust(own.file, alice.file, alice.key_file), "")
+        assert not await answers(address, caller_trust(own.file), "")
+        assert not await answers(
+            address, caller_trust(own.file, mallory.file, mallory.key_file), ""
+        )
+
+
+def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    """Before anything is called or served."""
+    one, two = Made(tmp_path, "one", "a"), Made(tmp_path, "two")
+    with pytest.raises(ConfigError, match=r"two-key\.pem: is not the key of"):
+        server_credentials(one.file, two.key_file)
+    with pytest.raises(ConfigError, match="a certificate goes with its key"):
+        caller_trust(one.file, one.file)
+    with pytest.raises(ConfigError, match=r"key\.pem: holds no certificate"):
+        caller_trust(one.key_file)
+    with pytest.raises(ConfigError, match=r"two\.pem: names no host"):
+        pinned_trust(two.file)

@@ -1,0 +1,174 @@
+"""Alerts and dashboard: their PromQL is right, what they name is on a live deployment's pages, and
+each alert has its paragraph."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from http_front import http_front
+from promql import label_names, metric_names
+from scraping import ROLES, VOCAB, Page, watched_stack
+
+from coordinator.http.server import HttpOptions
+from outrider.errors import BadRequest
+from outrider.generation import GenerateRequest
+from outrider.sessions.store import FinishReason
+from outrider.speculation.sampling import SamplingParams
+from outrider.telemetry.http_times import HttpTimes
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "deploy" / "observability"
+CASES = Path(__file__).with_name("alert_cases.yaml")
+ALERTS: list[dict[str, Any]] = yaml.safe_load((FOLDER / "alerts.yaml").read_text("utf-8"))[
+    "groups"
+][0]["rules"]
+DASHBOARD: dict[str, Any] = json.loads((FOLDER / "dashboard.json").read_text("utf-8"))
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text("utf-8")
+BY_SCRAPES = {"namespace", "job", "instance", "le"}
+"""Labels that are put there by whoever scrapes, or by histograms."""
+PROMTOOL = shutil.which("promtool")
+
+needs_promtool = pytest.mark.skipif(
+    PROMTOOL is None, reason="promtool is not on the PATH (apt-get install prometheus)"
+)
+
+
+def expressions() -> dict[str, str]:
+    found = {alert["alert"]: alert["expr"] for alert in ALERTS}
+    for panel in PANELS:
+        for target in panel["targets"]:
+            found[f"{panel['title']} {target['refId']}"] = target["expr"]
+    return found
+
+
+def promtool(*arguments: str) -> str:
+    assert PROMTOOL is not None
+    done = subprocess.run(
+        [PROMTOOL, *arguments], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@needs_promtool
+def test_promtool_finds_no_fault_in_the_rules() -> None:
+    assert f"{len(ALERTS)} rules found" in promtool("check", "rules", str(FOLDER / "alerts.yaml"))
+
+
+@needs_promtool
+def test_alerts_fire_when_they_should_and_only_then() -> None:
+    promtool("test", "rules", str(CASES))
+
+
+@needs_promtool
+def test_promtool_parses_every_expression_of_the_dashboard(tmp_path: Path) -> None:
+    """As rules; what Grafana fills in is filled in."""
+    rules = [
+        {"record": f"dashboard:{index}", "expr": expr.replace("$__rate_interval", "5m")}
+        for index, expr in enumerate(t["expr"] for panel in PANELS for t in panel["targets"])
+    ]
+    for rule in rules:
+        rule["record"] = re.sub(r"\d+", lambda n: "x" * int(n[0]) + "y", rule["record"])
+    file = tmp_path / "rules.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}), "utf-8")
+    promtool("check", "rules", str(file))
+
+
+def test_each_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not() -> None:
+    fires: set[str] = set()
+    quiet: set[str] = set()
+    for case in yaml.safe_load(CASES.read_text("utf-8"))["tests"]:
+        for check in case["alert_rule_test"]:
+            (fires if check["exp_alerts"] else quiet).add(check["alertname"])
+    names = {alert["alert"] for alert in ALERTS}
+    assert fires == quiet == names
+
+
+def test_alerts_say_what_they_mean_and_lead_to_their_paragraph() -> None:
+    """And each paragraph has its alert."""
+    behind = OPERATIONS.split("\n## Alerts\n")[1]
+    headings = re.findall(r"^### (\w+)$", behind.split("\n## ")[0], re.M)
+    assert sorted(headings) == sorted(alert["alert"] for alert in ALERTS)
+    for alert in ALERTS:
+        name, told = alert["alert"], alert["annotations"]
+        assert all(told[key].endswith(".") for key in ("summary", "description")), name
+        assert told["runbook_url"] == f"docs/operations.md#{name.lower()}"
+        assert alert["labels"]["severity"] in ("warning", "critical"), name
+
+
+def test_the_dashboard_can_be_imported() -> None:
+    """It has a variable for the data source, which every panel uses; panels do not overlap."""
+    variables = {one["name"]: one for one in DASHBOARD["templating"]["list"]}
+    assert variables["datasource"]["type"] == "datasource"
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+    rows = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
+    assert rows == [
+        "Traffic", "Latency", "Speculation", "Rounds by phase", "Look-ahead",
+        "Engine and keys and values", "Fleet", "Audit",
+    ]  # fmt: skip
+    places: set[tuple[int, int]] = set()
+    for panel in PANELS:
+        uses = [panel["datasource"], *(target["datasource"] for target in panel["targets"])]
+        assert all(one == {"type": "prometheus", "uid": "${datasource}"} for one in uses)
+        at = panel["gridPos"]
+        covered = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert at["x"] + at["w"] <= 24, panel["title"]
+        assert not covered & places, panel["title"]
+        places |= covered
+
+
+def test_names_are_found_in_expressions() -> None:
+    text = (
+        'sum by (le, job) (rate(a_b_total{x="c_d", y!~"e"}[5m])) / on (z) group_left () f:g > 0.5e3'
+        " and increase(h[1d] offset 2m) == bool 1 or histogram_quantile(0.9, i_bucket)"
+    )
+    assert metric_names(text) == {"a_b_total", "f:g", "h", "i_bucket"}
+    assert label_names(text) == {"le", "job", "x", "y", "z"}
+
+
+async def test_what_they_name_is_on_a_live_deployment_s_pages(tmp_path: Path) -> None:
+    """Names and labels; the coordinator's as its own HTTP server shows them."""
+    request = GenerateRequest(
+        (3, 4, 5), sampling=SamplingParams(temperature=1.0), max_tokens=40, seed=1
+    )
+    async with watched_stack(tmp_path, audit_share=1.0) as watched:
+        await watched.registry.want({"target": 1})
+        for _ in range(2):
+            await watched.stack.client.complete(request)
+        with pytest.raises(BadRequest):
+            await watched.stack.client.complete(GenerateRequest((VOCAB,), max_tokens=1))
+        await watched.settle()
+        exports = watched.exports["coordinator"]
+        assert exports.scrape is not None
+        options = HttpOptions(metrics=exports.scrape.render, times=HttpTimes(exports.meter))
+        async with (
+            http_front(watched.stack, options) as url,
+            httpx.AsyncClient(base_url=url) as http,
+        ):
+            await http.get("/health")
+            by_http = Page.parse((await http.get("/metrics")).text)
+        pages = [by_http, *[await watched.page(role) for role in ROLES if role != "coordinator"]]
+    names = set().union(*(page.names for page in pages))
+    for title, expression in expressions().items():
+        used = metric_names(expression)
+        assert used, title
+        assert used <= names, (title, used - names)
+        has = set().union(*(page.labels(name) for page in pages for name in used))
+        assert label_names(expression) - BY_SCRAPES <= has, title
+    reasons = {reason.value for reason in FinishReason}
+    assert {one for one in reasons if pages[0].value(
+        "outrider_request_success_total", finished_reason=one) >= 0} == reasons  # fmt: skip

@@ -1,0 +1,115 @@
+"""What a live deployment of three services shows to Prometheus, after it has served requests."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stack import Stack, running_stack
+from toy_engine import ToyEngine
+
+from coordinator.standing import LOOK_PERIOD_S
+from outrider.fleet.registry import MemoryRegistry
+from outrider.telemetry.exporting import Exports, start_exports
+from outrider.telemetry.requests import Detail, ObservedRequests
+from outrider.telemetry.steps import ObservedSteps
+
+ROLES = ("coordinator", "target", "draft")
+VOCAB = 64
+_SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)")
+_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass
+class Page:
+    """The samples of one scrape."""
+
+    samples: dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+    @classmethod
+    def parse(cls, text: str) -> Page:
+        samples = {}
+        for line in text.splitlines():
+            if line.startswith("#"):
+                continue
+            match = _SAMPLE.fullmatch(line)
+            assert match is not None, line
+            labels = frozenset(_LABEL.findall(match[2] or ""))
+            samples[match[1], labels] = float(match[3])
+        return cls(samples)
+
+    @property
+    def names(self) -> set[str]:
+        """Of all samples; a histogram has three."""
+        return {name for name, _ in self.samples}
+
+    def labels(self, name: str) -> set[str]:
+        """Names of the labels of a sample's name."""
+        return {key for found, labels in self.samples for key, _ in labels if found == name}
+
+    def value(self, name: str, **labels: str) -> float:
+        """The sum over all samples that have these labels."""
+        found = [
+            value
+            for (sample, has), value in self.samples.items()
+            if sample == name and labels.items() <= dict(has).items()
+        ]
+        assert found, (name, labels)
+        return sum(found)
+
+
+@dataclass
+class Watched:
+    """Three services, and what each shows."""
+
+    stack: Stack
+    registry: MemoryRegistry
+    exports: dict[str, Exports]
+
+    async def page(self, role: str) -> Page:
+        scrape = self.exports[role].scrape
+        assert scrape is not None
+
+        def read() -> str:
+            with urllib.request.urlopen(f"http://{scrape.address}/metrics", timeout=5) as page:
+                return page.read().decode()
+
+        return Page.parse(await asyncio.to_thread(read))
+
+    async def settle(self) -> None:
+        """Until the coordinator has looked once more at who is there."""
+        await asyncio.sleep(1.2 * LOOK_PERIOD_S)
+
+
+@asynccontextmanager
+async def watched_stack(directory: Path, **options: Any) -> AsyncIterator[Watched]:
+    """Each service serves its metrics as if it had a process of its own."""
+    started = {role: start_exports("prometheus=0", role, "127.0.0.1") for role in ROLES}
+    exports = {role: made for role, made in started.items() if made is not None}
+    coordinator = exports["coordinator"]
+    registry = MemoryRegistry()
+    target_engine = options.pop("target_engine", None)
+    draft_engine = options.pop("draft_engine", None)
+    try:
+        async with running_stack(
+            target_engine or ToyEngine(VOCAB, salt=1, max_model_len=256),
+            draft_engine or ToyEngine(VOCAB, salt=2, max_model_len=256),
+            directory,
+            observation=ObservedRequests(coordinator.tracer, coordinator.meter, Detail(1, 0)),
+            target_observer=ObservedSteps(
+                exports["target"].tracer, exports["target"].meter, "target"
+            ),
+            draft_observer=ObservedSteps(exports["draft"].tracer, exports["draft"].meter, "draft"),
+            registry=registry,
+            **options,
+        ) as stack:
+            yield Watched(stack, registry, exports)
+    finally:
+        for made in exports.values():
+            await made.close()

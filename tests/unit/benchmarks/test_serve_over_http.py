@@ -1,0 +1,350 @@
+"""`bench serve` as a whole against a server with OpenAI's streams, well-behaved and otherwise."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai_server import OpenAiServer, Reply, serving
+
+from deploy.cli.main import main
+
+
+def measured(
+    capsys: pytest.CaptureFixture[str], server: OpenAiServer, *flags: str, code: int = 0
+) -> tuple[dict[str, Any], str]:
+    """The one JSON object, and what was said beside it."""
+    assert main(["bench", "serve", "--json", "--base-url", server.base_url, *flags]) == code
+    out, err = capsys.readouterr()
+    assert out.count("\n") == 1
+    found: dict[str, Any] = json.loads(out)
+    return found, err
+
+
+def test_the_figures_of_a_chat(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By vLLM's names. Three chunks of six tokens, 20 ms apart: TPOT is by token, ITL by chunk.
+    What a busy machine adds to a time is in both sides of what is compared."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    told = {
+        "speculative_decoding": {
+            "num_spec_steps": 4, "num_draft_tokens": 8, "num_accepted_draft_tokens": 6,
+        }
+    }  # fmt: skip
+    with serving(lambda body: Reply(gap_s=0.02, metrics=told)) as server:
+        found, err = measured(
+            capsys, server, "--num-prompts", "4", "--num-warmups", "2", "--max-tokens", "9",
+            "--goodput", "ttft:10000", "tpot:0.001",
+        )  # fmt: skip
+    assert (found["completed"], found["failed"]) == (4, 0)
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (20, 24)
+    assert found["model_id"] == "served"
+    assert found["backend"] == "openai-chat"
+    assert found["request_throughput"] == pytest.approx(4 / found["duration"], rel=1e-3)
+    assert found["output_throughput"] == pytest.approx(24 / found["duration"], rel=1e-3)
+    assert found["total_token_throughput"] == pytest.approx(44 / found["duration"], rel=1e-3)
+    assert found["request_goodput"] == 0.0
+    assert found["mean_ttft_ms"] >= 20
+    decoding_ms = found["mean_e2el_ms"] - found["mean_ttft_ms"]
+    assert found["mean_tpot_ms"] == pytest.approx(decoding_ms / 5, abs=1e-3)
+    assert 0 < found["mean_itl_ms"] <= decoding_ms / 2 + 1e-3
+    assert found["p99_e2el_ms"] >= found["median_e2el_ms"] >= 60
+    assert found["max_concurrent_requests"] == 4
+    assert 0 < found["max_output_tokens_per_s"] <= 24
+    assert found["spec_decode_acceptance_rate"] == 75.0
+    assert found["spec_decode_acceptance_length"] == 2.5
+    assert found["look_ahead_hit_rate"] is None
+    assert len(server.bodies) == 6
+    body = server.bodies[-1]
+    assert body["messages"] == [{"role": "user", "content": body["messages"][0]["content"]}]
+    assert (body["max_completion_tokens"], body["model"]) == (9, "served")
+    assert body["stream_options"] == {"include_usage": True}
+    assert "ignore_eos" not in body
+    assert {headers["authorization"] for headers in server.headers} == {"Bearer sk-secret"}
+    assert "sk-secret" not in json.dumps(found) + err
+
+
+def test_texts_and_their_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(lambda body: Reply()) as server:
+        found, _ = measured(
+            capsys, server, "--raw", "--ignore-eos", "--temperature", "0.5", "--model", "mine",
+            "--num-prompts", "2", "--percentile-metrics", "ttft", "--metric-percentiles", "50,99.9",
+        )  # fmt: skip
+    assert set(server.paths) == {"/v1/completions"}
+    body = server.bodies[0]
+    assert isinstance(body["prompt"], str)
+    assert (body["max_tokens"], body["model"], body["temperature"]) == (128, "mine", 0.5)
+    assert body["ignore_eos"] is True
+    assert found["backend"] == "openai"
+    assert {"p50_ttft_ms", "p99.9_ttft_ms", "mean_itl_ms"} <= set(found)
+    assert not {"p99_ttft_ms", "p50_itl_ms"} & set(found)
+
+
+def test_requests_that_fail_are_counted_told_and_in_no_figure(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A 429, a stream that breaks, one that ends early, an error within one; exit code 1."""
+    replies = {
+        "limited": Reply(status=429, error="try\n again \x1b[2J later"),
+        "broken": Reply(breaks=True),
+        "short": Reply(stops=True),
+        "wrong": Reply(error="out of\x07 memory"),
+        "fine": Reply(),
+        "empty": Reply(chunks=(), num_tokens=1),
+    }
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": name}) + "\n" for name in replies), "utf-8")
+    saved = tmp_path / "result.json"
+    with serving(lambda body: replies[body["messages"][0]["content"]]) as server:
+        found, err = measured(
+            capsys, server, "--prompts", str(file), "--save-result", str(saved),
+            "--save-detailed", "--max-concurrency", "1", code=1,
+        )  # fmt: skip
+    assert (found["completed"], found["failed"]) == (2, 4)
+    assert found["total_output_tokens"] == 7
+    assert "4 of 6 requests failed\n  1x HTTP 429: try again ?[2J later\n" in err
+    detailed = json.loads(saved.read_text("utf-8"))
+    assert {name: value for name, value in detailed.items() if name in found} == found
+    errors = detailed["errors"]
+    assert [bool(error) for error in errors] == [True, True, True, True, False, False]
+    assert "RemoteProtocolError" in errors[1]
+    assert errors[2] == "the stream ended before [DONE]"
+    assert errors[3] == "the stream ended with an error: out of? memory"
+    assert detailed["output_lens"] == [0, 0, 0, 0, 6, 1]
+    assert [len(gaps) for gaps in detailed["itls"]][4:] == [2, 0]
+    assert detailed["ttfts"][5] == detailed["latencies"][5]
+
+
+def test_a_hundred_streams_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """The server answers nobody before all of them are there: nothing here holds one back."""
+    with serving(lambda body: Reply(waits_for=100)) as server:
+        found, _ = measured(capsys, server, "--num-prompts", "100")
+    assert (found["completed"], found["max_concurrent_requests"]) == (100, 100)
+
+
+def test_a_server_without_usage_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(lambda body: Reply(num_tokens=0)) as server:
+        found, err = measured(capsys, server, "--num-prompts", "1")
+    assert found["total_output_tokens"] == 3
+    assert "of 1 requests the server told no usage" in err
+
+
+def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a model's name nothing can begin; with one, every request fails."""
+    url = ["--base-url", "http://127.0.0.1:9", "--num-prompts", "2"]
+    assert main(["bench", "serve", *url]) == 1
+    assert "error: http://127.0.0.1:9/v1/models: ConnectError" in capsys.readouterr().err
+    assert main(["bench", "serve", "--json", "--model", "m", *url]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["failed"] == 2
+    assert json.loads(out)["mean_ttft_ms"] is None
+    assert "2 of 2 requests failed\n  2x ConnectError" in err
+
+
+def test_a_stream_of_someone_else_fails_its_request_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wrong = {"speculative_decoding": {"no": 1}}
+    with serving(lambda body: Reply(metrics=wrong if len(server.bodies) == 1 else {})) as server:
+        found, err = measured(
+            capsys, server, "--num-prompts", "2", "--max-concurrency", "1", code=1
+        )
+    assert (found["completed"], found["failed"]) == (1, 1)
+    assert "the stream is not as OpenAI's: 'num_spec_steps'" in err
+
+
+class Page(HTMLParser):
+    """Tags that are closed in their order, their texts, and all that they refer to."""
+
+    VOID = ("meta", "line", "rect", "path", "br")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.cells: list[str] = []
+        self.scripts: list[str] = []
+        self.num_plots = 0
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loads += [name for name, _ in attrs if name in ("src", "href", "xlink:href", "action")]
+        self.num_plots += tag == "svg"
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loads += [name for name, _ in attrs if name in ("src", "href", "xlink:href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells.append(data)
+        if self.open and self.open[-1] == "script":
+            self.scripts.append(data)
+
+
+def test_the_report_is_one_page_with_the_same_numbers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It loads nothing, holds the JSON object, and its tables show what that says. What prompts,
+    models and errors are called cannot leave its text."""
+    file = tmp_path / "prompts.jsonl"
+    name = '</script><script src="x">&'
+    lines = [{"prompt": text, "category": name} for text in ("a", "b", "c", "bad")]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+
+    def script(body: dict[str, Any]) -> Reply:
+        if body["messages"][0]["content"] == "bad":
+            return Reply(status=500, error="<b>broken</b>")
+        return Reply(gap_s=0.01)
+
+    path = tmp_path / "report.html"
+    with serving(script) as server:
+        found, _ = measured(
+            capsys, server, "--prompts", str(file), "--report", str(path), "--model", name,
+            "--request-rate", "50", "--max-concurrency", "2", code=1,
+        )  # fmt: skip
+    text = path.read_text("utf-8")
+    page = Page(text)
+    assert page.open == []
+    assert page.loads == []
+    assert page.num_plots == 7
+    assert not re.search(r"//|url\(|@import|<b>", text)
+    assert [json.loads(script) for script in page.scripts] == [found]
+    cells = page.cells
+    assert cells[cells.index("requests that were answered") + 1] == "3"
+    assert cells[cells.index("requests that failed") + 1] == "1"
+    for metric, label in (
+        ("ttft", "time to first token (TTFT)"), ("itl", "between chunks (ITL)"),
+        ("tpot", "time per output token (TPOT)"), ("e2el", "end to end (E2EL)"),
+    ):  # fmt: skip
+        place = cells.index(label)
+        shown = [float(cell) for cell in cells[place + 1 : place + 5]]
+        expected = [found[f"{kind}_{metric}_ms"] for kind in ("mean", "median", "std", "p99")]
+        assert shown == pytest.approx(expected, abs=0.0051)
+
+
+def test_a_page_of_nothing_but_failures_and_of_many_requests(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "report.html"
+    with serving(lambda body: Reply(status=503, error="away")) as server:
+        measured(capsys, server, "--num-prompts", "2", "--report", str(path), code=1)
+    assert path.read_text("utf-8").count("nothing was measured") == 6
+    assert Page(path.read_text("utf-8")).open == []
+    with serving(lambda body: Reply()) as server:
+        measured(
+            capsys, server, "--num-prompts", "420", "--max-concurrency", "20", "--report", str(path)
+        )
+    text = path.read_text("utf-8")
+    assert "the first 400 of 420" in text
+    assert text.count("<g>") == 400
+
+
+def test_the_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(lambda body: Reply()) as server:
+        assert (
+            main(["bench", "serve", "--base-url", f"{server.base_url}/v1/", "--num-prompts", "2"])
+            == 0
+        )
+    out = capsys.readouterr().out
+    for words in ("served by openai-chat", "requests that were answered", "TTFT", "p99", "E2EL"):
+        assert words in out
+
+
+@pytest.mark.long
+def test_an_interrupted_command_reports_what_there_is() -> None:
+    """Ctrl-C: the JSON object of what was over, and the usual exit code."""
+
+    def script(body: dict[str, Any]) -> Reply:
+        return Reply(gap_s=0.01 if len(server.bodies) <= 3 else 30.0)
+
+    with serving(script) as server:
+        process = subprocess.Popen(
+            [
+                sys.executable, "-m", "deploy.cli.main", "bench", "serve", "--json",
+                "--base-url", server.base_url, "--max-concurrency", "1",
+            ],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ),
+        )  # fmt: skip
+        while len(server.bodies) < 4 and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    found = json.loads(out)
+    assert (found["completed"], found["failed"], found["interrupted"]) == (3, 0, True)
+    assert "interrupted: these figures are of the requests that were over by then" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--request-rate", "0"), "--request-rate: 0.0 is wrong"),
+        (("--request-rate", "nan"), "--request-rate: nan is wrong"),
+        (("--request-rate", "fast"), "argument --request-rate: invalid float value"),
+        (("--burstiness", "-1"), "--burstiness: -1.0 is wrong"),
+        (("--max-concurrency", "0"), "--max-concurrency: 0 is wrong"),
+        (("--num-prompts", "0"), "--num-prompts: 0 is wrong"),
+        (("--num-warmups", "-1"), "--num-warmups: -1 is wrong"),
+        (("--duration", "0", "--max-concurrency", "1"), "--duration: 0.0 is wrong"),
+        (("--duration", "5"), "--duration: needs --request-rate or --max-concurrency"),
+        (("--max-tokens", "0"), "--max-tokens: 0 is wrong"),
+        (("--temperature", "3"), "--temperature: 3.0 is wrong"),
+        (("--seed", "-1"), "--seed: -1 is wrong"),
+        (("--num-draft-tokens", "17"), "--num-draft-tokens: 17 is wrong"),
+        (("--goodput", "ttft"), "argument --goodput: 'ttft' is wrong; it must be NAME:MS"),
+        (("--goodput", "itl:5"), "--goodput: itl is wrong; it must be each of ttft, tpot, e2el"),
+        (("--goodput", "ttft:1", "ttft:2"), "--goodput: ttft ttft is wrong"),
+        (("--goodput", "ttft:-1"), "--goodput: -1.0 is wrong"),
+        (("--percentile-metrics", "ttft,x"), "--percentile-metrics: ttft,x is wrong"),
+        (("--metric-percentiles", "101"), "--metric-percentiles: 101.0 is wrong"),
+        (("--metric-percentiles", "x"), "argument --metric-percentiles: 'x' is wrong"),
+        (("--prompts", "/nowhere.jsonl"), "--prompts: cannot read /nowhere.jsonl"),
+        (("--save-result", "/nowhere/x.json"), "--save-result: /nowhere/x.json is wrong"),
+        (("--report", "/"), "--report: / is wrong"),
+        (("--save-detailed",), "--save-detailed: needs --save-result"),
+        (("--endpoint", "/v1/completions"), "--endpoint: needs --base-url"),
+        (("--api-key", "x"), "--api-key: needs --base-url"),
+        (("--base-url", "127.0.0.1:1"), "--base-url: '127.0.0.1:1' is wrong"),
+        (("--base-url", "http://[::1"), "--base-url: 'http://[::1' is wrong"),
+        (("--base-url", "http://h:x"), "--base-url: 'http://h:x' is wrong"),
+        (("--base-url", "http://h", "--endpoint", "/x"), "--endpoint: '/x' is wrong"),
+        (("--base-url", "http://h", "--api-key", "a b"), "--api-key: must be of printable ASCII"),
+        (("--base-url", "http://h", "--server", "h:1"), "--server: is for a deployment of ours"),
+        (("--base-url", "http://h", "--dtype", "auto"), "--dtype: is for a deployment of ours"),
+        (("--base-url", "http://h", "--rounds"), "--rounds: is for a deployment of ours"),
+        (("--base-url", "http://h", "--num-draft-tokens", "1"), "--num-draft-tokens: is for a"),
+        (
+            ("--base-url", "http://h", "--raw", "--endpoint", "/v1/chat/completions"),
+            "--raw: cannot go with --endpoint /v1/chat/completions",
+        ),
+    ],
+)
+def test_wrong_flags_are_named(
+    flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2, one line, nothing on standard output, nothing started."""
+    try:
+        code: object = main(["bench", "serve", *flags])
+    except SystemExit as stopped:
+        code = stopped.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.startswith(f"outrider: error: {message}")
+    assert err.count("\n") == 1

@@ -1,0 +1,262 @@
+"""The routes, with a coordinator that says what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from coordinator.http.app import build_app
+from coordinator.http.serving import Generations
+from coordinator.request import RequestDefaults, ServedModel
+from outrider.errors import Overloaded, Unavailable
+from outrider.generation import Event, Finished, GenerateRequest, Metrics, Started, Tokens, Usage
+from outrider.limits import TRACEPARENT_CHARS_MAX
+from outrider.security.gate import OPEN
+from outrider.sessions.store import FinishReason
+from outrider.speculation.decision import Origin
+from outrider.speculation.sampling import Rule
+
+STARTED = Started("1" * 32, "m", 1, Rule.TOKEN, num_prompt_tokens=2)
+TOKENS = Tokens(0, (7,), "a", (Origin.BONUS,), ())
+FINISHED = Finished(FinishReason.STOP, Usage(2, 1), Metrics(1, 0, 0, 1.0, 1.0, 1.0))
+BODY = {"prompt": [1, 2], "max_tokens": 3}
+TRACE = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
+
+
+class Service:
+    """As much of a coordinator as the routes call."""
+
+    text = None
+    defaults = RequestDefaults(num_draft_tokens=4, deadline_ms=1000)
+    model = ServedModel("m", 100, 64, ())
+
+    def __init__(self, *events: Event | Exception) -> None:
+        self.events = events
+        self.calls: list[tuple[GenerateRequest, str, str, bool]] = []
+
+    def draw_seed(self) -> int:
+        return 5
+
+    async def trouble(self) -> str:
+        return "no target answers"
+
+    async def generate(
+        self, request: GenerateRequest, tenant: str, traceparent: str, *, resumable: bool
+    ) -> AsyncGenerator[Event]:
+        self.calls.append((request, tenant, traceparent, resumable))
+        for event in self.events:
+            if isinstance(event, Exception):
+                raise event
+            yield event
+
+
+async def post(service: Any, body: Any = BODY, **headers: str) -> httpx.Response:
+    app = build_app(service, asyncio.Event(), None)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
+        return await http.post("/v1/completions", json=body, headers=headers)
+
+
+async def test_a_call_goes_on_with_its_callers_trace() -> None:
+    """Its session is not kept for one who comes back; what is no trace is left out."""
+    service = Service(STARTED, TOKENS, FINISHED)
+    assert (await post(service, traceparent=TRACE)).json()["choices"][0]["text"] == "a"
+    await post(service, traceparent="x" * (TRACEPARENT_CHARS_MAX + 1))
+    assert [call[1:] for call in service.calls] == [("", TRACE, False), ("", "", False)]
+    assert service.calls[0][0].prompt == (1, 2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("before", [(), (STARTED,)])
+async def test_an_error_before_the_first_token_has_its_status(
+    stream: bool, before: tuple[Event, ...]
+) -> None:
+    found = await post(Service(*before, Overloaded("full", 2500)), {**BODY, "stream": stream})
+    assert (found.status_code, found.headers["retry-after"]) == (429, "3")
+    assert found.json()["error"]["message"] == "full"
+
+
+async def test_an_error_behind_it_is_the_last_event() -> None:
+    found = await post(Service(STARTED, TOKENS, Unavailable("gone")), {**BODY, "stream": True})
+    assert found.status_code == 200
+    *_, last, end = found.text.split("\n\n")
+    assert end == ""
+    assert last.startswith('data: {"error":{"message":"gone"')
+    whole = await post(Service(STARTED, TOKENS, FINISHED), {**BODY, "stream": True})
+    assert whole.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("before", [(), (STARTED, TOKENS)])
+async def test_a_bug_is_not_shown(
+    before: tuple[Event, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither as a status nor as an event; the log has it."""
+    for stream in (False, True):
+        found = await post(
+            Service(*before, ZeroDivisionError("secret")), {**BODY, "stream": stream}
+        )
+        assert found.status_code == (200 if before and stream else 500)
+        assert "secret" not in found.text
+        assert '"code":"internal_error"' in found.text
+    assert "secret" in caplog.text
+
+
+async def test_one_choice_that_fails_ends_all() -> None:
+    """And nothing of the others is told as if it were an answer."""
+
+    class Mixed(Service):
+        async def generate(self, request: GenerateRequest, *rest: Any, **more: Any) -> Any:
+            if request.prompt == (2,):
+                yield STARTED
+                raise Unavailable("gone")
+            try:
+                for event in (STARTED, *[TOKENS] * 1000):
+                    yield event
+                    await asyncio.sleep(0)
+            finally:
+                ended.append(request.prompt)
+
+    ended: list[Any] = []
+    found = await post(Mixed(), {**BODY, "prompt": [[1], [2], [3]]})
+    assert found.status_code == 503
+    assert sorted(ended) == [(1,), (3,)]
+
+
+class Asked(Service):
+    """Counts how often its health is asked for; the first time it cannot say."""
+
+    num_asked = 0
+
+    async def trouble(self) -> str:
+        self.num_asked += 1
+        await asyncio.sleep(0.01)
+        if self.num_asked == 1:
+            raise Unavailable("cannot say")
+        return "" if self.num_asked == 2 else "gone"
+
+
+async def test_health_is_asked_for_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By all callers together; an error is nobody's answer later."""
+    service = Asked()
+    app = build_app(service, asyncio.Event(), None)  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
+        first = await asyncio.gather(*(http.get("/health") for _ in range(8)))
+        assert {one.status_code for one in first} == {503}
+        assert service.num_asked == 1
+        for _ in range(2):
+            found = await asyncio.gather(*(http.get("/health") for _ in range(8)))
+            assert {one.status_code for one in found} == {200}
+        assert service.num_asked == 2
+        monkeypatch.setattr("coordinator.http.health.KEPT_S", -1.0)
+        await asyncio.sleep(1.05)
+        for number in (3, 4):
+            found = await asyncio.gather(*(http.get("/health") for _ in range(8)))
+            assert {one.status_code for one in found} == {503}
+            assert service.num_asked == number
+
+
+async def test_a_path_with_one_more_slash_is_not_there() -> None:
+    """And leads nowhere else."""
+    app = build_app(Service(), asyncio.Event(), None)  # type: ignore[arg-type]
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://here"
+    ) as http:
+        for path in ("/health/", "/v1/completions/"):
+            found = await http.post(path, json=BODY)
+            assert (found.status_code, found.json()["error"]["code"]) == (404, "not_found")
+
+
+async def test_health_says_why_not() -> None:
+    app = build_app(Service(), asyncio.Event(), None)  # type: ignore[arg-type]
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://here"
+    ) as http:
+        found = await http.get("/health")
+    assert (found.status_code, found.json()["error"]["message"]) == (503, "no target answers")
+
+
+def test_the_document_tells_what_may_come() -> None:
+    """Of every operation errors, too, for each may be refused for want of a key; and what type an
+    answer has."""
+    app = build_app(Service(), asyncio.Event(), None)  # type: ignore[arg-type]
+    paths = app.openapi()["paths"]
+    for path, operations in paths.items():
+        for operation in operations.values():
+            responses = operation["responses"]
+            assert responses.keys() == {"200", "4XX", "5XX"}, path
+            schema = responses["4XX"]["content"]["application/json"]["schema"]
+            assert schema == {"$ref": "#/components/schemas/ErrorBody"}
+    found = {path: {*paths[path]["get"]["responses"]["200"]["content"]} for path in
+             ("/metrics", "/version", "/health", "/v1/models")}  # fmt: skip
+    assert found.pop("/metrics") == {"text/plain"}
+    assert set.union(*found.values()) == {"application/json"}
+
+
+@pytest.mark.parametrize("num_turns", range(1, 8))
+async def test_an_answer_that_nobody_waits_for_is_closed(num_turns: int) -> None:
+    """At once, whenever its request is cancelled before its first chunk was there or as it came;
+    and so is one whose head cannot be sent."""
+    closed, has_begun = asyncio.Event(), asyncio.Event()
+
+    async def chunks() -> AsyncGenerator[dict[str, Any]]:
+        has_begun.set()
+        try:
+            for _ in range(100):
+                yield {}
+        finally:
+            closed.set()
+
+    async def nothing() -> Any:
+        await asyncio.Event().wait()
+
+    async def broken(_: Any) -> None:
+        raise OSError("broken")
+
+    generations = Generations(Service(), OPEN, asyncio.Event())  # type: ignore[arg-type]
+    request = SimpleNamespace(receive=nothing)
+    begun = chunks()
+    running = asyncio.create_task(generations.stream(request, begun))  # type: ignore[arg-type]
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    running.cancel()
+    try:
+        response = await running
+    except asyncio.CancelledError:
+        pass
+    else:
+        with pytest.raises(OSError, match="broken"):
+            await response({}, nothing, broken)
+    assert closed.is_set() == has_begun.is_set()
+    await begun.aclose()
+
+
+async def test_a_client_that_goes_before_its_body_is_there_is_no_bug(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nothing is logged, and nothing begun."""
+    service = Service(STARTED, TOKENS, FINISHED)
+    app = build_app(service, asyncio.Event(), None)  # type: ignore[arg-type]
+    messages = [
+        {"type": "http.disconnect"}, {"type": "http.request", "body": b"{", "more_body": True}
+    ]  # fmt: skip
+
+    async def receive() -> Any:
+        return messages.pop()
+
+    async def send(_: Any) -> None:
+        """To nobody."""
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
+        "scheme": "http", "path": "/v1/completions", "raw_path": b"/v1/completions",
+        "query_string": b"", "root_path": "", "client": ("127.0.0.1", 1), "server": ("here", 80),
+        "headers": [(b"content-type", b"application/json")],
+    }  # fmt: skip
+    await app(scope, receive, send)
+    assert (messages, service.calls, caplog.text) == ([], [], "")

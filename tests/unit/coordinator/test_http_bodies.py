@@ -1,0 +1,248 @@
+"""Bodies that would take long to look at: the event loop goes on meanwhile, and renews leases."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import pytest
+
+from coordinator.http.app import build_app
+from coordinator.http.reading import read_body
+from coordinator.request import RequestDefaults, ServedModel
+from outrider.errors import BadRequest
+from outrider.generation import Event
+from outrider.limits import (
+    CHAT_MESSAGES_MAX,
+    CHAT_PARTS_MAX,
+    HTTP_BODY_BYTES_MAX,
+    HTTP_CONTAINERS_MAX,
+    HTTP_FIELDS_MAX,
+    HTTP_VALUES_MAX,
+    LOGIT_BIAS_ENTRIES_MAX,
+)
+
+GAP_S = 0.25
+"""CPU that may pass between two turns of the loop; a lease wants to be renewed every 0.5 s."""
+CHAT, COMPLETIONS, NATIVE = "/v1/chat/completions", "/v1/completions", "/api/generate"
+CONVERSATION = '"messages":[{"role":"user","content":"a"}]'
+
+
+class Service:
+    """As much of a coordinator as the routes call; it refuses all that comes so far."""
+
+    text = None
+    defaults = RequestDefaults(num_draft_tokens=4, deadline_ms=1000)
+    model = ServedModel("m", 100, 64, ())
+
+    def draw_seed(self) -> int:
+        return 5
+
+    async def generate(self, request: Any, *_: Any, **__: Any) -> AsyncGenerator[Event]:
+        raise BadRequest("model", "is none")
+        yield
+
+
+def filled(before: str, item: Callable[[int], str], after: str) -> bytes:
+    """As many items as a body has room for."""
+    room = HTTP_BODY_BYTES_MAX - len(before) - len(after)
+    number = room // (len(item(10**6)) + 1)
+    return (before + ",".join(item(index) for index in range(number)) + after).encode()
+
+
+BODIES: dict[str, tuple[str, Callable[[], bytes], str | None]] = {
+    "messages": (CHAT, lambda: filled('{"messages":[', lambda _: '{"role":"a"}', "]}"), None),
+    "messages by the window": (
+        NATIVE, lambda: filled('{"messages":[', lambda _: '{"role":"a"}', "]}"), None
+    ),
+    "fewer messages": (
+        CHAT, lambda: filled('{"messages":[', lambda _: '{"role":"a' + "a" * 90 + '"}', "]}"),
+        "messages",
+    ),
+    "unknown fields": (
+        CHAT, lambda: filled("{" + CONVERSATION + ",", lambda n: f'"{n:06x}":1', "}"), None
+    ),
+    "unknown fields of a message": (
+        CHAT, lambda: filled('{"messages":[{', lambda n: f'"{n:018x}":1', "}]}"), "messages[0]"
+    ),
+    "unknown fields of speculation": (
+        COMPLETIONS,
+        lambda: filled('{"prompt":[1],"speculation":{', lambda n: f'"{n:018x}":1', "}}"),
+        "speculation",
+    ),
+    "biases": (
+        CHAT,
+        lambda: filled("{" + CONVERSATION + ',"logit_bias":{', lambda n: f'"{n:020d}":1', "}}"),
+        "logit_bias",
+    ),
+    "a schema": (
+        CHAT,
+        lambda: filled("{" + CONVERSATION + ',"guided_json":{"enum":[', lambda _: "[]", "]}}"),
+        None,
+    ),
+    "a smaller schema": (
+        CHAT,
+        lambda: filled(
+            "{" + CONVERSATION + ',"response_format":{"enum":[',
+            lambda _: "[" + " " * 80 + "]",
+            "]}}",
+        ),
+        "response_format",
+    ),
+    "parts": (
+        CHAT,
+        lambda: filled(
+            '{"messages":[{"role":"user","content":[',
+            lambda _: '{"type":"text","text":"' + "a" * 60 + '"}',
+            "]}]}",
+        ),
+        "messages",
+    ),
+    "half characters": (
+        COMPLETIONS,
+        lambda: filled('{"prompt":["', lambda _: "\\u00e9" * 50, '\\ud800"]}'),
+        "prompt",
+    ),
+    "letters": (COMPLETIONS, lambda: ('{"prompt":"' + "é" * (2**21 - 50) + '"}').encode(), "model"),
+    "stops": (
+        COMPLETIONS, lambda: filled('{"prompt":[1],"stop":[', lambda _: '"aaaaaaa"', "]}"), "stop"
+    ),
+    "prompts": (COMPLETIONS, lambda: filled('{"prompt":[', lambda _: '"aaaaaa"', "]}"), "prompt"),
+    "tokens": (COMPLETIONS, lambda: filled('{"prompt":[', lambda _: "1234567", "]}"), "model"),
+    "small tokens": (COMPLETIONS, lambda: filled('{"prompt":[', lambda _: "1", "]}"), None),
+    "numbers": (COMPLETIONS, lambda: filled('{"prompt":[', lambda _: "0.1", "]}"), None),
+    "brackets": (COMPLETIONS, lambda: b"[" * HTTP_BODY_BYTES_MAX, None),
+    "fewer brackets": (COMPLETIONS, lambda: b"[" * HTTP_VALUES_MAX, None),
+    "metadata": (
+        COMPLETIONS,
+        lambda: filled('{"prompt":[1],"metadata":{', lambda n: f'"{n:018x}":1', "}}"),
+        "model",
+    ),
+    "text with marks": (
+        COMPLETIONS, lambda: filled('{"prompt":"', lambda _: '[{\\"a\\":1}]', '"}'), "model"
+    ),
+    "digits": (COMPLETIONS, lambda: b'{"prompt":[' + b"1" * 4_000_000 + b"]}", None),
+}  # fmt: skip
+
+
+async def called(app: Any, path: str, body: bytes) -> tuple[int, dict[str, Any], float]:
+    """Status and error that a call is answered with, and the most CPU between two turns of the
+    loop, in seconds."""
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
+        "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"",
+        "root_path": "", "client": ("127.0.0.1", 1), "server": ("here", 80),
+        "headers": [(b"content-type", b"application/json")],
+    }  # fmt: skip
+    pieces = [body[start : start + 65_536] for start in range(0, len(body), 65_536)]
+    sent: list[Any] = []
+    gaps: list[float] = []
+
+    async def receive() -> Any:
+        await asyncio.sleep(0)
+        if pieces:
+            return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
+        return await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def tick() -> None:
+        last = time.thread_time()
+        while True:
+            await asyncio.sleep(0)
+            now = time.thread_time()
+            gaps.append(now - last)
+            last = now
+
+    ticking = asyncio.create_task(tick())
+    await asyncio.sleep(0)
+    await app(scope, receive, send)
+    await asyncio.sleep(0)
+    ticking.cancel()
+    told = json.loads(b"".join(message.get("body", b"") for message in sent))
+    return sent[0]["status"], told["error"], max(gaps)
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_no_body_holds_up_the_loop(name: str) -> None:
+    """Neither one that is refused nor one that a coordinator might take; it is refused by the name
+    of its field, or as a whole."""
+    path, make, param = BODIES[name]
+    body = make()
+    assert len(body) <= HTTP_BODY_BYTES_MAX
+    app = build_app(Service(), asyncio.Event(), None)  # type: ignore[arg-type]
+    status, error, gap_s = await called(app, path, body)
+    assert (status, error["param"]) == (400, param)
+    assert gap_s < GAP_S
+
+
+def message(**more: Any) -> dict[str, Any]:
+    return {"role": "user", "content": "a", **more}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({f"f{n}": 1 for n in range(HTTP_FIELDS_MAX + 1)}, "the body has 129 fields"),
+        ({"messages": [message()] * (CHAT_MESSAGES_MAX + 1)}, "got 4097 messages"),
+        ({"messages": [message(content=[{}] * CHAT_PARTS_MAX), message(content=[{}])]}, "parts"),
+        ({"logit_bias": {str(n): 1 for n in range(LOGIT_BIAS_ENTRIES_MAX + 1)}}, "1025 entries"),
+        ({"prompt": [[1]] * 129}, "got 129 prompts"),
+        ({"stop": ["a"] * 17}, "got 17 strings"),
+        ({"guided_choice": ["a"] * 1025}, "got 1025 choices"),
+        ({"structured_outputs": {"json": [[1] * 1000] * 33}}, "more values"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_one_more_than_there_may_be_is_refused(body: dict[str, Any], words: str) -> None:
+    """And one less is not, whatever it is."""
+    with pytest.raises(BadRequest) as caught:
+        read_body(json.dumps(body).encode())
+    assert words in caught.value.message
+    [(name, value)] = list(body.items())[:1]
+    if len(body) == 1:
+        fewer = dict(list(value.items())[1:]) if isinstance(value, dict) else value[1:]
+    else:
+        fewer = value
+    if name != "structured_outputs":
+        read_body(json.dumps({name: fewer}).encode())
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"{", "the body is not JSON: Expecting property name"),
+        (b'{"a": 1} 2', "at character 9"),
+        (b'"\xff"', "not UTF-8"),
+        (b"[" * 60_000, "nested too deep"),
+        (b'{"seed": ' + b"1" * 5000 + b"}", "cannot be read"),
+    ],
+    ids=["no end", "two", "bytes", "depth", "digits"],
+)
+def test_what_is_no_json_is_said_to_be_none(body: bytes, words: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read_body(body)
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 600_000, '","' * 200_000, "\\" * 300_000 + ",:[{" * 150_000],
+    ids=["brackets", "quotes", "backslashes"],
+)
+def test_marks_inside_of_texts_are_no_values(text: str) -> None:
+    body = {"prompt": text, "stop": ['\\"', '"', "\\"]}
+    assert read_body(json.dumps(body).encode()) == body
+    for value, words in (
+        ([1] * (HTTP_VALUES_MAX + 1), "values"), ([[]] * (HTTP_CONTAINERS_MAX + 1), "lists"),
+    ):  # fmt: skip
+        with pytest.raises(BadRequest, match=f"more than .* {words}"):
+            read_body(json.dumps({"prompt": text, "x": value}).encode())
+
+
+def test_a_mark_at_the_front_of_the_file_is_no_part_of_it() -> None:
+    assert read_body(b"\xef\xbb\xbf{}") == {}

@@ -1,0 +1,272 @@
+"""What commands do with keys and certificates, and that they show nobody a key."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import stat
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy.cli import serve
+from deploy.cli.connection import shown_key, trust_of
+from deploy.cli.main import main
+from deploy.cli.masking import masked_environment, masked_settings
+from deploy.cli.settings import SECRETS, public_settings
+from deploy.locks import locked, own_trust, warnings
+from deploy.preflight import check_before_start
+from deploy.rollout import changed
+from deploy.state import KEY_NAME, local_key, publish_key, withdraw
+from outrider.client import Trust
+from outrider.config import CoordinatorConfig, DeploymentConfig, TargetConfig, load_config, unlocked
+from outrider.errors import BadRequest, ConfigError, SettingError
+from outrider.security.keys import Keyring, given_keys, new_key
+from outrider.wire.channel import PLAIN
+
+EVERYWHERE = "0.0.0.0"  # noqa: S104
+KEY = "a-secret-of-sixteen-or-more"
+EMULATED = {"engine": "emulated:vocab_size=10", "draft_model": "emulated", "grpc_port": 0}
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    from deploy.cli.connection import add_connection_flags
+
+    add_connection_flags(parser, ())
+    found = parser.parse_args(words)
+    found.words = ["serve", *words]
+    return found
+
+
+def test_with_keys_users_may_come_from_elsewhere() -> None:
+    """To the coordinator; targets and drafts, which ask nobody, stay on loopback of this machine,
+    unless they have certificates or the network is trusted. On a cluster they must have."""
+    for keys in ({"api_key": KEY}, {"api_key_file": "/keys"}):
+        config = load_config({"host": EVERYWHERE} | keys, {})
+        hosts = [one.host for one in (config.coordinator, config.target, config.draft)]
+        assert hosts == [EVERYWHERE, "127.0.0.1", "127.0.0.1"]
+        assert config.values()["host"] == EVERYWHERE
+        assert config.coordinator.metrics_host == "127.0.0.1"
+        assert len(list(warnings(config))) == 1
+        with pytest.raises(SettingError, match="nothing asks callers"):
+            load_config({"host": EVERYWHERE, "address": "ray://x"} | keys, {})
+    for more in ({"internal_tls_dir": "/tls"}, {"insecure": True}):
+        config = load_config({"host": EVERYWHERE, "api_key": KEY} | more, {})
+        assert config.target.host == config.draft.host == EVERYWHERE
+    with pytest.raises(SettingError, match="nothing asks callers"):
+        load_config({"host": EVERYWHERE, "internal_tls_dir": "/tls"}, {})
+    secure = {"host": EVERYWHERE, "api_key": KEY, "ssl_certfile": "c", "ssl_keyfile": "k"}
+    assert not list(warnings(load_config(secure, {})))
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"ssl_certfile": "c"}, "ssl_keyfile"),
+        ({"ssl_keyfile": "k"}, "ssl_certfile"),
+        ({"ssl_ca_certs": "a"}, "ssl_ca_certs"),
+        ({"api_key": "short"}, "api_key"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(settings: dict[str, str], key: str) -> None:
+    """By the name of what is wrong or missing."""
+    with pytest.raises(SettingError) as caught:
+        CoordinatorConfig(**settings)  # type: ignore[arg-type]
+    assert caught.value.key == key
+
+
+def test_reflection_is_off_with_keys_unless_asked_for() -> None:
+    assert CoordinatorConfig().serves_reflection
+    assert not CoordinatorConfig(api_key=KEY).serves_reflection
+    assert CoordinatorConfig(api_key=KEY, reflection=True).serves_reflection
+    assert not CoordinatorConfig(reflection=False).serves_reflection
+
+
+def test_a_deployment_is_told_hashes_and_a_key_of_its_own(tmp_path: Path) -> None:
+    """Neither what is given nor that one is anywhere in what Ray and Redis are told; relative
+    paths do not depend on who reads them."""
+    given = DeploymentConfig(coordinator=CoordinatorConfig(api_key=f"{KEY},{new_key()}"))
+    config, own = locked(given)
+    ring = Keyring(given_keys(config.coordinator.api_key))
+    assert len(ring.entries) == 3
+    assert ring.find(KEY) != ring.find(own) is not None
+    assert KEY not in str(config.values())
+    assert own not in str(config.values())
+    assert own != locked(given)[1]
+    assert locked(DeploymentConfig())[1] == ""
+    files = DeploymentConfig(
+        target=TargetConfig(internal_tls_dir="tls"),
+        coordinator=CoordinatorConfig(internal_tls_dir="tls", api_key_file="keys"),
+    )
+    config, _ = locked(files)
+    assert config.target.internal_tls_dir == str(Path.cwd() / "tls")
+    assert config.coordinator.api_key_file == str(Path.cwd() / "keys")
+    assert config.coordinator.ssl_certfile == ""
+
+
+def test_files_are_read_before_anything_starts(tmp_path: Path) -> None:
+    """A slip does not cost a model's loading."""
+    wrong = tmp_path / "keys"
+    wrong.write_text("alice\n")
+    certs = {"ssl_certfile": str(wrong), "ssl_keyfile": str(wrong)}
+    cases = (
+        ({"api_key_file": str(wrong)}, "api_key_file", "line 1: a key has"),
+        ({"internal_tls_dir": str(tmp_path)}, "internal_tls_dir", "cannot read"),
+        (certs, "ssl_certfile", "holds no certificate"),
+    )
+    for settings, key, words in cases:
+        with pytest.raises(SettingError, match=words) as caught:
+            check_before_start(load_config(EMULATED | settings, {}))
+        assert caught.value.key == key
+
+
+def test_the_key_of_this_machines_commands_is_its_owners_alone(tmp_path: Path) -> None:
+    """And gone with the deployment."""
+    assert local_key(tmp_path) == ""
+    for key in ("one", "other"):
+        publish_key(tmp_path, key)
+        assert local_key(tmp_path) == key
+        assert stat.S_IMODE((tmp_path / KEY_NAME).stat().st_mode) == 0o600
+    publish_key(tmp_path, "")
+    assert local_key(tmp_path) == ""
+    publish_key(tmp_path, "three")
+    withdraw(tmp_path)
+    assert not (tmp_path / KEY_NAME).exists()
+
+
+def test_a_detached_process_is_not_told_keys_by_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which everybody sees who lists processes."""
+    monkeypatch.setenv("OUTRIDER_API_KEY", "of-the-environment")
+    arguments = parsed("--api-key", KEY, "--api-key=another-key-123456", "--max-num-seqs", "3")
+    words, environment = serve._without_keys(arguments)
+    assert words == ["serve", "--max-num-seqs", "3"]
+    assert environment["OUTRIDER_API_KEY"] == f"{KEY},another-key-123456"
+    words, environment = serve._without_keys(parsed())
+    assert words == ["serve"]
+    assert environment["OUTRIDER_API_KEY"] == "of-the-environment"
+
+
+def test_a_command_shows_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flag's, else the variable's; the first of several; never a hash."""
+    assert shown_key(parsed()) == ""
+    monkeypatch.setenv("OUTRIDER_API_KEY", f"{KEY}, other-key-12345678")
+    assert shown_key(parsed()) == KEY
+    assert shown_key(parsed("--api-key", "flag-key-12345678")) == "flag-key-12345678"
+    monkeypatch.setenv("OUTRIDER_API_KEY", "sha256:" + "0" * 64)
+    with pytest.raises(SettingError, match="is the hash of a key"):
+        shown_key(parsed())
+
+
+def test_how_a_server_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without TLS nothing; by the authority that a flag or a variable names; by the certificate of
+    a deployment that runs here."""
+    tls = tmp_path / "tls"
+    assert main(["certs", str(tls)]) == 0
+    authority = str(tls / "ca.pem")
+    runs = {"ssl_certfile": str(tls / "target.pem")}
+    assert trust_of(parsed(), {}) is None
+    for found in (trust_of(parsed("--ca-cert", authority), {}), trust_of(parsed("--tls"), {})):
+        assert isinstance(found, Trust)
+        assert (found.credentials is not None, found.server_name) == (True, "")
+    pinned = trust_of(parsed(), runs)
+    assert pinned is not None
+    assert pinned.server_name == "target.outrider.internal"
+    named = trust_of(parsed("--ca-cert", authority), runs)
+    assert named is not None
+    assert named.server_name == ""
+    monkeypatch.setenv("OUTRIDER_CA_CERT", str(tmp_path / "none.pem"))
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.pem"):
+        trust_of(parsed(), {})
+    load_config({}, {"OUTRIDER_CA_CERT": "a", "OUTRIDER_CLIENT_CERT": "b"})  # No settings.
+    assert own_trust({}) is PLAIN
+    assert own_trust(runs) not in (None, PLAIN)
+    assert own_trust(runs | {"ssl_ca_certs": "a"}) is None
+    assert own_trust({"ssl_certfile": str(tmp_path / "elsewhere.pem")}) is None
+
+
+def test_no_key_is_shown(tmp_path: Path) -> None:
+    """By no dump of settings or variables, by no repr, and by no error about a setting."""
+    made = new_key()
+    config = load_config({"api_key": f"{KEY},{made}", "served_model_name": f"is {made}"}, {})
+    assert "api_key" in SECRETS
+    shown = [
+        str(masked_settings(public_settings(config))),
+        str(masked_environment({"OUTRIDER_API_KEY": KEY, "OUTRIDER_API_KEYS": KEY, "MY_KEY": made,
+                                "RAY_X": f"Authorization: Bearer {KEY}", "GRPC_Y": made})),
+        repr(CoordinatorConfig(api_key=KEY)),
+    ]  # fmt: skip
+    file = tmp_path / "settings.yaml"
+    for value in ([KEY, made], {"a": KEY}):
+        file.write_text(yaml.safe_dump({"api_key": value}))
+        with pytest.raises(ConfigError) as caught:
+            load_config({}, {}, file)
+        shown.append(str(caught.value))
+    with pytest.raises(ConfigError) as wrong:
+        load_config({"api_key": f"{KEY} {made}"}, {})
+    with pytest.raises(BadRequest) as bad:
+        from outrider.client import Client
+
+        Client("127.0.0.1:1", api_key=f"{KEY}\n")
+    for text in (*shown, str(wrong.value), str(bad.value)):
+        assert KEY not in text
+        assert made not in text
+
+
+def test_a_deployment_keeps_its_keys_and_whether_it_has_certificates() -> None:
+    """Keys of a file and certificates in another directory may come while it runs."""
+    given = load_config({"api_key_file": "/keys", "internal_tls_dir": "/tls"}, {})
+    assert changed(given, {"internal_tls_dir": "/new"}).target.internal_tls_dir == "/new"
+    assert changed(given, {"api_key_file": "/other"}).coordinator.api_key_file == "/other"
+    with pytest.raises(SettingError, match="cannot be turned on or off"):
+        changed(given, {"internal_tls_dir": ""})
+    with pytest.raises(SettingError, match="a deployment keeps its keys"):
+        changed(given, {"api_key": KEY})
+
+
+def test_keys_are_made_listed_and_revoked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Standard output has the key alone, and only once."""
+    file = tmp_path / "keys"
+    words = ["keys", "--api-key-file", str(file)]
+    assert main([*words, "new", "alice", "--tenant", "team", "--concurrency", "4"]) == 0
+    key = capsys.readouterr().out.strip()
+    assert key not in file.read_text()
+    assert main([*words, "--json", "new", "bob", "--requests-per-minute", "60", "--admin"]) == 0
+    assert json.loads(capsys.readouterr().out)["name"] == "bob"
+    monkeypatch.setenv("OUTRIDER_API_KEY_FILE", str(file))
+    assert main(["keys", "--json", "list"]) == 0
+    listed = capsys.readouterr().out
+    assert [one["name"] for one in json.loads(listed)["keys"]] == ["alice", "bob"]
+    assert "sha256" not in listed
+    assert main(["keys", "list"]) == 0
+    assert "team" in capsys.readouterr().out
+    assert main(["keys", "revoke", "alice"]) == 0
+    refusals = {
+        ("new", "bob"): "'bob' is there twice",
+        ("new", "a/b"): "NAME: 'a/b' is wrong",
+        ("new", "c", "--concurrency", "0"): "--concurrency: 0 is wrong",
+        ("new", "c", "--tenant", "x y"): "--tenant: 'x y' is wrong",
+        ("revoke", "alice"): "there is no key 'alice'",
+    }
+    for action, said in refusals.items():
+        assert main(["keys", *action]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["keys", "--api-key-file", str(tmp_path / "no" / "dir"), "new", "x"]) == 2
+    monkeypatch.delenv("OUTRIDER_API_KEY_FILE")
+    assert main(["keys", "list"]) == 2
+    assert "--api-key-file" in capsys.readouterr().err
+
+
+def test_measurements_need_no_keys() -> None:
+    """Whatever the settings of their user ask of a deployment."""
+    settings = {
+        "host": EVERYWHERE, "api_key": KEY, "api_key_file": "k", "internal_tls_dir": "t",
+        "ssl_certfile": "c", "ssl_keyfile": "k", "ssl_ca_certs": "a",
+    }  # fmt: skip
+    config = load_config(settings, {})
+    for one in (unlocked(config.target), unlocked(config.draft)):
+        assert (one.host, one.internal_tls_dir) == ("127.0.0.1", "")
+    assert unlocked(config.coordinator) == CoordinatorConfig()

@@ -1,0 +1,388 @@
+"""Sessions with a constraint, played against target and draft in process: what is committed meets
+it, whatever was drafted, thrown away or forgotten on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from constrained import CONSTRAINTS, allowed_ids, eos, fresh_mask, grammar, grammars, hf_tokenizer
+from rounds import PATIENCE_S, Listener, Player, ask, make_head, session_name
+from toy_engine import ToyEngine, toy_logits
+
+from draft_service.service import DraftService
+from outrider.constraints.constraint import Constraint
+from outrider.constraints.grammars import Grammars
+from outrider.constraints.matching import Matchers, PrefixMatcher
+from outrider.drafting.growing_rounds import GrowingRound, RoundDraws, RoundWanted
+from outrider.drafting.ngram import NgramConfig, NgramDrafter
+from outrider.engine.executor import InlineExecutor
+from outrider.errors import ConfigError
+from outrider.messages import DraftItem, ProposalReply, Refused, VerdictReply, VerifyItem
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.proposal import Proposal, SealedProposal
+from outrider.speculation.reduced import ReducedVocabulary
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.transforms import NO_HISTORY, TokenHistory
+from outrider.speculation.verdicts import verdict_from_logits
+from outrider.wire.memory_link import MemoryLink
+from target_service.service import TargetService
+
+VOCAB = 320
+PROMPT = tuple(range(60, 68))
+ROUNDS_MAX = 60
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95)
+
+
+@dataclass
+class Pair:
+    """A target and a draft, links to them."""
+
+    target: TargetService
+    draft: DraftService
+    links: tuple[tuple[MemoryLink[Any, Any], Listener], ...]
+
+    def player(self, constraint: Constraint | None, rule: Rule = Rule.TOKEN, **more: Any) -> Player:
+        sampling = SamplingParams(temperature=0.0) if rule is Rule.GREEDY else SAMPLED
+        return Player(PROMPT, rule, sampling, *self.links, constraint=constraint, **more)
+
+
+def engine(salt: int) -> ToyEngine:
+    return ToyEngine(VOCAB, salt, max_model_len=256, num_pages=4096)
+
+
+@asynccontextmanager
+async def running(
+    target_grammars: Grammars | None,
+    draft_grammars: Grammars | None,
+    lookup: NgramDrafter | None = None,
+) -> AsyncIterator[Pair]:
+    executor = InlineExecutor(lambda: 0.0)
+    target = TargetService(engine(1), executor, max_num_seqs=8, grammars=target_grammars)
+    if lookup is None:
+        draft = DraftService.with_model(
+            engine(2), executor, max_num_seqs=8, grammars=draft_grammars
+        )
+    else:
+        draft = DraftService.without_model(
+            "ngram", lookup, executor, max_num_seqs=8, grammars=draft_grammars
+        )
+    links = tuple(MemoryLink[Any, Any](service) for service in (target, draft))
+    yield Pair(target, draft, tuple((link, Listener(link)) for link in links))
+    for service in (target, draft):
+        service.check_integrity()
+        await service.close()
+
+
+async def ended(player: Player, num_draft_tokens: int, siblings: tuple[int, ...] = ()) -> list[int]:
+    """The completion up to its end."""
+    for _ in range(ROUNDS_MAX):
+        await player.play(num_draft_tokens, siblings)
+        completion = player.tokens[len(PROMPT) :]
+        if eos() in completion:
+            return completion[: completion.index(eos()) + 1]
+    raise AssertionError(f"no end in {completion}")
+
+
+def check_meets(name: str, completion: Sequence[int]) -> None:
+    """Each token stands in the mask of those before it."""
+    matcher = PrefixMatcher(grammar(name))
+    for index, token_id in enumerate(completion):
+        assert token_id in allowed_ids(matcher), hf_tokenizer().decode(completion)
+        matcher.stand(index, [token_id])
+
+
+BOUNDED = ("schema", "regex", "choice")
+
+
+@pytest.mark.parametrize("draft_masks", [True, False])
+@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize("rule", list(Rule))
+async def test_completions_meet_their_constraint_and_end(
+    rule: Rule, name: str, draft_masks: bool
+) -> None:
+    """Under coupled and greedy they are those of plain decoding, token for token."""
+    async with running(grammars(), grammars() if draft_masks else None) as pair:
+        for seed in range(3):
+            texts = []
+            for session, k in ((1, 0), (2, 4)):
+                player = pair.player(
+                    CONSTRAINTS[name], rule, seed=seed, session=10 * seed + session
+                )
+                texts.append(await ended(player, k))
+                check_meets(name, texts[-1])
+            assert rule.needs_q or texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.COUPLED, Rule.GREEDY])
+async def test_trees_are_masked_by_path(rule: Rule) -> None:
+    async with running(grammars(), grammars()) as pair:
+        for seed in range(3):
+            player = pair.player(CONSTRAINTS["schema"], rule, seed=seed, session=2 * seed)
+            completion = await ended(player, 3, (2, 1))
+            check_meets("schema", completion)
+            if not rule.needs_q:
+                plain = pair.player(CONSTRAINTS["schema"], rule, seed=seed, session=2 * seed + 1)
+                assert completion == await ended(plain, 0)
+
+
+async def test_a_draft_with_masks_proposes_what_is_allowed_and_stops_at_the_end() -> None:
+    async with running(grammars(), grammars()) as pair:
+        link, listener = pair.links[1]
+        whole = hf_tokenizer().encode("brown fox")
+        for num_written in (0, 1, len(whole)):
+            tokens = (*PROMPT, *whole[:num_written])
+            head = make_head(
+                tokens, rule=Rule.TOKEN, sampling=SAMPLED, session=1 + num_written,
+                prompt_length=len(PROMPT), constraint=CONSTRAINTS["choice"],
+            )  # fmt: skip
+            reply = await ask(link, listener, DraftItem(head, 8, look_ahead=4))
+            assert isinstance(reply, ProposalReply)
+            drafted = list(reply.proposal.token_ids)
+            check_meets("choice", [*whole[:num_written], *drafted])
+            assert drafted.count(eos()) == (drafted[-1:] == [eos()])
+        assert drafted == [eos()]
+        done = make_head(
+            (*tokens, eos()), rule=Rule.TOKEN, sampling=SAMPLED, session=9,
+            prompt_length=len(PROMPT), constraint=CONSTRAINTS["choice"],
+        )  # fmt: skip
+        reply = await ask(link, listener, DraftItem(done, 8))
+        assert reply.proposal.token_ids == ()
+
+
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK, Rule.COUPLED])
+async def test_a_verdict_is_that_of_the_masked_logits(rule: Rule) -> None:
+    """Rows behind a forbidden draft token, and behind one outside the vocabulary, count for
+    nothing; log-probabilities stay those of the raw logits."""
+    written = hf_tokenizer().encode('{"')
+    committed = (*PROMPT, *written)
+    legal = fresh_mask("schema", written)[0]
+    for drafted in ((legal,), (legal, 3, 5), (3, legal), (1000, legal)):
+        proposal = Proposal(drafted, (None,) * len(drafted) * rule.needs_q)
+        head = make_head(
+            committed, rule=rule, sampling=SAMPLED, prompt_length=len(PROMPT),
+            constraint=CONSTRAINTS["schema"],
+        )  # fmt: skip
+        async with running(grammars(), None) as pair:
+            item = VerifyItem(head, SealedProposal.of(proposal), num_logprobs=2)
+            reply = await ask(*pair.links[0], item)
+        assert isinstance(reply, VerdictReply)
+        tokens = [*committed, *(v if v < VOCAB else 0 for v in drafted)]
+        rows = torch.stack(
+            [toy_logits(1, tokens[:n], VOCAB) for n in range(len(committed), len(tokens) + 1)]
+        )
+        path = list(written)
+        for row, token_id in enumerate((*drafted, None)):
+            allowed = fresh_mask("schema", path)
+            mask = torch.full((VOCAB,), -torch.inf)
+            mask[allowed] = 0.0
+            rows[row] += mask
+            if token_id not in allowed:
+                break
+            path.append(token_id)
+        expected = verdict_from_logits(
+            rows, SAMPLED, TokenHistory(), proposal, RoundNoise(7, rule, len(committed))
+        )
+        assert reply.verdict == expected
+        raw = toy_logits(1, committed, VOCAB).double().log_softmax(0)
+        top = raw.max()
+        assert reply.logprobs[len(drafted)].top[0][1] == pytest.approx(float(top))
+
+
+async def test_replicas_that_have_forgotten_a_session_go_on_with_it() -> None:
+    """Both begin anew in the middle: with the same tokens the masks are the same, and so, under
+    coupled, is the rest."""
+    async with running(grammars(), grammars()) as pair:
+        expected = await ended(pair.player(CONSTRAINTS["schema"], Rule.COUPLED), 3)
+    async with running(grammars(), grammars()) as first:
+        player = first.player(CONSTRAINTS["schema"], Rule.COUPLED)
+        for _ in range(4):
+            await player.play(3)
+        assert eos() not in player.tokens
+        for service in (first.target, first.draft):
+            service.release(session_name(1), 1)
+    async with running(grammars(), grammars()) as second:
+        player.target, player.draft = second.links
+        player.held, player.epoch = {"target": 0, "draft": 0}, 2
+        assert await ended(player, 2) == expected
+
+
+async def test_a_target_that_runs_ahead_masks_each_round_past_the_end_too() -> None:
+    async with running(grammars(), None) as pair:
+        expected = await ended(pair.player(CONSTRAINTS["choice"], seed=5, session=2), 0)
+        head = make_head(
+            PROMPT, rule=Rule.TOKEN, sampling=SAMPLED, prompt_length=len(PROMPT), seed=5,
+            constraint=CONSTRAINTS["choice"],
+        )  # fmt: skip
+        link, listener = pair.links[0]
+        before = len(listener.answers)
+        link.send(VerifyItem(head, run_ahead=len(expected) + 2))
+        answers = (await listener.wait(before + len(expected) + 3))[before:]
+        tokens = [answer.verdict.correction[0] for answer in answers]
+        assert tokens == [*expected, eos(), eos(), eos()]
+
+
+async def test_rounds_run_ahead_under_another_constraint_are_not_gone_on_with() -> None:
+    async with running(grammars(), None) as pair:
+        link, listener = pair.links[0]
+        for number, name in enumerate(("choice", "regex")):
+            head = make_head(
+                PROMPT, rule=Rule.TOKEN, sampling=SAMPLED, prompt_length=len(PROMPT),
+                constraint=CONSTRAINTS[name],
+            )  # fmt: skip
+            before = len(listener.answers)
+            link.send(VerifyItem(head, run_ahead=1))
+            answers = (await listener.wait(before + 2))[before:]
+            assert answers[0].verdict.correction[0] in fresh_mask(name, []), number
+
+
+def failing() -> Any:
+    raise ConfigError("the model has no tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("make", "constraint", "said"),
+    [
+        (lambda: None, CONSTRAINTS["regex"], "regex: this target has no tokenizer"),
+        (lambda: Grammars(failing), CONSTRAINTS["regex"], "regex: the model has no tokenizer"),
+        (
+            grammars,
+            Constraint.of_schema({"type": "nonsense"}),
+            "json_schema: cannot be compiled: Invalid type: nonsense",
+        ),
+    ],
+)
+async def test_what_a_target_cannot_hold_to_is_refused_and_hurts_nobody_else(
+    make: Callable[[], Grammars | None], constraint: Constraint, said: str
+) -> None:
+    async with running(make(), None) as pair:
+        link, listener = pair.links[0]
+        plain = make_head(PROMPT, rule=Rule.TOKEN, sampling=SAMPLED, prompt_length=8, session=2)
+        bad = replace(
+            plain, session_id=session_name(1), constraint=constraint,
+            constraint_hash=constraint.digest(),
+        )  # fmt: skip
+        link.send(VerifyItem(bad))
+        link.send(VerifyItem(plain))
+        answers = {answer.key.session_id: answer for answer in await listener.wait(2)}
+        refused = answers[session_name(1)]
+        assert isinstance(refused, Refused)
+        assert (refused.code, refused.message) == (9, said)
+        assert isinstance(answers[session_name(2)], VerdictReply)
+
+
+async def test_a_completion_that_breaks_its_constraint_is_refused() -> None:
+    head = make_head(
+        (*PROMPT, *hf_tokenizer().encode("fox")), rule=Rule.TOKEN, sampling=SAMPLED,
+        prompt_length=len(PROMPT), constraint=CONSTRAINTS["schema"],
+    )  # fmt: skip
+    async with running(grammars(), grammars()) as pair:
+        refused = await ask(*pair.links[0], VerifyItem(head))
+        assert isinstance(refused, Refused)
+        assert refused.message == "json_schema: token 0 of the completion does not meet it here"
+        drafted = await ask(*pair.links[1], DraftItem(head, 2))
+        assert isinstance(drafted, ProposalReply)
+
+
+async def test_items_that_wait_for_a_compilation_are_answered_before_a_replica_stops() -> None:
+    async with running(grammars(), None) as pair:
+        link, listener = pair.links[0]
+        for session in range(3):
+            head = make_head(
+                PROMPT, rule=Rule.TOKEN, sampling=SAMPLED, prompt_length=8, session=session,
+                constraint=CONSTRAINTS["schema"],
+            )  # fmt: skip
+            link.send(VerifyItem(head))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(PATIENCE_S):
+            await pair.target.drain()
+        assert all(isinstance(answer, VerdictReply) for answer in await listener.wait(3))
+
+
+async def test_an_item_whose_compilation_breaks_down_is_answered() -> None:
+    class Broken(Grammars):
+        async def prepare(self, constraint: Constraint) -> None:
+            raise RuntimeError("a fault")
+
+    async with running(Broken(failing), None) as pair:
+        head = make_head(
+            PROMPT, rule=Rule.TOKEN, sampling=SAMPLED, prompt_length=8,
+            constraint=CONSTRAINTS["schema"],
+        )  # fmt: skip
+        refused = await ask(*pair.links[0], VerifyItem(head))
+        assert isinstance(refused, Refused)
+        assert (refused.code, refused.message) == (13, "its constraint broke down here")
+
+
+async def test_a_session_that_is_released_while_its_constraint_compiles_is_not_begun() -> None:
+    async with running(grammars(), None) as pair:
+        link, listener = pair.links[0]
+        head = make_head(
+            PROMPT, rule=Rule.TOKEN, sampling=SAMPLED, prompt_length=8,
+            constraint=CONSTRAINTS["schema"],
+        )  # fmt: skip
+        link.send(VerifyItem(head))
+        await asyncio.sleep(0)
+        pair.target.release(session_name(1), 1)
+        (answer,) = await listener.wait(1)
+        assert isinstance(answer, Refused)
+        assert answer.code == 1
+
+
+async def test_what_is_looked_up_is_cut_where_the_grammar_ends_it() -> None:
+    """The prompt goes on as a choice does, and then otherwise."""
+    copied = hf_tokenizer().encode("brown dog brown")
+    brown = hf_tokenizer().encode("brown")
+    lookup = NgramDrafter(NgramConfig(1, 8))
+    for cuts in (True, False):
+        async with running(None, grammars() if cuts else None, lookup) as pair:
+            head = make_head(
+                (*copied, brown[0]), rule=Rule.COUPLED, sampling=SAMPLED,
+                prompt_length=len(copied), constraint=CONSTRAINTS["choice"],
+            )  # fmt: skip
+            reply = await ask(*pair.links[1], DraftItem(head, 8))
+        assert isinstance(reply, ProposalReply)
+        drafted = list(reply.proposal.token_ids)
+        assert len(drafted) > 0
+        if cuts:
+            check_meets("choice", [brown[0], *drafted])
+        else:
+            with pytest.raises(AssertionError):
+                check_meets("choice", [brown[0], *drafted])
+
+
+@pytest.mark.parametrize("columns", [(), tuple(range(0, VOCAB, 3))])
+def test_rounds_that_a_target_drafts_itself_are_masked(columns: tuple[int, ...]) -> None:
+    """Those of several sessions, with and without a constraint, drawn together."""
+    constraint = CONSTRAINTS["regex"]
+    vocabulary = ReducedVocabulary.of(columns)
+    draws = RoundDraws(vocabulary, 16)
+    matchers, grown = Matchers(grammars()), []
+    for session in range(12):
+        allowed = None
+        if session % 3:
+            allowed = matchers.follow(str(session), constraint, constraint.digest(), [])
+        noise = RoundNoise(session, Rule.TOKEN, 4)
+        wanted = RoundWanted(1, 5, SAMPLED, Rule.TOKEN, noise, NO_HISTORY, allowed=allowed)
+        grown.append(GrowingRound(wanted))
+    for depth in range(5):
+        active = [entry for entry in grown if entry.wants_more]
+        if not active:
+            break
+        width = len(columns) or VOCAB
+        logits = torch.stack([toy_logits(9, [depth, i], width) for i in range(len(active))])
+        draws.draw(active, logits, depth)
+    lengths = set()
+    for session, entry in enumerate(grown):
+        drafted = entry.result().token_ids
+        if session % 3:
+            check_meets("regex", drafted)
+            lengths.add(len(drafted))
+        else:
+            assert len(drafted) == 5
+    assert lengths - {0} or columns
