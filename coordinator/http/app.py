@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.service import CoordinatorService
-from outrider.errors import OutriderError, Unauthenticated, Unavailable
+from outrider.errors import OutriderError, Unavailable
 from outrider.limits import HTTP_BODY_BYTES_MAX
 from outrider.security.gate import OPEN, Gate
 
@@ -67,20 +67,12 @@ class Doorkeeper:
         """Names the caller, and lets the call in; or answers it."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             try:
-                caller = self._gate.identify(_authorization(scope))
+                caller = self._gate.identify(Headers(scope=scope).getlist("authorization"))
             except OutriderError as error:
                 await error_response(meant(error))(scope, receive, send)
                 return
             scope.setdefault("state", {})["caller"] = caller
         await self._app(scope, receive, send)
-
-
-def _authorization(scope: Scope) -> str | None:
-    """What the caller shows, if anything. Raises `Unauthenticated` for more than one."""
-    values = Headers(scope=scope).getlist("authorization")
-    if len(values) > 1:
-        raise Unauthenticated("authorization: there are several; send one")
-    return values[0] if values else None
 
 
 class BodyLimit:

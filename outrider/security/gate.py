@@ -1,14 +1,14 @@
 """What stands before everything that a coordinator serves, by gRPC and by HTTP: one object asks
 for keys, and counts what each caller runs.
 
-    caller = gate.identify(authorization)                     # raises Unauthenticated
+    caller = gate.identify(shown)                             # raises Unauthenticated
     async for event in gate.generation(caller, events): ...   # raises Overloaded
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Final
@@ -38,14 +38,16 @@ class Gate:
         """Whether a caller needs one."""
         return self._keys is not None
 
-    def identify(self, authorization: str | None) -> Caller:
-        """Who shows `Bearer KEY`, as a header of HTTP or metadata of gRPC. Raises
-        `Unauthenticated`."""
+    def identify(self, shown: Sequence[str]) -> Caller:
+        """Who shows `Bearer KEY`, once, as the header of HTTP or metadata of gRPC that is named
+        `authorization`. Raises `Unauthenticated`."""
         if self._keys is None:
             return ANYBODY
-        if authorization is None:
+        if not shown:
             raise Unauthenticated("authorization: there is none; send `Bearer` and an API key")
-        scheme, _, key = authorization.strip().partition(" ")
+        if len(shown) > 1:
+            raise Unauthenticated("authorization: there are several; send one")
+        scheme, _, key = shown[0].strip().partition(" ")
         if scheme.lower() != _SCHEME:
             raise Unauthenticated("authorization: is of another kind; send `Bearer` and an API key")
         key = key.strip()

@@ -14,7 +14,7 @@ from typing import Any, Final
 import grpc
 from grpc_health.v1 import health
 
-from outrider.errors import OutriderError, Overloaded, PermissionDenied, Unauthenticated
+from outrider.errors import OutriderError, Overloaded, PermissionDenied
 from outrider.limits import HEALTH_WATCHES_MAX
 from outrider.security.callers import ANYBODY, Caller
 from outrider.security.gate import Gate
@@ -50,7 +50,9 @@ class KeyGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if details.method.startswith(HEALTH):
             return await continuation(details)
         try:
-            caller = self._gate.identify(_authorization(details.invocation_metadata))
+            metadata = details.invocation_metadata or ()
+            shown = [value for key, value in metadata if key == _AUTHORIZATION]
+            caller = self._gate.identify(shown)
         except OutriderError as error:
             return _refusing(error, details.method)
         _CALLER.set(caller)
@@ -88,14 +90,6 @@ class RoleGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             yield
 
         return _behind(await continuation(details), checked)
-
-
-def _authorization(metadata: Any) -> str | None:
-    """What the caller shows, if anything. Raises `Unauthenticated` for more than one."""
-    values = [value for key, value in metadata or () if key == _AUTHORIZATION]
-    if len(values) > 1:
-        raise Unauthenticated("authorization: there are several; send one")
-    return values[0] if values else None
 
 
 def _refusing(error: OutriderError, method: str) -> Any:
