@@ -82,8 +82,17 @@ def test_greedy_sequences_are_the_likeliest_tokens(pair, controller):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize("rule", SAMPLED_RULES)
+@pytest.mark.parametrize(
+    ("rule", "together"),
+    [
+        (Rule.TOKEN, False),
+        (Rule.BLOCK, True),
+        (Rule.COUPLED, False),
+        pytest.param(Rule.TOKEN, True, marks=pytest.mark.full),
+        pytest.param(Rule.BLOCK, False, marks=pytest.mark.full),
+        pytest.param(Rule.COUPLED, True, marks=pytest.mark.full),
+    ],
+)
 def test_lengths_that_the_coordinator_chooses_leave_the_law(pair, rule, together):
     """The same with the real choice of lengths, made nervous: what a round showed, thrown-away
     slots included, decides the next K. Either all sequences have averages in common, or each has a

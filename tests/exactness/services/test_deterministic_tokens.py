@@ -93,4 +93,4 @@ async def test_the_real_target_too(tmp_path: Path) -> None:
     subjects = ("rain", "bread", "a mule", "the moon")
     prompts = [tuple(text.encode(f"Write two sentences about {about}.")) for about in subjects]
     async with running_stack(engines[0], engines[1], tmp_path) as stack:
-        await check_tokens(stack, prompts, num_tokens=10, num_alone=1)
+        await check_tokens(stack, prompts, num_tokens=7, num_alone=1)
