@@ -41,12 +41,12 @@ class Gate:
     def identify(self, shown: Sequence[str]) -> Caller:
         """Who shows `Bearer KEY`, once, as the header of HTTP or metadata of gRPC that is named
         `authorization`. Raises `Unauthenticated`."""
+        if len(shown) > 1:
+            raise Unauthenticated("authorization: there are several; send one")
         if self._keys is None:
             return ANYBODY
         if not shown:
             raise Unauthenticated("authorization: there is none; send `Bearer` and an API key")
-        if len(shown) > 1:
-            raise Unauthenticated("authorization: there are several; send one")
         scheme, _, key = shown[0].strip().partition(" ")
         if scheme.lower() != _SCHEME:
             raise Unauthenticated("authorization: is of another kind; send `Bearer` and an API key")

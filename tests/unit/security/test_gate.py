@@ -80,10 +80,12 @@ def test_who_shows_a_key_is_known() -> None:
 
 
 def test_without_keys_everybody_is_anybody() -> None:
-    """Whatever is shown."""
+    """Whatever is shown, once."""
     assert gate_of("", "") is OPEN
     assert not OPEN.asks_for_keys
     assert OPEN.identify([f"Bearer {KEY}"]) is OPEN.identify([]) is ANYBODY
+    with pytest.raises(Unauthenticated, match="there are several"):
+        OPEN.identify(["Bearer a", "Bearer b"])
 
 
 async def test_a_generation_has_a_slot_until_its_last_event() -> None:
