@@ -260,11 +260,9 @@ async def _addresses(config: CoordinatorConfig, registry: Registry | None) -> Ad
     if registry is None:
         draft = config.draft_address
         return {"target-0": config.target_address}, {"draft-0": draft} if draft else {}
-    targets, drafts = [await registry.records(role) for role in ("target", "draft")]
-    return (
-        {one.name: one.address for one in targets if not one.leaving},
-        {one.name: one.address for one in drafts if not one.leaving},
-    )
+    from .roster import replicas_at_first
+
+    return await replicas_at_first(registry)
 
 
 def _front_credentials(config: CoordinatorConfig) -> ServerCredentials | None:

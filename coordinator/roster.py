@@ -26,12 +26,29 @@ READ_PERIOD_S: Final = 0.5
 REFUSED_S: Final = 10.0
 """A replica that could not join is asked again after so long."""
 
+_ROLES: Final[tuple[Role, ...]] = ("target", "draft")
 Hear = Callable[[Role, Sequence[ReplicaRecord]], None]
 """Is told what the registry has of a role, each time that it is read."""
 
 
 def _ignore(role: Role, records: Sequence[ReplicaRecord]) -> None:
     """Nobody wants to know."""
+
+
+async def replicas_at_first(registry: Registry) -> tuple[dict[str, str], dict[str, str]]:
+    """Addresses of the targets and of the drafts that a coordinator begins with, by name. For a
+    target it waits up to a lease, in which one that lives says its name again even to a registry
+    that has lost everything. Raises `StoreUnavailable`."""
+    loop = asyncio.get_running_loop()
+    give_up_at = loop.time() + LEASE_S
+    while True:
+        targets, drafts = [
+            {one.name: one.address for one in await registry.records(role) if not one.leaving}
+            for role in _ROLES
+        ]
+        if targets or loop.time() >= give_up_at:
+            return targets, drafts
+        await asyncio.sleep(READ_PERIOD_S)
 
 
 class Roster:

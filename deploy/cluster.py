@@ -92,7 +92,8 @@ class Actor:
 
         called = getattr(self._handle, method).remote(*arguments)
         try:
-            return await asyncio.wait_for(_result(called), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await _result(called)
         except TimeoutError as error:
             raise Unavailable(
                 f"the {self.name} actor did not answer {method} in {timeout_s:g} s"

@@ -93,7 +93,8 @@ class Exports:
     async def close(self) -> None:
         """Sends what is left, as far as that takes no longer than an export may."""
         try:
-            await asyncio.wait_for(asyncio.to_thread(self.shut_down), EXPORT_TIMEOUT_S)
+            async with asyncio.timeout(EXPORT_TIMEOUT_S):
+                await asyncio.to_thread(self.shut_down)
         except TimeoutError:
             _log.warning("the last traces and metrics were not taken in time")
 

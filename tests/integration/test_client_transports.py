@@ -255,4 +255,5 @@ async def test_closing_ends_calls_that_nothing_answers() -> None:
     await client.close()
     for call in calls:
         with pytest.raises(Unavailable, match="closed"):
-            await asyncio.wait_for(call, 5)
+            async with asyncio.timeout(5):
+                await call

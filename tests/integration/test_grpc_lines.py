@@ -59,7 +59,8 @@ async def answered(line: str, **environment: str) -> list[dict[str, Any]]:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    out, err = await asyncio.wait_for(process.communicate(), RUN_S)
+    async with asyncio.timeout(RUN_S):
+        out, err = await process.communicate()
     assert process.returncode == 0, err.decode()
     decoder, text, events = json.JSONDecoder(), out.decode().strip(), []
     while text:

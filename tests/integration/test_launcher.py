@@ -118,7 +118,8 @@ async def test_tokens_stop_being_shown_when_redis_stops(deployment: Deployment) 
 
     async with Client(deployment.endpoints.coordinator) as client:
         collecting = asyncio.create_task(collect(client))
-        await asyncio.wait_for(enough.wait(), 30)
+        async with asyncio.timeout(30):
+            await enough.wait()
         os.kill(deployment.redis.pid, signal.SIGSTOP)
         try:
             # Commits that were under way may land. After that, nothing, though the target could
@@ -129,7 +130,8 @@ async def test_tokens_stop_being_shown_when_redis_stops(deployment: Deployment) 
             assert some <= len(shown) == before < some + UNCOMMITTED_TOKENS_MAX // 2
         finally:
             os.kill(deployment.redis.pid, signal.SIGCONT)
-        finished = await asyncio.wait_for(collecting, 60)
+        async with asyncio.timeout(60):
+            finished = await collecting
     assert len(shown) == finished.usage.completion_tokens == num_tokens
 
 

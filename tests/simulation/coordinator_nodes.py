@@ -13,7 +13,7 @@ from typing import Any
 from coordinator.asking import Patience
 from coordinator.options import CoordinatorOptions
 from coordinator.request import RequestDefaults
-from coordinator.roster import Peers, Roster
+from coordinator.roster import Peers, Roster, replicas_at_first
 from coordinator.service import CoordinatorService
 from outrider.drafting.ngram import NgramDrafter
 from outrider.errors import OutriderError, StreamBroken, check
@@ -59,10 +59,8 @@ class CoordinatorNode:
     async def start(self, config: Any, world: Any) -> str:
         """Serves, and says so. Raises `Unavailable` where there is no target."""
         registry = RemoteRegistry(world.network, world.redis)
-        begun_with = {}
-        for role in ("target", "draft"):
-            records = await registry.records(role)  # type: ignore[arg-type]
-            begun_with[role] = {one.name: one.address for one in records if not one.leaving}
+        targets, drafts = await replicas_at_first(registry)
+        begun_with = {"target": targets, "draft": drafts}
         links = {
             role: {name: world.link(self.process, address) for name, address in known.items()}
             for role, known in begun_with.items()

@@ -35,7 +35,8 @@ class SimulatedActor(Actor):
         self._open.add(answer)
         self.node.process.start(self._answer(answer, method, arguments))
         try:
-            return await asyncio.wait_for(answer, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await answer
         except TimeoutError:
             raise Unavailable(f"{self.name} does not answer {method}") from None
         finally:

@@ -264,7 +264,8 @@ async def test_a_cancelled_reader_is_cancelled(client: Client, coordinator: _Coo
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading
-    await asyncio.wait_for(coordinator.left.wait(), 10)
+    async with asyncio.timeout(10):
+        await coordinator.left.wait()
 
 
 async def test_a_reader_cancelled_at_the_close_is_cancelled(
@@ -326,7 +327,8 @@ async def test_leaving_the_blocking_stream_cancels(
         events = client.generate(GenerateRequest("hi"))
         assert await asyncio.to_thread(next, events) == STARTED
         events.close()
-        await asyncio.wait_for(coordinator.left.wait(), 10)
+        async with asyncio.timeout(10):
+            await coordinator.left.wait()
 
         coordinator.waits.clear()
         reading = asyncio.create_task(asyncio.to_thread(client.complete, GenerateRequest("hi")))

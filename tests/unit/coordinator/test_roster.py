@@ -15,7 +15,7 @@ import pytest
 from test_sides import TOY, ScriptedLink
 
 from coordinator.replicas import ReplicaPool
-from coordinator.roster import READ_PERIOD_S, REFUSED_S, Peers, Roster
+from coordinator.roster import READ_PERIOD_S, REFUSED_S, Peers, Roster, replicas_at_first
 from outrider.clock import run_virtually
 from outrider.errors import Incompatible, StoreUnavailable
 from outrider.fleet.registry import LEASE_S, RENEWAL_S, MemoryRegistry, ReplicaRecord
@@ -400,5 +400,33 @@ def test_one_whose_joining_is_cut_short_is_let_go() -> None:
         assert link.is_closed
         await asyncio.sleep(10.0)
         assert world.pool.names == []
+
+    play(scene)
+
+
+def test_a_coordinator_begins_with_whoever_is_there() -> None:
+    async def scene(world: World) -> None:
+        for role, name, leaving in (
+            ("target", "a", False), ("target", "b", True), ("draft", "c", False)
+        ):  # fmt: skip
+            await world.registry.announce(replace(record(name), role=role, leaving=leaving))
+        began = asyncio.get_running_loop().time()
+        assert await replicas_at_first(world.registry) == ({"a": "a:1"}, {"c": "c:1"})
+        assert asyncio.get_running_loop().time() == began
+
+    play(scene)
+
+
+def test_a_coordinator_waits_until_a_target_can_have_said_its_name() -> None:
+    """As after a registry has lost everything."""
+
+    async def scene(world: World) -> None:
+        asyncio.get_running_loop().call_later(RENEWAL_S, world.live, "a")
+        assert await replicas_at_first(world.registry) == ({"a": "a:1"}, {})
+        world.die("a")
+        world.registry.forget()
+        began = asyncio.get_running_loop().time()
+        assert await replicas_at_first(world.registry) == ({}, {})
+        assert asyncio.get_running_loop().time() == pytest.approx(began + LEASE_S)
 
     play(scene)

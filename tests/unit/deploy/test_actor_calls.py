@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -38,3 +39,18 @@ async def test_an_actor_that_died_had_one() -> None:
     answer.set_exception(ray.exceptions.RayActorError(error_msg="out of\nmemory"))
     with pytest.raises(Unavailable, match="the target actor died: out of memory"):
         await actor_that(answer).find_place(20.0)
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+async def test_a_call_that_is_cancelled_while_its_answer_comes_is_cancelled(num_turns: int) -> None:
+    """Whoever ends a fleet's task must not find it going on."""
+    answer: Future[Any] = Future()
+    calling = asyncio.create_task(actor_that(answer).call("ping", timeout_s=20.0))
+    await asyncio.sleep(0.01)
+    answer.set_result(Place(1, "here"))
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    if not calling.cancel():
+        return  # It was over.
+    with pytest.raises(asyncio.CancelledError):
+        await calling

@@ -129,7 +129,8 @@ def test_a_fleet_without_a_target_that_none_can_replace_is_hopeless() -> None:
         world.machines.failures["target"] = ConfigError("no such file")
         world.actor(world.names("target")[0]).end.set_exception(EngineLost("gone"))
         assert world.running is not None
-        assert await asyncio.wait_for(world.running, 60) == "target"
+        async with asyncio.timeout(60):
+            assert await world.running == "target"
         assert world.machines.starts.count("target") == HOPELESS_AFTER - 1
 
     play(scene)
