@@ -132,7 +132,10 @@ class World:
         self.hear_failure(InvariantError(f"the fleet has given up for want of a {role}"))
 
     async def restart_fleet(self, away_s: float) -> None:
-        """Its process dies with whatever it was doing; another one takes over."""
+        """Its process dies with whatever it was doing; another one takes over. There is no second
+        one while it is away: Ray has one actor of a name."""
+        if not self.has_fleet:
+            return
         self._server.die()
         await asyncio.sleep(away_s)
         self._server = Process("server")
