@@ -3,7 +3,9 @@
 A replica joins once it says itself what it runs, and that fits. It is left when it says that it
 leaves, and taken out when the registry has not had it for as long as a lease, in which one that
 lives says its name again even to a registry that has lost everything, and it does not answer
-either, or another one answers at its address. While the registry is away nothing changes.
+either, or another one answers at its address. While the registry is away nothing changes. One that
+leaves already joins, to be left, where no other with its weights is known: sessions that began with
+them have nowhere else to go.
 """
 
 from __future__ import annotations
@@ -83,8 +85,8 @@ class Roster:
         """Follows the registry until it is cancelled."""
         try:
             while True:
-                await asyncio.sleep(READ_PERIOD_S)
                 await self.look()
+                await asyncio.sleep(READ_PERIOD_S)
         finally:
             for task in self._tasks.values():
                 task.cancel()
@@ -123,7 +125,7 @@ class Roster:
         name = record.name
         self._heard_at[name] = now
         self._addresses[name] = record.address
-        if record.leaving:
+        if record.leaving and (name in self._pool.names or self._pool.has(record.weights)):
             self._pool.retire(name)
         elif (
             name not in self._pool.names
@@ -147,6 +149,8 @@ class Roster:
     async def _join(self, record: ReplicaRecord) -> None:
         try:
             await self._pool.join(record.name, self._link(record.address))
+            if record.leaving:  # Its sessions may have nowhere else to go.
+                self._pool.retire(record.name)
             _log.info("the %s %s has joined", self._role, record.name)
         except OutriderError as error:
             _log.warning("the %s %s cannot join: %s", self._role, record.name, error)

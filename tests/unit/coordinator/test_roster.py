@@ -182,10 +182,34 @@ def test_one_that_says_that_it_leaves_gets_no_more_sessions() -> None:
 
 def test_one_that_leaves_before_it_has_joined_does_not_join() -> None:
     async def scene(world: World) -> None:
-        await world.registry.announce(replace(record("a"), leaving=True))
+        world.live("b")
+        await asyncio.sleep(SOON_S)
+        leaving = replace(record("a"), leaving=True, weights=TOY.weights)
+        await world.registry.announce(leaving)
         await asyncio.sleep(4 * SOON_S)
-        assert world.pool.names == []
-        assert world.links == []
+        assert world.pool.names == ["b"]
+        assert world.addresses == ["b:1"]
+
+    play(scene)
+
+
+def test_one_that_leaves_and_has_weights_of_its_own_joins_to_be_left() -> None:
+    """A coordinator that comes in the middle of an upgrade is asked for sessions of both."""
+
+    async def scene(world: World) -> None:
+        world.prepared["b:1"] = ScriptedLink()
+        world.prepared["b:1"].description = replace(TOY, weights_fingerprint="new")
+        world.live("b")
+        await asyncio.sleep(SOON_S)
+        leaving = replace(record("a"), leaving=True, weights=TOY.weights)
+        await world.registry.announce(leaving)
+        await asyncio.sleep(SOON_S)
+        assert world.pool.names == ["b", "a"]
+        assert world.pool.num_present == 1
+        assert world.pool.has(TOY.weights)
+        found = world.pool.find(b"", TOY.weights, None)
+        assert found is not None
+        assert found.replica == "a"
 
     play(scene)
 
@@ -338,7 +362,7 @@ def test_nothing_is_kept_of_those_that_never_joined() -> None:
             world.prepared[f"r{n}:1"].away_until = 99.0
             await world.registry.announce(replace(record(f"r{n}"), leaving=n == 0))
         await asyncio.sleep(SOON_S)
-        assert world.addresses == ["r1:1", "r2:1", "r3:1"]
+        assert world.addresses == ["r0:1", "r1:1", "r2:1", "r3:1"]
         world.live("r3")
         await asyncio.sleep(2 * LEASE_S)
         assert list(world.roster._heard_at) == ["r3"]
