@@ -207,14 +207,17 @@ class CoordinatorActor:
     async def _stop(self, grace_s: float) -> None:
         if self._health is not None:
             self._health.cancel()
-        for task in self._rosters:
-            task.cancel()
         if self._announcer is not None:
-            await self._announcer.close()
+            await self._announcer.withdraw()
         servers = (self._server, self._http)
         await asyncio.gather(*(one.stop(grace_s) for one in servers if one is not None))
+        for task in self._rosters:  # What still ran had to follow replicas that came and went.
+            task.cancel()
+        await asyncio.gather(*self._rosters, return_exceptions=True)
         if self._service is not None:
             await self._service.close()
+        if self._announcer is not None:
+            await self._announcer.close()
         if self._gate is not None:
             await self._gate.close()
         if self._exports is not None:

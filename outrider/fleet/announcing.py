@@ -49,12 +49,17 @@ class Announcer:
                     _log.warning("this replica cannot be announced: %s", error)
                 heard = False
 
-    async def close(self) -> None:
-        """Withdraws it."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+    async def withdraw(self) -> None:
+        """It is announced no more. Repeating it does nothing."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
             record = self._record()
             with suppress(OutriderError):
                 await self._registry.withdraw(record.role, record.name)
+
+    async def close(self) -> None:
+        """Withdraws it, and closes the registry."""
+        await self.withdraw()
         await self._registry.close()

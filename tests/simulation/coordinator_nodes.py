@@ -139,15 +139,15 @@ class CoordinatorNode:
     async def stop(self, grace_s: float, world: Any) -> None:
         """See `CoordinatorActor.stop`."""
         self._engagement = replace(self._engagement, leaving=True)
-        for task in self._following:
-            task.cancel()
         if self._announcer is not None:
-            await self._announcer.close()
+            await self._announcer.withdraw()
         if self.calls:
             await asyncio.wait([call.task for call in self.calls if call.task], timeout=grace_s)
         world.silence(self)
         for call in sorted(self.calls, key=lambda call: call.number):
             call.end()
+        for task in self._following:
+            task.cancel()
         if self.service is not None:
             await self.service.close()
             self.check_integrity()

@@ -1,0 +1,45 @@
+"""In which order a coordinator's actor ends what it consists of."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from coordinator.actor import CoordinatorActor
+
+
+class Part:
+    """Says when it is ended."""
+
+    def __init__(self, name: str, heard: list[str]) -> None:
+        self._name = name
+        self._heard = heard
+
+    def __getattr__(self, verb: str) -> Any:
+        async def end(*_: float) -> None:
+            self._heard.append(f"{verb} {self._name}")
+            await asyncio.sleep(0.01)
+
+        return end
+
+
+async def test_it_follows_the_replicas_as_long_as_something_runs() -> None:
+    """A target that is replaced meanwhile is found by what still runs."""
+    heard: list[str] = []
+
+    async def follow() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            heard.append("follows no more")
+
+    actor = CoordinatorActor()
+    actor._rosters = [asyncio.create_task(follow())]
+    actor._announcer, actor._server, actor._service = (
+        Part(name, heard) for name in ("announcer", "server", "service")
+    )  # type: ignore[assignment]
+    await asyncio.sleep(0)
+    await actor.stop(1.0)
+    assert heard == [
+        "withdraw announcer", "stop server", "follows no more", "close service", "close announcer"
+    ]  # fmt: skip
