@@ -14,8 +14,8 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final
 
+from outrider.backoff import backoff
 from outrider.errors import (
     InvariantError,
     OutriderError,
@@ -36,8 +36,6 @@ from outrider.sessions.state import OwnedState, Session
 from outrider.sessions.store import Append, FinishReason, SessionStore
 
 _log = logging.getLogger(__name__)
-
-_BACK_OFF_DOUBLINGS_MAX: Final = 16
 
 
 class _Entry:
@@ -258,10 +256,8 @@ class Committer:
         entry.wake()
 
     async def _back_off(self, attempt: int) -> None:
-        """Waits between half and all of a time that doubles with each attempt, up to a bound."""
-        doublings = min(attempt, _BACK_OFF_DOUBLINGS_MAX)
-        wait_ms = min(COMMIT_RETRY_MS_MIN * 2**doublings, COMMIT_RETRY_MS_MAX)
-        await asyncio.sleep(wait_ms * (1 + self._random()) / 2000)
+        wait_ms = backoff(COMMIT_RETRY_MS_MIN, COMMIT_RETRY_MS_MAX, attempt, self._random)
+        await asyncio.sleep(wait_ms / 1e3)
 
     async def _append_all(self) -> None:
         attempt = 0

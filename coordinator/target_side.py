@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from random import Random
 from typing import Final
 
+from outrider.backoff import backoff
 from outrider.errors import (
     BadRequest,
     DataLoss,
@@ -55,6 +57,7 @@ class TargetSide:
         self._mailbox = berth.mailbox
         self._heads = heads
         self._patience = patience
+        self._random = Random(heads.session.session_id).random  # noqa: S311 (for waits)
         self._asked_until = -1
         """The last round that the target will answer without being asked again."""
         self.cached_length = heads.session.target.held_by(berth.replica)
@@ -87,7 +90,7 @@ class TargetSide:
         if self._mailbox.begin(number):
             self._asked_until = -1
         unreachable_since: float | None = None
-        wait_s, retry_s = self._patience.target_answer_s, self._patience.target_retry_s
+        wait_s, num_retries = self._patience.target_answer_s, 0
         ask = len(proposal) > 0 or self._must_ask(number, run_ahead)
         while True:
             if number != self._berth.number(round_index):  # It has moved.
@@ -109,8 +112,8 @@ class TargetSide:
                 unreachable_since = now if unreachable_since is None else unreachable_since
                 if now - unreachable_since >= self._patience.target_gone_s:
                     raise Unavailable(f"no target can be reached: {error.message}") from error
-                await self._berth.change(retry_s)
-                retry_s = min(2 * retry_s, RETRY_S_MAX)
+                await self._berth.change(self._retry_s(num_retries))
+                num_retries += 1
             else:
                 unreachable_since = None
                 if isinstance(answer, VerdictReply):
@@ -122,9 +125,8 @@ class TargetSide:
                         _log.warning("a draft's q cannot be read: %s", answer.message)
                     proposal = bare
                     continue
-                await self._put_right(answer, retry_s)
-                if isinstance(answer, Refused):
-                    retry_s = min(2 * retry_s, RETRY_S_MAX)
+                await self._put_right(answer, num_retries)
+                num_retries += isinstance(answer, Refused)
             ask = True
 
     def settle(self, reply: VerdictReply, common_length: int) -> None:
@@ -184,7 +186,11 @@ class TargetSide:
         )
         return reply
 
-    async def _put_right(self, answer: Resync | Refused, retry_s: float) -> None:
+    def _retry_s(self, num_retries: int) -> float:
+        """How long to wait before the next one."""
+        return backoff(self._patience.target_retry_s, RETRY_S_MAX, num_retries, self._random)
+
+    async def _put_right(self, answer: Resync | Refused, num_retries: int) -> None:
         if isinstance(answer, Resync):
             self.cached_length = self._heads.held(answer)
             self._heads.observer.resynced("target")
@@ -204,7 +210,7 @@ class TargetSide:
             self._berth.give_up()
             if self._move():
                 return
-        await asyncio.sleep(retry_s)
+        await asyncio.sleep(self._retry_s(num_retries))
 
 
 def _is_about_q(answer: Refused) -> bool:

@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from random import random as any_random
 from typing import Final, TypeVar
 
+from outrider.backoff import backoff
 from outrider.client.requests import GENERATE_SLACK_S
 from outrider.client.results import CoordinatorDescription, SessionView
 from outrider.client.transport import Transport
@@ -21,7 +23,7 @@ RESUME_TIMEOUT_S: Final = 15.0
 """How long a broken stream is tried to be resumed, by default, or a request to be begun that the
 coordinators cannot serve now: they, or what they need, may be started anew."""
 _WAIT_S: Final = (0.05, 1.0)
-"""First and longest wait between two tries; doubled each time."""
+"""First and longest wait between two tries; see `backoff`."""
 
 
 class ResumingTransport:
@@ -33,12 +35,14 @@ class ResumingTransport:
         transports: Sequence[Transport],
         resume_timeout_s: float = RESUME_TIMEOUT_S,
         first: int = 0,
+        random: Callable[[], float] = any_random,
     ) -> None:
         """Owns and closes `transports`, of which there is one at least; the first call asks the one
         at `first`. 0 seconds: a generation whose stream breaks is not resumed, and one that cannot
-        begin now not asked for again."""
+        begin now not asked for again. `random` is for `backoff`."""
         self._transports = tuple(transports)
         self._resume_timeout_s = resume_timeout_s
+        self._random = random
         self._turns = Turns(len(self._transports), _loop_time, first)
 
     @property
@@ -48,12 +52,12 @@ class ResumingTransport:
 
     def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
         """See `Transport.generate`. Raises `StreamBroken` where a stream could not be resumed."""
-        told = Told(len(self._transports), self._resume_timeout_s)
+        told = Told(len(self._transports), self._resume_timeout_s, random=self._random)
         return self._events(told, request, timeout_s)
 
     def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
         """See `Transport.resume`; goes on as `generate` does where this stream breaks, too."""
-        told = Told(len(self._transports), self._resume_timeout_s, request)
+        told = Told(len(self._transports), self._resume_timeout_s, request, self._random)
         return self._events(told, None, timeout_s)
 
     async def _events(
@@ -135,9 +139,14 @@ class Told:
     """What the caller of a generation has heard, and what is done when its stream breaks."""
 
     def __init__(
-        self, num_coordinators: int, resume_timeout_s: float, begun: ResumeRequest | None = None
+        self,
+        num_coordinators: int,
+        resume_timeout_s: float,
+        begun: ResumeRequest | None = None,
+        random: Callable[[], float] = any_random,
     ) -> None:
-        """`begun` is what was heard before, of a stream that is resumed."""
+        """`begun` is what was heard before, of a stream that is resumed; `random` is for
+        `backoff`."""
         self._num_coordinators = self._tries_left = num_coordinators
         self._may_begin = False
         """Whether one of them has answered, since all were asked, when it may be asked again."""
@@ -145,7 +154,8 @@ class Told:
         self._heard = begun
         self._is_started = False
         self._tried_until: float | None = None
-        self._wait_s = _WAIT_S[0]
+        self._random = random
+        self._num_waits = 0
         self._num_failures = 0
         """Since the last token."""
         self._waits = False
@@ -169,7 +179,7 @@ class Told:
             return is_first
         if isinstance(event, Tokens) and self._heard is not None:
             if event.token_ids:  # Of these alone there can be only so many.
-                self._tried_until, self._wait_s, self._num_failures = None, _WAIT_S[0], 0
+                self._tried_until, self._num_waits, self._num_failures = None, 0, 0
                 self._waits = False
             characters = self._heard.num_characters
             self._heard = replace(
@@ -207,7 +217,8 @@ class Told:
         if is_once_more:
             wait_s = 0.0
         elif not answered:
-            wait_s, self._wait_s = self._wait_s, min(2 * self._wait_s, _WAIT_S[1])
+            wait_s = backoff(*_WAIT_S, self._num_waits, self._random)
+            self._num_waits += 1
         if now + wait_s >= min(self._tried_until, deadline):
             raise error
         return wait_s

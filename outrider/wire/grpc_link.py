@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from random import random
 from typing import Any, Generic, TypeVar, cast
 
 import grpc
 from google.protobuf.message import DecodeError
 
+from outrider.backoff import backoff
 from outrider.errors import BadRequest, LinkLost, Overloaded, Unavailable, check
 from outrider.limits import (
     BULK_ITEM_BYTES,
@@ -203,11 +205,11 @@ class GrpcLink(Generic[Item, Answer]):
             if other is not None:
                 other.stop()
         self._normal = self._bulk = None
-        delay_ms = min(LINK_BACKOFF_MS_MAX, LINK_BACKOFF_MS_MIN * 2 ** min(self._failures, 16))
+        delay_ms = backoff(LINK_BACKOFF_MS_MIN, LINK_BACKOFF_MS_MAX, self._failures, random)
         self._failures += 1
         self._down_until = asyncio.get_running_loop().time() + delay_ms / 1000
         error = LinkLost(f"the stream to {self._address} broke: {reason}")
-        error.retry_after_ms = delay_ms
+        error.retry_after_ms = round(delay_ms)
         logger.info("%s", error.message)
         if self._on_lost is not None:
             self._on_lost(error)

@@ -105,7 +105,7 @@ class World:
         self._fleet_task: asyncio.Task[None] | None = None
         ports = [f"host:{FRONT_PORT + slot}" for slot in range(REPLICAS_MAX)]
         transports: list[Any] = [PortTransport(self, port) for port in ports]
-        self.client = Client(ResumingTransport(transports, RESUME_TIMEOUT_S))
+        self.client = Client(ResumingTransport(transports, RESUME_TIMEOUT_S, random=rng.random))
 
     def _new_fleet(self) -> Fleet:
         cluster: Any = self.machines

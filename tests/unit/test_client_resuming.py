@@ -287,7 +287,7 @@ def test_a_session_that_is_lost_ends_the_stream() -> None:
 
 
 def test_waits_grow_and_begin_anew_with_what_comes() -> None:
-    told = Told(2, 60.0)
+    told = Told(2, 60.0, random=lambda: 1.0)
     assert told.rest(9.0) is None
     assert told.note(STARTED)
     waits = [told.wait_after(BROKEN, now, 1e9) for now in range(8)]

@@ -1,0 +1,16 @@
+"""How long to wait between tries: longer and longer, and never in step with others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+_DOUBLINGS_MAX: Final = 32
+
+
+def backoff(first: float, longest: float, attempt: int, random: Callable[[], float]) -> float:
+    """Between half and all of a time that doubles with each attempt (the first is 0) up to a
+    longest one: those whose tries failed together try again apart ("equal jitter", M. Brooker,
+    Exponential Backoff And Jitter, 2015). `random` gives numbers in [0, 1)."""
+    whole = min(longest, first * 2.0 ** min(attempt, _DOUBLINGS_MAX))
+    return whole * (1 + random()) / 2
