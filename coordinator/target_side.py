@@ -77,9 +77,9 @@ class TargetSide:
         wanted: NextWanted = NOTHING_WANTED,
     ) -> VerdictReply:
         """The verdict of a round, and what is `wanted` of the next one where the target
-        drafts itself. Asks again until there is one, elsewhere where the target cannot be reached
-        or is to be left; raises what it refuses with, and `Unavailable` once none can be reached
-        for `target_gone_s`.
+        drafts itself. Asks again until there is one, elsewhere where the target cannot be reached,
+        was asked twice in vain, or is to be left; raises what it refuses with, and `Unavailable`
+        once none can be reached for `target_gone_s`.
 
         Where the target cannot read the draft's q, the same tokens are verified as one-hot draws,
         which is exact for whatever tokens: none is dropped for what a draft says of it."""
@@ -90,7 +90,7 @@ class TargetSide:
         if self._mailbox.begin(number):
             self._asked_until = -1
         unreachable_since: float | None = None
-        wait_s, num_retries = self._patience.target_answer_s, 0
+        wait_s, num_retries, num_silences = self._patience.target_answer_s, 0, 0
         ask = len(proposal) > 0 or self._must_ask(number, run_ahead)
         while True:
             if number != self._berth.number(round_index):  # It has moved.
@@ -103,6 +103,9 @@ class TargetSide:
                     answer = await self._mailbox.take(number)
             except TimeoutError:
                 unreachable_since = None  # The stream has stood all the while.
+                num_silences += 1
+                if num_silences > 1 and self._move():
+                    num_silences = 0
                 wait_s = min(2 * wait_s, ANSWER_WAIT_GROWTH_MAX * self._patience.target_answer_s)
             except (LinkLost, Overloaded) as error:
                 if isinstance(error, LinkLost) and self._move():

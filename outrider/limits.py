@@ -185,6 +185,8 @@ LOST_REPLICA_GRACE_S: Final = 5
 """How long a replica whose engine is lost may take to send the answers it has, before it ends."""
 STEP_CRASHES_UNHEALTHY: Final = 3
 """Crashed steps in a row after which a replica reports that it does not serve."""
+STEP_S_MAX: Final = 300
+"""A step that has not ended by then never will: a device or a driver hangs. The replica is lost."""
 
 APPEND_TOKENS_MAX: Final = 65_536
 """Tokens in one append; a session that lacks more is sent in several."""

@@ -20,7 +20,7 @@ from outrider.engine.executor import StepExecutor
 from outrider.errors import DeadlineExceeded, EngineLost, Unavailable, check
 from outrider.fleet.figures import NO_FIGURES, Figures
 from outrider.gathering import Gathering
-from outrider.limits import SEQUENCES_PER_REPLICA_MAX, STEP_CRASHES_UNHEALTHY
+from outrider.limits import SEQUENCES_PER_REPLICA_MAX, STEP_CRASHES_UNHEALTHY, STEP_S_MAX
 from outrider.messages import ProposalReply, Refused, VerdictReply
 from outrider.step_load import StepLoad
 from outrider.telemetry.logs import about
@@ -83,6 +83,8 @@ class StepScheduler(Generic[Item, Answer]):
         self._closing = False
         self.lost: EngineLost | None = None
         """Why no step can follow any more; None while one can."""
+        self._hangs = False
+        """Whether a step will never end."""
         self._crashes = 0
         self._reported = True
         self._on_health: Callable[[bool], None] | None = None
@@ -161,12 +163,13 @@ class StepScheduler(Generic[Item, Answer]):
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Waits for the running step, drops what waits, and closes the executor."""
+        """Waits for the running step, unless it hangs, drops what waits, and closes the
+        executor."""
         self._closing = True
         self._wake.set()
         if self._task is not None:
             await self._task
-        self._executor.close()
+        self._executor.close(wait=not self._hangs)
 
     @property
     def _over(self) -> bool:
@@ -240,7 +243,7 @@ class StepScheduler(Generic[Item, Answer]):
         start = loop.time()
         items = [work.item for work in batch]
         try:
-            answers = await self._executor.run(lambda: self._on_executor(releases, parked, items))
+            answers = await self._run_on_executor(releases, parked, items)
         except EngineLost as lost:
             self._give_up(lost, batch)
             return True
@@ -291,6 +294,19 @@ class StepScheduler(Generic[Item, Answer]):
         for work in batch:
             message = "the step crashed; the replica's log has the traceback"
             self._refuse(work, Refused(work.item.head.key, _INTERNAL_CODE, message))
+
+    async def _run_on_executor(
+        self, releases: dict[str, int], parked: list[str], items: list[Item]
+    ) -> Sequence[Answer | Refused | Unfinished | Answers[Answer]]:
+        """Raises what the step does, and `EngineLost` for one that hangs."""
+        try:
+            async with asyncio.timeout(STEP_S_MAX) as limit:
+                return await self._executor.run(lambda: self._on_executor(releases, parked, items))
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            self._hangs = True
+            raise EngineLost(f"a step has not ended in {STEP_S_MAX} s") from None
 
     def _on_executor(
         self, releases: dict[str, int], parked: list[str], items: list[Item]

@@ -18,8 +18,8 @@ class StepExecutor(Protocol):
         """Runs `step` to its end, even if the caller is cancelled meanwhile; raises its errors."""
         ...
 
-    def close(self) -> None:
-        """Waits for the running step and takes no more."""
+    def close(self, *, wait: bool = True) -> None:
+        """Takes no more, and waits for the running step, or leaves it to the process's end."""
         ...
 
 
@@ -54,9 +54,9 @@ class ThreadExecutor:
             time.sleep(missing)
         return result
 
-    def close(self) -> None:
-        """Waits for the running step and takes no more."""
-        self._pool.shutdown(wait=True)
+    def close(self, *, wait: bool = True) -> None:
+        """Takes no more, and waits for the running step, or leaves it to the process's end."""
+        self._pool.shutdown(wait=wait)
 
 
 class InlineExecutor:
@@ -72,5 +72,5 @@ class InlineExecutor:
         await asyncio.sleep(self._step_seconds())
         return result
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         """Nothing runs."""

@@ -35,7 +35,7 @@ class GatedExecutor:
         await self.gate.acquire()
         return step()
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         """Nothing runs."""
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from rounds import PATIENCE_S, make_head, session_name
 
+from outrider.clock import run_virtually
 from outrider.errors import EngineLost, Overloaded, Unavailable
-from outrider.limits import SEQUENCES_PER_REPLICA_MAX
+from outrider.limits import SEQUENCES_PER_REPLICA_MAX, STEP_S_MAX
 from outrider.messages import DraftItem, ProposalReply, Refused
 from outrider.speculation.proposal import EMPTY_PROPOSAL
 from outrider.stepping import StepScheduler
@@ -24,14 +25,15 @@ class GatedExecutor:
         self.gate = asyncio.Event()
         self.entered = asyncio.Event()
         self.closed = False
+        self.waited = False
 
     async def run(self, step: Any) -> Any:
         self.entered.set()
         await self.gate.wait()
         return step()
 
-    def close(self) -> None:
-        self.closed = True
+    def close(self, *, wait: bool = True) -> None:
+        self.closed, self.waited = True, wait
 
 
 class EchoWorker:
@@ -252,6 +254,27 @@ async def test_a_lost_engine_ends_the_steps_and_all_that_waits() -> None:
         await desk.scheduler.close()
     assert desk.worker.parked == desk.worker.released == []
     assert reports == [False]
+
+
+def test_a_step_that_never_ends_is_a_lost_engine() -> None:
+    """As where a device hangs. Nobody waits for it, whoever closes included."""
+
+    async def main() -> None:
+        desk = Desk()
+        desk.submit(1)
+        await asyncio.sleep(STEP_S_MAX - 1)
+        assert desk.scheduler.healthy
+        desk.submit(2)
+        await asyncio.sleep(1.1)
+        answers = [answer for frame in desk.frames for answer in frame]
+        assert [answer.code for answer in answers] == [14, 14]
+        assert desk.scheduler.lost is not None
+        assert not desk.scheduler.healthy
+        await desk.scheduler.close()
+        assert desk.executor.closed
+        assert not desk.executor.waited
+
+    run_virtually(main())
 
 
 async def test_close_waits_for_the_step_and_takes_no_more() -> None:

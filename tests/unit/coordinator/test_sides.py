@@ -185,6 +185,23 @@ def test_an_answer_that_does_not_come_is_asked_for_again() -> None:
     assert len(link.sent) == 3
 
 
+def test_a_target_that_was_asked_twice_in_vain_is_left_for_another() -> None:
+    """Its stream stands, but its steps may hang."""
+    hanging, other = ScriptedLink(), ScriptedLink(verdict)
+
+    async def main() -> None:
+        one = session()
+        target = TargetSide(berth(hanging, other), heads(one), PATIENCE)
+        reply = await target.verify(0, NOTHING_SEALED, 0, None)
+        assert asyncio.get_running_loop().time() == pytest.approx(3.0)
+        target.settle(reply, one.length)
+        assert target.cache_state.replica == "r1"
+
+    run_virtually(main())
+    assert len(hanging.sent) == 2
+    assert [item.head.base_length for item in other.sent] == [0]
+
+
 def test_a_resync_is_answered_with_what_the_replica_lacks() -> None:
     def resync(length: int, digest_of: tuple[int, ...]) -> Callable[[Any], Resync]:
         digest = session(digest_of).tokens.digest()

@@ -149,7 +149,7 @@ class Sleeper:
         await asyncio.sleep(self._seconds)
         return step()
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         pass
 
 
