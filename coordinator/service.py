@@ -266,6 +266,8 @@ class CoordinatorService:
         parameters = parameters_of(record)
         check_known(record, request)
         if record.finish_reason is None and not self.targets.has(parameters.weights):
+            if not self.targets.names:
+                raise Unavailable("no target is known")
             raise Incompatible(
                 f"session_id: {record.session_id} was decoded by a target with other weights "
                 f"({parameters.weights}) than any here"

@@ -127,6 +127,20 @@ def test_it_goes_on_with_the_same_weights_alone() -> None:
     run_virtually(main())
 
 
+def test_a_coordinator_that_knows_no_target_says_that_it_cannot_now() -> None:
+    """Another one may, or itself once a target has said its name again."""
+
+    async def main() -> None:
+        async with bench(resume_grace_s=5.0) as made:
+            async with aclosing(made.service.generate(SEEDED)) as events:
+                _, session_id, num = await taken(events, 3)
+            await made.service.targets.leave("t")
+            with pytest.raises(Unavailable, match="no target is known"):
+                await anext(made.service.resume(ResumeRequest(session_id, num)))
+
+    run_virtually(main())
+
+
 @pytest.mark.parametrize("turns", range(6))
 def test_of_two_resumes_at_once_one_goes_on(turns: int) -> None:
     async def main() -> None:
