@@ -17,12 +17,15 @@ from deploy.launcher import Deployment
 from outrider.client import Client, GenerateRequest
 from outrider.config import DeploymentConfig, load_config
 from outrider.engine.loading import load_model
+from outrider.fleet.registry import Role
 from outrider.speculation.sampling import SamplingParams
 
 PROMPT = tuple(range(10, 30))
 VOCAB_SIZE = 320
 NUM_TOKENS = 24
-END_S = 60.0
+END_S = 150.0
+"""A place that Ray has not found in time is looked for again, after longer and longer rests."""
+LOG_LINES = 40
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("shared")]
 
@@ -82,6 +85,27 @@ def _runs(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
+async def _until_replaced(shared: Deployment, role: Role, pid: int) -> None:
+    """Where that takes too long the test fails with what the deployment's processes say, and Ray:
+    its logs go with it."""
+    try:
+        async with asyncio.timeout(END_S):
+            while _runs(pid) or not shared.overview.num_serving(role):
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        ray_logs = Path(str(shared._ray._temporary)) / "session_latest" / "logs"
+        logs = [*(shared._state / "logs").iterdir(), *ray_logs.glob("raylet.*")]
+        told = [
+            f"the {role}'s process {'runs' if _runs(pid) else 'has ended'}",
+            f"{shared.overview}",
+        ]
+        for log in sorted(logs):
+            lines = log.read_text("utf-8", errors="replace").splitlines()
+            events = [line for line in lines if not line.startswith("[state-dump]")]
+            told += [f"-- {log.name}", *events[-LOG_LINES:]]
+        pytest.fail("\n".join(told), pytrace=False)
+
+
 async def test_shared_models_write_what_the_whole_target_writes(
     shared: Deployment, models: Path
 ) -> None:
@@ -95,17 +119,17 @@ async def test_shared_models_write_what_the_whole_target_writes(
         assert await _greedy(shared, num_draft_tokens) == expected
 
 
+@pytest.mark.timeout(3 * END_S)
 async def test_a_replica_that_any_rank_leaves_is_replaced(shared: Deployment) -> None:
     """Its other processes end with it. While there is no target a request waits."""
     running = asyncio.create_task(shared.wait())
-    for role in ("draft", "target"):
+    roles: tuple[Role, ...] = ("draft", "target")
+    for role in roles:
         before = shared.replica(role)
         serving = before.places[0].pid
         os.kill(before.places[1].pid, signal.SIGKILL)
         assert len(await _greedy(shared, 4)) == NUM_TOKENS
-        async with asyncio.timeout(END_S):
-            while _runs(serving) or not shared.overview.num_serving(role):
-                await asyncio.sleep(0.05)
+        await _until_replaced(shared, role, serving)
         assert shared.replica(role).name != before.name
     assert not running.done()
     running.cancel()
