@@ -62,6 +62,9 @@ class Fleet:
         self._not_before = dict.fromkeys(ROLES, 0.0)
         self._crowded: set[Role] = set()
         """Roles of which another one has found no place: where one is stale it must leave first."""
+        self._made_way: set[Role] = set()
+        """Those of them of which one has left for that, and none has begun to serve since: while
+        some are missing no other follows it, for those that come may never serve."""
         self._lives: dict[str, asyncio.Task[None]] = {}
         """What each replica goes through, by name ..."""
         self._leaving: set[asyncio.Task[None]] = set()
@@ -162,7 +165,7 @@ class Fleet:
         except BaseException:
             self._plan = before
             raise
-        self._crowded.clear()
+        self._forget_places()
         self._changed.set()
 
     async def begin(self, *roles: Role) -> None:
@@ -203,12 +206,16 @@ class Fleet:
         plan = self.blueprint
         fleet = [one.standing(plan.plan(one.role)) for one in self._replicas.values()]
         in_place = {*plan.in_place, *self._crowded}
-        steps = next_steps(self._wanted, fleet, held_back, in_place)
+        crowded = self._crowded - self._made_way
+        steps = next_steps(self._wanted, fleet, held_back, in_place, crowded)
         for role in steps.starts:
             one = self._new(role)
             self._lives[one.name] = asyncio.create_task(self._live(one, self._start))
         for name in steps.leaves:
-            self._let_go(self._replicas[name])
+            one = self._replicas[name]
+            if one.role in self._crowded:
+                self._made_way.add(one.role)
+            self._let_go(one)
 
     def _let_go(self, one: Replica) -> None:
         one.leaves = True
@@ -273,6 +280,7 @@ class Fleet:
         one.ranks = tuple(found)
         self._settle()
         await self._begin(one)
+        self._made_way.discard(one.role)
         _log.info("%s serves at %s", one.name, one.address)
         self._tell_changed()
         await self._watch(one)
@@ -324,6 +332,10 @@ class Fleet:
     def _hold_back(self, role: Role, rest_s: float) -> None:
         self._not_before[role] = asyncio.get_running_loop().time() + rest_s
 
+    def _forget_places(self) -> None:
+        self._crowded.clear()
+        self._made_way.clear()
+
     def _serves(self, role: Role) -> bool:
         return any(one.address for one in self.of(role))
 
@@ -346,7 +358,7 @@ class Fleet:
             _log.info("wanted: %s", ", ".join(f"{role}={found[role]}" for role in ROLES))
             self._wanted = found
             self._failures = dict.fromkeys(ROLES, 0)
-            self._crowded.clear()
+            self._forget_places()
             self._not_before = dict.fromkeys(ROLES, 0.0)
             self._tell_changed()
 

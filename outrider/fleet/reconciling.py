@@ -43,13 +43,16 @@ def next_steps(
     fleet: Sequence[Standing],
     held_back: Collection[Role] = (),
     in_place: Collection[Role] = (),
+    crowded: Collection[Role] = (),
 ) -> Steps:
     """As many starts as replicas are missing, but none of a role that is `held_back`; of those that
     are too many such as do not serve yet leave first, then stale ones, then the youngest.
 
     Where none is missing, one that is stale is replaced, of one role after the other: another one
     is started, and the stale one leaves once that serves; or, of a role whose replicas are replaced
-    `in_place`, it leaves first, and another one is started once it has gone."""
+    `in_place`, it leaves first, and another one is started once it has gone. So it does of a
+    `crowded` role even where some are missing, as there is no place for them: but never the last
+    that is there, for nobody knows when another one will be."""
     starts: list[Role] = []
     leaves: list[str] = []
     stale = {one.role for one in fleet if one.stale and not one.leaves}
@@ -59,10 +62,10 @@ def next_steps(
         stay.sort(key=lambda one: (one.serves, not one.stale, -one.age))
         num_more = wanted.get(role, 0) - len(stay)
         if role == rolled and all(one.serves for one in stay):
-            if role in in_place and num_more == 0:
+            if num_more == 0:
+                num_more = -1 if role in in_place else 1
+            elif num_more > 0 and role in crowded and len(stay) > 1:
                 num_more = -1
-            elif role not in in_place and num_more == 0:
-                num_more = 1
         elif role == rolled and num_more < 0:
             num_more += 1  # The one that comes in the place of another.
         is_held = role in held_back or (role in in_place and _is_making_room(role, fleet))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from fleet_world import World, play
 
 from deploy.replica import role_and_age
-from outrider.errors import EngineLost, StoreUnavailable
+from outrider.errors import ConfigError, EngineLost, StoreUnavailable
 from outrider.fleet.registry import ROLES
 
 
@@ -134,6 +135,28 @@ def test_where_another_one_finds_no_place_the_stale_one_leaves_first() -> None:
         assert not {*world.names("target")} & {*old}
 
     play(scene, num_targets=2)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_upgrade_goes_on_where_not_all_that_are_wanted_find_a_place(fails: bool) -> None:
+    """One after the other. But where the plan's replicas have their places and do not start, no
+    more than one is given up for them."""
+
+    async def scene(world: World) -> None:
+        [lost, *old] = world.names("target")
+        world.machines.room = len(world.machines._there()) - 1
+        world.actor(lost).end.set_exception(EngineLost("its machine has gone"))
+        if fails:
+            world.machines.failures["target"] = ConfigError("no such file")
+        await world.upgrade(max_model_len=999)
+        for _ in range(1200):
+            assert len(world.names("target")) >= 2
+            await asyncio.sleep(0.1)
+        stay = {*world.names("target")} & {*old}
+        assert len(stay) == (2 if fails else 0)
+        assert len(world.names("target")) == (2 if fails else 3)
+
+    play(scene, num_targets=4)
 
 
 def test_replicas_of_other_ranks_than_the_plans_serve_until_they_are_replaced() -> None:

@@ -103,10 +103,15 @@ def test_coordinators_come_first_and_a_role_that_is_too_many_changes_no_other() 
 class Rolling:
     """A fleet of which the plan has changed."""
 
-    def __init__(self, in_place: Collection[Role] = (), **counts: int) -> None:
+    def __init__(
+        self, in_place: Collection[Role] = (), room: int | None = None, **counts: int
+    ) -> None:
+        """`room`: how many replicas of a role there can be, where that is fewer than are wanted;
+        others, once they are started, have gone when the next step is done."""
         self.wanted: dict[Role, int] = dict(counts)  # type: ignore[arg-type]
         self.in_place = in_place
-        roles = [role for role in ROLES for _ in range(self.wanted.get(role, 0))]
+        self.room = room
+        roles = [role for role in ROLES for _ in range(self.wanted.get(role, 0))[:room]]
         self.fleet = [
             Standing(f"{role}-{age}", role, age, serves=True, leaves=False, stale=True)
             for age, role in enumerate(roles)
@@ -114,8 +119,13 @@ class Rolling:
 
     def step(self) -> Steps:
         """What is done next; whatever was begun before has ended."""
-        self.fleet = [replace(one, serves=True) for one in self.fleet if not one.leaves]
-        steps = next_steps(self.wanted, self.fleet, (), self.in_place)
+        there = [one for one in self.fleet if not one.leaves]
+        placed = {
+            one for role in ROLES for one in [one for one in there if one.role == role][: self.room]
+        }
+        self.fleet = [replace(one, serves=True) for one in there if one in placed]
+        crowded = {one.role for one in there if one not in placed}
+        steps = next_steps(self.wanted, self.fleet, (), self.in_place, crowded)
         self.fleet = after(self.fleet, steps)
         return steps
 
@@ -151,6 +161,24 @@ def test_where_there_is_no_room_one_leaves_before_another_comes() -> None:
         Steps((), ("target-1",)), Steps(("target",), ()), Steps((), ("target-0",)),
         Steps(("target",), ()),
     ]  # fmt: skip
+
+
+def test_stale_ones_are_replaced_where_there_is_no_place_for_all_that_are_wanted() -> None:
+    """At most one fewer serves than there is room for, and other roles have their turn."""
+    world = Rolling(["target"], room=3, target=4, coordinator=1)
+    for _ in range(20):
+        world.step()
+        assert world.serving("target") >= 2
+    assert world.serving("target") == 3
+    assert not any(one.stale for one in world.fleet)
+
+
+def test_the_last_that_is_there_does_not_leave_for_one_that_may_never_come() -> None:
+    """Unless it is the only one that is wanted."""
+    last = Standing("target-0", "target", 0, serves=True, leaves=False, stale=True)
+    roles: tuple[Role, ...] = ("target",)
+    assert next_steps({"target": 2}, [last], (), roles, roles) == Steps(("target",), ())
+    assert next_steps({"target": 1}, [last], (), roles, roles) == Steps((), ("target-0",))
 
 
 def test_of_too_many_stale_ones_leave_first() -> None:
