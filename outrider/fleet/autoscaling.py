@@ -12,6 +12,10 @@ and places that one fewer would be busy with.
 Growing is quick: by as many as the excess asks for, at most to twice the number. Shrinking is slow:
 by one at a time, after it would have been right for `calm_s` on end. In between the fleet has
 `cooldown_s` to show what the last change did.
+
+Where fewer are there than are wanted the number does not grow, for those that are missing may be
+enough. It shrinks by what those that are there are busy with, to as many as were there at most in
+that time: they have been enough. While one of them leaves, or where there is none, nothing changes.
 """
 
 from __future__ import annotations
@@ -81,7 +85,8 @@ class Autoscaler:
 
     def __init__(self) -> None:
         self._changed_at: dict[Role, float] = {}
-        self._calm_since: dict[Role, float] = {}
+        self._calm: dict[Role, tuple[float, int]] = {}
+        """Since when, and how many replicas have been there at most since."""
 
     def decide(
         self,
@@ -90,8 +95,7 @@ class Autoscaler:
         wanted: Mapping[Role, int],
         records: Mapping[Role, Sequence[ReplicaRecord]],
     ) -> list[Change]:
-        """What is to be changed at `now`, in seconds. `wanted` are the numbers until now; a role
-        whose replicas are not all there, and none that leaves, is left alone until they are."""
+        """What is to be changed at `now`, in seconds. `wanted` are the numbers until now."""
         changes = []
         for role, (least, most) in policy.bounds.items():
             count = wanted.get(role)
@@ -102,7 +106,7 @@ class Autoscaler:
                 change = self._change(now, policy, role, count, (least, most), records)
             if change is not None:
                 self._changed_at[role] = now
-                self._calm_since.pop(role, None)
+                self._calm.pop(role, None)
                 changes.append(change)
         return changes
 
@@ -115,7 +119,9 @@ class Autoscaler:
         self, now: float, policy: Policy, role: Role, count: int, records: Sequence[ReplicaRecord]
     ) -> bool:
         rests = now < self._changed_at.get(role, -math.inf) + policy.cooldown_s
-        return not rests and sum(not one.leaving for one in records) == count
+        num_there = _num_staying(records)
+        is_short = 0 < num_there < count and num_there == len(records)
+        return not rests and (num_there == count or is_short)
 
     def _change(
         self,
@@ -126,19 +132,25 @@ class Autoscaler:
         bounds: Bounds,
         records: Mapping[Role, Sequence[ReplicaRecord]],
     ) -> Change | None:
-        excess, fewer_load, reason = _LOADS[role](policy, records, count)
+        num_there = _num_staying(records[role])
+        num_left = min(num_there, count - 1)
+        excess, fewer_load, reason = _LOADS[role](policy, records, num_there, num_left)
         least, most = bounds
         if excess > 1:
-            self._calm_since.pop(role, None)
+            self._calm.pop(role, None)
+            if num_there < count:
+                return None
             grown = min(most, max(1, math.ceil(count * min(excess, GROWTH_MAX))))
             return Change(role, grown, reason) if grown > count else None
         if fewer_load >= policy.calm or count <= least:
-            self._calm_since.pop(role, None)
+            self._calm.pop(role, None)
             return None
-        since = self._calm_since.setdefault(role, now)
+        since, num_enough = self._calm.get(role, (now, num_there))
+        num_enough = max(num_enough, num_there)
+        self._calm[role] = since, num_enough
         if now < since + policy.calm_s:
             return None
-        return Change(role, count - 1, reason)
+        return Change(role, max(least, min(num_enough, count - 1)), reason)
 
 
 GROWTH_MAX: Final = 2
@@ -146,50 +158,54 @@ GROWTH_MAX: Final = 2
 IDLE: Final = 0.01
 """Whoever is as busy does nothing."""
 _Load = tuple[float, float, str]
-"""By how much the threshold is exceeded (1 = just not), how loaded one replica fewer would be (1 =
-wholly), and both in words."""
+"""By how much the threshold is exceeded (1 = just not), how loaded those would be that were left of
+those that are there (1 = wholly), and both in words."""
 
 
 def _target_load(
-    policy: Policy, records: Mapping[Role, Sequence[ReplicaRecord]], count: int
+    policy: Policy, records: Mapping[Role, Sequence[ReplicaRecord]], num_there: int, num_left: int
 ) -> _Load:
     found = [one.figures for one in records["target"]]
     queue = _mean([one.queue_steps for one in found])
     used = _mean([_product(one.busy, one.fill) for one in found])
     excess = queue / policy.target_queue_steps
-    fewer = max(_spread(used, count), excess)
+    fewer = max(_spread(used, num_there, num_left), excess)
     return excess, fewer, f"items wait {queue:.2f} steps, {used:.0%} of the places are taken"
 
 
 def _draft_load(
-    policy: Policy, records: Mapping[Role, Sequence[ReplicaRecord]], count: int
+    policy: Policy, records: Mapping[Role, Sequence[ReplicaRecord]], num_there: int, num_left: int
 ) -> _Load:
-    if count == 0:
+    if num_there == 0:
         sessions = sum(one.load for one in records["coordinator"])
         return (math.inf if sessions else 0.0), 0.0, f"{sessions} sessions run without a draft"
     waits = _mean([one.figures.draft_waits for one in records["coordinator"]])
     busy = _mean([one.figures.busy for one in records["draft"]])
     excess = waits / policy.draft_waits
-    fewer = max(_spread(busy, count), excess)
+    fewer = max(_spread(busy, num_there, num_left), excess)
     return excess, fewer, f"{waits:.0%} of the rounds wait for a draft, drafts are {busy:.0%} busy"
 
 
 def _coordinator_load(
-    policy: Policy, records: Mapping[Role, Sequence[ReplicaRecord]], count: int
+    policy: Policy, records: Mapping[Role, Sequence[ReplicaRecord]], num_there: int, num_left: int
 ) -> _Load:
     sessions = sum(one.load for one in records["coordinator"])
-    each = sessions / max(1, count) / policy.coordinator_sessions
-    return each, _spread(each, count), f"{sessions} sessions run"
+    each = sessions / max(1, num_there) / policy.coordinator_sessions
+    return each, _spread(each, num_there, num_left), f"{sessions} sessions run"
 
 
 _LOADS: Final = {"target": _target_load, "draft": _draft_load, "coordinator": _coordinator_load}
 
 
-def _spread(load: float, count: int) -> float:
-    """Of a load the share of each where there is one fewer."""
-    if count > 1:
-        return load * count / (count - 1)
+def _spread(load: float, num_there: int, num_left: int) -> float:
+    """Of a load of those that are there the share of each that is left."""
+    if num_left > 0:
+        return load * num_there / num_left
     return math.inf if load > IDLE else 0.0
+
+
+def _num_staying(records: Sequence[ReplicaRecord]) -> int:
+    return sum(not one.leaving for one in records)
 
 
 def _mean(values: Sequence[float | None]) -> float:

@@ -30,6 +30,8 @@ class Fleet:
         self.scaler, self.policy = Autoscaler(), policy
         self.wanted: dict[Role, int] = {"coordinator": 1, "target": 1, "draft": 1}
         self.wanted |= counts  # type: ignore[typeddict-item]
+        self.there: dict[Role, int] = {}
+        """Where other numbers are there than are wanted."""
         self.says: dict[Role, dict[str, Any]] = {
             "coordinator": {"load": 10},
             "target": {"busy": 1.0, "fill": 0.8},
@@ -40,7 +42,7 @@ class Fleet:
         """What is changed."""
         records: dict[Role, list[ReplicaRecord]] = {
             role: [record(role, **self.says[role]) for _ in range(count)]
-            for role, count in self.wanted.items()
+            for role, count in (self.wanted | self.there).items()
         }
         found = self.scaler.decide(now, self.policy, self.wanted, records)
         changes = {change.role: change.count for change in found}
@@ -108,7 +110,43 @@ def test_bounds_hold_at_once_and_roles_without_are_left_alone() -> None:
     assert fleet.look(1) == {"target": 3}
 
 
-def test_nothing_changes_while_replicas_are_missing_or_leave() -> None:
+def test_as_many_are_wanted_as_were_there_where_they_have_long_been_enough() -> None:
+    """Of eight four are there, whose load is decided by: to be four it may be larger than to be
+    fewer."""
+    fleet = Fleet(target=8)
+    fleet.there["target"] = 4
+    fleet.says["target"] = {"busy": 0.5, "fill": 1.0}
+    assert fleet.look(0) == {}
+    fleet.says["target"]["busy"] = 0.61
+    assert fleet.look(50) == {}
+    fleet.says["target"]["busy"] = 0.5
+    assert fleet.look(60) == {}
+    assert fleet.look(119) == {}
+    assert fleet.look(120) == {"target": 4}
+    assert fleet.look(300) == {}, "0.5 of 4 would be 0.67 of 3"
+    fleet.says["target"]["busy"] = 0.0
+    fleet.there["target"] = 0
+    fleet.look(301)
+    assert fleet.look(400) == {}, "none is there that would be calm"
+
+
+def test_those_that_are_away_for_a_moment_stay_wanted() -> None:
+    fleet = Fleet(target=8)
+    fleet.says["target"] = {"busy": 0.1, "fill": 1.0}
+    assert fleet.look(0) == {}
+    fleet.there["target"] = 2
+    assert fleet.look(60) == {"target": 7}
+
+
+def test_bounds_hold_where_fewer_are_there() -> None:
+    fleet = Fleet(Policy(bounds={"target": (3, 8)}, calm_s=60), target=8)
+    fleet.says["target"] = {}
+    fleet.there["target"] = 2
+    assert fleet.look(0) == {}
+    assert fleet.look(60) == {"target": 3}
+
+
+def test_nothing_grows_while_replicas_are_missing_or_leave() -> None:
     scaler = Autoscaler()
     busy = record("target", queue_steps=5.0)
     wanted: dict[Role, int] = {"coordinator": 1, "target": 2, "draft": 1}
@@ -119,6 +157,15 @@ def test_nothing_changes_while_replicas_are_missing_or_leave() -> None:
     [change] = scaler.decide(0, POLICY, wanted, others | {"target": [busy, busy, leaving]})
     assert (change.role, change.count) == ("target", 4)
     assert "5.00 steps" in change.reason
+
+
+def test_nothing_changes_while_one_leaves_for_another() -> None:
+    scaler = Autoscaler()
+    targets = [record("target"), record("target", leaving=True)]
+    records: dict[Role, list[ReplicaRecord]] = {"target": targets, "coordinator": [], "draft": []}
+    wanted: dict[Role, int] = {"target": 3}
+    for now in (0, 100, 200):
+        assert scaler.decide(now, POLICY, wanted, records) == []
 
 
 def test_a_policy_is_what_it_was_when_it_is_read_again() -> None:
