@@ -109,16 +109,7 @@ class Fleet:
     async def adopt(self) -> None:
         """Takes over the replicas that another fleet has left, and goes on with what it had
         begun; whatever does not serve yet is ended, to be started anew."""
-        for name in await self._cluster.replicas():
-            role, age = role_and_age(name)
-            ranks = await self._cluster.find(role, name)
-            self._num_started = max(self._num_started, age + 1)
-            one = await Replica.adopted(name, ranks)
-            if one is None:
-                _log.warning("%s does not serve, and is ended", name)
-                await self._cluster.remove(ranks)
-            else:
-                self._replicas[name] = one
+        await asyncio.gather(*(self._adopt(name) for name in await self._cluster.replicas()))
         found = sorted(self._replicas.values(), key=lambda one: one.age)
         self._replicas = {one.name: one for one in found}
         await self._recall()
@@ -127,6 +118,17 @@ class Fleet:
         except ConfigError as error:  # They serve all the same.
             _log.error("later ones may not be reached: %s", error)
         _log.info("taken over: %s", ", ".join(self._replicas) or "nothing")
+
+    async def _adopt(self, name: str) -> None:
+        role, age = role_and_age(name)
+        self._num_started = max(self._num_started, age + 1)
+        ranks = await self._cluster.find(role, name)
+        one = await Replica.adopted(name, ranks)
+        if one is None:
+            _log.warning("%s does not serve, and is ended", name)
+            await self._cluster.remove(ranks)
+        else:
+            self._replicas[name] = one
 
     async def _recall(self) -> None:
         """What the other fleet had been told and has done. Until that is known nothing is: neither

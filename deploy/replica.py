@@ -25,8 +25,9 @@ ECHO_S: Final = 2.0
 """How long after one rank of a model fails to start another may, before the reason is told."""
 STOP_CALL_TIMEOUT_S: Final = 5.0
 """What an actor may take to stop beyond the time it was given for running requests."""
-ADOPTION_S: Final = 5.0
-"""What an actor may take to say what it has come to."""
+SILENCE_S: Final = 30.0
+"""What an actor may take to say what it has come to: Ray keeps the question while its machine
+pauses, and tells at once of one that has died."""
 QUIET_S: Final = 1.0
 """A replica that was sent nothing for so long, once it was to be left, has been."""
 
@@ -57,11 +58,17 @@ class Replica:
         role, age = role_and_age(name)
         if not ranks or ranks[0].rank:
             return None
+        answers: list[Any] = await asyncio.gather(
+            ranks[0].call("engagement", timeout_s=SILENCE_S),
+            *(actor.find_place(SILENCE_S) for actor in ranks),
+            return_exceptions=True,
+        )
         try:
-            found: Engagement = await ranks[0].call("engagement", timeout_s=ADOPTION_S)
-            placed = await asyncio.gather(*(actor.find_place(ADOPTION_S) for actor in ranks))
+            raise_first(answers)
         except Unavailable:
             return None
+        found: Engagement
+        found, *placed = answers
         if not found.address or not all(placed) or len(ranks) != found.num_ranks:
             return None
         one = cls(role, age, found.slot, found.plan)
@@ -166,8 +173,9 @@ class Replica:
 
 
 def close_timeout_s(grace_s: float) -> float:
-    """What ending all replicas in order may take: coordinators, and then whom they call."""
-    return 2 * (grace_s + STOP_CALL_TIMEOUT_S) + ADOPTION_S
+    """What ending all replicas in order may take: coordinators, and then whom they call; and before
+    that whatever was about to be done."""
+    return 2 * (grace_s + STOP_CALL_TIMEOUT_S) + STOP_CALL_TIMEOUT_S
 
 
 def role_and_age(name: str) -> tuple[Role, int]:

@@ -37,8 +37,8 @@ class SimulatedActor(Actor):
         try:
             async with asyncio.timeout(timeout_s):
                 return await answer
-        except TimeoutError:
-            raise Unavailable(f"{self.name} does not answer {method}") from None
+        except TimeoutError as error:
+            raise Unavailable(f"{self.name} does not answer {method}") from error
         finally:
             self._open.discard(answer)
 

@@ -30,7 +30,9 @@ class Sitter(Actor):
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.calls: list[str] = []
         self.num_items = 0
-        self.silent = False
+        self.awake = asyncio.Event()
+        """Whether it answers whoever takes it over."""
+        self.awake.set()
         self._cluster = cluster
 
     async def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
@@ -49,8 +51,11 @@ class Sitter(Actor):
         if method == "traffic":
             return SimpleNamespace(num_items=self.num_items)
         if method == "engagement":
-            if self.silent:
-                raise Unavailable("it does not answer")
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self.awake.wait()
+            except TimeoutError as error:
+                raise Unavailable("it does not answer") from error
             address = f"{self.name}:1" if hasattr(self, "config") else ""
             if not address:
                 return Engagement(address="")

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from fleet_world import World, play
 
-from deploy.replica import role_and_age
+from deploy.replica import SILENCE_S, role_and_age
 from outrider.errors import ConfigError, EngineLost, StoreUnavailable
 from outrider.fleet.registry import ROLES
 
@@ -51,12 +51,42 @@ def test_what_does_not_serve_when_a_fleet_returns_is_ended_and_started_anew() ->
         await world.die()
         world.machines.loading.set()
         [silent, _] = world.names("target")
-        world.actor(silent).silent = True
+        world.actor(silent).awake.clear()
         await world.come_back()
         assert {*world.machines.removed} == {loading, silent}
         assert [len(world.names(role)) for role in ROLES] == [1, 2, 2]
 
     play(scene, num_targets=2)
+
+
+def test_those_that_are_silent_for_a_while_are_waited_for_all_at_once() -> None:
+    """As where their machines pause; what does not serve is ended meanwhile."""
+
+    async def scene(world: World) -> None:
+        world.machines.loading.clear()
+        await world.registry.want({"draft": 2})
+        await asyncio.sleep(2)
+        [loading] = {one.name for one in world.fleet.of("draft")} - {*world.names("draft")}
+        before = world.names("target")
+        await world.die()
+        world.machines.loading.set()
+        for name in before:
+            world.actor(name).awake.clear()
+        coming = asyncio.create_task(world.come_back())
+        await asyncio.sleep(SILENCE_S - 2)
+        assert world.machines.removed == [loading]
+        for name in before:
+            world.actor(name).awake.set()
+        await coming
+        assert world.names("target") == before
+        await world.die()
+        for name in before:
+            world.actor(name).awake.clear()
+        async with asyncio.timeout(SILENCE_S + 2):
+            await world.come_back()
+        assert not {*world.names("target")} & {*before}
+
+    play(scene, num_targets=3)
 
 
 def test_one_that_was_leaving_leaves_when_a_fleet_returns() -> None:
