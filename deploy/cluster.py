@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -154,7 +154,23 @@ class Cluster:
         """Ends actors at once, and gives back the places of their groups."""
         await asyncio.gather(*(actor.kill() for actor in actors))
         for name in {_name(actor.demand, 0) for actor in actors}:
-            await asyncio.to_thread(_remove_group, name)
+            await asyncio.to_thread(_remove_group, self._group(name))
+
+    async def give_back(self, kept: Collection[str] = ()) -> None:
+        """Gives back the places of the groups of all replicas but those `kept`: also of those of
+        which no actor is left, as where all ranks have died with their machine."""
+        from ray.util import placement_group_table
+
+        found = await asyncio.to_thread(placement_group_table)
+        spared = {self._group(name) for name in kept}
+        for name in {one["name"] for one in found.values() if one["state"] != "REMOVED"}:
+            if name.startswith(self._group("")) and name not in spared:
+                await asyncio.to_thread(_remove_group, name)
+
+    def _group(self, replica: str) -> str:
+        """The name of its placement group. Ray keeps those of one namespace apart from others', but
+        lists all of a cluster, and does not say whose they are."""
+        return f"{self.namespace}/{replica}"
 
     async def replicas(self) -> list[str]:
         """Names of the replicas of which an actor is there."""
@@ -184,8 +200,7 @@ class Cluster:
         for name in await self._names():
             with suppress(ValueError):
                 ray.kill(await asyncio.to_thread(ray.get_actor, name, self.namespace))
-            if _RANK not in name:
-                await asyncio.to_thread(_remove_group, name)
+        await self.give_back()
 
     async def _names(self) -> set[str]:
         from ray.util import list_named_actors
@@ -232,9 +247,8 @@ class Cluster:
 
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         bundles = [demand.each] * demand.num_ranks
-        group = placement_group(
-            bundles, strategy(demand, machines), name=_name(demand, 0), lifetime="detached"
-        )
+        name = self._group(_name(demand, 0))
+        group = placement_group(bundles, strategy(demand, machines), name=name, lifetime="detached")
         return [
             {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, rank)}
             for rank in range(demand.num_ranks)

@@ -110,6 +110,7 @@ class Fleet:
         """Takes over the replicas that another fleet has left, and goes on with what it had
         begun; whatever does not serve yet is ended, to be started anew."""
         await asyncio.gather(*(self._adopt(name) for name in await self._cluster.replicas()))
+        await self._cluster.give_back(self._replicas)
         found = sorted(self._replicas.values(), key=lambda one: one.age)
         self._replicas = {one.name: one for one in found}
         await self._recall()

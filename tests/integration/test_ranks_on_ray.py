@@ -103,3 +103,27 @@ async def test_ranks_that_do_not_fit_are_refused_and_leave_nothing(cluster: Clus
     fitting = await cluster.place([(Demand("target", 0.5, 1.0, NUM_GPUS), Leader, Sitter)], PLACE_S)
     assert len(fitting) == NUM_GPUS
     await cluster.remove(fitting)
+
+
+async def test_places_of_ranks_that_have_all_died_are_given_back(cluster: Cluster) -> None:
+    """Those of this deployment alone, and of no replica that is there."""
+    other = Cluster("outrider-other", local=True)
+    of_whom = {"target-1": cluster, "target-2": cluster, "target-3": other}
+    placed = {}
+    for name, one in of_whom.items():
+        demand = Demand("target", 0.25, 0.5, 2, name=name)
+        placed[name] = await one.place([(demand, Leader, Sitter)], PLACE_S)
+    for name in ("target-1", "target-3"):
+        await asyncio.gather(*(actor.kill() for actor in placed[name]))
+    await cluster.give_back(["target-2"])
+    assert await _groups() == {"outrider-test/target-2", "outrider-other/target-3"}
+    assert len(await _asked(placed["target-2"], "gpus")) == 2
+    await cluster.clear()
+    assert await _groups() == {"outrider-other/target-3"}
+    await other.clear()
+    assert await _groups() == set()
+
+
+async def _groups() -> set[str]:
+    found = await asyncio.to_thread(ray.util.placement_group_table)
+    return {one["name"] for one in found.values() if one["state"] != "REMOVED"}

@@ -4,7 +4,7 @@ what a fleet uses."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from deploy.cluster import Actor, Demand
@@ -118,3 +118,6 @@ class Machines:
     async def remove(self, actors: Sequence[Actor]) -> None:
         for actor in actors:
             await actor.kill()
+
+    async def give_back(self, kept: Collection[str] = ()) -> None:
+        """A place is gone with its actor."""

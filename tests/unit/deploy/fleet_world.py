@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,6 +80,8 @@ class Machines:
         """For actors."""
         self.actors: list[Sitter] = []
         self.removed: list[str] = []
+        self.groups: set[str] = set()
+        """Names of the replicas whose places are taken."""
         self.placing, self.loading = asyncio.Event(), asyncio.Event()
         """Whether places are found, and models loaded."""
         self.placing.set()
@@ -97,10 +99,15 @@ class Machines:
             Sitter(demand, rank, self) for demand, *_ in demands for rank in range(demand.num_ranks)
         ]
         self.actors += made
+        self.groups |= {actor.demand.name for actor in made}
         return list(made)
 
     async def remove(self, actors: Sequence[Actor]) -> None:
         self.removed += [actor.name for actor in actors]
+        self.groups -= {actor.demand.name for actor in actors}
+
+    async def give_back(self, kept: Collection[str] = ()) -> None:
+        self.groups &= {*kept}
 
     def _there(self) -> list[Sitter]:
         """Whose processes have not ended."""

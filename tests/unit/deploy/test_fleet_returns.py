@@ -30,6 +30,7 @@ def test_a_fleet_that_returns_goes_on_with_the_replicas_that_are_there() -> None
         assert [coordinators, targets] == before[:2]
         assert drafts[:2] == [name for name in before[2] if name != youngest]
         assert world.machines.starts == ["draft"]
+        assert world.machines.groups == {*coordinators, *targets, *drafts}
         assert role_and_age(drafts[2]) > role_and_age(youngest)
         assert world.actor(drafts[2]).config.slot == slot
         assert not {*world.machines.removed} & {*coordinators, *targets, *drafts}
