@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import ssl
 import time
 from collections.abc import Callable
@@ -11,8 +10,6 @@ from pathlib import Path
 
 from outrider.limits import KEY_FILE_LOOK_MS
 from outrider.security.changes import FileWatch
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +44,7 @@ class ShownCertificate:
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
         """Asked in each handshake, whether the client names a host or not."""
-        if self._watch.changed():
-            try:
-                self._newest = _read(self._files)
-                _log.info("%s has changed", self._files.certificate)
-            except (OSError, ValueError) as error:
-                _log.error("the certificate by HTTP stays what it was: %s", error)
+        self._newest = self._watch.news(lambda: _read(self._files)) or self._newest
         if self._newest is not None:
             connection.context = self._newest
 

@@ -1,11 +1,18 @@
-"""Whether files are others than they were."""
+"""What files have to say, read again when they are others than they were."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
+
+from outrider.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 _State = tuple[int, int, int, int] | None
+Found = TypeVar("Found")
 
 
 class FileWatch:
@@ -18,19 +25,30 @@ class FileWatch:
         self._period_s = period_s
         self._looked_at = clock()
         self._states = self._look()
+        self._trouble = ""
 
-    def changed(self) -> bool:
-        """Whether they have changed since this was last said. A file that is gone has not: it is
-        about to be written."""
+    def news(self, read: Callable[[], Found]) -> Found | None:
+        """What `read` returns, once for each change of the files; else None. Where it raises, which
+        the log says once, they are read again at the next look: who cannot read a file may be able
+        to later, without a change of it. One that is gone is not read: it is about to be
+        written."""
         now = self._clock()
         if now - self._looked_at < self._period_s:
-            return False
+            return None
         self._looked_at = now
         states = self._look()
         if states == self._states or None in states:
-            return False
-        self._states = states
-        return True
+            return None
+        try:
+            found = read()
+        except (ConfigError, OSError, ValueError) as error:
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                _log.error("what %s says stays what it was: %s", self._paths[0], error)
+            return None
+        self._states, self._trouble = states, ""
+        _log.info("%s has changed", self._paths[0])
+        return found
 
     def _look(self) -> tuple[_State, ...]:
         return tuple(_state(path) for path in self._paths)

@@ -42,13 +42,10 @@ class KeyFile:
     def keys(self) -> Keyring:
         """Those that hold now: the file is read again within a second of a change. One that
         cannot be read, or is wrong, changes nothing, which the log says."""
-        if self._watch is not None and self._watch.changed():
-            try:
-                self._keys = self._read()
-            except ConfigError as error:
-                _log.error("the keys stay what they were: %s", error)
-            else:
-                _log.info("%s has changed: %d keys", self._path, len(self._keys.entries))
+        found = None if self._watch is None else self._watch.news(self._read)
+        if found is not None:
+            self._keys = found
+            _log.info("%s: %d keys", self._path, len(found.entries))
         return self._keys
 
     def _read(self) -> Keyring:

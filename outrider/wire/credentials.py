@@ -53,15 +53,7 @@ def server_credentials(
 
     def read_again() -> Any:
         """Asked for each connection; None = as before. What it raised would be the end of it."""
-        if not watch.changed():
-            return None
-        try:
-            found = read()
-        except (ConfigError, ValueError) as error:
-            _log.error("the certificate stays what it was: %s", error)
-            return None
-        _log.info("%s has changed", certificate)
-        return found
+        return watch.news(read)
 
     return grpc.dynamic_ssl_server_credentials(
         read(), read_again, require_client_authentication=authority is not None

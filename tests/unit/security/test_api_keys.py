@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -189,6 +190,29 @@ def test_a_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
     clock.now += 1.0
     assert keys.keys.find(key) is not None
     path.write_text("# nobody\n")
+    clock.now += 1.0
+    assert keys.keys.find(key) is None
+
+
+def test_a_key_that_was_revoked_while_nobody_could_read_ends_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the first look at which the file can be read, though it has not changed any more; the log
+    has said once why not before."""
+    path, clock = tmp_path / "keys", Clock()
+    key = add_key(path, Caller("alice", "alice"))
+    keys = KeyFile(path, (), clock)
+    remove_key(path, "alice")
+
+    def exhausted(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", exhausted)
+        for _ in range(3):
+            clock.now += 1.0
+            assert keys.keys.find(key) is not None
+    assert caplog.text.count("Too many open files") == 1
     clock.now += 1.0
     assert keys.keys.find(key) is None
 
