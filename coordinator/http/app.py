@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.service import CoordinatorService
-from outrider.errors import OutriderError, Unavailable
+from outrider.errors import OutriderError, PermissionDenied, Unavailable
 from outrider.limits import HTTP_BODY_BYTES_MAX
 from outrider.security.gate import OPEN, Gate
 
@@ -56,23 +57,39 @@ OPEN_PATHS: Final = frozenset({"/health", *PAGE_PATHS})
 for one themselves."""
 
 
+_PORT: Final = re.compile(r":\d*$")
+
+
 class Doorkeeper:
     """Learns who calls before anything of a request's body is read."""
 
-    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+    def __init__(self, app: ASGIApp, gate: Gate, hosts: Collection[str]) -> None:
         self._app = app
         self._gate = gate
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Names the caller, and lets the call in; or answers it."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
             try:
-                caller = self._gate.identify(Headers(scope=scope).getlist("authorization"))
+                self._check_host(headers.get("host", ""))
+                if scope["path"] not in OPEN_PATHS:
+                    caller = self._gate.identify(headers.getlist("authorization"))
+                    scope.setdefault("state", {})["caller"] = caller
             except OutriderError as error:
                 await error_response(meant(error))(scope, receive, send)
                 return
-            scope.setdefault("state", {})["caller"] = caller
         await self._app(scope, receive, send)
+
+    def _check_host(self, host: str) -> None:
+        """Raises `PermissionDenied` for what a browser sends on behalf of another site, whose name
+        leads to this machine."""
+        if self._hosts and _PORT.sub("", host).lower() not in self._hosts:
+            raise PermissionDenied(
+                "Host: is none of this machine's own names; call localhost, or give the server "
+                "API keys"
+            )
 
 
 class BodyLimit:
@@ -102,9 +119,11 @@ def build_app(
     metrics: Metrics | None,
     gate: Gate = OPEN,
     times: HttpTimes | None = None,
+    hosts: Collection[str] = (),
 ) -> FastAPI:
     """The application, behind the `gate`. `closing` is set when it waits no longer for what runs;
-    without `metrics` there are none. `times` hear of each request."""
+    without `metrics` there are none. `times` hear of each request. `hosts` are the names that it is
+    called by; none = any."""
     app = FastAPI(
         title="Outrider",
         version=version("outrider"),
@@ -115,7 +134,7 @@ def build_app(
     app.router.route_class = BodyRoute
     app.state.gate = gate
     app.add_middleware(BodyLimit)
-    app.add_middleware(Doorkeeper, gate=gate)  # The last one is asked first.
+    app.add_middleware(Doorkeeper, gate=gate, hosts=hosts)  # The last one is asked first.
     if times is not None:
         app.add_middleware(Timed, times=times)
     add_error_handlers(app)

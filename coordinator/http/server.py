@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import uvicorn
 
 from coordinator.service import CoordinatorService
+from outrider.config import is_loopback
 from outrider.errors import ConfigError, check
 from outrider.limits import HTTP_CONNECTIONS_MAX, HTTP_KEEP_ALIVE_S
 from outrider.security.gate import OPEN, Gate
@@ -21,6 +22,7 @@ from .shown_certificate import ShownCertificate, TlsFiles
 if TYPE_CHECKING:
     from outrider.telemetry.http_times import HttpTimes
 
+_LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 CLOSE_S: Final = 2.0
 """What requests that were told to end may take to say so."""
 
@@ -52,7 +54,14 @@ class HttpServer:
         tls = options.tls
         shown = None if tls is None else ShownCertificate(tls)  # Looks before they are read.
         config = uvicorn.Config(
-            build_app(service, self._closing, options.metrics, options.gate, options.times),
+            build_app(
+                service,
+                self._closing,
+                options.metrics,
+                options.gate,
+                options.times,
+                _own_names(options),
+            ),
             lifespan="off",
             ws="none",
             loop="none",
@@ -82,8 +91,7 @@ class HttpServer:
     async def start(self) -> None:
         """Listens. Raises `ConfigError` where the address cannot be had."""
         listening = _bind(self._options.host, self._options.port)
-        host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
-        self._address = f"{host}:{listening.getsockname()[1]}"
+        self._address = f"{_in_url(self._options.host)}:{listening.getsockname()[1]}"
         # As `uvicorn.Server.serve`, but signals stay with whoever runs the process.
         await self._server.startup(sockets=[listening])
         self._serving = asyncio.create_task(self._serve(listening))
@@ -102,6 +110,18 @@ class HttpServer:
         await asyncio.wait([self._serving], timeout=grace_s)
         self._closing.set()
         await self._serving
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _own_names(options: HttpOptions) -> frozenset[str]:
+    """Those that its callers may use; none = any. Where nothing else keeps others out, a name of
+    somebody else's means a web page that has led its own name here."""
+    if options.gate.asks_for_keys or not is_loopback(options.host):
+        return frozenset()
+    return _LOOPBACK_NAMES | {_in_url(options.host).lower()}
 
 
 def _tls(files: TlsFiles | None) -> dict[str, Any]:

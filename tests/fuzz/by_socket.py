@@ -27,7 +27,7 @@ _LINES: Final = (
     b"POST /v1/chat/completions HTTP/1.1", b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03",
 )  # fmt: skip
 _HEADERS: Final = (
-    b"Host: here", b"Host: here", b"Host:", b"Content-Length: 33", b"Content-Length: 33",
+    b"Host: localhost", b"Host: localhost", b"Host:", b"Content-Length: 33", b"Content-Length: 33",
     b"Content-Length: -1", b"Content-Length: 99999999999999999999", b"Content-Length: 3, 4",
     b"Content-Length: 0x21", b"Transfer-Encoding: chunked", b"Transfer-Encoding: gzip, chunked",
     b"Transfer-Encoding: identity", b"Content-Type: application/json", b"Connection: close",
@@ -39,7 +39,7 @@ _HEADERS: Final = (
 _BODIES: Final = (
     b"", _JSON, _JSON * 2, b"21\r\n" + _JSON + b"\r\n0\r\n\r\n", b"21;x=" + b"y" * 5000,
     b"zz\r\n" + _JSON, b"ffffffffffffffffff\r\n" + _JSON, b"-1\r\n\r\n", b"0\r\nX: y\r\n\r\n",
-    b"1\r\n{\r\n" * 200, b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n" * 5,
+    b"1\r\n{\r\n" * 200, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 5,
 )  # fmt: skip
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _PLACES: Final = ("open_http", "locked_http", "coordinator", "target", "draft")

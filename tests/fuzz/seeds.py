@@ -64,9 +64,11 @@ def _completion(body: bytes) -> HttpCall:
 def by_socket() -> Iterator[Bytes]:
     """What no client sends."""
     for place in ("open_http", "locked_http"):
-        yield Bytes(place, b"GET /health HTTP/1.1\r\nHost: here\r\n" + b"X: " + b"y" * 2**20)
+        yield Bytes(place, b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: " + b"y" * 2**20)
         yield Bytes(place, b"GET /health HTTP/1.1\r\n" * 2000)
-        yield Bytes(place, b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n")
+        yield Bytes(
+            place, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+        )
         yield Bytes(place, b"\0" * 2**20, num_pieces=7)
     for place in ("coordinator", "target", "draft"):
         yield Bytes(place, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 2**16)

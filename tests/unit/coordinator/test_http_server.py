@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from made_certificates import Made
 
@@ -19,6 +20,9 @@ from coordinator.http.server import HttpOptions, HttpServer
 from coordinator.http.shown_certificate import TlsFiles
 from coordinator.request import RequestDefaults, ServedModel
 from outrider.generation import Event, Finished, Metrics, Started, Tokens, Usage
+from outrider.security.callers import Caller
+from outrider.security.gate import gate_of
+from outrider.security.key_file import add_key
 from outrider.sessions.store import FinishReason
 from outrider.speculation.decision import Origin
 from outrider.speculation.sampling import Rule
@@ -57,9 +61,11 @@ class Service:
 
 
 @asynccontextmanager
-async def serving(service: Service, tls: TlsFiles | None = None) -> AsyncIterator[int]:
+async def serving(
+    service: Service, tls: TlsFiles | None = None, **options: Any
+) -> AsyncIterator[int]:
     """The port."""
-    server = HttpServer(service, HttpOptions(tls=tls))  # type: ignore[arg-type]
+    server = HttpServer(service, HttpOptions(tls=tls, **options))  # type: ignore[arg-type]
     await server.start()
     try:
         yield int(server.address.rpartition(":")[2])
@@ -92,8 +98,8 @@ async def streaming(
     try:
         body = json.dumps({"prompt": [1], "stream": True}).encode()
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\n\r\n%b" % (len(body), body)
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
         )
         yield reader, writer
     finally:
@@ -147,7 +153,7 @@ async def answered(port: int, context: ssl.SSLContext) -> bool:
     what is not trusted."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
     try:
-        writer.write(b"GET /version HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n")
+        writer.write(b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         return (await reader.read()).startswith(b"HTTP/1.1 200 ")
     except (ssl.SSLError, ConnectionError):
         return False
@@ -185,6 +191,38 @@ async def test_a_new_certificate_is_shown(
             await answered(port, trusting(old.file, shows=alice))
         assert not await answered(port, trusting(new.file, shows=alice))
         assert not await answered(port, trusting(new.file))
-        writer.write(b"GET /version HTTP/1.1\r\nhost: here\r\n\r\n")
+        writer.write(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
         writer.transport.abort()
+
+
+async def statuses(port: int, *hosts: str) -> list[int]:
+    """Of calls that name these hosts."""
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+        return [
+            (await http.get(path, headers={"host": host})).status_code
+            for host in hosts
+            for path in ("/version", "/")
+        ]
+
+
+async def test_a_web_page_whose_name_leads_here_is_refused(tmp_path: Path) -> None:
+    """Without keys, on loopback, whatever it asks for; by its own names, on any port, a server is
+    called as ever. With keys, or on an address that others reach, so it is by all names."""
+    own = ("localhost", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:8000", "[::1]")
+    others = ("evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.2", "1", "::1")
+    async with serving(Service()) as port:
+        assert set(await statuses(port, *own)) == {200}
+        assert set(await statuses(port, *others)) == {403}
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+            refused = await http.post("/v1/completions", headers={"host": "evil.example"})
+        error = refused.json()["error"]
+        assert (error["type"], error["code"]) == ("permission_error", "permission_denied")
+    async with serving(Service(), host="127.0.0.2") as port, httpx.AsyncClient() as http:
+        assert (await http.get(f"http://127.0.0.2:{port}/version")).status_code == 200
+    add_key(tmp_path / "keys", Caller("alice", "alice"))
+    locked = gate_of("", str(tmp_path / "keys"))
+    async with serving(Service(), gate=locked) as port:
+        assert await statuses(port, "evil.example") == [401, 200]
+    async with serving(Service(), host="0.0.0.0") as port:  # noqa: S104
+        assert await statuses(port, "evil.example") == [200, 200]
