@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from outrider.errors import (
     BadRequest,
     DeadlineExceeded,
+    Incompatible,
     NotFound,
     OutriderError,
     Overloaded,
@@ -96,9 +97,12 @@ def _kind(error: OutriderError) -> tuple[str, str]:
 
 
 def error_response(error: OutriderError) -> Response:
-    """The answer that tells of an error; one that may pass says when to try again, and one for want
-    of a key what to show."""
+    """The answer that tells of an error; one that may pass says when to try again, one that will
+    not that OpenAI's clients, which go by the status, shall not, and one for want of a key what to
+    show."""
     headers = {}
+    if isinstance(error, Incompatible | DeadlineExceeded):
+        headers["x-should-retry"] = "false"
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, Overloaded | Unavailable):

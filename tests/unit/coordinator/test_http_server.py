@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from made_certificates import Made
 
 from coordinator.http.server import HttpOptions, HttpServer
 from coordinator.http.shown_certificate import TlsFiles
 from coordinator.request import RequestDefaults, ServedModel
+from outrider.errors import DeadlineExceeded, Incompatible, OutriderError
 from outrider.generation import Event, Finished, Metrics, Started, Tokens, Usage
 from outrider.security.callers import Caller
 from outrider.security.gate import gate_of
@@ -226,3 +228,24 @@ async def test_a_web_page_whose_name_leads_here_is_refused(tmp_path: Path) -> No
         assert await statuses(port, "evil.example") == [401, 200]
     async with serving(Service(), host="0.0.0.0") as port:  # noqa: S104
         assert await statuses(port, "evil.example") == [200, 200]
+
+
+@pytest.mark.parametrize("error", [Incompatible("does not fit"), DeadlineExceeded("deadline_ms")])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_openais_client_does_not_try_in_vain(error: OutriderError, stream: bool) -> None:
+    """By itself it tries every 409 and 504 again."""
+
+    class Failing(Service):
+        async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Event]:
+            self.num_told += 1
+            yield STARTED
+            raise error
+
+    service = Failing()
+    async with (
+        serving(service) as port,
+        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client,
+    ):
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.completions.create(model="m", prompt=[1], stream=stream)
+    assert (caught.value.status_code, service.num_told) == (error.http_status, 1)
