@@ -130,7 +130,7 @@ def resolve(
     the prompt, or the prompt and `max_tokens`, do not fit the model."""
     check_prompt_ids(prompt_ids, prompt_field, model)
     room = model.max_model_len - len(prompt_ids)
-    max_tokens = _default(request.max_tokens, min(room, limits.MAX_TOKENS_DEFAULT))
+    max_tokens = _default(request.max_tokens, min(room, request.default_max_tokens))
     if max_tokens > room:
         raise BadRequest(
             "max_tokens",

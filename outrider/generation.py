@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from outrider.constraints.constraint import Constraint
+from outrider.limits import MAX_TOKENS_DEFAULT
 from outrider.messages import PositionLogprobs
 from outrider.sessions.store import Counters, FinishReason
 from outrider.speculation.decision import Origin
@@ -49,6 +50,9 @@ class GenerateRequest:
     """How long a round waits for its draft, at most, before it goes on without one."""
     constraint: Constraint | None = None
     """What the whole completion must be; it ends where that does."""
+    default_max_tokens: int = MAX_TOKENS_DEFAULT
+    """What a silent `max_tokens` stands for, as far as there is room: a coordinator's protocols
+    differ. Not a user's to say, so no part of any message."""
 
 
 @dataclass(frozen=True, slots=True)

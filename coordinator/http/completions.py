@@ -13,7 +13,7 @@ from .bodies import CompletionBody
 from .logprobs import ScoredToken, finite
 from .translation import Asked, Wishes, translate
 
-MAX_TOKENS_DEFAULT: Final = 16
+DEFAULT_MAX_TOKENS: Final = 16
 """OpenAI's."""
 
 
@@ -21,9 +21,10 @@ def translate_completion(body: CompletionBody, draw_seed: Callable[[], int]) -> 
     """See `translate`. Every prompt has choices of its own."""
     wishes = Wishes(
         prompts=_prompts(body.prompt),
-        max_tokens=MAX_TOKENS_DEFAULT if body.max_tokens is None else body.max_tokens,
+        max_tokens=body.max_tokens,
         logprobs=body.logprobs,
         names={"text": "prompt", "token_ids": "prompt"},
+        default_max_tokens=DEFAULT_MAX_TOKENS,
     )
     return translate(body, wishes, draw_seed)
 

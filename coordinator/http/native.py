@@ -16,6 +16,7 @@ from pydantic import Discriminator, Tag
 from coordinator.prompts import Text
 from outrider.errors import BadRequest
 from outrider.generation import Event, Finished, RoundReport, Started, Tokens
+from outrider.limits import MAX_TOKENS_DEFAULT
 
 from .bodies import ChatBody, CompletionBody
 from .chat import translate_chat
@@ -68,9 +69,8 @@ def translate_native(body: ChatBody | CompletionBody, draw_seed: Callable[[], in
         if len(asked.requests) != 1:
             raise BadRequest("prompt", f"got {len(asked.requests)} prompts; allowed: 1")
     [request] = asked.requests
-    if isinstance(body, CompletionBody):
-        request = replace(request, max_tokens=body.max_tokens)  # OpenAI's default is 16.
-    return replace(asked, requests=(replace(request, include_rounds=True),))
+    request = replace(request, include_rounds=True, default_max_tokens=MAX_TOKENS_DEFAULT)
+    return replace(asked, requests=(request,))
 
 
 class Teller:

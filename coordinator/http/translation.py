@@ -13,7 +13,7 @@ from typing import Final
 
 from outrider.errors import BadRequest
 from outrider.generation import GenerateRequest, Prompt
-from outrider.limits import SEED_BITS
+from outrider.limits import MAX_TOKENS_DEFAULT, SEED_BITS
 from outrider.speculation.noise import choice_seed
 from outrider.speculation.sampling import Rule, SamplingParams
 
@@ -42,6 +42,7 @@ class Wishes:
     logprobs: int | None
     names: Mapping[str, str]
     """What the body calls fields of the coordinator's; `_NAMES` beside."""
+    default_max_tokens: int = MAX_TOKENS_DEFAULT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +100,7 @@ def translate(body: GenerationBody, wishes: Wishes, draw_seed: Callable[[], int]
             include_rounds=bool(speculation.histograms),
             draft_deadline_ms=speculation.draft_deadline_ms,
             constraint=None if wanted is None else wanted.constraint,
+            default_max_tokens=wishes.default_max_tokens,
         )
         for prompt in wishes.prompts
         for seed in (draw_seed() if body.seed is None else body.seed % 2**SEED_BITS,)

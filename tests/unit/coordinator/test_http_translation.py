@@ -45,7 +45,9 @@ def test_silence_is_the_coordinators_default() -> None:
     """Without a seed the rule is what a request without one has, though a seed is drawn here."""
     request = only(chat())
     assert request == GenerateRequest((ChatMessage("user", "hi"),), seed=7, rule=Rule.TOKEN)
-    assert only(completion()) == GenerateRequest("x", seed=7, rule=Rule.TOKEN, max_tokens=16)
+    assert only(completion()) == GenerateRequest(
+        "x", seed=7, rule=Rule.TOKEN, default_max_tokens=16
+    )
     assert only(chat(seed=3)).rule is None
 
 

@@ -155,6 +155,12 @@ def test_prompts() -> None:
     assert "49" in refused("token_ids", prompt=tuple([1] * 50))
 
 
+def test_a_silent_max_tokens_is_what_there_is_room_for() -> None:
+    """At most the default of who asks, which never refuses a request."""
+    assert checked(default_max_tokens=16).max_tokens == 16
+    assert checked(tuple([1] * 41), default_max_tokens=16).max_tokens == 9
+
+
 def test_prompt_and_max_tokens_must_fit_the_model() -> None:
     message = refused("max_tokens", max_tokens=41)
     assert "at most 40" in message
