@@ -55,13 +55,18 @@ async def off(work: Callable[..., T], *arguments: Any, **named: Any) -> T:
 
 @contextlib.asynccontextmanager
 async def opened(
-    window: Browser, directory: Path, *, text: Any, options: HttpOptions | None = None
+    window: Browser,
+    directory: Path,
+    *,
+    text: Any,
+    options: HttpOptions | None = None,
+    draft_siblings: int = 0,
 ) -> AsyncIterator[Stack]:
     """A coordinator whose page is open; the console has nothing to say at the end."""
     spec = EmulatedSpec(vocab_size=VOCAB, support=32, verify_ms=2.0, draft_ms=0.2)
     engines = EmulatedEngine(spec, "target"), EmulatedEngine(spec, "draft")
     async with (
-        running_stack(*engines, directory, text=text) as stack,
+        running_stack(*engines, directory, text=text, draft_siblings=draft_siblings) as stack,
         http_front(stack, options) as url,
     ):
         await off(window.open, url)
@@ -211,6 +216,45 @@ async def test_what_was_refused_can_be_kept_and_replayed(window: Browser, stack:
     await off(window.press, "Escape")
     await off(window.until, IDLE)
     assert (await off(window.run, IDS), await off(window.run, TEXT)) == (ids, text)
+
+
+async def test_what_a_tree_drew_in_vain_stands_where_it_was_refused(
+    window: Browser, stack: Stack
+) -> None:
+    """A, B behind it, and beside it C, which was accepted with D behind it refused; kept, or behind
+    the text."""
+    script = """import('/page/writing.js').then(({ Writing }) => {
+        window.told = [true, false].map((keeps) => {
+            const paper = document.createElement('div');
+            const writing = Object.assign(new Writing(paper, () => {}), { keeps });
+            writing.begin({
+                proposed_token_ids: [1, 2, 3, 4], proposed_parents: [-1, 0, -1, 2],
+                proposed_texts: ['A', 'B', 'C', 'D'], num_accepted: 1,
+            });
+            writing.write({
+                token_ids: [3, 9], origins: ['accepted', 'correction'], texts: ['C', 'X'],
+                text_delta: 'CX',
+            });
+            return [...paper.children].map(one => one.textContent);
+        })})"""
+    await off(window.run, script)
+    told = await off(window.until, "return window.told")
+    assert told == [["AB", "C", "D", "X"], ["C", "X", "AB", "D"]]
+
+
+async def test_trees_are_shown(window: Browser, tokenizer: TokenizerText, tmp_path: Path) -> None:
+    """The same tokens as by gRPC, and every round's branches in its detail."""
+    async with opened(window, tmp_path, text=tokenizer, draft_siblings=3) as stack:
+        await off(
+            generate, window, kind="raw", prompt="x y", seed=9, temperature=1, max_tokens=30,
+            compare=False,
+        )  # fmt: skip
+        request = GenerateRequest(
+            "x y", sampling=SamplingParams(temperature=1.0), seed=9, max_tokens=30
+        )
+        answer = await stack.client.complete(request)
+        assert await off(window.run, IDS) == list(answer.token_ids)
+        assert await off(window.run, TEXT) == answer.text
 
 
 async def test_first_paint(window: Browser, stack: Stack) -> None:

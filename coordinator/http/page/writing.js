@@ -14,6 +14,27 @@ export function acceptedOf(round, tokenIds) {
   return path;
 }
 
+/** Of a tree the first siblings that follow a proposed token (-1: what was there before), by their
+ * indices; the others are in the detail. */
+function firstSiblings(round, from) {
+  const parents = round.proposed_parents.length
+    ? round.proposed_parents : round.proposed_token_ids.map((_, i) => i - 1);
+  const path = [];
+  for (let at = from; (at = parents.indexOf(at)) >= 0;) path.push(at);
+  return path;
+}
+
+/** What a round wrote in vain, by the indices of proposed tokens: where the first siblings went
+ * another way, and behind what was accepted; each with how many accepted tokens stand before it. */
+export function refusedOf(round) {
+  const { accepted } = round;
+  const first = firstSiblings(round, -1);
+  const fork = accepted.findIndex((one, i) => one !== first[i]);
+  const behind = { at: accepted.length, path: firstSiblings(round, accepted.at(-1) ?? -1) };
+  const paths = fork < 0 ? [behind] : [{ at: fork, path: first.slice(fork) }, behind];
+  return paths.filter(({ path }) => path.length > 0);
+}
+
 /** How a token is written where it stands alone. */
 export function shown(text) {
   return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣");
@@ -46,7 +67,7 @@ export class Writing {
     this.chosen = -1;
     this.waiting = [];
     this.round = null;
-    this.ghost = null;
+    this.ghosts = [];
     clearTimeout(this.fading);
   }
 
@@ -58,26 +79,27 @@ export class Writing {
   /** Writes what a round proposes in pencil, before anybody has said what becomes of it. */
   pencil(round) {
     this.#erase();
-    this.ghost = element("span", "ghost");
-    this.ghost.append(
-      ...this.#proposed(round).map((text) => element("span", "pencil", text)),
-    );
-    this.#append(this.ghost);
+    const texts = this.#texts(round, firstSiblings(round, -1));
+    const ghost = element("span", "ghost");
+    ghost.append(...texts.map((text) => element("span", "pencil", text)));
+    this.#show([ghost]);
   }
 
   /** Tokens that have been committed. */
   write(event) {
-    const round = this.round ?? { proposed_token_ids: [], accepted: [], tokens: [], index: -1 };
+    const round = this.round ?? {
+      proposed_token_ids: [], proposed_parents: [], accepted: [], tokens: [], index: -1,
+    };
     round.accepted = this.round ? acceptedOf(round, event.token_ids) : [];
     this.#erase();
     const made = event.token_ids.map((id, i) => this.#token(event, i, round));
-    const refused = this.#refused(round);
-    const at = made.findIndex((one) => one.origin !== "accepted");
+    const refused = refusedOf(round);
+    const ghosts = refused.map(({ path }) => this.#ghost(round, path));
     const nodes = made.map((one) => one.node);
-    if (this.keeps && refused) nodes.splice(at < 0 ? nodes.length : at, 0, refused);
+    if (this.keeps) refused.forEach(({ at }, i) => nodes.splice(at + i, 0, ghosts[i]));
     this.#append(...nodes);
     this.#take(event.text_delta);
-    if (!this.keeps && refused) this.#show(refused);
+    if (!this.keeps) this.#show(ghosts);
     if (this.round) this.round = null;
     return round;
   }
@@ -122,35 +144,27 @@ export class Writing {
     if (delta && this.tokens.length) this.tokens.at(-1).node.textContent += delta;
   }
 
-  #proposed(round) {
-    const children = round.proposed_parents;
-    const texts = round.proposed_texts ?? round.proposed_token_ids.map((id) => ` ${id}`);
-    if (children.length === 0) return texts;
-    // Of a tree the first siblings: the others are in the detail.
-    const path = [];
-    for (let at = -1; (at = children.indexOf(at)) >= 0;) path.push(texts[at]);
-    return path;
+  #texts(round, path) {
+    return path.map((i) => round.proposed_texts?.[i] ?? ` ${round.proposed_token_ids[i]}`);
   }
 
-  #refused(round) {
-    const texts = round.proposed_token_ids.length ? this.#proposed(round) : [];
-    const left = texts.slice(round.accepted.length);
-    if (left.length === 0) return null;
+  #ghost(round, path) {
+    const texts = this.#texts(round, path).map((text) => text.replaceAll("\n", "⏎"));
     const ghost = element("del", "refused");
     ghost.setAttribute("aria-hidden", "true");
-    ghost.append(...left.map((text) => element("span", "", text.replaceAll("\n", "⏎"))));
+    ghost.append(...texts.map((text) => element("span", "", text)));
     return ghost;
   }
 
-  #show(ghost) {
-    this.ghost = ghost;
-    this.#append(ghost);
+  #show(ghosts) {
+    this.ghosts = ghosts;
+    this.#append(...ghosts);
   }
 
   #erase() {
     clearTimeout(this.fading);
-    this.ghost?.remove();
-    this.ghost = null;
+    for (const one of this.ghosts) one.remove();
+    this.ghosts = [];
   }
 
   #append(...nodes) {
