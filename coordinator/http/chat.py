@@ -21,7 +21,7 @@ _TOOLS: Final = ("tool", "function")
 def translate_chat(body: ChatBody, draw_seed: Callable[[], int]) -> Asked:
     """See `translate`. Text parts of a message become lines of one text."""
     max_tokens, name = _max_tokens(body)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise BadRequest("top_logprobs", "needs logprobs to be true")
     wishes = Wishes(
         prompts=[_messages(body.messages)],

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine, Mapping
-from http import HTTPStatus
 from typing import Any, Final
 
 from fastapi import Request, Response
@@ -31,6 +30,7 @@ from outrider.limits import (
 from outrider.security.gate import Gate
 
 from .errors import of_body
+from .streaming import Unsent
 
 _OPENINGS: Final = (b"[", b"{")
 _MARKS: Final = (*_OPENINGS, b",", b":")
@@ -57,7 +57,7 @@ class BodyRoute(APIRoute):
             try:
                 data = await request.body()
             except ClientDisconnect:
-                return Response(status_code=HTTPStatus.NO_CONTENT)  # Nobody reads it.
+                return Unsent()
             value = None
             if data and "json" in request.headers.get("content-type", "").lower():
                 value = read_body(data)

@@ -6,8 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from http import HTTPStatus
-from typing import Any, Final
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,10 +21,8 @@ from outrider.security.gate import Gate
 from .answers import Answer, Chunks, Json, Shape
 from .rendering import json_response
 from .running import run
-from .streaming import ClientGone, Connection, EventStream
+from .streaming import ClientGone, Connection, EventStream, Unsent
 from .translation import Asked
-
-_NOBODY_READS: Final = HTTPStatus.NO_CONTENT
 
 
 class Generations:
@@ -48,7 +45,7 @@ class Generations:
         try:
             return json_response(await connection.while_open(self._whole(asked, shape, events)))
         except ClientGone:
-            return Response(status_code=_NOBODY_READS)
+            return Unsent()
 
     def events(self, request: Request, asked: Asked) -> AsyncGenerator[tuple[int, Event]]:
         """The events of all choices as they come, each with its choice's index; they count as one
@@ -74,7 +71,7 @@ class Generations:
         except BaseException as error:
             await chunks.aclose()  # The first one may have come, and nobody has it.
             if isinstance(error, ClientGone):
-                return Response(status_code=_NOBODY_READS)
+                return Unsent()
             raise
         return EventStream(connection, first, chunks)
 

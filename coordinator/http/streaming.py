@@ -23,6 +23,13 @@ class ClientGone(Exception):
     """The client has closed its connection."""
 
 
+class Unsent(Response):
+    """The answer to a client that has gone: nothing."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends nothing, so that nobody takes it for an answer."""
+
+
 class Connection:
     """A request's client, for as long as it is there and the server does not end."""
 

@@ -59,7 +59,7 @@ IN_CHAT: Final[Unserved] = {
     "echo": (False,),
 }
 IN_MESSAGES: Final[Unserved] = {
-    "name": (),
+    "name": (_ANY,),
     "tool_calls": ([],),
     "tool_call_id": (),
     "function_call": (),

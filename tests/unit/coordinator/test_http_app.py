@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
@@ -236,27 +237,55 @@ async def test_an_answer_that_nobody_waits_for_is_closed(num_turns: int) -> None
     await begun.aclose()
 
 
+class Left:
+    """A client of completions that goes once its messages have come; `times` of its application
+    have its statuses."""
+
+    def __init__(self, service: Any, *messages: tuple[bytes, bool]) -> None:
+        self.statuses: list[int | None] = []
+        self.app = build_app(service, asyncio.Event(), None, times=self)  # type: ignore[arg-type]
+        self.messages = [
+            {"type": "http.request", "body": body, "more_body": more} for body, more in messages
+        ]
+
+    def add(self, seconds: float, method: str, scheme: str, route: str, status: int | None) -> None:
+        self.statuses.append(status)
+
+    async def call(self) -> None:
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
+            "scheme": "http", "path": "/v1/completions", "raw_path": b"/v1/completions",
+            "query_string": b"", "root_path": "", "client": ("127.0.0.1", 1),
+            "server": ("here", 80), "headers": [(b"content-type", b"application/json")],
+        }  # fmt: skip
+
+        async def receive() -> Any:
+            return self.messages.pop(0) if self.messages else {"type": "http.disconnect"}
+
+        async def send(_: Any) -> None:
+            """To nobody."""
+
+        await self.app(scope, receive, send)
+
+
 async def test_a_client_that_goes_before_its_body_is_there_is_no_bug(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Nothing is logged, and nothing begun."""
+    """Nothing is logged, nothing begun, and its time has no status."""
     service = Service(STARTED, TOKENS, FINISHED)
-    app = build_app(service, asyncio.Event(), None)  # type: ignore[arg-type]
-    messages = [
-        {"type": "http.disconnect"}, {"type": "http.request", "body": b"{", "more_body": True}
-    ]  # fmt: skip
+    client = Left(service, (b"{", True))
+    await client.call()
+    assert (client.messages, service.calls, caplog.text) == ([], [], "")
+    assert client.statuses == [None]
 
-    async def receive() -> Any:
-        return messages.pop()
 
-    async def send(_: Any) -> None:
-        """To nobody."""
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_before_its_first_byte_has_no_status(stream: bool) -> None:
+    class Slow(Service):
+        async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Event]:
+            yield STARTED
+            await asyncio.Event().wait()
 
-    scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
-        "scheme": "http", "path": "/v1/completions", "raw_path": b"/v1/completions",
-        "query_string": b"", "root_path": "", "client": ("127.0.0.1", 1), "server": ("here", 80),
-        "headers": [(b"content-type", b"application/json")],
-    }  # fmt: skip
-    await app(scope, receive, send)
-    assert (messages, service.calls, caplog.text) == ([], [], "")
+    client = Left(Slow(), (json.dumps({**BODY, "stream": stream}).encode(), False))
+    await client.call()
+    assert client.statuses == [None]

@@ -186,7 +186,8 @@ def test_what_asks_for_nothing_is_accepted() -> None:
     idle = {
         "tools": [], "tool_choice": "auto", "store": False, "modalities": ["text"],
         "parallel_tool_calls": True, "metadata": {"a": "b"}, "response_format": {"type": "text"},
-        "service_tier": "auto", "best_of": 1, "user": "me", "audio": None,
+        "service_tier": "auto", "best_of": 1, "user": "me", "audio": None, "logprobs": False,
+        "top_logprobs": 0, "messages": [{**USER, "name": "bob"}],
     }  # fmt: skip
     assert only(chat(**idle)) == only(chat())
     assert only(chat(min_tokens=5, ignore_eos=True, max_tokens=5)).max_tokens == 5
@@ -214,7 +215,7 @@ def test_what_asks_for_nothing_is_accepted() -> None:
         ({"stream": 1}, "stream"),
         ({"speculation": {"rule": "guess"}}, "speculation.rule"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
-        ({"messages": [USER, {**USER, "name": "bob"}]}, "messages[1].name"),
+        ({"messages": [USER, {**USER, "tool_calls": [{}]}]}, "messages[1].tool_calls"),
         ({"messages": [{**USER, "content": 5}]}, "messages[0].content"),
         ({"messages": [{**USER, "content": [IMAGE]}]}, "messages[0].content[0]"),
         ({"messages": [{**USER, "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),

@@ -34,8 +34,8 @@ def refused(parents: list[int], letters: str, num_accepted: int) -> list[tuple[i
         console.log(JSON.stringify(refusedOf(round)));"""
     writing = files("coordinator.http").joinpath("page", "writing.js").read_text("utf-8")
     ran = subprocess.run(
-        [NODE, "--input-type=module"], input=writing + script, capture_output=True, encoding="utf-8",
-        check=True,
+        [NODE, "--input-type=module"], input=writing + script, capture_output=True, check=True,
+        encoding="utf-8",
     )  # fmt: skip
     return [(one["at"], "".join("ABCDE"[i] for i in one["path"])) for one in json.loads(ran.stdout)]
 
