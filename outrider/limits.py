@@ -131,6 +131,10 @@ MAILBOX_REPLIES_MAX: Final = 64
 """Replies that may wait for one session on one side."""
 
 HTTP_BODY_BYTES_MAX: Final = 4 * 2**20
+HTTP_BODIES_BYTES_MAX: Final = 64 * HTTP_BODY_BYTES_MAX
+"""Of all bodies together that a coordinator has begun to read."""
+HTTP_BODY_S_MAX: Final = 60
+"""How long a body may take to come."""
 HTTP_VALUES_MAX: Final = 2**19
 """Values and keys of a body, of which a prompt's tokens are the most."""
 HTTP_CONTAINERS_MAX: Final = 2**16

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.service import CoordinatorService
 from outrider.errors import OutriderError, PermissionDenied, Unavailable
-from outrider.limits import HTTP_BODY_BYTES_MAX
+from outrider.limits import HTTP_BODIES_BYTES_MAX, HTTP_BODY_BYTES_MAX, HTTP_BODY_S_MAX
 from outrider.security.gate import OPEN, Gate
 
 from . import fleet, models
@@ -93,24 +93,49 @@ class Doorkeeper:
 
 
 class BodyLimit:
-    """Reads no more of a body than `HTTP_BODY_BYTES_MAX`."""
+    """Reads no more of a body than `HTTP_BODY_BYTES_MAX`, for no longer than `HTTP_BODY_S_MAX`, and
+    no more than `HTTP_BODIES_BYTES_MAX` of all that have begun to come."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._num_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets a call read its body."""
-        size = 0
+        end = asyncio.get_running_loop().time() + HTTP_BODY_S_MAX
+        size, is_read = 0, False
 
         async def bounded() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
+            nonlocal size, is_read
+            if is_read:
+                return await receive()
+            message = await _received_by(end, receive)
+            num_new = len(message.get("body", b""))
+            size += num_new
+            self._num_bytes += num_new
             if size > HTTP_BODY_BYTES_MAX:
                 raise HTTPException(413, f"the body has more than {HTTP_BODY_BYTES_MAX} bytes")
+            if self._num_bytes > HTTP_BODIES_BYTES_MAX:
+                raise Unavailable("too many bodies are being read; try again later")
+            if not message.get("more_body", False):
+                self._num_bytes -= size
+                size, is_read = 0, True
             return message
 
-        await self._app(scope, bounded, send)
+        try:
+            await self._app(scope, bounded, send)
+        finally:
+            self._num_bytes -= size
+
+
+async def _received_by(end: float, receive: Receive) -> Message:
+    """The next part of a body, if it comes in time."""
+    try:
+        async with asyncio.timeout_at(end):
+            return await receive()
+    except TimeoutError:
+        reason = f"the body has not come within {HTTP_BODY_S_MAX} s"
+        raise HTTPException(408, reason, {"connection": "close"}) from None
 
 
 def build_app(

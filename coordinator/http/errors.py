@@ -46,7 +46,9 @@ _KINDS: Final[Sequence[tuple[type[OutriderError], str, str]]] = (
     (DeadlineExceeded, "timeout_error", "deadline_exceeded"),
 )
 """`type` and `code` by error; others are the server's."""
-_CODES: Final = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+_CODES: Final = {
+    404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "body_too_large",
+}  # fmt: skip
 """Of what is refused before anybody has looked at a body."""
 _WORDS_OF_TYPES: Final = ("str", "int", "float", "bool", "none", "body")
 """Parts of a place in a body that name no field."""

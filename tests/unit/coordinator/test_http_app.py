@@ -237,21 +237,22 @@ async def test_an_answer_that_nobody_waits_for_is_closed(num_turns: int) -> None
     await begun.aclose()
 
 
-class Left:
-    """A client of completions that goes once its messages have come; `times` of its application
-    have its statuses."""
+class RawClient:
+    """Of completions, whose body comes piece by piece; it also hears how each call was timed."""
 
-    def __init__(self, service: Any, *messages: tuple[bytes, bool]) -> None:
-        self.statuses: list[int | None] = []
-        self.app = build_app(service, asyncio.Event(), None, times=self)  # type: ignore[arg-type]
-        self.messages = [
-            {"type": "http.request", "body": body, "more_body": more} for body, more in messages
-        ]
+    def __init__(self, app: Any) -> None:
+        self.app = app
+        self.pieces: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.answer: list[Any] = []
 
-    def add(self, seconds: float, method: str, scheme: str, route: str, status: int | None) -> None:
-        self.statuses.append(status)
+    def put(self, body: bytes, *, more: bool = True) -> None:
+        self.pieces.put_nowait({"type": "http.request", "body": body, "more_body": more})
 
-    async def call(self) -> None:
+    def leave(self) -> None:
+        self.pieces.put_nowait({"type": "http.disconnect"})
+
+    async def call(self) -> int | None:
+        """The status, if there is an answer."""
         scope = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
             "scheme": "http", "path": "/v1/completions", "raw_path": b"/v1/completions",
@@ -259,24 +260,35 @@ class Left:
             "server": ("here", 80), "headers": [(b"content-type", b"application/json")],
         }  # fmt: skip
 
-        async def receive() -> Any:
-            return self.messages.pop(0) if self.messages else {"type": "http.disconnect"}
+        async def send(message: Any) -> None:
+            self.answer.append(message)
 
-        async def send(_: Any) -> None:
-            """To nobody."""
+        async with asyncio.timeout(10):
+            await self.app(scope, self.pieces.get, send)
+        return self.answer[0]["status"] if self.answer else None
 
-        await self.app(scope, receive, send)
+
+class Times:
+    """Keeps the statuses that it is told of."""
+
+    def __init__(self) -> None:
+        self.statuses: list[int | None] = []
+
+    def add(self, seconds: float, method: str, scheme: str, route: str, status: int | None) -> None:
+        self.statuses.append(status)
 
 
 async def test_a_client_that_goes_before_its_body_is_there_is_no_bug(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Nothing is logged, nothing begun, and its time has no status."""
-    service = Service(STARTED, TOKENS, FINISHED)
-    client = Left(service, (b"{", True))
+    service, times = Service(STARTED, TOKENS, FINISHED), Times()
+    client = RawClient(build_app(service, asyncio.Event(), None, times=times))  # type: ignore[arg-type]
+    client.put(b"{")
+    client.leave()
     await client.call()
-    assert (client.messages, service.calls, caplog.text) == ([], [], "")
-    assert client.statuses == [None]
+    assert (client.pieces.empty(), service.calls, caplog.text) == (True, [], "")
+    assert times.statuses == [None]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -286,6 +298,59 @@ async def test_a_client_that_goes_before_its_first_byte_has_no_status(stream: bo
             yield STARTED
             await asyncio.Event().wait()
 
-    client = Left(Slow(), (json.dumps({**BODY, "stream": stream}).encode(), False))
+    times = Times()
+    client = RawClient(build_app(Slow(), asyncio.Event(), None, times=times))  # type: ignore[arg-type]
+    client.put(json.dumps({**BODY, "stream": stream}).encode(), more=False)
+    client.leave()
     await client.call()
-    assert client.statuses == [None]
+    assert times.statuses == [None]
+
+
+async def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has begun to come counts until it is whole, or given up; one too many may try again."""
+    body = json.dumps(BODY).encode()
+    monkeypatch.setattr("coordinator.http.app.HTTP_BODIES_BYTES_MAX", 2 * len(body))
+    app = build_app(Service(STARTED, TOKENS, FINISHED), asyncio.Event(), None)  # type: ignore[arg-type]
+
+    async def status() -> int | None:
+        client = RawClient(app)
+        client.put(body, more=False)
+        return await client.call()
+
+    slow = [RawClient(app) for _ in range(2)]
+    calls = [asyncio.create_task(one.call()) for one in slow]
+    for one in slow:
+        one.put(body[:-1])
+        await asyncio.sleep(0)
+    third = RawClient(app)
+    third.put(body[:3])
+    assert await third.call() == 503
+    assert (b"retry-after", b"1") in third.answer[0]["headers"]
+    assert b"too many bodies" in third.answer[1]["body"]
+    slow[0].leave()
+    await calls[0]
+    assert await status() == 200
+    slow[1].put(body[-1:], more=False)
+    assert await calls[1] == 200
+    assert [await status() for _ in range(3)] == [200] * 3
+
+
+async def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so is its connection. Once it is there its answer may take its time."""
+
+    class Slow(Service):
+        async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Event]:
+            await asyncio.sleep(0.3)
+            for event in (STARTED, TOKENS, FINISHED):
+                yield event
+
+    monkeypatch.setattr("coordinator.http.app.HTTP_BODY_S_MAX", 0.1)
+    app = build_app(Slow(), asyncio.Event(), None)  # type: ignore[arg-type]
+    client = RawClient(app)
+    client.put(b"{")
+    assert await client.call() == 408
+    assert (b"connection", b"close") in client.answer[0]["headers"]
+    assert json.loads(client.answer[1]["body"])["error"]["code"] == "request_timeout"
+    client = RawClient(app)
+    client.put(json.dumps(BODY).encode(), more=False)
+    assert await client.call() == 200
