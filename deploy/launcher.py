@@ -32,7 +32,7 @@ from outrider.sessions.embedded import EmbeddedRedis
 from outrider.settings import blaming
 
 from .blueprint import Blueprint
-from .cluster import Actor, Cluster
+from .cluster import Actor, Cluster, resources
 from .locks import locked, own_trust, warnings
 from .models import resolve_models, tokenizer_warning
 from .overview import Endpoints, Overview, ReplicaView
@@ -207,7 +207,9 @@ class Deployment:
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         local = self._ray.local
         log_directory = str(logs) if local else STANDARD_ERROR
-        return make_blueprint(self._given, config, self.name, log_directory, local=local)
+        return make_blueprint(
+            self._given, config, resources(), self.name, log_directory, local=local
+        )
 
     async def _follow(self) -> None:
         """What the reconciler tells. While it is away the replicas go on without it; it may also

@@ -20,6 +20,8 @@ class Placement:
     """The configuration with devices and GPUs resolved, and the demand of each role's actors."""
 
     config: DeploymentConfig
+    cluster_gpus: float
+    """Of all machines together, by which shares were chosen."""
     target: Demand
     draft: Demand | None
     """None where the target drafts for itself."""
@@ -32,12 +34,12 @@ def plan_placement(config: DeploymentConfig, resources: Mapping[str, float]) -> 
     with a GPU runs its model there. Raises `SettingError` where a device was asked for that no
     actor gets, and for several ranks of what runs no model."""
     target_ranks, draft_ranks = _ranks(config)
-    default_gpus = 0.0
-    if resources.get("GPU", 0) > 0 and config.target.emulated is None:
+    default_gpus, cluster_gpus = 0.0, resources.get("GPU", 0.0)
+    if cluster_gpus > 0 and config.target.emulated is None:
         num_ranks = target_ranks * config.num_targets
         if config.draft.drafter.model:
             num_ranks += draft_ranks * config.num_drafts
-        default_gpus = 1.0 / math.ceil(num_ranks / max(1, int(resources["GPU"])))
+        default_gpus = 1.0 / math.ceil(num_ranks / max(1, int(cluster_gpus)))
     target_gpus, target_device = _device(
         "target", config.target.device, config.target.num_gpus, default_gpus
     )
@@ -52,6 +54,7 @@ def plan_placement(config: DeploymentConfig, resources: Mapping[str, float]) -> 
             target=replace(config.target, device=target_device, num_gpus=target_gpus),
             draft=replace(config.draft, device=draft_device, num_gpus=draft_gpus),
         ),
+        cluster_gpus=cluster_gpus,
         target=Demand(
             TARGET,
             config.target.num_cpus,

@@ -56,6 +56,9 @@ KEPT: Final = {
 """Settings that hold as long as a deployment runs, and what to do instead."""
 SWITCHES: Final = ("internal_tls_dir",)
 """Settings that may be others, but neither begin nor end."""
+SHARING: Final = frozenset({"device", "target_num_gpus", "draft_num_gpus", "tensor_parallel_size",
+                            "draft_tensor_parallel_size"})  # fmt: skip
+"""Changes that name one of these have the cluster's GPUs counted, and shared out, anew."""
 STAYS: Final = ("redis_url", "redis_key_prefix")
 """Those of them without which a deployment is another one."""
 
@@ -67,6 +70,8 @@ class Changes:
     name: str
     """Another one for each set of them."""
     values: Mapping[str, Value]
+    cluster_gpus: float | None = None
+    """As of a `Placement`, where they were counted again; None = as at the start."""
 
     def to_json(self) -> str:
         """One line."""
@@ -78,7 +83,7 @@ class Changes:
         found = json.loads(text)
         if not isinstance(found, dict) or not isinstance(found.get("values"), dict):
             raise ValueError("changes are an object with values")
-        return cls(str(found.get("name", "")), found["values"])
+        return cls(str(found.get("name", "")), found["values"], found.get("cluster_gpus"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +128,20 @@ def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> Deployment
 
 
 def make_blueprint(
-    given: DeploymentConfig, found: DeploymentConfig, deployment: str, logs: str, *, local: bool
+    given: DeploymentConfig,
+    found: DeploymentConfig,
+    amounts: Mapping[str, float],
+    deployment: str,
+    logs: str,
+    *,
+    local: bool,
 ) -> Blueprint:
-    """`found` is what was `given`, with the models' files and Redis. Raises as `plan_placement`."""
+    """`found` is what was `given`, with the models' files and Redis; `amounts` are the cluster's
+    resources. Raises as `plan_placement`."""
     if local:
         found = share_cores(found, available_cores())
     return Blueprint(
-        placement=plan_placement(found, resources()),
+        placement=plan_placement(found, amounts),
         deployment=deployment,
         log_directory=logs,
         local=local,
@@ -206,8 +218,11 @@ class Rollout:
         if answer and Answer.from_json(answer).name == asked.name:
             self._answers[asked.name] = answer  # By another one, before this one.
             return
-        held = Changes.from_json(self._holds).values if self._holds else {}
-        changes = Changes(asked.name, {**held, **asked.values})
+        held = Changes.from_json(self._holds) if self._holds else Changes("", {})
+        gpus = held.cluster_gpus
+        if not SHARING.isdisjoint(asked.values):
+            gpus = resources().get("GPU", 0.0)
+        changes = Changes(asked.name, {**held.values, **asked.values}, gpus)
         try:
             plan = await self._plan(changes)
             self._go(changes.to_json(), plan)
@@ -240,12 +255,14 @@ class Rollout:
 
     async def _plan(self, changes: Changes) -> Blueprint:
         """Raises `ConfigError` for what cannot work."""
-        before = self._original
+        before, gpus = self._original, changes.cluster_gpus
+        if gpus is None:
+            gpus = before.placement.cluster_gpus
         given = changed(before.given, changes.values)
         config = await self._resolve(given)
         coordinator = replace(config.coordinator, redis_url=before.redis.url)
         return make_blueprint(
-            given, replace(config, coordinator=coordinator), before.deployment,
+            given, replace(config, coordinator=coordinator), {"GPU": gpus}, before.deployment,
             before.log_directory, local=before.local,
         )  # fmt: skip
 

@@ -19,9 +19,15 @@ from outrider.fleet.registry import MemoryRegistry
 SETTINGS = {"engine": "emulated:vocab_size=10", "draft_model": "emulated"}
 
 
+ON_GPUS = {"engine": "transformers", "model": "large", "draft_model": "small"}
+
+
 @pytest.fixture(autouse=True)
-def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout, "resources", lambda: {"CPU": 64.0})
+def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """What the cluster has now, which a test may change."""
+    amounts = {"CPU": 64.0}
+    monkeypatch.setattr(rollout, "resources", lambda: amounts)
+    return amounts
 
 
 def given(**settings: object) -> DeploymentConfig:
@@ -31,8 +37,11 @@ def given(**settings: object) -> DeploymentConfig:
 class World:
     """A deployment's registry, and who makes plans for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, cluster_gpus: float = 0.0, **settings: object) -> None:
         self.registry = MemoryRegistry(lambda: 0.0)
+        self.cluster_gpus = cluster_gpus
+        """At the start."""
+        self.settings = settings
         self.plans: list[Blueprint] = []
         self.missing: set[str] = set()
         """Models that are not to be had."""
@@ -40,20 +49,21 @@ class World:
 
     def again(self) -> None:
         """Another process."""
-        config = given()
+        config = given(**self.settings)
         found = replace(config, coordinator=replace(config.coordinator, redis_url="unix:///x"))
-        blueprint = Blueprint(
-            placement=plan_placement(found, {"CPU": 64}), deployment="d", log_directory="",
+        amounts = {"CPU": 64, "GPU": self.cluster_gpus}
+        self.original = Blueprint(
+            placement=plan_placement(found, amounts), deployment="d", log_directory="",
             local=True, given=config,
         )  # fmt: skip
-        self.rollout = Rollout(self.registry, blueprint, self._resolve, self.plans.append)
+        self.rollout = Rollout(self.registry, self.original, self._resolve, self.plans.append)
 
     async def _resolve(self, config: DeploymentConfig) -> DeploymentConfig:
         if config.draft.model in self.missing:
             raise SettingError("draft_model", "is not to be had")
         return config
 
-    async def tell(self, **values: str | int) -> str:
+    async def tell(self, **values: str | float) -> str:
         running = asyncio.create_task(self.rollout.run())
         try:
             return await tell_changes(self.registry, values)
@@ -123,6 +133,56 @@ def test_another_process_goes_by_the_changes_that_hold() -> None:
         world.again()
         await world.rollout.return_to()
         assert world.plans[2] == world.plans[0]
+
+    run_virtually(main())
+
+
+@pytest.mark.parametrize("gpus_now", [0.0, 2.0])
+def test_gpus_that_come_or_go_replace_no_model(machine: dict[str, float], gpus_now: float) -> None:
+    """Neither when the reconciler returns nor when another setting changes."""
+
+    async def main() -> None:
+        world = World(1.0, **ON_GPUS)
+        models = [world.original.plan("target"), world.original.plan("draft")]
+        machine["GPU"] = gpus_now
+        await world.tell(run_ahead_rounds=2)
+        world.again()
+        await world.rollout.return_to()
+        for plan in world.plans:
+            assert [plan.plan("target"), plan.plan("draft")] == models
+            assert plan.placement.config.target.device == "cuda"
+            assert plan.plan("coordinator") != world.original.plan("coordinator")
+
+    run_virtually(main())
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "shares"),
+    [
+        ("device", "auto", [1.0, 1.0]),
+        ("target_num_gpus", 0.25, [0.25, 1.0]),
+        ("draft_num_gpus", 0.25, [1.0, 0.25]),
+        ("tensor_parallel_size", 2, [0.5, 0.5]),
+        ("draft_tensor_parallel_size", 2, [0.5, 0.5]),
+    ],
+)
+def test_gpus_are_shared_out_anew_where_changes_say_how(
+    machine: dict[str, float], setting: str, value: str | float, shares: list[float]
+) -> None:
+    """And from then on so: what is counted then is kept with the changes."""
+
+    async def main() -> None:
+        world = World(1.0, **ON_GPUS)
+        machine["GPU"] = 2.0
+        await world.tell(**{setting: value})
+        machine["GPU"] = 8.0
+        await world.tell(run_ahead_rounds=2)
+        world.again()
+        await world.rollout.return_to()
+        for plan in world.plans:
+            draft = plan.placement.draft
+            assert draft is not None
+            assert [plan.placement.target.num_gpus, draft.num_gpus] == shares
 
     run_virtually(main())
 
