@@ -140,7 +140,10 @@ class Deployment:
         blueprint = self._blueprint(config)
         running = None if self._ray.local else await find_reconciler(self._ray.namespace)
         if running is not None:
-            return await self._take_over(running)
+            if not await running.call("ends"):
+                return await self._take_over(running)
+            self._report(f"a deployment {self.name} is being stopped there: waiting for its end")
+            await self._end(running)
         reconciler = self._reconciler = start_reconciler(blueprint, self._ray.namespace)
         self._report("waiting for a place for every actor")
         await reconciler.call("place")

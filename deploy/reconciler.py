@@ -54,6 +54,7 @@ class Reconciler:
         self._rollout = Rollout(self._registry, blueprint, _resolved, self._go_by)
         self._looking: list[asyncio.Task[None]] = []
         self._work: asyncio.Task[Any] | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._is_keeping = False
         self._hopeless: Role | None = None
         self._version = uuid.uuid4().hex
@@ -104,8 +105,18 @@ class Reconciler:
             self._rollout.name,
         )  # fmt: skip
 
+    async def ends(self) -> bool:
+        """Whether it has been told to `close`: then there is nothing to be taken over."""
+        return self._closing is not None
+
     async def close(self) -> None:
-        """Ends what it was about to do, and all replicas."""
+        """Ends what it was about to do, and all replicas, whoever waits for that; repeating it
+        waits for the same end."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         tasks = [task for task in (*self._looking, self._work) if task is not None]
         for task in tasks:
             task.cancel()
