@@ -238,15 +238,11 @@ class Proposer:
 
     def _allowed(self, head: RoundHead, committed: Sequence[int]) -> Allowed | None:
         """What may follow the committed tokens; None where anything may, or nobody knows here."""
-        if head.constraint is None or self._matchers is None:
+        if head.compiled is None or self._matchers is None:
             return None
+        completion = committed[head.prompt_length :]
         try:
-            return self._matchers.follow(
-                head.session_id,
-                head.constraint,
-                head.constraint_hash,
-                committed[head.prompt_length :],
-            )
+            return self._matchers.follow(head.session_id, head.compiled, completion)
         except Incompatible as error:
             logger.info("a session is drafted for without its constraint: %s", error)
             return None

@@ -55,7 +55,8 @@ COMPILE_WAIT_S_MAX: Final = 20
 COMPILATIONS_MAX: Final = 256
 """Constraints that may wait to be compiled in one process."""
 GRAMMARS_MAX: Final = 64
-"""Compiled constraints that a process keeps; the longest unused makes room."""
+"""Compiled constraints that a process keeps, beside those that somebody follows or waits with; the
+longest unused makes room."""
 LEXER_STATES_MAX: Final = 2**15
 """Of a compiled constraint, 1 to 2 KB each; they come as texts of its sessions are written. Where
 they are used up, it is compiled anew."""

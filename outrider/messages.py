@@ -5,16 +5,20 @@ Every message is idempotent: repeated, late or reordered ones change nothing but
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
 
 from outrider.constraints.constraint import Constraint
 from outrider.engine.costs import StepCosts
+from outrider.errors import OutriderError
 from outrider.features import Features
 from outrider.speculation.audit_sums import AuditSums
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
+
+if TYPE_CHECKING:
+    from outrider.constraints.grammars import Grammar
 
 TOKEN_BYTES: Final = 4
 
@@ -48,6 +52,9 @@ class RoundHead:
     stream."""
     constraint_hash: bytes = b""
     """Empty = nothing."""
+    compiled: Grammar | OutriderError | None = field(default=None, compare=False, repr=False)
+    """Not sent: what a replica that compiles constraints has made of it, or why it could not. Held
+    by the item, it is there when a step comes to it."""
 
     @property
     def committed_length(self) -> int:

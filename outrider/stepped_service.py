@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, Generic
 
 from outrider.constraints.constraint import Constraint
-from outrider.constraints.grammars import Grammars
+from outrider.constraints.grammars import Grammar, Grammars
 from outrider.engine.costs import StepCosts
 from outrider.engine.executor import StepExecutor
 from outrider.engine.interface import ModelInfo
@@ -44,7 +45,8 @@ class SteppedService(Generic[Item, Answer]):
     ) -> None:
         """`description.max_num_seqs` sessions share a step at most. `note_seconds` hears, between
         steps, how long the last one took; by `gathering` steps wait for sessions. An item whose
-        constraint is new waits until it is among the `grammars`."""
+        constraint is new waits until it is among the `grammars`; it then has the grammar with it,
+        so that no step compiles one."""
         self._worker = worker
         self._description = description
         self._scheduler = StepScheduler(
@@ -144,8 +146,9 @@ class SteppedService(Generic[Item, Answer]):
     def _accept_constrained(
         self, grammars: Grammars, constraint: Constraint, item: Item, outlet: Outlet[Answer]
     ) -> None:
-        if grammars.is_known(item.head.constraint_hash):
-            self._accept(item, outlet)
+        compiled = grammars.find(item.head.constraint_hash)
+        if compiled is not None:
+            self._accept(_with_compiled(item, compiled), outlet)
             return
         task = asyncio.create_task(self._compile(grammars, constraint, item, outlet))
         self._compiling.add(task)
@@ -156,13 +159,15 @@ class SteppedService(Generic[Item, Answer]):
     ) -> None:
         """Works on an item once its constraint is compiled, or known not to be possible, unless its
         round is over by then."""
+        compiled: Grammar | OutriderError
         try:
-            await grammars.prepare(constraint)
+            compiled = await grammars.prepare(constraint)
         except Overloaded as error:
             outlet.send([refusal(item.head.key, error)])
             return
         except OutriderError as error:
             logger.info("a constraint is of no use here: %s", error)
+            compiled = error
         except Exception:
             logger.exception("a constraint could not be compiled")
             outlet.send([refusal(item.head.key, OutriderError("its constraint broke down here"))])
@@ -171,7 +176,7 @@ class SteppedService(Generic[Item, Answer]):
         if stale is not None:
             self._refuse_stale(stale, outlet)
         elif not outlet.closed:
-            self._accept(item, outlet)
+            self._accept(_with_compiled(item, compiled), outlet)
 
     def _leave(self, outlet: Outlet[Answer]) -> None:
         """A stream has closed: nobody waits for its sessions until they come back on another."""
@@ -230,6 +235,10 @@ class StepConnection(Generic[Item, Answer]):
         its sessions' pages are there for others."""
         self._outlet.closed = True
         self._leave(self._outlet)
+
+
+def _with_compiled(item: Item, compiled: Grammar | OutriderError) -> Item:
+    return replace(item, head=replace(item.head, compiled=compiled))
 
 
 def describe_model(

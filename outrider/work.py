@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from outrider.errors import OutriderError
 from outrider.messages import Refused, ReplyKey, RoundHead
@@ -18,7 +18,9 @@ CANCELLED_CODE = 1
 
 
 class SteppedItem(Protocol):
-    """What a stream brings: an item with a head."""
+    """What a stream brings: an item with a head, as a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def head(self) -> RoundHead:

@@ -202,12 +202,10 @@ class Scorer:
         be held to here."""
         if head.constraint is None:
             return None
-        if self._matchers is None:
+        if self._matchers is None or head.compiled is None:
             raise Incompatible(f"{head.constraint.kind}: this target has no tokenizer")
         completion = aligned.committed[head.prompt_length :]
-        return self._matchers.follow(
-            head.session_id, head.constraint, head.constraint_hash, completion
-        )
+        return self._matchers.follow(head.session_id, head.compiled, completion)
 
     def _forget(self, session_id: str) -> None:
         self._table.release(session_id)

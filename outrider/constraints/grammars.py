@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Final
+from weakref import WeakSet, WeakValueDictionary
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -38,7 +39,7 @@ A schema's own `x-guidance` goes before this."""
 _REASON_CHARS_MAX: Final = 400
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Grammar:
     """A compiled constraint."""
 
@@ -50,6 +51,8 @@ class Grammar:
     """The mask of these alone."""
     vocab_size: int
     """Of the tokenizer."""
+    digest: bytes
+    """Of the constraint."""
     compile_s: float = 0.0
     """What it took to compile."""
 
@@ -114,12 +117,16 @@ class GrammarTokenizer:
                 start = first
         if start.is_error():
             raise BadRequest(constraint.kind, f"cannot be compiled: {_reason(start.get_error())}")
-        return Grammar(constraint, start, self.eos_token_ids, self.eos_bits, self.tokens.vocab_size)
+        return Grammar(
+            constraint, start, self.eos_token_ids, self.eos_bits, self.tokens.vocab_size,
+            constraint.digest(),
+        )  # fmt: skip
 
 
 class Grammars:
-    """The grammars of one process. Compiles off the event loop; the results, failures included, may
-    be asked for on any thread."""
+    """The grammars of one process: the last ones that were asked for, and all that somebody still
+    holds. Compiles off the event loop; the results, failures included, may be asked for on any
+    thread."""
 
     def __init__(
         self,
@@ -142,22 +149,25 @@ class Grammars:
         self._loading = threading.Lock()
         self._lock = threading.Lock()
         self._found: OrderedDict[bytes, Grammar | _Refusal] = OrderedDict()
-        self._slow: set[bytes] = set()
-        """Those of `_found` that have once taken too long to follow."""
+        self._held: WeakValueDictionary[bytes, Grammar] = WeakValueDictionary()
+        """Those of them that are grammars, and others that had to make room."""
+        self._slow: WeakSet[Grammar] = WeakSet()
+        """Those that have once taken too long to follow."""
         self._pending: dict[bytes, asyncio.Future[Any]] = {}
         self._threads: ThreadPoolExecutor | None = None
 
-    def is_known(self, digest: bytes) -> bool:
-        """Whether it has been compiled, or found not to be possible."""
-        return self._look_up(digest) is not None
+    def find(self, digest: bytes) -> Grammar | OutriderError | None:
+        """What has been compiled, or why that is not possible; None where nobody knows."""
+        found = self._look_up(digest)
+        return found.error if isinstance(found, _Refusal) else found
 
     def get(self, constraint: Constraint) -> Grammar:
         """The grammar; where it is not known (any more), compiled here and now. Raises
         `BadRequest`, with the kind as its field."""
         return _grammar_of(self._look_up(constraint.digest()) or self._compile(constraint))
 
-    async def prepare(self, constraint: Constraint) -> None:
-        """Returns once `get` answers at once. Raises what it raises, and `Overloaded`."""
+    async def prepare(self, constraint: Constraint) -> Grammar:
+        """The grammar, compiled by other threads. Raises what `get` raises, and `Overloaded`."""
         digest = constraint.digest()
         found = self._look_up(digest)
         if found is None:
@@ -166,23 +176,26 @@ class Grammars:
                     found = await asyncio.shield(self._begin(digest, constraint))
             except TimeoutError:
                 raise Overloaded("other constraints are being compiled; try later") from None
-        _grammar_of(found)
+        return _grammar_of(found)
 
-    def check_allowed(self, digest: bytes) -> None:
-        """Raises the `BadRequest` of a constraint that has been found not to be possible."""
-        found = self._look_up(digest)
-        if isinstance(found, _Refusal):
-            raise found.error
+    def allowed(self, compiled: Grammar | OutriderError) -> Grammar:
+        """The grammar. Raises what is there in its place, or has been found against it since."""
+        if isinstance(compiled, OutriderError):
+            raise compiled
+        found = self.find(compiled.digest)
+        if isinstance(found, OutriderError):
+            raise found
+        return compiled
 
     def renewed(self, used_up: Grammar) -> Grammar:
         """A grammar in place of one that is used up: another, where somebody has compiled it
         since; else compiled here and now, if that is quick. Raises `BadRequest` where it is not:
         the next session that comes with it waits until it is compiled."""
-        digest = used_up.constraint.digest()
+        digest = used_up.digest
         with self._lock:
-            if self._found.get(digest) is used_up:
+            if self._known(digest) is used_up:
                 self._drop(digest)
-            is_known = digest in self._found
+            is_known = self._known(digest) is not None
         if not is_known and used_up.compile_s > MASK_S_MAX:
             raise BadRequest(used_up.constraint.kind, "is used up here, and slow to compile again")
         return self.get(used_up.constraint)
@@ -190,13 +203,14 @@ class Grammars:
     def note_slow(self, grammar: Grammar) -> None:
         """A step was held up for too long by this grammar. Raises `BadRequest` where that was not
         the first time; it is then refused for a while."""
-        constraint = grammar.constraint
-        digest = constraint.digest()
         with self._lock:
-            if digest not in self._slow:
-                self._slow.add(digest)
+            if grammar not in self._slow:
+                self._slow.add(grammar)
                 return
-        raise self._refuse(constraint, f"takes more than {MASK_S_MAX:g} s a token; simplify it")
+        reason = f"takes more than {MASK_S_MAX:g} s a token; simplify it"
+        refusal = self._too_slow(grammar.constraint, reason)
+        self._keep(grammar.digest, refusal)
+        raise refusal.error
 
     def close(self) -> None:
         """Begins no more; one that is being compiled is not waited for."""
@@ -218,12 +232,12 @@ class Grammars:
 
     def _look_up(self, digest: bytes) -> Grammar | _Refusal | None:
         with self._lock:
-            found = self._found.get(digest)
+            found = self._known(digest)
             if isinstance(found, _Refusal) and found.until_s <= self._now():
                 self._drop(digest)
                 return None
             if found is not None:
-                self._found.move_to_end(digest)
+                self._put(digest, found)
             return found
 
     def _compile(self, constraint: Constraint) -> Grammar | _Refusal:
@@ -248,25 +262,31 @@ class Grammars:
         self._keep(constraint.digest(), found)
         return found
 
-    def _refuse(self, constraint: Constraint, reason: str) -> OutriderError:
-        refusal = self._too_slow(constraint, reason)
-        self._keep(constraint.digest(), refusal)
-        return refusal.error
-
     def _too_slow(self, constraint: Constraint, reason: str) -> _Refusal:
         return _Refusal(BadRequest(constraint.kind, reason), self._now() + TOO_SLOW_S)
 
     def _keep(self, digest: bytes, found: Grammar | _Refusal) -> None:
         with self._lock:
             self._drop(digest)
-            self._found[digest] = found
-            if len(self._found) > self._grammars_max:
-                self._drop(next(iter(self._found)))
+            self._put(digest, found)
+            if isinstance(found, Grammar):
+                self._held[digest] = found
+
+    def _known(self, digest: bytes) -> Grammar | _Refusal | None:
+        """With the lock."""
+        return self._found.get(digest) or self._held.get(digest)
+
+    def _put(self, digest: bytes, found: Grammar | _Refusal) -> None:
+        """With the lock."""
+        self._found[digest] = found
+        self._found.move_to_end(digest)
+        if len(self._found) > self._grammars_max:
+            self._found.popitem(last=False)
 
     def _drop(self, digest: bytes) -> None:
         """With the lock."""
         self._found.pop(digest, None)
-        self._slow.discard(digest)
+        self._held.pop(digest, None)
 
     def _tokens(self) -> GrammarTokenizer:
         with self._loading:

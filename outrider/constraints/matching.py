@@ -16,7 +16,6 @@ import numpy as np
 from llguidance import LLMatcher
 
 from outrider.constraints.allowed import TokenMask
-from outrider.constraints.constraint import Constraint
 from outrider.constraints.grammars import Grammar, Grammars
 from outrider.errors import BadRequest, Incompatible, OutriderError, check
 from outrider.limits import FOLLOWED_AT_ONCE, MASK_S_MAX, MATCHERS_MAX
@@ -31,7 +30,8 @@ class PrefixMatcher:
     def __init__(self, grammar: Grammar, grammars: Grammars | None = None) -> None:
         """Where the grammar is used up, the next one is got of the `grammars`; where it is slow,
         they hear. Alone it has to do as it is."""
-        self._grammar = grammar
+        self.grammar = grammar
+        """The one that it follows now."""
         self._grammars = grammars
         self._matcher: LLMatcher = grammar.start.deep_copy()
         self._is_broken = False
@@ -56,7 +56,7 @@ class PrefixMatcher:
         num_legal = common + self._consume(token_ids[common:])
         if num_legal < len(token_ids) and self._mend():
             num_legal += self._consume(token_ids[num_legal:])
-            if num_legal < len(token_ids) and self._grammar.is_used_up():
+            if num_legal < len(token_ids) and self.grammar.is_used_up():
                 raise self._too_hard(_USED_UP)
         return num_legal
 
@@ -64,7 +64,7 @@ class PrefixMatcher:
         """What may come next. Raises `Incompatible` where nothing may, or the grammar has become
         too hard."""
         if self._num_fed < len(self._tokens):
-            ends = np.frombuffer(self._grammar.eos_bits, dtype=np.uint8)
+            ends = np.frombuffer(self.grammar.eos_bits, dtype=np.uint8)
             return TokenMask(ends, is_over=True)
         began = self._time()
         mask = self._matcher.compute_bitmask()
@@ -80,7 +80,7 @@ class PrefixMatcher:
 
     def _consume(self, token_ids: Sequence[int]) -> int:
         """Of them, those that spell what is allowed here."""
-        grammar, num_legal = self._grammar, 0
+        grammar, num_legal = self.grammar, 0
         if self._num_fed == len(self._tokens):
             words = []
             for token_id in token_ids:
@@ -122,9 +122,9 @@ class PrefixMatcher:
     def _mend(self) -> bool:
         """After something that failed: whether it can be tried again, by a grammar that is not used
         up. Raises `Incompatible` where there is none, or the constraint itself is too hard."""
-        if self._grammars is not None and self._grammar.is_used_up():
+        if self._grammars is not None and self.grammar.is_used_up():
             try:
-                self._grammar = self._grammars.renewed(self._grammar)
+                self.grammar = self._grammars.renewed(self.grammar)
             except OutriderError as error:
                 raise self._too_hard(error.message) from error
             if not self._start_over():
@@ -136,7 +136,7 @@ class PrefixMatcher:
 
     def _start_over(self) -> bool:
         """To the same state by a new matcher; False where this grammar does not get there."""
-        self._matcher = self._grammar.start.deep_copy()
+        self._matcher = self.grammar.start.deep_copy()
         words = self._tokens[: self._num_fed]
         self._is_broken = self._feed(words) < len(words)
         return not self._is_broken
@@ -150,7 +150,7 @@ class PrefixMatcher:
         allowed = MASK_S_MAX * -(-num_tokens // FOLLOWED_AT_ONCE)
         if self._grammars is not None and self._time() - began > allowed:
             try:
-                self._grammars.note_slow(self._grammar)
+                self._grammars.note_slow(self.grammar)
             except BadRequest as error:
                 raise self._too_hard(error.reason) from error
 
@@ -158,7 +158,7 @@ class PrefixMatcher:
         """Why nothing follows; the matcher has to start over before it says anything again."""
         self._is_broken = True
         said = " ".join((reason or self._matcher.get_error() or "it is too hard").split())[:200]
-        kind, num_tokens = self._grammar.constraint.kind, self._num_fed
+        kind, num_tokens = self.grammar.constraint.kind, self._num_fed
         return Incompatible(f"{kind}: cannot be followed after {num_tokens} tokens: {said}")
 
 
@@ -203,33 +203,32 @@ class Matchers:
     def __init__(self, grammars: Grammars, sessions_max: int = MATCHERS_MAX) -> None:
         self._grammars = grammars
         self._sessions_max = sessions_max
-        self._matchers: OrderedDict[str, tuple[bytes, PrefixMatcher]] = OrderedDict()
+        self._matchers: OrderedDict[str, PrefixMatcher] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._matchers)
 
     def follow(
-        self, session_id: str, constraint: Constraint, digest: bytes, completion: Sequence[int]
+        self, session_id: str, compiled: Grammar | OutriderError, completion: Sequence[int]
     ) -> Followed:
         """What may follow a session's completion so far; good until the session is followed again.
-        Raises `Incompatible` for a constraint that cannot be compiled here, or that the completion
-        does not meet."""
-        kept = self._matchers.pop(session_id, None)
+        `compiled` is its constraint's grammar, or why there is none. Raises `Incompatible` for the
+        latter, for what has been refused since, and for what the completion does not meet."""
+        matcher = self._matchers.pop(session_id, None)
         try:
-            self._grammars.check_allowed(digest)
-            if kept is None or kept[0] != digest:
-                kept = digest, PrefixMatcher(self._grammars.get(constraint), self._grammars)
+            grammar = self._grammars.allowed(compiled)
         except OutriderError as error:
             raise Incompatible(error.message) from error
-        num_legal = kept[1].stand(0, completion)
+        if matcher is None or matcher.grammar.digest != grammar.digest:
+            matcher = PrefixMatcher(grammar, self._grammars)
+        num_legal = matcher.stand(0, completion)
         if num_legal < len(completion):
-            raise Incompatible(
-                f"{constraint.kind}: token {num_legal} of the completion does not meet it here"
-            )
-        self._matchers[session_id] = kept
+            kind = grammar.constraint.kind
+            raise Incompatible(f"{kind}: token {num_legal} of the completion does not meet it here")
+        self._matchers[session_id] = matcher
         if len(self._matchers) > self._sessions_max:
             self._matchers.popitem(last=False)
-        return Followed(kept[1], len(completion))
+        return Followed(matcher, len(completion))
 
     def release(self, session_id: str) -> None:
         """Forgets a session; unknown ones are ignored."""

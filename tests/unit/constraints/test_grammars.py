@@ -89,7 +89,7 @@ async def test_what_cannot_be_compiled_is_told_by_name_and_remembered(
     for _ in range(2):
         with pytest.raises(BadRequest, match=said):
             await known.prepare(constraint)
-    assert known.is_known(constraint.digest())
+    assert isinstance(known.find(constraint.digest()), BadRequest)
     with pytest.raises(BadRequest, match=said):
         known.get(constraint)
     known.close()
@@ -116,9 +116,27 @@ async def test_the_longest_unused_grammar_makes_room() -> None:
     known = Grammars(tokens, grammars_max=2)
     for name in ("regex", "choice", "regex", "schema"):
         await known.prepare(CONSTRAINTS[name])
-    there = [known.is_known(CONSTRAINTS[name].digest()) for name in ("regex", "choice", "schema")]
-    assert there == [True, False, True]
+    there = [known.find(CONSTRAINTS[name].digest()) for name in ("regex", "choice", "schema")]
+    assert [found is None for found in there] == [False, True, False]
     assert known.get(CONSTRAINTS["choice"]).constraint == CONSTRAINTS["choice"]
+    known.close()
+
+
+async def test_a_grammar_that_somebody_holds_is_found_however_many_came_since() -> None:
+    """By an item that waits for a step, or by a session that has begun."""
+    known = Grammars(tokens, grammars_max=2)
+    held = await known.prepare(CONSTRAINTS["regex"])
+    matchers = Matchers(known)
+    matchers.follow("a", await known.prepare(CONSTRAINTS["schema"]), ())
+    followed = CONSTRAINTS["schema"].digest()
+    for index in range(3):
+        await known.prepare(Constraint.of_regex(f"a{index}"))
+    assert known.find(held.digest) is held
+    assert known.find(followed) is not None
+    matchers.release("a")
+    for index in range(3):
+        await known.prepare(Constraint.of_regex(f"a{index}"))
+    assert known.find(followed) is None
     known.close()
 
 
@@ -172,11 +190,12 @@ async def test_a_compilation_that_breaks_down_is_a_refusal_for_a_while() -> None
     known = Grammars(lambda: Broken(hf_tokenizer(), (0,)), now=lambda: now[0])
     with pytest.raises(InvariantError, match="regex: could not be compiled, by a fault of ours"):
         await known.prepare(CONSTRAINTS["regex"])
-    regex = CONSTRAINTS["regex"]
+    error = known.find(CONSTRAINTS["regex"].digest())
+    assert error is not None
     with pytest.raises(Incompatible, match="regex: could not be compiled, by a fault of ours"):
-        Matchers(known).follow("a", regex, regex.digest(), ())
+        Matchers(known).follow("a", error, ())
     now[0] = TOO_SLOW_S
-    assert not known.is_known(CONSTRAINTS["regex"].digest())
+    assert known.find(CONSTRAINTS["regex"].digest()) is None
     known.close()
 
 
@@ -194,7 +213,7 @@ async def test_nobody_waits_for_the_compilations_of_others_for_ever() -> None:
             await known.prepare(CONSTRAINTS[name])
     free.set()
     async with asyncio.timeout(10):
-        while not known.is_known(CONSTRAINTS["schema"].digest()):
+        while known.find(CONSTRAINTS["schema"].digest()) is None:
             await asyncio.sleep(0.01)
     await known.prepare(CONSTRAINTS["schema"])
     known.close()

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from outrider.constraints.constraint import Constraint
 from outrider.constraints.grammars import Grammars, GrammarTokenizer
 from outrider.constraints.matching import Matchers, PrefixMatcher
-from outrider.errors import BadRequest, ConfigError, Incompatible
+from outrider.errors import BadRequest, Incompatible
 from outrider.limits import FOLLOWED_AT_ONCE, MASK_S_MAX, TOO_SLOW_S
 
 
@@ -74,9 +74,8 @@ def test_what_a_mask_holds_can_be_written_to_its_end(name: str) -> None:
 @pytest.mark.parametrize("name", CONSTRAINTS)
 def test_tokens_are_legal_as_far_as_their_masks_hold_them(name: str) -> None:
     chosen = random.Random(5)
-    constraint = CONSTRAINTS[name]
     for _ in range(20):
-        followed = Matchers(grammars()).follow("a", constraint, constraint.digest(), [])
+        followed = Matchers(grammars()).follow("a", grammar(name), [])
         drafted: list[int] = []
         for _ in range(chosen.randrange(8)):
             drafted.append(chosen.choice(fresh_mask(name, drafted)))
@@ -116,21 +115,20 @@ def test_the_end_of_text_may_stand_where_the_text_is_whole_and_nothing_else_foll
 
 
 def test_sessions_are_followed_anew_after_their_matcher_was_dropped() -> None:
-    constraint = CONSTRAINTS["schema"]
-    matchers = Matchers(grammars(), sessions_max=1)
+    matchers, schema = Matchers(grammars(), sessions_max=1), grammar("schema")
     ids = hf_tokenizer().encode('{"name":"x","tags":["bb"')
-    first = matchers.follow("a", constraint, constraint.digest(), ids[:5])
+    first = matchers.follow("a", schema, ids[:5])
     drafted = ids[5:8]
     assert first.num_legal([*drafted, eos()]) == 3
     mask = first.after(drafted)
-    matchers.follow("b", constraint, constraint.digest(), [])  # makes room of a
+    matchers.follow("b", schema, [])  # makes room of a
     assert len(matchers) == 1
-    again = matchers.follow("a", constraint, constraint.digest(), ids[:7])
+    again = matchers.follow("a", schema, ids[:7])
     there = again.after(ids[7:8])
     assert mask is not None
     assert there is not None
     assert (mask.bits == there.bits).all()
-    ahead = matchers.follow("a", constraint, constraint.digest(), ids[:3]).behind(ids[3:6])
+    ahead = matchers.follow("a", schema, ids[:3]).behind(ids[3:6])
     assert (ahead.after(ids[6:8]).bits == mask.bits).all()  # type: ignore[union-attr]
     assert ahead.num_legal([*ids[6:8], eos()]) == 2
     assert ahead.after([eos()]) is None
@@ -141,28 +139,22 @@ def test_sessions_are_followed_anew_after_their_matcher_was_dropped() -> None:
 def test_another_constraint_of_the_same_session_is_another_matcher() -> None:
     matchers = Matchers(grammars())
     for name in ("choice", "regex"):
-        constraint = CONSTRAINTS[name]
-        followed = matchers.follow("a", constraint, constraint.digest(), [])
+        followed = matchers.follow("a", grammar(name), [])
         mask = followed.after(())
         assert mask is not None
         assert list(mask.flags(len(hf_tokenizer())).nonzero()[0]) == fresh_mask(name, [])
 
 
 def test_a_completion_that_breaks_its_constraint_is_refused_by_name() -> None:
-    constraint = CONSTRAINTS["regex"]
     matchers = Matchers(grammars())
     ids = hf_tokenizer().encode("the quick 55")
     with pytest.raises(Incompatible, match=r"^regex: token \d+ of the completion does not meet it"):
-        matchers.follow("a", constraint, constraint.digest(), ids)
+        matchers.follow("a", grammar("regex"), ids)
 
 
 def test_a_constraint_that_a_replica_cannot_compile_is_refused_by_name() -> None:
-    def load() -> None:
-        raise ConfigError("the model has no tokenizer")
-
-    constraint = CONSTRAINTS["regex"]
     with pytest.raises(Incompatible, match="regex: the model has no tokenizer"):
-        Matchers(Grammars(load)).follow("a", constraint, constraint.digest(), [])  # type: ignore[arg-type]
+        Matchers(grammars()).follow("a", BadRequest("regex", "the model has no tokenizer"), [])
 
 
 MANY_STATES = Constraint.of_regex("[a-d]*a[a-d]{15}")
@@ -177,13 +169,13 @@ def test_sessions_that_use_a_grammar_up_go_on_with_the_next() -> None:
     """And so do those that were in the middle, to the same masks; whoever begins gets one, too."""
     chosen = random.Random(2)
     known, letters = with_states(300), [hf_tokenizer().encode(c)[0] for c in "abcd"]
-    digest, first = MANY_STATES.digest(), known.get(MANY_STATES)
+    first = known.get(MANY_STATES)
     roomy = tokens().compile(MANY_STATES)
     matchers = Matchers(known)
     written: list[list[int]] = [[] for _ in range(40)]
     for _ in range(14):
         for session, token_ids in enumerate(written):
-            followed = matchers.follow(str(session), MANY_STATES, digest, token_ids)
+            followed = matchers.follow(str(session), first, token_ids)
             mask = followed.after(())
             alone = PrefixMatcher(roomy)
             assert alone.stand(0, token_ids) == len(token_ids)
@@ -196,36 +188,37 @@ def test_sessions_that_use_a_grammar_up_go_on_with_the_next() -> None:
 
 
 def test_a_completion_too_hard_for_any_grammar_is_refused_and_hurts_no_other() -> None:
-    known, digest = with_states(60), MANY_STATES.digest()
+    known = with_states(60)
     letters = hf_tokenizer().encode("abcabcdabcabadcabdacbbacabbabdabcacabdabacbadbacba")
     for _ in range(3):
         with pytest.raises(
             Incompatible, match=r"regex: cannot be followed after \d+ tokens: .*many"
         ):
-            Matchers(known).follow("a", MANY_STATES, digest, letters).after(())
-        assert Matchers(known).follow("b", MANY_STATES, digest, letters[:1]).after(()) is not None
+            Matchers(known).follow("a", known.get(MANY_STATES), letters).after(())
+        again = Matchers(known).follow("b", known.get(MANY_STATES), letters[:1])
+        assert again.after(()) is not None
 
 
 async def test_one_that_is_slow_to_compile_is_not_compiled_where_all_wait() -> None:
     times = iter([0.0, MASK_S_MAX + 0.01])
-    known, digest = with_states(60, clock=lambda: next(times, 0.0)), MANY_STATES.digest()
+    known = with_states(60, clock=lambda: next(times, 0.0))
     letters = hf_tokenizer().encode("abcabcdabcabadcabdacbbacabbabdabcacabdabacbadbacba")
-    await known.prepare(MANY_STATES)
+    first = await known.prepare(MANY_STATES)
     with pytest.raises(Incompatible, match="is used up here, and slow to compile again"):
-        Matchers(known).follow("a", MANY_STATES, digest, letters).after(())
-    assert not known.is_known(digest)
-    await known.prepare(MANY_STATES)
-    assert Matchers(known).follow("a", MANY_STATES, digest, letters[:1]).after(()) is not None
+        Matchers(known).follow("a", first, letters).after(())
+    assert known.find(MANY_STATES.digest()) is None
+    second = await known.prepare(MANY_STATES)
+    assert Matchers(known).follow("a", second, letters[:1]).after(()) is not None
     known.close()
 
 
 def test_what_becomes_too_hard_is_incompatible_whenever_it_is_asked() -> None:
     """The first token passes; what follows it takes more than a step may."""
     patterns = [{"type": "string", "pattern": f"^.{{0,{i}}}[a-x].{{0,{i}}}$"} for i in range(699)]
-    constraint = Constraint.of_schema({"anyOf": patterns})
+    compiled = tokens().compile(Constraint.of_schema({"anyOf": patterns}))
     matchers, quote = Matchers(grammars()), hf_tokenizer().encode('"')
     for _ in range(2):
-        followed = matchers.follow("a", constraint, constraint.digest(), quote)
+        followed = matchers.follow("a", compiled, quote)
         for _ in range(2):
             with pytest.raises(Incompatible, match="json_schema: cannot be followed after 1 token"):
                 followed.after(())
@@ -238,13 +231,14 @@ def test_a_grammar_that_is_slow_twice_is_refused_for_a_while(num_tokens: int) ->
     known = Grammars(tokens, clock=lambda: seconds[0], now=lambda: seconds[1])
     constraint = Constraint.of_regex("[a-z]+")
     letters = hf_tokenizer().encode("a")[:1] * num_tokens
-    followed = Matchers(known).follow("quick", constraint, constraint.digest(), letters)
+    compiled = known.get(constraint)
+    followed = Matchers(known).follow("quick", compiled, letters)
     assert followed.after(()) is not None
     known.clock = lambda: ticking(seconds, MASK_S_MAX * (1 + num_tokens // FOLLOWED_AT_ONCE) + 0.01)
     matchers = Matchers(known)
 
     def ask() -> object:
-        return matchers.follow("a", constraint, constraint.digest(), letters).after(())
+        return matchers.follow("a", compiled, letters).after(())
 
     if num_tokens == 0:
         assert ask() is not None

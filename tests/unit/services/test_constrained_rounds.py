@@ -4,6 +4,7 @@ it, whatever was drafted, thrown away or forgotten on the way."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -17,12 +18,13 @@ from toy_engine import ToyEngine, toy_logits
 
 from draft_service.service import DraftService
 from outrider.constraints.constraint import Constraint
-from outrider.constraints.grammars import Grammars
+from outrider.constraints.grammars import Grammar, Grammars, GrammarTokenizer
 from outrider.constraints.matching import Matchers, PrefixMatcher
 from outrider.drafting.growing_rounds import GrowingRound, RoundDraws, RoundWanted
 from outrider.drafting.ngram import NgramConfig, NgramDrafter
 from outrider.engine.executor import InlineExecutor
 from outrider.errors import ConfigError
+from outrider.limits import GRAMMARS_MAX
 from outrider.messages import DraftItem, ProposalReply, Refused, VerdictReply, VerifyItem
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import Proposal, SealedProposal
@@ -289,6 +291,50 @@ async def test_a_completion_that_breaks_its_constraint_is_refused() -> None:
         assert isinstance(drafted, ProposalReply)
 
 
+async def test_a_step_compiles_nothing_however_many_constraints_are_in_flight() -> None:
+    """More than a process keeps wait for one step; each is compiled once, on a thread of its own,
+    and not again for the rounds that follow."""
+    names: list[str] = []
+    free = asyncio.Event()
+
+    class Noting(GrammarTokenizer):
+        def compile(self, constraint: Constraint) -> Grammar:
+            names.append(threading.current_thread().name)
+            return super().compile(constraint)
+
+    class Held(InlineExecutor):
+        async def run(self, step: Callable[[], Any]) -> Any:
+            await free.wait()
+            return await super().run(step)
+
+    known = Grammars(lambda: Noting(hf_tokenizer(), (eos(),)))
+    target = TargetService(engine(1), Held(lambda: 0.0), max_num_seqs=8, grammars=known)
+    link = MemoryLink[Any, Any](target)
+    listener = Listener(link)
+    number = GRAMMARS_MAX + 6
+    heads = [
+        make_head(
+            PROMPT, rule=Rule.TOKEN, sampling=SAMPLED, prompt_length=8, session=session,
+            constraint=Constraint.of_regex(f"[a-z]{{{session + 2}}}"),
+        )
+        for session in range(number)
+    ]  # fmt: skip
+    for head in heads:
+        link.send(VerifyItem(head))
+    async with asyncio.timeout(PATIENCE_S):
+        while len(names) < number:
+            await asyncio.sleep(0.01)
+    free.set()
+    await listener.wait(number)
+    for head in heads:
+        link.send(VerifyItem(replace(head, round=1)))
+    answers = await listener.wait(2 * number)
+    assert all(isinstance(answer, VerdictReply) for answer in answers)
+    assert len(names) == number
+    assert all(name.startswith("grammar") for name in names)
+    await target.close()
+
+
 async def test_items_that_wait_for_a_compilation_are_answered_before_a_replica_stops() -> None:
     async with running(grammars(), None) as pair:
         link, listener = pair.links[0]
@@ -359,14 +405,13 @@ async def test_what_is_looked_up_is_cut_where_the_grammar_ends_it() -> None:
 @pytest.mark.parametrize("columns", [(), tuple(range(0, VOCAB, 3))])
 def test_rounds_that_a_target_drafts_itself_are_masked(columns: tuple[int, ...]) -> None:
     """Those of several sessions, with and without a constraint, drawn together."""
-    constraint = CONSTRAINTS["regex"]
     vocabulary = ReducedVocabulary.of(columns)
     draws = RoundDraws(vocabulary, 16)
     matchers, grown = Matchers(grammars()), []
     for session in range(12):
         allowed = None
         if session % 3:
-            allowed = matchers.follow(str(session), constraint, constraint.digest(), [])
+            allowed = matchers.follow(str(session), grammar("regex"), [])
         noise = RoundNoise(session, Rule.TOKEN, 4)
         wanted = RoundWanted(1, 5, SAMPLED, Rule.TOKEN, noise, NO_HISTORY, allowed=allowed)
         grown.append(GrowingRound(wanted))
