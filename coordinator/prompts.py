@@ -3,14 +3,13 @@ takes seconds."""
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Protocol
 
 from outrider.constraints.constraint import Constraint
 from outrider.constraints.grammars import Grammars, GrammarTokenizer
 from outrider.errors import BadRequest
 from outrider.generation import ChatMessage, Prompt
+from outrider.shared_calls import SharedCalls
 
 from .completion import TextStream
 
@@ -54,10 +53,10 @@ class PromptEncoder:
     def __init__(self, text: Text | None) -> None:
         """`text` is None for a model without a tokenizer: it takes token ids alone."""
         self._text = text
-        self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self._calls: SharedCalls[int, tuple[int, ...]] = SharedCalls(TOKENIZER_THREADS, "tokenizer")
+        """By the prompt's identity, which the generations of one request have in common; as long as
+        one of them waits, nothing else has it."""
         self._grammars: Grammars | None = None
-        self._running: dict[int, _Running] = {}
-        """By the prompt's identity: the generations of one request have it in common."""
 
     async def encode(self, prompt: Prompt, tokens_max: int) -> tuple[str, tuple[int, ...]]:
         """The name of the field that the prompt came in, and its token ids. The same object is
@@ -92,7 +91,7 @@ class PromptEncoder:
         """Takes no more prompts; one that is being tokenized is not waited for."""
         if self._grammars is not None:
             self._grammars.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._calls.close()
 
     async def _run(
         self,
@@ -118,28 +117,7 @@ class PromptEncoder:
                 text.encode(prompt) if isinstance(prompt, str) else text.encode_chat(prompt)
             )
 
-        running = self._running.get(id(source))
-        if running is None:
-            loop = asyncio.get_running_loop()
-            running = _Running(source, loop.run_in_executor(self._threads, tokenize))
-            self._running[id(source)] = running
-        running.num_waiting += 1
-        try:
-            return await asyncio.shield(running.ids)
-        finally:
-            running.num_waiting -= 1
-            if not running.num_waiting:
-                del self._running[id(source)]
-                running.ids.cancel()  # If it has not begun, it need not.
-
-
-class _Running:
-    """A prompt that is being tokenized."""
-
-    def __init__(self, source: Prompt, ids: asyncio.Future[tuple[int, ...]]) -> None:
-        self.source = source  # As long as it is there nothing else has its identity.
-        self.ids = ids
-        self.num_waiting = 0
+        return await self._calls.result(id(source), tokenize)
 
 
 def _size(text: str) -> int:

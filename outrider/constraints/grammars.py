@@ -10,7 +10,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Final
 from weakref import WeakSet, WeakValueDictionary
@@ -30,6 +29,7 @@ from outrider.limits import (
     MASK_S_MAX,
     TOO_SLOW_S,
 )
+from outrider.shared_calls import SharedCalls
 
 logger = logging.getLogger(__name__)
 
@@ -153,8 +153,9 @@ class Grammars:
         """Those of them that are grammars, and others that had to make room."""
         self._slow: WeakSet[Grammar] = WeakSet()
         """Those that have once taken too long to follow."""
-        self._pending: dict[bytes, asyncio.Future[Any]] = {}
-        self._threads: ThreadPoolExecutor | None = None
+        self._calls: SharedCalls[bytes, Grammar | _Refusal] = SharedCalls(
+            COMPILE_THREADS, "grammar"
+        )
 
     def find(self, digest: bytes) -> Grammar | OutriderError | None:
         """What has been compiled, or why that is not possible; None where nobody knows."""
@@ -171,9 +172,11 @@ class Grammars:
         digest = constraint.digest()
         found = self._look_up(digest)
         if found is None:
+            if len(self._calls) >= COMPILATIONS_MAX and digest not in self._calls:
+                raise Overloaded(f"{COMPILATIONS_MAX} constraints wait to be compiled; try later")
             try:
                 async with asyncio.timeout(self._wait_s_max):
-                    found = await asyncio.shield(self._begin(digest, constraint))
+                    found = await self._calls.result(digest, lambda: self._compile(constraint))
             except TimeoutError:
                 raise Overloaded("other constraints are being compiled; try later") from None
         return _grammar_of(found)
@@ -214,21 +217,7 @@ class Grammars:
 
     def close(self) -> None:
         """Begins no more; one that is being compiled is not waited for."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _begin(self, digest: bytes, constraint: Constraint) -> asyncio.Future[Grammar | _Refusal]:
-        pending = self._pending.get(digest)
-        if pending is None:
-            if len(self._pending) >= COMPILATIONS_MAX:
-                raise Overloaded(f"{COMPILATIONS_MAX} constraints wait to be compiled; try later")
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
-            loop = asyncio.get_running_loop()
-            pending = loop.run_in_executor(self._threads, self._compile, constraint)
-            self._pending[digest] = pending
-            pending.add_done_callback(lambda _: self._pending.pop(digest, None))
-        return pending
+        self._calls.close()
 
     def _look_up(self, digest: bytes) -> Grammar | _Refusal | None:
         with self._lock:

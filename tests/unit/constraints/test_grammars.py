@@ -12,10 +12,10 @@ import pytest
 from constrained import CONSTRAINTS, SCHEMA, grammars, hf_tokenizer, tokens
 
 from outrider.constraints.constraint import Constraint
-from outrider.constraints.grammars import Grammars, GrammarTokenizer
+from outrider.constraints.grammars import Grammar, Grammars, GrammarTokenizer
 from outrider.constraints.matching import Matchers, PrefixMatcher
 from outrider.errors import BadRequest, ConfigError, Incompatible, InvariantError, Overloaded
-from outrider.limits import COMPILATIONS_MAX, COMPILE_S_MAX, MASK_S_MAX, TOO_SLOW_S
+from outrider.limits import COMPILATIONS_MAX, COMPILE_S_MAX, COMPILE_THREADS, MASK_S_MAX, TOO_SLOW_S
 
 ITSELF = {"$ref": "#/$defs/a"}
 
@@ -181,6 +181,36 @@ async def test_no_more_wait_than_may() -> None:
     known.close()
 
 
+def held(free: threading.Event, **options: Any) -> Grammars:
+    """Whose compilations do not end before that."""
+
+    class Held(GrammarTokenizer):
+        def compile(self, constraint: Constraint) -> Grammar:
+            free.wait(10)
+            return super().compile(constraint)
+
+    return Grammars(lambda: Held(hf_tokenizer(), (0,)), **options)
+
+
+async def test_what_nobody_waits_for_any_more_is_not_compiled_and_takes_no_place() -> None:
+    free = threading.Event()
+    known = held(free)
+    busy = [Constraint.of_regex("b" * (1 + index)) for index in range(COMPILE_THREADS)]
+    running = [asyncio.ensure_future(known.prepare(constraint)) for constraint in busy]
+    left = [Constraint.of_regex(f"a{index}") for index in range(COMPILATIONS_MAX)]
+    for constraint in left:
+        waiting = asyncio.ensure_future(known.prepare(constraint))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+    running.append(asyncio.ensure_future(known.prepare(CONSTRAINTS["regex"])))
+    await asyncio.sleep(0)
+    free.set()
+    await asyncio.gather(*running)
+    assert [known.find(constraint.digest()) for constraint in left] == [None] * len(left)
+    known.close()
+
+
 async def test_a_compilation_that_breaks_down_is_a_refusal_for_a_while() -> None:
     class Broken(GrammarTokenizer):
         def compile(self, constraint: Constraint):  # type: ignore[no-untyped-def]
@@ -201,21 +231,15 @@ async def test_a_compilation_that_breaks_down_is_a_refusal_for_a_while() -> None
 
 async def test_nobody_waits_for_the_compilations_of_others_for_ever() -> None:
     free = threading.Event()
-
-    class Held(GrammarTokenizer):
-        def compile(self, constraint: Constraint):  # type: ignore[no-untyped-def]
-            free.wait(10)
-            return super().compile(constraint)
-
-    known = Grammars(lambda: Held(hf_tokenizer(), (0,)), wait_s_max=0.05)
+    known = held(free, wait_s_max=0.3)
     for name in ("regex", "choice", "schema"):
         with pytest.raises(Overloaded, match="other constraints are being compiled; try later"):
             await known.prepare(CONSTRAINTS[name])
     free.set()
     async with asyncio.timeout(10):
-        while known.find(CONSTRAINTS["schema"].digest()) is None:
+        while known.find(CONSTRAINTS["choice"].digest()) is None:
             await asyncio.sleep(0.01)
-    await known.prepare(CONSTRAINTS["schema"])
+    assert known.find(CONSTRAINTS["schema"].digest()) is None  # It had not begun.
     known.close()
 
 
