@@ -74,9 +74,9 @@ class PromptEncoder:
         return "chat", await self._run("chat", prompt, messages, size, tokens_max)
 
     async def check_constraint(
-        self, constraint: Constraint, eos_token_ids: tuple[int, ...]
+        self, constraint: Constraint, eos_token_ids: tuple[int, ...], tenant: str
     ) -> None:
-        """Raises `BadRequest`, with the kind as its field, for a constraint that cannot be
+        """Raises `BadRequest`, with the kind as its field, for a tenant's constraint that cannot be
         compiled with the model's tokenizer, whose texts these tokens end; `Overloaded`."""
         text = self._text
         if text is None:
@@ -85,7 +85,7 @@ class PromptEncoder:
             )
         if self._grammars is None:
             self._grammars = Grammars(lambda: text.grammar_tokenizer(eos_token_ids))
-        await self._grammars.prepare(constraint)
+        await self._grammars.prepare(constraint, tenant)
 
     def close(self) -> None:
         """Takes no more prompts; one that is being tokenized is not waited for."""

@@ -209,7 +209,7 @@ class CoordinatorService:
         try:
             try:
                 async with asyncio.timeout_at(deadline):
-                    parameters = await self._resolve(request)
+                    parameters = await self._resolve(request, tenant)
                     session = await self._opener.open(tenant, parameters)
             except TimeoutError:
                 raise DeadlineExceeded(
@@ -394,11 +394,12 @@ class CoordinatorService:
         if self._num_admitted >= self._options.max_sessions:
             raise Overloaded(f"{self._options.max_sessions} sessions run already; try again later")
 
-    async def _resolve(self, request: GenerateRequest) -> GenerationParameters:
+    async def _resolve(self, request: GenerateRequest, tenant: str) -> GenerationParameters:
         field, prompt_ids = await self._prompts.encode(request.prompt, self.model.max_model_len)
         seed = self._random_seed()
         if request.constraint is not None:
-            await self._prompts.check_constraint(request.constraint, self.model.eos_token_ids)
+            ends = self.model.eos_token_ids
+            await self._prompts.check_constraint(request.constraint, ends, tenant)
         parameters = resolve(request, field, prompt_ids, self.model, self._options.defaults, seed)
         return replace(parameters, weights=self.targets.weights)
 

@@ -146,7 +146,7 @@ class SteppedService(Generic[Item, Answer]):
     def _accept_constrained(
         self, grammars: Grammars, constraint: Constraint, item: Item, outlet: Outlet[Answer]
     ) -> None:
-        compiled = grammars.find(item.head.constraint_hash)
+        compiled = grammars.find(item.head.constraint_hash, item.head.tenant)
         if compiled is not None:
             self._accept(_with_compiled(item, compiled), outlet)
             return
@@ -161,7 +161,7 @@ class SteppedService(Generic[Item, Answer]):
         round is over by then."""
         compiled: Grammar | OutriderError
         try:
-            compiled = await grammars.prepare(constraint)
+            compiled = await grammars.prepare(constraint, item.head.tenant)
         except Overloaded as error:
             outlet.send([refusal(item.head.key, error)])
             return

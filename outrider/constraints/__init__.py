@@ -5,7 +5,7 @@
 | `constraint.py` | the value that a request, the wire and the store have | nothing |
 | `ambiguity.py` | the alternatives of a schema, counted | nothing |
 | `allowed.py` | which tokens may follow: masks, and who knows them | numpy |
-| `grammars.py` | compiled constraints, kept by digest | llguidance |
+| `grammars.py` | compiled constraints, kept by tenant and digest | llguidance |
 | `matching.py` | what the tokens so far allow | llguidance |
 
 Nothing here needs torch: `outrider.speculation.masking` brings masks to logits.

@@ -1,4 +1,5 @@
-"""Constraints compiled to what tells token masks, on threads of their own, kept by digest."""
+"""Constraints compiled to what tells token masks, on threads of their own, kept by tenant and
+digest."""
 
 from __future__ import annotations
 
@@ -37,6 +38,8 @@ _SPACES: Final = " "
 """One space may stand wherever JSON lets any: a model that likes them does not write them for ever.
 A schema's own `x-guidance` goes before this."""
 _REASON_CHARS_MAX: Final = 400
+_Key = tuple[str, bytes]
+"""A tenant, and the digest of a constraint."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -53,8 +56,15 @@ class Grammar:
     """Of the tokenizer."""
     digest: bytes
     """Of the constraint."""
+    tenant: str = ""
+    """Whose sessions alone follow it."""
     compile_s: float = 0.0
     """What it took to compile."""
+
+    @property
+    def key(self) -> _Key:
+        """What it is kept by."""
+        return self.tenant, self.digest
 
     def is_used_up(self) -> bool:
         """Whether it can be followed no further: all copies share the states of their lexer, and
@@ -126,7 +136,7 @@ class GrammarTokenizer:
 class Grammars:
     """The grammars of one process: the last ones that were asked for, and all that somebody still
     holds. Compiles off the event loop; the results, failures included, may be asked for on any
-    thread."""
+    thread. Each tenant has its own, so that none learns by times or refusals what others ask."""
 
     def __init__(
         self,
@@ -148,35 +158,34 @@ class Grammars:
         self._tokenizer: GrammarTokenizer | ConfigError | None = None
         self._loading = threading.Lock()
         self._lock = threading.Lock()
-        self._found: OrderedDict[bytes, Grammar | _Refusal] = OrderedDict()
-        self._held: WeakValueDictionary[bytes, Grammar] = WeakValueDictionary()
+        self._found: OrderedDict[_Key, Grammar | _Refusal] = OrderedDict()
+        self._held: WeakValueDictionary[_Key, Grammar] = WeakValueDictionary()
         """Those of them that are grammars, and others that had to make room."""
         self._slow: WeakSet[Grammar] = WeakSet()
         """Those that have once taken too long to follow."""
-        self._calls: SharedCalls[bytes, Grammar | _Refusal] = SharedCalls(
-            COMPILE_THREADS, "grammar"
-        )
+        self._calls: SharedCalls[_Key, Grammar | _Refusal] = SharedCalls(COMPILE_THREADS, "grammar")
 
-    def find(self, digest: bytes) -> Grammar | OutriderError | None:
+    def find(self, digest: bytes, tenant: str = "") -> Grammar | OutriderError | None:
         """What has been compiled, or why that is not possible; None where nobody knows."""
-        found = self._look_up(digest)
+        found = self._look_up((tenant, digest))
         return found.error if isinstance(found, _Refusal) else found
 
-    def get(self, constraint: Constraint) -> Grammar:
+    def get(self, constraint: Constraint, tenant: str = "") -> Grammar:
         """The grammar; where it is not known (any more), compiled here and now. Raises
         `BadRequest`, with the kind as its field."""
-        return _grammar_of(self._look_up(constraint.digest()) or self._compile(constraint))
+        found = self._look_up((tenant, constraint.digest()))
+        return _grammar_of(found or self._compile(constraint, tenant))
 
-    async def prepare(self, constraint: Constraint) -> Grammar:
+    async def prepare(self, constraint: Constraint, tenant: str = "") -> Grammar:
         """The grammar, compiled by other threads. Raises what `get` raises, and `Overloaded`."""
-        digest = constraint.digest()
-        found = self._look_up(digest)
+        key = tenant, constraint.digest()
+        found = self._look_up(key)
         if found is None:
-            if len(self._calls) >= COMPILATIONS_MAX and digest not in self._calls:
+            if len(self._calls) >= COMPILATIONS_MAX and key not in self._calls:
                 raise Overloaded(f"{COMPILATIONS_MAX} constraints wait to be compiled; try later")
             try:
                 async with asyncio.timeout(self._wait_s_max):
-                    found = await self._calls.result(digest, lambda: self._compile(constraint))
+                    found = await self._calls.result(key, lambda: self._compile(constraint, tenant))
             except TimeoutError:
                 raise Overloaded("other constraints are being compiled; try later") from None
         return _grammar_of(found)
@@ -185,7 +194,7 @@ class Grammars:
         """The grammar. Raises what is there in its place, or has been found against it since."""
         if isinstance(compiled, OutriderError):
             raise compiled
-        found = self.find(compiled.digest)
+        found = self.find(compiled.digest, compiled.tenant)
         if isinstance(found, OutriderError):
             raise found
         return compiled
@@ -194,14 +203,14 @@ class Grammars:
         """A grammar in place of one that is used up: another, where somebody has compiled it
         since; else compiled here and now, if that is quick. Raises `BadRequest` where it is not:
         the next session that comes with it waits until it is compiled."""
-        digest = used_up.digest
+        key = used_up.key
         with self._lock:
-            if self._known(digest) is used_up:
-                self._drop(digest)
-            is_known = self._known(digest) is not None
+            if self._known(key) is used_up:
+                self._drop(key)
+            is_known = self._known(key) is not None
         if not is_known and used_up.compile_s > MASK_S_MAX:
             raise BadRequest(used_up.constraint.kind, "is used up here, and slow to compile again")
-        return self.get(used_up.constraint)
+        return self.get(used_up.constraint, used_up.tenant)
 
     def note_slow(self, grammar: Grammar) -> None:
         """A step was held up for too long by this grammar. Raises `BadRequest` where that was not
@@ -212,31 +221,31 @@ class Grammars:
                 return
         reason = f"takes more than {MASK_S_MAX:g} s a token; simplify it"
         refusal = self._too_slow(grammar.constraint, reason)
-        self._keep(grammar.digest, refusal)
+        self._keep(grammar.key, refusal)
         raise refusal.error
 
     def close(self) -> None:
         """Begins no more; one that is being compiled is not waited for."""
         self._calls.close()
 
-    def _look_up(self, digest: bytes) -> Grammar | _Refusal | None:
+    def _look_up(self, key: _Key) -> Grammar | _Refusal | None:
         with self._lock:
-            found = self._known(digest)
+            found = self._known(key)
             if isinstance(found, _Refusal) and found.until_s <= self._now():
-                self._drop(digest)
+                self._drop(key)
                 return None
             if found is not None:
-                self._put(digest, found)
+                self._put(key, found)
             return found
 
-    def _compile(self, constraint: Constraint) -> Grammar | _Refusal:
+    def _compile(self, constraint: Constraint, tenant: str) -> Grammar | _Refusal:
         """Compiles and keeps the result."""
         found: Grammar | _Refusal
         try:
             tokenizer = self._tokens()
             began = self.clock()
             compiled = tokenizer.compile(constraint)
-            found = replace(compiled, compile_s=self.clock() - began)
+            found = replace(compiled, tenant=tenant, compile_s=self.clock() - began)
         except ConfigError as error:
             found = _Refusal(BadRequest(constraint.kind, error.message))
         except OutriderError as error:
@@ -248,34 +257,34 @@ class Grammars:
         if isinstance(found, Grammar) and found.compile_s > COMPILE_S_MAX:
             reason = f"takes more than {COMPILE_S_MAX:g} s to compile; simplify it"
             found = self._too_slow(constraint, reason)
-        self._keep(constraint.digest(), found)
+        self._keep((tenant, constraint.digest()), found)
         return found
 
     def _too_slow(self, constraint: Constraint, reason: str) -> _Refusal:
         return _Refusal(BadRequest(constraint.kind, reason), self._now() + TOO_SLOW_S)
 
-    def _keep(self, digest: bytes, found: Grammar | _Refusal) -> None:
+    def _keep(self, key: _Key, found: Grammar | _Refusal) -> None:
         with self._lock:
-            self._drop(digest)
-            self._put(digest, found)
+            self._drop(key)
+            self._put(key, found)
             if isinstance(found, Grammar):
-                self._held[digest] = found
+                self._held[key] = found
 
-    def _known(self, digest: bytes) -> Grammar | _Refusal | None:
+    def _known(self, key: _Key) -> Grammar | _Refusal | None:
         """With the lock."""
-        return self._found.get(digest) or self._held.get(digest)
+        return self._found.get(key) or self._held.get(key)
 
-    def _put(self, digest: bytes, found: Grammar | _Refusal) -> None:
+    def _put(self, key: _Key, found: Grammar | _Refusal) -> None:
         """With the lock."""
-        self._found[digest] = found
-        self._found.move_to_end(digest)
+        self._found[key] = found
+        self._found.move_to_end(key)
         if len(self._found) > self._grammars_max:
             self._found.popitem(last=False)
 
-    def _drop(self, digest: bytes) -> None:
+    def _drop(self, key: _Key) -> None:
         """With the lock."""
-        self._found.pop(digest, None)
-        self._held.pop(digest, None)
+        self._found.pop(key, None)
+        self._held.pop(key, None)
 
     def _tokens(self) -> GrammarTokenizer:
         with self._loading:

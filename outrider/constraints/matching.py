@@ -219,7 +219,7 @@ class Matchers:
             grammar = self._grammars.allowed(compiled)
         except OutriderError as error:
             raise Incompatible(error.message) from error
-        if matcher is None or matcher.grammar.digest != grammar.digest:
+        if matcher is None or matcher.grammar.key != grammar.key:
             matcher = PrefixMatcher(grammar, self._grammars)
         num_legal = matcher.stand(0, completion)
         if num_legal < len(completion):

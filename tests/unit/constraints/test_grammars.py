@@ -140,6 +140,20 @@ async def test_a_grammar_that_somebody_holds_is_found_however_many_came_since() 
     known.close()
 
 
+async def test_tenants_share_neither_grammars_nor_refusals() -> None:
+    """What one has asked, or has made slow, another does not see."""
+    known, regex = grammars(), CONSTRAINTS["regex"]
+    first = await known.prepare(regex, "a")
+    assert known.find(regex.digest(), "b") is None
+    second = await known.prepare(regex, "b")
+    known.note_slow(first)
+    with pytest.raises(BadRequest, match="takes more than"):
+        known.note_slow(first)
+    assert isinstance(known.find(regex.digest(), "a"), BadRequest)
+    assert known.find(regex.digest(), "b") is known.allowed(second) is second
+    known.close()
+
+
 async def test_what_takes_too_long_is_refused_and_tried_again_after_a_while() -> None:
     """It may have been slow by chance."""
     times, now = iter([0.0, 2.5, 3.0, 3.1]), [0.0]

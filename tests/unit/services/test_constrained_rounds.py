@@ -335,6 +335,19 @@ async def test_a_step_compiles_nothing_however_many_constraints_are_in_flight() 
     await target.close()
 
 
+async def test_constraints_of_two_tenants_are_compiled_for_each() -> None:
+    known = grammars()
+    async with running(known, None) as pair:
+        for session, tenant in enumerate(("a", "b")):
+            head = make_head(
+                PROMPT, rule=Rule.TOKEN, sampling=SAMPLED, prompt_length=8, session=session,
+                tenant=tenant, constraint=CONSTRAINTS["choice"],
+            )  # fmt: skip
+            assert known.find(head.constraint_hash, tenant) is None
+            assert isinstance(await ask(*pair.links[0], VerifyItem(head)), VerdictReply)
+            assert known.find(head.constraint_hash, tenant) is not None
+
+
 async def test_items_that_wait_for_a_compilation_are_answered_before_a_replica_stops() -> None:
     async with running(grammars(), None) as pair:
         link, listener = pair.links[0]
@@ -352,7 +365,7 @@ async def test_items_that_wait_for_a_compilation_are_answered_before_a_replica_s
 
 async def test_an_item_whose_compilation_breaks_down_is_answered() -> None:
     class Broken(Grammars):
-        async def prepare(self, constraint: Constraint) -> None:
+        async def prepare(self, constraint: Constraint, tenant: str = "") -> Grammar:
             raise RuntimeError("a fault")
 
     async with running(Broken(failing), None) as pair:
