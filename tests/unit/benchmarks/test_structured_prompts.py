@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 from constrained import tokens
 
-from benchmarks.structured import _asked, _is_valid
+from benchmarks.structured import Mode, ModeReport, _asked, _is_valid, _missed
 from benchmarks.structured_prompts import TASKS
 from outrider.constraints.constraint import Constraint
 
@@ -44,3 +44,32 @@ def test_what_is_not_of_the_schema_is_not_valid() -> None:
     assert _is_valid(schema, '{"a": "2026-11-22"}')
     for text in ("{}", '{"a": 1}{', '{"a": "2026-13-22"}'):
         assert not _is_valid(schema, text)
+
+
+def report(*, masks: bool = True, **numbers: int) -> ModeReport:
+    """Of 200 prompts, at the very edge of what must be."""
+    given = {"num_ended": 140, "num_valid": 140, "num_draft_tokens": 100, "num_accepted": 30}
+    return ModeReport(
+        mode=Mode("token", 4, draft_masks=masks), num_prompts=200,
+        mean_acceptance_length=2.0, invalid=(), **(given | numbers),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reports", "said"),
+    [
+        ([report(), report(masks=False)], []),
+        ([report(num_accepted=0)], []),
+        ([report(num_valid=139)], ["token K=4 masks=both: 1 ended and are not valid"]),
+        (
+            [report(masks=False, num_ended=139, num_valid=139)],
+            ["token K=4 masks=target: 0.695 ended, less than 0.7"],
+        ),
+        (
+            [report(num_accepted=29), report(masks=False)],
+            ["token K=4: acceptance 0.290 with both masks, 0.300 with the target's alone"],
+        ),
+    ],
+)
+def test_what_is_not_as_it_must_be_is_told(reports: list[ModeReport], said: list[str]) -> None:
+    assert _missed(reports) == said
