@@ -40,10 +40,11 @@ def main() -> int:
     parser.add_argument("--only", choices=(*KINDS, KIND, "seeds"))
     parser.add_argument("--schemathesis", type=Path, help="its command, in its own environment")
     parser.add_argument("--batch", type=int, default=0, help="the first of each kind")
+    parser.add_argument("--system", default="tests.fuzz.system", help="the module that is fuzzed")
     arguments = parser.parse_args()
     seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
     with tempfile.TemporaryDirectory(prefix="outrider-fuzz-log-") as directory:
-        started = Started(Path(directory) / "log")
+        started = Started(Path(directory) / "log", arguments.system)
         try:
             return _fuzzed(started, arguments, seed, Path(directory))
         finally:

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import httpx
 
-from outrider.client import ChatMessage, GenerateRequest, SamplingParams, SyncClient
+from outrider.client import ChatMessage, Constraint, GenerateRequest, SamplingParams, SyncClient
 from outrider.errors import Overloaded
 
 from .ledger import Ledger
@@ -21,6 +21,7 @@ _REQUESTS: Final = (
     GenerateRequest(
         (ChatMessage("user", "Hello"),), max_tokens=12, seed=3, logprobs=2, stop=("zz",)
     ),
+    GenerateRequest("A", max_tokens=12, seed=5, constraint=Constraint.of_regex("[a-z]{3,9}")),
 )
 _BODY: Final[dict[str, Any]] = {"prompt": [1, 2, 3], "max_tokens": 24, "seed": 11, "n": 2,
                                 "return_token_ids": True}  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any, Final
@@ -13,15 +14,25 @@ from outrider.v1 import draft_pb2, target_pb2, types_pb2
 from .by_grpc import METHODS, Call
 from .by_http import HttpCall
 from .by_socket import Bytes
-from .hostile import SESSION_IDS
 from .system import MAX_MODEL_LEN, VOCAB_SIZE
+from .valid import CONSTRAINTS
 
+SEED_MAX: Final = 2**64 - 1
+_sessions: Final = itertools.count(2**64)
 _PICKLE: Final = b"cos\nsystem\n(S'id'\ntR."
 _JSON: Final = (("content-type", "application/json"),)
 _TOKENS: Final = (
     [-1], [-(2**31)], [VOCAB_SIZE], [2**31 - 1], [], [1] * MAX_MODEL_LEN, [1] * 500_000, [1, -1],
 )  # fmt: skip
 """Prompts."""
+_CONSTRAINTS: Final = (
+    *CONSTRAINTS, ("regex", "(a+)+$"), ("regex", "(((a{0,1000}){0,1000}){0,1000})"), ("regex", "("),
+    ("choice", "[]"), ("choice", "{"), ("choice", "[1]"), ("json_schema", '{"$ref":"#"}'),
+    ("json_schema", '{"not":{}}'), ("json_schema", '{"a":' * 40 + "1" + "}" * 40),
+    ("json_schema", '{"maximum":1' + "0" * 400 + "}"), ("", ""), ("nonsense", "a"),
+    ("regex", "a" * 70_000),
+)  # fmt: skip
+"""By kind and text."""
 _FIELDS: Final[tuple[dict[str, Any], ...]] = (
     {"n": 5000}, {"n": -1}, {"n": 2**70}, {"best_of": 5000}, {"max_tokens": 2**31}, {"seed": -1},
     {"max_tokens": -1}, {"max_tokens": 0}, {"top_k": VOCAB_SIZE + 1}, {"top_p": 0.0},
@@ -107,8 +118,10 @@ def _items() -> Iterator[target_pb2.VerifyItem]:
         {"base_length": 5, "prefix_digest": 1},
         {"round": 2**32 - 1}, {"append": [VOCAB_SIZE]}, {"append": [2**32 - 1]},
         {"append": [1] * 100_000}, {"prompt_length": 2**32 - 1}, {"tenant": "control"},
-        {"deadline_ms": 1}, {"deadline_ms": 2**32 - 1}, {"sampling_hash": 1}, {"seed": 2**64 - 1},
+        {"deadline_ms": 1}, {"deadline_ms": 2**32 - 1}, {"sampling_hash": 1}, {"seed": SEED_MAX},
         {"traceparent": "x" * 10_000}, {"session_id": "x" * 100_000},
+        {"constraint_hash": b"x"}, {"constraint_hash": b"x" * 16},
+        *({"constraint": types_pb2.Constraint(kind=k, text=t)} for k, t in _CONSTRAINTS),
     ):  # fmt: skip
         yield target_pb2.VerifyItem(head=_head(**fields))
     for q in (_PICKLE, b"\xff" * 100, b"\xff" * 2**20, b"\x02\0" + b"\0" * 12):
@@ -124,8 +137,10 @@ def _items() -> Iterator[target_pb2.VerifyItem]:
 
 
 def _head(**fields: Any) -> types_pb2.RoundHead:
+    """Of a session of its own: after another's epoch or round it would be stale."""
     values: dict[str, Any] = {
-        "session_id": SESSION_IDS[0], "epoch": 1, "append": [1, 2, 3], "prompt_length": 3,
+        "session_id": f"{next(_sessions):032x}", "epoch": 1, "append": [1, 2, 3],
+        "prompt_length": 3,
         "rule": types_pb2.RULE_TOKEN, "deadline_ms": 5000,
         "sampling_params": types_pb2.SamplingParams(),
     }  # fmt: skip

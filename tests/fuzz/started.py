@@ -26,11 +26,12 @@ _BUG: Final = re.compile(
 class Started:
     """Starts it, asks it for figures, and ends it."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, module: str = "tests.fuzz.system") -> None:
+        """`module` is what is run."""
         self._log = log
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.fuzz.system"],
+                [sys.executable, "-m", module],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file,
             )  # fmt: skip
         told = self._line()

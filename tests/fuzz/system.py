@@ -19,6 +19,7 @@ from typing import Any, Final
 from coordinator.http.server import HttpOptions, HttpServer
 from coordinator.service import CoordinatorService
 from coordinator.servicer import CoordinatorServicer
+from outrider.constraints.grammars import Grammars
 from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
 from outrider.security.callers import Caller
 from outrider.security.gate import OPEN, Gate
@@ -39,7 +40,7 @@ VOCAB_SIZE: Final = 320
 MAX_MODEL_LEN: Final = 1024
 SPEC: Final = EmulatedSpec(
     vocab_size=VOCAB_SIZE,
-    support=8,
+    support=VOCAB_SIZE,  # So that every mask leaves some.
     verify_ms=0.5,
     draft_ms=0.2,
     max_model_len=MAX_MODEL_LEN,
@@ -65,6 +66,7 @@ async def main() -> None:
         async with (
             running_stack(
                 target, draft, directory / "redis", text=text, max_sessions=256,
+                grammars=lambda: Grammars(lambda: text.grammar_tokenizer((SPEC.eos,))),
                 resume_grace_s=0.5, length_control=True,
                 observation=ObservedRequests(exports.tracer, exports.meter, Detail(0, 0)),
             ) as stack,

@@ -33,3 +33,13 @@ def test_nothing_that_is_sent_does_any_harm() -> None:
     assert requests == http + grpc + raw
     assert min(http, raw) > 50, found.stdout
     assert min(grpc, control) > 20, found.stdout
+
+
+def test_a_planted_fault_is_found() -> None:
+    """At the one input that it breaks down at, which is shown, and in the log."""
+    found = fuzz(
+        "--seconds", "1", "--seed", "1", "--only", "seeds", "--system", "tests.fuzz.planted"
+    )
+    assert found.returncode == 1, found.stdout
+    assert "--seed 1 --only seeds: refused: " in found.stdout
+    assert "RuntimeError: the planted fault" in found.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from typing import Any, Final
 
@@ -16,6 +17,12 @@ from .system import VOCAB_SIZE
 
 TOKENS: Final = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=12)
 ROUNDS_MAX: Final = 5
+CONSTRAINTS: Final = (
+    ("regex", "[a-z ]+"), ("regex", "(a|b)*c"), ("regex", "[a-d]*a[a-d]{15}"),
+    ("choice", '["brown","brown fox"]'), ("json_object", ""), ("json_schema", '{"enum":[1,"a"]}'),
+    ("json_schema", '{"properties":{"a":{"type":"string","maxLength":3}}}'),
+)  # fmt: skip
+"""Kinds and texts; all of them can be compiled."""
 
 
 @st.composite
@@ -44,6 +51,11 @@ def generate(draw: st.DrawFn) -> coordinator_pb2.GenerateRequest:
             turn.role, turn.content = "user", draw(st.text(max_size=12))
         case _:
             request.token_ids.ids.extend(draw(TOKENS))
+    kind, text = draw(st.sampled_from((("", ""), *CONSTRAINTS)))
+    if kind == "choice":
+        request.choice.texts.extend(json.loads(text))
+    elif kind:
+        setattr(request, kind, text or True)
     if draw(st.booleans()):
         request.stop.append("a")
         request.logprobs = 2
@@ -79,7 +91,7 @@ def _head(draw: st.DrawFn, session_id: str, number: int, held: TokenSequence) ->
         base_length=base,
         prefix_digest=digest,
         append=append,
-        prompt_length=1,
+        prompt_length=draw(st.sampled_from((1, len(held)))),
         rule=draw(st.sampled_from((1, 2, 3, 4))),
         seed=7,
         deadline_ms=2000,
@@ -87,6 +99,9 @@ def _head(draw: st.DrawFn, session_id: str, number: int, held: TokenSequence) ->
     head.sampling_params.CopyFrom(draw(sampling()))
     if head.rule == types_pb2.RULE_GREEDY:
         head.sampling_params.temperature = 0.0
+    kind, text = draw(st.sampled_from((("", ""), *CONSTRAINTS)))
+    if kind:
+        head.constraint.CopyFrom(types_pb2.Constraint(kind=kind, text=text))
     return head
 
 
