@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -48,9 +47,9 @@ class SharedCalls(Generic[Key, Result]):
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-@dataclass(slots=True)
 class _Running(Generic[Result]):
     """A call that is waited for."""
 
-    result: asyncio.Future[Result]
-    num_waiting: int = 0
+    def __init__(self, result: asyncio.Future[Result]) -> None:
+        self.result = result
+        self.num_waiting = 0
