@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from outrider.errors import DataLoss, check
+from outrider.errors import DataLoss, Incompatible, Unavailable, check
 from outrider.generation import (
     Event,
     Finished,
@@ -16,11 +16,13 @@ from outrider.generation import (
     Tokens,
     Usage,
 )
+from outrider.messages import VerifyAnswer, VerifyItem
 from outrider.sessions.store import FinishReason, SessionRecord
 from outrider.speculation.decision import Origin
 
 from .completion import Completion
 from .logprob_lines import read_logprobs
+from .replicas import ReplicaPool
 from .request import GenerationParameters
 
 TOKENS_PER_EVENT: Final = 512
@@ -43,6 +45,23 @@ def parameters_of(record: SessionRecord) -> GenerationParameters:
     """What the session was opened with. Raises `DataLoss` where that cannot be read."""
     prompt_ids = record.token_ids[: record.prompt_length]
     return GenerationParameters.from_json(record.parameters, prompt_ids)
+
+
+def resumable(
+    record: SessionRecord, request: ResumeRequest, targets: ReplicaPool[VerifyItem, VerifyAnswer]
+) -> GenerationParameters:
+    """The parameters of a session. Raises what keeps it from being resumed with these targets,
+    before anything is taken from whoever runs it."""
+    parameters = parameters_of(record)
+    check_known(record, request)
+    if record.finish_reason is None and not targets.has(parameters.weights):
+        if not targets.names:
+            raise Unavailable("no target is known")
+        raise Incompatible(
+            f"session_id: {record.session_id} was decoded by a target with other weights "
+            f"({parameters.weights}) than any here"
+        )
+    return parameters
 
 
 def check_known(record: SessionRecord, request: ResumeRequest) -> None:

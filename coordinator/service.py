@@ -14,7 +14,6 @@ from outrider.drafting.lookup import LookupDrafter
 from outrider.errors import (
     BadRequest,
     DeadlineExceeded,
-    Incompatible,
     NotFound,
     OutriderError,
     Overloaded,
@@ -49,7 +48,7 @@ from .options import CoordinatorOptions
 from .prompts import PromptEncoder, Text
 from .replicas import ReplicaPool, berth_of
 from .request import GenerationParameters, RequestDefaults, ServedModel, check_fields, resolve
-from .resuming import Replayed, check_known, parameters_of, replay, told_again
+from .resuming import Replayed, replay, resumable, told_again
 from .round_meter import RoundMeter
 from .run import COMMIT_GRACE_S, SessionRun
 from .runs import Runs
@@ -238,7 +237,7 @@ class CoordinatorService:
         self._num_admitted += 1
         try:
             record = await self.session(request.session_id, tenant)
-            parameters = self._resumable(record, request)
+            parameters = resumable(record, request, self.targets)
             if record.finish_reason is None:
                 record = await self._store.take_over(record.session_id, self._options.name)
             if record.finish_reason is not None:
@@ -259,20 +258,6 @@ class CoordinatorService:
                 raise
         finally:
             self._num_admitted -= 1
-
-    def _resumable(self, record: SessionRecord, request: ResumeRequest) -> GenerationParameters:
-        """The parameters of a session. Raises what keeps it from being resumed here, before
-        anything is taken from whoever runs it."""
-        parameters = parameters_of(record)
-        check_known(record, request)
-        if record.finish_reason is None and not self.targets.has(parameters.weights):
-            if not self.targets.names:
-                raise Unavailable("no target is known")
-            raise Incompatible(
-                f"session_id: {record.session_id} was decoded by a target with other weights "
-                f"({parameters.weights}) than any here"
-            )
-        return parameters
 
     async def _go_on(
         self,
