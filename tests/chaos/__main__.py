@@ -3,8 +3,8 @@ between all its processes, and everything that dies in it.
 
 Writes one JSON object: every fault, what it touched, the gaps in streams by kind of fault, and
 requests that failed or whose tokens were not those of their fault-free streams; and prints all but
-the single faults. Exit code 1 where a request failed, was wrong or did not end, or
-an overload was not borne as is promised.
+the single faults. Exit code 1 where a request failed, was wrong or did not end, an overload was
+not borne as is promised, or a run of the full length with all faults missed an aim.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, Final
 from deploy.launcher import Deployment
 from outrider.config import DeploymentConfig, load_config
 
+from .aims import FULL_MINUTES, missed
 from .faults import ALL, KILLS, Adversary
 from .load import Load, Work
 from .machines import Machines
@@ -92,15 +93,17 @@ async def _run(arguments: argparse.Namespace, state: Path) -> dict[str, Any]:
                 await adversary.run(arguments.faults, began + until, _faults(arguments))
         finally:
             asking.cancel()
-            num_stuck = await load.finish()
+            await load.finish()
             num_moves = machines.num_logged(MOVES)
+    seconds, faults = loop.time() - began, adversary.report()
+    are_all = not (arguments.scale_s or arguments.only or arguments.real)
     return {
-        "seconds": round(loop.time() - began),
+        "missed": missed(faults) if are_all and seconds >= 60 * FULL_MINUTES else [],
+        "seconds": round(seconds),
         "peak_requests_per_second": round(peak, 2),
-        "num_stuck": num_stuck,
         "num_moves": num_moves,
         **load.report(),
-        **adversary.report(),
+        **faults,
     }
 
 

@@ -30,7 +30,7 @@ from deploy.reconciler import find_reconciler
 from outrider.errors import Unavailable
 from outrider.fleet.registry import ROLES, Role
 
-from .load import Asked, Load
+from .load import Load
 from .machines import Machines
 
 STOPPED_S: Final = 5.0
@@ -67,7 +67,7 @@ class Fault:
     """Since the run began."""
     replica: str = ""
     num_touched: int = 0
-    """Requests that were in flight."""
+    """Requests that were in flight when it began, or came before it was over."""
     longest_gap_s: float = 0.0
     """Wait for tokens of any of these."""
 
@@ -94,14 +94,10 @@ class Adversary:
         `TimeoutError` for a fleet that does not become whole again, or tokens that do not come."""
         while self._num_done() < number and self._loop.time() < until:
             kind, role = await self._next(only)
-            fault, touched = self._begin(kind, role)
             at = self._loop.time()
+            fault = Fault(kind, role, round(at - self._began, 2))
             await self._do(fault)
-            over = self._loop.time() + SHOWN_S
-            async with asyncio.timeout(PAST_S):
-                while self._loop.time() < over or not all(one.is_past(over) for one in touched):
-                    await asyncio.sleep(POLL_S)
-            self._end(fault, touched, at, over)
+            await self._see(fault, at, self._loop.time() + SHOWN_S)
         async with asyncio.timeout(WHOLE_S):
             while not self._deployment.overview.is_whole:
                 await asyncio.sleep(POLL_S)
@@ -118,21 +114,22 @@ class Adversary:
                 break
             now = self._deployment.overview.wanted[role]
             count = self._random.choice([n for n in range(1, SCALED_MAX + 1) if n != now])
-            fault, touched = self._begin("scale", role)
-            fault.replica = f"{now} to {count}"
             at = self._loop.time()
+            fault = Fault("scale", role, round(at - self._began, 2), f"{now} to {count}")
             await registry.want({role: count})
-            await asyncio.sleep(period_s)
-            self._end(fault, touched, at, at + period_s)
+            await self._see(fault, at, at + period_s)
         await registry.want(first)
 
-    def _begin(self, kind: str, role: str) -> tuple[Fault, list[Asked]]:
-        now = self._loop.time()
-        touched = [one for one in self._load.asked if one.in_flight(now)]
-        return Fault(kind, role, round(now - self._began, 2), num_touched=len(touched)), touched
-
-    def _end(self, fault: Fault, touched: Sequence[Asked], begin: float, end: float) -> None:
-        gaps = [one.gap(begin, end) for one in touched]
+    async def _see(self, fault: Fault, begin: float, over: float) -> None:
+        """What requests had of it, once all that came before it was over go on. Raises
+        `TimeoutError` where they do not."""
+        await asyncio.sleep(over - self._loop.time())
+        touched = [one for one in self._load.asked if one.overlaps(begin, over)]
+        async with asyncio.timeout(PAST_S):
+            while not all(one.is_past(over) for one in touched):
+                await asyncio.sleep(POLL_S)
+        gaps = [one.gap(begin, over) for one in touched]
+        fault.num_touched = len(touched)
         fault.longest_gap_s = round(max(gaps, default=0.0), 3)
         self.gaps.setdefault((fault.kind, fault.role), []).extend(gaps)
         self.faults.append(fault)

@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import Any, Final
 
 from outrider.client import Client, GenerateRequest, Tokens
-from outrider.errors import OutriderError
 from outrider.speculation.sampling import Rule
 
 PEAK_S: Final = 10.0
@@ -38,12 +37,15 @@ class Asked:
     arrivals: list[float] = field(default_factory=list)
     """When tokens came."""
     ended: float | None = None
+    """None as long as nothing has come of it."""
     error: str = ""
+    """What it died of."""
     is_wrong: bool = False
     """Whether its tokens were not those of the fault-free stream."""
 
-    def in_flight(self, at: float) -> bool:
-        return self.began <= at and (self.ended is None or self.ended > at)
+    def overlaps(self, begin: float, end: float) -> bool:
+        """Whether it was in flight at any moment of this time."""
+        return self.began < end and (self.ended is None or self.ended > begin)
 
     def is_past(self, at: float) -> bool:
         """Whether it has ended, or tokens have come since."""
@@ -51,7 +53,7 @@ class Asked:
 
     def gap(self, begin: float, end: float) -> float:
         """The longest wait for tokens that overlaps this time, as much of it as comes after its
-        beginning."""
+        beginning. The first tokens are waited for since the request began."""
         times = [self.began, *self.arrivals]
         gaps = [
             after - max(before, begin)
@@ -98,11 +100,10 @@ class Load:
             task.add_done_callback(self._running.discard)
             await asyncio.sleep(self._random.expovariate(requests_per_second))
 
-    async def finish(self) -> int:
-        """Waits for what runs; how many did not end."""
+    async def finish(self) -> None:
+        """Waits for what runs, but not for ever."""
         if self._running:
             await asyncio.wait(self._running, timeout=END_S)
-        return len(self._running)
 
     def report(self) -> dict[str, Any]:
         """What became of the requests."""
@@ -111,6 +112,7 @@ class Load:
             "num_requests": len(self.asked),
             "num_failed": len(errors),
             "num_wrong": sum(one.is_wrong for one in self.asked),
+            "num_stuck": sum(one.ended is None for one in self.asked),
             "errors": sorted(set(errors))[:20],
         }
 
@@ -120,7 +122,7 @@ class Load:
         self.asked.append(one)
         try:
             one.is_wrong = await self._stream(seed, one) != self._expected[seed]
-        except OutriderError as error:
+        except Exception as error:  # noqa: BLE001 (whatever it is, the request has failed)
             one.error = f"{type(error).__name__}: {error}"
         one.ended = loop.time()
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from benchmarks.figures import percentile
 from outrider.client import Client
-from outrider.errors import OutriderError, Overloaded
+from outrider.errors import Overloaded
 
 from .load import END_S, Load
 
@@ -64,10 +64,12 @@ class Overload:
             goodput = self.num_answered / seconds
             grown = [_resident_bytes(pid) - before for pid, before in
                      zip(self.pids, memory, strict=True)]  # fmt: skip
-            _, unended = await asyncio.wait(running, timeout=END_S) if running else ((), ())
+            if running:
+                await asyncio.wait(running, timeout=END_S)
         if sampling.done():
             await sampling  # Raises what it met.
         sampling.cancel()
+        num_ended = self.num_answered + self.num_wrong + len(self.refused_after_s)
         refused_ms = 1e3 * percentile(self.refused_after_s or [0.0], 99)
         missed = {
             "goodput": goodput < GOODPUT_MIN * peak,
@@ -76,7 +78,7 @@ class Overload:
         }
         return {
             "missed": sorted(key for key, is_missed in missed.items() if is_missed),
-            "num_stuck": len(unended),
+            "num_stuck": number - num_ended - len(self.others),
             "num_wrong": self.num_wrong,
             "peak_requests_per_second": round(peak, 2),
             "asked_per_second": round(number / seconds, 2),
@@ -98,7 +100,7 @@ class Overload:
             self.num_wrong += not is_right
         except Overloaded:
             self.refused_after_s.append(loop.time() - began)
-        except OutriderError as error:
+        except Exception as error:  # noqa: BLE001 (whatever it is, the request has failed)
             self.others.append(f"{type(error).__name__}: {error}")
 
     async def _sample(self) -> None:

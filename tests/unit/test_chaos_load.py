@@ -1,0 +1,126 @@
+"""The load of `tests.chaos` on clients that are none: what is not answered in order must count."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any, Self, cast
+
+import pytest
+
+from outrider.client import Event, GenerateRequest, Tokens
+from outrider.errors import Overloaded
+from tests.chaos import load, overload
+from tests.chaos.aims import ADDED_S_MAX, KILLS_AND_STOPS_MIN, missed
+from tests.chaos.faults import Adversary, Fault
+from tests.chaos.load import Asked, Load, Work
+from tests.chaos.overload import Overload
+
+FATES = ("right", "wrong", "refused", "broken", "cancelled", "silent")
+"""What becomes of the request for each of as many streams."""
+NUM_ASKED = 100
+WORK = Work(num_tokens=1, num_seeds=len(FATES), num_clients=1)
+
+
+class _Client:
+    """Answers as `fate` says."""
+
+    fate: Callable[[int], str] = staticmethod(lambda seed: "right")
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def describe(self) -> Any:
+        return SimpleNamespace(num_running=0)
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
+        assert request.seed is not None
+        match self.fate(request.seed):
+            case "right":
+                yield Tokens(0, (request.seed,), "", (), ())
+            case "wrong":
+                yield Tokens(0, (request.seed + 1,), "", (), ())
+            case "refused":
+                raise Overloaded("full", 1)
+            case "broken":
+                raise ValueError("broken")
+            case "cancelled":
+                raise asyncio.CancelledError
+            case "silent":
+                await asyncio.Event().wait()
+
+
+@pytest.fixture
+async def prepared(monkeypatch: pytest.MonkeyPatch) -> Load:
+    """It knows its streams, and each request meets its fate."""
+    for module in (load, overload):
+        monkeypatch.setattr(module, "Client", _Client)
+        monkeypatch.setattr(module, "END_S", 0.05)
+    monkeypatch.setattr(load, "PEAK_S", 0.0)
+    found = Load(lambda: "", WORK, seed=1)
+    await found.prepare()
+    monkeypatch.setattr(_Client, "fate", staticmethod(lambda seed: FATES[seed]))
+    return found
+
+
+async def test_whatever_a_request_dies_of_is_its_failure(prepared: Load) -> None:
+    """And what has not ended, or was cancelled by nobody, is stuck."""
+    asking = asyncio.create_task(prepared.run(1e6))
+    while len(prepared.asked) < NUM_ASKED:
+        await asyncio.sleep(0)
+    asking.cancel()
+    await prepared.finish()
+    report = prepared.report()
+    assert report["errors"] == ["Overloaded: full", "ValueError: broken"]
+    assert report["num_failed"] > len(report["errors"])
+    assert report["num_wrong"] > 1
+    assert report["num_stuck"] > 1
+    right = [one for one in prepared.asked if one.ended and not (one.error or one.is_wrong)]
+    others = report["num_failed"] + report["num_wrong"] + report["num_stuck"]
+    assert len(right) + others == report["num_requests"] == len(prepared.asked)
+
+
+async def test_an_overload_accounts_for_every_request(prepared: Load) -> None:
+    """Those that are refused with a time to retry after are borne as is promised."""
+    report = await Overload(prepared, "", [os.getpid()]).run(peak=200.0, seconds=0.2)
+    rounds, rest = divmod(report["num_asked"], len(FATES))
+    assert rounds > 1
+    for fate, number in (("wrong", "num_wrong"), ("refused", "num_refused")):
+        assert report[number] == rounds + (rest > FATES.index(fate))
+    lost = sum(rest > FATES.index(fate) for fate in ("cancelled", "silent"))
+    assert report["num_stuck"] == 2 * rounds + lost
+    assert report["errors"] == ["ValueError: broken"]
+
+
+async def test_waits_that_begin_in_a_fault_are_measured(prepared: Load) -> None:
+    """From when the request was made on; what was before the fault does not count, nor a request
+    that came after it."""
+    adversary = Adversary(cast("Any", None), cast("Any", None), prepared, seed=1)
+    prepared.asked = [
+        Asked(1.0, [2.0, 14.0], 15.0),
+        Asked(12.0, [17.0], 18.0),
+        Asked(16.0, [90.0], 91.0),
+        Asked(2.0, [3.0], 4.0),
+    ]
+    fault = Fault("kill", "target", 0.0)
+    await adversary._see(fault, 10.0, 16.0)
+    assert adversary.gaps == {("kill", "target"): [4.0, 5.0]}
+    assert (fault.num_touched, fault.longest_gap_s) == (2, 5.0)
+
+
+def test_aims_that_are_missed_or_not_measured_are_told() -> None:
+    gaps = {fault: {"added_p99_s": most} for fault, most in ADDED_S_MAX.items()}
+    report = {"num_kills_and_stops": KILLS_AND_STOPS_MIN, "gaps": gaps}
+    assert missed(report) == []
+    gaps["kill target"] = {"added_p99_s": 3.1}
+    del gaps["kill draft"]
+    report["num_kills_and_stops"] = KILLS_AND_STOPS_MIN - 1
+    assert missed(report) == ["kill draft", "kill target", "kills and stops"]
