@@ -7,6 +7,7 @@
 | `pause` | a target or a draft stands still, then goes on with what it had |
 | `stall` | a coordinator does; its clients' streams may break meanwhile |
 | `hang_up` | all clients' streams of a coordinator break |
+| `oust` | the same, and what it sends to Redis comes just after another took a session over |
 | `break` | all streams of a coordinator to a replica do, and are opened anew |
 | `cut_replica` | nothing goes between a coordinator and a replica |
 | `cut_store` | nothing goes between a coordinator and Redis |
@@ -45,14 +46,16 @@ BURST_S_MAX = 0.1
 """... or of those that come at once."""
 DEATHS_MAX = 3
 """Of a role in a seed. A fourth in so short a time would count as a role that cannot be started."""
+DECIDES_S_MAX = 0.1
+"""For so long an owner that is ousted decides tokens of which the last are not stored."""
 LOST_TAIL_S_MAX = 1.0
 ABANDONED_S_MAX = 3.0
 LOOK_S = 0.01
 
 CUTS = ("cut_replica", "cut_store", "cut_registry")
 GREATER = {
-    "crash", "death", "pause", "stall", "hang_up", "break", "redis_pause", "restart", "flush",
-    "scale", "abandon",
+    "crash", "death", "pause", "stall", "hang_up", "oust", "break", "redis_pause", "restart",
+    "flush", "scale", "abandon",
     *CUTS, *(f"{kind}_one_way" for kind in CUTS),
 }  # fmt: skip
 """All kinds."""
@@ -73,6 +76,8 @@ class Faults:
         self._deaths: Counter[str] = Counter()
         self._redis_goes = False
         """Whether it is about to die."""
+        self._ousts = False
+        """Whether a coordinator is being ousted: of two, none could take over."""
         self._under_way: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
@@ -107,6 +112,7 @@ class Faults:
                 _, harm = rng.choice([one for one in possible if one[0] == kind])
                 self._adversary.faults[kind] += 1
                 self._under_way.append(asyncio.create_task(harm()))  # type: ignore[arg-type]
+                await asyncio.sleep(0)  # Has it begin, so that the next one knows of it.
                 return
             await asyncio.sleep(LOOK_S)
 
@@ -127,6 +133,8 @@ class Faults:
             found += [("restart", self._restart), ("redis_pause", self._redis_pause)]
         for one in busy:
             found.append(("hang_up", lambda one=one: self._hang_up(one)))
+            if not self._ousts and len(list(world.nodes("coordinator"))) > 1:
+                found.append(("oust", lambda one=one: self._oust(one)))
             if not one.process.is_still:
                 found.append(("stall", lambda one=one: self._stall(one)))
             if self._deaths["coordinator"] < DEATHS_MAX:
@@ -188,6 +196,31 @@ class Faults:
         for call in sorted(self._world.calls, key=lambda call: call.number):
             if call.node is node:
                 call.break_off()
+
+    async def _oust(self, node: Any) -> None:
+        """Redis is slow to answer, so that the owner's next append has several tokens. It arrives
+        when another one has taken over and appended nothing yet: it would fit, were it not for
+        the epoch."""
+        world, loop = self._world, asyncio.get_running_loop()
+        redis, store, network = world.redis.process, world.redis.store, world.network
+        slow = Cut([(redis, node.process)], loses=False)
+        cut = Cut([(node.process, redis)], loses=False)
+        self._ousts = True
+        network.cut(slow)
+        await asyncio.sleep(self._adversary.rng.uniform(0.0, DECIDES_S_MAX))
+        network.cut(cut)
+        network.heal(slow)
+        await asyncio.sleep(LOOK_S)
+        before = store.owners()
+        await self._hang_up(node)
+        until = loop.time() + CUT_S_MAX
+        while loop.time() < until and not any(
+            before.get(session_id) == node.name != owner
+            for session_id, owner in store.owners().items()
+        ):
+            await asyncio.sleep(LOOK_S)
+        network.heal(cut)
+        self._ousts = False
 
     async def _break(self, coordinator: Any, replica: Any) -> None:
         self._world.break_wires(coordinator.process, replica.process, reachable=True)

@@ -38,6 +38,10 @@ class WatchedStore(MemoryStore):
             tokens[: len(token_ids)] == token_ids for tokens in self._ever.get(session_id, ())
         )
 
+    def owners(self) -> dict[str, str]:
+        """Of all sessions."""
+        return {key: kept.record.owner for key, kept in self._sessions.items()}
+
     def _append(self, append: Append) -> int | OutriderError:
         answer = super()._append(append)
         kept = self._sessions.get(append.session_id)
