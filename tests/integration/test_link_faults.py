@@ -74,7 +74,8 @@ async def test_an_answer_that_does_not_fit_breaks_the_link() -> None:
 
 
 async def test_the_rest_between_attempts_doubles_and_a_good_answer_ends_it() -> None:
-    """Three breaks without an answer: 50, 100, 200 ms. `send` names the rest that is left."""
+    """Three breaks without an answer: half to all of 50, 100, 200 ms. `send` names the rest that is
+    left."""
     server = await serve(Impostor(target_pb2.VerifyReply(), then=Unavailable("going down")))
     link = target_link(server.address)
     heard = Listener(link)
@@ -84,7 +85,8 @@ async def test_the_rest_between_attempts_doubles_and_a_good_answer_ends_it() -> 
         lost = heard.lost[-1]
         assert isinstance(lost, LinkLost)
         assert "going down" in lost.message
-        assert lost.retry_after_ms == LINK_BACKOFF_MS_MIN * 2**attempt
+        whole = LINK_BACKOFF_MS_MIN * 2**attempt
+        assert whole // 2 <= lost.retry_after_ms <= whole
         with pytest.raises(LinkLost) as caught:
             link.send(VerifyItem(make_head((1,))))
         assert 0 < caught.value.retry_after_ms <= lost.retry_after_ms + 1

