@@ -41,14 +41,20 @@ def test_a_fleet_that_returns_goes_on_with_the_replicas_that_are_there() -> None
     play(scene, num_targets=2, target_port=7000)
 
 
+async def one_that_loads(world: World) -> str:
+    """The name of a draft that has its place, and does not serve yet."""
+    world.machines.loading.clear()
+    await world.registry.want({"draft": 2})
+    await asyncio.sleep(2)
+    [loading] = {one.name for one in world.fleet.of("draft")} - {*world.names("draft")}
+    return loading
+
+
 def test_what_does_not_serve_when_a_fleet_returns_is_ended_and_started_anew() -> None:
     """One that was loading, and one that does not answer."""
 
     async def scene(world: World) -> None:
-        world.machines.loading.clear()
-        await world.registry.want({"draft": 2})
-        await asyncio.sleep(2)
-        [loading] = {one.name for one in world.fleet.of("draft")} - {*world.names("draft")}
+        loading = await one_that_loads(world)
         await world.die()
         world.machines.loading.set()
         [silent, _] = world.names("target")
@@ -64,10 +70,7 @@ def test_those_that_are_silent_for_a_while_are_waited_for_all_at_once() -> None:
     """As where their machines pause; what does not serve is ended meanwhile."""
 
     async def scene(world: World) -> None:
-        world.machines.loading.clear()
-        await world.registry.want({"draft": 2})
-        await asyncio.sleep(2)
-        [loading] = {one.name for one in world.fleet.of("draft")} - {*world.names("draft")}
+        loading = await one_that_loads(world)
         before = world.names("target")
         await world.die()
         world.machines.loading.set()
