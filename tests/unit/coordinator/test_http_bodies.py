@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -158,11 +159,16 @@ async def called(app: Any, path: str, body: bytes) -> tuple[int, dict[str, Any],
             gaps.append(now - last)
             last = now
 
-    ticking = asyncio.create_task(tick())
-    await asyncio.sleep(0)
-    await app(scope, receive, send)
-    await asyncio.sleep(0)
-    ticking.cancel()
+    gc.collect()
+    gc.freeze()  # What other tests have left is not looked through again meanwhile.
+    try:
+        ticking = asyncio.create_task(tick())
+        await asyncio.sleep(0)
+        await app(scope, receive, send)
+        await asyncio.sleep(0)
+        ticking.cancel()
+    finally:
+        gc.unfreeze()
     told = json.loads(b"".join(message.get("body", b"") for message in sent))
     return sent[0]["status"], told["error"], max(gaps)
 

@@ -25,6 +25,12 @@ FLAGS: Final = {
 }
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at a time may learn from a target in a cache; other workers have such a target, too."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
@@ -34,12 +40,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", list(TrainedKind))
 def test_the_command_makes_one_that_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    kind: TrainedKind,
-) -> None:  # fmt: skip
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: TrainedKind
+) -> None:
     """With a chat template, prompts, texts and conversations of its own; one JSON object. What
     comes out may learn on, by its directory."""
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     model = save_tiny_model(
         tmp_path / "target", vocab_size=336, eos_token_id=0, tokenizer=byte_level_tokenizer()
     )
