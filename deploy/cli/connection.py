@@ -8,9 +8,10 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -61,12 +62,15 @@ class Connection:
     trust: Trust | None = field(default=None, repr=False)
     """How it is known; None = it has no TLS."""
 
+    find: Callable[[], str] | None = None
+    """Says where coordinators are by now; None where only an address is known."""
+
     def client(self) -> Client:
         """Calls what is there."""
         from outrider.client import Client
         from outrider.wire.channel import PLAIN
 
-        return Client(self.address, api_key=self.api_key, trust=self.trust or PLAIN)
+        return Client(self.find or self.address, api_key=self.api_key, trust=self.trust or PLAIN)
 
 
 def add_connection_flags(parser: argparse.ArgumentParser, without: Collection[str]) -> None:
@@ -148,10 +152,17 @@ async def connected(arguments: argparse.Namespace) -> AsyncIterator[Connection]:
             record.settings,
             api_key=shown_key(arguments) or local_key(state),
             trust=trust_of(arguments, record.settings),
+            find=partial(recorded_address, state),
         )
         return
     async with _own_deployment(own_config(arguments), arguments) as connection:
         yield connection
+
+
+def recorded_address(state: Path) -> str:
+    """Where the coordinators are of the deployment that runs; empty where none does."""
+    record = running_deployment(state)
+    return "" if record is None else record.grpc_address
 
 
 def shown_key(arguments: argparse.Namespace) -> str:
@@ -234,4 +245,5 @@ async def _own_deployment(
                 is_own=True,
                 api_key=deployment.api_key,
                 trust=trust_of(arguments, public_settings(found)),
+                find=lambda: deployment.endpoints.coordinator,
             )

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
+from outrider.client.found import Found, Server
 from outrider.client.grpc_transport import GrpcTransport
 from outrider.client.requests import (
     CALL_TIMEOUT_S,
     RESUMED_TIMEOUT_S,
-    addresses_of,
     check_sendable,
     check_timeout,
     generate_timeout_s,
@@ -40,23 +41,25 @@ class Client:
 
     def __init__(
         self,
-        server: str | Transport,
+        server: Server | Transport,
         *,
         api_key: str = "",
         trust: Trust = PLAIN,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> None:
-        """`server` is HOST:PORT, or several with commas between them, or a transport, which the
-        client then owns and closes, and which has its own key. Nothing is sent before the first
-        call. `api_key` is shown with each call; without TLS, which `trust` says (`caller_trust`),
-        whoever is on the way can read it. A broken stream is tried to be resumed for
-        `resume_timeout_s` seconds, and a request that cannot be served now is asked for again as
-        long; 0 = not at all."""
-        if isinstance(server, str):
-            each = [
-                GrpcTransport(address, trust, api_key=api_key) for address in addresses_of(server)
-            ]
-            server = ResumingTransport(each, resume_timeout_s, secrets.randbelow(len(each)))
+        """`server` is HOST:PORT, or several with commas between them; or a function that says so,
+        which is asked again where one of them does not answer, so that coordinators which have
+        come since are known; or a transport, which the client then owns and closes, and which has
+        its own key. Nothing is sent before the first call. `api_key` is shown with each call;
+        without TLS, which `trust` says (`caller_trust`), whoever is on the way can read it. A
+        broken stream is tried to be resumed for `resume_timeout_s` seconds, and a
+        request that cannot be served now is asked for again as long; 0 = not at all."""
+        if isinstance(server, str) or callable(server):
+            found = Found[Transport](
+                server, lambda one: GrpcTransport(one, trust, api_key=api_key), time.monotonic
+            )
+            first = secrets.randbelow(len(found.each))
+            server = ResumingTransport(found, resume_timeout_s, first)
         self._transport = server
 
     async def __aenter__(self) -> Self:
@@ -72,7 +75,7 @@ class Client:
 
     @property
     def address(self) -> str:
-        """HOST:PORT, or the name of a transport that has none."""
+        """HOST:PORT of each coordinator that is known, or the name of a transport that has none."""
         return self._transport.address
 
     async def close(self) -> None:

@@ -10,6 +10,7 @@ from random import random as any_random
 from typing import Final, TypeVar
 
 from outrider.backoff import backoff
+from outrider.client.found import Found
 from outrider.client.requests import GENERATE_SLACK_S
 from outrider.client.results import CoordinatorDescription, SessionView
 from outrider.client.transport import Transport
@@ -32,7 +33,7 @@ class ResumingTransport:
 
     def __init__(
         self,
-        transports: Sequence[Transport],
+        transports: Sequence[Transport] | Found[Transport],
         resume_timeout_s: float = RESUME_TIMEOUT_S,
         first: int = 0,
         random: Callable[[], float] = any_random,
@@ -40,24 +41,25 @@ class ResumingTransport:
         """Owns and closes `transports`, of which there is one at least; the first call asks the one
         at `first`. 0 seconds: a generation whose stream breaks is not resumed, and one that cannot
         begin now not asked for again. `random` is for `backoff`."""
-        self._transports = tuple(transports)
+        self._found = transports if isinstance(transports, Found) else None
+        each = transports.each if isinstance(transports, Found) else transports
         self._resume_timeout_s = resume_timeout_s
         self._random = random
-        self._turns = Turns(len(self._transports), _loop_time, first)
+        self._turns = Turns(each, _loop_time, first)
 
     @property
     def address(self) -> str:
         """Of all coordinators, with commas between them."""
-        return ",".join(transport.address for transport in self._transports)
+        return ",".join(transport.address for transport in self._turns.each)
 
     def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
         """See `Transport.generate`. Raises `StreamBroken` where a stream could not be resumed."""
-        told = Told(len(self._transports), self._resume_timeout_s, random=self._random)
+        told = Told(len(self._turns.each), self._resume_timeout_s, random=self._random)
         return self._events(told, request, timeout_s)
 
     def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
         """See `Transport.resume`; goes on as `generate` does where this stream breaks, too."""
-        told = Told(len(self._transports), self._resume_timeout_s, request, self._random)
+        told = Told(len(self._turns.each), self._resume_timeout_s, request, self._random)
         return self._events(told, None, timeout_s)
 
     async def _events(
@@ -68,11 +70,11 @@ class ResumingTransport:
         current = self._turns.begin()
         while True:
             left_s = max(0.001, deadline - loop.time())
-            transport, rest = self._transports[current], told.rest(left_s)
+            rest = told.rest(left_s)
             if rest is not None:
-                stream = transport.resume(rest, left_s)
+                stream = current.resume(rest, left_s)
             elif request is not None:
-                stream = transport.generate(request, left_s)
+                stream = current.generate(request, left_s)
             else:
                 raise InvariantError("a stream of nothing")
             try:
@@ -82,6 +84,8 @@ class ResumingTransport:
                             yield event
                 return
             except Unavailable as error:
+                if await self._knows_others(error):
+                    told.asks_all(len(self._turns.each))
                 wait_s = told.wait_after(error, loop.time(), deadline)
                 if told.moves_on:
                     current = self._turns.after(current, avoided_s(error, begins=rest is None))
@@ -101,26 +105,41 @@ class ResumingTransport:
 
     async def healthy(self, timeout_s: float) -> bool:
         """Whether one of the coordinators says that it can serve."""
-        for transport in self._transports:
+        for transport in self._turns.each:
             if await transport.healthy(timeout_s):
                 return True
         return False
 
     async def close(self) -> None:
         """See `Transport.close`."""
-        for transport in self._transports:
+        for transport in self._turns.each if self._found is None else self._found.all:
             await transport.close()
 
     async def _first(self, call: Callable[[Transport], Awaitable[T]]) -> T:
         """The answer of the first coordinator that gives one; that it cannot now is none, but the
         last coordinator's."""
-        current = self._turns.begin()
-        for _ in self._transports[1:]:
+        current, num_tries = self._turns.begin(), len(self._turns.each)
+        while True:
             try:
-                return await call(self._transports[current])
+                return await call(current)
             except Unavailable as error:
+                others = await self._knows_others(error)
+                num_tries = len(self._turns.each) if others else num_tries - 1
+                if num_tries == 0:
+                    raise
                 current = self._turns.after(current, avoided_s(error, begins=False))
-        return await call(self._transports[current])
+
+    async def _knows_others(self, error: Unavailable) -> bool:
+        """Whether there are other coordinators by now, where one did not answer."""
+        gone = None
+        if self._found is not None and isinstance(error, StreamBroken):
+            gone = self._found.renew()
+        if self._found is None or gone is None:
+            return False
+        self._turns.renew(self._found.each)
+        for transport in gone:
+            await transport.close()
+        return True
 
 
 def avoided_s(error: Unavailable, *, begins: bool) -> float:
@@ -188,6 +207,11 @@ class Told:
                 num_characters=None if characters is None else characters + len(event.text_delta),
             )
         return True
+
+    def asks_all(self, num_coordinators: int) -> None:
+        """There are so many now, others than before, and all are asked after the one that has just
+        not answered."""
+        self._num_coordinators, self._tries_left = num_coordinators, num_coordinators + 1
 
     def wait_after(self, error: Unavailable, now: float, deadline: float) -> float:
         """How long to wait until a coordinator is asked again: the next one, if this `moves_on`.

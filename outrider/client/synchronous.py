@@ -11,11 +11,11 @@ from typing import Any, Self, cast
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.client.found import Found, Server
 from outrider.client.grpc_transport import call_error, description, session_view
 from outrider.client.requests import (
     CALL_TIMEOUT_S,
     RESUMED_TIMEOUT_S,
-    addresses_of,
     check_sendable,
     check_timeout,
     generate_timeout_s,
@@ -30,7 +30,7 @@ from outrider.client.results import (
 from outrider.client.resuming import RESUME_TIMEOUT_S, Told, avoided_s
 from outrider.client.transport import CLOSED
 from outrider.client.turns import Turns
-from outrider.errors import DeadlineExceeded, OutriderError, Unavailable
+from outrider.errors import DeadlineExceeded, OutriderError, StreamBroken, Unavailable
 from outrider.generation import Event, GenerateRequest, ResumeRequest
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import coordinator_pb2_grpc, types_pb2
@@ -46,20 +46,19 @@ class SyncClient:
 
     def __init__(
         self,
-        address: str,
+        address: Server,
         *,
         api_key: str = "",
         trust: Trust = PLAIN,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> None:
-        """`address` is HOST:PORT, or several with commas between them; the rest as of `Client`.
-        Nothing is sent before the first call."""
-        self._address = address
+        """`address` is HOST:PORT, or several with commas between them, or a function that says so;
+        the rest as of `Client`. Nothing is sent before the first call."""
         self._metadata = key_metadata(api_key)
-        self._coordinators = [_Coordinator(one, trust) for one in addresses_of(address)]
+        self._found = Found(address, lambda one: _Coordinator(one, trust), time.monotonic)
         self._resume_timeout_s = resume_timeout_s
-        number = len(self._coordinators)
-        self._turns = Turns(number, time.monotonic, secrets.randbelow(number))
+        each = self._found.each
+        self._turns = Turns(each, time.monotonic, secrets.randbelow(len(each)))
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -75,20 +74,20 @@ class SyncClient:
 
     @property
     def address(self) -> str:
-        """HOST:PORT."""
-        return self._address
+        """HOST:PORT of each coordinator that is known."""
+        return ",".join(one.address for one in self._turns.each)
 
     def close(self) -> None:
         """Cancels what runs and closes the channels; calls then raise `Unavailable`."""
         self._closed = True
-        for coordinator in self._coordinators:
+        for coordinator in self._found.all:
             coordinator.channel.close()
 
     def generate(self, request: GenerateRequest) -> Generator[Event]:
         """See `Client.generate`. Leaving the iterator early (`close`, or an exception in the loop
         over it) cancels the session."""
         check_sendable(request)
-        told = Told(len(self._coordinators), self._resume_timeout_s)
+        told = Told(len(self._turns.each), self._resume_timeout_s)
         message = request_to_proto(request)
         yield from self._events(told, message, generate_timeout_s(request))
 
@@ -97,7 +96,7 @@ class SyncClient:
     ) -> Generator[Event]:
         """See `Client.resume`."""
         begun = ResumeRequest(session_id, num_tokens)
-        told = Told(len(self._coordinators), self._resume_timeout_s, begun)
+        told = Told(len(self._turns.each), self._resume_timeout_s, begun)
         yield from self._events(told, None, timeout_s)
 
     def _events(self, told: Told, message: Any, timeout_s: float) -> Generator[Event]:
@@ -107,7 +106,7 @@ class SyncClient:
         while True:
             self._check_open()
             left_s = max(0.001, deadline - time.monotonic())
-            stub, rest = self._coordinators[current].stub, told.rest(left_s)
+            stub, rest = current.stub, told.rest(left_s)
             try:
                 method, asked = (
                     (stub.Generate, message)
@@ -120,12 +119,14 @@ class SyncClient:
                         yield event
                 return
             except Unavailable as error:
+                if self._knows_others(error):
+                    told.asks_all(len(self._turns.each))
                 wait_s = told.wait_after(error, time.monotonic(), deadline)
                 if told.moves_on:
                     current = self._turns.after(current, avoided_s(error, begins=rest is None))
             time.sleep(wait_s)
 
-    def _heard(self, call: Any, current: int) -> Generator[Event]:
+    def _heard(self, call: Any, current: _Coordinator) -> Generator[Event]:
         self._check_open()
         try:
             for message in call:
@@ -133,7 +134,7 @@ class SyncClient:
                 if event is not None:
                     yield event
         except grpc.RpcError as error:
-            raise self._explained(error, self._coordinators[current].address) from error
+            raise self._explained(error, current.address) from error
         finally:
             call.cancel()
 
@@ -160,7 +161,7 @@ class SyncClient:
     def healthy(self, timeout_s: float = CALL_TIMEOUT_S) -> bool:
         """See `Client.healthy`."""
         request = health_pb2.HealthCheckRequest()
-        for coordinator in self._coordinators:
+        for coordinator in self._turns.each:
             try:
                 reply = self._ask(coordinator, "Check", request, timeout_s)
             except (Unavailable, DeadlineExceeded):
@@ -171,13 +172,26 @@ class SyncClient:
 
     def _call(self, name: str, request: Any, timeout_s: float) -> Any:
         """See `ResumingTransport`."""
-        current = self._turns.begin()
-        for _ in self._coordinators[1:]:
+        current, num_tries = self._turns.begin(), len(self._turns.each)
+        while True:
             try:
-                return self._ask(self._coordinators[current], name, request, timeout_s)
+                return self._ask(current, name, request, timeout_s)
             except Unavailable as error:
+                others = self._knows_others(error)
+                num_tries = len(self._turns.each) if others else num_tries - 1
+                if num_tries == 0:
+                    raise
                 current = self._turns.after(current, avoided_s(error, begins=False))
-        return self._ask(self._coordinators[current], name, request, timeout_s)
+
+    def _knows_others(self, error: Unavailable) -> bool:
+        """See `ResumingTransport`."""
+        gone = self._found.renew() if isinstance(error, StreamBroken) else None
+        if gone is None:
+            return False
+        self._turns.renew(self._found.each)
+        for coordinator in gone:
+            coordinator.channel.close()
+        return True
 
     def _ask(self, coordinator: _Coordinator, name: str, request: Any, timeout_s: float) -> Any:
         self._check_open()

@@ -2,36 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, Generic, TypeVar
+
+T = TypeVar("T")
 
 AVOIDED_S: Final = 5.0
 """For so long calls begin elsewhere than at one that did not answer. One that cannot serve now says
 how long."""
 
 
-class Turns:
+class Turns(Generic[T]):
     """Each coordinator in turn, so that all have a share of a client's sessions."""
 
-    def __init__(self, number: int, clock: Callable[[], float], first: int = 0) -> None:
-        """Of `number` coordinators, the one that is asked `first`; `clock` counts seconds."""
-        self._number = number
+    def __init__(self, each: Sequence[T], clock: Callable[[], float], first: int = 0) -> None:
+        """Of these, of which there is one at least, the one at `first` is asked first; `clock`
+        counts seconds."""
+        self._each = list(each)
         self._clock = clock
-        self._next = first % number
-        self._avoided: dict[int, float] = {}
+        self._next = first % len(self._each)
+        self._avoided: dict[T, float] = {}
         """Until when."""
 
-    def begin(self) -> int:
-        """For another call: the next that is not avoided, or the next where all are."""
-        now = self._clock()
-        order = [(self._next + place) % self._number for place in range(self._number)]
-        found = next((one for one in order if self._avoided.get(one, now) <= now), order[0])
-        self._next = (found + 1) % self._number
-        return found
+    @property
+    def each(self) -> list[T]:
+        """All of them."""
+        return self._each
 
-    def after(self, tried: int, avoided_s: float = AVOIDED_S) -> int:
+    def renew(self, each: Sequence[T]) -> None:
+        """From now on they are these."""
+        self._each = list(each)
+        self._avoided = {one: until for one, until in self._avoided.items() if one in self._each}
+
+    def begin(self) -> T:
+        """For another call: the next that is not avoided, or the next where all are."""
+        now, number = self._clock(), len(self._each)
+        order = [(self._next + place) % number for place in range(number)]
+        found = next(
+            (at for at in order if self._avoided.get(self._each[at], now) <= now), order[0]
+        )
+        self._next = (found + 1) % number
+        return self._each[found]
+
+    def after(self, tried: T, avoided_s: float = AVOIDED_S) -> T:
         """For a call that was asked of one in vain: so it goes round all of them. Others do not
         begin there for so many seconds."""
+        if tried not in self._each:  # There are others now.
+            return self.begin()
         until = self._clock() + avoided_s
         self._avoided[tried] = max(until, self._avoided.get(tried, until))
-        return (tried + 1) % self._number
+        return self._each[(self._each.index(tried) + 1) % len(self._each)]

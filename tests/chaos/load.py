@@ -127,7 +127,7 @@ class Load:
         one.ended = loop.time()
 
     async def _stream(self, seed: int, one: Asked) -> tuple[int, ...]:
-        async with Client(self._addresses()) as client:
+        async with Client(self._addresses) as client:
             return await self._tokens(client, seed, one)
 
     async def is_right(self, client: Client, number: int) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from deploy.cli.connection import Connection, add_connection_flags, connected
 from deploy.cli.serve import _keep_told
 from deploy.overview import Endpoints
 from deploy.state import (
@@ -15,19 +18,25 @@ from deploy.state import (
     publish,
     running_deployment,
     state_directory,
+    withdraw,
 )
 from outrider.config import load_config
 
 
-async def test_the_record_is_true_while_replicas_come_and_go() -> None:
-    """Each time that it is told that something has changed, and not before."""
-    state = state_directory(os.environ)
-    record = DeploymentRecord(
+def recorded() -> DeploymentRecord:
+    """Of a deployment whose process is this one."""
+    return DeploymentRecord(
         pid=os.getpid(), process_start=process_start(os.getpid()) or 0, started_at="then",
         model="m", draft_model="d", served_model_name="m", grpc_address="h:1",
         target_addresses=["h:2"], draft_addresses=["h:3"], target_directory="",
         tokenizer_directory="", deployment="d", redis_url="unix:///x",
     )  # fmt: skip
+
+
+async def test_the_record_is_true_while_replicas_come_and_go() -> None:
+    """Each time that it is told that something has changed, and not before."""
+    state = state_directory(os.environ)
+    record = recorded()
     publish(state, record)
     changed = asyncio.Event()
     config = load_config({"draft_model": "ngram"}, {})
@@ -64,3 +73,20 @@ async def test_the_record_is_true_while_replicas_come_and_go() -> None:
     assert found.http_address == ""
     assert (found.draft_model, found.settings["max_num_seqs"]) == ("suffix", 7)
     telling.cancel()
+
+
+async def test_commands_ask_the_record_where_coordinators_are_by_now() -> None:
+    """As of one that takes another's place on another port."""
+    state, record = state_directory(os.environ), recorded()
+    publish(state, record)
+    parser = argparse.ArgumentParser()
+    add_connection_flags(parser, ())
+    async with connected(parser.parse_args([])) as connection:
+        assert connection.find is not None
+        publish(state, replace(record, grpc_address="h:9"))
+        async with connection.client() as client:
+            assert client.address == connection.find() == "h:9"
+        withdraw(state)
+        assert connection.find() == ""
+    async with Connection("h:1").client() as client:
+        assert client.address == "h:1"

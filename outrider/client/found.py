@@ -1,0 +1,72 @@
+"""Connections to the coordinators of a deployment, as far as a client knows them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Final, Generic, TypeAlias, TypeVar
+
+from outrider.client.requests import addresses_of
+
+_log = logging.getLogger(__name__)
+
+Server: TypeAlias = str | Callable[[], str]
+"""HOST:PORT, or several with commas between them, or a function that says so. It is asked in the
+thread, or on the event loop, that calls, and so must not take long."""
+T = TypeVar("T")
+LOOK_S: Final = 0.5
+"""The function is not asked again sooner."""
+GONE_MAX: Final = 16
+"""Connections that are kept to coordinators which are named no more: calls may still run there."""
+
+
+class Found(Generic[T]):
+    """One connection to each coordinator that is named. Any number of threads may share it."""
+
+    def __init__(
+        self, server: Server, connect: Callable[[str], T], clock: Callable[[], float]
+    ) -> None:
+        """`connect` makes a connection to HOST:PORT, without sending anything; `clock` counts
+        seconds. Raises what the function does, and `BadRequest` for what are no addresses."""
+        self._name = server if callable(server) else None
+        self._connect = connect
+        self._clock = clock
+        self._looked_at = clock()
+        self._named = dict.fromkeys(addresses_of(server() if callable(server) else server))
+        self._open = {address: connect(address) for address in self._named}
+        """The oldest first; those that are named no more among them."""
+        self._changing = threading.Lock()
+
+    @property
+    def each(self) -> list[T]:
+        """To those that were named last; never empty."""
+        return [self._open[address] for address in self._named]
+
+    @property
+    def all(self) -> list[T]:
+        """What is open."""
+        return list(self._open.values())
+
+    def renew(self) -> list[T] | None:
+        """For one that does not answer: has the coordinators named again. Returns None where they
+        are those that are known, else what is to be closed, as it is to one of long ago. A
+        function that fails, or names none, changes nothing, which the log says."""
+        with self._changing:
+            now = self._clock()
+            if self._name is None or now - self._looked_at < LOOK_S:
+                return None
+            self._looked_at = now
+            try:
+                named = dict.fromkeys(addresses_of(self._name()))
+            except Exception as error:  # noqa: BLE001 (the caller's function)
+                _log.warning("the coordinators stay those that are known: %r", error)
+                return None
+            if named.keys() == self._named.keys():
+                return None
+            for address in named:
+                if address not in self._open:
+                    self._open[address] = self._connect(address)
+            self._named = named
+            gone = [address for address in self._open if address not in named]
+            return [self._open.pop(address) for address in gone[: max(0, len(gone) - GONE_MAX)]]
