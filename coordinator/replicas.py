@@ -221,6 +221,16 @@ class ReplicaPool(Generic[Item, Answer]):
             async with asyncio.timeout(timeout_s):
                 await self._found.wait()
 
+    async def wait_for_one(self, timeout_s: float) -> None:
+        """Waits until a replica is known. Raises `Unavailable` where none is by then."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout_s
+        while not self._offices:
+            left_s = until - loop.time()
+            if left_s <= 0:
+                raise Unavailable(f"no {self.role} is known")
+            await self.change(left_s)
+
     def _tell_found(self) -> None:
         self._found.set()
         self._found = asyncio.Event()

@@ -386,6 +386,8 @@ class CoordinatorService:
             ends = self.model.eos_token_ids
             await self._prompts.check_constraint(request.constraint, ends, tenant)
         parameters = resolve(request, field, prompt_ids, self.model, self._options.defaults, seed)
+        # Of a session that begins without a target nobody could say with whose weights it goes on.
+        await self.targets.wait_for_one(self._options.patience.target_gone_s)
         return replace(parameters, weights=self.targets.weights)
 
     def _in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

@@ -17,7 +17,7 @@ import itertools
 import os
 import random
 import signal
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -177,7 +177,9 @@ class Adversary:
         one = self._random.choice(victims)
         if fault.role == NODE:
             assert isinstance(one, int)
+            lost = set(self._machines.processes(one))
             await self._machines.lose_node(one)
+            await self._until_gone(lost)
             return
         pid, address = self._machines.redis.pid, self._machines.redis_address
         if isinstance(one, ReplicaView):
@@ -198,9 +200,18 @@ class Adversary:
             await self._machines.kill_redis(STOPPED_S)
         else:
             os.kill(pid, signal.SIGKILL)
-            async with asyncio.timeout(WHOLE_S):
-                while fault.replica in {one.name for one in self._deployment.overview.replicas}:
-                    await asyncio.sleep(POLL_S)
+            await self._until_gone({pid})
+
+    async def _until_gone(self, pids: Set[int]) -> None:
+        """Until it is known that replicas which had these processes are lost: the next fault would
+        take the spare."""
+        async with asyncio.timeout(WHOLE_S):
+            while any(
+                place.pid in pids
+                for one in self._deployment.overview.replicas
+                for place in one.places
+            ):
+                await asyncio.sleep(POLL_S)
 
     async def _reconciler_pid(self) -> int:
         """Once it is back, where it was lost just before."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from test_service import REQUEST, Bench, SlowText, bench
 
+from coordinator.resuming import parameters_of
 from outrider.clock import run_virtually
 from outrider.errors import (
     DataLoss,
@@ -137,6 +138,30 @@ def test_a_coordinator_that_knows_no_target_says_that_it_cannot_now() -> None:
             await made.service.targets.leave("t")
             with pytest.raises(Unavailable, match="no target is known"):
                 await anext(made.service.resume(ResumeRequest(session_id, num)))
+
+    run_virtually(main())
+
+
+def test_a_session_begins_once_there_is_a_target_and_stays_with_its_weights() -> None:
+    """So it can be resumed, also where none was known when it was asked for."""
+
+    async def main() -> None:
+        async with bench(resume_grace_s=5.0) as made:
+            office = made.service.targets._offices.pop("t")
+            events = made.service.generate(SEEDED)
+            first = asyncio.create_task(anext(events))
+            await asyncio.sleep(1.0)
+            assert not first.done()
+            made.service.targets._offices["t"] = office
+            made.service.targets._tell_found()
+            started = await first
+            assert isinstance(started, Started)
+            await drained(events)
+            record = await made.store.load(started.session_id)
+            assert parameters_of(record).weights == office.description.weights != ""
+            made.service.targets._offices.clear()
+            with pytest.raises(Unavailable, match="no target is known"):
+                await drained(made.service.generate(SEEDED))
 
     run_virtually(main())
 
