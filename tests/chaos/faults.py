@@ -83,6 +83,7 @@ class Adversary:
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._deck: list[tuple[str, str]] = []
+        self._others: list[tuple[str, str]] = []
         self.faults: list[Fault] = []
         self.gaps: dict[tuple[str, str], list[float]] = {}
         """By kind and role: of each request that was touched, the longest."""
@@ -140,8 +141,7 @@ class Adversary:
         async with asyncio.timeout(WHOLE_S):
             while True:
                 if not self._deck:
-                    others = self._random.sample(OTHERS, OTHERS_PER_ROUND)
-                    deck = (*(only or (*KILLS, *STOPS, *others)), NOTHING)
+                    deck = (*(only or (*KILLS, *STOPS, *self._some_others())), NOTHING)
                     self._deck = self._random.sample(deck, len(deck))
                 for place, (_, role) in enumerate(self._deck):
                     if self._victims(role):
@@ -149,6 +149,12 @@ class Adversary:
                 if self._deployment.overview.is_whole:
                     self._deck.clear()  # Each node has all replicas of a role.
                 await asyncio.sleep(POLL_S)
+
+    def _some_others(self) -> list[tuple[str, str]]:
+        """Each comes once before one comes again."""
+        if not self._others:
+            self._others = self._random.sample(OTHERS, len(OTHERS))
+        return [self._others.pop() for _ in range(OTHERS_PER_ROUND)]
 
     def _victims(self, role: str) -> Sequence[ReplicaView | int]:
         """Replicas of the role, or nodes, of which one can be missing; for others anything."""
