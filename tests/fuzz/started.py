@@ -21,6 +21,13 @@ MEMORY_MORE_MIB: Final = 256
 _BUG: Final = re.compile(
     r"Traceback \(most recent call last\)|was never retrieved|was never awaited|Task was destroyed"
 )
+_CALLER_LEFT: Final = re.compile(
+    r"^ERROR:grpc\._cython\.cygrpc:ExecuteBatchError raised in core by servicer method .*\n"
+    r"Traceback \(most recent call last\):\n(?:  File \"src/python/grpcio/.*\n)+"
+    r"grpc\._cython\.cygrpc\.ExecuteBatchError: .*\n",
+    re.MULTILINE,
+)
+"""gRPC's own, by no code but its own: it refused a method to a caller who was gone already."""
 
 
 class Started:
@@ -71,10 +78,7 @@ class Started:
         self._pipe(self._process.stdout).close()
         if code and not wrong:
             wrong.append(f"the process ended with {code}")
-        text = self._log.read_text(encoding="utf-8", errors="replace")
-        found = _BUG.search(text)
-        if found:
-            wrong.append(f"its log has a bug:\n{text[max(0, found.start() - 500) :][:6000]}")
+        wrong += bugs_in(self._log.read_text(encoding="utf-8", errors="replace"))
         return wrong
 
     def _line(self) -> Any:
@@ -99,3 +103,12 @@ def _more(before: dict[str, int], now: dict[str, int]) -> list[str]:
         for name, bound in bounds.items()
         if now[name] > before[name] + bound
     ]
+
+
+def bugs_in(log: str) -> list[str]:
+    """The first bug that a log tells of, with what stands around it."""
+    text = _CALLER_LEFT.sub("", log)
+    found = _BUG.search(text)
+    if found is None:
+        return []
+    return [f"its log has a bug:\n{text[max(0, found.start() - 500) :][:6000]}"]

@@ -9,8 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from .started import bugs_in
+
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300), pytest.mark.xdist_group("redis")]
 
+LEFT = """\
+ERROR:grpc._cython.cygrpc:ExecuteBatchError raised in core by servicer method [/a.B/Nothing]
+Traceback (most recent call last):
+  File "src/python/grpcio/grpc/_cython/_cygrpc/aio/server.pyx.pxi", line 710, in _handle_exceptions
+  File "src/python/grpcio/grpc/_cython/_cygrpc/aio/callback_common.pyx.pxi", line 99, in execute
+grpc._cython.cygrpc.ExecuteBatchError: Failed "execute_batch": (<a>, <b>)
+"""
 ROOT = Path(__file__).parents[2]
 SECONDS = 15
 LAST = re.compile(r"requests=(\d+) http=(\d+) grpc=(\d+) raw=(\d+) failed=(\d+) control=(\d+)")
@@ -43,3 +52,10 @@ def test_a_planted_fault_is_found() -> None:
     assert found.returncode == 1, found.stdout
     assert "--seed 1 --only seeds: refused: " in found.stdout
     assert "RuntimeError: the planted fault" in found.stdout
+
+
+def test_a_caller_who_left_is_no_bug_but_what_our_code_raised_is() -> None:
+    assert bugs_in(f"INFO:a\n{LEFT}{LEFT}WARNING:b\n") == []
+    [found] = bugs_in(LEFT.replace("src/python/grpcio/grpc/_cython/_cygrpc/aio/callback", "/a/b"))
+    assert "/a/b" in found
+    assert bugs_in(f"{LEFT}Task was destroyed but it is pending!\n")
