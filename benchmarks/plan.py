@@ -103,7 +103,7 @@ class PlanOptions(PromptOptions):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `plan`, but for those that describe the deployment."""
     defaults = PlanOptions()
-    add_prompt_arguments(parser, defaults)
+    add_prompt_arguments(parser, defaults, BUILT_IN_PROMPTS)
     temperatures = ",".join(f"{temperature:g}" for temperature in defaults.temperature)
     parser.add_argument(
         "--temperature", type=numbers, default=defaults.temperature, metavar="T[,T..]",

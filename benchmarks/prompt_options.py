@@ -45,11 +45,14 @@ def prompt_values(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in names}
 
 
-def add_prompt_arguments(parser: argparse.ArgumentParser, defaults: PromptOptions) -> None:
-    """Adds the flags of these options, and that of the JSON report."""
+def add_prompt_arguments(
+    parser: argparse.ArgumentParser, defaults: PromptOptions, num_built_in: int = 48
+) -> None:
+    """Adds the flags of these options, and that of the JSON report; without a file there are so
+    many prompts."""
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE",
-        help="JSONL of `prompt` and, if wanted, `category` [48 built-in prompts]",
+        help=f"JSONL of `prompt` and, if wanted, `category` [{num_built_in} built-in prompts]",
     )  # fmt: skip
     parser.add_argument(
         "--num-prompts", type=int, metavar="N",

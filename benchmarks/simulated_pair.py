@@ -72,9 +72,10 @@ def of_report(report: Mapping[str, Any], source: str) -> SimulatedPair:
         name = f"{report['draft_model']} for {report['model']}"
         return SimulatedPair(name, drafting, times, float(report["round_trip_ms"]))
     except (AttributeError, KeyError, StopIteration, TypeError, ValueError, OutriderError) as error:
+        why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise SettingError(
             "from_report",
-            f"{source} is not what this version's `outrider plan --json` prints: {error!r}",
+            f"{source} is not what this version's `outrider plan --json` prints: {why}",
         ) from error
 
 

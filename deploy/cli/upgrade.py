@@ -67,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     elif not changes:
         print("nothing changes")
     else:
-        print(f"{', '.join(sorted(changes))}: {num_stale} replicas are still to be replaced")
+        left = f"replicas still to be replaced: {num_stale}" if num_stale else "done"
+        print(f"{', '.join(sorted(changes))}: {left}")
     if arguments.wait and num_stale:
         raise Unavailable(f"not done after {arguments.wait:g} s; see {state / 'logs'}")
     return 0

@@ -26,9 +26,10 @@ def generate_timeout_s(request: GenerateRequest) -> float:
     return (request.deadline_ms or DEADLINE_MS_DEFAULT) / 1000 + GENERATE_SLACK_S
 
 
-def addresses_of(server: str) -> list[str]:
-    """Each HOST:PORT of those with commas between them. Raises `BadRequest` where one is empty."""
-    each = [address.strip() for address in server.split(",")]
+def addresses_of(server: object) -> list[str]:
+    """Each HOST:PORT of those with commas between them. Raises `BadRequest` where one is empty, or
+    it is no text."""
+    each = [one.strip() for one in server.split(",")] if isinstance(server, str) else [""]
     if not all(each):
         raise BadRequest(
             "server", f"{server!r} is wrong; it must be HOST:PORT, or several with commas between"

@@ -225,6 +225,8 @@ class Told:
         is_once_more = not answered and self._num_failures == 1
         self._waits = answered and self._num_failures > 2 and not self._waits
         self.moves_on = self._heard is None or not (is_once_more or self._waits)
+        if self._tried_until is None and self._heard is None:
+            self._tried_until = now + self._resume_timeout_s
         if self._heard is None:
             self._tries_left -= 1
             self._may_begin |= answered

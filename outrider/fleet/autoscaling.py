@@ -222,7 +222,7 @@ def parse_bounds(text: str, least_possible: int, most_possible: int) -> Bounds:
     words = text.split(":")
     counts = [int(word) for word in words if word.isascii() and word.isdecimal()]
     if len(words) != 2 or len(counts) != 2 or counts != sorted(counts):
-        raise ValueError("it must be LEAST:MOST")
+        raise ValueError("it must be LEAST:MOST, the lesser first")
     least, most = counts
     if least < least_possible or most > most_possible:
         raise ValueError(f"it must be within {least_possible}:{most_possible}")

@@ -24,6 +24,8 @@ def main() -> int:
         "--add", type=Path, nargs="+", default=[], help="files of other runs to add to the result"
     )
     options = parser.parse_args()
+    if options.seeds < 1:
+        parser.error(f"--seeds: {options.seeds} is wrong; it must be at least 1")
     seeds = range(options.first, options.first + options.seeds)
     if options.seed is not None:
         seeds = range(options.seed, options.seed + 1)

@@ -79,10 +79,11 @@ def test_a_function_that_names_none_changes_nothing(trouble: Any) -> None:
     assert found.each == ["B"]
 
 
-def test_what_it_says_at_first_must_be_addresses() -> None:
+@pytest.mark.parametrize("said", ["", None, ["127.0.0.1:1"]])
+def test_what_it_says_at_first_must_be_addresses(said: Any) -> None:
     for kind in (Client, SyncClient):
         with pytest.raises(BadRequest, match="HOST:PORT"):
-            kind(lambda: "")
+            kind(lambda: said)
 
 
 def heard(names: Names, each: dict[str, Scripted]) -> list[Event]:

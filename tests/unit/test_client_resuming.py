@@ -226,6 +226,21 @@ def test_what_cannot_begin_now_is_asked_for_again_when_the_coordinator_says() ->
     run_virtually(main())
 
 
+def test_of_those_that_take_long_to_say_no_each_is_asked_once() -> None:
+    """A coordinator waits itself for a target to come."""
+
+    async def main() -> None:
+        each: Any = [Scripted(*[(Unavailable("no target"),)] * 9) for _ in range(2)]
+        for one in each:
+            one.event_s = 60.0
+        with pytest.raises(Unavailable, match="no target"):
+            async for _ in ResumingTransport(each).generate(REQUEST, 600.0):
+                pass
+        assert [len(one.asked) for one in each] == [1, 1]
+
+    run_virtually(main())
+
+
 def test_calls_pass_over_a_coordinator_that_cannot_now() -> None:
     """Neither do those wait that find it so, nor do others begin there until it said."""
 
