@@ -20,7 +20,7 @@ class Compatibility:
             self.target = target
         elif _kind(target) != _kind(self.target):
             raise Incompatible(
-                f"the target {target.model!r} has another vocabulary, length, tokenizer or way of "
+                f"the target {target.model!r} has another vocabulary, tokenizer or way of "
                 f"drafting than {self.target.model!r}"
             )
 
@@ -38,10 +38,9 @@ class Compatibility:
             )
 
 
-def _kind(target: ReplicaDescription) -> tuple[int, int, str, bool, bool]:
+def _kind(target: ReplicaDescription) -> tuple[int, str, bool, bool]:
     return (
         target.vocab_size,
-        target.max_model_len,
         target.tokenizer_fingerprint,
         target.drafts_itself,
         target.shows_features,

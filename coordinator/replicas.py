@@ -103,17 +103,16 @@ class ReplicaPool(Generic[Item, Answer]):
             return office.description
         raise Unavailable(f"no {self.role} is known")
 
-    @property
-    def weights(self) -> str:
-        """Those of the replica that joined last of those that are present, or else of all; see
-        `ReplicaDescription.weights`. Empty where there is none."""
-        offices = list(self._offices.values())
-        newest = [office for office in offices if office.is_open] or offices
-        return newest[-1].description.weights if newest else ""
-
-    def has(self, weights: str) -> bool:
-        """Whether a replica with these weights is known."""
-        return any(office.description.weights == weights for office in self._offices.values())
+    def newest(self, weights: str = "") -> ReplicaDescription | None:
+        """What the replica runs that joined last of those that are present, or else of all; None
+        where none is known. Only of those with these `weights` (`ReplicaDescription.weights`);
+        empty = any."""
+        offices = [
+            office for office in self._offices.values()
+            if weights in ("", office.description.weights)
+        ]  # fmt: skip
+        found = [office for office in offices if office.is_open] or offices
+        return found[-1].description if found else None
 
     async def join(self, name: str, link: Link[Item, Answer]) -> None:
         """Takes a replica in, whose link is the pool's from now on. Raises `Unavailable` where it
@@ -221,15 +220,17 @@ class ReplicaPool(Generic[Item, Answer]):
             async with asyncio.timeout(timeout_s):
                 await self._found.wait()
 
-    async def wait_for_one(self, timeout_s: float) -> None:
-        """Waits until a replica is known. Raises `Unavailable` where none is by then."""
+    async def wait_for_one(self, timeout_s: float) -> ReplicaDescription:
+        """What the newest replica runs, once one is known. Raises `Unavailable` where none is by
+        then."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
-        while not self._offices:
+        while (found := self.newest()) is None:
             left_s = until - loop.time()
             if left_s <= 0:
                 raise Unavailable(f"no {self.role} is known")
             await self.change(left_s)
+        return found
 
     def _tell_found(self) -> None:
         self._found.set()

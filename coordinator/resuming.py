@@ -54,7 +54,7 @@ def resumable(
     before anything is taken from whoever runs it."""
     parameters = parameters_of(record)
     check_known(record, request)
-    if record.finish_reason is None and not targets.has(parameters.weights):
+    if record.finish_reason is None and targets.newest(parameters.weights) is None:
         if not targets.names:
             raise Unavailable("no target is known")
         raise Incompatible(

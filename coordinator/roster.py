@@ -125,7 +125,8 @@ class Roster:
         name = record.name
         self._heard_at[name] = now
         self._addresses[name] = record.address
-        if record.leaving and (name in self._pool.names or self._pool.has(record.weights)):
+        has_others = record.weights and self._pool.newest(record.weights)
+        if record.leaving and (name in self._pool.names or has_others):
             self._pool.retire(name)
         elif (
             name not in self._pool.names

@@ -152,10 +152,14 @@ class CoordinatorService:
 
     @property
     def model(self) -> ServedModel:
-        """What is served. Raises `Unavailable` before `start`."""
+        """What is served, as long as the newest target takes it. Raises `Unavailable` before
+        `start`."""
         if self._model is None:
             raise Unavailable("the coordinator is starting")
-        return self._model
+        newest = self.targets.newest()
+        if newest is None:
+            return self._model
+        return replace(self._model, max_model_len=newest.max_model_len)
 
     @property
     def text(self) -> Text | None:
@@ -385,10 +389,10 @@ class CoordinatorService:
         if request.constraint is not None:
             ends = self.model.eos_token_ids
             await self._prompts.check_constraint(request.constraint, ends, tenant)
-        parameters = resolve(request, field, prompt_ids, self.model, self._options.defaults, seed)
         # Of a session that begins without a target nobody could say with whose weights it goes on.
-        await self.targets.wait_for_one(self._options.patience.target_gone_s)
-        return replace(parameters, weights=self.targets.weights)
+        target = await self.targets.wait_for_one(self._options.patience.target_gone_s)
+        parameters = resolve(request, field, prompt_ids, self.model, self._options.defaults, seed)
+        return replace(parameters, weights=target.weights)
 
     def _in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
@@ -426,7 +430,7 @@ class CoordinatorService:
             lengths=self._length_policy(
                 session, 0 if draft is None else num_draft_tokens, parameters.sampling
             ),
-            length_max=self.model.max_model_len,
+            length_max=(self.targets.newest(parameters.weights) or self.model).max_model_len,
             meter=self._meter,
             arrived=arrived,
             deadline=deadline,

@@ -232,5 +232,6 @@ class ReplicaDescription:
 
     @property
     def weights(self) -> str:
-        """Names what its logits are a function of beside tokens: weights, and how they are run."""
-        return f"{self.weights_fingerprint}/{self.dtype}"
+        """Names what a session that began with it needs to go on elsewhere: what logits are a
+        function of beside tokens, which is weights and how they are run, and how long it may be."""
+        return f"{self.weights_fingerprint}/{self.dtype}/{self.max_model_len}"

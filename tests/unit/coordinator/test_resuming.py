@@ -9,11 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from test_replicas import described
 from test_service import REQUEST, Bench, SlowText, bench
 
 from coordinator.resuming import parameters_of
 from outrider.clock import run_virtually
 from outrider.errors import (
+    BadRequest,
     DataLoss,
     Incompatible,
     NotFound,
@@ -124,6 +126,25 @@ def test_it_goes_on_with_the_same_weights_alone() -> None:
             with pytest.raises(Incompatible, match="other weights"):
                 await anext(made.service.resume(ResumeRequest(session_id, num)))
             assert (await made.store.load(session_id)).epoch == 1
+
+    run_virtually(main())
+
+
+def test_a_target_of_another_length_is_for_new_sessions_alone() -> None:
+    """As in an upgrade: those that have begun stay with targets that are as long as theirs."""
+
+    async def main() -> None:
+        async with bench(resume_grace_s=5.0) as made:
+            async with aclosing(made.service.generate(SEEDED)) as events:
+                _, session_id, num = await taken(events, 3)
+            before = made.service.targets._offices["t"].description
+            await made.service.targets.join("n", described(replace(before, max_model_len=8)))
+            assert made.service.model.max_model_len == 8
+            with pytest.raises(BadRequest, match="length of 8"):
+                await drained(made.service.generate(replace(SEEDED, max_tokens=8)))
+            last = [e async for e in made.service.resume(ResumeRequest(session_id, num))][-1]
+            assert isinstance(last, Finished)
+            assert (await made.store.load(session_id)).target.replica.endswith("t")
 
     run_virtually(main())
 

@@ -206,7 +206,7 @@ def test_one_that_leaves_and_has_weights_of_its_own_joins_to_be_left() -> None:
         await asyncio.sleep(SOON_S)
         assert world.pool.names == ["b", "a"]
         assert world.pool.num_present == 1
-        assert world.pool.has(TOY.weights)
+        assert world.pool.newest(TOY.weights)
         found = world.pool.find(b"", TOY.weights, None)
         assert found is not None
         assert found.replica == "a"
