@@ -179,11 +179,10 @@ async def _client(
             yield http, BACKENDS[server.endpoint], server.address, http.model
             return
         from benchmarks.serving_grpc import BACKEND, GrpcServingClient
-        from outrider.client import Client
 
         connection = await stack.enter_async_context(connected(arguments))
         # What fails is told as it is, and not tried again.
-        client = Client(connection.address, resume_timeout_s=0)
+        client = connection.client(tries_again=False)
         await stack.enter_async_context(client)
         model = (await client.describe()).model
         yield GrpcServingClient(client, options), BACKEND, connection.address, model

@@ -65,12 +65,18 @@ class Connection:
     find: Callable[[], str] | None = None
     """Says where coordinators are by now; None where only an address is known."""
 
-    def client(self) -> Client:
-        """Calls what is there."""
+    def client(self, *, tries_again: bool = True) -> Client:
+        """Calls what is there, and tries again what fails for now, or not."""
         from outrider.client import Client
+        from outrider.client.resuming import RESUME_TIMEOUT_S
         from outrider.wire.channel import PLAIN
 
-        return Client(self.find or self.address, api_key=self.api_key, trust=self.trust or PLAIN)
+        return Client(
+            self.find or self.address,
+            api_key=self.api_key,
+            trust=self.trust or PLAIN,
+            resume_timeout_s=RESUME_TIMEOUT_S if tries_again else 0.0,
+        )
 
 
 def add_connection_flags(parser: argparse.ArgumentParser, without: Collection[str]) -> None:
