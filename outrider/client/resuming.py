@@ -131,10 +131,10 @@ class ResumingTransport:
 
     async def _knows_others(self, error: Unavailable) -> bool:
         """Whether there are other coordinators by now, where one did not answer."""
-        gone = None
-        if self._found is not None and isinstance(error, StreamBroken):
-            gone = self._found.renew()
-        if self._found is None or gone is None:
+        if self._found is None or not isinstance(error, StreamBroken):
+            return False
+        gone = self._found.renew()
+        if gone is None:
             return False
         self._turns.renew(self._found.each)
         for transport in gone:
@@ -225,9 +225,9 @@ class Told:
         is_once_more = not answered and self._num_failures == 1
         self._waits = answered and self._num_failures > 2 and not self._waits
         self.moves_on = self._heard is None or not (is_once_more or self._waits)
-        if self._tried_until is None and self._heard is None:
-            self._tried_until = now + self._resume_timeout_s
         if self._heard is None:
+            if self._tried_until is None:
+                self._tried_until = now + self._resume_timeout_s
             self._tries_left -= 1
             self._may_begin |= answered
             if self._tries_left > 0:

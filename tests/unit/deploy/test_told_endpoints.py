@@ -20,6 +20,7 @@ from deploy.state import (
     state_directory,
     withdraw,
 )
+from outrider.client.requests import key_metadata
 from outrider.config import load_config
 
 
@@ -88,5 +89,8 @@ async def test_commands_ask_the_record_where_coordinators_are_by_now() -> None:
             assert client.address == connection.find() == "h:9"
         withdraw(state)
         assert connection.find() == ""
-    async with Connection("h:1").client() as client:
+    async with Connection("h:1", api_key="a-key").client(tries_again=False) as client:
+        transport: Any = client._transport
         assert client.address == "h:1"
+        assert transport._resume_timeout_s == 0
+        assert transport._turns.begin()._metadata == key_metadata("a-key")
