@@ -456,12 +456,14 @@ class CoordinatorService:
             return None
         options = self._options
         stand_in = StandIn(self._stand_in, heads.session, heads.sampling)
-        target, draft = self._together.target, self._together.draft
+        target, draft = self.targets.newest(parameters.weights), self._together.draft
         if target is not None and target.drafts_itself:
             return SelfDrafts(heads.session, stand_in, options.confident)
         if draft is None:
             return None
         reads_features = draft.reads_features
+        if reads_features and target is not None and not target.shows_features:
+            return None
         return DraftSide(
             berth_of(self.drafts, heads.session, key, heads.session.draft),
             heads,

@@ -9,6 +9,7 @@ from typing import Final
 
 from outrider.config import DeploymentConfig, DraftConfig, TargetConfig
 from outrider.drafting.registry import DraftModel
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import SettingError
 from outrider.settings import blaming
 
@@ -21,8 +22,6 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
     for a length that one does not take, for ranks that one cannot be shared out among, and for a
     draft whose tokenizer differs from the target's."""
     if config.target.emulated is not None:
-        from outrider.engine.emulated import EmulatedSpec
-
         with blaming("engine"):
             EmulatedSpec.parse(config.target.emulated)
         return config
@@ -62,6 +61,30 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
             lookup=draft if draft.drafter.on_target and draft.drafter.lookup else None,
         ),
     )
+
+
+def check_same_tokens(running: TargetConfig, other: TargetConfig) -> None:
+    """Raises `SettingError` for a target whose ids mean something else than those of the one that
+    is `running`, both with the directories of their models: coordinators, which have the tokenizer
+    and the sessions of that, would not take it in beside it."""
+    if running.emulated == other.emulated and running.directory == other.directory:
+        return
+    if _tokens(running) != _tokens(other):
+        is_engine = running.emulated is not None or other.emulated is not None
+        names = [one.model if one.emulated is None else one.engine for one in (other, running)]
+        raise SettingError(
+            "engine" if is_engine else "model",
+            f"{names[0]!r} has another vocabulary or tokenizer than {names[1]!r}, which runs; "
+            "start another deployment for it",
+        )
+
+
+def _tokens(target: TargetConfig) -> tuple[int, str]:
+    if target.emulated is not None:
+        return EmulatedSpec.parse(target.emulated).vocab_size, ""
+    from outrider.engine.loading import stated_tokens
+
+    return stated_tokens(Path(target.directory), trust_remote_code=target.trust_remote_code)
 
 
 def _resolve_draft(

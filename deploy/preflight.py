@@ -6,6 +6,7 @@ import socket
 from typing import Final
 
 from outrider.config import PORT_MAX, DeploymentConfig
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import SettingError
 from outrider.settings import blaming
 
@@ -16,8 +17,8 @@ _ANY_FREE: Final = 0
 
 def check_before_start(config: DeploymentConfig) -> None:
     """For a deployment on this machine. Raises `SettingError` for a host or a port that cannot be
-    listened on, for files of keys or certificates that are wrong, and for a model that is certainly
-    not there."""
+    listened on, for files of keys or certificates that are wrong, for a model that is certainly not
+    there, and for what is no emulated one."""
     check_locks(config.coordinator)
     listeners = (
         ("grpc_port", config.coordinator, config.coordinator.grpc_port, config.num_coordinators),
@@ -34,6 +35,8 @@ def check_before_start(config: DeploymentConfig) -> None:
                 raise SettingError(key, f"{port} is among the ports that {other} counts up to")
             _check_listening(key, server.host, port)
     if config.target.emulated is not None:
+        with blaming("engine"):
+            EmulatedSpec.parse(config.target.emulated)
         return
     from outrider.engine.sources import check_name
 

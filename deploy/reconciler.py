@@ -25,12 +25,12 @@ from .autoscaling import Autoscaling
 from .blueprint import Blueprint
 from .cluster import CALLS_PER_ACTOR_MAX, RECONCILER, Actor, Cluster, Demand, run_task
 from .fleet import FIRST_REST_S, REST_S_MAX, Fleet
-from .models import resolve_models
+from .models import check_same_tokens, resolve_models
 from .overview import Overview
 from .rollout import Rollout
 
 if TYPE_CHECKING:
-    from outrider.config import DeploymentConfig
+    from outrider.config import DeploymentConfig, TargetConfig
     from outrider.fleet.registry import Role
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Reconciler:
         self._registry = RedisRegistry(blueprint.redis, blueprint.deployment)
         self._fleet = Fleet(cluster, blueprint, self._registry, self._tell)
         self._autoscaling = Autoscaling(self._registry, blueprint.policy)
-        self._rollout = Rollout(self._registry, blueprint, _resolved, self._go_by)
+        self._rollout = Rollout(self._registry, blueprint, _resolved, _checked, self._go_by)
         self._looking: list[asyncio.Task[None]] = []
         self._work: asyncio.Task[Any] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -167,6 +167,10 @@ class Reconciler:
 async def _resolved(given: DeploymentConfig) -> DeploymentConfig:
     """In a process of its own: the model library stays there."""
     return await run_task(resolve_models, given)
+
+
+async def _checked(running: TargetConfig, other: TargetConfig) -> None:
+    await run_task(check_same_tokens, running, other)
 
 
 def start_reconciler(blueprint: Blueprint, namespace: str) -> Actor:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Final, Self
 
-from outrider.config import DeploymentConfig, configuration
+from outrider.config import DeploymentConfig, TargetConfig, configuration
 from outrider.errors import ConfigError, OutriderError, SettingError, StoreUnavailable, Unavailable
 from outrider.fleet.registry import Registry, Topic
 from outrider.hosting import available_cores
@@ -108,19 +108,25 @@ class Answer:
         return cls(str(found.get("name", "")), str(found.get("refusal", "")))
 
 
-def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> DeploymentConfig:
-    """What was given, with these settings in its place. Raises `SettingError` for one that cannot
-    change while a deployment runs, and for values that do not go together."""
-    values = given.values()
+def check_changes(given: Mapping[str, Value], changes: Mapping[str, Value]) -> None:
+    """Raises `SettingError` for one of the changes that cannot be made to the `given` settings
+    while a deployment runs."""
     for key, value in changes.items():
-        if key in KEPT and value != values[key]:
+        if key in KEPT and value != given.get(key):
             raise SettingError(key, f"cannot be another one while a deployment runs: {KEPT[key]}")
-        if key in SWITCHES and bool(value) != bool(values[key]):
+        if key in SWITCHES and bool(value) != bool(given.get(key)):
             raise SettingError(
                 key,
                 "cannot be turned on or off while a deployment runs: its replicas would not "
                 "understand each other meanwhile",
             )
+
+
+def changed(given: DeploymentConfig, changes: Mapping[str, Value]) -> DeploymentConfig:
+    """What was given, with these settings in its place. Raises as `check_changes`, and
+    `SettingError` for values that do not go together."""
+    values = given.values()
+    check_changes(values, changes)
     if changes.get("model", given.target.model) != given.target.model:
         # What was chosen for the other target need not fit this one.
         del values["draft_model"]
@@ -157,13 +163,16 @@ class Rollout:
         registry: Registry,
         blueprint: Blueprint,
         resolve: Callable[[DeploymentConfig], Awaitable[DeploymentConfig]],
+        check_target: Callable[[TargetConfig, TargetConfig], Awaitable[None]],
         go_by: Callable[[Blueprint], None],
     ) -> None:
         """`blueprint` is the plan without changes; `resolve` finds the models' files, as
-        `resolve_models`; `go_by` hears of another plan."""
+        `resolve_models`; `check_target` refuses a target that cannot follow the one that runs, as
+        `check_same_tokens`; `go_by` hears of another plan."""
         self._registry = registry
-        self._original = blueprint
+        self._original = self._plan_that_holds = blueprint
         self._resolve = resolve
+        self._check_target = check_target
         self._go_by = go_by
         self._holds = ""
         """All changes together, as text."""
@@ -225,6 +234,8 @@ class Rollout:
         changes = Changes(asked.name, {**held.values, **asked.values}, gpus)
         try:
             plan = await self._plan(changes)
+            runs, follows = self._plan_that_holds.placement.config, plan.placement.config
+            await self._check_target(runs.target, follows.target)
             self._go(changes.to_json(), plan)
         except StoreUnavailable:
             raise
@@ -252,6 +263,7 @@ class Rollout:
         except BaseException:
             self.name = before
             raise
+        self._plan_that_holds = plan
 
     async def _plan(self, changes: Changes) -> Blueprint:
         """Raises `ConfigError` for what cannot work."""

@@ -126,7 +126,8 @@ def build_engine(
     raises `ConfigError`."""
     # Numeric libraries are imported here, after `use_threads`.
     if config.emulated is not None:
-        from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+        from outrider.engine.emulated import EmulatedEngine
+        from outrider.engine.emulated_spec import EmulatedSpec
 
         return EmulatedEngine(EmulatedSpec.parse(config.emulated), role, config.step_sessions)
     from outrider.engine.cuda.acceleration import find_acceleration

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from stack import Stack, running_stack
 
-from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.generation import GenerateRequest
 from outrider.telemetry.exporting import Exports, start_exports
 from outrider.telemetry.requests import Detail, ObservedRequests

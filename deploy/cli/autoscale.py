@@ -17,7 +17,7 @@ from outrider.fleet.registry import ROLES, Role
 from outrider.limits import REPLICAS_MAX
 from outrider.sessions.redis_address import RedisAddress
 
-from .scale import add_redis_flags, redis_of, what_runs
+from .scale import add_redis_flags, redis_of, role_and_value, what_runs
 
 OFF = "off"
 
@@ -53,12 +53,7 @@ def parsed_bounds(words: Sequence[str]) -> dict[Role, Bounds | None]:
     """Of `ROLE=LEAST:MOST` and `ROLE=off`. Raises `ConfigError`."""
     found: dict[Role, Bounds | None] = {}
     for word in words:
-        name, _, text = word.partition("=")
-        role = next((role for role in ROLES if role == name), None)
-        if role is None or role in found:
-            raise ConfigError(
-                f"{word}: is wrong; give {', '.join(ROLES)} once each, as ROLE=LEAST:MOST"
-            )
+        role, text = role_and_value(word, "LEAST:MOST", found)
         try:
             found[role] = None if text == OFF else parse_bounds(text, LEAST[role], REPLICAS_MAX)
         except ValueError as error:

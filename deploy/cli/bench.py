@@ -18,7 +18,8 @@ from outrider.hosting import available_cores
 
 from . import bench_front_door, bench_models, bench_serve
 from .connection import Connection, add_connection_flags, connected
-from .measuring import Measure, progress, show
+from .measuring import Measure, progress
+from .tables import show
 
 if TYPE_CHECKING:
     from benchmarks.peers_report import PeersReport

@@ -7,7 +7,8 @@ import asyncio
 
 from benchmarks import front_door
 
-from .measuring import AddMeasurement, progress, show
+from .measuring import AddMeasurement, progress
+from .tables import show
 
 
 def add_measurement(measurement: AddMeasurement) -> None:

@@ -20,8 +20,9 @@ from outrider.hosting import (
     use_threads,
 )
 
-from .measuring import AddMeasurement, progress, show
+from .measuring import AddMeasurement, progress
 from .settings import add_setting_flags, deployment_config
+from .tables import show
 
 if TYPE_CHECKING:
     from outrider.engine.interface import Engine

@@ -19,8 +19,9 @@ from benchmarks import serving
 from outrider.errors import SettingError
 
 from .connection import add_connection_flags, connected
-from .measuring import AddMeasurement, progress, show
+from .measuring import AddMeasurement, progress
 from .settings import given_flags
+from .tables import show
 
 if TYPE_CHECKING:
     from benchmarks.serving_http import HttpServer

@@ -9,6 +9,8 @@ from typing import Final
 
 from outrider.drafting.registry import DRAFTERS
 
+from .tables import show
+
 LONGEST_WORD: Final = 10
 """Of what they propose and of their files: a narrow terminal cuts no word of ..."""
 _WORDY: Final = ("proposes", "files")
@@ -26,7 +28,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"drafters": found}))
         return 0
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(show_lines=True)
@@ -39,5 +40,5 @@ def run(arguments: argparse.Namespace) -> int:
         )
     for drafter in found:
         table.add_row(*drafter.values())
-    Console().print(table)
+    show(table)
     return 0

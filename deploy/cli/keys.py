@@ -20,6 +20,8 @@ from outrider.security.key_file import add_key, read_key_file, remove_key
 from outrider.security.keys import check_key_name
 from outrider.settings import check_range
 
+from .tables import show
+
 FILE_VARIABLE: Final = "OUTRIDER_API_KEY_FILE"
 
 
@@ -103,7 +105,6 @@ def _list(path: Path, *, as_json: bool) -> int:
         facts = [{name: getattr(one, name) for name in Caller.__slots__} for one in callers]
         print(json.dumps({"keys": facts}))
         return 0
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("key", "tenant", "requests a minute", "at a time", "admin", box=None)
@@ -112,5 +113,5 @@ def _list(path: Path, *, as_json: bool) -> int:
             one.name, one.tenant, str(one.requests_per_minute or "any"),
             str(one.concurrency or "any"), "yes" if one.admin else "",
         )  # fmt: skip
-    Console(highlight=False).print(table)
+    show(table, highlight=False)
     return 0

@@ -5,22 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 Measure = Callable[[argparse.Namespace], int]
 """Runs a measurement; returns the exit code."""
 AddMeasurement = Callable[[str, str, Measure], argparse.ArgumentParser]
 """Adds a subcommand by its name and purpose, and returns its parser."""
-
-
-def show(table: RenderableType) -> None:
-    """On standard output."""
-    from rich.console import Console
-
-    Console().print(table)
 
 
 def progress(line: str) -> None:

@@ -22,6 +22,7 @@ from outrider.hosting import available_cores, build_engine, build_lookup, use_th
 
 from .connection import add_connection_flags, connected
 from .settings import deployment_config, with_flags
+from .tables import show
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -136,12 +137,10 @@ def _show(
     arguments: argparse.Namespace, as_json: Callable[[], str], as_tables: Callable[[], Group]
 ) -> None:
     """On standard output, as was asked for."""
-    from rich.console import Console
-
     if arguments.json:
         print(as_json())
     else:
-        Console().print(as_tables())
+        show(as_tables())
 
 
 def _check(config: DeploymentConfig) -> None:

@@ -6,8 +6,9 @@ import argparse
 import asyncio
 import json
 import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -16,6 +17,7 @@ from deploy.state import DeploymentRecord, running_deployment, state_directory
 from outrider.config import WAIT_S_MAX, deployment_settings
 from outrider.drafting.registry import parse_drafter
 from outrider.errors import ConfigError, SettingError, Unavailable
+from outrider.fleet.autoscaling import Policy
 from outrider.fleet.registry import ROLES, Role
 from outrider.limits import REPLICAS_MAX
 from outrider.sessions.redis_address import RedisAddress
@@ -68,7 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
     record = what_runs(state)
     if counts.get("draft") and parse_drafter(record.draft_model).on_target:
         raise ConfigError(f"draft={counts['draft']}: with {record.draft_model} the target drafts")
-    asyncio.run(_want(record, redis_of(arguments, record), counts))
+    policy = asyncio.run(_want(record, redis_of(arguments, record), counts))
+    for role in counts.keys() & policy.bounds.keys():
+        least, most = policy.bounds[role]
+        note = f"note: {role} is autoscaled, {least} to {most}; `outrider autoscale {role}=off`"
+        print(f"{note} leaves it as it is said here", file=sys.stderr)
     there = _wait(state, counts, arguments.wait)
     wanted = record.wanted | counts
     if arguments.json:
@@ -84,16 +90,26 @@ def parsed_counts(words: Sequence[str]) -> dict[Role, int]:
     """Of `ROLE=N`. Raises `ConfigError`."""
     counts: dict[Role, int] = {}
     for word in words:
-        name, _, text = word.partition("=")
-        role = next((role for role in ROLES if role == name), None)
-        if role is None or role in counts:
-            raise ConfigError(f"{word}: is wrong; give {', '.join(ROLES)} once each, as ROLE=N")
+        role, text = role_and_value(word, "N", counts)
         least = 0 if role == "draft" else 1
         is_count = text.isascii() and text.isdecimal()
         if not (is_count and least <= int(text) <= REPLICAS_MAX):
             raise ConfigError(f"{word}: {text!r} is wrong; it must be {least} to {REPLICAS_MAX}")
         counts[role] = int(text)
     return counts
+
+
+def role_and_value(word: str, value: str, given: Collection[Role]) -> tuple[Role, str]:
+    """Of `ROLE=...`, where `value` stands for what follows and other roles are `given` already.
+    Raises `ConfigError`."""
+    name, has_value, text = word.partition("=")
+    role = next((role for role in ROLES if role == name), None)
+    if role is None or not has_value:
+        allowed = f"{', '.join(ROLES[:-1])} or {ROLES[-1]}"
+        raise ConfigError(f"{word}: is wrong; it must be ROLE={value}, and ROLE {allowed}")
+    if role in given:
+        raise ConfigError(f"{word}: {role} is given twice")
+    return role, text
 
 
 def redis_of(arguments: argparse.Namespace, record: DeploymentRecord) -> RedisAddress:
@@ -112,7 +128,8 @@ def redis_of(arguments: argparse.Namespace, record: DeploymentRecord) -> RedisAd
     return given
 
 
-async def _want(record: DeploymentRecord, redis: RedisAddress, counts: dict[Role, int]) -> None:
+async def _want(record: DeploymentRecord, redis: RedisAddress, counts: dict[Role, int]) -> Policy:
+    """Returns what decides from now on, for the roles that it has bounds for."""
     from outrider.fleet.redis_registry import RedisRegistry
 
     registry = RedisRegistry(redis, record.deployment)
@@ -120,6 +137,8 @@ async def _want(record: DeploymentRecord, redis: RedisAddress, counts: dict[Role
         if not await registry.wanted():
             raise Unavailable("this Redis knows nothing of the deployment")
         await registry.want(counts)
+        policy = await registry.noted("policy")
+        return Policy.from_json(policy) if policy else Policy()
     finally:
         await registry.close()
 

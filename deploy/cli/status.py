@@ -39,6 +39,7 @@ from .connection import (
 from .masking import masked_settings
 from .scale import add_redis_flags, redis_of
 from .status_table import Facts, status_table
+from .tables import show
 
 TIMEOUT_S: Final = 5.0
 WATCH_S: Final = 2.0
@@ -79,9 +80,7 @@ def _print(found: Facts, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found), flush=True)
         return
-    from rich.console import Console
-
-    Console(highlight=False).print(status_table(found), soft_wrap=not found["running"])
+    show(status_table(found), highlight=False, soft_wrap=not found["running"])
 
 
 async def _watch(arguments: argparse.Namespace) -> int:

@@ -59,6 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
         if key not in SECRETS and record.settings.get(key) != value
     }  # fmt: skip
     kept: dict[str, Value] = {"api_key": hashed_keys(new_key())} if record.asks_for_keys else {}
+    from deploy.rollout import check_changes
+
+    check_changes(record.settings, changes)
     configuration({**record.settings, **kept, **changes})  # What does not go together shows here.
     name = asyncio.run(_tell(arguments, record, changes))
     num_stale = _wait(state, name, arguments.wait)

@@ -80,7 +80,7 @@ class DeploymentConfig:
                 f"{self.deployment_name!r} is wrong; it must be up to 63 letters, digits, - and _",
             )
         if self.draft.model == AUTO:
-            named = drafter_for(None if self.target.emulated else self.target.model)
+            named = drafter_for(None if self.target.emulated is not None else self.target.model)
             object.__setattr__(self, "draft", replace(self.draft, model=named))
         if self.draft.drafter.reads_target:
             self._check_reading()

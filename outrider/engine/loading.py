@@ -103,7 +103,7 @@ def describe(
         dtype=str(module.dtype).removeprefix("torch."),
         eos_token_ids=_eos_token_ids(module, tokenizer),
         weights_fingerprint=weights_fingerprint(path),
-        tokenizer_fingerprint="" if tokenizer is None else tokenizer_table(tokenizer).fingerprint,
+        tokenizer_fingerprint=_tokenizer_fingerprint(tokenizer),
     )
 
 
@@ -126,15 +126,16 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None
 def stated_length(path: Path, *, trust_remote_code: bool = False) -> int | None:
     """Tokens that a model takes by its configuration, read without its weights; None where that
     does not say. Raises `ConfigError` for a configuration that cannot be read."""
-    from transformers import AutoConfig
+    return _stated_length(_config(path, trust_remote_code))
 
-    try:
-        config = AutoConfig.from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=trust_remote_code
-        )
-    except LOADING_ERRORS as error:
-        raise ConfigError(f"model {path}: its config.json cannot be loaded: {error}") from error
-    return _stated_length(config)
+
+def stated_tokens(path: Path, *, trust_remote_code: bool = False) -> tuple[int, str]:
+    """What a model's ids mean, read without its weights: the width of its logits, and its
+    tokenizer's fingerprint, empty where it has none. Raises `ConfigError` for files that cannot
+    be read."""
+    width = int(_config(path, trust_remote_code).get_text_config().vocab_size)
+    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    return width, _tokenizer_fingerprint(tokenizer)
 
 
 def stated_eos_token_ids(path: Path, tokenizer: Any) -> tuple[int, ...]:
@@ -191,6 +192,21 @@ def resolve_dtype(dtype: str) -> torch.dtype | str:
         allowed = ", ".join(("auto", *DTYPES))
         raise ConfigError(f"dtype: {dtype!r} given; one of {allowed} is allowed")
     return DTYPES[dtype]
+
+
+def _config(path: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except LOADING_ERRORS as error:
+        raise ConfigError(f"model {path}: its config.json cannot be loaded: {error}") from error
+
+
+def _tokenizer_fingerprint(tokenizer: Any | None) -> str:
+    return "" if tokenizer is None else tokenizer_table(tokenizer).fingerprint
 
 
 def _logits_width(module: Any) -> int:

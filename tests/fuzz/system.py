@@ -20,7 +20,8 @@ from coordinator.http.server import HttpOptions, HttpServer
 from coordinator.service import CoordinatorService
 from coordinator.servicer import CoordinatorServicer
 from outrider.constraints.grammars import Grammars
-from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.security.callers import Caller
 from outrider.security.gate import OPEN, Gate
 from outrider.security.key_file import KeyFile, add_key

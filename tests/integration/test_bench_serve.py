@@ -23,7 +23,8 @@ from benchmarks.serving_load import ServingRun
 from benchmarks.serving_report import ServingReport, failures, render, warnings
 from deploy.cli.main import main
 from outrider.client import Client, GenerateRequest, InProcessTransport, Tokens
-from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import Unavailable
 from outrider.text import TokenizerText
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from stack import running_stack
 
-from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import OutriderError
 from outrider.generation import GenerateRequest
 

@@ -19,7 +19,8 @@ from stack import Stack, running_stack
 from toy_engine import ToyEngine
 
 from outrider.client import ChatMessage, GenerateRequest
-from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.speculation.sampling import SamplingParams
 from outrider.text import TokenizerText
 

@@ -24,7 +24,8 @@ from outrider.client import (
     SyncClient,
     Tokens,
 )
-from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import DeadlineExceeded, NotFound, OutriderError, Unavailable
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling import Rule, SamplingParams

@@ -18,7 +18,8 @@ from toy_engine import ToyEngine, toy_logits
 
 from outrider import limits
 from outrider.client import Completion
-from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import (
     BadRequest,
     DeadlineExceeded,

@@ -210,6 +210,8 @@ async def test_other_settings_are_rolled_out_under_load(deployment: Deployment, 
     before = {role: serving(deployment, role) for role in ROLES}
     with pytest.raises(ConfigError, match="engine"):
         await tell_changes(deployment.registry, {"engine": "emulated:vocab_size=none"})
+    with pytest.raises(ConfigError, match="another vocabulary"):
+        await tell_changes(deployment.registry, {"engine": "emulated:vocab_size=99999"})
     await tell_changes(deployment.registry, {"max_num_seqs": 5, "run_ahead_rounds": 2})
     async with asyncio.timeout(2 * CHANGE_S):
         while deployment.config.target.max_num_seqs != 5 or deployment.overview.num_stale:

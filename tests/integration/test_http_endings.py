@@ -18,7 +18,8 @@ from openai import AsyncOpenAI
 from stack import PATIENCE, Stack, running_stack
 
 from coordinator.http.server import HttpOptions, HttpServer
-from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import ConfigError
 from outrider.sessions.store import FinishReason
 from outrider.telemetry.exporting import Exports, start_exports

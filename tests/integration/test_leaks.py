@@ -23,7 +23,8 @@ from coordinator.mailbox import Mailbox
 from coordinator.run import SessionRun
 from coordinator.target_side import TargetSide
 from outrider.client import Client
-from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.sequences import SequenceTable
 from outrider.errors import Unavailable
 from outrider.generation import Event, Finished, GenerateRequest, Started, Tokens

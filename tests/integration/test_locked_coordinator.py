@@ -26,7 +26,8 @@ from outrider.client import (
     Started,
     SyncClient,
 )
-from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import NotFound, Overloaded, StoreUnavailable, Unauthenticated, Unavailable
 from outrider.security.callers import Caller
 from outrider.security.gate import Gate

@@ -20,7 +20,8 @@ from coordinator.http.server import HttpOptions
 from coordinator.http.shown_certificate import TlsFiles
 from coordinator.servicer import CoordinatorServicer
 from outrider.client import Client, GenerateRequest, SamplingParams
-from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import NotFound, Overloaded
 from outrider.limits import SLOT_RETRY_MS
 from outrider.security.callers import Caller

@@ -17,7 +17,8 @@ from stack import Stack, running_stack
 
 from coordinator.http import page_files
 from coordinator.http.server import HttpOptions
-from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.security.callers import Caller
 from outrider.security.gate import gate_of
 from outrider.security.key_file import add_key

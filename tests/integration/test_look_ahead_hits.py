@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from stack import running_stack
 
-from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.generation import GenerateRequest, RoundReport, Tokens
 from outrider.speculation.sampling import Rule, SamplingParams
 

@@ -18,7 +18,8 @@ from coordinator.service import CoordinatorService
 from coordinator.servicer import CoordinatorServicer
 from outrider.client import Client, Finished, GenerateRequest, SamplingParams, Started, Tokens
 from outrider.drafting.ngram import NgramDrafter
-from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import NotFound, StreamBroken
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.store import FinishReason

@@ -17,7 +17,8 @@ from stack import Stack, running_stack
 
 from deploy.state import LOCK_NAME, DeploymentRecord, process_start, publish
 from outrider.client import GenerateRequest
-from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ from toy_engine import ToyEngine
 
 from coordinator.http import page_files
 from outrider.client import Completion
-from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.generation import ChatMessage, GenerateRequest
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.text import TokenizerText

@@ -16,7 +16,8 @@ from models import byte_level_tokenizer
 from stack import Stack, running_stack
 
 from coordinator.http.server import HttpOptions
-from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.fleet.registry import ReplicaRecord
 from outrider.generation import ChatMessage, GenerateRequest
 from outrider.security.callers import Caller

@@ -13,7 +13,7 @@ from draft_service.eagle_drafter import EagleDrafter
 from outrider.drafting.drafter import DraftRequest
 from outrider.drafting.ngram import NgramDrafter
 from outrider.engine.eagle_head import EagleHead
-from outrider.engine.emulated import EmulatedSpec
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep
 from outrider.engine.slots import check_steps
 from outrider.engine.trained_eagle import LoadedEagle

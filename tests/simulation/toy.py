@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import check
 from outrider.generation import GenerateRequest
 from outrider.speculation.noise import RoundNoise

@@ -31,7 +31,7 @@ from benchmarks.emulate_scenarios import (
     Steps,
 )
 from deploy.cli.main import main
-from outrider.engine.emulated import SCHEME, EmulatedSpec
+from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
 from outrider.errors import Unavailable
 from outrider.generation import Event, Finished, Metrics, RoundReport, Started, Tokens, Usage
 from outrider.sessions.store import FinishReason

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from benchmarks.emulate_pair import PairLaw, expected_tokens
-from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep
 from outrider.errors import InvariantError
 from outrider.speculation.sampling import Rule

@@ -15,7 +15,8 @@ from benchmarks.hits import (
     way_figures,
 )
 from benchmarks.hits_rounds import measure
-from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import SettingError
 from outrider.speculation.sampling import Rule
 

@@ -66,8 +66,8 @@ def test_a_redis_that_does_not_know_the_deployment_is_not_told(
         (["target=0:2"], "target=0:2: it must be within 1:1024, or off"),
         (["draft=2"], "draft=2: it must be LEAST:MOST, the lesser first, or off"),
         (["draft=3:2"], "it must be LEAST:MOST"),
-        (["nobody=1:2"], "give coordinator, target, draft once each"),
-        (["draft=1:2", "draft=off"], "once each"),
+        (["nobody=1:2"], "it must be ROLE=LEAST:MOST, and ROLE coordinator, target or draft"),
+        (["draft=1:2", "draft=off"], "draft is given twice"),
     ],
 )
 def test_wrong_bounds_are_named(words: list[str], said: str) -> None:

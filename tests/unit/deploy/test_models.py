@@ -15,9 +15,9 @@ from models import (
     save_tiny_model,
 )
 
-from deploy.models import resolve_models, tokenizer_warning
+from deploy.models import check_same_tokens, resolve_models, tokenizer_warning
 from deploy.preflight import check_before_start
-from outrider.config import load_config
+from outrider.config import TargetConfig, load_config
 from outrider.errors import SettingError
 
 
@@ -167,6 +167,24 @@ def test_a_number_of_ranks_that_a_model_cannot_have_is_refused(tiny: Path, key: 
     with pytest.raises(SettingError, match="1, 2 do") as bad:
         resolve_models(load_config({**models, key: 3}, {}))
     assert bad.value.key == key
+
+
+def test_a_target_follows_another_whose_tokens_mean_the_same(tiny: Path, tmp_path: Path) -> None:
+    def target(model: Path, **settings: object) -> TargetConfig:
+        return resolve_models(load_config({"model": str(model), **settings}, {})).target
+
+    tokenizer = byte_level_tokenizer()
+    spoken = target(save_tiny_model(tmp_path / "a", vocab_size=320, tokenizer=tokenizer))
+    check_same_tokens(spoken, spoken)
+    alike = save_tiny_model(tmp_path / "b", vocab_size=320, tokenizer=tokenizer, seed=9)
+    check_same_tokens(spoken, target(alike))
+    wider = save_tiny_model(tmp_path / "c", vocab_size=328, tokenizer=tokenizer)
+    other = save_tiny_model(tmp_path / "d", vocab_size=320, tokenizer=byte_level_tokenizer(300))
+    emulated = target(tiny, engine="emulated:vocab_size=320")
+    for one, key in ((wider, "model"), (other, "model"), (tiny, "model"), (None, "engine")):
+        with pytest.raises(SettingError, match=r"another vocabulary or tokenizer") as bad:
+            check_same_tokens(spoken, emulated if one is None else target(one))
+        assert bad.value.key == key
 
 
 def test_every_replica_is_told_where_the_targets_tokenizer_is(tiny: Path, tmp_path: Path) -> None:

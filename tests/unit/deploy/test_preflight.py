@@ -11,7 +11,7 @@ from outrider.config import load_config
 from outrider.errors import SettingError
 
 EMULATED = {
-    "engine": "emulated:vocab_size=10",
+    "engine": "emulated:vocab_size=100",
     "draft_model": "emulated",
     "grpc_port": 0,
     "port": 0,
@@ -51,3 +51,9 @@ def test_roles_count_up_to_ports_of_their_own(
 
 def test_any_free_port_is_everybodys() -> None:
     check_before_start(load_config(EMULATED | {"num_targets": 3, "num_drafts": 2}, {}))
+
+
+def test_what_is_no_emulated_engine_is_refused() -> None:
+    with pytest.raises(SettingError, match="emulated: unknown key 'size'") as bad:
+        check_before_start(load_config(EMULATED | {"engine": "emulated:size=10"}, {}))
+    assert bad.value.key == "engine"

@@ -9,14 +9,15 @@ import pytest
 
 from deploy import rollout
 from deploy.blueprint import Blueprint
+from deploy.models import check_same_tokens
 from deploy.placement import plan_placement
 from deploy.rollout import Changes, Rollout, changed, tell_changes
 from outrider.clock import run_virtually
-from outrider.config import DeploymentConfig, load_config
+from outrider.config import DeploymentConfig, TargetConfig, load_config
 from outrider.errors import ConfigError, SettingError, StoreUnavailable, Unavailable
 from outrider.fleet.registry import MemoryRegistry
 
-SETTINGS = {"engine": "emulated:vocab_size=10", "draft_model": "emulated"}
+SETTINGS = {"engine": "emulated:vocab_size=100", "draft_model": "emulated"}
 
 
 ON_GPUS = {"engine": "transformers", "model": "large", "draft_model": "small"}
@@ -56,12 +57,17 @@ class World:
             placement=plan_placement(found, amounts), deployment="d", log_directory="",
             local=True, given=config,
         )  # fmt: skip
-        self.rollout = Rollout(self.registry, self.original, self._resolve, self.plans.append)
+        self.rollout = Rollout(
+            self.registry, self.original, self._resolve, self._check, self.plans.append
+        )
 
     async def _resolve(self, config: DeploymentConfig) -> DeploymentConfig:
         if config.draft.model in self.missing:
             raise SettingError("draft_model", "is not to be had")
         return config
+
+    async def _check(self, running: TargetConfig, other: TargetConfig) -> None:
+        check_same_tokens(running, other)
 
     async def tell(self, **values: str | float) -> str:
         running = asyncio.create_task(self.rollout.run())
@@ -101,6 +107,20 @@ def test_what_cannot_work_is_refused_and_what_held_still_holds() -> None:
         await world.tell(max_model_len=99)
         assert world.plans[1].given.draft.model == "emulated"
         assert world.plans[1].given.target.max_num_seqs == 7
+
+    run_virtually(main())
+
+
+def test_a_target_whose_tokens_mean_something_else_is_refused() -> None:
+    """Coordinators would not take it in, and the old ones would leave all the same."""
+
+    async def main() -> None:
+        world = World()
+        with pytest.raises(ConfigError, match=r"engine: .*vocab_size=90' has another vocabulary"):
+            await world.tell(engine="emulated:vocab_size=90")
+        assert (world.plans, await world.registry.noted("changes")) == ([], "")
+        await world.tell(engine="emulated:vocab_size=100,seed=1")
+        assert world.plans[0].given.target.engine.endswith("seed=1")
 
     run_virtually(main())
 

@@ -17,6 +17,7 @@ from deploy.cli.main import main
 from deploy.cli.scale import parsed_counts, redis_of
 from deploy.state import DeploymentRecord, process_start, publish, state_directory, withdraw
 from outrider.errors import ConfigError, SettingError, Unavailable
+from outrider.fleet.autoscaling import Policy
 from outrider.fleet.registry import Role
 from outrider.limits import REPLICAS_MAX
 from outrider.sessions.redis_address import RedisAddress
@@ -50,6 +51,7 @@ class Wishes:
     def __init__(self) -> None:
         self.opened: list[tuple[str, str, str]] = []
         self.wants: list[Mapping[Role, int]] = []
+        self.policy = Policy().to_json()
         self.num_closed = 0
 
     def open(self, redis: RedisAddress, deployment: str) -> Wishes:
@@ -61,6 +63,9 @@ class Wishes:
 
     async def want(self, counts: Mapping[Role, int]) -> None:
         self.wants.append(counts)
+
+    async def noted(self, topic: str) -> str:
+        return self.policy if topic == "policy" else ""
 
     async def close(self) -> None:
         self.num_closed += 1
@@ -90,10 +95,10 @@ def test_counts_are_read() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("drafts=4",), "drafts=4: is wrong; give coordinator, target, draft once each"),
+        (("drafts=4",), "drafts=4: is wrong; it must be ROLE=N, and ROLE coordinator, target or"),
         (("=4",), "=4: is wrong"),
-        (("draft=1", "draft=2"), "draft=2: is wrong; give coordinator, target, draft once each"),
-        (("draft",), "draft: '' is wrong; it must be 0 to 1024"),
+        (("draft=1", "draft=2"), "draft=2: draft is given twice"),
+        (("draft",), "draft: is wrong; it must be ROLE=N"),
         (("draft=",), "it must be 0 to"),
         (("draft=-1",), "draft=-1: '-1' is wrong"),
         (("draft=1.5",), "'1.5' is wrong"),
@@ -167,6 +172,18 @@ def test_what_is_wanted_is_said_to_the_deployment_and_printed(
     assert json.loads(capsys.readouterr().out) == {
         "wanted": {"coordinator": 2, "target": 1, "draft": 1}
     }
+
+
+def test_who_scales_what_is_autoscaled_is_told_so(
+    capsys: pytest.CaptureFixture[str], state: Path, wishes: Wishes
+) -> None:
+    publish(state, record())
+    wishes.policy = Policy(bounds={"target": (1, 3)}).to_json()
+    assert main(["scale", "draft=3", "target=2"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "wanted: coordinator=1, target=2, draft=3\n"
+    assert err.startswith("note: target is autoscaled, 1 to 3; ")
+    assert err.count("\n") == 1
 
 
 def test_a_redis_that_does_not_know_the_deployment_is_told_nothing(

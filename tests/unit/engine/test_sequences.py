@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep
 from outrider.engine.sequences import Aligned, SequenceTable
 from outrider.errors import BadRequest, InvariantError, StaleEpoch

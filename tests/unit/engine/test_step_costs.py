@@ -11,7 +11,8 @@ import torch
 
 from outrider.engine.cost_measurement import measure_step_costs, settle_narrow_threads
 from outrider.engine.costs import StepCosts
-from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep
 from outrider.errors import InvariantError
 

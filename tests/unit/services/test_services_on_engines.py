@@ -12,7 +12,8 @@ from paged_engines import WatchedEngine
 from rounds import GREEDY, Listener, Player
 
 from draft_service.service import DraftService
-from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.executor import ThreadExecutor
 from outrider.engine.interface import Engine, ModelInfo
 from outrider.speculation.sampling import Rule, SamplingParams

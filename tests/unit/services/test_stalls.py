@@ -12,7 +12,8 @@ from rounds import make_head
 
 from outrider.clock import run_virtually
 from outrider.engine.cost_measurement import measure_step_costs
-from outrider.engine.emulated import EmulatedEngine, EmulatedSpec
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.executor import InlineExecutor
 from outrider.messages import VerdictReply, VerifyItem
 from outrider.wire.memory_link import MemoryLink
