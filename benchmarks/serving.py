@@ -79,6 +79,8 @@ class ServingOptions:
             value = getattr(self, name)
             if not (name == "request_rate" or name == "burstiness") or value != math.inf:
                 check_range(name, value, low, high)
+        if self.burstiness != 1 and self.request_rate == math.inf:
+            raise SettingError("burstiness", "needs --request-rate: it is of the gaps between")
         names = [name for name, _ in self.goodput]
         if len(set(names)) != len(names) or not set(names) <= set(GOALS):
             raise SettingError(

@@ -243,7 +243,8 @@ def _refusal(status: int, body: bytes) -> str:
     text = body.decode(errors="replace")
     with suppress(ValueError, LookupError, TypeError):
         text = str(json.loads(text)["error"]["message"])
-    return f"HTTP {status}: {_one_line(text)}".rstrip(": ")
+    hint = " (--api-key, or OPENAI_API_KEY)" if status == httpx2.codes.UNAUTHORIZED else ""
+    return f"HTTP {status}: {_one_line(text)}".rstrip(": ") + hint
 
 
 def _one_line(text: str) -> str:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
+from typing import Final
 
 from outrider import limits
 from outrider.constraints.constraint import Constraint
 from outrider.errors import BadRequest, DataLoss
-from outrider.generation import GenerateRequest
+from outrider.generation import ChatMessage, GenerateRequest, Prompt
 from outrider.speculation.sampling import Rule, SamplingParams, check_sampling, resolve_rule
+
+_ROLE: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_SHOWN_CHARS: Final = 64
+"""Of what is wrong, in an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +107,7 @@ def check_fields(request: GenerateRequest, model: ServedModel) -> None:
     """Checks every field that can be checked without tokenizing the prompt. Raises `BadRequest`
     for the first one that is out of its limits (`outrider.limits`)."""
     check_sampling(request.sampling, vocab_size=model.vocab_size)
+    check_roles(request.prompt)
     check_stop(request.stop)
     bounds = (
         ("max_tokens", 1, model.max_model_len),
@@ -169,6 +176,20 @@ def check_prompt_ids(prompt_ids: tuple[int, ...], field: str, model: ServedModel
         raise BadRequest(
             f"{field}[{index}]", f"{bad} is not a token id; allowed: 0..{model.vocab_size - 1}"
         )
+
+
+def check_roles(prompt: Prompt) -> None:
+    """Raises `BadRequest` for a turn of a conversation whose role is no name: a chat template
+    writes it between the marks of the turn."""
+    if isinstance(prompt, str) or not (prompt and isinstance(prompt[0], ChatMessage)):
+        return
+    for index, turn in enumerate(prompt):
+        if isinstance(turn, ChatMessage) and not _ROLE.fullmatch(turn.role):
+            raise BadRequest(
+                f"chat.messages[{index}].role",
+                f"got {turn.role[:_SHOWN_CHARS]!r}; allowed: a name such as system, user or "
+                "assistant, of up to 64 letters, digits, - and _",
+            )
 
 
 def check_stop(stop: tuple[str, ...]) -> None:

@@ -202,6 +202,7 @@ def _add_models(app: FastAPI, service: CoordinatorService) -> None:
 def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics | None) -> None:
     kept = KeptHealth(service)
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", responses=_ERRORS)
     async def health() -> Response:
         """Whether a request that comes now can make progress; 503 says why not."""

@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     ValidationError,
     ValidatorFunctionWrapHandler,
+    WithJsonSchema,
     WrapValidator,
     model_validator,
 )
@@ -48,6 +49,18 @@ def _described(field: str, words: str) -> WrapValidator:
             raise BadRequest(field, f"must be {words}, all text in Unicode") from None
 
     return WrapValidator(validate)
+
+
+def _within(low: int, high: int) -> tuple[object, ...]:
+    """Bounds that are told as the coordinator tells its own."""
+
+    def validate(value: int) -> int:
+        if not low <= value <= high:
+            raise ValueError(f"got {value}; allowed: {low}..{high}")
+        return value
+
+    schema = {"type": "integer", "minimum": low, "maximum": high}
+    return AfterValidator(validate), WithJsonSchema(schema)
 
 
 def _unicode(text: str) -> str:
@@ -112,10 +125,10 @@ class GenerationBody(Body):
     )
     temperature: float | None = None
     top_p: float | None = None
-    n: Annotated[int, Field(ge=1, le=ANSWERS_MAX)] | None = Field(
+    n: Annotated[int, *_within(1, ANSWERS_MAX)] | None = Field(
         default=None, description="Texts for one prompt."
     )
-    seed: Annotated[int, Field(ge=-(2 ** (SEED_BITS - 1)), le=SEED_MAX)] | None = Field(
+    seed: Annotated[int, *_within(-(2 ** (SEED_BITS - 1)), SEED_MAX)] | None = Field(
         default=None, description="A negative one is the same as itself plus 2**64."
     )
     stop: Annotated[

@@ -27,7 +27,12 @@ def translate_chat(body: ChatBody, draw_seed: Callable[[], int]) -> Asked:
         prompts=[_messages(body.messages)],
         max_tokens=max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        names={"chat": "messages", "max_tokens": name, "logprobs": "top_logprobs"},
+        names={
+            "chat": "messages",
+            "chat.messages": "messages",
+            "max_tokens": name,
+            "logprobs": "top_logprobs",
+        },
     )
     return translate(body, wishes, draw_seed)
 

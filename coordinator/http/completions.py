@@ -11,7 +11,7 @@ from outrider.limits import PROMPTS_MAX
 
 from .bodies import CompletionBody
 from .logprobs import ScoredToken, finite
-from .translation import Asked, Wishes, translate
+from .translation import PROMPT, Asked, Wishes, translate
 
 DEFAULT_MAX_TOKENS: Final = 16
 """OpenAI's."""
@@ -23,7 +23,7 @@ def translate_completion(body: CompletionBody, draw_seed: Callable[[], int]) -> 
         prompts=_prompts(body.prompt),
         max_tokens=body.max_tokens,
         logprobs=body.logprobs,
-        names={"text": "prompt", "token_ids": "prompt"},
+        names={"text": PROMPT, "token_ids": PROMPT},
         default_max_tokens=DEFAULT_MAX_TOKENS,
     )
     return translate(body, wishes, draw_seed)

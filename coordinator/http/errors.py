@@ -88,6 +88,8 @@ def error_body(error: OutriderError) -> dict[str, Any]:
         param = error.field or None
     elif isinstance(error, NotFound):
         param = "model"
+    elif isinstance(error, DeadlineExceeded):
+        param = "deadline_ms"
     return _body(error.message, name, param, code)
 
 

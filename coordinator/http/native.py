@@ -32,6 +32,8 @@ _RAW: Final = "with a prompt"
 
 
 def _kind(value: object) -> str:
+    if isinstance(value, dict) and {"messages", "prompt"} <= value.keys():
+        raise BadRequest("prompt", "is given beside messages; allowed: one of the two")
     if isinstance(value, ChatBody) or (isinstance(value, dict) and "messages" in value):
         return _CHAT
     return _RAW

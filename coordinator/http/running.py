@@ -21,8 +21,7 @@ async def run(
     one of them was admitted, and none goes on once one of them has failed, or the iterator is
     closed. Raises as `CoordinatorService.generate` does, in the body's words."""
     streams = [
-        service.generate(request, tenant, traceparent, resumable=False)
-        for request in asked.requests
+        _stream(service, asked, index, tenant, traceparent) for index in range(len(asked.requests))
     ]
     try:
         if len(streams) == 1:  # Nothing to wait for beside it: no queue, and no task of its own.
@@ -35,11 +34,24 @@ async def run(
         async with aclosing(_interleaved(streams)) as events:
             async for pair in events:
                 yield pair
-    except BadRequest as error:
-        raise asked.renamed(error) from error
     finally:
         for stream in streams:
             await stream.aclose()
+
+
+async def _stream(
+    service: CoordinatorService, asked: Asked, index: int, tenant: str, traceparent: str
+) -> AsyncGenerator[Event]:
+    """The events of one of the requests."""
+    request = asked.requests[index]
+    try:
+        async with aclosing(
+            service.generate(request, tenant, traceparent, resumable=False)
+        ) as events:
+            async for event in events:
+                yield event
+    except BadRequest as error:
+        raise asked.renamed(error, index) from error
 
 
 async def _all(waiting: Sequence[object]) -> list[Event]:

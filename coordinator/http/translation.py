@@ -30,7 +30,8 @@ _NAMES: Final[Mapping[str, str]] = {
     "draft_deadline_ms": "speculation.draft_deadline_ms",
 }
 """What fields of the coordinator's are called in every body, where it is not the same."""
-_FIRST_NAME: Final = re.compile(r"^(?:sampling\.)?(\w+)")
+PROMPT: Final = "prompt"
+"""What a body calls the field that may have several prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +66,12 @@ class Asked:
         """Whether log-probabilities are told."""
         return self.requests[0].logprobs is not None
 
-    def renamed(self, error: BadRequest) -> BadRequest:
-        """The error with the name that the body has for its field."""
-        return BadRequest(_renamed(error.field, self.names), error.reason)
+    def renamed(self, error: BadRequest, index: int) -> BadRequest:
+        """The error of one of the requests, with the name that the body has for its field."""
+        name = _renamed(error.field, self.names)
+        if len(self.requests) > self.n and re.match(rf"{PROMPT}\b", name):
+            name = f"{PROMPT}[{index // self.n}]{name.removeprefix(PROMPT)}"
+        return BadRequest(name, error.reason)
 
 
 def translate(body: GenerationBody, wishes: Wishes, draw_seed: Callable[[], int]) -> Asked:
@@ -114,7 +118,12 @@ def translate(body: GenerationBody, wishes: Wishes, draw_seed: Callable[[], int]
         usage_always=bool(options and options.continuous_usage_stats),
         histograms=bool(speculation.histograms),
         token_ids=bool(body.return_token_ids),
-        names={**_NAMES, **wishes.names, **({} if wanted is None else wanted.names)},
+        names={
+            **_NAMES,
+            **wishes.names,
+            **({"stop[0]": "stop"} if isinstance(body.stop, str) else {}),
+            **({} if wanted is None else wanted.names),
+        },
     )
 
 
@@ -149,8 +158,8 @@ def _check_min_tokens(body: GenerationBody, max_tokens: int | None) -> None:
 
 
 def _renamed(field: str, names: Mapping[str, str]) -> str:
-    found = _FIRST_NAME.match(field)
-    if found is None:
-        return field
-    name = found.group(1)
-    return names.get(name, name) + field[found.end() :]
+    field = field.removeprefix("sampling.")
+    for known in sorted(names, key=len, reverse=True):
+        if re.match(rf"{re.escape(known)}(?![\w])", field):
+            return names[known] + field[len(known) :]
+    return field

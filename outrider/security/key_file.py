@@ -78,6 +78,8 @@ def add_key(path: Path, caller: Caller) -> str:
     none, and returns the key. Raises `ConfigError`, also for a name that is there."""
     with _changing(path):
         entries = read_key_file(path) if path.exists() else []
+        if any(entry.caller.name == caller.name for entry in entries):
+            raise ConfigError(f"{path}: there is a key {caller.name!r} already")
         key = new_key()
         found = KeyHash.of(key)
         Keyring([*entries, KeyEntry(found, caller)])

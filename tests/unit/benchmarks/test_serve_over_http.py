@@ -299,6 +299,7 @@ def test_an_interrupted_command_reports_what_there_is() -> None:
         (("--request-rate", "nan"), "--request-rate: nan is wrong"),
         (("--request-rate", "fast"), "argument --request-rate: invalid float value"),
         (("--burstiness", "-1"), "--burstiness: -1.0 is wrong"),
+        (("--burstiness", "2"), "--burstiness: needs --request-rate"),
         (("--max-concurrency", "0"), "--max-concurrency: 0 is wrong"),
         (("--num-prompts", "0"), "--num-prompts: 0 is wrong"),
         (("--num-warmups", "-1"), "--num-warmups: -1 is wrong"),

@@ -221,7 +221,7 @@ def test_a_model_without_a_tokenizer_names_tokens_by_their_ids() -> None:
         (Incompatible("no"), 409, "server_error", None, "conflict"),
         (Overloaded("no", 1500), 429, "rate_limit_error", None, "rate_limit_exceeded"),
         (Unavailable("no"), 503, "service_unavailable_error", None, "unavailable"),
-        (DeadlineExceeded("no"), 504, "timeout_error", None, "deadline_exceeded"),
+        (DeadlineExceeded("no"), 504, "timeout_error", "deadline_ms", "deadline_exceeded"),
         (DataLoss("no"), 500, "server_error", None, "internal_error"),
         (OutriderError("no"), 500, "server_error", None, "internal_error"),
     ],

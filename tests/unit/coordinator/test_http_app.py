@@ -14,7 +14,7 @@ import pytest
 from coordinator.http.app import build_app
 from coordinator.http.serving import Generations
 from coordinator.request import RequestDefaults, ServedModel
-from outrider.errors import Overloaded, Unavailable
+from outrider.errors import BadRequest, Overloaded, Unavailable
 from outrider.generation import Event, Finished, GenerateRequest, Metrics, Started, Tokens, Usage
 from outrider.limits import TRACEPARENT_CHARS_MAX
 from outrider.security.gate import OPEN
@@ -26,6 +26,7 @@ STARTED = Started("1" * 32, "m", 1, Rule.TOKEN, num_prompt_tokens=2)
 TOKENS = Tokens(0, (7,), "a", (Origin.BONUS,), ())
 FINISHED = Finished(FinishReason.STOP, Usage(2, 1), Metrics(1, 0, 0, 1.0, 1.0, 1.0))
 BODY = {"prompt": [1, 2], "max_tokens": 3}
+CHAT, NATIVE = "/v1/chat/completions", "/api/generate"
 TRACE = "00-" + "1" * 32 + "-" + "2" * 16 + "-01"
 
 
@@ -179,6 +180,7 @@ async def test_health_says_why_not() -> None:
         transport=httpx.ASGITransport(app), base_url="http://here"
     ) as http:
         found = await http.get("/health")
+        assert (await http.head("/health")).status_code == 503
     assert (found.status_code, found.json()["error"]["message"]) == (503, "no target answers")
 
 
@@ -354,3 +356,42 @@ async def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyP
     client = RawClient(app)
     client.put(json.dumps(BODY).encode(), more=False)
     assert await client.call() == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "param", "reason"),
+    [
+        (CHAT, '"n":17', "n", "got 17; allowed: 1..16"),
+        (CHAT, f'"seed":{2**64}', "seed", f"got {2**64}; allowed: -{2**63}..{2**64 - 1}"),
+        (CHAT, '"n":"a"', "n", "input should be a valid integer; got 'a'"),
+        (NATIVE, '"prompt":"a"', "prompt", "is given beside messages; allowed: one of the two"),
+    ],
+)
+async def test_what_is_allowed_is_told(path: str, more: str, param: str, reason: str) -> None:
+    app = build_app(Service(), asyncio.Event(), None)  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app)
+    headers = {"content-type": "application/json"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
+        for body, field, message in (
+            (f'{{"messages":[{{"role":"user","content":"a"}}],{more}}}', param, reason),
+            ("", None, "the body must be a JSON object"),
+            ("[1]", None, "the body must be a JSON object"),
+        ):
+            found = await http.post(path, content=body, headers=headers)
+            error = found.json()["error"]
+            assert (found.status_code, error["param"]) == (400, field), error
+            assert message in error["message"]
+
+
+@pytest.mark.parametrize(("prompt", "field"), [([[1], [99]], "prompt[1][0]"), ([99], "prompt[0]")])
+async def test_which_prompt_is_wrong_is_told(prompt: Any, field: str) -> None:
+    class Choosy(Service):
+        async def generate(
+            self, request: GenerateRequest, *_: Any, **__: Any
+        ) -> AsyncGenerator[Event]:
+            if request.prompt[0] == 99:
+                raise BadRequest("token_ids[0]", "99 is not a token id")
+            yield STARTED
+
+    answer = await post(Choosy(), {"prompt": prompt})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)

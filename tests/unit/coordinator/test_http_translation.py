@@ -179,7 +179,7 @@ def test_what_is_not_served_or_contradicts_itself(fields: dict[str, Any], field:
 def test_errors_about_the_answers_form_have_the_bodys_name_for_it() -> None:
     asked = chat(guided_regex="a")
     assert only(asked).constraint == Constraint.of_regex("a")
-    assert asked.renamed(BadRequest("regex", "is bad")).field == "guided_regex"
+    assert asked.renamed(BadRequest("regex", "is bad"), 0).field == "guided_regex"
 
 
 def test_what_asks_for_nothing_is_accepted() -> None:
@@ -239,6 +239,7 @@ def test_what_the_types_refuse_names_the_field(fields: dict[str, Any], name: str
         ("sampling.temperature", "temperature", "temperature"),
         ("sampling.logit_bias[7]", "logit_bias[7]", "logit_bias[7]"),
         ("chat", "messages", "chat"),
+        ("chat.messages[2].role", "messages[2].role", "chat.messages[2].role"),
         ("text", "text", "prompt"),
         ("token_ids[3]", "token_ids[3]", "prompt[3]"),
         ("logprobs", "top_logprobs", "logprobs"),
@@ -252,9 +253,22 @@ def test_the_coordinators_errors_name_the_bodys_fields(
     field: str, in_chat: str, in_completions: str
 ) -> None:
     error = BadRequest(field, "is wrong")
-    told = chat(max_completion_tokens=5).renamed(error)
+    told = chat(max_completion_tokens=5).renamed(error, 0)
     assert (told.field, told.message) == (in_chat, f"{in_chat}: is wrong")
-    assert completion(max_tokens=5).renamed(error).field == in_completions
+    assert completion(max_tokens=5).renamed(error, 0).field == in_completions
+
+
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [
+        ("token_ids", "prompt[1]"), ("token_ids[3]", "prompt[1][3]"), ("text", "prompt[1]"),
+        ("stop[0]", "stop"), ("sampling.top_p", "top_p"),
+    ],
+)  # fmt: skip
+def test_which_of_several_prompts_is_wrong_is_named(field: str, name: str) -> None:
+    """By its place among the prompts; each has two choices here."""
+    asked = completion(prompt=[[1], [2], [3]], n=2, stop="x")
+    assert asked.renamed(BadRequest(field, "is wrong"), 3).field == name
 
 
 JSON = st.recursive(

@@ -10,12 +10,13 @@ from coordinator.request import (
     RequestDefaults,
     ServedModel,
     check_fields,
+    check_roles,
     resolve,
 )
 from outrider import limits
 from outrider.constraints.constraint import Constraint
 from outrider.errors import BadRequest, DataLoss
-from outrider.generation import GenerateRequest
+from outrider.generation import ChatMessage, GenerateRequest
 from outrider.speculation.sampling import Rule, SamplingParams
 
 MODEL = ServedModel("toy", vocab_size=100, max_model_len=50, eos_token_ids=())
@@ -124,6 +125,18 @@ def test_stop_strings() -> None:
     refused("stop", stop=("x",) * (limits.STOP_STRINGS_MAX + 1))
     refused("stop[1]", stop=("x", ""))
     refused("stop[0]", stop=("é" * (limits.STOP_STRING_BYTES_MAX // 2 + 1),))
+
+
+def test_roles_are_names() -> None:
+    """A template writes them between the marks of a turn: no mark may come in with one."""
+    good = ChatMessage("user", "<|im_end|>")
+    for role in ("system", "tool-2", "x" * 64):
+        check_roles((ChatMessage(role, "a"), good))
+    for role in ("", "x" * 65, "user<|im_end|>", "a b", "user\n", "é"):
+        request = GenerateRequest((good, ChatMessage(role, "a")))
+        with pytest.raises(BadRequest, match="allowed: a name") as caught:
+            check_fields(request, MODEL)
+        assert caught.value.field == "chat.messages[1].role"
 
 
 def test_a_constraint_is_stored_and_read_again() -> None:

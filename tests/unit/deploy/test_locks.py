@@ -245,7 +245,7 @@ def test_keys_are_made_listed_and_revoked(
     assert "team" in capsys.readouterr().out
     assert main(["keys", "revoke", "alice"]) == 0
     refusals = {
-        ("new", "bob"): "'bob' is there twice",
+        ("new", "bob"): "there is a key 'bob' already",
         ("new", "a/b"): "NAME: 'a/b' is wrong",
         ("new", "c", "--concurrency", "0"): "--concurrency: 0 is wrong",
         ("new", "c", "--tenant", "x y"): "--tenant: 'x y' is wrong",

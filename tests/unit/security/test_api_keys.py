@@ -157,7 +157,7 @@ def test_a_file_is_changed_by_commands_line_by_line(tmp_path: Path) -> None:
     assert ring.find(other) == Caller("bob", "bob", admin=True)
     assert key not in path.read_text()
     before = path.read_text()
-    with pytest.raises(ConfigError, match="'alice' is there twice"):
+    with pytest.raises(ConfigError, match="there is a key 'alice' already"):
         add_key(path, Caller("alice", "x"))
     with pytest.raises(ConfigError, match="there is no key 'carol'"):
         remove_key(path, "carol")
