@@ -39,6 +39,11 @@ class Found(Generic[T]):
         self._changing = threading.Lock()
 
     @property
+    def may_change(self) -> bool:
+        """Whether others may be named, by a function."""
+        return self._name is not None
+
+    @property
     def each(self) -> list[T]:
         """To those that were named last; never empty."""
         return [self._open[address] for address in self._named]

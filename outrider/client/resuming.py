@@ -54,13 +54,15 @@ class ResumingTransport:
 
     def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
         """See `Transport.generate`. Raises `StreamBroken` where a stream could not be resumed."""
-        told = Told(len(self._turns.each), self._resume_timeout_s, random=self._random)
-        return self._events(told, request, timeout_s)
+        return self._events(self._told(), request, timeout_s)
 
     def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
         """See `Transport.resume`; goes on as `generate` does where this stream breaks, too."""
-        told = Told(len(self._turns.each), self._resume_timeout_s, request, self._random)
-        return self._events(told, None, timeout_s)
+        return self._events(self._told(request), None, timeout_s)
+
+    def _told(self, begun: ResumeRequest | None = None) -> Told:
+        may_change = self._found is not None and self._found.may_change
+        return Told(len(self._turns.each), self._resume_timeout_s, begun, may_change, self._random)
 
     async def _events(
         self, told: Told, request: GenerateRequest | None, timeout_s: float
@@ -162,11 +164,13 @@ class Told:
         num_coordinators: int,
         resume_timeout_s: float,
         begun: ResumeRequest | None = None,
+        may_change: bool = False,
         random: Callable[[], float] = any_random,
     ) -> None:
-        """`begun` is what was heard before, of a stream that is resumed; `random` is for
-        `backoff`."""
+        """`begun` is what was heard before, of a stream that is resumed; with `may_change` other
+        coordinators may come to be known; `random` is for `backoff`."""
         self._num_coordinators = self._tries_left = num_coordinators
+        self._may_change = may_change
         self._may_begin = False
         """Whether one of them has answered, since all were asked, when it may be asked again."""
         self._resume_timeout_s = resume_timeout_s
@@ -218,8 +222,9 @@ class Told:
         The same one is asked once more where a stream broke, as it has the session, and maybe only
         the connection is gone; and where another one has answered that it cannot go on with the
         session now, when it says, for nobody could sooner. Times in s of one clock. Raises the
-        error where that is of no use: all have been asked to begin and none has answered, or a
-        stream has ended with an answer, or they have been asked for long enough."""
+        error where that is of no use: all have been asked to begin, none has answered, and there
+        will be no others; or a stream has ended with an answer, or they have been asked for long
+        enough."""
         answered = not isinstance(error, StreamBroken)
         self._num_failures += 1
         is_once_more = not answered and self._num_failures == 1
@@ -232,7 +237,7 @@ class Told:
             self._may_begin |= answered
             if self._tries_left > 0:
                 return 0.0
-            if not self._may_begin:
+            if not (self._may_begin or self._may_change):
                 raise error
             self._tries_left, self._may_begin = self._num_coordinators, False
         if self._tried_until is None:

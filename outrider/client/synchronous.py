@@ -87,17 +87,18 @@ class SyncClient:
         """See `Client.generate`. Leaving the iterator early (`close`, or an exception in the loop
         over it) cancels the session."""
         check_sendable(request)
-        told = Told(len(self._turns.each), self._resume_timeout_s)
         message = request_to_proto(request)
-        yield from self._events(told, message, generate_timeout_s(request))
+        yield from self._events(self._told(), message, generate_timeout_s(request))
 
     def resume(
         self, session_id: str, num_tokens: int = 0, timeout_s: float = RESUMED_TIMEOUT_S
     ) -> Generator[Event]:
         """See `Client.resume`."""
-        begun = ResumeRequest(session_id, num_tokens)
-        told = Told(len(self._turns.each), self._resume_timeout_s, begun)
+        told = self._told(ResumeRequest(session_id, num_tokens))
         yield from self._events(told, None, timeout_s)
+
+    def _told(self, begun: ResumeRequest | None = None) -> Told:
+        return Told(len(self._turns.each), self._resume_timeout_s, begun, self._found.may_change)
 
     def _events(self, told: Told, message: Any, timeout_s: float) -> Generator[Event]:
         """As `ResumingTransport` does it."""

@@ -19,7 +19,7 @@ from deploy.launcher import Deployment
 from deploy.rollout import tell_changes
 from outrider.client import Client, GenerateRequest, Started, Tokens
 from outrider.config import load_config
-from outrider.errors import ConfigError, DataLoss, NotFound, StreamBroken
+from outrider.errors import ConfigError, DataLoss, NotFound
 from outrider.fleet.autoscaling import Policy
 from outrider.fleet.registry import ROLES, Role, Topic
 from outrider.speculation.sampling import Rule
@@ -40,8 +40,6 @@ KEPT_NOTES: tuple[Topic, ...] = ("started", "policy", "changes")
 NUM_FIRST_TOKENS, NUM_LONG_TOKENS, NUM_LONG_STREAMS = 20, 400, 6
 CHANGE_S = 120.0
 """What starting or ending some replicas may take on a busy machine."""
-TOLD_S = 1.0
-"""By then it is told here which replicas there are."""
 LOST_S = 30.0
 """By when a stream has ended whose session Redis has lost ..."""
 AGAIN_S = 120.0
@@ -91,19 +89,12 @@ class Load:
     async def _ask(self, seed: int) -> tuple[int, ...]:
         """Ports are chosen here: where the only coordinator that was known is replaced before it
         has answered, the one in its place is asked."""
-        while True:
-            known, tokens, begun = self._deployment.endpoints.coordinator, [], False
-            try:
-                async with Client(known) as client:
-                    async for event in client.generate(seeded(seed)):
-                        begun = True
-                        if isinstance(event, Tokens):
-                            tokens += event.token_ids
-                return tuple(tokens)
-            except StreamBroken:
-                await asyncio.sleep(TOLD_S)
-                if begun or self._deployment.endpoints.coordinator == known:
-                    raise
+        tokens: list[int] = []
+        async with Client(lambda: self._deployment.endpoints.coordinator) as client:
+            async for event in client.generate(seeded(seed)):
+                if isinstance(event, Tokens):
+                    tokens += event.token_ids
+        return tuple(tokens)
 
 
 def seeded(seed: int, num_tokens: int = NUM_TOKENS) -> GenerateRequest:

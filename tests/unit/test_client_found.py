@@ -120,6 +120,8 @@ def test_a_request_begins_at_one_that_came_later() -> None:
     first, second, new = Scripted(), Scripted(), Scripted(WHOLE)
     each = {"first": first, "second": second, "new": new}
     assert heard(Names("first,second", "second,new"), each) == [*WHOLE]
+    gone, new = Scripted(), Scripted(WHOLE)
+    assert heard(Names(*["gone"] * 5, "new"), {"gone": gone, "new": new}) == [*WHOLE]
     with pytest.raises(StreamBroken):
         heard(Names("a", "b"), {"a": Scripted(), "b": Scripted()})
 
