@@ -46,10 +46,11 @@ def prompt_values(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_prompt_arguments(
-    parser: argparse.ArgumentParser, defaults: PromptOptions, num_built_in: int = 48
+    parser: argparse.ArgumentParser, defaults: PromptOptions, num_built_in: int | None = None
 ) -> None:
-    """Adds the flags of these options, and that of the JSON report; without a file there are so
-    many prompts."""
+    """Adds the flags of these options, and that of the JSON report; without a file there are
+    `num_built_in` prompts, None = all."""
+    num_built_in = num_built_in or len(built_in_prompts())
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE",
         help=f"JSONL of `prompt` and, if wanted, `category` [{num_built_in} built-in prompts]",

@@ -188,7 +188,8 @@ def _add_load(group: Any, defaults: ServingOptions) -> None:
 def _add_requests(group: Any, defaults: ServingOptions) -> None:
     group.add_argument(
         "--prompts", type=Path, metavar="FILE",
-        help="JSONL of `prompt` and, if wanted, `category` and `max_tokens` [48 built-in prompts]",
+        help="JSONL of `prompt` and, if wanted, `category` and `max_tokens` "
+        f"[{len(built_in_prompts())} built-in prompts]",
     )  # fmt: skip
     group.add_argument(
         "--max-tokens", type=int, default=defaults.max_tokens, metavar="N",

@@ -14,14 +14,14 @@ class Compatibility:
         self.draft: ReplicaDescription | None = None
 
     def check_target(self, target: ReplicaDescription) -> None:
-        """Raises `Incompatible` for a target whose tokens mean something else than the first
-        one's."""
+        """Raises `Incompatible` for a target whose tokens mean something else than the first one's,
+        or that drafts in another way."""
         if self.target is None:
             self.target = target
-        elif _tokens(target) != _tokens(self.target):
+        elif _kind(target) != _kind(self.target):
             raise Incompatible(
-                f"the target {target.model!r} has another vocabulary or tokenizer than "
-                f"{self.target.model!r}"
+                f"the target {target.model!r} has another vocabulary, tokenizer or way of "
+                f"drafting than {self.target.model!r}"
             )
 
     def check_draft(self, draft: ReplicaDescription) -> None:
@@ -38,8 +38,13 @@ class Compatibility:
             )
 
 
-def _tokens(target: ReplicaDescription) -> tuple[int, str]:
-    return target.vocab_size, target.tokenizer_fingerprint
+def _kind(target: ReplicaDescription) -> tuple[int, str, bool, bool]:
+    return (
+        target.vocab_size,
+        target.tokenizer_fingerprint,
+        target.drafts_itself,
+        target.shows_features,
+    )
 
 
 def check_compatible(target: ReplicaDescription, draft: ReplicaDescription) -> None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from outrider.backoff import backoff
 from outrider.errors import OutriderError, StoreUnavailable
 from outrider.limits import (
     ABANDON_TRIES_MAX,
@@ -30,13 +31,15 @@ class Opener:
         store: SessionStore,
         owner: str,
         random_bits: Callable[[int], int],
+        random: Callable[[], float],
         in_background: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         """`owner` is the coordinator's name in the store, `random_bits(n)` gives n fresh random
-        bits; work that nobody waits for goes `in_background`."""
+        bits, `random` is for `backoff`; work that nobody waits for goes `in_background`."""
         self._store = store
         self._owner = owner
         self._random_bits = random_bits
+        self._random = random
         self._in_background = in_background
 
     async def open(self, tenant: str, parameters: GenerationParameters) -> Session:
@@ -85,5 +88,5 @@ class Opener:
                 return
             else:
                 return
-            wait_ms = min(COMMIT_RETRY_MS_MIN * 2**attempt, COMMIT_RETRY_MS_MAX)
+            wait_ms = backoff(COMMIT_RETRY_MS_MIN, COMMIT_RETRY_MS_MAX, attempt, self._random)
             await asyncio.sleep(wait_ms / 1e3)

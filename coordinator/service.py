@@ -98,8 +98,12 @@ class CoordinatorService:
         self._text = text
         self._prompts = PromptEncoder(text)
         self._random_seed = random_seed
-        self._opener = Opener(store, options.name, random_bits, self._in_background)
-        self._committer = Committer(store, options.name, lambda: random_bits(53) / 2**53)
+
+        def random() -> float:
+            return random_bits(53) / 2**53
+
+        self._opener = Opener(store, options.name, random_bits, random, self._in_background)
+        self._committer = Committer(store, options.name, random)
         self._commit_task: asyncio.Task[None] | None = None
         self._runs = Runs(self._opener, options.resume_grace_s, self._in_background)
         self._num_admitted = 0
@@ -456,14 +460,12 @@ class CoordinatorService:
             return None
         options = self._options
         stand_in = StandIn(self._stand_in, heads.session, heads.sampling)
-        target, draft = self.targets.newest(parameters.weights), self._together.draft
+        target, draft = self._together.target, self._together.draft
         if target is not None and target.drafts_itself:
             return SelfDrafts(heads.session, stand_in, options.confident)
         if draft is None:
             return None
         reads_features = draft.reads_features
-        if reads_features and target is not None and not target.shows_features:
-            return None
         return DraftSide(
             berth_of(self.drafts, heads.session, key, heads.session.draft),
             heads,

@@ -3,6 +3,7 @@ is started."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -10,8 +11,10 @@ from typing import Final
 from outrider.config import DeploymentConfig, DraftConfig, TargetConfig
 from outrider.drafting.registry import DraftModel
 from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.errors import SettingError
+from outrider.errors import ConfigError, SettingError
 from outrider.settings import blaming
+
+_log = logging.getLogger(__name__)
 
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
@@ -66,10 +69,16 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
 def check_same_tokens(running: TargetConfig, other: TargetConfig) -> None:
     """Raises `SettingError` for a target whose ids mean something else than those of the one that
     is `running`, both with the directories of their models: coordinators, which have the tokenizer
-    and the sessions of that, would not take it in beside it."""
+    and the sessions of that, would not take it in beside it. Where the files of the one that runs
+    are gone nothing is refused."""
     if running.emulated == other.emulated and running.directory == other.directory:
         return
-    if _tokens(running) != _tokens(other):
+    try:
+        before = _tokens(running)
+    except ConfigError as error:  # It runs all the same.
+        _log.warning("what the tokens of the target that runs mean is not known: %s", error)
+        return
+    if before != _tokens(other):
         is_engine = running.emulated is not None or other.emulated is not None
         names = [one.model if one.emulated is None else one.engine for one in (other, running)]
         raise SettingError(

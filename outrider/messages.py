@@ -233,8 +233,5 @@ class ReplicaDescription:
     @property
     def weights(self) -> str:
         """Names what a session that began with it needs to go on elsewhere: what logits are a
-        function of beside tokens, which is weights and how they are run, how long it may be, and
-        what a target does for its drafts."""
-        name = f"{self.weights_fingerprint}/{self.dtype}/{self.max_model_len}"
-        name += "/drafts-itself" if self.drafts_itself else ""
-        return name + ("/shows-features" if self.shows_features else "")
+        function of beside tokens, which is weights and how they are run, and how long it may be."""
+        return f"{self.weights_fingerprint}/{self.dtype}/{self.max_model_len}"

@@ -14,6 +14,7 @@ from .logprobs import ScoredToken, Spelled, finite
 from .translation import Asked, Wishes, translate
 
 _SYSTEM: Final = "system"
+_ASSISTANT: Final = "assistant"
 _NAMES_OF_SYSTEM: Final = ("system", "developer")
 _TOOLS: Final = ("tool", "function")
 
@@ -58,6 +59,10 @@ def _turn(index: int, message: Message) -> ChatMessage:
         raise BadRequest(f"messages[{index}].role", f"{message.role!r} is not served")
     role = _SYSTEM if message.role in _NAMES_OF_SYSTEM else message.role
     content = message.content
+    if content is None and role != _ASSISTANT:
+        raise BadRequest(
+            f"messages[{index}].content", f"is missing; only the {_ASSISTANT}'s may be left out"
+        )
     if content is None or isinstance(content, str):
         return ChatMessage(role, content or "")
     return ChatMessage(role, "\n".join(part.text for part in content))

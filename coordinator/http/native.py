@@ -32,7 +32,7 @@ _RAW: Final = "with a prompt"
 
 
 def _kind(value: object) -> str:
-    if isinstance(value, dict) and {"messages", "prompt"} <= value.keys():
+    if isinstance(value, dict) and None not in map(value.get, ("messages", "prompt")):
         raise BadRequest("prompt", "is given beside messages; allowed: one of the two")
     if isinstance(value, ChatBody) or (isinstance(value, dict) and "messages" in value):
         return _CHAT

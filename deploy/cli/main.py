@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 from deploy.state import ERROR_PREFIX
 from outrider.errors import BadRequest, ConfigError, OutriderError
@@ -55,6 +55,9 @@ class Command(Protocol):
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)  # A slip is no short name.
+
     def error(self, message: str) -> NoReturn:
         _complain(f"{message} (see {self.prog} --help)")
         sys.exit(EXIT_BAD_ARGUMENTS)

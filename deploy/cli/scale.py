@@ -73,8 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     policy = asyncio.run(_want(record, redis_of(arguments, record), counts))
     for role in counts.keys() & policy.bounds.keys():
         least, most = policy.bounds[role]
-        note = f"note: {role} is autoscaled, {least} to {most}; `outrider autoscale {role}=off`"
-        print(f"{note} leaves it as it is said here", file=sys.stderr)
+        note = f"note: {role} is autoscaled, {least} to {most}, which may change this; first"
+        print(f"{note} `outrider autoscale {role}=off` keeps a number", file=sys.stderr)
     there = _wait(state, counts, arguments.wait)
     wanted = record.wanted | counts
     if arguments.json:
@@ -136,11 +136,14 @@ async def _want(record: DeploymentRecord, redis: RedisAddress, counts: dict[Role
     try:
         if not await registry.wanted():
             raise Unavailable("this Redis knows nothing of the deployment")
-        await registry.want(counts)
         policy = await registry.noted("policy")
-        return Policy.from_json(policy) if policy else Policy()
+        await registry.want(counts)
     finally:
         await registry.close()
+    try:
+        return Policy.from_json(policy)
+    except ValueError:
+        return Policy()
 
 
 def _wait(state: Path, counts: dict[Role, int], timeout_s: float) -> bool:

@@ -36,6 +36,8 @@ class Found(Generic[T]):
         self._named = dict.fromkeys(addresses_of(server() if callable(server) else server))
         self._open = {address: connect(address) for address in self._named}
         """The oldest first; those that are named no more among them."""
+        self._trouble = ""
+        """What the function failed with last, if it did."""
         self._changing = threading.Lock()
 
     @property
@@ -56,17 +58,24 @@ class Found(Generic[T]):
     def renew(self) -> list[T] | None:
         """For one that does not answer: has the coordinators named again. Returns None where they
         are those that are known, else what is to be closed, as it is to one of long ago. A
-        function that fails, or names none, changes nothing, which the log says."""
+        function that names none (an empty text) changes nothing, nor does one that fails, which the
+        log says, once."""
         with self._changing:
             now = self._clock()
             if self._name is None or now - self._looked_at < LOOK_S:
                 return None
             self._looked_at = now
             try:
-                named = dict.fromkeys(addresses_of(self._name()))
+                text = self._name()
+                if not text:  # For the moment, as while the only one is replaced.
+                    return None
+                named = dict.fromkeys(addresses_of(text))
             except Exception as error:  # noqa: BLE001 (the caller's function)
-                _log.warning("the coordinators stay those that are known: %r", error)
+                if repr(error) != self._trouble:
+                    _log.warning("the coordinators stay those that are known: %r", error)
+                self._trouble = repr(error)
                 return None
+            self._trouble = ""
             if named.keys() == self._named.keys():
                 return None
             for address in named:

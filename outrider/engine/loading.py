@@ -130,10 +130,11 @@ def stated_length(path: Path, *, trust_remote_code: bool = False) -> int | None:
 
 
 def stated_tokens(path: Path, *, trust_remote_code: bool = False) -> tuple[int, str]:
-    """What a model's ids mean, read without its weights: the width of its logits, and its
-    tokenizer's fingerprint, empty where it has none. Raises `ConfigError` for files that cannot
-    be read."""
-    width = int(_config(path, trust_remote_code).get_text_config().vocab_size)
+    """What a model's ids mean, read without its weights: the stated width of its logits, 0 where
+    that is not stated, and its tokenizer's fingerprint, empty where it has none. Raises
+    `ConfigError` for files that cannot be read."""
+    text_config = _config(path, trust_remote_code).get_text_config()
+    width = int(getattr(text_config, "vocab_size", None) or 0)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     return width, _tokenizer_fingerprint(tokenizer)
 

@@ -146,6 +146,13 @@ def test_text_parts_are_lines_and_developers_are_the_system() -> None:
     assert only(asked).prompt == (ChatMessage("system", "a\nb"), ChatMessage("assistant", ""))
 
 
+@pytest.mark.parametrize("turn", [{"role": "user"}, {"role": "system", "content": None}])
+def test_only_an_assistant_may_say_nothing(turn: Any) -> None:
+    with pytest.raises(BadRequest, match="is missing") as caught:
+        chat(messages=[{"role": "assistant"}, turn])
+    assert caught.value.field == "messages[1].content"
+
+
 def test_plain_decoding_is_asked_for_by_name() -> None:
     assert only(chat(speculation={"enabled": False})).num_draft_tokens == 0
     assert only(chat(speculation={"enabled": True})).num_draft_tokens is None

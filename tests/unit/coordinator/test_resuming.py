@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from test_replicas import described
 from test_service import REQUEST, Bench, SlowText, bench
-from test_sides import ScriptedLink, verdict
 
 from coordinator.resuming import parameters_of
 from outrider.clock import run_virtually
@@ -146,31 +145,6 @@ def test_a_target_of_another_length_is_for_new_sessions_alone() -> None:
             last = [e async for e in made.service.resume(ResumeRequest(session_id, num))][-1]
             assert isinstance(last, Finished)
             assert (await made.store.load(session_id)).target.replica.endswith("t")
-
-    run_virtually(main())
-
-
-def test_a_target_that_drafts_another_way_is_for_new_sessions_alone() -> None:
-    """As in an upgrade of the way of drafting. Each session drafts as its own target does."""
-
-    async def main() -> None:
-        async with bench(resume_grace_s=5.0) as made:
-            async with aclosing(made.service.generate(SEEDED)) as events:
-                _, session_id, num = await taken(events, 3)
-            before = made.service.targets.description
-            new = ScriptedLink(*[verdict] * SEEDED.max_tokens)
-            new.description = replace(before, drafts_itself=True)
-            await made.service.targets.join("n", new)
-            made.service.targets.retire("t")
-            await drained(made.service.generate(SEEDED))
-            assert all(item.num_next_draft_tokens for item in new.sent[:-1])
-            num_sent = len(new.sent)
-            last = [e async for e in made.service.resume(ResumeRequest(session_id, num))][-1]
-            assert isinstance(last, Finished)
-            assert len(new.sent) == num_sent > 1
-            other = replace(before, vocab_size=before.vocab_size + 1)
-            with pytest.raises(Incompatible, match="another vocabulary or tokenizer"):
-                await made.service.targets.join("o", described(other))
 
     run_virtually(main())
 

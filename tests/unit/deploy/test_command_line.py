@@ -43,6 +43,8 @@ from outrider.v1.coordinator_pb2 import GenerateRequest
         (("serve", "--ngram-min", "5", "--ngram-max", "4"), "error: --ngram-min: "),
         (("serve", "--telemetry", "nowhere"), "error: --telemetry: "),
         (("serve", "--device", "tpu"), "error: --device: "),
+        (("upgrade", "--max-num-seq", "5"), "unrecognized arguments: --max-num-seq"),
+        (("bench", "serve", "--burst", "5"), "--burst"),
         (("serve", "--nope"), "(see outrider serve --help)"),
         (("bench", "speedup", "--nope"), "(see outrider bench speedup --help)"),
         (("--nope", "stop"), "(see outrider stop --help)"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,8 @@ def test_a_target_follows_another_whose_tokens_mean_the_same(tiny: Path, tmp_pat
         with pytest.raises(SettingError, match=r"another vocabulary or tokenizer") as bad:
             check_same_tokens(spoken, emulated if one is None else target(one))
         assert bad.value.key == key
+    gone = replace(spoken, directory=str(tmp_path / "gone"))
+    check_same_tokens(gone, target(wider))
 
 
 def test_every_replica_is_told_where_the_targets_tokenizer_is(tiny: Path, tmp_path: Path) -> None:

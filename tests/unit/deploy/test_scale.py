@@ -182,7 +182,7 @@ def test_who_scales_what_is_autoscaled_is_told_so(
     assert main(["scale", "draft=3", "target=2"]) == 0
     out, err = capsys.readouterr()
     assert out == "wanted: coordinator=1, target=2, draft=3\n"
-    assert err.startswith("note: target is autoscaled, 1 to 3; ")
+    assert err.startswith("note: target is autoscaled, 1 to 3, ")
     assert err.count("\n") == 1
 
 
