@@ -170,7 +170,7 @@ async def test_without_drafts(http: httpx.AsyncClient) -> None:
     ("body", "param", "words"),
     [
         ({}, "prompt", "is missing"),
-        ({"prompt": "a", "messages": []}, "prompt", "no such field"),
+        ({"prompt": "a", "messages": []}, "prompt", "is given beside messages"),
         ({"prompt": 5}, "prompt", "must be a string"),
         ({"prompt": ["a", "b"]}, "prompt", "got 2 prompts"),
         ({"prompt": "a", "n": 2}, "n", "must be 1"),
