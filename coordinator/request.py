@@ -13,9 +13,7 @@ from outrider.errors import BadRequest, DataLoss
 from outrider.generation import ChatMessage, GenerateRequest, Prompt
 from outrider.speculation.sampling import Rule, SamplingParams, check_sampling, resolve_rule
 
-_ROLE: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_SHOWN_CHARS: Final = 64
-"""Of what is wrong, in an error."""
+_ROLE: Final = re.compile(rf"[A-Za-z0-9_-]{{1,{limits.ROLE_CHARS_MAX}}}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +185,8 @@ def check_roles(prompt: Prompt) -> None:
         if isinstance(turn, ChatMessage) and not _ROLE.fullmatch(turn.role):
             raise BadRequest(
                 f"chat.messages[{index}].role",
-                f"got {turn.role[:_SHOWN_CHARS]!r}; allowed: a name such as system, user or "
-                "assistant, of up to 64 letters, digits, - and _",
+                f"got {turn.role[: limits.ROLE_CHARS_MAX]!r}; allowed: a name such as system, user "
+                f"or assistant, of up to {limits.ROLE_CHARS_MAX} letters, digits, - and _",
             )
 
 

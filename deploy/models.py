@@ -25,8 +25,7 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
     for a length that one does not take, for ranks that one cannot be shared out among, and for a
     draft whose tokenizer differs from the target's."""
     if config.target.emulated is not None:
-        with blaming("engine"):
-            EmulatedSpec.parse(config.target.emulated)
+        emulated_spec(config.target.emulated)
         return config
     # Imports the model library, which takes seconds: only where it is needed.
     from outrider.engine.sources import resolve_model
@@ -66,6 +65,12 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
     )
 
 
+def emulated_spec(text: str) -> EmulatedSpec:
+    """What an engine's specification says. Raises `SettingError`."""
+    with blaming("engine"):
+        return EmulatedSpec.parse(text)
+
+
 def check_same_tokens(running: TargetConfig, other: TargetConfig) -> None:
     """Raises `SettingError` for a target whose ids mean something else than those of the one that
     is `running`, both with the directories of their models: coordinators, which have the tokenizer
@@ -90,7 +95,7 @@ def check_same_tokens(running: TargetConfig, other: TargetConfig) -> None:
 
 def _tokens(target: TargetConfig) -> tuple[int, str]:
     if target.emulated is not None:
-        return EmulatedSpec.parse(target.emulated).vocab_size, ""
+        return emulated_spec(target.emulated).vocab_size, ""
     from outrider.engine.loading import stated_tokens
 
     return stated_tokens(Path(target.directory), trust_remote_code=target.trust_remote_code)

@@ -6,11 +6,11 @@ import socket
 from typing import Final
 
 from outrider.config import PORT_MAX, DeploymentConfig
-from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import SettingError
 from outrider.settings import blaming
 
 from .locks import check_locks
+from .models import emulated_spec
 
 _ANY_FREE: Final = 0
 
@@ -35,8 +35,7 @@ def check_before_start(config: DeploymentConfig) -> None:
                 raise SettingError(key, f"{port} is among the ports that {other} counts up to")
             _check_listening(key, server.host, port)
     if config.target.emulated is not None:
-        with blaming("engine"):
-            EmulatedSpec.parse(config.target.emulated)
+        emulated_spec(config.target.emulated)
         return
     from outrider.engine.sources import check_name
 

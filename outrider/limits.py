@@ -28,6 +28,7 @@ MAX_TOKENS_DEFAULT: Final = 16_384
 DEADLINE_MS_DEFAULT: Final = 600_000
 DEADLINE_MS_MAX: Final = 3_600_000
 CHAT_MESSAGES_MAX: Final = 4096
+ROLE_CHARS_MAX: Final = 64
 DRAFT_DEADLINE_MS_MAX: Final = 600_000
 """How long a round of a request may wait for its draft."""
 

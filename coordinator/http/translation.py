@@ -160,6 +160,6 @@ def _check_min_tokens(body: GenerationBody, max_tokens: int | None) -> None:
 def _renamed(field: str, names: Mapping[str, str]) -> str:
     field = field.removeprefix("sampling.")
     for known in sorted(names, key=len, reverse=True):
-        if re.match(rf"{re.escape(known)}(?![\w])", field):
+        if re.match(rf"{re.escape(known)}(?!\w)", field):
             return names[known] + field[len(known) :]
     return field

@@ -142,7 +142,7 @@ async def _want(record: DeploymentRecord, redis: RedisAddress, counts: dict[Role
         await registry.close()
     try:
         return Policy.from_json(policy)
-    except ValueError:
+    except ValueError:  # As the autoscaler: what is no policy scales nothing.
         return Policy()
 
 
