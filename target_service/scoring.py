@@ -31,7 +31,7 @@ from outrider.messages import (
     VerifyItem,
 )
 from outrider.speculation.audit import audit
-from outrider.speculation.decision import Outcome, decide
+from outrider.speculation.decision import Outcome, decide, ending_at
 from outrider.speculation.masking import masked_logits, row_masks
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import Proposal, SealedProposal, require_q
@@ -376,12 +376,14 @@ class Scorer:
         head = question.item.head
         try:
             noise = RoundNoise(head.seed, head.rule, head.committed_length)
-            sampled = logits
+            sampled, untold = logits, frozenset[int]()
             if entry.allowed is not None:
-                sampled = masked_logits(logits, row_masks(entry.allowed, question.proposal))
+                rows = row_masks(entry.allowed, question.proposal)
+                sampled, untold = masked_logits(logits, rows.masks), rows.untold
             verdict = verdict_from_logits(
                 sampled, question.sampling, entry.history, question.proposal, noise
             )
+            verdict = _within(entry, verdict, untold)
             logprobs = _logprobs(logits, question.proposal, question.item.num_logprobs, verdict)
             audited = None
             if question.item.audit:
@@ -415,6 +417,18 @@ def _outcome(entry: _Pass, verdict: Verdict) -> Outcome:
     noise = RoundNoise(head.seed, head.rule, head.committed_length)
     uniforms = noise.accept_uniforms(len(proposal), proposal.parents)
     return decide(verdict, proposal.token_ids, head.rule, uniforms, proposal.parents)
+
+
+def _within(entry: _Pass, verdict: Verdict, untold: frozenset[int]) -> Verdict:
+    """The verdict, but if its outcome reaches one of the rows `untold`, the one that ends there.
+    The next round then fails as plain decoding does."""
+    if not untold:
+        return verdict
+    path, proposal = _outcome(entry, verdict).path, entry.question.proposal
+    last = next((index for index in path if index + 1 in untold), None)
+    if last is None:
+        return verdict
+    return ending_at(verdict, last, proposal.token_ids, proposal.parents)
 
 
 def _history(question: _Question, aligned: Aligned) -> TokenHistory:

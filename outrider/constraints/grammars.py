@@ -163,6 +163,8 @@ class Grammars:
         """Those of them that are grammars, and others that had to make room."""
         self._slow: WeakSet[Grammar] = WeakSet()
         """Those that have once taken too long to follow."""
+        self._slow_ahead: WeakSet[Grammar] = WeakSet()
+        """Those that have behind draft tokens."""
         self._calls: SharedCalls[_Key, Grammar | _Refusal] = SharedCalls(COMPILE_THREADS, "grammar")
 
     def find(self, digest: bytes, tenant: str = "") -> Grammar | OutriderError | None:
@@ -223,6 +225,16 @@ class Grammars:
         refusal = self._too_slow(grammar.constraint, reason)
         self._keep(grammar.key, refusal)
         raise refusal.error
+
+    def note_slow_ahead(self, grammar: Grammar) -> None:
+        """A step was held up for too long behind draft tokens, which may be refused: the grammar is
+        followed behind none from now on, and no session ends."""
+        with self._lock:
+            self._slow_ahead.add(grammar)
+
+    def is_slow_ahead(self, grammar: Grammar) -> bool:
+        """Whether the grammar is followed behind no draft tokens."""
+        return grammar in self._slow_ahead
 
     def close(self) -> None:
         """Begins no more; one that is being compiled is not waited for."""

@@ -36,10 +36,19 @@ class PrefixMatcher:
         self._matcher: LLMatcher = grammar.start.deep_copy()
         self._is_broken = False
         """Whether the matcher has failed, and says nothing any more."""
+        self._is_ahead = False
+        """Whether it is asked about draft tokens, which may be refused."""
         self._tokens: list[int] = []
         """Those it stands behind; all of them legal."""
         self._num_fed = 0
         """Of them, those that the grammar has consumed: all before the first end of text."""
+
+    def ask_ahead(self, is_ahead: bool) -> None:
+        """Says whether what is asked next is about draft tokens: their time ends no session. Raises
+        `Incompatible` if it is, and the grammar has been too slow for that."""
+        self._is_ahead = is_ahead
+        if is_ahead and self._grammars is not None and self._grammars.is_slow_ahead(self.grammar):
+            raise Incompatible(f"{self.grammar.constraint.kind}: is too slow behind draft tokens")
 
     def stand(self, length: int, token_ids: Sequence[int]) -> int:
         """Goes to where `token_ids` follow the first `length` tokens that it stands behind, or as
@@ -146,13 +155,17 @@ class PrefixMatcher:
         return 0.0 if self._grammars is None else self._grammars.clock()
 
     def _check_time(self, began: float, num_tokens: int) -> None:
-        """Nobody else is served meanwhile."""
+        """Bounds the time of a step, which all sessions of a replica share."""
         allowed = MASK_S_MAX * -(-num_tokens // FOLLOWED_AT_ONCE)
-        if self._grammars is not None and self._time() - began > allowed:
-            try:
-                self._grammars.note_slow(self.grammar)
-            except BadRequest as error:
-                raise self._too_hard(error.reason) from error
+        if self._grammars is None or self._time() - began <= allowed:
+            return
+        if self._is_ahead:
+            self._grammars.note_slow_ahead(self.grammar)
+            return
+        try:
+            self._grammars.note_slow(self.grammar)
+        except BadRequest as error:
+            raise self._too_hard(error.reason) from error
 
     def _too_hard(self, reason: str = "") -> Incompatible:
         """Why nothing follows; the matcher has to start over before it says anything again."""
@@ -179,6 +192,7 @@ class Followed:
     def after(self, drafted: Sequence[int]) -> TokenMask | None:
         """See `Allowed.after`."""
         tokens = (*self._committed, *drafted)
+        self._matcher.ask_ahead(len(drafted) > 0)
         if self._matcher.stand(self._length, tokens) < len(tokens):
             return None
         return self._matcher.mask()
@@ -221,6 +235,7 @@ class Matchers:
             raise Incompatible(error.message) from error
         if matcher is None or matcher.grammar.key != grammar.key:
             matcher = PrefixMatcher(grammar, self._grammars)
+        matcher.ask_ahead(False)
         num_legal = matcher.stand(0, completion)
         if num_legal < len(completion):
             kind = grammar.constraint.kind

@@ -9,7 +9,7 @@ from itertools import takewhile
 
 from outrider.errors import check
 from outrider.speculation.sampling import Rule
-from outrider.speculation.trees import DraftTree, draft_tree
+from outrider.speculation.trees import ROOT, DraftTree, draft_tree
 from outrider.speculation.verdict import Verdict
 
 
@@ -106,6 +106,26 @@ def decide(
         ),
         origins=(Origin.ACCEPTED,) * len(path) + (Origin.BONUS if is_leaf else Origin.CORRECTION,),
     )
+
+
+def ending_at(
+    verdict: Verdict, index: int, proposal_ids: Sequence[int], parents: tuple[int, ...] = ()
+) -> Verdict:
+    """The verdict by which a round commits the path to draft token `index` and nothing behind it:
+    the draft token takes the place of the correction in the row that it follows.
+
+    For an outcome whose path has this token, where no token can be drawn behind it. The tokens of
+    the round are then those of the outcome up to there, so their law is the same: under every rule
+    the chance that a path is committed as far as a token depends on no row behind that token."""
+    tree = draft_tree(parents, len(proposal_ids))
+    accept = [0.0] * len(proposal_ids)
+    ancestor = tree.parents[index]
+    while ancestor != ROOT:
+        accept[ancestor] = 1.0
+        ancestor = tree.parents[ancestor]
+    correction = list(verdict.correction)
+    correction[tree.parents[index] + 1] = proposal_ids[index]
+    return Verdict(tuple(accept), tuple(correction))
 
 
 def _walk(tree: DraftTree, passes: Sequence[bool]) -> tuple[tuple[int, ...], bool]:

@@ -4,6 +4,7 @@ and filters then see what is left."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -39,24 +40,40 @@ def masked_logits(
     return masked
 
 
-def row_masks(allowed: Allowed, proposal: Proposal) -> list[TokenMask | None]:
-    """[N + 1] masks for the rows of a proposal: what may follow the committed tokens, then what may
-    follow each draft token. None behind one that must not stand where it does: it has p = 0, so
-    nobody looks at what follows it. Raises `Incompatible` where a mask cannot be told."""
+@dataclass(frozen=True, slots=True)
+class RowMasks:
+    """The masks of a proposal's rows."""
+
+    masks: list[TokenMask | None]
+    """[N + 1]: what may follow the committed tokens, then what may follow each draft token. None
+    behind a draft token that its own mask forbids: it has p = 0, and no outcome uses the row."""
+    untold: frozenset[int]
+    """Rows of legal draft tokens behind which the constraint cannot be followed, and which have no
+    mask therefore. An outcome that reaches one ends with the draft token: see `ending_at`."""
+
+
+def row_masks(allowed: Allowed, proposal: Proposal) -> RowMasks:
+    """The masks for the rows of a proposal. Raises `Incompatible` where the mask behind the
+    committed tokens cannot be told; behind a draft token, which may be refused, that is no error
+    yet: drafts change no outcome, failures included."""
     masks = [allowed.after(())]
+    untold: set[int] = set()
     paths: list[tuple[int, ...]] = []
-    for parent, token_id in zip(proposal.tree.parents, proposal.token_ids, strict=True):
+    for index, token_id in enumerate(proposal.token_ids):
+        parent = proposal.tree.parents[index]
         path = (*(() if parent == ROOT else paths[parent]), token_id)
         paths.append(path)
         before = masks[parent + 1]
-        if before is None or not before.has(token_id):
-            masks.append(None)
-            continue
-        mask = allowed.after(path)
-        if mask is None:  # Else its row would be looked at without one.
-            raise Incompatible(f"a constraint lets token {token_id} stand, and cannot follow it")
+        mask = None
+        if before is not None and before.has(token_id):
+            try:
+                mask = allowed.after(path)
+            except Incompatible:
+                mask = None
+            if mask is None:
+                untold.add(index + 1)
         masks.append(mask)
-    return masks
+    return RowMasks(masks, frozenset(untold))
 
 
 def draft_mask(

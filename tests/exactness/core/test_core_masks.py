@@ -5,6 +5,7 @@ The draft has masks, or none, and then proposes what the grammar forbids."""
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,8 +16,8 @@ from core_enumeration import EXACT, accepted_law
 from core_toys import ToyPair, make_pair, random_pair
 
 from outrider.constraints.allowed import TokenMask
-from outrider.errors import InvariantError
-from outrider.speculation.decision import decide
+from outrider.errors import Incompatible, InvariantError
+from outrider.speculation.decision import decide, ending_at
 from outrider.speculation.masking import draft_mask, masked_logits, row_masks
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import Proposal
@@ -29,6 +30,7 @@ from outrider.speculation.verdicts import verdict_from_logits
 V = 3
 OVER = 2
 """A token that ends the completion where it stands behind another one of its kind."""
+Text = tuple[int, ...]
 Masks = Callable[[torch.Tensor, Proposal, "Held"], torch.Tensor]
 
 
@@ -71,18 +73,18 @@ def constrained(seed: int) -> tuple[ToyPair, Held, ToyPair]:
 
 
 def product_masks(logits: torch.Tensor, proposal: Proposal, held: Held) -> torch.Tensor:
-    return masked_logits(logits, row_masks(held, proposal))
+    return masked_logits(logits, row_masks(held, proposal).masks)
 
 
 def masks_of_the_row_before(logits: torch.Tensor, proposal: Proposal, held: Held) -> torch.Tensor:
-    masks = row_masks(held, proposal)
+    masks = row_masks(held, proposal).masks
     return masked_logits(logits, [masks[0], *masks[:-1]])
 
 
 def mask_of_the_first_row_alone(
     logits: torch.Tensor, proposal: Proposal, held: Held
 ) -> torch.Tensor:
-    return masked_logits(logits, [row_masks(held, proposal)[0], *[None] * len(proposal)])
+    return masked_logits(logits, [row_masks(held, proposal).masks[0], *[None] * len(proposal)])
 
 
 def draws(
@@ -144,6 +146,88 @@ def test_what_is_committed_has_the_masked_targets_law(
     for seed in range(12 if k < 4 else 5):
         law, expected = committed_law(seed, rule, k, draft_masks=draft_masks)
         np.testing.assert_allclose(law, expected, atol=EXACT)
+
+
+FAILS = -1
+"""Ends a text behind which the constraint cannot be followed."""
+
+
+@dataclass(frozen=True)
+class Failing(Held):
+    """A grammar that cannot be followed in some states."""
+
+    failing: frozenset[int] = frozenset()
+
+    def after(self, drafted: Sequence[int]) -> TokenMask | None:
+        mask = super().after(drafted)
+        state = self.state
+        for token_id in drafted:
+            state = int(self.pair.step[state, token_id])
+        if mask is not None and state in self.failing:
+            raise Incompatible("too hard")
+        return mask
+
+
+def failing_law(masked: ToyPair, held: Failing, state: int, length: int) -> dict[Text, float]:
+    """The masked target's law of the next tokens, in which a text ends that reaches a failure."""
+    if state in held.failing:
+        return {(FAILS,): 1.0}
+    if length == 0:
+        return {(): 1.0}
+    law: dict[Text, float] = {}
+    for token_id in masked.p[state].nonzero()[:, 0].tolist():
+        rest = failing_law(masked, held, int(masked.step[state, token_id]), length - 1)
+        for text, chance in rest.items():
+            law[(token_id, *text)] = chance * float(masked.p[state, token_id])
+    return law
+
+
+@pytest.mark.parametrize("draft_masks", [True, False])
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
+def test_a_constraint_that_fails_does_so_where_plain_decoding_does(
+    rule: Rule, k: int, draft_masks: bool
+) -> None:
+    """The law of k + 1 tokens, and of where a text ends because its constraint cannot be followed
+    any further. A failure behind a draft token that is refused changes nothing."""
+    num_ended = 0
+    for seed in range(16 if k < 4 else 6):
+        raw, grammar, masked = constrained(seed)
+        states = np.random.default_rng(seed).permutation(np.arange(1, len(raw.p)))
+        held = Failing(raw, grammar.flags, failing=frozenset(states[: len(states) // 2].tolist()))
+        law: dict[Text, float] = defaultdict(float)
+        for path, at, q, chance in draws(raw, held, masked, 0, k, draft_masks=draft_masks):
+            rows = row_masks(held, Proposal(path))
+            logits = masked_logits(raw.p[at].log(), rows.masks)
+            p = target_probabilities(logits, SamplingParams())
+            mass = torch.stack(q)[None] if q else torch.zeros(1, 0, V, dtype=torch.float64)
+            drafts = DraftRows(torch.tensor(path, dtype=torch.int64).view(1, len(path)),
+                               torch.arange(V).expand(mass.shape), mass)  # fmt: skip
+            found = verdict_law(rule, p[None], drafts)
+            counts = accepted_law(rule, found.accept.numpy())[0] * chance
+            weights = (found.weights / found.weights.sum(dim=2, keepdim=True))[0].numpy()
+            for n in np.flatnonzero(counts):
+                last = next((i for i in range(n) if i + 1 in rows.untold), None)
+                if last is None:
+                    drawn = [(t, weights[n][t]) for t in np.flatnonzero(weights[n]).tolist()]
+                    committed = [((*path[:n], t), share) for t, share in drawn]
+                else:
+                    verdict = Verdict(tuple(found.accept[0].tolist()), (0,) * (len(path) + 1))
+                    ended = ending_at(verdict, last, path)
+                    outcome = decide(ended, path, rule, (0.999,) * len(path))
+                    committed = [(outcome.token_ids, 1.0)]
+                    num_ended += 1
+                for tokens, share in committed:
+                    state = 0
+                    for token_id in tokens:
+                        state = int(raw.step[state, token_id])
+                    rest = failing_law(masked, held, state, k + 1 - len(tokens))
+                    for text, likely in rest.items():
+                        law[(*tokens, *text)] += counts[n] * share * likely
+        expected = failing_law(masked, held, 0, k + 1)
+        for text in law.keys() | expected.keys():
+            assert law[text] == pytest.approx(expected.get(text, 0.0), abs=EXACT)
+    assert num_ended > 5
 
 
 @pytest.mark.parametrize("masks", [masks_of_the_row_before, mask_of_the_first_row_alone])

@@ -48,8 +48,9 @@ def test_after_any_extends_and_rollbacks_the_mask_is_that_of_a_fresh_matcher(
                 longer.append(chosen.choice(allowed_ids(walk)))
                 assert walk.stand(len(longer) - 1, longer[-1:]) == 1
             known = chosen.randint(0, len(token_ids))
-            wrong = [v for v in range(len(hf_tokenizer())) if v not in allowed_ids(walk)]
-            tried = [*longer, chosen.choice(wrong)]
+            # Some tokens that no mask has spell a part of what it allows, and are consumed.
+            some = chosen.sample(range(len(hf_tokenizer())), 50)
+            tried = [*longer, next(v for v in some if walk.stand(len(longer), [v]) == 0)]
             assert matcher.stand(known, tried[known:]) == len(longer) - known
             token_ids = longer
         assert allowed_ids(matcher) == fresh_mask(name, token_ids)
@@ -251,6 +252,23 @@ def test_a_grammar_that_is_slow_twice_is_refused_for_a_while(num_tokens: int) ->
         known.get(constraint)
     seconds[1] += TOO_SLOW_S
     assert ask() is not None
+
+
+def test_a_mask_that_is_slow_behind_draft_tokens_ends_no_session() -> None:
+    """However often; once it has been, the grammar is asked behind no draft tokens any more."""
+    seconds = [0.0]
+    known = Grammars(tokens, clock=lambda: seconds[0])
+    compiled = known.get(Constraint.of_regex("[a-z]+"))
+    matchers, letter = Matchers(known), hf_tokenizer().encode("a")[:1]
+    known.clock = lambda: ticking(seconds, MASK_S_MAX + 0.01)
+    followed = matchers.follow("a", compiled, ())
+    assert followed.after(letter) is not None
+    for _ in range(3):
+        with pytest.raises(Incompatible, match="regex: is too slow behind draft tokens"):
+            followed.after(letter)
+    known.clock = lambda: seconds[0]
+    assert matchers.follow("a", compiled, letter).after(()) is not None
+    assert known.allowed(compiled) is compiled
 
 
 def ticking(seconds: list[float], step: float) -> float:

@@ -26,8 +26,14 @@ from outrider.engine.executor import InlineExecutor
 from outrider.errors import ConfigError
 from outrider.limits import GRAMMARS_MAX
 from outrider.messages import DraftItem, ProposalReply, Refused, VerdictReply, VerifyItem
+from outrider.speculation.decision import decide
 from outrider.speculation.noise import RoundNoise
-from outrider.speculation.proposal import Proposal, SealedProposal
+from outrider.speculation.proposal import (
+    NOTHING_SEALED,
+    DraftDistribution,
+    Proposal,
+    SealedProposal,
+)
 from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.transforms import NO_HISTORY, TokenHistory
@@ -194,6 +200,50 @@ async def test_a_verdict_is_that_of_the_masked_logits(rule: Rule) -> None:
         raw = toy_logits(1, committed, VOCAB).double().log_softmax(0)
         top = raw.max()
         assert reply.logprobs[len(drafted)].top[0][1] == pytest.approx(float(top))
+
+
+@pytest.mark.parametrize("siblings", [False, True])
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.COUPLED])
+async def test_a_constraint_too_hard_behind_a_draft_token_ends_a_session_only_if_it_is_accepted(
+    rule: Rule, siblings: bool
+) -> None:
+    """What follows a quote takes more than a step may. Accepted, the quote is committed and the
+    next round fails, as in plain decoding; refused, it has no effect."""
+    strings = [{"type": "string", "pattern": f"^.{{0,{i}}}[a-x].{{0,{i}}}$"} for i in range(256)]
+    constraint = Constraint.of_schema({"anyOf": [*strings, {"type": "integer"}]})
+    quote, digit = (hf_tokenizer().encode(text)[0] for text in '"1')
+    drafted, parents = ((digit, quote), (-1, -1)) if siblings else ((quote, digit), ())
+    group = DraftDistribution((quote, digit), (2**15, 2**15))
+    q = ((group,) if siblings else (group, None)) if rule.needs_q else ()
+    proposal = SealedProposal.of(Proposal(drafted, q, parents))
+    bias = 3.5 if siblings else 2.0  # Both outcomes come up.
+    likely_quote, ends = SamplingParams(logit_bias=((quote, bias),)), set()
+    async with running(grammars(), None) as pair:
+
+        async def asked(
+            session: int, seed: int, proposal: SealedProposal, tokens: tuple[int, ...] = ()
+        ) -> Any:
+            head = make_head(
+                (*PROMPT, *tokens), rule=rule, sampling=likely_quote, session=session, seed=seed,
+                prompt_length=len(PROMPT), constraint=constraint, round_index=len(tokens),
+            )  # fmt: skip
+            return await ask(*pair.links[0], VerifyItem(head, proposal))
+
+        for seed in range(24):
+            reply = await asked(2 * seed, seed, proposal)
+            assert isinstance(reply, VerdictReply)
+            uniforms = RoundNoise(seed, rule, len(PROMPT)).accept_uniforms(2, parents)
+            tokens = decide(reply.verdict, drafted, rule, uniforms, parents).token_ids
+            ends.add(tokens[-1] == quote)
+            if quote in tokens:
+                assert tokens[-1] == quote
+                failed = await asked(2 * seed, seed, NOTHING_SEALED, tokens)
+                assert isinstance(failed, Refused)
+                assert "json_schema: cannot be followed after 1 token" in failed.message
+            if rule is Rule.COUPLED:
+                plain = await asked(2 * seed + 1, seed, NOTHING_SEALED)
+                assert plain.verdict.correction == tokens[:1]
+    assert ends == {True, False}
 
 
 async def test_replicas_that_have_forgotten_a_session_go_on_with_it() -> None:

@@ -32,13 +32,16 @@ def mask_of(ids: Sequence[int], vocab_size: int = V) -> TokenMask:
 class Listed:
     """Allows what it lists behind each path."""
 
-    def __init__(self, listed: dict[tuple[int, ...], TokenMask | None]) -> None:
+    def __init__(self, listed: dict[tuple[int, ...], TokenMask | OutriderError | None]) -> None:
         self.listed = listed
         self.asked: list[tuple[int, ...]] = []
 
     def after(self, drafted: Sequence[int]) -> TokenMask | None:
         self.asked.append(tuple(drafted))
-        return self.listed[tuple(drafted)]
+        found = self.listed[tuple(drafted)]
+        if isinstance(found, OutriderError):
+            raise found
+        return found
 
     def num_legal(self, drafted: Sequence[int]) -> int:
         raise NotImplementedError
@@ -83,15 +86,26 @@ def test_each_row_of_a_tree_has_the_mask_of_its_path() -> None:
     }  # fmt: skip
     allowed = Listed(masks)
     found = row_masks(allowed, Proposal((10, 11, 20, 21, 30), (), (-1, -1, 0, 0, 1)))
-    assert found == [masks[()], masks[10,], None, masks[10, 20], masks[10, 21], None]
+    assert found.masks == [masks[()], masks[10,], None, masks[10, 20], masks[10, 21], None]
+    assert not found.untold
     assert (11, 30) not in allowed.asked
 
 
-def test_a_token_that_may_stand_and_cannot_be_followed_is_no_row_without_a_mask() -> None:
-    allowed = Listed({(): mask_of([10]), (10,): None})
-    assert row_masks(allowed, Proposal((11,), ())) == [allowed.listed[()], None]
-    with pytest.raises(Incompatible, match="lets token 10 stand, and cannot follow it"):
-        row_masks(allowed, Proposal((10,), ()))
+@pytest.mark.parametrize("behind", [None, Incompatible("regex: too hard")])
+def test_a_legal_draft_token_behind_which_nothing_is_told_is_no_error(
+    behind: OutriderError | None,
+) -> None:
+    """It may be refused. Nothing is asked behind it, and a forbidden token is not one of them."""
+    allowed = Listed({(): mask_of([10]), (10,): behind})
+    found = row_masks(allowed, Proposal((10, 20, 11), (), (-1, 0, -1)))
+    assert found.masks == [allowed.listed[()], None, None, None]
+    assert found.untold == {1}
+    assert allowed.asked == [(), (10,)]
+
+
+def test_what_cannot_be_told_behind_the_committed_tokens_is_an_error() -> None:
+    with pytest.raises(Incompatible, match="too hard"):
+        row_masks(Listed({(): Incompatible("regex: too hard")}), Proposal((10,), ()))
 
 
 def test_a_draft_stops_where_nothing_may_follow() -> None:
