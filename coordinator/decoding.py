@@ -176,6 +176,9 @@ class Decoding:
         )
         if self._draft is not None:
             self._draft.hear(reply)
+            if self._target.found_broken_draft:
+                self._target.found_broken_draft = False
+                self._draft.reject()
         seconds = loop.time() - start
         self._observer.verified(seconds, reply.queue_ms, reply.compute_ms)
         return Verified(reply, seconds)

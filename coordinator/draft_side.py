@@ -64,12 +64,15 @@ class DraftSide:
         self._patience = patience
         self._stand_in = stand_in
         self._look_ahead = look_ahead
+        self._look_ahead_bytes_max = look_ahead_bytes_max
         self._pushed = PushedProposals(look_ahead_bytes_max)
         self._mailbox.on_pushed = self._take_pushed
         self._features = FeatureWindow() if reads_features else None
         self._asked: tuple[int, int] | None = None
         """The round whose proposal is waited for, and its K."""
         self._present = True
+        self._is_rejected = False
+        """Whether the replica is broken, and there was no other."""
         self._held: ProposalReply | None = None
         self._looked_for = 0
         """K of the newest item: of what is drafted ahead for the next round."""
@@ -107,8 +110,11 @@ class DraftSide:
         refuses."""
         loop = asyncio.get_running_loop()
         start = loop.time()
-        if self._berth.is_left and self._move():
-            self._present = True
+        if (self._berth.is_left or self._is_rejected) and self._move():
+            self._present, self._is_rejected = True, False
+        if self._is_rejected:
+            proposal = self._stand_in.propose(num_draft_tokens, noise)
+            return Drafted(proposal, False, 0.0, num_draft_tokens)
         number = self._berth.number(round_index)
         self._mailbox.begin(number)
         looked_for, self._looked_for = self._looked_for, num_draft_tokens
@@ -160,6 +166,12 @@ class DraftSide:
             self.cached_length = min(self._held.cached_length, common_length)
             self._held = None
 
+    def reject(self) -> None:
+        """See `Drafts.reject`: another replica goes on, or the stand-in until there is one."""
+        self._held = None
+        self._pushed = PushedProposals(self._look_ahead_bytes_max)
+        self._is_rejected = not self._move()
+
     def close(self) -> None:
         """See `Drafts.close`."""
         self._stand_in.close()
@@ -196,6 +208,8 @@ class DraftSide:
     def _take_pushed(self, reply: ProposalReply) -> None:
         """A proposal that assumes something has come: for the next round, or for the one that
         waits for just this."""
+        if self._is_rejected:
+            return
         if self._asked is None or reply.key.round != self._asked[0]:
             self._pushed.put(reply)
             return

@@ -98,6 +98,10 @@ class Drafts(Protocol):
         """Notes an outcome: the first `common_length` tokens of what was drafted are committed."""
         ...
 
+    def reject(self) -> None:
+        """The replica that drafts is broken: this session takes no more proposals from it."""
+        ...
+
     def close(self) -> None:
         """Ends the session on this side."""
         ...

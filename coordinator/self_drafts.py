@@ -33,6 +33,7 @@ class SelfDrafts:
         self._confident = confident
         self._wanted = NOTHING_WANTED
         """Of the newest verdict's proposal."""
+        self._is_rejected = False
         self._next: SealedProposal | None = None
         """What it brought ..."""
         self._next_length = 0
@@ -78,6 +79,8 @@ class SelfDrafts:
 
     def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
         """See `Drafts.next_wanted`."""
+        if self._is_rejected:
+            return NOTHING_WANTED
         siblings = fitting(length.siblings[: length.next_max], room - length.next_max)
         self._wanted = NextWanted(length.next_max, siblings)
         return self._wanted
@@ -86,7 +89,7 @@ class SelfDrafts:
         """See `Drafts.hear`. What cannot be used is left out."""
         self._next = None
         proposal = reply.next_proposal
-        if not proposal:
+        if not proposal or self._is_rejected:
             return
         try:
             self._next_length = reply.next_base_length
@@ -101,6 +104,10 @@ class SelfDrafts:
 
     def settle(self, common_length: int) -> None:
         """See `Drafts.settle`: the target keeps its own books."""
+
+    def reject(self) -> None:
+        """See `Drafts.reject`: the stand-in goes on."""
+        self._is_rejected, self._next, self._wanted = True, None, NOTHING_WANTED
 
     def close(self) -> None:
         """See `Drafts.close`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from random import Random
 from typing import Final
 
@@ -24,9 +25,17 @@ from outrider.errors import (
     check,
     error_from_code,
 )
-from outrider.messages import Refused, Resync, VerdictReply, VerifyAnswer, VerifyItem
+from outrider.messages import (
+    PositionLogprobs,
+    Refused,
+    Resync,
+    VerdictReply,
+    VerifyAnswer,
+    VerifyItem,
+)
 from outrider.sessions.store import CacheState
 from outrider.speculation.proposal import SealedProposal
+from outrider.speculation.verdict import Verdict
 from outrider.work import CANCELLED_CODE
 
 from .asking import HeadWriter, Patience
@@ -62,6 +71,9 @@ class TargetSide:
         """The last round that the target will answer without being asked again."""
         self.cached_length = heads.session.target.held_by(berth.replica)
         """Committed tokens that the target is thought to hold."""
+        self.found_broken_draft = False
+        """Whether q of a proposal could not be read for a reason that may depend on a token drawn
+        from it: what is cut off then may bias the output."""
 
     @property
     def cache_state(self) -> CacheState:
@@ -81,14 +93,15 @@ class TargetSide:
         was asked twice in vain, or is to be left; raises what it refuses with, and `Unavailable`
         once none can be reached for `target_gone_s`.
 
-        Where the target cannot read the draft's q, the same tokens are verified as one-hot draws,
-        which is exact for whatever tokens: none is dropped for what a draft says of it."""
+        Where the target cannot read the draft's q, the proposal is verified as far as it can: the
+        verdict refuses the rest. `found_broken_draft` says whether that may bias the tokens."""
         loop = asyncio.get_running_loop()
         if self._berth.is_left:
             self._move()
         number = self._berth.number(round_index)
         if self._mailbox.begin(number):
             self._asked_until = -1
+        num_drafted = len(proposal)
         unreachable_since: float | None = None
         wait_s, num_retries, num_silences = self._patience.target_answer_s, 0, 0
         ask = len(proposal) > 0 or self._must_ask(number, run_ahead)
@@ -120,13 +133,11 @@ class TargetSide:
             else:
                 unreachable_since = None
                 if isinstance(answer, VerdictReply):
-                    return self._checked(answer, proposal)
+                    return _padded(_checked(answer, proposal), num_drafted)
                 if isinstance(answer, Refused) and _is_about_q(answer):
-                    bare = proposal.without_q(self._heads.session.identity.rule)
-                    ask = proposal != bare  # Else this is once more about what was sent before.
-                    if ask:
-                        _log.warning("a draft's q cannot be read: %s", answer.message)
-                    proposal = bare
+                    readable = self._readable(proposal, answer.message)
+                    ask = proposal != readable  # Else the answer is about what was sent before.
+                    proposal = readable
                     continue
                 await self._put_right(answer, num_retries)
                 num_retries += isinstance(answer, Refused)
@@ -179,15 +190,16 @@ class TargetSide:
         )
         self._asked_until = round_index + run_ahead
 
-    def _checked(self, reply: VerdictReply, proposal: SealedProposal) -> VerdictReply:
-        num_draft_tokens = len(proposal)
-        check(
-            len(reply.verdict.accept_probability) == num_draft_tokens
-            and len(reply.verdict.correction) == num_draft_tokens + 1,
-            f"a verdict for {len(reply.verdict.accept_probability)} draft tokens, "
-            f"{num_draft_tokens} were proposed",
-        )
-        return reply
+    def _readable(self, proposal: SealedProposal, message: str) -> SealedProposal:
+        """What can be verified of a proposal whose q the target could not read."""
+        if not self._heads.session.identity.rule.needs_q:
+            return replace(proposal, q=b"")  # The rule does not look at it.
+        readable, is_broken = proposal.readable()
+        if readable != proposal:
+            _log.warning("a proposal is cut to %d tokens: %s", len(readable), message)
+            self._heads.observer.proposal_unreadable()
+            self.found_broken_draft |= is_broken
+        return readable
 
     def _retry_s(self, num_retries: int) -> float:
         """How long to wait before the next one."""
@@ -214,6 +226,33 @@ class TargetSide:
             if self._move():
                 return
         await asyncio.sleep(self._retry_s(num_retries))
+
+
+def _checked(reply: VerdictReply, proposal: SealedProposal) -> VerdictReply:
+    num_draft_tokens = len(proposal)
+    check(
+        len(reply.verdict.accept_probability) == num_draft_tokens
+        and len(reply.verdict.correction) == num_draft_tokens + 1,
+        f"a verdict for {len(reply.verdict.accept_probability)} draft tokens, "
+        f"{num_draft_tokens} were proposed",
+    )
+    return reply
+
+
+def _padded(reply: VerdictReply, num_drafted: int) -> VerdictReply:
+    """The verdict on a proposal of which only the first tokens were verified: the others are
+    refused, and what follows them is never used."""
+    num_verified = len(reply.verdict.accept_probability)
+    num_cut = num_drafted - num_verified
+    if num_cut == 0:
+        return reply
+    accept, correction = reply.verdict.accept_probability, reply.verdict.correction
+    logprobs = reply.logprobs
+    if logprobs:
+        unused = (PositionLogprobs(0.0, ()),) * num_cut
+        logprobs = (*logprobs[:num_verified], *unused, *logprobs[num_verified:], *unused)
+    verdict = Verdict((*accept, *(0.0,) * num_cut), (*correction, *(0,) * num_cut))
+    return replace(reply, verdict=verdict, logprobs=logprobs)
 
 
 def _is_about_q(answer: Refused) -> bool:

@@ -20,6 +20,17 @@ Q_BYTES_MAX: Final = TREE_TOKENS_MAX * (_SIZE_BYTES + DRAFT_SUPPORT_ENTRIES_MAX 
 """Of the field that `encode_q` writes."""
 
 
+class UnreadableQ(BadRequest):
+    """The q of a proposal cannot be read from a group of siblings on."""
+
+    def __init__(self, group: int, message: str, *, after_draw: bool = False) -> None:
+        """`after_draw`: what is wrong there may depend on the tokens drawn from this q, or on later
+        ones; else it was settled before they were drawn."""
+        super().__init__("proposal.q", message)
+        self.group = group
+        self.after_draw = after_draw
+
+
 @dataclass(frozen=True, slots=True)
 class DraftDistribution:
     """q over a truncated support: distinct ids, and positive counts that sum to `COUNT_TOTAL`.
@@ -109,9 +120,23 @@ class SealedProposal:
         q = (None,) * len(self.tree.groups) if rule.needs_q else ()
         return SealedProposal(self.token_ids, encode_q(q), self.parents)
 
+    def readable(self) -> tuple[SealedProposal, bool]:
+        """The depths of which q can be read, and whether the draft is broken: whether what is wrong
+        behind them may depend on a token that is cut off. If it may not, the cut is exact."""
+        try:
+            self.open()
+        except UnreadableQ as error:
+            tree = self.tree
+            if error.group >= len(tree.groups):
+                return NOTHING_SEALED, True
+            return self.cut(tree.depths[tree.groups[error.group][0]]), error.after_draw
+        except BadRequest:
+            return NOTHING_SEALED, True
+        return self, False
+
     def open(self) -> Proposal:
         """The proposal. Raises `BadRequest` for parents that `draft_tree` refuses, for siblings
-        that are the same token, and for a q that `decode_q` does."""
+        that are the same token; `UnreadableQ` where `decode_q` does."""
         drawn = [tuple(self.token_ids[index] for index in group) for group in self.tree.groups]
         for group in drawn:
             if len(set(group)) < len(group):
@@ -149,7 +174,7 @@ def decode_q(data: bytes, drawn: Sequence[Sequence[int]]) -> tuple[DraftDistribu
     """The distributions of groups of siblings, of which `drawn` has the tokens; () where the field
     is empty.
 
-    Trusts nothing: raises `BadRequest` naming `proposal.q` and the position unless `data` is as
+    Trusts nothing: raises `UnreadableQ` naming `proposal.q` and the position unless `data` is as
     long as it says, with 0 or 2..`DRAFT_SUPPORT_ENTRIES_MAX` entries a position, distinct ids,
     positive counts that sum to `COUNT_TOTAL`, and the drafted tokens among the ids."""
     if not data:
@@ -172,9 +197,10 @@ def decode_q(data: bytes, drawn: Sequence[Sequence[int]]) -> tuple[DraftDistribu
         q.append(_distribution(index, token_ids, values[:size], values[size:]) if size else None)
         offset = end
     if offset != len(data):
-        raise BadRequest(
-            "proposal.q",
+        raise UnreadableQ(
+            len(drawn),
             f"holds {len(data) - offset} bytes after the last of {len(drawn)} positions",
+            after_draw=True,
         )
     return tuple(q)
 
@@ -190,9 +216,9 @@ def _distribution(
         raise _bad_q(index, f"has counts that sum to {sum(counts)}, not to {COUNT_TOTAL}")
     for token_id in drawn:
         if token_id not in ids:
-            raise _bad_q(index, f"does not hold the drafted token {token_id}")
+            raise _bad_q(index, f"does not hold the drafted token {token_id}", after_draw=True)
     return DraftDistribution(ids, counts)
 
 
-def _bad_q(index: int, message: str) -> BadRequest:
-    return BadRequest("proposal.q", f"position {index} {message}")
+def _bad_q(index: int, message: str, *, after_draw: bool = False) -> UnreadableQ:
+    return UnreadableQ(index, f"position {index} {message}", after_draw=after_draw)

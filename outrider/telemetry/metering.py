@@ -90,6 +90,12 @@ class RequestMeters(RequestTimes):
         self.moves = Counts(
             meter, "session_moves", "", "Sessions that went on to another replica.", "side", SIDES
         )
+        self.unreadable_proposals = Counts(
+            meter,
+            "unreadable_proposals",
+            "",
+            "Proposals whose distributions the target could not read.",
+        )
         self.look_ahead_hits = Counts(
             meter, "look_ahead_hits", "", "Rounds whose proposal was there before they began."
         )

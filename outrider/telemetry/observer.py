@@ -51,6 +51,9 @@ class RequestObserver:
     def moved(self, side: Side) -> None:
         """A side has another replica from now on."""
 
+    def proposal_unreadable(self) -> None:
+        """The target could not read q of a proposal."""
+
     def drafted(
         self,
         num_tokens: int,

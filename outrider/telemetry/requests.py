@@ -247,6 +247,10 @@ class ObservedRequest(RequestObserver):
         self._meters.moves.add(1, side)
         self._span.add_event("outrider.move", {"outrider.peer": side})
 
+    def proposal_unreadable(self) -> None:
+        """See `RequestObserver.proposal_unreadable`."""
+        self._meters.unreadable_proposals.add(1)
+
     def drafted(
         self,
         num_tokens: int,

@@ -266,6 +266,40 @@ def test_a_draft_that_is_lost_is_replaced_for_the_next_round() -> None:
     run_virtually(main())
 
 
+def test_a_draft_that_is_broken_is_left_for_another_one() -> None:
+    first, second = ScriptedLink(proposal), ScriptedLink(proposal)
+
+    async def main() -> None:
+        draft = DraftSide(berth(first, second), heads(session()), PATIENCE, StandIn())
+        assert (await draft.propose(1, 2, NOISE)).by_replica
+        draft.reject()
+        assert (await draft.propose(2, 2, NOISE)).by_replica
+        assert (len(first.sent), len(second.sent)) == (1, 1)
+
+    run_virtually(main())
+
+
+def test_the_only_draft_being_broken_the_stand_in_goes_on_until_there_is_another() -> None:
+    """What it sends meanwhile, and what it has sent ahead, is not used."""
+    first, second = ScriptedLink(proposal), ScriptedLink(proposal)
+    pool: ReplicaPool[Any, Any] = ReplicaPool("draft")
+
+    async def main() -> None:
+        pool.admit("r0", first, TOY)
+        place = Berth(pool, "0" * 32, 1, b"key", preferred="r0", weights="")
+        draft = DraftSide(place, heads(session()), PATIENCE, StandIn(), look_ahead=2)
+        assert (await draft.propose(1, 2, NOISE)).by_replica
+        draft.reject()
+        for index in (2, 3):
+            assert (await draft.propose(index, 2, NOISE)).proposal.token_ids == (1,)
+        assert len(first.sent) == 1
+        pool.admit("r1", second, TOY)
+        assert (await draft.propose(4, 2, NOISE)).by_replica
+        assert len(second.sent) == 1
+
+    run_virtually(main())
+
+
 def test_a_draft_that_is_slow_is_not_left_for_it() -> None:
     first, second = ScriptedLink(None), ScriptedLink(proposal)
 

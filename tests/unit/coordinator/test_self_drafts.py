@@ -7,6 +7,7 @@ import pytest
 from coordinator.drafts import NextWanted, StandIn
 from coordinator.lengths import DraftedBeside, RoundLength
 from coordinator.self_drafts import SelfDrafts
+from outrider.clock import run_virtually
 from outrider.drafting.ngram import NgramDrafter
 from outrider.messages import ReplyKey, VerdictReply
 from outrider.sessions.state import Session
@@ -151,3 +152,14 @@ async def test_what_nobody_asked_for_is_not_used(
     drafts.hear(verdict(proposal))
     assert message in caplog.text
     assert (await drafts.propose(1, 2, NOISE)).num_asked == 0
+
+
+def test_a_target_whose_own_proposals_cannot_be_read_is_asked_for_none() -> None:
+    drafts = self_drafts()
+    drafts.next_wanted(RoundLength(1, 0, next_max=3), 99)
+    drafts.hear(verdict(sealed(3)))
+    drafts.reject()
+    assert drafts.next_wanted(RoundLength(1, 0, next_max=3), 99) == NextWanted()
+    drafts.hear(verdict(sealed(3)))
+    drafted = run_virtually(drafts.propose(1, 3, NOISE))
+    assert drafted.proposal.token_ids == (2, 3, 1)

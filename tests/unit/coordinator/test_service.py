@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -41,9 +41,11 @@ from outrider.generation import (
     Tokens,
 )
 from outrider.limits import OPEN_TRIES_MAX
+from outrider.messages import ProposalReply
 from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.store import FinishReason, NewSession
-from outrider.speculation.sampling import Rule
+from outrider.speculation.proposal import DraftDistribution, SealedProposal, encode_q
+from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.wire.memory_link import MemoryLink
 from target_service.service import TargetService
 
@@ -96,6 +98,7 @@ class Bench:
         store: MemoryStore | None = None,
         name: str = "c",
         target: TargetService | None = None,
+        drafts: Mapping[str, Any] | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         executor = InlineExecutor(lambda: STEP_S)
@@ -116,7 +119,7 @@ class Bench:
             ),
             store=self.store,
             targets={"t": self.target_link},
-            drafts={"d": MemoryLink(self.draft)},
+            drafts=drafts or {"d": MemoryLink(self.draft)},
             stand_in=NgramDrafter(),
             text=text,
         )
@@ -135,6 +138,40 @@ async def bench(**fields: Any) -> AsyncIterator[Bench]:
     for replica in (made.target, made.draft):
         await replica.close()
         replica.check_integrity()
+
+
+class BrokenDraft(MemoryLink[Any, Any]):
+    """Its proposals hold q of other tokens."""
+
+    num_proposals = 0
+
+    def listen(self, on_answer: Any, on_lost: Any) -> None:
+        def tampered(answer: Any) -> None:
+            if isinstance(answer, ProposalReply) and answer.proposal:
+                self.num_proposals += 1
+                elsewhere = DraftDistribution((8, 9), (2**15, 2**15))
+                q = encode_q((elsewhere,) * len(answer.proposal))
+                ids = (1,) * len(answer.proposal)
+                answer = replace(answer, proposal=SealedProposal(ids, q))
+            on_answer(answer)
+
+        super().listen(tampered, on_lost)
+
+
+def test_a_session_leaves_a_draft_whose_q_does_not_hold_what_it_drew() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        link = BrokenDraft(DraftService.with_model(
+            ToyEngine(salt=2), InlineExecutor(lambda: STEP_S), max_num_seqs=8
+        ))  # fmt: skip
+        async with bench(drafts={"d": link}) as b:
+            request = replace(REQUEST, rule=Rule.TOKEN, sampling=SamplingParams())
+            events = await b.events(request)
+            assert isinstance(events[-1], Finished)
+            assert link.num_proposals == 1
+            assert loop.time() < PATIENCE.draft_answer_s
+
+    run_virtually(main())
 
 
 def failing(call: Any, until: float) -> Any:

@@ -1,6 +1,7 @@
 import asyncio
 import math
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from outrider.errors import (
 )
 from outrider.features import Features
 from outrider.messages import (
+    PositionLogprobs,
     ProposalReply,
     Refused,
     ReplicaDescription,
@@ -35,7 +37,12 @@ from outrider.messages import (
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState, Counters, NewSession
 from outrider.speculation.noise import RoundNoise
-from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
+from outrider.speculation.proposal import (
+    NOTHING_SEALED,
+    DraftDistribution,
+    Proposal,
+    SealedProposal,
+)
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
 from outrider.wire.link import LinkBytes
@@ -118,8 +125,8 @@ def refuse(error: Any) -> Callable[[Any], Refused]:
     return lambda item: Refused(item.head.key, error.grpc_code, error.message)
 
 
-def session(prompt: tuple[int, ...] = PROMPT) -> Session:
-    return Session.opened(NewSession("0" * 32, "", "me", 3, Rule.GREEDY, "{}", prompt))
+def session(prompt: tuple[int, ...] = PROMPT, rule: Rule = Rule.GREEDY) -> Session:
+    return Session.opened(NewSession("0" * 32, "", "me", 3, rule, "{}", prompt))
 
 
 def heads(of: Session) -> HeadWriter:
@@ -430,20 +437,73 @@ def test_closing_a_side_lets_the_replica_forget() -> None:
     assert link.released == ["0" * 32]
 
 
-def test_a_second_refusal_of_the_same_q_is_not_the_answer_to_the_one_hot_question() -> None:
-    """The first sending is asked again before its refusal comes, so two refusals come."""
+READABLE = SealedProposal.of(Proposal((1,), (DraftDistribution((1, 2), (2**15, 2**15)),)))
 
-    def unreadable(item: Any) -> Refused:
-        return Refused(item.head.key, BadRequest.grpc_code, "proposal.q: position 0 is missing")
 
-    link = ScriptedLink(None, unreadable)
+def opened(item: Any) -> Any:
+    """What a target answers that reads q."""
+    try:
+        item.proposal.open()
+    except BadRequest as error:
+        return refuse(error)(item)
+    return verdict(item)
+
+
+@pytest.mark.parametrize(
+    ("q", "num_verified", "is_broken"),
+    [(READABLE.q, 1, False), (b"?", 0, False), (READABLE.q * 3, 0, True)],
+)
+def test_a_proposal_is_verified_as_far_as_its_q_is_readable(
+    q: bytes, num_verified: int, is_broken: bool
+) -> None:
+    """The rest counts as refused, in a verdict for all of it. The first sending is asked again
+    before its refusal comes: the second refusal is not about what was sent since."""
+    proposal = SealedProposal((1, 2), q)
+    link = ScriptedLink(None, opened)
+
+    async def main() -> None:
+        one = session(rule=Rule.TOKEN)
+        target = TargetSide(berth(link), heads(one), PATIENCE)
+        loop = asyncio.get_running_loop()
+        loop.call_later(1.5, lambda: link.on_answer(opened(link.sent[0])))
+        loop.call_later(1.6, lambda: link.on_answer(verdict(link.sent[-1])))
+        reply = await target.verify(1, proposal, 0, None)
+        assert reply.verdict.accept_probability == (1.0,) * num_verified + (0.0,) * (
+            2 - num_verified
+        )
+        assert reply.verdict.correction[: num_verified + 1] == (9,) * (num_verified + 1)
+        assert len(reply.verdict.correction) == 3
+        assert target.found_broken_draft is is_broken
+
+    run_virtually(main())
+    assert [len(item.proposal) for item in link.sent] == [2, 2, num_verified]
+
+
+def test_log_probabilities_of_a_cut_proposal_stand_where_they_are_looked_for() -> None:
+    """[2K+1]: of the draft tokens, then of the corrections."""
+
+    def with_logprobs(item: Any) -> Any:
+        answer = opened(item)
+        if isinstance(answer, Refused):
+            return answer
+        entries = tuple(PositionLogprobs(float(i), ()) for i in range(2 * len(item.proposal) + 1))
+        return replace(answer, logprobs=entries)
+
+    async def main() -> None:
+        link = ScriptedLink(with_logprobs, with_logprobs)
+        target = TargetSide(berth(link), heads(session(rule=Rule.TOKEN)), PATIENCE)
+        reply = await target.verify(1, SealedProposal((1, 2), READABLE.q), 0, 1)
+        assert [entry.logprob for entry in reply.logprobs] == [0.0, 0.0, 1.0, 2.0, 0.0]
+
+    run_virtually(main())
+
+
+def test_a_rule_that_does_not_look_at_q_keeps_the_tokens() -> None:
+    link = ScriptedLink(opened, opened)
 
     async def test(target: TargetSide, one: Session) -> None:
-        first = asyncio.get_running_loop()
-        first.call_later(1.5, lambda: link.on_answer(unreadable(link.sent[0])))
-        first.call_later(1.6, lambda: link.on_answer(verdict(link.sent[-1])))
         reply = await target.verify(1, SealedProposal((1, 2), b"?"), 0, None)
-        assert len(reply.verdict.accept_probability) == 2
+        assert reply.verdict.accept_probability == (1.0, 1.0)
+        assert not target.found_broken_draft
 
     with_target(link, test)
-    assert [item.proposal.q for item in link.sent][:3] == [b"?", b"?", b""]

@@ -13,6 +13,7 @@ from outrider.errors import BadRequest, InvariantError
 from outrider.limits import DRAFT_SUPPORT_ENTRIES_MAX
 from outrider.speculation.proposal import (
     COUNT_TOTAL,
+    NOTHING_SEALED,
     DraftDistribution,
     Proposal,
     SealedProposal,
@@ -90,6 +91,38 @@ def test_what_is_refused(data, token_ids, words):
     with pytest.raises(BadRequest, match=words) as caught:
         decode_q(data, [(token_id,) for token_id in token_ids])
     assert caught.value.field == "proposal.q"
+
+
+GOOD = packed((1, 2), (HALF, HALF))
+
+
+@pytest.mark.parametrize(
+    ("second", "num_readable", "is_broken"),
+    [
+        (GOOD, 2, False),
+        (b"", 1, False),
+        (GOOD[:-1], 1, False),
+        (packed((1, 2), (HALF, HALF - 1)), 1, False),
+        (packed((1, 1), (HALF, HALF)), 1, False),
+        (packed((3, 4), (HALF, HALF)), 1, True),  # The token is not among the ids.
+        (GOOD + b"\0", 0, True),
+    ],
+)
+def test_how_far_a_proposal_can_be_read(second, num_readable, is_broken):
+    """Only what is wrong before a token is drawn is a reason to cut it off without a bias."""
+    proposal = SealedProposal((1, 2), GOOD + second)
+    cut = SealedProposal((1, 2)[:num_readable], (GOOD + second)[: len(GOOD) * num_readable])
+    assert proposal.readable() == (cut, is_broken)
+    assert len(cut.open().token_ids) == num_readable
+
+
+def test_a_tree_is_readable_by_depths():
+    """Depth 0 has one token, depth 1 two, whose q sums to too little."""
+    q = packed((0,) * 0, ()) + packed((1, 2), (HALF, 1))
+    tree = SealedProposal((9, 1, 2, 5), q + b"\0\0", (-1, 0, 0, 1))
+    assert tree.readable() == (SealedProposal((9,), b"\0\0"), False)
+    twice = SealedProposal((1, 1), GOOD, (-1, -1))
+    assert twice.readable() == (NOTHING_SEALED, True)
 
 
 def test_number_of_entries_from_both_sides():
