@@ -50,9 +50,9 @@ def sealed(num_tokens: int, parents: tuple[int, ...] = ()) -> SealedProposal:
     ("length", "room", "wanted"),
     [
         (RoundLength(1, 0, next_max=3), 99, NextWanted(3)),
-        (RoundLength(3, 0, (2, 1), 3), 99, NextWanted(3, (2, 1))),
-        (RoundLength(3, 0, (2, 1), 3), 4, NextWanted(3, (1, 0))),
-        (RoundLength(3, 0, (2, 1), 1), 99, NextWanted(1, (2,))),
+        (RoundLength(3, 0, next_max=3, next_siblings=(2, 1)), 99, NextWanted(3, (2, 1))),
+        (RoundLength(3, 0, next_max=3, next_siblings=(2, 1)), 4, NextWanted(3, (1, 0))),
+        (RoundLength(3, 0, next_max=1, next_siblings=(2, 1)), 99, NextWanted(1, (2,))),
         (RoundLength(0, 5), 99, NextWanted()),  # the target does not wait
     ],
 )
@@ -98,7 +98,7 @@ async def test_a_round_may_have_wanted_more_than_was_asked_for() -> None:
 async def test_siblings_come_with_their_tokens() -> None:
     """A tree is cut by places, and says what was asked beside those that are left."""
     drafts = self_drafts()
-    drafts.next_wanted(RoundLength(3, 0, (1, 2, 0), 3), 99)
+    drafts.next_wanted(RoundLength(3, 0, next_max=3, next_siblings=(1, 2, 0)), 99)
     other = DraftDistribution((1, 2, 3), (2**15, 2**14, 2**14))
     tree = SealedProposal.of(Proposal((4, 5, 1, 2, 3, 4), (Q, other, None), (-1, -1, 0, 0, 0, 2)))
     drafts.hear(verdict(tree))
