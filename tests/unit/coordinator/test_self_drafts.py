@@ -87,6 +87,22 @@ async def test_a_confident_look_up_goes_first(confident: float | None, is_sure: 
     assert (await drafts.propose(2, 2, NOISE)).num_asked == (2 if is_sure else 0)
 
 
+@pytest.mark.parametrize(("confident", "by_stand_in"), [(0.5, True), (4.0, False)])
+async def test_who_proposes_says_nothing_of_what_the_target_drew(
+    confident: float, by_stand_in: bool
+) -> None:
+    drawn = [(4, 5), (5, 4), (4, 4), (2, 3), (5,)]
+    for token_ids in drawn:
+        drafts = self_drafts(confident=confident)
+        drafts.next_wanted(RoundLength(2, 0, next_max=2), 99)
+        q = DraftDistribution((2, 3, 4, 5), (2**14,) * 4)
+        drafts.hear(verdict(SealedProposal.of(Proposal(token_ids, (q,) * len(token_ids)))))
+        drafted = await drafts.propose(1, 2, NOISE)
+        assert (drafted.beside is None) is by_stand_in
+        assert drafted.num_asked == 2
+        assert drafted.proposal.token_ids == ((2, 3) if by_stand_in else token_ids)
+
+
 async def test_a_round_may_have_wanted_more_than_was_asked_for() -> None:
     drafts = self_drafts()
     drafts.next_wanted(RoundLength(1, 0, next_max=1), 99)
