@@ -12,7 +12,6 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +28,11 @@ from models import (
     tiny_module,
     twin,
 )
+from small_grammar import CONSTRAINT, END, constrained_law, grammars, letters
 from stack import RARE, Stack, running_stack
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from coordinator.round_costs import RoundCosts
 from draft_service.eagle_drafter import EagleDrafter
-from outrider.constraints.constraint import Constraint
-from outrider.constraints.grammars import Grammars, GrammarTokenizer
-from outrider.constraints.matching import PrefixMatcher
 from outrider.drafting.lookup import LookupDrafter
 from outrider.drafting.ngram import NgramDrafter
 from outrider.drafting.registry import LookupKind
@@ -47,12 +42,10 @@ from outrider.engine.modules.swaps import speed_up
 from outrider.engine.paged_engine import PagedEngine
 from outrider.generation import GenerateRequest
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
-from outrider.speculation.masking import masked_logits
 from outrider.speculation.noise import Place, RoundNoise
 from outrider.speculation.noise_rows import NoiseBatch
 from outrider.speculation.philox import WordArray
 from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import target_probabilities
 from outrider.text import TokenizerText
 from target_service.actor import self_drafter_of
 
@@ -76,9 +69,6 @@ TOP_P = SamplingParams(top_p=0.8)
 PENALISED = SamplingParams(
     temperature=0.7, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2
 )
-END = 3
-"""Ends the text under a grammar."""
-CONSTRAINT = Constraint.of_regex("[ab]c?[abc]{0,2}")
 BIASED = SamplingParams(temperature=0.8, logit_bias=((0, 0.7), (3, -0.9)), presence_penalty=0.5)
 
 
@@ -111,7 +101,7 @@ class Cell:
     length_control: bool = False
     """Whether K is chosen, up to what is said above."""
     grammar: bool = False
-    """Whether completions spell `REGEX`, of a vocabulary of 4."""
+    """Whether completions follow `CONSTRAINT`, of a vocabulary of 4."""
     repeated: bool = False
     """Whether each seed is used twice; the second completions count."""
     num_tokens: int = 3
@@ -176,7 +166,7 @@ CELLS = [
         detects=DETECTS_SOON,
     ),
 ]  # fmt: skip
-SOON = {"num_samples": 520, "detects": 0.21, "max_tokens": 5}
+SOON = {"num_samples": 440, "detects": 0.23, "max_tokens": 5}
 ADAPTIVE_CELLS = [
     # A model drafts, K is chosen, and every seed comes twice, at the same time or one after the
     # other; a look-up that has seen the first answer goes before the model.
@@ -297,18 +287,6 @@ WIDE_GRID = [
 ]
 
 
-@cache
-def letters() -> Any:
-    """A tokenizer of three letters and `END`."""
-    vocabulary = {"a": 0, "b": 1, "c": 2, "<|end|>": END}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|end|>"])
-    special = {"eos_token": "<|end|>"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-
-
 def tiny_engine(
     vocab_size: int,
     seed: int,
@@ -363,30 +341,6 @@ def reduced_engine(target: Any, token_ids: tuple[int, ...], seed: int) -> PagedE
         "reduced", target.config.vocab_size, 128, "float32", (), "w", "tiny", token_ids
     )
     return PagedEngine(module, info, max_num_seqs=64)
-
-
-def grammars() -> Grammars:
-    return Grammars(lambda: GrammarTokenizer(letters(), (END,)))
-
-
-def constrained_law(
-    module: Any, prompt: tuple[int, ...], length: int, params: SamplingParams
-) -> dict[tuple[int, ...], float]:
-    """Probability of the first tokens of a completion under the grammar; behind its end stands
-    `END` alone."""
-    matcher = PrefixMatcher(GrammarTokenizer(letters(), (END,)).compile(CONSTRAINT))
-    law: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(length):
-        longer: dict[tuple[int, ...], float] = {}
-        for prefix, chance in law.items():
-            matcher.stand(0, prefix)
-            with torch.inference_mode():
-                logits = module(torch.tensor([[*prompt, *prefix]])).logits[:, -1].float()
-            p = target_probabilities(masked_logits(logits, [matcher.mask()]), params)[0]
-            for token_id in p.nonzero()[:, 0].tolist():
-                longer[(*prefix, token_id)] = chance * float(p[token_id])
-        law = longer
-    return law
 
 
 async def sample(stack: Stack, cell: Cell) -> tuple[list[tuple[int, ...]], int]:
