@@ -1,7 +1,9 @@
 """How many draft tokens each round asks for. Pure: told of rounds, and asked for the next.
 
-The choice depends on rounds that were verified and on times. It never depends on a proposal, or on
-noise, of the round that it is made for: so it is exact under every rule (docs/exactness.md).
+The length of a round is settled when the round before it begins. At that moment nothing of the
+round has been drawn, neither here nor by a target or a draft that works ahead, so the choice is
+independent of the round's noise and exact under every rule. Sessions that share a seed get fixed
+lengths (`shared_learning.py`). docs/exactness.md has the proof.
 
 | phase of a session | K | it ends |
 | --- | --- | --- |
@@ -23,23 +25,20 @@ all sessions commit; so what seems hopeless is tried seldom, and what is uncerta
 from __future__ import annotations
 
 import math
-from bisect import bisect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from outrider.limits import DRAFTED_SEEDS_MAX
 from outrider.messages import ReplicaDescription
 from outrider.speculation.sampling import Rule
 
 from .depth_averages import DepthAverages
 from .lengths import PlayedRound, RoundLength
-from .round_costs import SECONDS_MIN, Forecast, RoundCosts
+from .round_costs import SECONDS_MIN, Forecast, Load, RoundCosts
+from .shared_learning import Learned, SeedsInUse
 from .siblings import SIBLINGS_OF_A_ROUND_MAX, Shaper, SiblingAverages
-from .trials import TUNING, Drafting, Trials, Tuning
+from .trials import TUNING, Drafting, Tuning
 
-PROMPT_SIZES: Final = (128, 512, 2048)
-"""Tokens from which on a prompt is one of the next size."""
 PLAIN_TRIED_BELOW: Final = 1.5
 """Plain decoding is tried where drafting is expected to be less than so many times as fast ..."""
 PLAIN_TRIED_ROUNDS: Final = 6
@@ -52,36 +51,8 @@ NEW_LOAD_LOST: Final = 1.0
 """Tokens that a round with a draft may lose where the load is another one than was measured."""
 
 
-class Experience:
-    """What sessions of one rule, with prompts of about one length, have shown: a long prompt often
-    has what its answer copies."""
-
-    def __init__(self, tuning: Tuning, of_rule: DepthAverages, trials: Trials) -> None:
-        """`of_rule` are the averages over prompts of any length, which share their `trials`."""
-        self.averages = DepthAverages(tuning.shared_memory_rounds, tuning.prior_rounds, of_rule)
-        self.siblings = SiblingAverages(tuning.shared_memory_rounds, tuning.prior_rounds)
-        self.trials = trials
-        self._young_rounds = tuning.young_rounds
-        self._of_rule = of_rule
-
-    @property
-    def is_young(self) -> bool:
-        """Whether little was shown yet, with prompts of any length."""
-        return self._of_rule.num_rounds < self._young_rounds
-
-    def note(self, num_asked: int, survival: Sequence[float]) -> None:
-        """See `DepthAverages.note`."""
-        self.averages.note(num_asked, survival)
-        self._of_rule.note(num_asked, survival)
-
-
 class LengthControls:
-    """What the sessions of one coordinator learn from each other.
-
-    Times are shared by all. Acceptance is shared by sessions of one rule; but under rules whose
-    noise is keyed by the round, only by the first session of each seed: what another one were told
-    of the first would be about its own noise.
-    """
+    """The length controls of one coordinator's sessions."""
 
     def __init__(
         self,
@@ -94,29 +65,30 @@ class LengthControls:
     ) -> None:
         """`run_ahead_rounds` bounds how far the target may be ahead; `drafting_delays` as for
         `RoundCosts`."""
-        self._has_draft = draft is not None
-        draft_costs = None if draft is None else draft.step_costs
-        self.costs = RoundCosts(
-            target.step_costs, draft_costs, target.max_num_seqs, drafting_delays=drafting_delays
-        )
+        self._target = target
+        self._draft = draft
+        self._drafting_delays = drafting_delays
         self.run_ahead_rounds = run_ahead_rounds
         self.tuning = tuning
-        self._shared = {rule: self._nothing_shown() for rule in Rule}
-        """By the length of prompts, see `_size`."""
-        self._seeds: set[int] = set()
-        """Seeds that a session had under a rule whose noise is keyed by the round ..."""
-        self._running_seeds: set[int] = set()
-        """... and those of them whose first session runs."""
+        self.load = Load()
+        self._learned = self._nothing_learned(self.load)
+        """What new sessions read and add to."""
+        self._seeds = SeedsInUse()
+
+    @property
+    def costs(self) -> RoundCosts:
+        """The round costs that new sessions share."""
+        return self._learned.costs
 
     def hear_load(
         self, num_targets: int, num_elsewhere: int, draft: ReplicaDescription | None
     ) -> None:
         """How many targets there are now, how many sessions other coordinators run with them, and
         the first draft, once there is one."""
-        self.costs.num_targets = max(1, num_targets)
-        self.costs.num_elsewhere = num_elsewhere
-        if draft is not None and not self._has_draft:
-            self._has_draft = True
+        self.load.num_targets = max(1, num_targets)
+        self.load.num_elsewhere = num_elsewhere
+        if draft is not None and self._draft is None:
+            self._draft = draft
             self.costs.meet_draft(draft.step_costs)
 
     def open(
@@ -127,40 +99,43 @@ class LengthControls:
         prompt_length: int,
         siblings_max: int = 0,
     ) -> LengthControl:
-        """A session begins, which asks for so many draft tokens at most, and for so many siblings
-        beside one."""
-        self.costs.num_sessions += 1
-        experience = self._shared[rule][_size(prompt_length)]
-        if num_draft_tokens == 0 or rule.absolute_noise:
-            return LengthControl(self, experience, num_draft_tokens, prompt_length, siblings_max)
-        if seed in self._seeds:
-            own = self._nothing_shown(alone=True)[0]
-            return LengthControl(self, own, num_draft_tokens, prompt_length, siblings_max)
-        self._remember(seed)
-        experience = self._shared[rule][_size(prompt_length)]
-        return LengthControl(self, experience, num_draft_tokens, prompt_length, siblings_max, seed)
+        """Begins a session that asks for at most `num_draft_tokens` a round, with at most
+        `siblings_max` siblings beside each. Under rules whose noise is keyed by the round, a
+        repeated seed fixes the lengths of this session and of the one that runs with that seed."""
+        self.load.num_sessions += 1
+        bounds = (num_draft_tokens, prompt_length, siblings_max)
+        if rule.absolute_noise:
+            return LengthControl(self, self._learned, rule, *bounds)
+        if self._seeds.knows(seed):
+            first = self._seeds.running.get(seed)
+            if first is not None:
+                first.fix()
+            repeated = LengthControl(self, self._nothing_learned(Load()), rule, *bounds)
+            repeated.fix()
+            return repeated
+        if self._seeds.is_full:
+            self._seeds.forget()
+            self._learned = self._nothing_learned(self.load)
+        control = LengthControl(self, self._learned, rule, *bounds, seed)
+        self._seeds.add(seed, control)
+        return control
 
-    def close(self, first_of: int | None) -> None:
-        """A session has ended: the first of this seed, if that matters."""
-        self.costs.num_sessions -= 1
-        if first_of is not None:
-            self._running_seeds.discard(first_of)
+    def close(self, seed: int | None) -> None:
+        """Ends a session, the first of `seed` unless that is None."""
+        self.load.num_sessions -= 1
+        if seed is not None:
+            self._seeds.running.pop(seed, None)
 
-    def _nothing_shown(self, *, alone: bool = False) -> list[Experience]:
-        tuning = self.tuning
-        of_rule = DepthAverages(tuning.shared_memory_rounds, tuning.shared_prior_rounds)
-        trials = Trials(tuning, alone=alone)
-        return [Experience(tuning, of_rule, trials) for _ in range(len(PROMPT_SIZES) + 1)]
-
-    def _remember(self, seed: int) -> None:
-        """Where seeds have to be forgotten, so is what their sessions have told."""
-        if len(self._seeds) >= DRAFTED_SEEDS_MAX:
-            self._seeds = set(self._running_seeds)
-            for rule in Rule:
-                if not rule.absolute_noise:
-                    self._shared[rule] = self._nothing_shown()
-        self._seeds.add(seed)
-        self._running_seeds.add(seed)
+    def _nothing_learned(self, load: Load) -> Learned:
+        draft_costs = None if self._draft is None else self._draft.step_costs
+        costs = RoundCosts(
+            self._target.step_costs,
+            draft_costs,
+            self._target.max_num_seqs,
+            load,
+            drafting_delays=self._drafting_delays,
+        )
+        return Learned(costs, self.tuning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,22 +157,41 @@ class _Option:
         return max(0.0, self.num_tokens) / max(self.seconds, SECONDS_MIN)
 
 
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A round whose length is settled, but for the tokens that may still follow."""
+
+    num_draft_tokens: int
+    siblings: tuple[int, ...]
+    run_ahead: int
+    """Rounds after it that are sure to be plain."""
+    patience_s: float
+    is_plain: bool
+    """Whether it belongs to a plain phase."""
+    follows_plain: bool
+    """Whether the round before it does, too: the target then did not wait for this one."""
+    drafting: Drafting
+    """Where a round with a draft is counted."""
+
+
 class LengthControl:
     """Chooses the lengths of one session's rounds by what they are expected to bring."""
 
     def __init__(
         self,
         controls: LengthControls,
-        experience: Experience,
+        learned: Learned,
+        rule: Rule,
         num_draft_tokens: int,
         prompt_length: int,
         siblings_max: int,
-        first_of: int | None = None,
+        seed: int | None = None,
     ) -> None:
-        """`experience` is what to begin with and to add to; so many siblings a token may have.
-        `first_of` goes back to `controls` in the end."""
+        """Reads and adds to `learned`. Gives `seed` back to `controls` in the end."""
         tuning = controls.tuning
+        experience = learned.experience(rule, prompt_length)
         self._controls = controls
+        self._costs = learned.costs
         self._experience = experience
         self._siblings_max = siblings_max
         self._siblings = SiblingAverages(
@@ -205,7 +199,7 @@ class LengthControl:
         )
         self._trials = experience.trials
         self._bound = num_draft_tokens
-        self._first_of = first_of
+        self._seed = seed
         self._tuning = tuning
         self._averages = DepthAverages(
             tuning.memory_rounds, tuning.prior_rounds, experience.averages
@@ -216,8 +210,6 @@ class LengthControl:
         """Siblings that go with it ..."""
         self._patience_s = math.inf
         """... and how long such a round waits for its proposal."""
-        self._num_asked = 0
-        """K of the round that was chosen last."""
         self._looks: tuple[int, ...] | None = None
         """The siblings of the next round, if that asks for all it may."""
         self._until_choice = 0
@@ -231,14 +223,18 @@ class LengthControl:
         """Rounds of the plain phase that are sure to come."""
         self._plain_ends = False
         """Whether it ends with them."""
-        self._is_plain = False
-        """Whether the round that was chosen last is one of a plain phase."""
-        self._followed = False
-        """Whether the round before was one, too: the target then did not wait for this one."""
+        self._fixed: int | None = None
+        """K of all rounds that are planned from now on; None = it is chosen."""
+        self._current: _Planned | None = None
+        """The round that was chosen last ..."""
+        self._num_asked = 0
+        """... its K, which is smaller near the end of a completion ..."""
+        self._next: _Planned | None = None
+        """... and the one that follows it."""
         self._context = prompt_length
         self._ended_at: float | None = None
         if self._bound > 0:
-            if controls.costs.drafting_delays:
+            if self._costs.drafting_delays:
                 self._num_missed = prompt_length
             drafted, plain = self._options()
             if not self._drafting_is_due(_best(drafted), plain, self._trials.begins):
@@ -249,62 +245,58 @@ class LengthControl:
     @property
     def begins_plain(self) -> bool:
         """See `LengthPolicy.begins_plain`."""
-        return self._bound == 0 or self._plain_left > 0
+        return self._plans_plain()
 
     @property
     def listens(self) -> bool:
         """See `LengthPolicy.listens`."""
         return True
 
+    def fix(self) -> None:
+        """From the next round that is planned on, asks for the K that promises most by now, behind
+        the rounds that are sure to be plain. `note` makes no difference any more: neither what this
+        session's rounds show nor how long they take is learned."""
+        if self._fixed is None:
+            drafted, plain = self._options()
+            self._fixed = _best((plain, *drafted)).num_draft_tokens
+            if self._current is None:
+                self._plain_left = 0  # Nothing was promised to the target yet.
+
     def choose(self, index: int, num_left: int) -> RoundLength:
         """See `LengthPolicy.choose`. The first round has no draft, for which it would wait."""
-        if self._bound > 0 and index > 0:
-            self._plan()
-        self._followed = self._is_plain
-        self._is_plain = self._bound == 0 or self._plain_left > 0
-        if not self._is_plain:
-            num_draft_tokens, siblings = self._num_draft_tokens, self._beside
-            if self._looks is not None:
-                num_draft_tokens, siblings = self._bound, self._looks
-            next_max = min(self._longest_next(num_draft_tokens), num_left - 2)
-            self._num_asked = num_draft_tokens = min(num_draft_tokens, num_left - 1)
-            return RoundLength(
-                num_draft_tokens, 0, siblings[:num_draft_tokens], max(0, next_max), self._patience_s
-            )
-        run_ahead = min(self._controls.run_ahead_rounds, num_left - 1)
-        if self._bound > 0:
-            self._plain_left -= 1
-            run_ahead = min(run_ahead, self._plain_left)
-        drafts_next = self._plain_ends and self._plain_left == 0
-        next_max = min(self._longest_next(0), num_left - 2) if drafts_next else 0
-        return RoundLength(0, run_ahead, next_max=max(0, next_max))
-
-    def _longest_next(self, num_draft_tokens: int) -> int:
-        """What the next round may come to ask for, behind one of so many tokens: where it is chosen
-        anew one more than that, or than would be chosen now. A target that drafts itself is asked
-        for as many before that is settled, and may take a step for each."""
-        if self._until_choice > 0 and not self._experience.is_young:
-            return num_draft_tokens
-        likely = num_draft_tokens or _best(self._options()[0]).num_draft_tokens
-        return min(self._bound, likely + 1)
+        current = self._next or self._planned(self._num_draft_tokens)
+        self._current, self._next = current, self._plan(current)
+        self._num_asked = num_asked = min(current.num_draft_tokens, num_left - 1)
+        return RoundLength(
+            num_asked,
+            min(current.run_ahead, num_left - 1),
+            current.siblings[:num_asked],
+            max(0, min(self._next.num_draft_tokens, num_left - 2)),
+            current.patience_s,
+            self._next.siblings,
+        )
 
     def note(self, played: PlayedRound) -> None:
-        """See `LengthPolicy.note`."""
+        """See `LengthPolicy.note`. What it changes is seen by rounds that are planned from now on:
+        the next one already is."""
+        current = self._current
+        if current is None or self._fixed is not None:
+            return
         before, self._ended_at = self._ended_at, played.ended_at
         self._context = played.context
         if before is None:
             return  # The first round runs the prompt.
-        costs = self._controls.costs
+        costs = self._costs
         round_s = max(0.0, played.ended_at - before - played.next_draft_s)
         num_proposed = len(played.survival)
         num_rows = 1 + num_proposed + played.num_siblings
         costs.note_load(num_rows, played.num_tokens, round_s, played.target_s)
         if self._bound > 0:
             self._trials.earn(played.num_tokens)
-        if self._is_plain:
+        if current.is_plain:
             self._num_missed += played.num_tokens
             self._averages.fade(1)
-            if self._followed:
+            if current.follows_plain:
                 costs.note_plain(round_s, played.context)
             else:
                 costs.note_first_plain(round_s)
@@ -322,29 +314,57 @@ class LengthControl:
             self._siblings.note(played.siblings)
             self._experience.siblings.note(played.siblings)
             lost = costs.lost_in(num_rows - 1, draft_s or 0.0, work_s, played.context)
-            self._drafting.note(played.num_tokens - lost, round_s + played.next_draft_s)
+            current.drafting.note(played.num_tokens - lost, round_s + played.next_draft_s)
             self._averages.note(played.num_asked, played.survival)
             self._experience.note(played.num_asked, played.survival)
             self._num_missed = 0
         elif played.draft_s > 0:
-            self._drafting.note(played.num_tokens, round_s)
+            current.drafting.note(played.num_tokens, round_s)
             if self._num_missed == 0:
                 costs.note_late(self._num_asked, played.draft_s)
             self._num_missed = 0  # No excuse for another one.
 
     def close(self) -> None:
         """See `LengthPolicy.close`."""
-        self._controls.close(self._first_of)
+        self._controls.close(self._seed)
 
-    def _plan(self) -> None:
-        """What the next round is to be."""
-        if self._plain_left > 0:
-            self._plan_plain()
-        elif self._until_choice > 0 and not self._experience.is_young:
-            self._until_choice -= 1
-            self._looks = None
-        else:
-            self._choose_again()
+    def _plan(self, before: _Planned) -> _Planned:
+        """The round after `before`, which begins now."""
+        if self._bound > 0 and self._fixed is None:
+            if self._plain_left > 0:
+                self._plan_plain()
+            elif self._until_choice > 0 and not self._experience.is_young:
+                self._until_choice -= 1
+                self._looks = None
+            else:
+                self._choose_again()
+        return self._planned(self._num_draft_tokens, before)
+
+    def _plans_plain(self) -> bool:
+        return self._bound == 0 or self._plain_left > 0 or self._fixed == 0
+
+    def _planned(self, num_draft_tokens: int, before: _Planned | None = None) -> _Planned:
+        """The next round as it is planned; the first one of a session has no draft."""
+        is_plain, siblings, run_ahead = self._plans_plain(), self._beside, 0
+        if is_plain:
+            num_draft_tokens, siblings = 0, ()
+            run_ahead = self._controls.run_ahead_rounds
+            if self._plain_left > 0:
+                self._plain_left -= 1
+                run_ahead = min(run_ahead, self._plain_left)
+        elif self._fixed is not None:
+            num_draft_tokens, siblings = self._fixed if before else 0, ()
+        elif self._looks is not None:
+            num_draft_tokens, siblings = self._bound, self._looks
+        return _Planned(
+            num_draft_tokens,
+            siblings,
+            run_ahead,
+            math.inf if is_plain or self._fixed is not None else self._patience_s,
+            is_plain,
+            before is not None and before.is_plain,
+            self._drafting,
+        )
 
     def _plan_plain(self) -> None:
         """Whether a plain phase goes on is settled before the target has to wait to hear of it."""
@@ -360,7 +380,7 @@ class LengthControl:
     ) -> bool:
         """Whether to draft: because that is quicker by enough for what the draft has to read, or to
         find out whether it is by now."""
-        costs, tuning = self._controls.costs, self._tuning
+        costs, tuning = self._costs, self._tuning
         each = drafted.seconds * plain.rate - drafted.num_tokens
         if costs.load_is_new:
             each = max(each, NEW_LOAD_LOST)
@@ -383,7 +403,8 @@ class LengthControl:
             current = best
         self._until_choice = tuning.choice_rounds - 1
         self._num_draft_tokens, self._beside = current.num_draft_tokens, current.siblings
-        if is_first or self._drafting.num_rounds < self._drafting.num_paid:
+        num_drafted = self._drafting.num_rounds + 1  # One is on its way.
+        if is_first or num_drafted < self._drafting.num_paid:
             self._looks = drafted[-1].siblings if self._trials.first_look() else None
         elif self._plain_is_due(current, plain):
             self._begin_plain(self._next_phase())
@@ -402,7 +423,7 @@ class LengthControl:
         """How long a proposal is waited for: until as much time has been lost, beyond what it takes
         as a rule, as its tokens would take without it. So a draft that stops answering costs no
         more than twice what it brings, whenever that is."""
-        if not self._controls.costs.are_known:
+        if not self._costs.are_known:
             return math.inf
         worth_s = max(0.0, drafted.num_tokens - 1.0) * plain.seconds
         return max(PATIENCE_MIN_S, drafted.draft_s + worth_s)
@@ -414,7 +435,7 @@ class LengthControl:
 
     def _tries_plain(self, drafted: _Option, plain: _Option) -> bool:
         """Whether to decode plainly for a while, so that what that takes is known."""
-        if self._controls.costs.plain_rounds_known >= PLAIN_KNOWN_ROUNDS:
+        if self._costs.plain_rounds_known >= PLAIN_KNOWN_ROUNDS:
             return False
         lost = PLAIN_TRIED_ROUNDS * (plain.seconds * drafted.rate - plain.num_tokens)
         return drafted.rate < PLAIN_TRIED_BELOW * plain.rate and self._trials.pays(lost)
@@ -433,7 +454,7 @@ class LengthControl:
     def _options(self) -> tuple[list[_Option], _Option]:
         """What K = 1, 2, ... promise, and what plain decoding does."""
         num_siblings = SIBLINGS_OF_A_ROUND_MAX if self._siblings_max else 0
-        costs = self._controls.costs
+        costs = self._costs
         forecast: Forecast = costs.forecast(self._bound, self._context, num_siblings)
         prospects = self._averages.prospects(self._bound)
         shaper = Shaper(
@@ -457,11 +478,6 @@ class LengthControl:
                 )
             )
         return options, _Option(0, 1.0, forecast.plain_s)
-
-
-def _size(prompt_length: int) -> int:
-    """Which of the sizes a prompt has."""
-    return bisect(PROMPT_SIZES, prompt_length)
 
 
 def _best(options: Iterable[_Option]) -> _Option:

@@ -22,10 +22,12 @@ class RoundLength:
     siblings: tuple[int, ...] = ()
     """Candidates that are asked for beside the first, second, ... draft token."""
     next_max: int = 0
-    """Draft tokens that a target which drafts itself is to have for the next round, which may ask
-    for fewer or more; 0 where that is sure to have none."""
+    """Draft tokens that a target which drafts itself is to have for the next round. That asks for
+    as many, or for fewer where the completion ends; 0 where that is sure to have none."""
     patience_s: float = math.inf
     """How long its proposal is worth waiting for, beside what bounds every wait."""
+    next_siblings: tuple[int, ...] = ()
+    """Candidates that the next round asks for beside its draft tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +86,9 @@ class LengthPolicy(Protocol):
         ...
 
     def choose(self, index: int, num_left: int) -> RoundLength:
-        """The next round, before anything of it exists: its place in the session, and how many
-        tokens may still follow, one of which is the target's."""
+        """The next round: its place in the session, and how many tokens may still follow, one of
+        which is the target's. What was noted of the round before has no say beyond `num_left`:
+        a target or a draft that works ahead may have drawn tokens of this round by then."""
         ...
 
     def note(self, played: PlayedRound) -> None:
@@ -122,7 +125,10 @@ class FixedLength:
         siblings = (self._siblings,) * num_draft_tokens if self._siblings else ()
         run_ahead = min(self._run_ahead_rounds, num_left - 1)
         next_max = max(0, min(self._num_draft_tokens, num_left - 2))
-        return RoundLength(num_draft_tokens, run_ahead, siblings, next_max)
+        next_siblings = (self._siblings,) * next_max if self._siblings else ()
+        return RoundLength(
+            num_draft_tokens, run_ahead, siblings, next_max, next_siblings=next_siblings
+        )
 
     def note(self, played: PlayedRound) -> None:
         """See `LengthPolicy.note`: it makes no difference."""

@@ -126,6 +126,18 @@ class Forecast:
     """The wait for a proposal of one token, two, ..."""
 
 
+class Load:
+    """Sessions at the targets of one coordinator, as they are now."""
+
+    def __init__(self, num_sessions: int = 0) -> None:
+        self.num_sessions = num_sessions
+        """Sessions that run here ..."""
+        self.num_elsewhere = 0
+        """... and at other coordinators of the same targets ..."""
+        self.num_targets = 1
+        """... which share them all."""
+
+
 class RoundCosts:
     """The times of one coordinator's rounds with one target and one draft."""
 
@@ -134,18 +146,14 @@ class RoundCosts:
         target: StepCosts | None,
         draft: StepCosts | None,
         max_num_seqs: int,
+        load: Load,
         *,
         drafting_delays: bool = False,
     ) -> None:
         """The engines' tables, as far as they are known. At most `max_num_seqs` sessions share a
         step of the target. That waits while the draft works, if `drafting_delays`: because both
         share cores or a device, or because the target drafts."""
-        self.num_sessions = 0
-        """Sessions that run here ..."""
-        self.num_elsewhere = 0
-        """... and at other coordinators of the same targets ..."""
-        self.num_targets = 1
-        """... which share them all."""
+        self.load = load
         self._table = target
         self._draft_table: StepCosts | None = None
         self._draft_token = 1.0
@@ -327,8 +335,8 @@ class RoundCosts:
         if self._round.value <= 0:
             return 0.0
         share = self._at_target.value / self._round.value
-        num_sessions = self.num_sessions + self.num_elsewhere
-        others = max(0.0, num_sessions / self.num_targets - 1)
+        load = self.load
+        others = max(0.0, (load.num_sessions + load.num_elsewhere) / load.num_targets - 1)
         return min(self._max_others, others * share)
 
     def _pace(self) -> float:

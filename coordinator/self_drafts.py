@@ -20,10 +20,10 @@ _log = logging.getLogger(__name__)
 
 
 class SelfDrafts:
-    """Implements `Drafts`. How many tokens the next round drafts is settled when it begins, and the
-    target is asked before that, for as many as they may be. What is too long is cut. Where nothing
-    has come, as behind rounds that the target ran ahead, the stand-in proposes, and so it does
-    where it is confident."""
+    """Implements `Drafts`. The target is asked for a round's proposal with the round before, for as
+    many tokens as that round will ask for; where the completion ends sooner, it is cut. Where
+    nothing has come, as behind rounds that the target ran ahead, the stand-in proposes, and so it
+    does where it is confident."""
 
     def __init__(self, session: Session, stand_in: StandIn, confident: float | None) -> None:
         """The stand-in goes before the target if it expects `confident` of its tokens to be
@@ -81,7 +81,7 @@ class SelfDrafts:
         """See `Drafts.next_wanted`."""
         if self._is_rejected:
             return NOTHING_WANTED
-        siblings = fitting(length.siblings[: length.next_max], room - length.next_max)
+        siblings = fitting(length.next_siblings[: length.next_max], room - length.next_max)
         self._wanted = NextWanted(length.next_max, siblings)
         return self._wanted
 

@@ -61,11 +61,10 @@ class Trials:
     """What the sessions of one rule may spend on finding out more: tokens, a share of all that they
     commit."""
 
-    def __init__(self, tuning: Tuning, *, alone: bool) -> None:
-        """A session that learns `alone` would spend much and keep nothing: it begins with none."""
+    def __init__(self, tuning: Tuning) -> None:
         self._tuning = tuning
-        self._left = 0.0 if alone else tuning.credit_tokens
-        self._looks = tuning.first_looks if alone else 0
+        self._left = tuning.credit_tokens
+        self._looks = 0
         self._begun_plain = 0
         """Sessions since the last one that began with a draft."""
 

@@ -10,7 +10,7 @@ import torch
 from core_rounds import K_MAX, PROMPT_LENGTH, Plan, Seen
 
 from coordinator.length_control import LengthControl, LengthControls
-from coordinator.lengths import PlayedRound
+from coordinator.lengths import PlayedRound, RoundLength
 from coordinator.trials import Tuning
 from outrider.messages import ReplicaDescription
 from outrider.speculation.decision import survival
@@ -50,6 +50,16 @@ class Times:
 
 TELLING = Times(draft_s=0.05, stall_s=2.0)
 """Long enough to decide the next length by themselves."""
+
+
+class ChosenLate(LengthControl):
+    """A fault: the length of a round is chosen when it begins, and not with the round before."""
+
+    def choose(self, index: int, num_left: int) -> RoundLength:
+        """See `LengthPolicy.choose`."""
+        if self._current is not None:
+            self._next = self._plan(self._current)
+        return super().choose(index, num_left)
 
 
 class ChosenLengths:

@@ -7,10 +7,14 @@ import numpy as np
 import pytest
 import torch
 from core_chi_square import ChiSquare, chi_square
-from core_lengths import TELLING, ChosenLengths
+from core_lengths import TELLING, ChosenLate, ChosenLengths
 from core_rounds import (
+    K_MAX,
+    PROMPT_LENGTH,
     Broken,
     Controller,
+    Plan,
+    Seen,
     cells_of,
     fixed,
     generate,
@@ -25,6 +29,7 @@ from outrider.speculation.decision import decide
 from outrider.speculation.noise import Stream
 from outrider.speculation.noise_rows import NoiseBatch
 from outrider.speculation.philox import RowKeys, WordArray
+from outrider.speculation.race import race_at
 from outrider.speculation.sampling import Rule
 from outrider.speculation.verdict import Verdict
 
@@ -99,8 +104,10 @@ def test_mutant_absolute_keys_under_token():
 
 
 @pytest.mark.long
-def test_mutant_absolute_keys_under_lengths_that_the_coordinator_chooses():
-    """The real choice of lengths follows thrown-away slots closely enough to show it."""
+def test_mutant_absolute_keys_under_lengths_that_the_coordinator_chooses(monkeypatch):
+    """The real choice of lengths follows thrown-away slots closely enough to show it, if it is made
+    when a round begins: settled a round earlier, it can hardly read a slot that is drawn again."""
+    monkeypatch.setattr("coordinator.length_control.LengthControl", ChosenLate)
     seeds = seeds_of(16_000, 7)
     rejected = []
     for broken in (Broken(noise=AbsolutePlaces), EXACT):
@@ -108,6 +115,37 @@ def test_mutant_absolute_keys_under_lengths_that_the_coordinator_chooses():
         tokens = generate(WEAK_SLOT_PAIR, Rule.TOKEN, lengths, seeds, 4, broken)
         rejected.append(chi_square(cells_of(tokens, 3), WEAK_SLOT_PAIR.law(4)).rejects)
     assert rejected == [True, False]
+
+
+class ReadsItsOwnRound:
+    """A `Controller` that drafts nothing where the round's first uniform is high, or where its
+    first draft token would be 0."""
+
+    def __init__(self, rule: Rule, seeds: np.ndarray, pair: ToyPair, *, by_token: bool) -> None:
+        self._rule, self._seeds, self._by_token = rule, seeds, by_token
+        self._mass = pair.mass[0, 0].expand(len(seeds), -1)
+        self._begun_at = np.full(len(seeds), PROMPT_LENGTH, dtype=np.uint64)
+
+    def __call__(self, seen: Seen) -> Plan:
+        if seen.round > 0:
+            self._begun_at = self._begun_at + (seen.num_accepted.numpy() + 1).astype(np.uint64)
+        noise = NoiseBatch(self._seeds, self._rule, self._begun_at)
+        if self._by_token:
+            every = torch.arange(3).expand(len(self._seeds), -1)
+            first = np.zeros(len(self._seeds), dtype=np.uint64)
+            is_bad = race_at(every, self._mass, noise.draft_keys(first)) == 0
+        else:
+            is_bad = noise.accept_uniforms(1)[:, 0] > 0.5
+        return torch.where(is_bad, 0, K_MAX), torch.zeros_like(seen.num_accepted)
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("rule", RATIO_RULES)
+def test_mutant_k_reads_its_own_round(rule, by_token):
+    seeds = seeds_of(20_000, 8)
+    controller = ReadsItsOwnRound(rule, seeds, WEAK_SLOT_PAIR, by_token=by_token)
+    tokens = generate(WEAK_SLOT_PAIR, rule, controller, seeds, 2)
+    assert chi_square(cells_of(tokens, 3), WEAK_SLOT_PAIR.law(2)).rejects
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES)

@@ -184,7 +184,7 @@ def test_a_draft_that_comes_later_is_known_by_its_table() -> None:
     late.hear_load(2, 3, description(table))
     known = late.costs.forecast(1, 10).token_s[0]
     assert known - before == pytest.approx(0.01, rel=0.1)
-    assert (late.costs.num_targets, late.costs.num_elsewhere) == (2, 3)
+    assert (late.load.num_targets, late.load.num_elsewhere) == (2, 3)
     for _ in range(200):
         late.costs.note_drafted(1, 0.03, 0.016, 0.0, 10)
     measured = late.costs.forecast(1, 10).token_s[0]
@@ -252,9 +252,8 @@ def test_the_first_round_has_no_draft_and_runs_not_ahead_of_one() -> None:
     control = World().open()
     assert not control.begins_plain
     first, second = control.choose(0, ENDLESS), control.choose(1, ENDLESS)
-    assert first == RoundLength(0, 0, next_max=first.next_max)
-    assert 1 < first.next_max < BOUND
-    assert second.num_draft_tokens > 0
+    assert first == RoundLength(0, 0, next_max=second.num_draft_tokens)
+    assert 0 < second.num_draft_tokens <= BOUND
 
 
 def test_a_trial_behind_a_prompt_that_the_draft_has_not_read_is_dearer() -> None:
@@ -335,7 +334,7 @@ def test_seeds_that_are_forgotten_take_along_what_their_sessions_told(
     """With room for four seeds: the fifth session finds averages that know of nobody, and so one
     that has an earlier seed may read them; but the seed of a session that runs stays known."""
     assert DRAFTED_SEEDS_MAX > 1000
-    monkeypatch.setattr("coordinator.length_control.DRAFTED_SEEDS_MAX", 4)
+    monkeypatch.setattr("coordinator.shared_learning.DRAFTED_SEEDS_MAX", 4)
     one = controls()
     running = teach(one, Rule.TOKEN, seed=1)
     for seed in (2, 3, 4):
@@ -351,10 +350,10 @@ def test_seeds_that_are_forgotten_take_along_what_their_sessions_told(
 def test_sessions_that_have_ended_are_no_load() -> None:
     one = controls()
     sessions = [one.open(Rule.GREEDY, seed, BOUND, 10) for seed in range(3)]
-    assert one.costs.num_sessions == 3
+    assert one.load.num_sessions == 3
     for session in sessions:
         session.close()
-    assert one.costs.num_sessions == 0
+    assert one.load.num_sessions == 0
 
 
 TIMES = st.sampled_from((0.0, 1e-9, 0.001, 0.02, 5.0, 1e6))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from coordinator.round_costs import OUTLIER, CostLine, RoundCosts
+from coordinator.round_costs import OUTLIER, CostLine, Load, RoundCosts
 from outrider.engine.costs import StepCosts
 
 TARGET = StepCosts((1, 9, 17), (0.016, 0.024, 0.032))
@@ -15,9 +15,7 @@ DRAFT = StepCosts((1, 65), (0.003, 0.0094))
 
 
 def costs(target: StepCosts | None = TARGET, draft: StepCosts | None = DRAFT) -> RoundCosts:
-    one = RoundCosts(target, draft, max_num_seqs=64)
-    one.num_sessions = 1
-    return one
+    return RoundCosts(target, draft, 64, Load(1))
 
 
 def play(
@@ -119,7 +117,7 @@ def test_many_sessions_are_told_what_their_tokens_cost_the_others() -> None:
     """Nine sessions that are at the target half of their time: four others share the step, and each
     millisecond that a row makes it longer costs them four times what a session gets in it."""
     one = costs()
-    one.num_sessions = 9
+    one.load.num_sessions = 9
     for _ in range(2000):
         one.note_load(1, 2, 0.040, 0.020)
     found = one.forecast(2, context=0)
@@ -130,7 +128,7 @@ def test_many_sessions_are_told_what_their_tokens_cost_the_others() -> None:
 def test_sessions_of_other_coordinators_share_the_step() -> None:
     """Nine of sixteen are another coordinator's; there are two targets."""
     one = costs()
-    one.num_sessions, one.num_elsewhere, one.num_targets = 7, 9, 2
+    one.load.num_sessions, one.load.num_elsewhere, one.load.num_targets = 7, 9, 2
     for _ in range(2000):
         one.note_load(1, 1, 0.040, 0.040)
     assert one.forecast(1, context=0).plain_s == pytest.approx(TARGET.step_seconds(8))
@@ -140,9 +138,9 @@ def test_a_load_that_no_draft_has_met_is_new_until_one_has() -> None:
     one = costs()
     for _ in range(100):
         play(one, 2, 0.006, TARGET.step_seconds(3))
-    one.num_sessions = 3
+    one.load.num_sessions = 3
     assert not one.load_is_new
-    one.num_sessions = 16
+    one.load.num_sessions = 16
     assert one.load_is_new
     for _ in range(100):
         play(one, 2, 0.006, TARGET.step_seconds(3))
@@ -161,8 +159,7 @@ def test_a_detour_by_the_draft_costs_what_it_missed_and_a_long_first_round() -> 
 @pytest.mark.parametrize("delays", [False, True])
 def test_a_detour_costs_those_that_wait_while_the_draft_reads(delays: bool) -> None:
     """Eight others are at the target, with a token each 40 ms."""
-    one = RoundCosts(TARGET, DRAFT, 64, drafting_delays=delays)
-    one.num_sessions = 9
+    one = RoundCosts(TARGET, DRAFT, 64, Load(9), drafting_delays=delays)
     for _ in range(2000):
         one.note_load(1, 1, 0.040, 0.040)
     reading_s = DRAFT.step_seconds(65)
@@ -184,8 +181,7 @@ def test_what_a_draft_takes_from_those_at_the_target_is_lost(
     delays: bool, draft_s: float, work_s: float, lost: float
 ) -> None:
     """Eight others are at the target, with a token each 40 ms; told of rounds as of forecasts."""
-    one = RoundCosts(TARGET, None, 64, drafting_delays=delays)
-    one.num_sessions = 9
+    one = RoundCosts(TARGET, None, 64, Load(9), drafting_delays=delays)
     for num_drafted in (1, 2, 3) * 700:
         one.note_load(1, 1, 0.040, 0.040)
         one.note_drafted(
@@ -198,8 +194,7 @@ def test_what_a_draft_takes_from_those_at_the_target_is_lost(
 
 
 def test_no_more_share_a_step_than_fit() -> None:
-    one = RoundCosts(TARGET, DRAFT, max_num_seqs=3)
-    one.num_sessions = 50
+    one = RoundCosts(TARGET, DRAFT, 3, Load(50))
     for _ in range(100):
         one.note_load(1, 1, 0.02, 0.02)
     assert one.forecast(1, 0).plain_s == pytest.approx(TARGET.step_seconds(3))

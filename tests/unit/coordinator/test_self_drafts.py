@@ -51,9 +51,9 @@ def sealed(num_tokens: int, parents: tuple[int, ...] = ()) -> SealedProposal:
     ("length", "room", "wanted"),
     [
         (RoundLength(1, 0, next_max=3), 99, NextWanted(3)),
-        (RoundLength(3, 0, (2, 1), 3), 99, NextWanted(3, (2, 1))),
-        (RoundLength(3, 0, (2, 1), 3), 4, NextWanted(3, (1, 0))),
-        (RoundLength(3, 0, (2, 1), 1), 99, NextWanted(1, (2,))),
+        (RoundLength(3, 0, next_max=3, next_siblings=(2, 1)), 99, NextWanted(3, (2, 1))),
+        (RoundLength(3, 0, next_max=3, next_siblings=(2, 1)), 4, NextWanted(3, (1, 0))),
+        (RoundLength(3, 0, next_max=1, next_siblings=(2, 1)), 99, NextWanted(1, (2,))),
         (RoundLength(0, 5), 99, NextWanted()),  # the target does not wait
     ],
 )
@@ -88,6 +88,22 @@ async def test_a_confident_look_up_goes_first(confident: float | None, is_sure: 
     assert (await drafts.propose(2, 2, NOISE)).num_asked == (2 if is_sure else 0)
 
 
+@pytest.mark.parametrize(("confident", "by_stand_in"), [(0.5, True), (4.0, False)])
+async def test_who_proposes_says_nothing_of_what_the_target_drew(
+    confident: float, by_stand_in: bool
+) -> None:
+    drawn = [(4, 5), (5, 4), (4, 4), (2, 3), (5,)]
+    for token_ids in drawn:
+        drafts = self_drafts(confident=confident)
+        drafts.next_wanted(RoundLength(2, 0, next_max=2), 99)
+        q = DraftDistribution((2, 3, 4, 5), (2**14,) * 4)
+        drafts.hear(verdict(SealedProposal.of(Proposal(token_ids, (q,) * len(token_ids)))))
+        drafted = await drafts.propose(1, 2, NOISE)
+        assert (drafted.beside is None) is by_stand_in
+        assert drafted.num_asked == 2
+        assert drafted.proposal.token_ids == ((2, 3) if by_stand_in else token_ids)
+
+
 async def test_a_round_may_have_wanted_more_than_was_asked_for() -> None:
     drafts = self_drafts()
     drafts.next_wanted(RoundLength(1, 0, next_max=1), 99)
@@ -99,7 +115,7 @@ async def test_a_round_may_have_wanted_more_than_was_asked_for() -> None:
 async def test_siblings_come_with_their_tokens() -> None:
     """A tree is cut by places, and says what was asked beside those that are left."""
     drafts = self_drafts()
-    drafts.next_wanted(RoundLength(3, 0, (1, 2, 0), 3), 99)
+    drafts.next_wanted(RoundLength(3, 0, next_max=3, next_siblings=(1, 2, 0)), 99)
     other = DraftDistribution((1, 2, 3), (2**15, 2**14, 2**14))
     tree = SealedProposal.of(Proposal((4, 5, 1, 2, 3, 4), (Q, other, None), (-1, -1, 0, 0, 0, 2)))
     drafts.hear(verdict(tree))

@@ -11,7 +11,7 @@ def test_a_draft_that_delays_many_others_is_not_asked(delays: bool, num_sessions
     """Drafting is half as quick again as plain decoding for one that drafts alone. Where the
     target's steps wait for it, it costs fifteen others more than that brings."""
     world = World(acceptance=0.7, draft_s=0.15 * 0.016, row_s=0.0, delays=delays)
-    world.controls.costs.num_sessions = num_sessions - 1
+    world.controls.load.num_sessions = num_sessions - 1
     run = world.play(world.open(), 1000)
     if delays and num_sessions > 1:
         assert run.plain_share > 0.9

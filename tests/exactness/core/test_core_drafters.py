@@ -1,0 +1,206 @@
+"""The law of what is committed behind proposals of the product's own drafting code, under a grammar
+with a token that ends the text.
+
+Every model drafts either with `RoundDraws` (heads, exits, heads that read features) or with
+`ModelDrafter`. Both stop behind the end of the text, so the length of a proposal depends on what
+was drawn. That is exact as long as the token that ends it is proposed, and not dropped for what it
+is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from core_chi_square import ChiSquare, chi_square, power
+from core_rounds import accepted_of, cells_of, seeds_of
+from toy_engine import ToyEngine, toy_logits
+
+from draft_service.model_drafter import ModelDrafter
+from outrider.constraints.allowed import TokenMask
+from outrider.drafting.drafter import DraftRequest
+from outrider.drafting.growing_rounds import GrowingRound, RoundDraws, RoundWanted
+from outrider.errors import OutriderError, check
+from outrider.limits import DRAFT_SUPPORT_ENTRIES
+from outrider.speculation.masking import masked_logits, row_masks
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.noise_rows import NoiseBatch
+from outrider.speculation.proposal import COUNT_TOTAL, Proposal
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.scoring import DraftRows, score_rows
+from outrider.speculation.transforms import NO_HISTORY, target_probabilities
+
+V, END = 3, 2
+PROMPT = (0, 1, 1)
+TARGET_SALT, DRAFT_SALT = 13, 21
+K = 3
+NUM_TOKENS = 3
+NUM_ROUNDS = 1_200
+PLAIN = SamplingParams(temperature=2.0)
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """Implements `Allowed`: 1 does not follow 0, and `END` ends the text."""
+
+    committed: tuple[int, ...] = PROMPT
+
+    def after(self, drafted: Sequence[int]) -> TokenMask | None:
+        if END in drafted:
+            return TokenMask(np.array([1 << END], dtype=np.uint8), is_over=True)
+        path = (*self.committed, *drafted)
+        if any(pair == (0, 1) for pair in zip(path[len(PROMPT) - 1 :], path[len(PROMPT) :])):  # noqa: B905
+            return None
+        return TokenMask(np.array([0b101 if path[-1] == 0 else 0b111], dtype=np.uint8))
+
+    def num_legal(self, drafted: Sequence[int]) -> int:
+        raise NotImplementedError
+
+    def behind(self, committed: Sequence[int]) -> Grammar:
+        raise NotImplementedError
+
+
+@cache
+def target_rows(path: tuple[int, ...]) -> torch.Tensor:
+    """p behind each prefix of `path`, masked: [len(path) + 1, V]."""
+    logits = torch.stack(
+        [toy_logits(TARGET_SALT, (*PROMPT, *path[:n]), V) for n in range(len(path) + 1)]
+    )
+    return target_probabilities(masked_logits(logits, row_masks(Grammar(), Proposal(path))), PLAIN)
+
+
+def law() -> np.ndarray:
+    """Of the first `NUM_TOKENS` tokens; nothing but `END` follows `END`."""
+    found = np.zeros((V,) * NUM_TOKENS)
+
+    def grow(path: tuple[int, ...], chance: float) -> None:
+        if len(path) == NUM_TOKENS:
+            found[path] = chance
+            return
+        for token_id, p in enumerate(target_rows(path)[-1].tolist()):
+            if p > 0:
+                grow((*path, token_id), chance * p)
+
+    grow((), 1.0)
+    return found
+
+
+def noises(rule: Rule) -> list[RoundNoise]:
+    return [RoundNoise(int(seed), rule, len(PROMPT)) for seed in seeds_of(NUM_ROUNDS, 11)]
+
+
+def by_rounds(rule: Rule, draws: type[RoundDraws] = RoundDraws) -> list[Proposal]:
+    """As heads draft: a token of all rounds at a time."""
+    drawing = draws(None, DRAFT_SUPPORT_ENTRIES)
+    growing = [
+        GrowingRound(RoundWanted(PROMPT[-1], K, PLAIN, rule, noise, NO_HISTORY, (), Grammar()))
+        for noise in noises(rule)
+    ]
+    for depth in range(K):
+        active = [entry for entry in growing if entry.wants_more]
+        paths = [(*PROMPT, *(group[0] for group, _ in entry.drawn)) for entry in active]
+        logits = torch.stack([toy_logits(DRAFT_SALT, path, V) for path in paths])
+        drawing.draw(active, logits, depth)
+    return [entry.result() for entry in growing]
+
+
+def by_model(rule: Rule, drafter: type[ModelDrafter] = ModelDrafter) -> list[Proposal]:
+    requests = [
+        DraftRequest(f"s{index}", "", PROMPT, len(PROMPT), K, PLAIN, rule, noise, allowed=Grammar())
+        for index, noise in enumerate(noises(rule))
+    ]
+    found = drafter(ToyEngine(V, DRAFT_SALT, num_pages=4 * NUM_ROUNDS)).propose(requests)
+    for proposal in found:
+        check(not isinstance(proposal, OutriderError), f"a draft failed: {proposal}")
+    return [proposal for proposal in found if isinstance(proposal, Proposal)]
+
+
+class RoundsDropTheEnd(RoundDraws):
+    """A fault: a token that ends the text is not proposed."""
+
+    def draw(self, rounds: Sequence[GrowingRound], logits: torch.Tensor, depth: int) -> None:
+        super().draw(rounds, logits, depth)
+        for entry in rounds:
+            if entry.newest == END and entry.drawn:
+                entry.drawn.pop()
+                entry.ended = True
+
+
+class ModelDropsTheEnd(ModelDrafter):
+    """The same fault."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal | OutriderError]:
+        found: list[Proposal | OutriderError] = []
+        for proposal in super().propose(requests):
+            if isinstance(proposal, Proposal) and END in proposal.token_ids:
+                proposal = Proposal(proposal.token_ids[:-1], proposal.q[:-1])
+            found.append(proposal)
+        return found
+
+
+def committed(rule: Rule, proposals: list[Proposal]) -> ChiSquare:
+    """The first tokens behind one round with each proposal, then the target alone."""
+    seeds = seeds_of(NUM_ROUNDS, 11)
+    random = np.random.default_rng(12)
+    tokens = np.zeros((NUM_ROUNDS, NUM_TOKENS), dtype=np.int64)
+    for path in {proposal.token_ids for proposal in proposals}:
+        where = [n for n, proposal in enumerate(proposals) if proposal.token_ids == path]
+        accept, correction, uniforms = verified(rule, path, proposals[where[0]], seeds[where])
+        accepted = accepted_of(rule, uniforms <= accept)
+        for row, (num, at) in enumerate(zip(accepted.tolist(), where, strict=True)):
+            told = (*path[:num], int(correction[row, num]))
+            while len(told) < NUM_TOKENS:
+                told = (*told, random.choice(V, p=target_rows(told)[-1].numpy()))
+            tokens[at] = told[:NUM_TOKENS]
+    return chi_square(cells_of(tokens, V), law())
+
+
+def verified(
+    rule: Rule, path: tuple[int, ...], proposal: Proposal, seeds: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Acceptance [B, K], corrections [B, K + 1] and uniforms [B, K] of rounds that drew `path`."""
+    mass = torch.zeros(len(path), V, dtype=torch.float64)
+    for row, q in zip(mass, proposal.q, strict=False):
+        if q is not None:
+            row[list(q.token_ids)] = torch.tensor(q.counts, dtype=torch.float64) / COUNT_TOTAL
+    num = len(seeds)
+    token_ids = torch.tensor(path, dtype=torch.int64).expand(num, -1)
+    drafts = DraftRows(
+        token_ids, torch.arange(V).expand(num, len(path), V), mass.expand(num, -1, -1)
+    )
+    noise = NoiseBatch(seeds, rule, np.full(num, len(PROMPT), dtype=np.uint64))
+    p = target_rows(path).expand(num, -1, -1)
+    accept, correction = score_rows(p, drafts, noise)
+    return accept, correction, noise.accept_uniforms(len(path))
+
+
+DRAFTERS: dict[str, tuple[Callable[..., list[Proposal]], type]] = {
+    "rounds": (by_rounds, RoundsDropTheEnd),
+    "model": (by_model, ModelDropsTheEnd),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
+def test_proposals_that_a_grammar_ends_leave_the_law(rule: Rule, drafter: str) -> None:
+    """False alarm 1e-6; that the end is dropped is found."""
+    propose, broken = DRAFTERS[drafter]
+    proposals = propose(rule)
+    lengths = [len(proposal) for proposal in proposals]
+    assert min(lengths.count(n) for n in range(1, K + 1)) > NUM_ROUNDS / 20
+    assert not committed(rule, proposals).rejects
+    assert committed(rule, propose(rule, broken)).rejects
+
+
+def test_power() -> None:
+    """A law at total variation 0.13 is found with probability 0.99."""
+    assert power(0.13, NUM_ROUNDS, int((law() > 0).sum()) - 1) > 0.99
