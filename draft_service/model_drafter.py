@@ -32,8 +32,8 @@ _ROW_ENTRIES_MAX: Final = 1024
 
 _UNSEEN_OF_A_ROUND: Final = 2
 """Tokens of a prefix that a call may run in the time of its draws."""
-_DRAW_SHARE: Final = 0.25
-"""Weight of the newest call in what a draw is taken to last."""
+_SLOWER_SHARE: Final = 0.25
+"""Weight of a call in what a draw is taken to last, if it was slower than that; else it is that."""
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +209,8 @@ class ModelDrafter:
             return False
         if all(len(branch.unseen) <= _UNSEEN_OF_A_ROUND for branch in branches):
             draw_s = (time.perf_counter() - began) / num_depths
-            self._draw_s += (draw_s - self._draw_s) * (_DRAW_SHARE if self._draw_s else 1.0)
+            is_slower = 0.0 < self._draw_s < draw_s
+            self._draw_s += (draw_s - self._draw_s) * (_SLOWER_SHARE if is_slower else 1.0)
         for index, (branch, num_draws) in enumerate(zip(branches, counts, strict=True)):
             branch.deadline.has_cut |= num_draws < branch.num_wanted
             branch.num_wanted = num_draws
