@@ -18,7 +18,8 @@ from outrider.hosting import available_cores
 
 from . import bench_front_door, bench_models, bench_serve
 from .connection import Connection, add_connection_flags, connected
-from .measuring import Measure, progress
+from .measuring import Measure
+from .progress import add_common_flags, progress
 from .tables import show
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             name, help=purpose, description=purpose[0].upper() + purpose[1:] + "."
         )
         found.set_defaults(measure=run_it, parser=found)
+        add_common_flags(found)
         return found
 
     parser = measurement(

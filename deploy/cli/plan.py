@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import gc
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from outrider.errors import SettingError
 from outrider.hosting import available_cores, build_engine, build_lookup, use_threads
 
 from .connection import add_connection_flags, connected
+from .progress import progress
 from .settings import deployment_config, with_flags
 from .tables import show
 
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = deployment_config(arguments)
     _check(config)
     use_threads(config.target.num_threads or available_cores())  # Before torch is imported.
-    _progress("finding the models")
+    progress("finding the models")
     config = resolve_models(config)
     from benchmarks.plan_report import render, render_plot
 
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     from benchmarks.simulated_pair import of_report
 
     pair = of_report(json.loads(report.to_json(None)), "this plan")
-    fleets = plan_simulation.run(simulation, pair, config, _progress)
+    fleets = plan_simulation.run(simulation, pair, config, progress)
     _show(
         arguments,
         lambda: report.to_json(validation, values(fleets)),
@@ -124,7 +124,7 @@ def _simulate_alone(
     else:
         numbers = options.from_numbers or ""
         pair = of_numbers(numbers, config.target.step_sessions, config.draft.step_sessions)
-    fleets = plan_simulation.run(options, pair, config, _progress)
+    fleets = plan_simulation.run(options, pair, config, progress)
     _show(
         arguments,
         lambda: as_json({"pair": pair_values(pair), "fleets": values(fleets)}),
@@ -186,12 +186,12 @@ def _read(
     from benchmarks.acceptance_reading import ModelReader
     from benchmarks.plan_reading import Reading
 
-    _progress("loading the target")
+    progress("loading the target")
     num_threads = config.target.num_threads or available_cores()
     target = build_engine(config.target, "target", num_threads)
     max_model_len, reader = target.info.max_model_len, None
     if kind.has_model:
-        _progress("loading the draft")
+        progress("loading the draft")
         draft = build_engine(config.draft, "draft", config.draft.num_threads or num_threads)
         reader = ModelReader(draft, config.draft.support_entries)
         max_model_len = min(max_model_len, draft.info.max_model_len)
@@ -199,7 +199,7 @@ def _read(
     encode = _encoder(config, options.raw)
     prompts = options.load_prompts()
     return tuple(
-        reading.sample(prompts, encode, temperature, options.seed, _progress)
+        reading.sample(prompts, encode, temperature, options.seed, progress)
         for temperature in options.temperature
     )
 
@@ -231,9 +231,7 @@ async def _plan(
     plans: list[TemperaturePlan] = []
     times: list[ServiceTimes] = []
     for sample, replay in zip(samples, replays, strict=True):
-        found = await rehearse(
-            config, kind, sample, shares_device=shares_device, progress=_progress
-        )
+        found = await rehearse(config, kind, sample, shares_device=shares_device, progress=progress)
         times.append(found)
         plans.append(plan.choose(options, replay, sample, found))
     report = plan.report(
@@ -263,7 +261,7 @@ async def _validate(
     chosen = found.choice.chosen
     rule = chosen.rule if chosen.num_draft_tokens else sample.rules[-1]
     counts = (0, *plan.SWEEP)
-    trial = Trial(sample, rule, _progress)
+    trial = Trial(sample, rule, progress)
     for group in [(k,) for k in counts] if keeps_answers else [counts]:
         async with connected(arguments) as connection, connection.client() as client:
             if keeps_answers and not connection.is_own:
@@ -289,7 +287,3 @@ def _shares_device(config: DeploymentConfig) -> bool:
 
     placed = plan_placement(config, {"GPU": float(torch.cuda.device_count())}).config
     return not are_apart(placed, same_node=True, num_cores=available_cores())
-
-
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
