@@ -58,6 +58,8 @@ class Connection:
     tokenizer_directory: str = ""
     settings: Mapping[str, Value] = field(default_factory=dict)
     """Of the deployment, by key; empty for a server that only an address is known of."""
+    deployment: str = ""
+    """Names the deployment that runs on this machine; empty for others."""
     is_own: bool = False
     """Whether the command started it, so that it has answered nobody else."""
     api_key: str = field(default="", repr=False)
@@ -160,6 +162,7 @@ async def connected(arguments: argparse.Namespace) -> AsyncIterator[Connection]:
             record.target_directory,
             record.tokenizer_directory,
             record.settings,
+            deployment=f"{record.deployment} {record.started_at}",
             api_key=shown_key(arguments) or local_key(state),
             trust=trust_of(arguments, record.settings),
             find=partial(recorded_address, state),

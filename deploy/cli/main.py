@@ -89,7 +89,14 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    command, parsed = parse(sys.argv[1:] if arguments is None else arguments)
+    return _run(command, parsed)
+
+
+def parse(arguments: Sequence[str]) -> tuple[Command, argparse.Namespace]:
+    """The command that these words name, and its arguments. Exits with code 2 where they are
+    wrong."""
+    words = list(arguments)
     parser = _Parser(
         prog="outrider", description="Disaggregated speculative decoding for language models."
     )
@@ -110,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flags = [word for word in unknown if word.startswith("-")]
         parsed.parser.error(f"unrecognized arguments: {' '.join(flags or unknown)}")
     parsed.words = words
-    return _run(modules[parsed.command], parsed)
+    return modules[parsed.command], parsed
 
 
 def _command(name: str) -> Command:
