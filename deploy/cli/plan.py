@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import gc
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +15,15 @@ from typing import TYPE_CHECKING, Final
 from benchmarks import plan, plan_simulation
 from deploy.models import resolve_models
 from deploy.placement import are_apart, plan_placement
+from deploy.state import running_deployment, state_directory
 from outrider.config import DeploymentConfig
 from outrider.drafting.registry import LookupKind
-from outrider.errors import SettingError
+from outrider.errors import ConfigError, SettingError
 from outrider.hosting import available_cores, build_engine, build_lookup, use_threads
 
 from .connection import add_connection_flags, connected
 from .progress import progress
-from .settings import deployment_config, with_flags
+from .settings import deployment_config, refuse_other_settings, with_flags
 from .tables import show
 
 if TYPE_CHECKING:
@@ -61,6 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise SettingError("server", "is for --validate: without it nothing is called")
     config = deployment_config(arguments)
     _check(config)
+    if options.validate and not arguments.server:
+        _check_running(_fixed(arguments), config)
     use_threads(config.target.num_threads or available_cores())  # Before torch is imported.
     progress("finding the models")
     config = resolve_models(config)
@@ -160,6 +164,29 @@ def _check(config: DeploymentConfig) -> None:
             raise SettingError(key, f"{size} is wrong; a plan runs each model on 1 rank")
 
 
+def _fixed(arguments: argparse.Namespace) -> argparse.Namespace:
+    """For rounds that are all of one length, and wait for their drafts."""
+    return with_flags(arguments, length_control=False, look_ahead=0)
+
+
+def _check_running(arguments: argparse.Namespace, config: DeploymentConfig) -> None:
+    """Raises `SettingError` where a deployment runs that a plan cannot be held against."""
+    record = running_deployment(state_directory(os.environ))
+    if record is None:
+        return
+    try:
+        refuse_other_settings(arguments, record)
+        reason = "drafts copy from earlier answers" if _keeps_answers(config) else ""
+    except ConfigError:
+        reason = "its settings differ from those that are planned for"
+    if reason:
+        raise SettingError(
+            "validate",
+            f"cannot use the deployment that runs ({record.grpc_address}): {reason}; stop it "
+            "(outrider stop), and the command starts one of its own",
+        )
+
+
 def _kind(config: DeploymentConfig) -> DraftKind:
     from benchmarks.plan_script import DraftKind
 
@@ -255,7 +282,7 @@ async def _validate(
 ) -> Validation:
     """Each K on a deployment of its own where drafts may copy from earlier answers. What is
     predicted are rounds of that very K, whose drafts are waited for."""
-    arguments = with_flags(arguments, length_control=False, look_ahead=0)
+    arguments = _fixed(arguments)
     from benchmarks.plan_validation import Trial
 
     chosen = found.choice.chosen

@@ -106,8 +106,11 @@ def test_what_a_detached_process_says_is_said_here(
     )
     begin_progress(argparse.Namespace())
     read_end, write_end = os.pipe()
-    with log_path.open("wb") as log, subprocess.Popen(
-        [sys.executable, "-c", program, str(write_end)], stdout=log, pass_fds=(write_end,)
+    with (
+        log_path.open("wb") as log,
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(write_end)], stdout=log, pass_fds=(write_end,)
+        ),
     ):
         os.close(write_end)
         assert _ready_word(read_end, log_path) == b"ready"
