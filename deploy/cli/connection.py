@@ -267,13 +267,17 @@ async def _own_deployment(
         async with Deployment(config, Path(state), report=progress) as deployment:
             progress.rest()
             found = deployment.config
-            yield Connection(
-                deployment.endpoints.coordinator,
-                found.target.directory,
-                found.coordinator.tokenizer_directory,
-                public_settings(found),
-                is_own=True,
-                api_key=deployment.api_key,
-                trust=trust_of(arguments, public_settings(found)),
-                find=lambda: deployment.endpoints.coordinator,
-            )
+            try:
+                yield Connection(
+                    deployment.endpoints.coordinator,
+                    found.target.directory,
+                    found.coordinator.tokenizer_directory,
+                    public_settings(found),
+                    is_own=True,
+                    api_key=deployment.api_key,
+                    trust=trust_of(arguments, public_settings(found)),
+                    find=lambda: deployment.endpoints.coordinator,
+                )
+            finally:
+                progress("stopping the deployment", at_once=False)
+        progress.rest()
