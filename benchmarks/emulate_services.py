@@ -15,7 +15,6 @@ from outrider.config import (
     EMULATED,
     CoordinatorConfig,
     DraftConfig,
-    ServerConfig,
     TargetConfig,
     unlocked,
 )
@@ -52,6 +51,8 @@ class Replicas:
             config = replace(
                 unlocked(self.settings),
                 grpc_port=0,
+                http=False,
+                telemetry="",
                 redis_url=self.redis_url,
                 target_address=self.target_address,
                 draft_address=draft_address,
@@ -78,16 +79,20 @@ async def running_replicas(engine: str) -> AsyncIterator[Replicas]:
 async def running_pair(
     target: TargetConfig, draft: DraftConfig, coordinator: CoordinatorConfig
 ) -> AsyncIterator[Replicas]:
-    """A target, a draft and an embedded Redis, for coordinators with these settings. Raises
-    `Unavailable` where a process breaks off, and `ConfigError`."""
+    """A target, a draft and an embedded Redis, for coordinators with these settings. No process
+    binds a port that the settings name, as a deployment with the same settings may run here.
+    Raises `Unavailable` where a process breaks off, and `ConfigError`."""
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="outrider-"))
         redis = EmbeddedRedis(Path(directory))
         redis.start()
         stack.callback(redis.stop)
         addresses = []
-        pair: tuple[tuple[str, ServerConfig], ...] = (("target", target), ("draft", draft))
+        pair: tuple[tuple[str, TargetConfig | DraftConfig], ...] = (
+            ("target", target), ("draft", draft),
+        )  # fmt: skip
         for role, config in pair:
-            process = RoleProcess("service_roles", role, {"config": asdict(unlocked(config))})
+            config = replace(unlocked(config), port=0, telemetry="")
+            process = RoleProcess("service_roles", role, {"config": asdict(config)})
             addresses.append((await stack.enter_async_context(process)).address)
         yield Replicas(addresses[0], addresses[1], redis.url, coordinator)

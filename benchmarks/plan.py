@@ -19,6 +19,7 @@ from outrider.errors import SettingError
 from outrider.limits import SESSIONS_PER_COORDINATOR_MAX, TEMPERATURE_MAX
 from outrider.planning.choosing import Candidate, Choice, Chooser
 from outrider.planning.replay import Rounds, total
+from outrider.planning.resampling import spread
 from outrider.planning.round_times import Load, ServiceTimes
 from outrider.settings import check_range
 from outrider.speculation.acceptance import NUM_DEPTHS
@@ -188,7 +189,9 @@ def choose(
     plain = total(replays.of(sample.rules[0], 0))
     chooser = Chooser(times, load, prompt_tokens, plain, sample.rules[0])
     choice: Choice = chooser.choose(replays.candidates())
-    return TemperaturePlan(sample.temperature, replays.accepted(), choice, _times(times))
+    parts = [replays.of(option.rule, option.num_draft_tokens) for option in choice.options]
+    sure = spread(choice, times, load, prompt_tokens, replays.of(sample.rules[0], 0), parts)
+    return TemperaturePlan(sample.temperature, replays.accepted(), choice, _times(times), sure)
 
 
 def _times(times: ServiceTimes) -> Mapping[str, object]:

@@ -13,7 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.engine.costs import StepCosts
+from outrider.limits import NUM_DRAFT_TOKENS_MAX
 from outrider.planning.choosing import Choice, Option
+from outrider.planning.resampling import Spread
 
 from .plan_validation import Validation
 
@@ -45,6 +47,14 @@ class TemperaturePlan:
     choice: Choice
     times: Mapping[str, object]
     """What the rehearsal fitted to the engines' tables."""
+    spread: Spread | None
+    """What other prompts might have led to; None where there was one prompt."""
+
+    @property
+    def is_at_edge(self) -> bool:
+        """Whether the K that was chosen is the largest that was looked at."""
+        chosen, options = self.choice.chosen, self.choice.options
+        return chosen.num_draft_tokens == max(one.num_draft_tokens for one in options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +84,8 @@ class PlanReport:
                 "plain": asdict(plan.choice.plain),
                 "options": [asdict(option) for option in plan.choice.options],
                 "times": plan.times,
+                "spread": None if plan.spread is None else asdict(plan.spread),
+                "at_edge": plan.is_at_edge,
             }
             for plan in self.plans
         }
@@ -96,6 +108,7 @@ def render(
     for plan in report.plans:
         parts += [_acceptance(report, plan), _options(report, plan), *_bars(plan)]
         parts.append(Text(_sentence(plan.choice.chosen), style="bold"))
+        parts.append(Text(_certainty(plan)))
     if validation is not None:
         parts += validation.tables()
     return Group(*parts, *fleets)
@@ -169,6 +182,29 @@ def _sentence(chosen: Option) -> str:
         f"{chosen.tokens_per_second:.1f} tokens/s are expected, {chosen.speedup:.2f} times plain "
         "decoding."
     )
+
+
+def _certainty(plan: TemperaturePlan) -> str:
+    """How far the choice depends on the prompts, and on where the sweep ends."""
+    found, lines = plan.spread, []
+    if plan.is_at_edge:
+        k = plan.choice.chosen.num_draft_tokens
+        bound = ", which is also the most that a round drafts" if k == NUM_DRAFT_TOKENS_MAX else ""
+        lines.append(
+            f"K = {k} is the largest that was looked at{bound}: a larger one may be faster."
+        )
+    if found is None:
+        lines.append("One prompt says nothing of how sure this is: take more (--prompts FILE).")
+    else:
+        (low, high), (least, most) = found.speedup, found.num_draft_tokens
+        lines.append(
+            f"How sure this is: of {found.num_resamples} samples drawn from these "
+            f"{found.num_texts} prompts, {found.level:.0%} have a speed-up of {low:.2f} to "
+            f"{high:.2f} this way; {found.same_share:.0%} lead to the same rule and K, "
+            f"{found.level:.0%} to a K of {least} to {most}. What errors of the measured times add "
+            "is not in that."
+        )
+    return " ".join(lines)
 
 
 def render_plot(report: PlanReport) -> str:

@@ -57,8 +57,8 @@ def add_prompt_arguments(
     )  # fmt: skip
     parser.add_argument(
         "--num-prompts", type=int, metavar="N",
-        help="take as many of the first prompts of each category; N is at least the number of "
-        f"categories [{defaults.num_prompts or 'all'}]",
+        help="take N prompts in all, the same number of first ones of each category; of fewer than "
+        f"there are categories, one of each of the first N [{defaults.num_prompts or 'all'}]",
     )  # fmt: skip
     parser.add_argument(
         "--max-tokens", type=int, default=defaults.max_tokens, metavar="N",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from outrider.client import Client
 from outrider.errors import SettingError, Unavailable
@@ -80,6 +83,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+class AskedPrompts:
+    """The prompts that measurements have asked one deployment, as digests in a file."""
+
+    def __init__(self, path: Path | None, deployment: str) -> None:
+        """`deployment` is its name; what the file says of another is forgotten. None = a deployment
+        that is new, and ends with the measurement."""
+        self._path = path
+        self._deployment = deployment
+        self._digests: set[str] = set()
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            found = json.loads(path.read_text("utf-8")) if path is not None else {}
+            if found["deployment"] == deployment:
+                self._digests = {str(digest) for digest in found["prompts"]}
+
+    def count(self, prompts: Sequence[BenchPrompt]) -> int:
+        """How many of these have been asked."""
+        return sum(_digest(prompt) in self._digests for prompt in prompts)
+
+    def add(self, prompts: Sequence[BenchPrompt]) -> None:
+        """Notes that these are asked."""
+        self._digests |= {_digest(prompt) for prompt in prompts}
+        value = {"deployment": self._deployment, "prompts": sorted(self._digests)}
+        if self._path is not None:
+            with suppress(OSError):  # Then no later measurement is warned of these.
+                self._path.write_text(json.dumps(value), encoding="utf-8")
+
+
+def _digest(prompt: BenchPrompt) -> str:
+    return hashlib.blake2b(prompt.text.encode(), digest_size=16).hexdigest()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     """The deployment that is measured."""
@@ -95,20 +129,29 @@ class Subject:
     """The target's files; None where there are none to run without services."""
     keeps_answers: bool
     """Whether its drafts may copy from what it answered before, as suffix decoding does."""
-    is_fresh: bool
-    """Whether it has answered nothing yet."""
+    asked: AskedPrompts | None
+    """What measurements have asked it before; None where that is not known."""
 
     def replay_warnings(self, prompts: Sequence[BenchPrompt]) -> list[str]:
-        """Why its speed may be that of repeating itself, a line each."""
+        """Why its speed may be that of repeating itself, a line each. Notes that it is asked these
+        prompts now."""
         if not self.keeps_answers:
             return []
         found = []
-        if not self.is_fresh:
+        if self.asked is None:
             found.append(
-                "warning: drafts may copy from earlier answers, and this deployment ran before: "
-                "prompts that it was asked already are not measured as new ones are. One that the "
-                "command starts, where none runs, has nothing to copy"
+                "warning: drafts may copy from earlier answers, and it is not known what this "
+                "server was asked before: prompts that it was asked are not measured as new ones "
+                "are. A deployment that the command starts, where none runs, has nothing to copy"
             )
+        elif num_asked := self.asked.count(prompts):
+            found.append(
+                f"warning: drafts may copy from earlier answers, and {num_asked} of the prompts "
+                "were measured on this deployment before: their speed is that of repeating an "
+                "answer. A deployment that the command starts, where none runs, has nothing to copy"
+            )
+        if self.asked is not None:
+            self.asked.add(prompts)
         num_again = len(prompts) - len({prompt.text for prompt in prompts})
         if num_again:
             found.append(

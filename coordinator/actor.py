@@ -94,6 +94,7 @@ class CoordinatorActor:
                 config.host,
                 config.grpc_port,
                 reflection=config.serves_reflection,
+                shares_port=config.shares_ports,
                 guards=(KeyGuard(gate),) if gate.asks_for_keys else (),
                 credentials=_front_credentials(config),
             ),
@@ -129,7 +130,9 @@ class CoordinatorActor:
 
             times = HttpTimes(self._exports.meter)
             metrics = None if self._exports.scrape is None else self._exports.scrape.render
-        options = HttpOptions(config.host, config.port, metrics, gate, tls, times)
+        options = HttpOptions(
+            config.host, config.port, config.shares_ports, metrics, gate, tls, times
+        )
         self._http = HttpServer(service, options)
         await self._http.start()
         return advertised(config.host, self._http.address)

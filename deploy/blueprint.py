@@ -24,6 +24,7 @@ from outrider.hosting import available_cores
 from outrider.limits import REPLICAS_MAX
 from outrider.rank_host import RankHost
 from outrider.sessions.redis_address import RedisAddress
+from outrider.telemetry.destination import Destination
 from target_service.actor import TargetActor
 
 from .cluster import Demand
@@ -85,8 +86,15 @@ class Blueprint:
 
     @property
     def in_place(self) -> tuple[Role, ...]:
-        """Roles whose replicas are replaced where they are: coordinators that share a machine, for
-        callers know their ports."""
+        """Roles of which a replica ends before the one in its place starts: coordinators of one
+        machine that serve metrics on a port of their own, which two cannot listen on."""
+        destination = Destination.parse(self._config.coordinator.telemetry)
+        return ("coordinator",) if self.local and destination.prometheus_port else ()
+
+    @property
+    def keeps_ports(self) -> tuple[Role, ...]:
+        """Roles of which a replica listens on the ports of the one that it replaces: coordinators
+        of one machine, for callers know their ports."""
         return ("coordinator",) if self.local else ()
 
     @property
@@ -138,7 +146,7 @@ class Blueprint:
             own = config.coordinator
             return replace(
                 own, membership=member, grpc_port=self._port(own.grpc_port, slot),
-                port=self._port(own.port, slot),
+                port=self._port(own.port, slot), shares_ports=self.local,
             )  # fmt: skip
         if role == "target":
             port = self._port(config.target.port, slot)

@@ -240,12 +240,23 @@ class Fleet:
         self._replicas.clear()
 
     def _new(self, role: Role) -> Replica:
-        taken = {one.slot for one in self.of(role)}
-        slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+        slot = self._free_slot(role)
         one = Replica(role, self._num_started, slot, self.blueprint.plan(role))
         self._num_started += 1
         self._replicas[one.name] = one
         return one
+
+    def _free_slot(self, role: Role) -> int:
+        """The lowest; of a role that keeps its ports that of the stale replica that leaves next, if
+        there is one."""
+        plan, taken, stale = self.blueprint.plan(role), set(), []
+        for one in self.of(role):
+            if role in self.blueprint.keeps_ports and one.plan != plan:
+                stale.append(one.slot)  # The oldest first; the youngest leaves first.
+            else:
+                taken.add(one.slot)
+        left = [slot for slot in reversed(stale) if slot not in taken]
+        return left[0] if left else min({*range(len(taken) + 1)} - taken)
 
     async def _begin(self, one: Replica) -> None:
         plan = self.blueprint

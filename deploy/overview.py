@@ -65,11 +65,12 @@ class Overview:
     def endpoints(self) -> Endpoints:
         """Where those answer that stay."""
         staying = [one for one in self.replicas if one.address and not one.leaves]
+        # Two coordinators have one address while one is replaced by the other.
         coordinators, targets, drafts = (
-            tuple(one.address for one in staying if one.role == role)
+            tuple(dict.fromkeys(one.address for one in staying if one.role == role))
             for role in ("coordinator", "target", "draft")
         )
-        http = tuple(one.http_address for one in staying if one.http_address)
+        http = tuple(dict.fromkeys(one.http_address for one in staying if one.http_address))
         return Endpoints(coordinators, targets, drafts, http)
 
 

@@ -91,16 +91,10 @@ def parse_prompts(text: str, source: str) -> tuple[BenchPrompt, ...]:
 
 
 def select_prompts(prompts: Sequence[BenchPrompt], num_prompts: int) -> tuple[BenchPrompt, ...]:
-    """The first `num_prompts` / categories prompts of each category, in the order given; what
-    cannot be divided goes to the categories that come first, and what a category lacks to nobody.
-    Raises `SettingError` where fewer are wanted than there are categories: some would be
-    missing."""
+    """The first `num_prompts` / categories prompts of each category, in the order given. What
+    cannot be divided goes to the categories that come first, which are all that is taken where
+    there are more of them than prompts; what a category lacks is not made up for."""
     categories = list(dict.fromkeys(prompt.category for prompt in prompts))
-    if num_prompts < len(categories):
-        raise SettingError(
-            "num_prompts",
-            f"{num_prompts} is wrong; it must be at least {len(categories)}, one of each category",
-        )
     share, rest = divmod(num_prompts, len(categories))
     left = {name: share + (place < rest) for place, name in enumerate(categories)}
     selected = []

@@ -35,6 +35,8 @@ class HttpOptions:
     """Address to bind; the default is loopback, which only this machine reaches."""
     port: int = 0
     """0 = any free port."""
+    shares_port: bool = False
+    """Whether another server that does so, too, may listen on the same port."""
     metrics: Metrics | None = None
     """None = they are off."""
     gate: Gate = OPEN
@@ -90,7 +92,8 @@ class HttpServer:
 
     async def start(self) -> None:
         """Listens. Raises `ConfigError` where the address cannot be had."""
-        listening = _bind(self._options.host, self._options.port)
+        options = self._options
+        listening = _bind(options.host, options.port, shares_port=options.shares_port)
         self._address = f"{_in_url(self._options.host)}:{listening.getsockname()[1]}"
         # As `uvicorn.Server.serve`, but signals stay with whoever runs the process.
         await self._server.startup(sockets=[listening])
@@ -135,7 +138,7 @@ def _tls(files: TlsFiles | None) -> dict[str, Any]:
     }
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int, *, shares_port: bool) -> socket.socket:
     try:
         family, kind, number, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -143,6 +146,8 @@ def _bind(host: str, port: int) -> socket.socket:
         bound = socket.socket(family, kind, number)
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shares_port:
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             bound.bind(address)
         except OSError:
             bound.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -12,13 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from benchmarks import capacity, emulate, peers, scaling, speedup
+from deploy.state import state_directory
 from outrider.config import CoordinatorConfig
 from outrider.drafting.registry import LookupKind, parse_drafter
 from outrider.hosting import available_cores
 
 from . import bench_front_door, bench_models, bench_serve
 from .connection import Connection, add_connection_flags, connected
-from .measuring import Measure, progress
+from .measuring import Measure
+from .progress import add_common_flags, progress
 from .tables import show
 
 if TYPE_CHECKING:
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from benchmarks.references import ReferenceModel
     from benchmarks.report import SpeedupReport
 
+ASKED_NAME: Final = "measured-prompts.json"
+"""In the state directory: what measurements have asked the deployment that runs."""
 OWN_FLAGS: Final = ("seed", "num_draft_tokens", "deadline_ms")
 """Settings that are flags of the requests here."""
 
@@ -39,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             name, help=purpose, description=purpose[0].upper() + purpose[1:] + "."
         )
         found.set_defaults(measure=run_it, parser=found)
+        add_common_flags(found)
         return found
 
     parser = measurement(
@@ -197,8 +203,17 @@ async def _subject(
             ),
             reference=reference(connection),
             keeps_answers=_keeps_answers(connection),
-            is_fresh=connection.is_own,
+            asked=_asked(connection),
         )
+
+
+def _asked(connection: Connection) -> speedup.AskedPrompts | None:
+    """What it was asked by measurements; None for a server of which only the address is known."""
+    if connection.is_own:
+        return speedup.AskedPrompts(None, "")
+    if not connection.deployment:
+        return None
+    return speedup.AskedPrompts(state_directory(os.environ) / ASKED_NAME, connection.deployment)
 
 
 def _keeps_answers(connection: Connection) -> bool:

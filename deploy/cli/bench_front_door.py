@@ -7,7 +7,8 @@ import asyncio
 
 from benchmarks import front_door
 
-from .measuring import AddMeasurement, progress
+from .measuring import AddMeasurement
+from .progress import progress
 from .tables import show
 
 

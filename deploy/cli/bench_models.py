@@ -20,7 +20,8 @@ from outrider.hosting import (
     use_threads,
 )
 
-from .measuring import AddMeasurement, progress
+from .measuring import AddMeasurement
+from .progress import progress
 from .settings import add_setting_flags, deployment_config
 from .tables import show
 

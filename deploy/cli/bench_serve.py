@@ -19,7 +19,8 @@ from benchmarks import serving
 from outrider.errors import SettingError
 
 from .connection import add_connection_flags, connected
-from .measuring import AddMeasurement, progress
+from .measuring import AddMeasurement
+from .progress import progress
 from .settings import given_flags
 from .tables import show
 
@@ -197,23 +198,31 @@ async def _bar(run: ServingRun, options: serving.ServingOptions) -> AsyncIterato
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
     total = run.num_planned or options.duration
-    with Progress(*columns, console=console, transient=True, auto_refresh=False) as shown:
+    if console.is_terminal:
+        progress.rest()
+    else:
+        progress("sending requests")
+    bar = Progress(
+        *columns, console=console, transient=True, auto_refresh=False,
+        disable=not console.is_terminal or progress.quiet,
+    )  # fmt: skip
+    with bar as shown:
         task = shown.add_task("", total=total)
 
         def refresh() -> None:
             over, seconds = len(run.records), run.duration_s
             of = f" of {run.num_planned}" if run.num_planned else ""
             failed = f", {run.num_failed} failed" if run.num_failed else ""
-            text = f"{over}{of} requests over, {run.num_running} running{failed}"
             rate = run.num_tokens / seconds if seconds else 0.0
+            text = (
+                f"{over}{of} requests over, {run.num_running} running{failed}, {rate:.0f} tokens/s"
+            )
+            progress.update(text)
             shown.update(
                 task,
                 completed=over if run.num_planned else seconds,
-                description=f"{text}, {rate:.0f} tokens/s",
+                description=text,
                 refresh=True,
             )
 
@@ -227,6 +236,7 @@ async def _bar(run: ServingRun, options: serving.ServingOptions) -> AsyncIterato
             yield
         finally:
             keeping.cancel()
+            progress.rest()
 
 
 def _tell(arguments: argparse.Namespace, report: ServingReport) -> int:

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -15,11 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from deploy.state import local_key, running_deployment, state_directory
+from deploy.state import DeploymentRecord, local_key, running_deployment, state_directory
 from outrider.config import DeploymentConfig, deployment_settings
-from outrider.errors import ConfigError, SettingError, check
+from outrider.errors import ConfigError, SettingError, Unavailable, check
 from outrider.settings import Value, merge
 
+from .progress import progress
 from .settings import (
     KEY_FLAG,
     KEY_VARIABLE,
@@ -35,6 +35,10 @@ from .settings import (
 if TYPE_CHECKING:
     from outrider.client import Client
     from outrider.wire.channel import Trust
+
+COORDINATOR_WAIT_S: Final = 60.0
+"""What another coordinator may take to serve where none does."""
+_POLL_S: Final = 0.2
 
 TRUST_OPTIONS: Final = {
     "ca_cert": "authority of a coordinator with TLS, in PEM",
@@ -54,6 +58,8 @@ class Connection:
     tokenizer_directory: str = ""
     settings: Mapping[str, Value] = field(default_factory=dict)
     """Of the deployment, by key; empty for a server that only an address is known of."""
+    deployment: str = ""
+    """Names the deployment that runs on this machine; empty for others."""
     is_own: bool = False
     """Whether the command started it, so that it has answered nobody else."""
     api_key: str = field(default="", repr=False)
@@ -152,10 +158,11 @@ async def connected(arguments: argparse.Namespace) -> AsyncIterator[Connection]:
     if record is not None:
         refuse_other_settings(arguments, record)
         yield Connection(
-            record.grpc_address,
+            await _address_of(record, state),
             record.target_directory,
             record.tokenizer_directory,
             record.settings,
+            deployment=f"{record.deployment} {record.started_at}",
             api_key=shown_key(arguments) or local_key(state),
             trust=trust_of(arguments, record.settings),
             find=partial(recorded_address, state),
@@ -163,6 +170,26 @@ async def connected(arguments: argparse.Namespace) -> AsyncIterator[Connection]:
         return
     async with _own_deployment(own_config(arguments), arguments) as connection:
         yield connection
+
+
+async def _address_of(record: DeploymentRecord, state: Path) -> str:
+    """Where the coordinators are of the deployment that runs, once there are any: the only one may
+    just be replaced. Raises `Unavailable` where none comes."""
+    address = record.grpc_address
+    if address:
+        return address
+    progress("no coordinator serves at the moment: waiting for one")
+    try:
+        async with asyncio.timeout(COORDINATOR_WAIT_S):
+            while not address:
+                await asyncio.sleep(_POLL_S)
+                address = recorded_address(state)
+    except TimeoutError:
+        raise Unavailable(
+            f"no coordinator has served for {COORDINATOR_WAIT_S:g} s; see `outrider status`"
+        ) from None
+    progress.rest()
+    return address
 
 
 def recorded_address(state: Path) -> str:
@@ -206,10 +233,6 @@ def checked_address(server: str) -> str:
     return server
 
 
-def _progress(line: str) -> None:
-    print(f"outrider: {line}", file=sys.stderr, flush=True)
-
-
 @contextmanager
 def _ends_on_sigterm() -> Iterator[None]:
     """Lets what the context holds be stopped before this process ends by SIGTERM."""
@@ -241,15 +264,20 @@ async def _own_deployment(
     from deploy.launcher import Deployment
 
     with tempfile.TemporaryDirectory(prefix="outrider-") as state, _ends_on_sigterm():
-        async with Deployment(config, Path(state), report=_progress) as deployment:
+        async with Deployment(config, Path(state), report=progress) as deployment:
+            progress.rest()
             found = deployment.config
-            yield Connection(
-                deployment.endpoints.coordinator,
-                found.target.directory,
-                found.coordinator.tokenizer_directory,
-                public_settings(found),
-                is_own=True,
-                api_key=deployment.api_key,
-                trust=trust_of(arguments, public_settings(found)),
-                find=lambda: deployment.endpoints.coordinator,
-            )
+            try:
+                yield Connection(
+                    deployment.endpoints.coordinator,
+                    found.target.directory,
+                    found.coordinator.tokenizer_directory,
+                    public_settings(found),
+                    is_own=True,
+                    api_key=deployment.api_key,
+                    trust=trust_of(arguments, public_settings(found)),
+                    find=lambda: deployment.endpoints.coordinator,
+                )
+            finally:
+                progress("stopping the deployment", at_once=False)
+        progress.rest()

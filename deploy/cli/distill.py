@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +20,19 @@ from outrider.distillation.options import (
     DistillOptions,
     draft_model,
 )
-from outrider.drafting.registry import SHIPPED, DrafterChoice, DraftModel, parse_drafter
+from outrider.drafting.registry import (
+    SHIPPED,
+    DrafterChoice,
+    DraftModel,
+    LookupKind,
+    parse_drafter,
+)
 from outrider.errors import BadRequest, SettingError
 from outrider.hosting import available_cores, use_threads
 from outrider.settings import blaming
+
+from .naming import program
+from .progress import progress
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -123,7 +133,7 @@ def _add_drafter(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Makes it, with a progress bar on standard error."""
+    """Makes it, with a progress bar on standard error, or lines where that is no terminal."""
     options = DistillOptions(
         out=arguments.out, kind=arguments.kind, minutes=arguments.minutes,
         layers=arguments.layers, heads=arguments.heads, draft_vocab=arguments.draft_vocab,
@@ -140,6 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
     from outrider.engine.sources import cache_dir, resolve_model
 
     check_out(options.out)
+    progress(f"loading {arguments.target}")
     target, text = _target(arguments)
     start = None
     if options.start_name is not None:
@@ -156,14 +167,24 @@ def run(arguments: argparse.Namespace) -> int:
         start_from=start,
     )
     with _bar() as bar:
-        found = distill(options, target, cache_dir(), _reporting(bar))
+        report = _telling if bar.disable else _reporting(bar)
+        found = distill(options, target, cache_dir(), report)
+    progress.rest()
     if arguments.json:
         print(json.dumps(_summary(found)))
     else:
         print(_said(found))
-        served = draft_model(options.kind, found.out)
-        print(f"outrider serve {arguments.target} --draft-model {served}")
+        print(serve_line(arguments.target, options.kind, found.out))
     return 0
+
+
+def serve_line(target: str, kind: str, out: Path) -> str:
+    """What to type to serve `target` with the drafter that was made. A model drafts behind the
+    look-up, as what is shipped for `demo` does."""
+    served = draft_model(kind, out)
+    if kind == KINDS[0]:
+        served = f"hybrid:{LookupKind.SUFFIX},{served}"
+    return shlex.join([program(), "serve", target, "--draft-model", served])
 
 
 def _check_start(name: str) -> None:
@@ -260,10 +281,11 @@ def _bar() -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+    console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description:<9}"), BarColumn(), TaskProgressColumn(),
         TimeElapsedColumn(), TextColumn("{task.fields[found]}"),
-        console=Console(stderr=True),
+        console=console, disable=progress.quiet or not console.is_terminal,
     )  # fmt: skip
 
 
@@ -272,14 +294,24 @@ def _reporting(bar: Progress) -> Report:
     tasks: dict[str, Any] = {}
 
     def report(stage: str, part: float, point: Point | None) -> None:
+        progress.rest()
         if stage not in tasks:
             tasks[stage] = bar.add_task(stage, total=1.0, found="")
-        found = ""
-        if point is not None:
-            found = f"accepted {point.greedy:.3f} at T=0, {point.sampled:.3f} at T=1"
-        bar.update(tasks[stage], completed=part, found=found)
+        bar.update(tasks[stage], completed=part, found=_accepted(point))
 
     return report
+
+
+def _telling(stage: str, part: float, point: Point | None) -> None:
+    """Tells of a stage without a bar."""
+    progress.begin(stage)
+    progress.update(f"{stage}: {part:.0%} {_accepted(point)}".rstrip())
+
+
+def _accepted(point: Point | None) -> str:
+    if point is None:
+        return ""
+    return f"accepted {point.greedy:.3f} at T=0, {point.sampled:.3f} at T=1"
 
 
 def _summary(found: Distilled) -> dict[str, object]:

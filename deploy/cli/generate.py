@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument(
         "prompt", nargs="?", metavar="PROMPT",
-        help="the text to go on with; - = standard input, to its end and as it is",
+        help="the text to go on with; - = standard input to its end, without its last line feed",
     )  # fmt: skip
     prompt.add_argument(
         "--token-ids", type=_token_ids, metavar="ID,ID,...",
@@ -113,7 +113,7 @@ def _request(arguments: argparse.Namespace) -> GenerateRequest:
         raise BadRequest("system", "needs --chat")
     if arguments.chat and arguments.token_ids is not None:
         raise ConfigError("--chat: cannot go with --token-ids, which no template is applied to")
-    prompt: Prompt = arguments.token_ids or _text(arguments.prompt)
+    prompt: Prompt = _text(arguments.prompt) if arguments.token_ids is None else arguments.token_ids
     if arguments.chat:
         turns = [] if arguments.system is None else [ChatMessage("system", arguments.system)]
         prompt = (*turns, ChatMessage("user", str(prompt)))
@@ -121,12 +121,20 @@ def _request(arguments: argparse.Namespace) -> GenerateRequest:
 
 
 def _text(prompt: str) -> str:
+    """The prompt, or what stands for it on standard input, where a line feed ends a text and is no
+    part of it. Raises `BadRequest` for an empty one."""
     if prompt != "-":
+        if not prompt:
+            raise BadRequest("prompt", "is empty; it must be a text of one character or more")
         return prompt
     try:
-        return sys.stdin.buffer.read().decode()
+        given = sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
         raise BadRequest("prompt", f"standard input is not UTF-8: {error.reason}") from None
+    text = given.removesuffix("\n").removesuffix("\r" if given.endswith("\r\n") else "")
+    if not text:
+        raise BadRequest("prompt", "standard input has no text; it must have a character or more")
+    return text
 
 
 def _printer(connection: Connection) -> Callable[[Any], None]:

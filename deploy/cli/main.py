@@ -7,6 +7,7 @@ Exit codes: 0 done; 2 bad arguments or settings (`ConfigError`, `BadRequest`); 1
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import logging
 import os
@@ -20,6 +21,7 @@ from deploy.state import ERROR_PREFIX
 from outrider.errors import BadRequest, ConfigError, OutriderError
 
 from .naming import spoken
+from .progress import add_common_flags, begin_progress, progress
 
 COMMANDS: Final = {
     "serve": "start coordinators, targets and drafts",
@@ -38,6 +40,8 @@ COMMANDS: Final = {
     "distill": "make a drafter for a target",
     "collect-env": "describe this machine and what is installed, for a report",
 }
+NEAR: Final = 0.7
+"""How alike a flag must be to what was typed to be suggested; see `difflib`."""
 EXIT_BAD_ARGUMENTS: Final = 2
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 
@@ -55,8 +59,28 @@ class Command(Protocol):
 
 
 class _Parser(argparse.ArgumentParser):
+    """Tells of a flag that does not exist before anything else, as argparse would take its value
+    for another argument and blame that."""
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)  # A slip is no short name.
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Of a command without commands of its own the flags are checked first."""
+        words = list(sys.argv[1:] if args is None else args)
+        if self._subparsers is None:
+            for word in words[: words.index("--")] if "--" in words else words:
+                self._check_flag(word)
+        return super().parse_known_args(words, namespace)
+
+    def _check_flag(self, word: str) -> None:
+        flag = word.partition("=")[0]
+        if not flag.startswith("--") or " " in word or flag in self._option_string_actions:
+            return
+        names = [known[2:] for known in self._option_string_actions if known.startswith("--")]
+        near = difflib.get_close_matches(flag[2:], names, n=1, cutoff=NEAR)
+        hint = f"; did you mean --{near[0]}?" if near else ""
+        self.error(f"unrecognized arguments: {flag}{hint}")
 
     def error(self, message: str) -> NoReturn:
         _complain(f"{message} (see {self.prog} --help)")
@@ -65,7 +89,14 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    command, parsed = parse(sys.argv[1:] if arguments is None else arguments)
+    return _run(command, parsed)
+
+
+def parse(arguments: Sequence[str]) -> tuple[Command, argparse.Namespace]:
+    """The command that these words name, and its arguments. Exits with code 2 where they are
+    wrong."""
+    words = list(arguments)
     parser = _Parser(
         prog="outrider", description="Disaggregated speculative decoding for language models."
     )
@@ -79,15 +110,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # Only the command that runs pays for its imports.
             modules[name] = _command(name)
             modules[name].add_arguments(subparser)
-            subparser.add_argument(
-                "-v", "--verbose", action="store_true", help="log what happens to standard error"
-            )
+            add_common_flags(subparser)
     parsed, unknown = parser.parse_known_args(words)
     if unknown:
         # By the parser of the command itself, so that the error points to that one's help.
-        parsed.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        flags = [word for word in unknown if word.startswith("-")]
+        parsed.parser.error(f"unrecognized arguments: {' '.join(flags or unknown)}")
     parsed.words = words
-    return _run(modules[parsed.command], parsed)
+    return modules[parsed.command], parsed
 
 
 def _command(name: str) -> Command:
@@ -98,9 +128,10 @@ def _command(name: str) -> Command:
 def _run(command: Command, parsed: argparse.Namespace) -> int:
     logging.basicConfig(
         stream=sys.stderr,
-        level=logging.INFO if parsed.verbose else logging.WARNING,
+        level=logging.INFO if "verbose" in parsed else logging.WARNING,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+    begin_progress(parsed)
     try:
         code = command.run(parsed)
         sys.stdout.flush()
@@ -114,6 +145,8 @@ def _run(command: Command, parsed: argparse.Namespace) -> int:
         # Whoever read our output has gone; the interpreter must not try to flush it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    finally:
+        progress.rest()
 
 
 def _complain(message: str) -> None:

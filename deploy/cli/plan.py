@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import gc
 import json
-import sys
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Final
 from benchmarks import plan, plan_simulation
 from deploy.models import resolve_models
 from deploy.placement import are_apart, plan_placement
+from deploy.state import running_deployment, state_directory
 from outrider.config import DeploymentConfig
 from outrider.drafting.registry import LookupKind
-from outrider.errors import SettingError
+from outrider.errors import ConfigError, SettingError
 from outrider.hosting import available_cores, build_engine, build_lookup, use_threads
 
 from .connection import add_connection_flags, connected
-from .settings import deployment_config, with_flags
+from .progress import progress
+from .settings import deployment_config, refuse_other_settings, with_flags
 from .tables import show
 
 if TYPE_CHECKING:
@@ -61,8 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise SettingError("server", "is for --validate: without it nothing is called")
     config = deployment_config(arguments)
     _check(config)
+    if options.validate and not arguments.server:
+        _check_running(_fixed(arguments), config)
     use_threads(config.target.num_threads or available_cores())  # Before torch is imported.
-    _progress("finding the models")
+    progress("finding the models")
     config = resolve_models(config)
     from benchmarks.plan_report import render, render_plot
 
@@ -80,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     from benchmarks.simulated_pair import of_report
 
     pair = of_report(json.loads(report.to_json(None)), "this plan")
-    fleets = plan_simulation.run(simulation, pair, config, _progress)
+    fleets = plan_simulation.run(simulation, pair, config, progress)
     _show(
         arguments,
         lambda: report.to_json(validation, values(fleets)),
@@ -124,7 +128,7 @@ def _simulate_alone(
     else:
         numbers = options.from_numbers or ""
         pair = of_numbers(numbers, config.target.step_sessions, config.draft.step_sessions)
-    fleets = plan_simulation.run(options, pair, config, _progress)
+    fleets = plan_simulation.run(options, pair, config, progress)
     _show(
         arguments,
         lambda: as_json({"pair": pair_values(pair), "fleets": values(fleets)}),
@@ -160,6 +164,29 @@ def _check(config: DeploymentConfig) -> None:
             raise SettingError(key, f"{size} is wrong; a plan runs each model on 1 rank")
 
 
+def _fixed(arguments: argparse.Namespace) -> argparse.Namespace:
+    """For rounds that are all of one length, and wait for their drafts."""
+    return with_flags(arguments, length_control=False, look_ahead=0)
+
+
+def _check_running(arguments: argparse.Namespace, config: DeploymentConfig) -> None:
+    """Raises `SettingError` where a deployment runs that a plan cannot be held against."""
+    record = running_deployment(state_directory(os.environ))
+    if record is None:
+        return
+    try:
+        refuse_other_settings(arguments, record)
+        reason = "drafts copy from earlier answers" if _keeps_answers(config) else ""
+    except ConfigError:
+        reason = "its settings differ from those that are planned for"
+    if reason:
+        raise SettingError(
+            "validate",
+            f"cannot use the deployment that runs ({record.grpc_address}): {reason}; stop it "
+            "(outrider stop), and the command starts one of its own",
+        )
+
+
 def _kind(config: DeploymentConfig) -> DraftKind:
     from benchmarks.plan_script import DraftKind
 
@@ -186,12 +213,12 @@ def _read(
     from benchmarks.acceptance_reading import ModelReader
     from benchmarks.plan_reading import Reading
 
-    _progress("loading the target")
+    progress("loading the target")
     num_threads = config.target.num_threads or available_cores()
     target = build_engine(config.target, "target", num_threads)
     max_model_len, reader = target.info.max_model_len, None
     if kind.has_model:
-        _progress("loading the draft")
+        progress("loading the draft")
         draft = build_engine(config.draft, "draft", config.draft.num_threads or num_threads)
         reader = ModelReader(draft, config.draft.support_entries)
         max_model_len = min(max_model_len, draft.info.max_model_len)
@@ -199,7 +226,7 @@ def _read(
     encode = _encoder(config, options.raw)
     prompts = options.load_prompts()
     return tuple(
-        reading.sample(prompts, encode, temperature, options.seed, _progress)
+        reading.sample(prompts, encode, temperature, options.seed, progress)
         for temperature in options.temperature
     )
 
@@ -231,9 +258,7 @@ async def _plan(
     plans: list[TemperaturePlan] = []
     times: list[ServiceTimes] = []
     for sample, replay in zip(samples, replays, strict=True):
-        found = await rehearse(
-            config, kind, sample, shares_device=shares_device, progress=_progress
-        )
+        found = await rehearse(config, kind, sample, shares_device=shares_device, progress=progress)
         times.append(found)
         plans.append(plan.choose(options, replay, sample, found))
     report = plan.report(
@@ -257,13 +282,13 @@ async def _validate(
 ) -> Validation:
     """Each K on a deployment of its own where drafts may copy from earlier answers. What is
     predicted are rounds of that very K, whose drafts are waited for."""
-    arguments = with_flags(arguments, length_control=False, look_ahead=0)
+    arguments = _fixed(arguments)
     from benchmarks.plan_validation import Trial
 
     chosen = found.choice.chosen
     rule = chosen.rule if chosen.num_draft_tokens else sample.rules[-1]
     counts = (0, *plan.SWEEP)
-    trial = Trial(sample, rule, _progress)
+    trial = Trial(sample, rule, progress)
     for group in [(k,) for k in counts] if keeps_answers else [counts]:
         async with connected(arguments) as connection, connection.client() as client:
             if keeps_answers and not connection.is_own:
@@ -289,7 +314,3 @@ def _shares_device(config: DeploymentConfig) -> bool:
 
     placed = plan_placement(config, {"GPU": float(torch.cuda.device_count())}).config
     return not are_apart(placed, same_node=True, num_cores=available_cores())
-
-
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

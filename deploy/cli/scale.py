@@ -22,6 +22,7 @@ from outrider.fleet.registry import ROLES, Role
 from outrider.limits import REPLICAS_MAX
 from outrider.sessions.redis_address import RedisAddress
 
+from .progress import progress
 from .settings import add_setting_flags, deployment_config
 
 _REDIS: Final = ("redis_url", "redis_username", "redis_password", "redis_ca_file")
@@ -76,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         note = f"note: {role} is autoscaled, {least} to {most}, which may change this; first"
         print(f"{note} `outrider autoscale {role}=off` keeps a number", file=sys.stderr)
     there = _wait(state, counts, arguments.wait)
+    progress.rest()
     wanted = record.wanted | counts
     if arguments.json:
         print(json.dumps({"wanted": wanted}))
@@ -149,6 +151,7 @@ async def _want(record: DeploymentRecord, redis: RedisAddress, counts: dict[Role
 def _wait(state: Path, counts: dict[Role, int], timeout_s: float) -> bool:
     """Whether there are as many within the time."""
     give_up_at = time.monotonic() + timeout_s
+    progress("starting and ending replicas", at_once=False)
     while True:
         record = running_deployment(state)
         if record is None:
@@ -158,6 +161,8 @@ def _wait(state: Path, counts: dict[Role, int], timeout_s: float) -> bool:
             "target": len(record.target_addresses),
             "draft": len(record.draft_addresses),
         }
+        there = ", ".join(f"{role}={number}" for role, number in found.items())
+        progress.update(f"serving now: {there}")
         if all(found[role] == count for role, count in counts.items()):
             return True
         if time.monotonic() >= give_up_at:

@@ -7,8 +7,8 @@ import asyncio
 import json
 import logging
 import os
+import select
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +17,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from deploy.models import tokenizer_warning
 from deploy.state import (
     LOG_NAME,
     DeploymentRecord,
@@ -33,6 +32,8 @@ from deploy.state import (
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.fleet.registry import Role
 
+from .naming import program
+from .progress import progress
 from .settings import (
     KEY_FLAG,
     KEY_VARIABLE,
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _READY: Final = b"ready"
+LOG_PERIOD_S: Final = 0.25
+"""Between two looks at what the detached process has said."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,12 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
         from deploy.launcher import Deployment
 
         changed = asyncio.Event()
-        deployment = Deployment(config, state, report=_progress, on_change=changed.set)
+        deployment = Deployment(config, state, report=progress, on_change=changed.set)
         return asyncio.run(_serve(deployment, state, arguments, changed))
-
-
-def _progress(line: str) -> None:
-    print(f"outrider: {line}", file=sys.stderr, flush=True)
 
 
 async def _serve(
@@ -106,6 +105,7 @@ async def _serve(
         if stop.is_set():
             return 0
         await starting
+        progress.rest()
         record = _record(deployment)
         publish_key(state, deployment.api_key)
         publish(state, record)
@@ -123,7 +123,7 @@ async def _serve(
             if task is not None:
                 task.cancel()
         withdraw(state)
-        _progress("stopping")
+        progress("stopping")
         await asyncio.gather(starting, return_exceptions=True)
         await deployment.stop()
 
@@ -180,13 +180,6 @@ def _tell(record: DeploymentRecord, *, as_json: bool, ready_fd: int | None) -> N
         print(endpoints_text(record), flush=True)
 
 
-def _program() -> str:
-    """What to type for this program: its path where a shell does not find it by name."""
-    if shutil.which("outrider") or Path(sys.argv[0]).name != "outrider":
-        return "outrider"
-    return shlex.quote(sys.argv[0])
-
-
 def endpoints_text(record: DeploymentRecord) -> str:
     """Where a deployment answers, and what to try that it does not refuse."""
     address = record.grpc_address
@@ -196,15 +189,21 @@ def endpoints_text(record: DeploymentRecord) -> str:
     words, field = '"The capital of France is"', '"text": "The capital of France is"'
     if not record.tokenizer_directory:
         words, field = "--token-ids 1,2,3", '"token_ids": {"ids": [1, 2, 3]}'
+    ours = shlex.quote(program())
+    by_grpc = []
+    if buf := program("buf"):
+        by_grpc.append(
+            f"          {shlex.quote(buf)} curl --protocol grpc --http2-prior-knowledge "
+            f"-d '{{{field}, \"max_tokens\": 16}}' http://{first}/outrider.v1.Coordinator/Generate"
+        )
     return "\n".join(
         (
             f"serving {record.served_model_name}, drafted by {record.draft_model}",
             f"  gRPC    {address}",
             *_http_lines(record),
-            f"  try     {_program()} generate {words}",
-            "          buf curl --protocol grpc --http2-prior-knowledge "
-            f"-d '{{{field}, \"max_tokens\": 16}}' http://{first}/outrider.v1.Coordinator/Generate",
-            f"  stop    {_program()} stop",
+            f"  try     {ours} generate {words}",
+            *by_grpc,
+            f"  stop    {ours} stop",
         )
     )
 
@@ -213,7 +212,12 @@ def _locked_endpoints_text(record: DeploymentRecord) -> str:
     """Likewise, of one that does not answer everybody: commands of this user here have what they
     need."""
     words = '"The capital of France is"' if record.tokenizer_directory else "--token-ids 1,2,3"
-    needed = ["an API key (outrider keys new NAME)"] if record.asks_for_keys else []
+    ours = shlex.quote(program())
+    needed = []
+    if record.asks_for_keys:
+        file = record.settings.get("api_key_file")
+        how = f" ({ours} keys --api-key-file {shlex.quote(str(file))} new NAME)" if file else ""
+        needed.append(f"an API key{how}")
     if certificate := record.settings.get("ssl_certfile"):
         needed.append(f"TLS, by {certificate}")
     return "\n".join(
@@ -222,8 +226,8 @@ def _locked_endpoints_text(record: DeploymentRecord) -> str:
             f"  gRPC    {record.grpc_address}",
             *_http_lines(record),
             f"  others  need {' and '.join(needed)}",
-            f"  try     {_program()} generate {words}",
-            f"  stop    {_program()} stop",
+            f"  try     {ours} generate {words}",
+            f"  stop    {ours} stop",
         )
     )
 
@@ -248,7 +252,7 @@ def _serve_detached(state: Path, arguments: argparse.Namespace) -> int:
     words, environment = _without_keys(arguments)
     log_path = state / LOG_NAME
     read_end, write_end = os.pipe()
-    with log_path.open("wb") as log, os.fdopen(read_end, "rb") as ready:
+    with log_path.open("wb") as log, os.fdopen(read_end, "rb", buffering=0) as ready:
         log_path.chmod(0o600)
         try:
             process = subprocess.Popen(
@@ -263,8 +267,7 @@ def _serve_detached(state: Path, arguments: argparse.Namespace) -> int:
         finally:
             os.close(write_end)
         try:
-            # Ends with the word, or empty when the process has gone.
-            answer = ready.read(len(_READY))
+            answer = _ready_word(ready.fileno(), log_path)
         except KeyboardInterrupt:
             process.terminate()
             process.wait()
@@ -274,11 +277,22 @@ def _serve_detached(state: Path, arguments: argparse.Namespace) -> int:
     record = running_deployment(state)
     if record is None:
         raise Unavailable(f"the deployment was ready and then stopped; its log is {log_path}")
-    warning = tokenizer_warning(record.tokenizer_directory)
-    if warning is not None:
-        _progress(warning)  # The process itself has said it to its log.
     _tell(record, as_json=arguments.json, ready_fd=None)
     return 0
+
+
+def _ready_word(ready: int, log_path: Path) -> bytes:
+    """What the detached process writes when it is ready; empty where it has gone. What it says
+    meanwhile in its log is said here, too."""
+    with log_path.open("rb") as log:
+        said = b""
+        while True:
+            is_over = bool(select.select([ready], [], [], LOG_PERIOD_S)[0])
+            *lines, said = (said + log.read()).split(b"\n")
+            for line in lines:
+                progress.relay(line.decode("utf-8", "replace"))
+            if is_over:
+                return os.read(ready, len(_READY))
 
 
 def _without_keys(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
@@ -289,7 +303,9 @@ def _without_keys(arguments: argparse.Namespace) -> tuple[list[str], dict[str, s
     for word in given:
         if word == KEY_FLAG:
             next(given, None)
-        elif word not in ("--detach", "--json") and not word.startswith(f"{KEY_FLAG}="):
+        elif word not in ("--detach", "--json", "--quiet", "-q") and not word.startswith(
+            f"{KEY_FLAG}="
+        ):
             words.append(word)
     if (keys := given_flags(arguments).get("api_key")) is not None:
         environment[KEY_VARIABLE] = str(keys)

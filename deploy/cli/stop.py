@@ -24,13 +24,14 @@ from deploy.state import (
 )
 from outrider.errors import Unavailable
 
+from .progress import progress
+
 STOP_TIMEOUT_S: Final = 60.0
 _POLL_S: Final = 0.05
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """How long to wait, and whether to say what was done."""
-    parser.add_argument("-q", "--quiet", action="store_true", help="say nothing but errors")
+    """How long to wait."""
     parser.add_argument(
         "--timeout", type=float, default=STOP_TIMEOUT_S, metavar="S",
         help=f"wait so long for it to end, s [{STOP_TIMEOUT_S:g}]",
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         found = f"stopped a deployment that was starting or stopping (pid {holder})"
     else:
         found = _left(directory, record)
-    if not arguments.quiet:
+    if "quiet" not in arguments:
         print(found, file=sys.stderr)
     return 0
 
@@ -62,12 +63,14 @@ def _end(pid: int, runs: Callable[[], bool], timeout_s: float) -> None:
         os.kill(pid, signal.SIGTERM)
     except ProcessLookupError:
         return
+    progress(f"stopping the deployment (pid {pid})", at_once=False)
     give_up_at = time.monotonic() + timeout_s
     # The process is no child of this one, so the kernel does not tell when it ends.
     while runs():
         if time.monotonic() >= give_up_at:
             raise Unavailable(f"the deployment (pid {pid}) still runs after {timeout_s:g} s")
         time.sleep(_POLL_S)
+    progress.rest()
 
 
 def _left(directory: Path, record: DeploymentRecord | None) -> str:

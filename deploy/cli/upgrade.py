@@ -18,6 +18,7 @@ from outrider.errors import SettingError, Unavailable
 from outrider.security.keys import hashed_keys, new_key
 from outrider.settings import Value, merge
 
+from .progress import progress
 from .scale import check_wait, redis_of, what_runs
 from .settings import SECRETS, add_setting_flags, given_flags
 
@@ -63,8 +64,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_changes(record.settings, changes)
     configuration({**record.settings, **kept, **changes})  # What does not go together shows here.
+    progress("asking the deployment", at_once=False)
     name = asyncio.run(_tell(arguments, record, changes))
     num_stale = _wait(state, name, arguments.wait)
+    progress.rest()
     if arguments.json:
         print(json.dumps({"changes": changes, "replicas_to_replace": num_stale}))
     elif not changes:
@@ -98,11 +101,13 @@ async def _tell(
 def _wait(state: Path, changes: str, timeout_s: float) -> int:
     """How many replicas are still to be replaced, once there are none or the time is over."""
     give_up_at = time.monotonic() + timeout_s
+    progress("replacing replicas", at_once=False)
     while True:
         record = running_deployment(state)
         if record is None:
             raise Unavailable("the deployment has ended")
         is_known = record.changes == changes
+        progress.update(f"replicas still to be replaced: {record.num_stale}")
         if is_known and record.num_stale == 0:
             return 0
         if time.monotonic() >= give_up_at + (0.0 if is_known else _KNOWN_S):

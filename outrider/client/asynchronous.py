@@ -49,16 +49,18 @@ class Client:
     ) -> None:
         """`server` is HOST:PORT, or several with commas between them; or a function that says so,
         which is asked again where one of them does not answer, so that coordinators which have
-        come since are known; or a transport, which the client then owns and closes, and which has
-        its own key. Nothing is sent before the first call. `api_key` is shown with each call;
-        without TLS, which `trust` says (`caller_trust`), whoever is on the way can read it. A
-        broken stream is tried to be resumed for `resume_timeout_s` seconds, and a
-        request that cannot be served now is asked for again as long; 0 = not at all."""
+        come since are known, and which may return an empty text while there is none; or a
+        transport, which the client then owns and closes, and which has its own key. Nothing is
+        sent before the first call. `api_key` is shown with each call; without TLS, which `trust`
+        says (`caller_trust`), whoever is on the way can read it. A broken stream is tried to be
+        resumed for `resume_timeout_s` seconds, and a request that cannot be served now is asked
+        for again as long; so is any other call while no coordinator that a function names
+        answers; 0 = not at all."""
         if isinstance(server, str) or callable(server):
             found = Found[Transport](
                 server, lambda one: GrpcTransport(one, trust, api_key=api_key), time.monotonic
             )
-            first = secrets.randbelow(len(found.each))
+            first = secrets.randbelow(max(1, len(found.each)))
             server = ResumingTransport(found, resume_timeout_s, first)
         self._transport = server
 

@@ -28,12 +28,15 @@ class Found(Generic[T]):
         self, server: Server, connect: Callable[[str], T], clock: Callable[[], float]
     ) -> None:
         """`connect` makes a connection to HOST:PORT, without sending anything; `clock` counts
-        seconds. Raises what the function does, and `BadRequest` for what are no addresses."""
+        seconds. Raises what the function does, and `BadRequest` for what are no addresses. A
+        function may name none at first, by an empty text."""
         self._name = server if callable(server) else None
         self._connect = connect
         self._clock = clock
         self._looked_at = clock()
-        self._named = dict.fromkeys(addresses_of(server() if callable(server) else server))
+        named = server() if callable(server) else server
+        names_none = callable(server) and named == ""
+        self._named = dict.fromkeys([] if names_none else addresses_of(named))
         self._open = {address: connect(address) for address in self._named}
         """The oldest first; those that are named no more among them."""
         self._trouble = ""
@@ -47,7 +50,7 @@ class Found(Generic[T]):
 
     @property
     def each(self) -> list[T]:
-        """To those that were named last; never empty."""
+        """To those that were named last; empty until a function has named any."""
         return [self._open[address] for address in self._named]
 
     @property

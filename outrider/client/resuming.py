@@ -38,9 +38,9 @@ class ResumingTransport:
         first: int = 0,
         random: Callable[[], float] = any_random,
     ) -> None:
-        """Owns and closes `transports`, of which there is one at least; the first call asks the one
-        at `first`. 0 seconds: a generation whose stream breaks is not resumed, and one that cannot
-        begin now not asked for again. `random` is for `backoff`."""
+        """Owns and closes `transports`; the first call asks the one at `first`. 0 seconds: a
+        generation whose stream breaks is not resumed, and one that cannot begin now not asked for
+        again. `random` is for `backoff`."""
         self._found = transports if isinstance(transports, Found) else None
         each = transports.each if isinstance(transports, Found) else transports
         self._resume_timeout_s = resume_timeout_s
@@ -69,17 +69,18 @@ class ResumingTransport:
     ) -> AsyncGenerator[Event]:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        current = self._turns.begin()
+        current: Transport | None = None
         while True:
             left_s = max(0.001, deadline - loop.time())
             rest = told.rest(left_s)
-            if rest is not None:
-                stream = current.resume(rest, left_s)
-            elif request is not None:
-                stream = current.generate(request, left_s)
-            else:
-                raise InvariantError("a stream of nothing")
             try:
+                current = current or self._turns.begin()
+                if rest is not None:
+                    stream = current.resume(rest, left_s)
+                elif request is not None:
+                    stream = current.generate(request, left_s)
+                else:
+                    raise InvariantError("a stream of nothing")
                 async with aclosing(stream) as events:
                     async for event in events:
                         if told.note(event):
@@ -95,15 +96,17 @@ class ResumingTransport:
 
     async def cancel(self, session_id: str, timeout_s: float) -> None:
         """See `Transport.cancel`; of the coordinator that has the session."""
-        await self._first(lambda transport: transport.cancel(session_id, timeout_s))
+        await self._first(lambda transport: transport.cancel(session_id, timeout_s), timeout_s)
 
     async def get_session(self, session_id: str, timeout_s: float) -> SessionView:
         """See `Transport.get_session`."""
-        return await self._first(lambda transport: transport.get_session(session_id, timeout_s))
+        return await self._first(
+            lambda transport: transport.get_session(session_id, timeout_s), timeout_s
+        )
 
     async def describe(self, timeout_s: float) -> CoordinatorDescription:
         """See `Transport.describe`, of one that answers."""
-        return await self._first(lambda transport: transport.describe(timeout_s))
+        return await self._first(lambda transport: transport.describe(timeout_s), timeout_s)
 
     async def healthy(self, timeout_s: float) -> bool:
         """Whether one of the coordinators says that it can serve."""
@@ -117,19 +120,24 @@ class ResumingTransport:
         for transport in self._turns.each if self._found is None else self._found.all:
             await transport.close()
 
-    async def _first(self, call: Callable[[Transport], Awaitable[T]]) -> T:
+    async def _first(self, call: Callable[[Transport], Awaitable[T]], timeout_s: float) -> T:
         """The answer of the first coordinator that gives one; that it cannot now is none, but the
-        last coordinator's."""
-        current, num_tries = self._turns.begin(), len(self._turns.each)
+        last coordinator's. Where a function names the coordinators and none of them answers, they
+        are asked again until the time is over."""
+        loop = asyncio.get_running_loop()
+        current: Transport | None = None
+        asked = Asked(len(self._turns.each), min(timeout_s, self._resume_timeout_s), loop.time())
         while True:
             try:
+                current = current or self._turns.begin()
                 return await call(current)
             except Unavailable as error:
-                others = await self._knows_others(error)
-                num_tries = len(self._turns.each) if others else num_tries - 1
-                if num_tries == 0:
-                    raise
+                if await self._knows_others(error):
+                    asked.num_left = len(self._turns.each) + 1
+                may_change = self._found is not None and self._found.may_change
+                wait_s = asked.wait_after(error, loop.time(), len(self._turns.each), may_change)
                 current = self._turns.after(current, avoided_s(error, begins=False))
+            await asyncio.sleep(wait_s)
 
     async def _knows_others(self, error: Unavailable) -> bool:
         """Whether there are other coordinators by now, where one did not answer."""
@@ -150,6 +158,32 @@ def avoided_s(error: Unavailable, *, begins: bool) -> float:
     if isinstance(error, StreamBroken):
         return AVOIDED_S
     return error.retry_after_ms / 1e3 if begins else 0.0
+
+
+class Asked:
+    """How a call that is no generation goes from one coordinator to the next."""
+
+    def __init__(self, num_coordinators: int, timeout_s: float, now: float) -> None:
+        """`now` is the start of the call, s."""
+        self.num_left = num_coordinators
+        """Coordinators still to ask, the one that was asked last among them."""
+        self._until = now + timeout_s
+        self._num_waits = 0
+
+    def wait_after(
+        self, error: Unavailable, now: float, num_coordinators: int, may_change: bool
+    ) -> float:
+        """Seconds until the next coordinator is asked. Raises the error where all have been asked,
+        unless none answered, there may be others by now, and time is left."""
+        self.num_left -= 1
+        if self.num_left > 0:
+            return 0.0
+        wait_s = backoff(*_WAIT_S, self._num_waits, any_random)
+        if not (may_change and isinstance(error, StreamBroken)) or now + wait_s >= self._until:
+            raise error
+        self._num_waits += 1
+        self.num_left = num_coordinators
+        return wait_s
 
 
 def _loop_time() -> float:

@@ -27,7 +27,7 @@ from outrider.client.results import (
     CoordinatorDescription,
     SessionView,
 )
-from outrider.client.resuming import RESUME_TIMEOUT_S, Told, avoided_s
+from outrider.client.resuming import RESUME_TIMEOUT_S, Asked, Told, avoided_s
 from outrider.client.transport import CLOSED
 from outrider.client.turns import Turns
 from outrider.errors import DeadlineExceeded, OutriderError, StreamBroken, Unavailable
@@ -58,7 +58,7 @@ class SyncClient:
         self._found = Found(address, lambda one: _Coordinator(one, trust), time.monotonic)
         self._resume_timeout_s = resume_timeout_s
         each = self._found.each
-        self._turns = Turns(each, time.monotonic, secrets.randbelow(len(each)))
+        self._turns = Turns(each, time.monotonic, secrets.randbelow(max(1, len(each))))
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -103,12 +103,14 @@ class SyncClient:
     def _events(self, told: Told, message: Any, timeout_s: float) -> Generator[Event]:
         """As `ResumingTransport` does it."""
         deadline = time.monotonic() + timeout_s
-        current = self._turns.begin()
+        current: _Coordinator | None = None
         while True:
             self._check_open()
             left_s = max(0.001, deadline - time.monotonic())
-            stub, rest = current.stub, told.rest(left_s)
+            rest = told.rest(left_s)
             try:
+                current = current or self._turns.begin()
+                stub = current.stub
                 method, asked = (
                     (stub.Generate, message)
                     if rest is None
@@ -173,16 +175,21 @@ class SyncClient:
 
     def _call(self, name: str, request: Any, timeout_s: float) -> Any:
         """See `ResumingTransport`."""
-        current, num_tries = self._turns.begin(), len(self._turns.each)
+        current: _Coordinator | None = None
+        begun = time.monotonic()
+        asked = Asked(len(self._turns.each), min(timeout_s, self._resume_timeout_s), begun)
         while True:
             try:
+                current = current or self._turns.begin()
                 return self._ask(current, name, request, timeout_s)
             except Unavailable as error:
-                others = self._knows_others(error)
-                num_tries = len(self._turns.each) if others else num_tries - 1
-                if num_tries == 0:
-                    raise
+                if self._knows_others(error):
+                    asked.num_left = len(self._turns.each) + 1
+                wait_s = asked.wait_after(
+                    error, time.monotonic(), len(self._turns.each), self._found.may_change
+                )
                 current = self._turns.after(current, avoided_s(error, begins=False))
+            time.sleep(wait_s)
 
     def _knows_others(self, error: Unavailable) -> bool:
         """See `ResumingTransport`."""

@@ -150,6 +150,9 @@ class CoordinatorConfig(FrontConfig):
     trust_remote_code: bool = setting(False, "Run Python code that comes with a model's files.")
     drafting_delays: bool = False
     """Whether a draft's work delays the target's: they share cores or a device."""
+    shares_ports: bool = False
+    """Whether another coordinator, which comes in the place of this one, may listen on its ports
+    before this one has ended."""
     target_address: str = ""
     """HOST:PORT of the target, where it is not announced ..."""
     draft_address: str = ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
@@ -17,6 +19,10 @@ _HYBRID: Final = "hybrid"
 _MEDUSA: Final = "medusa"
 _EARLY_EXIT: Final = "early-exit"
 _EAGLE: Final = "eagle"
+_KINDS: Final = (_QUANTIZED, _HYBRID, _MEDUSA, _EARLY_EXIT, _EAGLE)
+_KIND: Final = re.compile(r"[A-Za-z][\w-]+")
+"""What stands before a colon is meant as a kind, and not as a path: no hub id has a colon, and a
+directory with one in its name can be written as `./NAME`. One letter begins a path of Windows."""
 QUANTIZED_BITS: Final = (8, 4)
 """Bits of a weight that a target can be made its own draft with."""
 _FORMS: Final = (
@@ -106,6 +112,10 @@ def parse_drafter(name: str) -> DrafterChoice:
         return DrafterChoice(None, DraftModel(None, int(rest)))
     if colon and form in _LOOKUPS:
         raise _wrong(name, f"`{form}` takes nothing after it")
+    if colon and _KIND.fullmatch(form):
+        near = difflib.get_close_matches(form, _KINDS, n=1)
+        hint = f"; did you mean `{near[0]}`?" if near else ""
+        raise _wrong(name, f"there is no kind `{form}`{hint}")
     return DrafterChoice(None, DraftModel(name))
 
 

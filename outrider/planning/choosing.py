@@ -101,7 +101,17 @@ class Chooser:
     def choose(self, candidates: Iterable[Candidate]) -> Choice:
         """The fastest of them and of plain decoding; of about equals the first."""
         options = tuple(self._best(self._ways(candidate)) for candidate in candidates)
-        return Choice(self._best([self._plain, *options]), self._plain, options)
+        return Choice(self.best(options), self._plain, options)
+
+    def best(self, options: Iterable[Option]) -> Option:
+        """The fastest of them and of plain decoding; of about equals the first."""
+        return self._best([self._plain, *options])
+
+    def once_more(self, option: Option, rounds: Rounds) -> Option:
+        """The same way to decode, over other rounds."""
+        rates = (option.hit_rate or 0.0,) * option.look_ahead
+        candidate = Candidate(option.rule, option.num_draft_tokens, rounds, rates)
+        return self._option(candidate, option.look_ahead, option.draft_replicas)
 
     def _ways(self, candidate: Candidate) -> Iterator[Option]:
         yield self._with_replicas(candidate, 0)

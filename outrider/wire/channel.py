@@ -32,14 +32,14 @@ _BOTH_ENDS: tuple[tuple[str, int], ...] = (
 )
 
 
-def server_options() -> list[tuple[str, int]]:
-    """Options of a server."""
+def server_options(*, shares_port: bool = False) -> list[tuple[str, int]]:
+    """Options of a server. One that `shares_port` listens beside another that does, as long as both
+    run; the kernel gives each new connection to one of them (SO_REUSEPORT)."""
     return [
         *_BOTH_ENDS,
         # Tolerate the pings of clients that follow the same settings, with room for jitter.
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
-        # Two servers on one port would share its connections between them.
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(shares_port)),
         # Both bounds equal, as above.
         ("grpc.server.max_pending_requests", GRPC_PENDING_CALLS_MAX),
         ("grpc.server.max_pending_requests_hard_limit", GRPC_PENDING_CALLS_MAX),

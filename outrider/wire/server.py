@@ -59,6 +59,8 @@ class ServerOptions:
     """Calls beyond it are refused with RESOURCE_EXHAUSTED."""
     credentials: grpc.ServerCredentials | None = None
     """TLS; None = plain text."""
+    shares_port: bool = False
+    """Whether another server that does so, too, may listen on the same port."""
     guards: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = ()
     """Each call passes them, in this order."""
 
@@ -73,7 +75,7 @@ class RpcServer:
         self._names = [service.descriptor.full_name for service in services]
         self._server = grpc.aio.server(
             interceptors=[*self._options.guards, _DecodesForOthers()],
-            options=server_options(),
+            options=server_options(shares_port=self._options.shares_port),
             maximum_concurrent_rpcs=self._options.max_concurrent_calls,
         )
         self._server.add_generic_rpc_handlers(tuple(_handlers(service) for service in services))

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
+import threading
+import time
+import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from benchmarks import emulate
+from benchmarks.emulate_scenarios import SCENARIOS, Steps
+from deploy.cli.main import main
+from outrider.config import CoordinatorConfig
+from tests.style.settings_table import README
+from tests.style.test_readme_commands import lines_of
+
+TINY = replace(
+    SCENARIOS["70b-1b"], name="tiny", vocab_size=1_000, support=8, num_draft_tokens_max=2,
+    steps=Steps(verify_ms=4.0, verify_tokens=16, draft_ms=0.5, draft_branches=64),
+)  # fmt: skip
 
 pytestmark = [
     pytest.mark.real_model,
@@ -21,6 +39,7 @@ pytestmark = [
 ]
 
 PROMPT = "The capital of France is"
+HTTP_PORT = CoordinatorConfig().port
 
 
 class Shell:
@@ -79,14 +98,34 @@ def _one_line(completed: subprocess.CompletedProcess[str], code: int) -> str:
     return last
 
 
+def _if_free(port: int) -> int:
+    """The port; 0 where it is taken."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return 0
+    return port
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
-    """A detached deployment of the demo model, which `outrider stop` ends without a trace."""
+    """A detached deployment of the demo model, which `outrider stop` ends without a trace. It holds
+    the usual port of HTTP, unless another program does."""
     shell = Shell(tmp_path_factory.mktemp("state"))
     started = shell.run(
-        "serve", "demo", "--draft-model", "ngram", "--grpc-port", "0", "--port", "0", "--detach"
-    )
+        "serve", "demo", "--draft-model", "ngram", "--grpc-port", "0", "--port",
+        str(_if_free(HTTP_PORT)), "--detach",
+    )  # fmt: skip
     assert started.returncode == 0, started.stderr
+    assert "outrider: loading demo, and ngram as its draft\n" in started.stderr
     assert f"gRPC    {shell.record()['grpc_address']}" in started.stdout
     assert f"OpenAI  http://{shell.record()['http_address']}/v1" in started.stdout
     assert f"window  http://{shell.record()['http_address']}/\n" in started.stdout
@@ -237,6 +276,101 @@ def test_bench_peers_refuses_an_interpreter_without_llama_cpp(served: Shell) -> 
     """By its flag, before anything is measured."""
     completed = served.run("bench", "peers", "--llama-cpp-python", sys.executable)
     assert "error: --llama-cpp-python: " in _one_line(completed, 2)
+
+
+def test_plan_runs_beside_a_deployment(served: Shell, tmp_path: Path) -> None:
+    """Its services bind no port that a deployment may have, though `--port` names that one."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "Repeat: one two three four."}) + "\n", "utf-8")
+    port = served.record()["http_address"].rpartition(":")[2]
+    completed = served.run(
+        "plan", "--draft-model", "ngram", "--prompts", str(prompts), "--max-tokens", "4",
+        "--temperature", "0", "--port", port, "--json",
+    )  # fmt: skip
+    assert completed.returncode == 0, completed.stderr
+    assert json.loads(completed.stdout)["temperatures"]["0"]["options"]
+    assert completed.stderr == ""
+
+
+def test_bench_emulate_runs_beside_a_deployment(
+    served: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which holds the port that a coordinator has by default."""
+    with pytest.raises(OSError, match="in use"), socket.create_server(("127.0.0.1", HTTP_PORT)):
+        pass
+    monkeypatch.setitem(SCENARIOS, TINY.name, TINY)
+    monkeypatch.setattr(emulate, "MODES", emulate.MODES[:1])
+    assert main(["bench", "emulate", "--scenario", TINY.name, "--tokens", "32"]) == 0
+    assert "tokens/s" in capsys.readouterr().out
+
+
+def test_nothing_is_refused_while_the_port_changes(served: Shell) -> None:
+    """`upgrade --grpc-port`, and back: with one coordinator, new connections by HTTP and
+    `generate` are answered all the time."""
+    url = f"http://{served.record()['http_address']}/health"
+    old = served.record()["grpc_address"].rpartition(":")[2]
+    refused: list[str] = []
+    over = threading.Event()
+    num_asked = 0
+
+    def ask() -> None:
+        nonlocal num_asked
+        while not over.is_set():
+            num_asked += 1
+            try:
+                with urllib.request.urlopen(url, timeout=30):
+                    pass
+            except OSError as error:
+                refused.append(str(error))
+            time.sleep(0.05)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        for port in (str(_free_port()), old):
+            upgrading = served.start("upgrade", "--grpc-port", port, "--wait", "120")
+            while upgrading.poll() is None:
+                completed = served.run("generate", PROMPT, "--max-tokens", "2")
+                assert completed.returncode == 0, completed.stderr
+            _, said = upgrading.communicate()
+            assert upgrading.returncode == 0, said
+            assert served.record()["grpc_address"] == f"127.0.0.1:{port}"
+    finally:
+        over.set()
+        asking.join()
+    assert num_asked > 20
+    assert refused == []
+
+
+def test_the_readmes_short_lines_run_as_they_stand(served: Shell) -> None:
+    """Beside a deployment as they expect it; nothing is changed but ports, which tests have no say
+    in, and the folder of the programs."""
+    record = served.record()
+    ports = {"50051": record["grpc_address"], "8000": record["http_address"]}
+    short = re.compile(r"outrider (generate|chat|status)\b|curl ")
+    lines = [line for line in lines_of(README) if short.search(line) and "--watch" not in line]
+    assert len(lines) == 6
+    for line in lines:
+        typed = line.replace(".venv/bin/", f"{Path(sys.executable).parent}/")
+        for port, address in ports.items():
+            typed = typed.replace(f"127.0.0.1:{port}", address)
+        found = subprocess.run(
+            ["bash", "-c", typed], cwd=README.parent, env=served.environment,
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert found.returncode == 0, (line, found.stderr)
+        assert found.stdout or "chat" in line, line
+        assert "warning" not in found.stderr
+
+
+def test_bench_speedup_takes_a_single_prompt(served: Shell) -> None:
+    """Of the first category."""
+    completed = served.run(
+        "bench", "speedup", "--num-prompts", "1", "--max-tokens", "4", "--no-reference",
+    )  # fmt: skip
+    assert completed.returncode == 0, completed.stderr
+    assert "warning" not in completed.stderr
+    assert "prompt 1 of 1: chat" in completed.stderr
 
 
 def test_serve_in_the_foreground_ends_with_its_terminal(tmp_path: Path) -> None:

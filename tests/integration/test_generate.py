@@ -49,8 +49,9 @@ async def generate(stack: Stack, *words: str, given: bytes = b"") -> tuple[int |
 
 
 async def test_a_prompt_may_come_from_standard_input(stack: Stack) -> None:
-    """To its end and as it is; what is no text, and a bad number, are refused by name."""
-    request = GenerateRequest("a\nb\n", sampling=GREEDY, max_tokens=5)
+    """To its end but for the last line feed, so that the answer is that to the same argument; what
+    is no text, and a bad number, are refused by name."""
+    request = GenerateRequest("a\nb", sampling=GREEDY, max_tokens=5)
     expected = (await stack.client.complete(request)).text
     code, out, err = await generate(stack, "--max-tokens", "5", "-", given=b"a\nb\n")
     assert (code, out) == (0, expected + "\n"), err

@@ -83,7 +83,7 @@ def test_a_function_that_names_none_changes_nothing(
     assert found.each == ["B"]
 
 
-@pytest.mark.parametrize("said", ["", None, ["127.0.0.1:1"]])
+@pytest.mark.parametrize("said", [",", None, ["127.0.0.1:1"]])
 def test_what_it_says_at_first_must_be_addresses(said: Any) -> None:
     for kind in (Client, SyncClient):
         with pytest.raises(BadRequest, match="HOST:PORT"):
@@ -128,6 +128,48 @@ def test_a_request_begins_at_one_that_came_later() -> None:
     assert heard(Names(*["gone"] * 5, "new"), {"gone": gone, "new": new}) == [*WHOLE]
     with pytest.raises(StreamBroken):
         heard(Names("a", "b"), {"a": Scripted(), "b": Scripted()})
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("first", ["", "127.0.0.1:1"])
+async def test_calls_wait_while_no_coordinator_answers(
+    blocking: bool, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The function names none yet, or only one that has gone: generations and other calls ask
+    again until it names one that answers. A client that does not ask again says what is missing."""
+    monkeypatch.setattr("outrider.client.found.LOOK_S", 0.0)
+    there = Answering()
+    there.events = WHOLE
+    server = await serve(there)
+
+    def names() -> Names:
+        return Names(*[first] * 3, server.address)
+
+    def block() -> None:
+        with SyncClient(names()) as client:
+            assert client.describe().model == "demo"
+        with SyncClient(names()) as client:
+            assert list(client.generate(REQUEST)) == [*WHOLE]
+        with SyncClient(lambda: "", resume_timeout_s=0) as client:
+            with pytest.raises(StreamBroken, match="no coordinator is named yet"):
+                client.describe()
+            with pytest.raises(StreamBroken, match="no coordinator is named yet"):
+                list(client.generate(REQUEST))
+
+    if blocking:
+        await asyncio.to_thread(block)
+    else:
+        async with Client(names()) as client:
+            assert (await client.describe()).model == "demo"
+        async with Client(names()) as client:
+            assert [event async for event in client.generate(REQUEST)] == [*WHOLE]
+        async with Client(lambda: "", resume_timeout_s=0) as client:
+            assert not await client.healthy()
+            with pytest.raises(StreamBroken, match="no coordinator is named yet"):
+                await client.describe()
+            with pytest.raises(StreamBroken, match="no coordinator is named yet"):
+                await client.complete(REQUEST)
+    await server.stop(0)
 
 
 @pytest.mark.parametrize("blocking", [False, True])

@@ -316,5 +316,4 @@ def test_the_command_measures_every_mode_and_prints_one_json_object(
     ahead = value["look_ahead"]
     assert 0 <= ahead["look_ahead_hit_rate"] <= 1
     assert len(ahead["hits"]["rejected_at"]) == ahead["num_draft_tokens"]
-    assert f"deviation {value['deviation']}" in shown.err
-    assert "synchronous, coupled: choosing K" in shown.err
+    assert shown.err == ""

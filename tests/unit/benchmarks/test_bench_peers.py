@@ -158,7 +158,7 @@ def subject(
 ) -> Subject:
     return Subject(
         client=side, model=model, draft_model=draft_model, dtype="bfloat16", num_draft_tokens=8,
-        reference=reference, keeps_answers=draft_model.startswith("hybrid:suffix"), is_fresh=False,
+        reference=reference, keeps_answers=draft_model.startswith("hybrid:suffix"), asked=None,
     )  # fmt: skip
 
 
@@ -169,7 +169,7 @@ async def test_a_deployment_whose_files_are_elsewhere_has_no_peers() -> None:
     with pytest.raises(ConfigError, match="num_draft_tokens: 0"):
         plain = Subject(
             client=side, model="far", draft_model="ngram", dtype="bfloat16", num_draft_tokens=0,
-            reference=None, keeps_answers=False, is_fresh=True,
+            reference=None, keeps_answers=False, asked=None,
         )  # fmt: skip
         await run(PeersOptions(), plain, lambda line: None)
     assert not side.calls

@@ -145,7 +145,7 @@ def test_selection_of_more_than_there_are_takes_all() -> None:
     assert select_prompts(prompts, 99) == tuple(prompts)
 
 
-def test_selection_refuses_to_leave_a_category_out() -> None:
-    assert len(select_prompts(prompts_of("abc"), 3)) == 3
-    with pytest.raises(ConfigError, match="num_prompts: 2 is wrong; it must be at least 3"):
-        select_prompts(prompts_of("abc"), 2)
+def test_selection_of_fewer_than_there_are_categories_takes_the_first_of_them() -> None:
+    chosen = select_prompts(prompts_of("aabbcc"), 2)
+    assert [prompt.text for prompt in chosen] == ["a0", "b2"]
+    assert [prompt.text for prompt in select_prompts(prompts_of("aabbcc"), 1)] == ["a0"]

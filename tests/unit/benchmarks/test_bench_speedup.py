@@ -10,7 +10,14 @@ from bench_sides import ScriptedSide
 
 from benchmarks.measurement import Decoding
 from benchmarks.prompts import BenchPrompt
-from benchmarks.speedup import ServiceClient, SpeedupOptions, Subject, add_arguments, run
+from benchmarks.speedup import (
+    AskedPrompts,
+    ServiceClient,
+    SpeedupOptions,
+    Subject,
+    add_arguments,
+    run,
+)
 from outrider.errors import ConfigError, Unavailable
 from outrider.generation import ChatMessage, GenerateRequest, Metrics
 from outrider.sessions.store import FinishReason
@@ -27,7 +34,7 @@ def subject(
     side: ScriptedSide,
     num_draft_tokens: int = 8,
     keeps_answers: bool = False,
-    is_fresh: bool = False,
+    asked: AskedPrompts | None = None,
 ) -> Subject:
     return Subject(
         client=side,
@@ -37,7 +44,7 @@ def subject(
         num_draft_tokens=num_draft_tokens,
         reference=None,
         keeps_answers=keeps_answers,
-        is_fresh=is_fresh,
+        asked=asked,
     )
 
 
@@ -201,28 +208,48 @@ async def test_a_deployment_that_drafts_nothing_has_nothing_to_compare() -> None
 
 
 @pytest.mark.parametrize(
-    ("keeps_answers", "is_fresh", "texts", "warned"),
+    ("keeps_answers", "asked", "texts", "warned"),
     [
-        (False, False, "aab", []),
-        (True, True, "abc", []),
-        (True, False, "abc", ["this deployment ran before"]),
-        (True, True, "aaba", ["2 of the prompts are there already"]),
-        (True, False, "aa", ["this deployment ran before", "1 of the prompts are there already"]),
+        (False, None, "aab", []),
+        (True, "", "abc", []),
+        (True, "xyz", "abc", []),
+        (True, "bcd", "abc", ["2 of the prompts were measured on this deployment before"]),
+        (True, None, "abc", ["it is not known what this server was asked before"]),
+        (True, "", "aaba", ["2 of the prompts are there already"]),
+        (True, "a", "aa", ["2 of the prompts were measured", "1 of the prompts are there already"]),
     ],
 )
 async def test_what_may_be_copied_from_earlier_answers_is_warned_of(
-    tmp_path: Path, keeps_answers: bool, is_fresh: bool, texts: str, warned: list[str]
+    tmp_path: Path, keeps_answers: bool, asked: str | None, texts: str, warned: list[str]
 ) -> None:
-    """Those of an earlier run, and those of a prompt that is listed twice."""
+    """Those of an earlier measurement, and those of a prompt that is listed twice. One that
+    has answered other prompts is not warned of."""
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     side = ScriptedSide(lambda prompt, decoding: (12, 1.0))
     lines: list[str] = []
-    found = subject(side, keeps_answers=keeps_answers, is_fresh=is_fresh)
+    before = None if asked is None else AskedPrompts(None, "")
+    if before is not None:
+        before.add([BenchPrompt(text, "other") for text in asked or ""])
+    found = subject(side, keeps_answers=keeps_answers, asked=before)
     await run(SpeedupOptions(prompts=path), found, lines.append)
     warnings = [line for line in lines if line.startswith("warning: drafts may copy")]
     assert len(warnings) == len(warned)
     assert all(words in line for words, line in zip(warned, warnings, strict=True))
+
+
+def test_what_was_asked_is_kept_for_one_deployment(tmp_path: Path) -> None:
+    """In a file; one that cannot be read, or is of another deployment, says nothing."""
+    path, prompts = tmp_path / "asked.json", [BenchPrompt(text, "other") for text in "abc"]
+    assert AskedPrompts(path, "one").count(prompts) == 0
+    AskedPrompts(path, "one").add(prompts[:2])
+    assert AskedPrompts(path, "one").count(prompts) == 2
+    assert AskedPrompts(path, "two").count(prompts) == 0
+    AskedPrompts(path, "two").add(prompts[2:])
+    assert [AskedPrompts(path, name).count(prompts) for name in ("one", "two")] == [0, 1]
+    for text in ("", "[]", '{"deployment": "two", "prompts": 5}'):
+        path.write_text(text)
+        assert AskedPrompts(path, "two").count(prompts) == 0
 
 
 async def test_a_wrong_prompt_file_stops_before_anything_is_sent(tmp_path: Path) -> None:

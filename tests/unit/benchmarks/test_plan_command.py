@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import pytest
 from models import byte_level_tokenizer, save_tiny_model
 
 from deploy.cli.main import main
-from deploy.cli.settings import deployment_config, with_flags
+from deploy.cli.settings import deployment_config, public_settings, with_flags
+from deploy.state import DeploymentRecord, process_start, publish, state_directory
+from outrider.config import load_config
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,31 @@ def test_wrong_flags_end_the_command(
     shown = capsys.readouterr()
     assert named in shown.err
     assert shown.out == ""
+
+
+@pytest.mark.parametrize(
+    ("runs", "reason"),
+    [
+        ({}, "its settings differ"),
+        ({"length_control": False, "look_ahead": 0, "draft_model": "suffix"}, "drafts copy from"),
+    ],
+)
+def test_a_deployment_that_no_plan_can_be_held_against_is_refused_at_once(
+    runs: dict[str, object], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And no flag is blamed that was not given."""
+    publish(state_directory(os.environ), DeploymentRecord(
+        pid=os.getpid(), process_start=process_start(os.getpid()) or 0, started_at="then",
+        model="m", draft_model="d", served_model_name="m", grpc_address="h:1",
+        target_addresses=[], draft_addresses=[], target_directory="", tokenizer_directory="",
+        settings=public_settings(load_config(runs, {})),
+    ))  # fmt: skip
+    drafter = ("--draft-model", "suffix") if runs else ()
+    assert main(["plan", "--validate", *drafter]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    said = "outrider: error: --validate: cannot use the deployment that runs (h:1): "
+    assert line.startswith(f"{said}{reason}")
+    assert "--length-control" not in line
 
 
 @pytest.mark.long

@@ -203,9 +203,43 @@ def test_the_report_has_all_that_was_asked_for() -> None:
     text = io.StringIO()
     Console(file=text, width=120).print(render(found, None))
     assert "speed-up over K, token" in text.getvalue()
+    sure = plan["spread"]
+    assert sure["num_texts"] == len(sample.texts)
+    low, high = sure["speedup"]
+    assert low <= plan["chosen"]["speedup"] <= high
+    words = " ".join(text.getvalue().split())
+    assert f"90% have a speed-up of {low:.2f} to {high:.2f} this way" in words
     plot = render_plot(found)
     assert plot.startswith("<svg")
     assert plot.count("<polyline") == 3
+
+
+@pytest.mark.parametrize("bound", [4, 16])
+def test_a_plan_says_where_its_k_is_the_largest_that_it_looked_at(
+    bound: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where rows cost nothing and all drafts are accepted; not where K is smaller."""
+    sample, most = _sample(MODEL, 0.0, draft_salt=1), 4
+    monkeypatch.setattr("benchmarks.plan_report.NUM_DRAFT_TOKENS_MAX", bound)
+    monkeypatch.setattr("benchmarks.plan.SWEEP", tuple(k for k in SWEEP if k <= most))
+
+    def said(times: ServiceTimes) -> tuple[int, bool, str]:
+        chosen = choose(PlanOptions(), Replays(MODEL, sample), sample, times)
+        whole = report(PlanOptions(), [chosen], times, model="t", draft_model="d", num_prompts=4)
+        text = io.StringIO()
+        Console(file=text, width=120).print(render(whole, None))
+        words = " ".join(text.getvalue().split())
+        return chosen.choice.chosen.num_draft_tokens, chosen.is_at_edge, words
+
+    flat, free = StepCosts((1, 101), (0.010, 0.010)), StepCosts((1, 101), (1e-6, 1e-6))
+    k, is_at_edge, words = said(ServiceTimes(target=flat, verify=flat, draft=free))
+    assert (k, is_at_edge) == (most, True)
+    assert f"K = {most} is the largest that was looked at" in words
+    assert ("the most that a round drafts" in words) == (most == bound)
+    dear = StepCosts((1, 2, 101), (0.010, 0.5, 9.0))
+    k, is_at_edge, words = said(ServiceTimes(target=dear, verify=dear, draft=free))
+    assert (k, is_at_edge) == (0, False)
+    assert "is the largest" not in words
 
 
 def test_predicted_stands_beside_measured() -> None:

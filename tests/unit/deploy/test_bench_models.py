@@ -84,10 +84,10 @@ def test_of_a_server_by_its_address_answers_may_be_kept() -> None:
 
 
 @pytest.mark.parametrize("is_own", [True, False])
-async def test_a_deployment_that_the_command_starts_is_fresh(
+async def test_a_deployment_that_the_command_starts_has_been_asked_nothing(
     monkeypatch: pytest.MonkeyPatch, is_own: bool
 ) -> None:
-    """And one that is named is not."""
+    """Of one that is named that is not known."""
 
     class Started:
         def __init__(self, config: DeploymentConfig, *_: Any, **__: Any) -> None:
@@ -107,5 +107,5 @@ async def test_a_deployment_that_the_command_starts_is_fresh(
     words = ["--draft-model", "suffix"] if is_own else ["--server", "127.0.0.1:1"]
     arguments = parser.parse_args(["speedup", *words])
     async with _subject(arguments, raw=True, reference=lambda _: None) as subject:
-        assert subject.is_fresh == is_own
+        assert (subject.asked is not None) == is_own
         assert subject.keeps_answers

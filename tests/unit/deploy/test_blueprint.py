@@ -73,7 +73,22 @@ def test_nothing_else_of_a_replicas_configuration_differs() -> None:
             for name in type(whole).__dataclass_fields__
             if getattr(told, name) != getattr(whole, name)
         }
-        assert differ == {"membership", "port", *(("grpc_port",) if role == "coordinator" else ())}
+        of_coordinators = ("grpc_port", "shares_ports") if role == "coordinator" else ()
+        assert differ == {"membership", "port", *of_coordinators}
+
+
+def test_coordinators_of_one_machine_share_ports_with_those_that_they_replace() -> None:
+    """But for a port of metrics: then one ends before the other starts."""
+    for settings, in_place in (
+        ({}, ()), ({"telemetry": "otlp=http://h:1"}, ()), ({"telemetry": "prometheus=0"}, ()),
+        ({"telemetry": "prometheus=9464"}, ("coordinator",)),
+    ):  # fmt: skip
+        plan, elsewhere = blueprint(**settings), blueprint(local=False, **settings)
+        assert (plan.in_place, plan.keeps_ports) == (in_place, ("coordinator",))
+        assert (elsewhere.in_place, elsewhere.keeps_ports) == ((), ())
+        for found in (plan, elsewhere):
+            told: Any = found.config("coordinator", "coordinator-9", 0)
+            assert told.shares_ports is found.local
 
 
 def test_what_a_replica_asks_for_bears_its_name() -> None:

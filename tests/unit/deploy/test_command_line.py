@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import json
 import shlex
 import socket
@@ -16,14 +17,17 @@ import pytest
 from google.protobuf import json_format
 from models import byte_level_tokenizer
 
+from deploy.cli import generate
 from deploy.cli.connection import add_connection_flags, own_config
 from deploy.cli.logprobs import logprob_table, token_names
 from deploy.cli.main import main
+from deploy.cli.naming import spoken
 from deploy.cli.serve import endpoints_text
 from deploy.cli.settings import given_flags, public_settings
 from deploy.state import DeploymentRecord
 from outrider.client import Completion, Metrics, Usage
 from outrider.config import DeploymentConfig, load_config
+from outrider.errors import BadRequest, SettingError
 from outrider.messages import PositionLogprobs
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling import Rule
@@ -43,7 +47,21 @@ from outrider.v1.coordinator_pb2 import GenerateRequest
         (("serve", "--ngram-min", "5", "--ngram-max", "4"), "error: --ngram-min: "),
         (("serve", "--telemetry", "nowhere"), "error: --telemetry: "),
         (("serve", "--device", "tpu"), "error: --device: "),
-        (("upgrade", "--max-num-seq", "5"), "unrecognized arguments: --max-num-seq"),
+        (("upgrade", "--max-num-seq", "5"), "--max-num-seq; did you mean --max-num-seqs? (see"),
+        (
+            ("generate", "--max-token", "hi", "x"),
+            "unrecognized arguments: --max-token; did you mean --max-tokens? (see",
+        ),
+        (("generate", "x", "--max-token=hi"), "--max-token; did you mean --max-tokens? (see"),
+        (("generate", "--zzz"), "unrecognized arguments: --zzz (see outrider generate"),
+        (("serve", "demo", "again", "--max-num-seq", "5"), "did you mean --max-num-seqs?"),
+        (("serve", "demo", "again"), "unrecognized arguments: again"),
+        (
+            ("serve", "--draft-model", "foo:bar"),
+            "no kind `foo`; it must be `auto`, `ngram`",
+        ),
+        (("plan", "--draft-model", "foo:bar"), "error: --draft-model: 'foo:bar' is wrong: there"),
+        (("generate", ""), "error: PROMPT: is empty; it must be"),
         (("bench", "serve", "--burst", "5"), "--burst"),
         (("serve", "--nope"), "(see outrider serve --help)"),
         (("bench", "speedup", "--nope"), "(see outrider bench speedup --help)"),
@@ -78,10 +96,6 @@ from outrider.v1.coordinator_pb2 import GenerateRequest
         (("generate", "\ud800", "--server", "127.0.0.1:1"), "error: PROMPT: "),
         (("bench",), "WHAT"),
         (("bench", "speedup", "--num-prompts", "0"), "error: --num-prompts: "),
-        (
-            ("bench", "speedup", "--num-prompts", "2"),
-            "--num-prompts: 2 is wrong; it must be at least 6",
-        ),
         (("bench", "speedup", "--num-draft-tokens", "17"), "error: --num-draft-tokens: "),
     ],
 )
@@ -143,6 +157,50 @@ def test_what_is_wrong_before_a_start_is_called_what_it_was_set_by(
         assert "error: OUTRIDER_GRPC_PORT: cannot listen on" in capsys.readouterr().err
     assert main(["serve", "--grpc-port", "0", "--draft-model", "./nowhere"]) == 2
     assert "error: --draft-model: model ./nowhere: no such file" in capsys.readouterr().err
+    assert main(["serve", "./nowhere", "--grpc-port", "0", "--no-http"]) == 2
+    assert "error: TARGET: model ./nowhere: no such file" in capsys.readouterr().err
+
+
+def test_no_error_names_a_flag_that_was_not_given() -> None:
+    """A setting that has its default is called by its name, and so is a field of a request."""
+    parser = argparse.ArgumentParser()
+    add_connection_flags(parser, without=("seed",))
+    parser.add_argument("--max-tokens", type=int, default=128)
+    taken, missing = SettingError("port", "is taken"), BadRequest("server", "'' is wrong")
+    long = BadRequest("max_tokens", "is too many")
+
+    def said(*words: str) -> list[str]:
+        arguments = parser.parse_args(words)
+        arguments.words = list(words)
+        return [spoken(error, arguments) for error in (taken, missing, long)]
+
+    assert said() == [
+        "setting port (not given): is taken", "server: '' is wrong", "max_tokens: is too many",
+    ]  # fmt: skip
+    assert said("--port", "1", "--server=h:1", "--max-tokens", "4") == [
+        "--port: is taken", "--server: '' is wrong", "--max-tokens: is too many",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "prompt"),
+    [(b"a\nb\n", "a\nb"), (b"a\r\n", "a"), (b"a\n\n", "a\n"), (b"a", "a"), (b" \n", " ")],
+)
+def test_a_line_feed_ends_a_prompt_on_standard_input(
+    given: bytes, prompt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(given)))
+    assert generate._text("-") == prompt
+
+
+@pytest.mark.parametrize("given", [b"", b"\n", b"\r\n"])
+def test_an_empty_line_on_standard_input_is_no_prompt(
+    given: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(given)))
+    assert main(["generate", "-", "--server", "127.0.0.1:1"]) == 2
+    said = "outrider: error: PROMPT: standard input has no text; it must have a character or more\n"
+    assert capsys.readouterr().err == said
 
 
 def test_of_two_wrong_settings_one_is_told(

@@ -132,8 +132,7 @@ def test_a_fleet_that_returns_without_its_registry_waits_for_it() -> None:
 
 
 def test_what_another_plan_changes_is_replaced_one_by_one() -> None:
-    """Of each role as many serve as are wanted, all the time; what the plan leaves alone stays. A
-    coordinator goes first, for the next one is to have its port."""
+    """Of each role as many serve as are wanted, all the time; what the plan leaves alone stays."""
 
     async def scene(world: World) -> None:
         before = {role: world.names(role) for role in ROLES}
@@ -142,6 +141,7 @@ def test_what_another_plan_changes_is_replaced_one_by_one() -> None:
             targets = world.fleet.of("target")
             assert sum(bool(one.address) for one in targets) >= 2
             assert sum(not one.leaves for one in targets) <= 3
+            assert world.names("coordinator")
             await asyncio.sleep(0.1)
         assert world.names("draft") == before["draft"], "nothing changes for it"
         for role in ("target", "coordinator"):
@@ -157,6 +157,44 @@ def test_what_another_plan_changes_is_replaced_one_by_one() -> None:
         assert [world.names(role) for role in ROLES] == names, "that plan holds"
 
     play(scene, num_targets=2, grpc_port=7000)
+
+
+def test_a_coordinator_has_the_ports_of_the_one_that_it_replaces() -> None:
+    """And starts before that one ends, so that somebody listens on each port all the time."""
+
+    def ports(world: World) -> list[int]:
+        names = world.names("coordinator")
+        return sorted({world.actor(name).config.grpc_port for name in names})
+
+    async def scene(world: World) -> None:
+        for slots in ([7000, 7001], [7000, 7001, 7002]):
+            await world.registry.want({"coordinator": len(slots)})
+            await asyncio.sleep(10)
+            assert ports(world) == slots
+            old = world.names("coordinator")
+            await world.upgrade(deadline_ms=999 + len(slots))
+            for _ in range(600):
+                assert ports(world) == slots
+                assert len(world.names("coordinator")) <= len(slots) + 1
+                await asyncio.sleep(0.1)
+            assert not {*world.names("coordinator")} & {*old}
+            assert len(world.names("coordinator")) == len(slots)
+
+    play(scene, num_coordinators=2, grpc_port=7000)
+
+
+def test_where_two_cannot_share_a_port_of_metrics_the_stale_coordinator_leaves_first() -> None:
+    async def scene(world: World) -> None:
+        [old] = world.names("coordinator")
+        most = 0
+        await world.upgrade(deadline_ms=999)
+        for _ in range(300):
+            most = max(most, len(world.fleet.of("coordinator")))
+            await asyncio.sleep(0.1)
+        assert most == 1
+        assert world.names("coordinator") != [old]
+
+    play(scene, telemetry="prometheus=9464")
 
 
 def test_where_another_one_finds_no_place_the_stale_one_leaves_first() -> None:

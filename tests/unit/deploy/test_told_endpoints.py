@@ -9,6 +9,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from deploy.cli import connection
 from deploy.cli.connection import Connection, add_connection_flags, connected
 from deploy.cli.serve import _keep_told
 from deploy.overview import Endpoints
@@ -22,6 +25,7 @@ from deploy.state import (
 )
 from outrider.client.requests import key_metadata
 from outrider.config import load_config
+from outrider.errors import Unavailable
 
 
 def recorded() -> DeploymentRecord:
@@ -76,19 +80,47 @@ async def test_the_record_is_true_while_replicas_come_and_go() -> None:
     telling.cancel()
 
 
+async def test_commands_wait_while_no_coordinator_is_recorded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As while the only one is replaced; no flag is blamed where none comes."""
+    state, record = state_directory(os.environ), recorded()
+    publish(state, replace(record, grpc_address=""))
+    parser = argparse.ArgumentParser()
+    add_connection_flags(parser, ())
+    arguments = parser.parse_args([])
+    monkeypatch.setattr(connection, "COORDINATOR_WAIT_S", 0.5)
+    with pytest.raises(
+        Unavailable, match=r"^no coordinator has served for 0.5 s; see `outrider st"
+    ):
+        async with connected(arguments):
+            pass
+    monkeypatch.setattr(connection, "COORDINATOR_WAIT_S", 30.0)
+
+    async def come() -> None:
+        await asyncio.sleep(0.3)
+        publish(state, record)
+
+    coming = asyncio.create_task(come())
+    async with connected(arguments) as found, found.client() as client:
+        assert (found.address, client.address) == ("h:1", "h:1")
+    await coming
+    assert "no coordinator serves at the moment: waiting for one\n" in capsys.readouterr().err
+
+
 async def test_commands_ask_the_record_where_coordinators_are_by_now() -> None:
     """As of one that takes another's place on another port."""
     state, record = state_directory(os.environ), recorded()
     publish(state, record)
     parser = argparse.ArgumentParser()
     add_connection_flags(parser, ())
-    async with connected(parser.parse_args([])) as connection:
-        assert connection.find is not None
+    async with connected(parser.parse_args([])) as known:
+        assert known.find is not None
         publish(state, replace(record, grpc_address="h:9"))
-        async with connection.client() as client:
-            assert client.address == connection.find() == "h:9"
+        async with known.client() as client:
+            assert client.address == known.find() == "h:9"
         withdraw(state)
-        assert connection.find() == ""
+        assert known.find() == ""
     async with Connection("h:1", api_key="a-key").client(tries_again=False) as client:
         transport: Any = client._transport
         assert client.address == "h:1"

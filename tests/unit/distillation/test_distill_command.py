@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
+import time
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
 from models import byte_level_tokenizer, save_tiny_model
 
 from deploy.cli.main import main
+from deploy.cli.progress import progress
 from outrider.distillation.distilling import Distilled
 from outrider.distillation.measuring import Measured, TemperatureRates
 from outrider.distillation.options import KINDS, DistillOptions
@@ -71,7 +75,7 @@ def test_the_command_makes_one_that_serves(
     assert found["steps"] == 4
     assert 0 < found["sampled"] < 1
     assert 0 < found["of_prompts"]["num_positions"] <= 4 * 128
-    assert "training" in captured.err
+    assert "training" not in captured.err
     check_target(tmp_path / "out", "out", kind, model, "target")
     [written] = (tmp_path / "cache" / "distillation").glob("*/written-*/conversations.jsonl")
     conversations = [json.loads(line) for line in written.read_text().splitlines()]
@@ -178,10 +182,41 @@ def test_without_json_all_that_was_measured_is_printed(
     found = Distilled(tmp_path / "o", measured(0.125, 0.25), measured(0.375, 0.5), 7, 90.0)
     monkeypatch.setattr("outrider.distillation.distilling.distill", lambda *given: found)
     assert main(["distill", str(target), "--out", str(tmp_path / "o"), *flags]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    *lines, to_type = capsys.readouterr().out.splitlines()
     assert lines == [
         f"{tmp_path / 'o'}: 7 steps in 1.5 minutes",
         "acceptance, held-out texts: 0.125 at temperature 0, 0.250 at 1",
         "acceptance, --measure: 0.375 at temperature 0, 0.500 at 1",
-        f"outrider serve {target} --draft-model {form}{tmp_path / 'o'}",
     ]
+    program, *words = shlex.split(to_type)
+    assert shutil.which(program) is not None
+    form = form or "hybrid:suffix,"
+    assert words == ["serve", str(target), "--draft-model", f"{form}{tmp_path / 'o'}"]
+
+
+def test_off_a_terminal_stages_are_lines(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The beginning of each, and how far it is as long as it lasts; with --quiet neither."""
+    monkeypatch.setattr(progress, "_period_s", 0.05)
+    rates = Measured((TemperatureRates(0.0, 1, 0.5, 0.5), TemperatureRates(1.0, 1, 0.5, 0.5)), ())
+
+    def distill(options: DistillOptions, target: object, cache: Path, report: Any) -> Distilled:
+        for stage in ("writing", "training"):
+            for part in (0.0, 0.25):
+                report(stage, part, None)
+            time.sleep(0.2)
+        return Distilled(options.out, rates, None, 7, 90.0)
+
+    monkeypatch.setattr("outrider.distillation.distilling.distill", distill)
+    words = ["distill", str(target), "--out", str(tmp_path / "o")]
+    assert main(words) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert {f"outrider: {said}" for said in (f"loading {target}", "writing", "training")} <= {
+        *lines
+    }
+    assert "outrider: writing: 25% (0 s)" in lines
+    assert lines[-1].startswith("outrider: training: 25% (")
+    assert main([*words, "--quiet"]) == 0
+    assert "writing" not in capsys.readouterr().err

@@ -1,0 +1,118 @@
+"""What a command is doing, on standard error: a line whenever that changes, and every few seconds
+while it does not."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+import time
+from typing import Final
+
+from deploy.state import ERROR_PREFIX
+
+PERIOD_S: Final = 5.0
+"""Between two lines of work that goes on."""
+PREFIX: Final = "outrider: "
+_WARNING: Final = "warning: "
+
+
+class Progress:
+    """Any number of threads may share one."""
+
+    def __init__(self, period_s: float = PERIOD_S) -> None:
+        self.quiet = False
+        """Whether nothing but warnings is said."""
+        self._period_s = period_s
+        self._changed = threading.Condition()
+        self._doing = ""
+        """Empty while nothing is going on."""
+        self._stage = ""
+        self._since = self._said_at = 0.0
+        self._is_repeating = False
+        """Whether the thread that repeats the line runs."""
+
+    def __call__(self, line: str, *, at_once: bool = True) -> None:
+        """Says what begins now: `at_once`, or only where it takes long. It is said again, with the
+        seconds that it has taken, until another line or `rest` ends it. A warning is said once,
+        whatever else goes on."""
+        if line.startswith(_WARNING):
+            note(line)
+        elif not self.quiet:
+            with self._changed:
+                if at_once:
+                    note(line)
+                self._begin(line)
+
+    def begin(self, stage: str) -> None:
+        """Says that a stage of the work begins; of the one that goes on, nothing."""
+        if stage != self._stage:
+            self(stage)
+            self._stage = stage
+
+    def relay(self, line: str) -> None:
+        """Says what another process of ours has said, which repeats it by itself. Other lines, and
+        errors, are left out."""
+        text = line.removeprefix(PREFIX)
+        if text == line or line.startswith(ERROR_PREFIX):
+            return
+        if text.startswith(_WARNING) or not self.quiet:
+            note(text)
+
+    def update(self, line: str) -> None:
+        """Says from the next time on how far the work has come that began last."""
+        with self._changed:
+            if self._doing:
+                self._doing = line
+
+    def rest(self) -> None:
+        """The work is over, or says enough by itself."""
+        with self._changed:
+            self._doing = self._stage = ""
+            self._changed.notify()
+
+    def _begin(self, line: str) -> None:
+        self._doing = line
+        self._since = self._said_at = time.monotonic()
+        if not self._is_repeating:
+            self._is_repeating = True
+            threading.Thread(target=self._repeat, name="progress", daemon=True).start()
+
+    def _repeat(self) -> None:
+        with self._changed:
+            while self._doing:
+                now = time.monotonic()
+                left_s = self._said_at + self._period_s - now
+                if left_s > 0:
+                    self._changed.wait(left_s)
+                    continue
+                note(f"{self._doing} ({now - self._since:.0f} s)")
+                self._said_at = now
+            self._is_repeating = False
+
+
+progress: Final = Progress()
+"""Of the command that this process runs."""
+
+
+def add_common_flags(parser: argparse.ArgumentParser) -> None:
+    """What every command takes; `verbose` and `quiet` are in its arguments where they are given."""
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", default=argparse.SUPPRESS,
+        help="log what happens to standard error",
+    )  # fmt: skip
+    parser.add_argument(
+        "-q", "--quiet", action="store_true", default=argparse.SUPPRESS,
+        help="no progress on standard error, where warnings and errors still are (as with --json)",
+    )  # fmt: skip
+
+
+def begin_progress(arguments: argparse.Namespace) -> None:
+    """For a new command: without progress where it was told so, or answers in JSON."""
+    progress.rest()
+    progress.quiet = any(getattr(arguments, name, False) for name in ("quiet", "json"))
+
+
+def note(line: str) -> None:
+    """Says what is to be read whether or not progress is."""
+    print(f"{PREFIX}{line}", file=sys.stderr, flush=True)

@@ -1,0 +1,145 @@
+"""The commands that the documents show can be typed: in this order, with flags that exist."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from benchmarks import plan, speedup
+from deploy.cli import generate
+from deploy.cli.distill import serve_line
+from deploy.cli.main import parse
+from deploy.cli.naming import program
+from deploy.cli.settings import deployment_config
+from tests.style.settings_table import README
+
+ROOT = README.parent
+DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+NEEDS_DEPLOYMENT = ("status", "scale", "autoscale", "upgrade", "stop")
+MADE_BY_READER = {"more.jsonl", "mine.jsonl"}
+
+
+def lines_of(document: Path) -> list[str]:
+    """The lines of its console blocks, those that are continued joined."""
+    blocks = re.findall(r"^```console\n(.*?)^```", document.read_text("utf-8"), re.S | re.M)
+    return [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
+
+
+def words_of(line: str) -> list[str] | None:
+    """Those behind `outrider`; None where the line runs another program. It may come behind
+    variables, or behind `--` of a program that runs it elsewhere."""
+    words = shlex.split(line, comments=True) if "outrider " in line else []
+    for place, word in enumerate(words):
+        before = words[:place]
+        is_first = all("=" in one for one in before) or before[-1] == "--"
+        if Path(word).name == "outrider" and is_first:
+            return words[place + 1 :]
+    return None
+
+
+def commands_of(document: Path) -> list[tuple[str, argparse.Namespace]]:
+    """Each command line of ours with what the real parser makes of it."""
+    found = []
+    for line in lines_of(document):
+        words = words_of(line)
+        if words is not None:
+            found.append((line, parse(words)[1]))
+    return found
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_in_documents_have_flags_that_exist(document: Path) -> None:
+    """And values that a command takes: a wrong one raises here."""
+    for line, arguments in commands_of(document):
+        if arguments.command == "serve" and arguments.config is None:
+            if "target" in arguments:
+                arguments.setting_model = arguments.target
+            if "--ssl-certfile" not in line and "--api-key-file" not in line:
+                deployment_config(arguments)
+        elif arguments.command == "generate":
+            generate._request(arguments)
+        elif getattr(arguments, "measurement", "") == "speedup":
+            speedup.SpeedupOptions.from_arguments(arguments).load_prompts()
+        elif arguments.command == "plan" and not arguments.simulate:
+            plan.PlanOptions.from_arguments(arguments).load_prompts()
+
+
+def test_the_readme_has_the_commands_that_a_newcomer_meets() -> None:
+    """So that the other tests read what they are about."""
+    names = {arguments.command for _, arguments in commands_of(README)}
+    assert {"serve", "generate", "chat", "bench", "stop", "plan", "upgrade", "distill"} <= names
+
+
+def test_the_readmes_commands_work_in_their_order() -> None:
+    """A deployment runs where a command needs one, and none where one is started; what is served or
+    learned from has been made before, or is there."""
+    runs, made = False, {path.name for path in ROOT.iterdir()} | MADE_BY_READER
+    for line, arguments in commands_of(README):
+        if "ray job submit" in line:  # On another machine.
+            continue
+        assert line.startswith(".venv/bin/outrider "), line
+        if arguments.command == "serve":
+            assert not runs, line
+            assert arguments.detach, line
+            runs = True
+        elif arguments.command in NEEDS_DEPLOYMENT:
+            assert runs, line
+            runs = arguments.command != "stop"
+        for name in ("prompts", "measure", "start_from", "corpus"):
+            path = getattr(arguments, name, None)
+            assert path is None or callable(path) or Path(path).parts[0] in made, line
+        drafter = getattr(arguments, "setting_draft_model", "")
+        for word in re.findall(r"my-\w+", drafter):
+            assert word in made, line
+        if arguments.command == "distill":
+            made.add(str(arguments.out))
+    assert runs, "the calls by HTTP, gRPC and Python need a deployment"
+
+
+def test_what_distill_prints_is_what_the_readme_serves() -> None:
+    served = {
+        (getattr(arguments, "target", ""), getattr(arguments, "setting_draft_model", ""))
+        for _, arguments in commands_of(README)
+        if arguments.command == "serve"
+    }
+    made = [arguments for _, arguments in commands_of(README) if arguments.command == "distill"]
+    printed = set()
+    for arguments in made:
+        words = shlex.split(serve_line(arguments.target, arguments.kind, arguments.out))
+        _, again = parse(words[1:])
+        printed.add((again.target, again.setting_draft_model))
+    with_drafters = {pair for pair in served if "my-" in pair[1]}
+    assert with_drafters
+    assert with_drafters <= printed
+
+
+def test_programs_beside_ours_have_their_path() -> None:
+    """`buf` and `ray` are installed into `.venv/bin`, where no shell looks by itself."""
+    ours = [line for line in lines_of(README) if "curl " in line or line.startswith(".venv")]
+    assert ours
+    for line in ours:
+        word = shlex.split(line)[0]
+        assert word == "curl" or word.startswith(".venv/bin/"), line
+
+
+def test_a_program_that_no_shell_finds_is_shown_with_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the directory of the one that runs; one that is nowhere is not shown."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    for name in ("outrider", "buf"):
+        file = tmp_path / "beside" / name
+        file.parent.mkdir(exist_ok=True)
+        file.touch(mode=0o755)
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "beside" / "outrider")])
+    assert program("buf") == str(tmp_path / "beside" / "buf")
+    assert program() == str(tmp_path / "beside" / "outrider")
+    assert program("no-such-program") == ""
+    found = tmp_path / "bin" / "buf"
+    found.parent.mkdir()
+    found.touch(mode=0o755)
+    assert program("buf") == "buf"
