@@ -18,6 +18,7 @@ from redis_servers import RedisServers
 from session_model import OWNERS, new_session
 
 from coordinator.commits import Committer
+from deploy.cli.collect_env import collect
 from outrider.errors import ConfigError, DataLoss, StoreUnavailable
 from outrider.fleet.redis_registry import RedisRegistry
 from outrider.fleet.registry import ReplicaRecord
@@ -292,6 +293,23 @@ async def test_what_replicas_lack_does_not_count(servers: RedisServers) -> None:
     with redis.Redis(port=servers.replicas[0].port, protocol=2) as replica:
         assert replica.exists("outrider:session:{" + "2" * 32 + "}")
     await store.close()
+
+
+async def test_all_that_take_a_redis_url_take_sentinels(
+    servers: RedisServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The registry, the slots of keys and `collect-env`, beside the store."""
+    address = RedisAddress(url=servers.url, key_prefix="outrider:")
+    registry, slots = RedisRegistry(address, "d"), RedisSlots(address)
+    record = ReplicaRecord(role="draft", name="d1", address="h:1", host="h", pid=1)
+    await registry.announce(record)
+    assert await registry.records("draft") == [record]
+    await slots.take(Caller("me", concurrency=1), ["a"], 1)
+    for one in (registry, slots):
+        await one.close()
+    monkeypatch.setenv("OUTRIDER_REDIS_URL", servers.url)
+    found = (await asyncio.to_thread(collect))["redis"]
+    assert found["named_server_version"] == found["server_version"]
 
 
 async def test_what_is_wrong_with_sentinels_is_said(tmp_path: Path) -> None:
