@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import redis.asyncio
@@ -45,6 +45,7 @@ from outrider.limits import (
     REDIS_TIMEOUT_SLICES,
 )
 from outrider.sessions.redis_address import RedisAddress
+from outrider.sessions.redis_pool import Pool
 from outrider.sessions.redis_sentinel import SCHEMES, SentinelUrl, sentinel_client
 
 MINIMUM_VERSION = (6, 2)
@@ -111,9 +112,7 @@ async def calling(client: redis.asyncio.Redis) -> AsyncIterator[None]:
             yield
     except (RedisError, OSError, TimeoutError) as error:
         if not isinstance(error, ResponseError) or _may_be_replaced(error):
-            with suppress(RedisError, OSError, TimeoutError):
-                async with asyncio.timeout(REDIS_TIMEOUT_MS / REDIS_TIMEOUT_SLICES / 1000):
-                    await client.connection_pool.disconnect(inuse_connections=False)
+            await client.connection_pool.disconnect(inuse_connections=False)
         raise
 
 
@@ -189,7 +188,7 @@ def new_client(address: RedisAddress) -> redis.asyncio.Redis:
             return sentinel_client(
                 SentinelUrl.parse(url), address.sentinel_password or None, options
             )
-        pool = redis.asyncio.BlockingConnectionPool.from_url(url, **options)
+        pool = Pool.from_url(url, **options)
     except (TypeError, ValueError):
         # The cause stays out of the message and the traceback: it may quote the password.
         raise ConfigError(

@@ -18,6 +18,7 @@ from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 
 from outrider.limits import REDIS_SENTINEL_TIMEOUT_MS
+from outrider.sessions.redis_pool import Pool
 
 SCHEMES: Final = ("redis+sentinel://", "rediss+sentinel://")
 _PORT: Final = 26_379
@@ -69,8 +70,8 @@ def _host_and_port(text: str) -> tuple[str, int]:
     return parts.hostname, parts.port or _PORT
 
 
-class _Pool(SentinelConnectionPool, redis.asyncio.BlockingConnectionPool):
-    """Connections to the primary that Sentinel names; callers wait for a free one."""
+class _Pool(SentinelConnectionPool, Pool):
+    """Connections to the primary that Sentinel names."""
 
 
 class _Client(redis.asyncio.Redis):

@@ -26,6 +26,7 @@ from outrider.limits import REDIS_TIMEOUT_MS
 from outrider.security.callers import Caller
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_address import RedisAddress
+from outrider.sessions.redis_connection import new_client
 from outrider.sessions.redis_slots import RedisSlots
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
@@ -114,6 +115,17 @@ async def test_a_demoted_primary_is_left_at_its_first_answer(renamed: Renamed) -
         assert not [one for one in clients if one["cmd"].startswith("eval")]
     for one in (store, registry, slots):
         await one.close()
+
+
+async def test_idle_connections_are_closed_at_once(renamed: Renamed) -> None:
+    """Without a moment in which another task may take one that is half closed."""
+    client = new_client(RedisAddress(url=renamed.url, key_prefix=""))
+    await asyncio.gather(*(client.ping() for _ in range(4)))
+    closing = client.connection_pool.disconnect(inuse_connections=False)
+    with pytest.raises(StopIteration):
+        closing.send(None)
+    assert await client.ping()
+    await client.aclose()
 
 
 @pytest.fixture
