@@ -31,6 +31,7 @@ from outrider.sessions.redis_slots import RedisSlots
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters, FinishReason, NewSession
+from tests.chaos.proxy import FaultProxy
 
 pytestmark = pytest.mark.xdist_group("redis")
 
@@ -267,6 +268,34 @@ async def test_commits_go_on_at_the_promoted_replica(
     if wait_replicas:
         assert not load.lost
     print(f"gap {load.longest_gap_s:.2f} s, {len(load.shown)} sessions, {len(load.lost)} lost")
+
+
+async def test_a_primary_that_is_cut_off_acknowledges_nothing(tmp_path: Path) -> None:
+    """Only a coordinator reaches it. It takes writes until it hears of the other one, and these are
+    lost; where its replica is waited for, nobody is told that they are stored."""
+    proxy = FaultProxy()
+    async with RedisServers(tmp_path / "servers", forward=proxy.forward) as servers:
+        before = servers.primary_address
+        url = f"redis://{servers.primary.address}/0"
+        careful = await RedisStore.connect(url, wait_replicas=1)
+        careless = await RedisStore.connect(url)
+        elsewhere = await RedisStore.connect(servers.url)
+        new = new_session("1" * 32)
+        await careful.open(new)
+        session = Session.opened(new)
+        session.decide([7, 8], NO_COUNTS)
+        append = session.next_append()
+        assert append is not None
+        proxy.hold(before)
+        await servers.until_promoted(before)
+        with pytest.raises(StoreUnavailable, match="0 of 1 replicas"):
+            await careful.append([append])
+        assert await careless.append([append]) == [session.length]
+        assert await until_it_works(lambda: elsewhere.load(new.session_id)) == 1
+        assert (await elsewhere.load(new.session_id)).token_ids == new.prompt_ids
+        for store in (careful, careless, elsewhere):
+            await store.close()
+    proxy.close()
 
 
 async def test_what_replicas_lack_does_not_count(servers: RedisServers) -> None:
