@@ -14,7 +14,7 @@ from typing import Any
 import redis.asyncio
 from redis.exceptions import NoScriptError, ResponseError
 
-from outrider.errors import OutriderError, StoreUnavailable
+from outrider.errors import InvariantError, OutriderError, StoreUnavailable
 from outrider.limits import CALLS_PER_PIPELINE_MAX, REDIS_WAIT_MS
 from outrider.sessions.redis_connection import (
     NotReplicated,
@@ -123,8 +123,9 @@ class ScriptRunner:
 
     async def _send_waiting(self, script: Script) -> None:
         """Round trips until nothing waits. A server that does not answer fails all that waits, so
-        that nobody waits for longer than one time-out."""
+        that nobody waits for longer than one time-out; and so does a bug, which ends this task."""
         waiting = self._waiting[script]
+        batch: list[tuple[Call, asyncio.Future[Any]]] = []
         try:
             while waiting:
                 size = min(len(waiting), CALLS_PER_PIPELINE_MAX)
@@ -138,6 +139,11 @@ class ScriptRunner:
                 for (_, future), answer in zip(batch, answers, strict=True):
                     if not future.done():
                         future.set_result(answer)
+        except BaseException as error:
+            for _, future in (*batch, *waiting):
+                if not future.done():
+                    future.set_exception(InvariantError(f"a script was not run: {error!r}"))
+            raise
         finally:
             del self._waiting[script]
 
