@@ -244,6 +244,10 @@ class Deployment:
             # The coordinator will connect again: a wrong URL should not cost a model's loading.
             with blaming("redis_url"):
                 await (await connect_store(self.config.coordinator)).close()
+        elif self.config.coordinator.redis_wait_replicas:
+            raise SettingError(
+                "redis_wait_replicas", "needs redis_url: an embedded server has no replicas"
+            )
         _, redis_url, config = await _all(
             self._ray.connect(),
             asyncio.to_thread(self._start_redis),

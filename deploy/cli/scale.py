@@ -25,7 +25,9 @@ from outrider.sessions.redis_address import RedisAddress
 from .progress import progress
 from .settings import add_setting_flags, deployment_config
 
-_REDIS: Final = ("redis_url", "redis_username", "redis_password", "redis_ca_file")
+_REDIS: Final = (
+    "redis_url", "redis_username", "redis_password", "redis_ca_file", "redis_sentinel_password",
+)  # fmt: skip
 _POLL_S: Final = 0.1
 
 
@@ -122,7 +124,7 @@ def redis_of(arguments: argparse.Namespace, record: DeploymentRecord) -> RedisAd
         given, key_prefix=str(record.settings.get("redis_key_prefix", given.key_prefix))
     )
     if record.redis_url:
-        return replace(given, url=record.redis_url, username="", password="", ca_file="")
+        return RedisAddress(url=record.redis_url, key_prefix=given.key_prefix)
     if not given.url:
         raise SettingError(
             "redis_url", "the deployment has another Redis than its own; give that one's URL"

@@ -12,6 +12,7 @@ from outrider.limits import (
     LOOK_AHEAD_BYTES_MAX,
     LOOK_AHEAD_MAX,
     NUM_DRAFT_TOKENS_MAX,
+    REDIS_WAIT_REPLICAS_MAX,
     RUN_AHEAD_ROUNDS_MAX,
     SEED_MAX,
     SESSIONS_PER_COORDINATOR_MAX,
@@ -42,8 +43,9 @@ class CoordinatorConfig(FrontConfig):
     http: bool = setting(True, "Answer OpenAI's clients by HTTP, too.")
     port: int = setting(8_000, "The coordinator's HTTP port; 0 = any.", minimum=0, maximum=PORT_MAX)
     redis_url: str = setting(
-        "", "`redis://`, `rediss://` (TLS) or `unix://` URL of the session store; empty = an "
-        "embedded server.",
+        "", "`redis://`, `rediss://` (TLS), `unix://` or, with Sentinel, "
+        "`redis+sentinel://HOST:PORT[,HOST:PORT...]/SERVICE[/DB]` URL of the session store; empty "
+        "= an embedded server.",
         secret=True,
     )  # fmt: skip
     redis_username: str = setting("", "User of the session store; one in the URL wins.")
@@ -51,8 +53,18 @@ class CoordinatorConfig(FrontConfig):
         "", "Its password; one in the URL wins. Best given as a variable.", secret=True
     )
     redis_ca_file: str = setting(
-        "", "Certificate authority of a `rediss://` server; empty = the system's."
-    )
+        "", "Certificate authority of servers reached by TLS (`rediss://`, `rediss+sentinel://`); "
+        "empty = the system's.",
+    )  # fmt: skip
+    redis_sentinel_password: str = setting(
+        "", "Password of the Sentinels, where they ask for one. Best given as a variable.",
+        secret=True,
+    )  # fmt: skip
+    redis_wait_replicas: int = setting(
+        0, "Replicas of Redis that must have tokens before they are shown; 0 = the primary alone. "
+        "No failover loses what all replicas have.",
+        minimum=0, maximum=REDIS_WAIT_REPLICAS_MAX,
+    )  # fmt: skip
     redis_key_prefix: str = setting("outrider:", "Begins every key in Redis.")
     num_draft_tokens: int = setting(
         8, "Draft tokens a round where a request does not say, or the most of them with "
@@ -168,6 +180,7 @@ class CoordinatorConfig(FrontConfig):
             username=self.redis_username,
             password=self.redis_password,
             ca_file=self.redis_ca_file,
+            sentinel_password=self.redis_sentinel_password,
             key_prefix=self.redis_key_prefix,
         )
 

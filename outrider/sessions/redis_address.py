@@ -10,10 +10,13 @@ class RedisAddress:
     """What it takes to connect. Its text has no secret."""
 
     url: str = field(repr=False)
-    """May hold a user and a password, which win over those below."""
+    """May hold a user and a password, which win over those below. For the form with Sentinels
+    see `redis_sentinel`."""
     username: str = ""
     password: str = field(default="", repr=False)
     ca_file: str = ""
-    """Certificate authority of a `rediss://` server; empty = the system's."""
+    """Certificate authority of servers reached by TLS; empty = the system's."""
+    sentinel_password: str = field(default="", repr=False)
+    """What Sentinels ask for, where the URL names them."""
     key_prefix: str
     """Begins every key."""

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
 from deploy.ray_connection import ENVIRONMENT, OBJECT_STORE_BYTES
-from outrider.sessions.embedded import EmbeddedRedis
+from tests.redis_servers import RedisServers
 
 from .proxy import FaultProxy
 
@@ -23,7 +23,6 @@ NUM_NODES: Final = 2
 """That replicas run on, beside the head, on which none does."""
 NODE_CPUS: Final = 2
 PROXY: Final = "grpc_proxy"
-SOCKET: Final = "unix://"
 
 
 class Machines:
@@ -31,16 +30,14 @@ class Machines:
 
     def __init__(self, state: Path) -> None:
         self.proxy = FaultProxy()
-        self.redis = EmbeddedRedis(state / "redis")
-        self.redis_address = ""
-        """By which the proxy knows it."""
+        self.redis = RedisServers(state / "redis", forward=self.proxy.forward)
+        """Each server is known, to the others and to Sentinel, by an address of the proxy."""
         self._cluster: Cluster | None = None
         self._nodes: list[Node] = []
 
     async def __aenter__(self) -> Self:
         os.environ |= ENVIRONMENT | {PROXY: await self.proxy.start()}
-        await asyncio.to_thread(self.redis.start)
-        self.redis_address = await self.proxy.forward(self.redis.url.removeprefix(SOCKET))
+        await self.redis.__aenter__()
         await asyncio.to_thread(self._start_nodes)
         return self
 
@@ -52,7 +49,7 @@ class Machines:
     ) -> None:
         if self._cluster is not None:
             await asyncio.to_thread(self._cluster.shutdown)
-        await asyncio.to_thread(self.redis.stop)
+        await self.redis.__aexit__()
         self.proxy.close()
         del os.environ[PROXY]
 
@@ -96,13 +93,6 @@ class Machines:
     def num_nodes(self) -> int:
         """That replicas run on."""
         return len(self._nodes)
-
-    async def kill_redis(self, away_s: float) -> None:
-        """It comes back with what it had on disk."""
-        os.kill(self.redis.pid, signal.SIGKILL)
-        await asyncio.sleep(away_s)
-        await asyncio.to_thread(self.redis.stop)
-        await asyncio.to_thread(self.redis.start)
 
     def processes(self, index: int) -> list[int]:
         """Of a node: all that its loss ends."""
