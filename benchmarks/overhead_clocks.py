@@ -27,8 +27,7 @@ from outrider.messages import (
 from outrider.replica_host import HostedService
 from outrider.sessions.store import (
     Append,
-    Counters,
-    FinishReason,
+    Finish,
     NewSession,
     SessionRecord,
     SessionStore,
@@ -230,11 +229,9 @@ class ClockedStore:
         """See `SessionStore.take_over`."""
         return await self._store.take_over(session_id, owner)
 
-    async def finish(
-        self, session_id: str, epoch: int, reason: FinishReason, counters: Counters
-    ) -> int:
+    async def finish(self, finish: Finish) -> int:
         """See `SessionStore.finish`."""
-        return await self._store.finish(session_id, epoch, reason, counters)
+        return await self._store.finish(finish)
 
     async def load(self, session_id: str) -> SessionRecord:
         """See `SessionStore.load`."""

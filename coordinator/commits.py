@@ -327,13 +327,9 @@ class Committer:
     async def _end(self, entry: _Entry) -> bool:
         """Tells the store that the session has finished; returns whether it answered. It may
         answer that it has lost tokens since."""
-        session, reason = entry.session, entry.session.finish_reason
-        if reason is None:
-            raise InvariantError(f"session {session.session_id} ends without a reason")
+        session, ending = entry.session, entry.session.ending()
         try:
-            stored_length = await self._store.finish(
-                session.session_id, session.epoch, reason, session.counters
-            )
+            stored_length = await self._store.finish(ending)
         except StoreUnavailable:
             return False
         except OutriderError as error:

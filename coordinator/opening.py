@@ -16,7 +16,7 @@ from outrider.limits import (
     OPEN_TRIES_MAX,
 )
 from outrider.sessions.state import FIRST_EPOCH, Session
-from outrider.sessions.store import Counters, FinishReason, NewSession, SessionStore
+from outrider.sessions.store import Counters, Finish, FinishReason, NewSession, SessionStore
 
 from .request import GenerationParameters
 
@@ -78,9 +78,10 @@ class Opener:
 
     async def cancel(self, session_id: str, epoch: int, counters: Counters) -> None:
         """Records a session that runs nowhere as cancelled, unless somebody goes on with it."""
+        end = Finish(session_id, epoch, self._owner, None, FinishReason.CANCELLED, counters)
         for attempt in range(ABANDON_TRIES_MAX):
             try:
-                await self._store.finish(session_id, epoch, FinishReason.CANCELLED, counters)
+                await self._store.finish(end)
             except StoreUnavailable as error:
                 _log.info("session %s is not closed yet: %r", session_id, error)
             except OutriderError as error:

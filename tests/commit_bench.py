@@ -19,7 +19,7 @@ from outrider.errors import (
 )
 from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.state import Session
-from outrider.sessions.store import Append, Counters, FinishReason
+from outrider.sessions.store import Append, Counters, Finish
 
 NO_COUNTS = Counters()
 LATENCY_S = 0.01
@@ -67,13 +67,9 @@ class UnreliableStore(MemoryStore):
         self.renewals.append(sessions)
         return await self._through(lambda: MemoryStore.renew(self, owner, sessions))
 
-    async def finish(
-        self, session_id: str, epoch: int, reason: FinishReason, counters: Counters
-    ) -> int:
+    async def finish(self, finish: Finish) -> int:
         self.num_finishes += 1
-        return await self._through(
-            lambda: MemoryStore.finish(self, session_id, epoch, reason, counters)
-        )
+        return await self._through(lambda: MemoryStore.finish(self, finish))
 
 
 def now() -> float:

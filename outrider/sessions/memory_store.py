@@ -16,7 +16,7 @@ from outrider.sessions.store import (
     Append,
     CacheState,
     Counters,
-    FinishReason,
+    Finish,
     NewSession,
     SessionRecord,
     SessionState,
@@ -32,7 +32,12 @@ class KeptSession:
     lease_until_ms: float
     expires_ms: float
     rewrite: bool = False
-    """The tokens may be of an older owner and count as none: see `SessionStore.append`."""
+    """The tokens may be a former owner's and count as none: see `SessionStore`."""
+
+    @property
+    def length(self) -> int:
+        """The stored length in tokens."""
+        return 0 if self.rewrite else len(self.record.token_ids)
 
 
 class MemoryStore:
@@ -95,16 +100,11 @@ class MemoryStore:
         return [self._append(append) for append in appends]
 
     def _append(self, append: Append) -> int | OutriderError:
-        kept = self._find(append.session_id)
-        if kept is None:
-            return missing(append.session_id)
-        record = kept.record
-        foreign = append.epoch == record.epoch and append.owner not in ("", record.owner)
-        if append.epoch < record.epoch or foreign:
-            return stale(append.session_id, append.epoch, record.epoch)
-        if append.epoch > record.epoch:
-            kept = self._raised(kept, append.epoch, append.owner or record.owner)
-        length = 0 if kept.rewrite else len(kept.record.token_ids)
+        try:
+            kept = self._admit(append.session_id, append.epoch, append.owner)
+        except OutriderError as error:
+            return error
+        length = kept.length
         if length == append.expected_length and append.token_ids:
             kept = _extended(kept, append)
             length += len(append.token_ids)
@@ -143,32 +143,25 @@ class MemoryStore:
             self._sessions[session_id] = self._touched(kept)
         return verified(kept.record)
 
-    async def finish(
-        self, session_id: str, epoch: int, reason: FinishReason, counters: Counters
-    ) -> int:
+    async def finish(self, finish: Finish) -> int:
         """See `SessionStore.finish`."""
-        kept = self._find(session_id)
-        if kept is None:
-            raise missing(session_id)
-        record = kept.record
-        if epoch < record.epoch:
-            raise stale(session_id, epoch, record.epoch)
-        if epoch > record.epoch or record.state is SessionState.RUNNING:
-            finished = replace(
-                record,
-                epoch=epoch,
+        kept = self._admit(finish.session_id, finish.epoch, finish.owner)
+        fits = finish.length in (None, kept.length)
+        if fits and kept.record.state is SessionState.RUNNING:
+            record = replace(
+                kept.record,
                 state=SessionState.FINISHED,
-                finish_reason=reason,
-                counters=counters,
+                finish_reason=finish.reason,
+                counters=finish.counters,
             )
             kept = KeptSession(
-                finished,
+                record,
                 lease_until_ms=0,
                 expires_ms=self._now_ms() + self._lifetimes.finished_ttl_ms,
-                rewrite=kept.rewrite or epoch > record.epoch,
+                rewrite=kept.rewrite,
             )
-            self._sessions[session_id] = kept
-        return 0 if kept.rewrite else len(record.token_ids)
+        self._sessions[finish.session_id] = kept
+        return kept.length
 
     async def load(self, session_id: str) -> SessionRecord:
         """See `SessionStore.load`."""
@@ -186,6 +179,17 @@ class MemoryStore:
             del self._sessions[session_id]
             return None
         return kept
+
+    def _admit(self, session_id: str, epoch: int, owner: str) -> KeptSession:
+        """The session as a write of (epoch, owner) finds it, not stored yet. Raises `StaleEpoch`,
+        `DataLoss`."""
+        kept = self._find(session_id)
+        if kept is None:
+            raise missing(session_id)
+        record = kept.record
+        if is_stale(epoch, owner, record):
+            raise stale(session_id, epoch, record.epoch)
+        return self._raised(kept, epoch, owner) if epoch > record.epoch else kept
 
     def _drop_expired(self) -> None:
         now_ms = self._now_ms()
@@ -208,6 +212,11 @@ class MemoryStore:
         if kept.record.state is not SessionState.RUNNING:
             return kept
         return replace(kept, expires_ms=self._now_ms() + self._lifetimes.session_ttl_ms)
+
+
+def is_stale(epoch: int, owner: str, record: SessionRecord) -> bool:
+    """Whether a write under (epoch, owner) comes from a former owner of the session."""
+    return epoch < record.epoch or (epoch == record.epoch and owner != record.owner)
 
 
 def _extended(kept: KeptSession, append: Append) -> KeptSession:

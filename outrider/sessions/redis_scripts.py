@@ -19,10 +19,11 @@ from outrider.sessions.redis_connection import answering, redis_errors, to_our_e
 
 
 class Script:
-    """A Lua script of `lua/` and the name under which Redis remembers it."""
+    """Lua files of `lua/`, one after the other, and the name under which Redis remembers them."""
 
-    def __init__(self, name: str) -> None:
-        self.source = (resources.files("outrider.sessions") / "lua" / f"{name}.lua").read_text()
+    def __init__(self, *names: str) -> None:
+        folder = resources.files("outrider.sessions") / "lua"
+        self.source = "\n".join((folder / f"{name}.lua").read_text() for name in names)
         self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
 

@@ -30,16 +30,16 @@ from outrider.sessions.redis_fields import (
 )
 from outrider.sessions.redis_scripts import Call, Script, ScriptRunner
 from outrider.sessions.refusals import leased, missing, not_found, stale, taken, verified
-from outrider.sessions.store import Append, Counters, FinishReason, NewSession, SessionRecord
+from outrider.sessions.store import Append, Finish, NewSession, SessionRecord
 
 DEFAULT_KEY_PREFIX = "outrider:"
 
 
 _OPEN = Script("open")
-_APPEND = Script("append")
+_APPEND = Script("admit", "append")
 _RENEW = Script("renew")
 _TAKE_OVER = Script("take_over")
-_FINISH = Script("finish")
+_FINISH = Script("admit", "finish")
 _LOAD = Script("load")
 
 
@@ -147,14 +147,19 @@ class RedisStore:
         answer = await self._scripts.run(_TAKE_OVER, (self._keys(session_id), arguments))
         return _record(session_id, answer)
 
-    async def finish(
-        self, session_id: str, epoch: int, reason: FinishReason, counters: Counters
-    ) -> int:
+    async def finish(self, finish: Finish) -> int:
         """See `SessionStore.finish`."""
-        arguments = [epoch, self._lifetimes.finished_ttl_ms, *finish_fields(reason, counters)]
-        answer = await self._scripts.run(_FINISH, (self._keys(session_id), arguments))
+        arguments = [
+            finish.epoch,
+            finish.owner,
+            self._lifetimes.lease_ms,
+            self._lifetimes.finished_ttl_ms,
+            -1 if finish.length is None else finish.length,
+            *finish_fields(finish),
+        ]
+        answer = await self._scripts.run(_FINISH, (self._keys(finish.session_id), arguments))
         if not isinstance(answer, int):
-            raise _refusal(session_id, epoch, answer)
+            raise _refusal(finish.session_id, finish.epoch, answer)
         return answer
 
     async def load(self, session_id: str) -> SessionRecord:

@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from outrider.errors import OutriderError, check
+from outrider.errors import InvariantError, OutriderError, check
 from outrider.limits import APPEND_TOKENS_MAX, TOKEN_ID_MAX
 from outrider.sessions.store import (
     Append,
     CacheState,
     Counters,
+    Finish,
     FinishReason,
     NewSession,
     SessionRecord,
@@ -229,6 +230,7 @@ class Session:
         return Append(
             session_id=self.identity.session_id,
             epoch=self.identity.epoch,
+            owner=self.identity.owner,
             expected_length=start,
             token_ids=tuple(self.tokens.ids[start:end]),
             prefix_digest=self.tokens.digest(end),
@@ -236,7 +238,19 @@ class Session:
             target=self.target,
             counters=self.counters,
             logprobs="".join(line + "\n" for line in lines),
+        )
+
+    def ending(self) -> Finish:
+        """The end of a finished session."""
+        if self._finish_reason is None:
+            raise InvariantError(f"session {self.session_id} ends without a reason")
+        return Finish(
+            session_id=self.identity.session_id,
+            epoch=self.identity.epoch,
             owner=self.identity.owner,
+            length=self.length,
+            reason=self._finish_reason,
+            counters=self.counters,
         )
 
     def acknowledge(self, stored_length: int) -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import redis
-from session_model import OWNERS, new_session
+from session_model import OWNERS, end_of, new_session
 
 from outrider.errors import DataLoss, InvariantError
 from outrider.limits import CALLS_PER_PIPELINE_MAX, REDIS_CONNECTIONS_MAX
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_store import DEFAULT_KEY_PREFIX, RedisStore
 from outrider.sessions.state import Session
-from outrider.sessions.store import Counters, FinishReason
+from outrider.sessions.store import Counters
 
 pytestmark = pytest.mark.xdist_group("redis")
 
@@ -57,7 +57,7 @@ async def test_a_damaged_session_is_lost_alone(
     for key in (keys[0], keys[2]):
         assert int(admin.hget(key, "lease_until_ms")) > 0
     with pytest.raises(DataLoss):
-        await store.finish(sessions[1].session_id, 1, FinishReason.STOP, NO_COUNTS)
+        await store.finish(end_of(sessions[1]))
 
 
 async def test_many_sessions_are_opened_at_once(

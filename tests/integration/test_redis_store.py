@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,9 +18,16 @@ import pytest
 import redis
 from hypothesis import settings
 from hypothesis.stateful import invariant, rule
-from session_model import IDS, OWNERS, StoreMachine, new_session
+from session_model import IDS, OWNERS, StoreMachine, end_of, new_session
 
-from outrider.errors import ConfigError, DataLoss, NotFound, StoreUnavailable, Unavailable
+from outrider.errors import (
+    ConfigError,
+    DataLoss,
+    NotFound,
+    StaleEpoch,
+    StoreUnavailable,
+    Unavailable,
+)
 from outrider.limits import FINISHED_TTL_S, LEASES_PER_SCRIPT_MAX, SOCKET_PATH_BYTES_MAX
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.lifetimes import Lifetimes
@@ -138,7 +146,7 @@ async def test_sessions_expire(server: EmbeddedRedis, admin: redis.Redis) -> Non
     store = await RedisStore.connect(server.url, key_prefix="ttl:", lifetimes=lifetimes)
     for session_id in IDS[:2]:
         await store.open(new_session(session_id))
-    await store.finish(IDS[1], 1, FinishReason.STOP, NO_COUNTS)
+    await store.finish(end_of(Session.opened(new_session(IDS[1]))))
     wait_until(lambda: not admin.keys("ttl:*"), 10)
     for session_id in IDS[:2]:
         with pytest.raises(NotFound):
@@ -169,7 +177,7 @@ async def test_scripts_that_redis_forgot_are_sent_again(
     assert (await store.load(IDS[0])).token_ids == (*new_session().prompt_ids, 1, 2)
 
 
-async def test_a_finished_session_that_lost_tokens_is_healed_and_still_expires(
+async def test_a_session_that_lost_tokens_is_healed_before_it_is_finished_and_expires(
     store: RedisStore, admin: redis.Redis
 ) -> None:
     await store.open(new_session())
@@ -177,11 +185,14 @@ async def test_a_finished_session_that_lost_tokens_is_healed_and_still_expires(
     session.decide([7], NO_COUNTS, logprobs=["1"])
     key = f"{store._key_prefix}session:{{{IDS[0]}}}"
     admin.delete(f"{key}:tokens", f"{key}:logprobs")
-    assert await store.finish(IDS[0], 1, FinishReason.STOP, NO_COUNTS) == 0
+    end = end_of(session)
+    assert await store.finish(end) == 0
     session.acknowledge(0)
     assert await store.append([session.next_append() or session.probe()]) == [4]
-    assert await store.finish(IDS[0], 1, FinishReason.STOP, NO_COUNTS) == 4
+    assert (await store.load(IDS[0])).finish_reason is None
+    assert await store.finish(end) == 4
     record = await store.load(IDS[0])
+    assert record.finish_reason is FinishReason.STOP
     assert (record.token_ids, record.logprobs) == (tuple(session.tokens.ids), "1\n")
     for name in (key, f"{key}:tokens", f"{key}:logprobs"):
         assert 0 < admin.pttl(name) <= FINISHED_TTL_S * 1000
@@ -222,6 +233,42 @@ async def test_a_lost_take_over_that_is_not_healed_leaves_what_is_stored(
     record = await store.take_over(IDS[0], OWNERS[1])
     assert (record.epoch, record.token_ids[3:]) == (3, (1, 2))
     assert await appended(store, Session.resumed(record), 12) == 6
+
+
+async def test_a_lost_take_over_is_not_finished_before_its_tokens_are_there(
+    store: RedisStore, admin: redis.Redis
+) -> None:
+    """What is stored is a former owner's: an end that is recorded with it would cut the answer."""
+    session = await lost_take_over(store, admin)
+    session.decide([8, 9, 10], NO_COUNTS)
+    end = end_of(session, FinishReason.LENGTH)
+    assert await store.finish(end) == 0
+    record = await store.load(IDS[0])
+    assert (record.epoch, record.owner, record.finish_reason) == (2, OWNERS[1], None)
+    assert record.token_ids[3:] == (1, 2)
+    session.acknowledge(0)
+    assert await store.append([session.next_append() or session.probe()]) == [6]
+    assert await store.finish(end) == 6
+    record = await store.load(IDS[0])
+    assert (record.token_ids, record.finish_reason) == (
+        tuple(session.tokens.ids), FinishReason.LENGTH,
+    )  # fmt: skip
+
+
+async def test_one_epoch_given_twice_is_finished_by_one_owner(
+    store: RedisStore, admin: redis.Redis
+) -> None:
+    first = await lost_take_over(store, admin)
+    second = Session.resumed(await store.take_over(IDS[0], "carl"))
+    assert first.epoch == second.epoch
+    end = end_of(first, FinishReason.CANCELLED)
+    for length in (None, second.length):
+        with pytest.raises(StaleEpoch):
+            await store.finish(replace(end, length=length))
+    assert await appended(store, second, 12) == 6
+    assert await store.finish(end_of(second, FinishReason.LENGTH)) == 6
+    record = await store.load(IDS[0])
+    assert (record.owner, record.finish_reason) == ("carl", FinishReason.LENGTH)
 
 
 async def test_prefixes_keep_deployments_apart(server: EmbeddedRedis) -> None:

@@ -25,7 +25,7 @@ from outrider.messages import DraftItem, Refused, VerifyItem
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
-from outrider.sessions.store import Append, Counters, FinishReason
+from outrider.sessions.store import Append, Counters, Finish, FinishReason
 from outrider.speculation.proposal import Proposal, SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.wire.grpc_link import draft_link, target_link
@@ -130,7 +130,9 @@ async def test_appends_of_older_epochs_change_nothing(
     assert {type(one) for one in refused} == {StaleEpoch}
     for epoch in range(1, EPOCH):
         with pytest.raises(StaleEpoch):
-            await late.finish(IDS[0], epoch, FinishReason.STOP, Counters())
+            await late.finish(
+                Finish(IDS[0], epoch, OWNERS[epoch - 1], None, FinishReason.STOP, Counters())
+            )
         assert await late.renew(OWNERS[epoch - 1], [(IDS[0], epoch)]) == [IDS[0]]
     await append(owned, session)
     record = await owned.load(IDS[0])

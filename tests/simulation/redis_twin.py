@@ -13,8 +13,7 @@ from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.redis_connection import answering
 from outrider.sessions.store import (
     Append,
-    Counters,
-    FinishReason,
+    Finish,
     NewSession,
     SessionRecord,
 )
@@ -136,12 +135,8 @@ class RemoteStore(RemoteRedis):
     async def take_over(self, session_id: str, owner: str) -> SessionRecord:
         return await self._call(lambda: self._redis.store.take_over(session_id, owner))
 
-    async def finish(
-        self, session_id: str, epoch: int, reason: FinishReason, counters: Counters
-    ) -> int:
-        return await self._call(
-            lambda: self._redis.store.finish(session_id, epoch, reason, counters)
-        )
+    async def finish(self, finish: Finish) -> int:
+        return await self._call(lambda: self._redis.store.finish(finish))
 
     async def load(self, session_id: str) -> SessionRecord:
         return await self._call(lambda: self._redis.store.load(session_id))

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from commit_bench import LATENCY_S, Bench, bench, is_waiting, now, virtually
+from session_model import IDS, new_session
 
 from outrider.errors import (
     DataLoss,
@@ -294,6 +295,49 @@ async def test_a_tail_that_is_lost_before_the_end_is_sent_again() -> None:
         record = await b.store.load(session.session_id)
         assert record.token_ids == tuple(session.tokens.ids)
         assert record.finish_reason is FinishReason.STOP
+
+
+@virtually
+async def test_a_lost_take_over_is_sent_again_before_its_end() -> None:
+    """All tokens are stored when the store loses the take-over, and the end is the first that the
+    owner sends then. No answer is recorded as finished before it is whole."""
+    async with bench() as b:
+        await b.store.open(new_session(owner="bert"))
+        before = b.store.snapshot()
+        b.store.restore({k: replace(v, lease_until_ms=0) for k, v in before.items()})
+        session = Session.resumed(await b.store.take_over(IDS[0], "anna"))
+        b.committer.add(session)
+        b.decide(session, 5)
+        await b.committer.shown(session, 8)
+        b.store.restore(before)
+        ended = asyncio.create_task(b.committer.finish(session, FinishReason.LENGTH))
+        while not ended.done():
+            record = b.store.snapshot()[IDS[0]].record
+            whole = record.token_ids == tuple(session.tokens.ids)
+            assert whole or record.finish_reason is None
+            await asyncio.sleep(LATENCY_S / 4)
+        await ended
+        record = await b.store.load(IDS[0])
+        assert (record.epoch, record.owner) == (2, "anna")
+        assert record.token_ids == tuple(session.tokens.ids)
+        assert record.finish_reason is FinishReason.LENGTH
+
+
+@virtually
+async def test_an_owner_whose_epoch_was_given_again_ends_nothing() -> None:
+    async with bench() as b:
+        await b.store.open(new_session(owner="bert"))
+        kept = b.store.snapshot()
+        before = {k: replace(v, lease_until_ms=0) for k, v in kept.items()}
+        b.store.restore(before)
+        session = Session.resumed(await b.store.take_over(IDS[0], "anna"))
+        b.committer.add(session)
+        b.store.restore(before)
+        assert (await b.store.take_over(IDS[0], "carl")).epoch == session.epoch
+        with pytest.raises(StaleEpoch):
+            await b.committer.finish(session, FinishReason.CANCELLED)
+        record = await b.store.load(IDS[0])
+        assert (record.owner, record.finish_reason) == ("carl", None)
 
 
 @virtually

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import settings
-from session_model import IDS, OWNERS, StoreMachine, new_session
+from session_model import IDS, OWNERS, StoreMachine, end_of, new_session
 
 from outrider.errors import DataLoss, NotFound, StaleEpoch, Unavailable
 from outrider.limits import FINISHED_TTL_S, SESSION_LEASE_MS, SESSION_TTL_S
@@ -76,7 +76,7 @@ async def test_renewal_keeps_a_session_and_a_lost_one_is_named(
 async def test_orphans_and_finished_sessions_expire(store: MemoryStore, clock: Clock) -> None:
     await store.open(new_session(IDS[0]))
     await store.open(new_session(IDS[1]))
-    await store.finish(IDS[1], 1, FinishReason.STOP, Counters())
+    await store.finish(end_of(Session.opened(new_session(IDS[1]))))
     clock.now_ms += FINISHED_TTL_S * 1000 - 1
     assert (await store.load(IDS[1])).finish_reason is FinishReason.STOP
     clock.now_ms += 1
