@@ -1,13 +1,15 @@
 """Sessions in Redis (6.2 or newer, or Valkey).
 
     <prefix>session:{<id>}            hash: epoch, owner, lease_until_ms, state, seed, parameters,
-                                      prompt_length, prefix_digest, caches, counters ...
-    <prefix>session:{<id>}:tokens     string: all tokens, uint32 LE
-    <prefix>session:{<id>}:logprobs   string: one JSON line per token after the prompt
+                                      prompt_length, prefix_digest, caches, counters ...,
+                                      tokens_start, tokens_end, logprobs_start, logprobs_end
+    <prefix>session:{<id>}:tokens     string: all tokens, uint32 LE, from byte tokens_start to
+                                      tokens_end (excluded)
+    <prefix>session:{<id>}:logprobs   string: one JSON line per token after the prompt, likewise
 
-The braces are literal. Every change is one Lua script (`lua/`), so it happens wholly or not at all,
-and the clock of leases is Redis' own. A session's time to live is written a sixtieth too long, so
-that it need not be written again with each append.
+The braces are literal. Every change is one Lua script (`lua/`). Redis does not roll a script back
+that it refuses to carry on with, so each is written to leave a whole session behind at any call:
+see `lua/layout.lua`. The clock of leases is Redis' own.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ from outrider.sessions.store import Append, Finish, NewSession, SessionRecord
 DEFAULT_KEY_PREFIX = "outrider:"
 
 
-_OPEN = Script("open")
-_APPEND = Script("admit", "append")
+_OPEN = Script("layout", "open")
+_APPEND = Script("layout", "admit", "append")
 _RENEW = Script("renew")
-_TAKE_OVER = Script("take_over")
-_FINISH = Script("admit", "finish")
-_LOAD = Script("load")
+_TAKE_OVER = Script("layout", "take_over")
+_FINISH = Script("layout", "admit", "finish")
+_LOAD = Script("layout", "load")
 
 
 class RedisStore:

@@ -1,30 +1,35 @@
--- Compare-and-append under an epoch. Begins with admit.lua.
+-- Compare-and-append under an epoch. Begins with layout.lua and admit.lua.
 -- KEYS: session, tokens, logprobs
 -- ARGV: epoch, owner, lease_ms, ttl_ms, expected_length, token bytes, logprobs,
 --       then field, value, field, value ... to set if the tokens are appended
 -- Returns the stored length in tokens, or {'missing', 0}, or {'stale', stored epoch}.
+-- Ended at any call, it has at most raised the epoch (admit.lua): what is read, is read as before.
 local session, refusal = admit(KEYS[1], ARGV[1], ARGV[2], ARGV[3])
 if not session then return refusal end
 
-local length = session.rewrite and 0 or redis.call('STRLEN', KEYS[2]) / 4
-if length == tonumber(ARGV[5]) and #ARGV[6] > 0 then
-  if session.rewrite then
-    redis.call('DEL', KEYS[2], KEYS[3])
-    redis.call('HDEL', KEYS[1], 'rewrite')
+local length = length_of(session)
+local tokens, logprobs = ARGV[6], ARGV[7]
+if length == tonumber(ARGV[5]) and #tokens > 0 then
+  local ttl_ms = redis.call('PTTL', KEYS[1])
+  if ttl_ms < 1 then ttl_ms = ARGV[4] end
+  local ends = {'rewrite', '0'}
+  for i, new in ipairs({{'tokens', tokens}, {'logprobs', logprobs}}) do
+    local name, bytes = new[1], new[2]
+    local start, stop = extent(KEYS[1 + i], session[name .. '_start'], session[name .. '_end'])
+    if session.rewrite then
+      -- Behind all that is there: the old ones are read until the commit.
+      start = redis.call('STRLEN', KEYS[1 + i])
+      stop = start
+    end
+    if #bytes > 0 then put(KEYS[1 + i], stop, bytes, ttl_ms) end
+    for _, value in ipairs({name .. '_start', start, name .. '_end', stop + #bytes}) do
+      ends[#ends + 1] = value
+    end
   end
-  length = redis.call('APPEND', KEYS[2], ARGV[6]) / 4
-  if #ARGV[7] > 0 then redis.call('APPEND', KEYS[3], ARGV[7]) end
-  redis.call('HSET', KEYS[1], unpack(ARGV, 8))
+  for i = 8, #ARGV do ends[#ends + 1] = ARGV[i] end
+  redis.call('HSET', KEYS[1], unpack(ends))
+  length = length + #tokens / 4
 end
 
--- The time to live is only written when it has run below its least: an append is one write.
-if session.state == 'running' and redis.call('PTTL', KEYS[1]) < tonumber(ARGV[4]) then
-  local ttl_ms = string.format('%.0f', ARGV[4] * 61 / 60)
-  for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ttl_ms) end
-end
-for i = 2, 3 do
-  if redis.call('PTTL', KEYS[i]) == -1 then
-    redis.call('PEXPIRE', KEYS[i], redis.call('PTTL', KEYS[1]))
-  end
-end
+if session.state == 'running' then prolong(ARGV[4]) end
 return length

@@ -1,11 +1,13 @@
--- Marks a session finished that has all its tokens. Begins with admit.lua.
+-- Marks a session finished that has all its tokens. Begins with layout.lua and admit.lua.
 -- KEYS: session, tokens, logprobs
 -- ARGV: epoch, owner, lease_ms, ttl_ms, length (-1 = any), then field, value ... of the final state
 -- Returns the stored length in tokens, or {'missing', 0}, or {'stale', stored epoch}.
+-- Ended at any call, it has at most raised the epoch (admit.lua), or finished a session that stays
+-- readable for longer.
 local session, refusal = admit(KEYS[1], ARGV[1], ARGV[2], ARGV[3])
 if not session then return refusal end
 
-local length = session.rewrite and 0 or redis.call('STRLEN', KEYS[2]) / 4
+local length = length_of(session)
 local expected = tonumber(ARGV[5])
 if session.state == 'running' and (expected == -1 or expected == length) then
   redis.call('HSET', KEYS[1], 'lease_until_ms', '0', unpack(ARGV, 6))
