@@ -129,11 +129,17 @@ class RemoteStore(RemoteRedis):
     async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
         return await self._call(lambda: self._redis.store.append(appends))
 
-    async def renew(self, owner: str, sessions: Sequence[tuple[str, int]]) -> list[str]:
-        return await self._call(lambda: self._redis.store.renew(owner, sessions))
+    async def hold_lease(self, owner: str) -> None:
+        await self._call(lambda: self._redis.store.hold_lease(owner))
 
-    async def take_over(self, session_id: str, owner: str) -> SessionRecord:
-        return await self._call(lambda: self._redis.store.take_over(session_id, owner))
+    async def end_lease(self, owner: str) -> None:
+        await self._call(lambda: self._redis.store.end_lease(owner))
+
+    async def release(self, session_id: str, epoch: int, owner: str) -> None:
+        await self._call(lambda: self._redis.store.release(session_id, epoch, owner))
+
+    async def take_over(self, seen: SessionRecord, owner: str) -> SessionRecord:
+        return await self._call(lambda: self._redis.store.take_over(seen, owner))
 
     async def finish(self, finish: Finish) -> int:
         return await self._call(lambda: self._redis.store.finish(finish))

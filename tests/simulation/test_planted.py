@@ -85,11 +85,7 @@ def test_a_store_that_disregards_epochs(monkeypatch: pytest.MonkeyPatch) -> None
             one = replace(one, epoch=kept.record.epoch, owner=kept.record.owner)
         return append(self, one)
 
-    async def all_own(self: MemoryStore, owner: str, sessions: Any) -> list[str]:
-        return []
-
     monkeypatch.setattr(MemoryStore, "_append", of_any_epoch)
-    monkeypatch.setattr(MemoryStore, "renew", all_own)
     assert found(monkeypatch, "oust")
 
 
