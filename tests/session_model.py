@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from outrider.errors import (
     DataLoss,
@@ -18,15 +18,18 @@ from outrider.errors import (
     StaleEpoch,
     Unavailable,
 )
+from outrider.sessions.state import Session
 from outrider.sessions.store import (
     Append,
     CacheState,
     Counters,
+    Finish,
     FinishReason,
     NewSession,
     SessionRecord,
     SessionState,
     SessionStore,
+    released,
 )
 from outrider.speculation.sampling import Rule
 from outrider.tokens import TokenSequence
@@ -47,6 +50,18 @@ def digest(token_ids: list[int] | tuple[int, ...]) -> int:
     return TokenSequence(token_ids).digest()
 
 
+def next_append(session: Session) -> Append:
+    append = session.next_append()
+    assert append is not None
+    return append
+
+
+def end_of(session: Session, reason: FinishReason = FinishReason.STOP) -> Finish:
+    """Ends a session; returns what its owner sends then."""
+    session.finish(reason)
+    return session.ending()
+
+
 @dataclass
 class Modelled:
     new: NewSession
@@ -54,19 +69,22 @@ class Modelled:
     tokens: list[int]
     stored_digest: int
     epoch: int = 1
-    leased: bool = True
-    not_ours: bool = False
-    """The store has been told an epoch that it had lost: its tokens count as none."""
+    counts: bool = True
+    """Whether the stored tokens count: not those of a former owner."""
     reason: FinishReason | None = None
     logprobs: str = ""
     draft: CacheState = field(default_factory=CacheState)
     target: CacheState = field(default_factory=CacheState)
     counters: Counters = field(default_factory=Counters)
 
-    def raise_epoch(self, epoch: int, owner: str) -> None:
-        if epoch > self.epoch:
-            self.epoch, self.owner, self.reason = epoch, owner, None
-            self.leased, self.not_ours = True, True
+    @property
+    def length(self) -> int:
+        return len(self.tokens) if self.counts else 0
+
+    def adopt(self, epoch: int, owner: str) -> None:
+        """An owner writes whose take-over the store has lost."""
+        self.epoch, self.owner, self.reason = epoch, owner, None
+        self.counts = False
 
     def record(self) -> Any:
         if len(self.tokens) < len(self.new.prompt_ids) or digest(self.tokens) != self.stored_digest:
@@ -81,10 +99,23 @@ class Modelled:
 
 
 class NaiveStore:
-    """Each method returns what the store should return, or the type of what it should raise."""
+    """Each method returns what the store should return, or the type of what it should raise.
+    Written from the docstrings of `SessionStore`, not from a store."""
 
     def __init__(self) -> None:
         self.sessions: dict[str, Modelled] = {}
+        self.leases: set[str] = set()
+
+    def write(self, session_id: str, epoch: int, owner: str) -> Any:
+        """The session that an owner may write to."""
+        s = self.sessions.get(session_id)
+        if s is None:
+            return DataLoss
+        if epoch < s.epoch:
+            return StaleEpoch
+        if epoch > s.epoch:
+            s.adopt(epoch, owner)
+        return s if s.owner == owner else StaleEpoch
 
     def open(self, new: NewSession) -> Any:
         old = self.sessions.get(new.session_id)
@@ -97,59 +128,46 @@ class NaiveStore:
         return None if same else InvariantError
 
     def append(self, a: Append) -> Any:
-        s = self.sessions.get(a.session_id)
-        if s is None:
-            return DataLoss
-        if a.epoch < s.epoch or (a.epoch == s.epoch and a.owner and a.owner != s.owner):
-            return StaleEpoch
-        s.raise_epoch(a.epoch, a.owner or s.owner)
-        if s.not_ours and a.expected_length > 0:
-            return 0
-        if not s.not_ours and len(s.tokens) != a.expected_length:
-            return len(s.tokens)
-        if not a.token_ids:
-            return a.expected_length
-        if s.not_ours:
-            s.tokens, s.logprobs, s.not_ours = [], "", False
+        s = self.write(a.session_id, a.epoch, a.owner)
+        if not isinstance(s, Modelled) or s.length != a.expected_length or not a.token_ids:
+            return s.length if isinstance(s, Modelled) else s
+        if not s.counts:
+            s.tokens, s.logprobs, s.counts = [], "", True
         s.tokens += a.token_ids
         s.logprobs += a.logprobs
         s.stored_digest, s.draft, s.target, s.counters = (
             a.prefix_digest, a.draft, a.target, a.counters,
         )  # fmt: skip
-        return len(s.tokens)
+        return s.length
 
-    def renew(self, owner: str, leases: list[tuple[str, int]]) -> list[str]:
-        lost = []
-        for session_id, epoch in leases:
-            s = self.sessions.get(session_id)
-            if s is not None:
-                s.raise_epoch(epoch, owner)
-            if s is None or s.epoch != epoch or s.owner != owner:
-                lost.append(session_id)
-            elif s.reason is None:
-                s.leased = True
-        return lost
+    def release(self, session_id: str, epoch: int, owner: str) -> Any:
+        s = self.write(session_id, epoch, owner)
+        if not isinstance(s, Modelled):
+            return s
+        if s.reason is None:
+            s.owner = released(owner)
+        return None
 
-    def take_over(self, session_id: str, owner: str) -> Any:
-        s = self.sessions.get(session_id)
+    def take_over(self, seen: SessionRecord, owner: str) -> Any:
+        is_others = seen.state is SessionState.RUNNING and seen.owner != owner
+        if is_others and seen.owner in self.leases:
+            return Unavailable
+        s = self.sessions.get(seen.session_id)
         if s is None:
             return NotFound
         if s.reason is None:
-            if s.leased and s.owner != owner:
+            if (s.epoch, s.owner) != (seen.epoch, seen.owner):
                 return Unavailable
-            s.epoch, s.owner, s.leased, s.not_ours = s.epoch + 1, owner, True, False
+            s.epoch, s.owner, s.counts = s.epoch + 1, owner, True
         return s.record()
 
-    def finish(self, session_id: str, epoch: int, reason: FinishReason, counters: Counters) -> Any:
-        s = self.sessions.get(session_id)
-        if s is None:
-            return DataLoss
-        if epoch < s.epoch:
-            return StaleEpoch
-        s.not_ours = s.not_ours or epoch > s.epoch
-        if epoch > s.epoch or s.reason is None:
-            s.epoch, s.reason, s.counters, s.leased = epoch, reason, counters, False
-        return 0 if s.not_ours else len(s.tokens)
+    def finish(self, f: Finish) -> Any:
+        s = self.write(f.session_id, f.epoch, f.owner)
+        if not isinstance(s, Modelled):
+            return s
+        if s.reason is None and (f.length is None or f.length == s.length):
+            s.reason, s.counters = f.reason, f.counters
+        return s.length
 
     def load(self, session_id: str) -> Any:
         s = self.sessions.get(session_id)
@@ -172,6 +190,7 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.runner = asyncio.Runner()
         self.model = NaiveStore()
+        self.seen: list[SessionRecord] = []
         self.set_up()
 
     def set_up(self) -> None:
@@ -179,7 +198,7 @@ class StoreMachine(RuleBasedStateMachine):
         raise NotImplementedError
 
     def end_leases(self) -> None:
-        """Lets the leases of all sessions run out."""
+        """Lets all leases run out."""
         raise NotImplementedError
 
     def replace_tokens(self, session_id: str, token_ids: tuple[int, ...]) -> None:
@@ -216,40 +235,71 @@ class StoreMachine(RuleBasedStateMachine):
             expected = data.draw(lengths)
             appends.append(
                 Append(
-                    session_id, data.draw(epochs), expected, new,
+                    session_id, data.draw(epochs), data.draw(owners), expected, new,
                     digest((*stored[:expected], *new)), data.draw(caches), data.draw(caches),
                     data.draw(counts), data.draw(st.sampled_from(["", '{"é\u2028": 1}\n'])),
-                    data.draw(st.sampled_from(["", *OWNERS])),
                 )
             )  # fmt: skip
         answers = self.run(self.store.append(appends))
         found = [type(a) if isinstance(a, OutriderError) else a for a in answers]
         assert found == [self.model.append(a) for a in appends]
 
-    @rule(owner=owners, leases=st.lists(st.tuples(ids, st.integers(1, 3)), max_size=3))
-    def renew(self, owner: str, leases: list[tuple[str, int]]) -> None:
-        assert self.run(self.store.renew(owner, leases)) == self.model.renew(owner, leases)
+    @rule(owner=owners)
+    def hold_lease(self, owner: str) -> None:
+        self.run(self.store.hold_lease(owner))
+        self.model.leases.add(owner)
 
-    @rule(session_id=ids, owner=owners)
-    def take_over(self, session_id: str, owner: str) -> None:
-        found = self.outcome(self.store.take_over(session_id, owner))
-        assert found == self.model.take_over(session_id, owner)
+    @rule(owner=owners)
+    def end_lease(self, owner: str) -> None:
+        self.run(self.store.end_lease(owner))
+        self.model.leases.discard(owner)
+
+    @rule(session_id=ids, epoch=st.integers(1, 3), owner=owners)
+    def release(self, session_id: str, epoch: int, owner: str) -> None:
+        found = self.outcome(self.store.release(session_id, epoch, owner))
+        assert found == self.model.release(session_id, epoch, owner)
+
+    @rule(session_id=ids)
+    def look(self, session_id: str) -> None:
+        """What is seen now may be taken over later."""
+        found = self.outcome(self.store.load(session_id))
+        if isinstance(found, SessionRecord):
+            self.seen.append(found)
+
+    @precondition(lambda self: self.seen)
+    @rule(data=st.data(), owner=owners)
+    def take_over(self, data: st.DataObject, owner: str) -> None:
+        seen = data.draw(st.sampled_from(self.seen[-3:]))
+        found = self.outcome(self.store.take_over(seen, owner))
+        assert found == self.model.take_over(seen, owner)
+        if isinstance(found, SessionRecord):
+            self.seen.append(found)
 
     @rule(
-        session_id=ids,
-        epoch=st.integers(1, 3),
-        reason=st.sampled_from(FinishReason),
-        counters=counts,
-    )
-    def finish(self, session_id: str, epoch: int, reason: FinishReason, counters: Counters) -> None:
-        found = self.outcome(self.store.finish(session_id, epoch, reason, counters))
-        assert found == self.model.finish(session_id, epoch, reason, counters)
+        finish=st.builds(
+            Finish,
+            ids, st.integers(1, 3), owners, st.none() | st.integers(1, 9),
+            st.sampled_from(FinishReason), counts,
+        )
+    )  # fmt: skip
+    def finish(self, finish: Finish) -> None:
+        """Beside the model's, the rules that hold of every end that is recorded."""
+        before = self.outcome(self.store.load(finish.session_id))
+        found = self.outcome(self.store.finish(finish))
+        assert found == self.model.finish(finish)
+        after = self.outcome(self.store.load(finish.session_id))
+        if found is StaleEpoch:
+            assert after == before
+        elif isinstance(before, SessionRecord) and isinstance(after, SessionRecord):
+            assert (after.epoch, after.owner) == (finish.epoch, finish.owner)
+            assert before.epoch < after.epoch or before.owner == after.owner
+            if after.finish_reason is not None and after != before:
+                assert finish.length in (None, len(after.token_ids))
 
     @rule()
     def leases_run_out(self) -> None:
         self.end_leases()
-        for session in self.model.sessions.values():
-            session.leased = False
+        self.model.leases.clear()
 
     @rule(session_id=ids, left=st.integers(0, 3))
     def tail_is_torn_off(self, session_id: str, left: int) -> None:

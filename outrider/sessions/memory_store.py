@@ -10,16 +10,17 @@ from dataclasses import dataclass, replace
 
 from outrider.errors import OutriderError
 from outrider.sessions.lifetimes import DEFAULT_LIFETIMES, Lifetimes
-from outrider.sessions.refusals import leased, missing, not_found, stale, taken, verified
+from outrider.sessions.refusals import contended, leased, missing, not_found, stale, taken, verified
 from outrider.sessions.state import FIRST_EPOCH
 from outrider.sessions.store import (
     Append,
     CacheState,
     Counters,
-    FinishReason,
+    Finish,
     NewSession,
     SessionRecord,
     SessionState,
+    released,
 )
 from outrider.tokens import TokenSequence
 
@@ -29,10 +30,14 @@ class KeptSession:
     """One session with what only the store knows of it."""
 
     record: SessionRecord
-    lease_until_ms: float
     expires_ms: float
     rewrite: bool = False
-    """The tokens may be of an older owner and count as none: see `SessionStore.append`."""
+    """The tokens may be a former owner's and count as none: see `SessionStore`."""
+
+    @property
+    def length(self) -> int:
+        """The stored length in tokens."""
+        return 0 if self.rewrite else len(self.record.token_ids)
 
 
 class MemoryStore:
@@ -44,14 +49,18 @@ class MemoryStore:
         self._now_ms = now_ms
         self._lifetimes = lifetimes
         self._sessions: dict[str, KeptSession] = {}
+        self._leases: dict[str, float] = {}
+        """Of owners: when they end."""
 
     def snapshot(self) -> dict[str, KeptSession]:
-        """All that is stored now; later calls do not change it."""
+        """All sessions that are stored now; later calls do not change it."""
         return dict(self._sessions)
 
     def restore(self, snapshot: dict[str, KeptSession]) -> None:
-        """Goes back to a snapshot, as a server does that lost its last writes in a crash."""
+        """Goes back to a snapshot, as a server does that lost its last writes in a crash. Leases
+        have run out meanwhile."""
         self._sessions = dict(snapshot)
+        self._leases.clear()
 
     async def open(self, session: NewSession) -> None:
         """See `SessionStore.open`."""
@@ -85,90 +94,77 @@ class MemoryStore:
             logprobs="",
             finish_reason=None,
         )
-        now_ms = self._now_ms()
-        self._sessions[session.session_id] = KeptSession(
-            record, now_ms + self._lifetimes.lease_ms, now_ms + self._lifetimes.session_ttl_ms
-        )
+        expires_ms = self._now_ms() + self._lifetimes.session_ttl_ms
+        self._sessions[session.session_id] = KeptSession(record, expires_ms)
 
     async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
         """See `SessionStore.append`."""
         return [self._append(append) for append in appends]
 
     def _append(self, append: Append) -> int | OutriderError:
-        kept = self._find(append.session_id)
-        if kept is None:
-            return missing(append.session_id)
-        record = kept.record
-        foreign = append.epoch == record.epoch and append.owner not in ("", record.owner)
-        if append.epoch < record.epoch or foreign:
-            return stale(append.session_id, append.epoch, record.epoch)
-        if append.epoch > record.epoch:
-            kept = self._raised(kept, append.epoch, append.owner or record.owner)
-        length = 0 if kept.rewrite else len(kept.record.token_ids)
+        try:
+            kept = self._admit(append.session_id, append.epoch, append.owner)
+        except OutriderError as error:
+            return error
+        length = kept.length
         if length == append.expected_length and append.token_ids:
             kept = _extended(kept, append)
             length += len(append.token_ids)
         self._sessions[append.session_id] = self._touched(kept)
         return length
 
-    async def renew(self, owner: str, sessions: Sequence[tuple[str, int]]) -> list[str]:
-        """See `SessionStore.renew`."""
-        lost = []
-        for session_id, epoch in sessions:
-            kept = self._find(session_id)
-            if kept is not None and epoch > kept.record.epoch:
-                kept = self._raised(kept, epoch, owner)
-            if kept is None or (kept.record.epoch, kept.record.owner) != (epoch, owner):
-                lost.append(session_id)
-            elif kept.record.state is SessionState.RUNNING:
-                lease_until_ms = self._now_ms() + self._lifetimes.lease_ms
-                kept = replace(kept, lease_until_ms=lease_until_ms)
-                self._sessions[session_id] = self._touched(kept)
-        return lost
+    async def hold_lease(self, owner: str) -> None:
+        """See `SessionStore.hold_lease`."""
+        now_ms = self._now_ms()
+        self._leases = {name: until for name, until in self._leases.items() if until > now_ms}
+        self._leases[owner] = now_ms + self._lifetimes.lease_ms
 
-    async def take_over(self, session_id: str, owner: str) -> SessionRecord:
+    async def end_lease(self, owner: str) -> None:
+        """See `SessionStore.end_lease`."""
+        self._leases.pop(owner, None)
+
+    async def release(self, session_id: str, epoch: int, owner: str) -> None:
+        """See `SessionStore.release`."""
+        kept = self._admit(session_id, epoch, owner)
+        if kept.record.state is SessionState.RUNNING:
+            kept = replace(kept, record=replace(kept.record, owner=released(owner)))
+        self._sessions[session_id] = kept
+
+    async def take_over(self, seen: SessionRecord, owner: str) -> SessionRecord:
         """See `SessionStore.take_over`."""
+        session_id = seen.session_id
+        if seen.state is SessionState.RUNNING and seen.owner != owner:
+            left_ms = self._leases.get(seen.owner, 0) - self._now_ms()
+            if left_ms > 0:
+                raise leased(session_id, int(left_ms))
         kept = self._find(session_id)
         if kept is None:
             raise not_found(session_id)
         if kept.record.state is SessionState.RUNNING:
-            now_ms = self._now_ms()
-            if kept.record.owner != owner and kept.lease_until_ms > now_ms:
-                raise leased(session_id, int(kept.lease_until_ms - now_ms))
-            kept = KeptSession(
-                replace(kept.record, epoch=kept.record.epoch + 1, owner=owner),
-                now_ms + self._lifetimes.lease_ms,
-                kept.expires_ms,
-            )
-            self._sessions[session_id] = self._touched(kept)
+            if (kept.record.epoch, kept.record.owner) != (seen.epoch, seen.owner):
+                raise contended(session_id)
+            record = replace(kept.record, epoch=seen.epoch + 1, owner=owner)
+            kept = self._sessions[session_id] = self._touched(KeptSession(record, kept.expires_ms))
         return verified(kept.record)
 
-    async def finish(
-        self, session_id: str, epoch: int, reason: FinishReason, counters: Counters
-    ) -> int:
+    async def finish(self, finish: Finish) -> int:
         """See `SessionStore.finish`."""
-        kept = self._find(session_id)
-        if kept is None:
-            raise missing(session_id)
-        record = kept.record
-        if epoch < record.epoch:
-            raise stale(session_id, epoch, record.epoch)
-        if epoch > record.epoch or record.state is SessionState.RUNNING:
-            finished = replace(
-                record,
-                epoch=epoch,
+        kept = self._admit(finish.session_id, finish.epoch, finish.owner)
+        fits = finish.length in (None, kept.length)
+        if fits and kept.record.state is SessionState.RUNNING:
+            record = replace(
+                kept.record,
                 state=SessionState.FINISHED,
-                finish_reason=reason,
-                counters=counters,
+                finish_reason=finish.reason,
+                counters=finish.counters,
             )
             kept = KeptSession(
-                finished,
-                lease_until_ms=0,
+                record,
                 expires_ms=self._now_ms() + self._lifetimes.finished_ttl_ms,
-                rewrite=kept.rewrite or epoch > record.epoch,
+                rewrite=kept.rewrite,
             )
-            self._sessions[session_id] = kept
-        return 0 if kept.rewrite else len(record.token_ids)
+        self._sessions[finish.session_id] = kept
+        return kept.length
 
     async def load(self, session_id: str) -> SessionRecord:
         """See `SessionStore.load`."""
@@ -187,27 +183,43 @@ class MemoryStore:
             return None
         return kept
 
+    def _admit(self, session_id: str, epoch: int, owner: str) -> KeptSession:
+        """The session as a write of (epoch, owner) finds it, not stored yet. Raises `StaleEpoch`,
+        `DataLoss`."""
+        kept = self._find(session_id)
+        if kept is None:
+            raise missing(session_id)
+        record = kept.record
+        if is_stale(epoch, owner, record):
+            raise stale(session_id, epoch, record.epoch)
+        return _raised(kept, epoch, owner) if epoch > record.epoch else kept
+
     def _drop_expired(self) -> None:
         now_ms = self._now_ms()
         for session_id in [k for k, kept in self._sessions.items() if kept.expires_ms <= now_ms]:
             del self._sessions[session_id]
 
-    def _raised(self, kept: KeptSession, epoch: int, owner: str) -> KeptSession:
-        """The session under an epoch that the store has lost."""
-        record = replace(
-            kept.record,
-            epoch=epoch,
-            owner=owner,
-            state=SessionState.RUNNING,
-            finish_reason=None,
-        )
-        lease_until_ms = self._now_ms() + self._lifetimes.lease_ms
-        return KeptSession(record, lease_until_ms, kept.expires_ms, rewrite=True)
-
     def _touched(self, kept: KeptSession) -> KeptSession:
         if kept.record.state is not SessionState.RUNNING:
             return kept
         return replace(kept, expires_ms=self._now_ms() + self._lifetimes.session_ttl_ms)
+
+
+def is_stale(epoch: int, owner: str, record: SessionRecord) -> bool:
+    """Whether a write under (epoch, owner) comes from a former owner of the session."""
+    return epoch < record.epoch or (epoch == record.epoch and owner != record.owner)
+
+
+def _raised(kept: KeptSession, epoch: int, owner: str) -> KeptSession:
+    """The session under an epoch that the store has lost."""
+    record = replace(
+        kept.record,
+        epoch=epoch,
+        owner=owner,
+        state=SessionState.RUNNING,
+        finish_reason=None,
+    )
+    return KeptSession(record, kept.expires_ms, rewrite=True)
 
 
 def _extended(kept: KeptSession, append: Append) -> KeptSession:

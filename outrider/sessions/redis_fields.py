@@ -11,6 +11,7 @@ from outrider.sessions.store import (
     Append,
     CacheState,
     Counters,
+    Finish,
     FinishReason,
     NewSession,
     SessionRecord,
@@ -64,12 +65,12 @@ def append_fields(append: Append) -> list[Field]:
     ]  # fmt: skip
 
 
-def finish_fields(reason: FinishReason, counters: Counters) -> list[Field]:
+def finish_fields(finish: Finish) -> list[Field]:
     """Fields and values of a session's end."""
     return [
         "state", SessionState.FINISHED.value,
-        "finish_reason", reason.value,
-        *_counter_fields(counters),
+        "finish_reason", finish.reason.value,
+        *_counter_fields(finish.counters),
     ]  # fmt: skip
 
 

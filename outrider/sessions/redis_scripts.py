@@ -26,13 +26,14 @@ from outrider.sessions.redis_connection import (
 
 
 class Script:
-    """A Lua script of `lua/` and the name under which Redis remembers it."""
+    """Lua files of `lua/`, one after the other, and the name under which Redis remembers them."""
 
-    def __init__(self, name: str, *, replicated: bool = False) -> None:
+    def __init__(self, *names: str, replicated: bool = False) -> None:
         """`replicated`: what it reads or writes counts only once replicas have it, where they are
         waited for."""
         self.replicated = replicated
-        self.source = (resources.files("outrider.sessions") / "lua" / f"{name}.lua").read_text()
+        folder = resources.files("outrider.sessions") / "lua"
+        self.source = "\n".join((folder / f"{name}.lua").read_text() for name in names)
         self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
 

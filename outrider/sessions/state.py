@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from outrider.errors import OutriderError, check
+from outrider.errors import InvariantError, OutriderError, check
 from outrider.limits import APPEND_TOKENS_MAX, TOKEN_ID_MAX
 from outrider.sessions.store import (
     Append,
     CacheState,
     Counters,
+    Finish,
     FinishReason,
     NewSession,
     SessionRecord,
@@ -215,20 +216,14 @@ class Session:
         whatever has been decided since."""
         if self._state is OwnedState.LOST or self.num_uncommitted == 0:
             return None
-        end = min(self.length, self._acknowledged_length + APPEND_TOKENS_MAX)
-        return self._append_to(end)
-
-    def probe(self) -> Append:
-        """An append of nothing, which asks the store whose the session is."""
-        return self._append_to(self._acknowledged_length)
-
-    def _append_to(self, end: int) -> Append:
         start = self._acknowledged_length
+        end = min(self.length, start + APPEND_TOKENS_MAX)
         first_line = max(start - self.prompt_length, 0)
         lines = self._logprobs[first_line : max(end - self.prompt_length, 0)]
         return Append(
             session_id=self.identity.session_id,
             epoch=self.identity.epoch,
+            owner=self.identity.owner,
             expected_length=start,
             token_ids=tuple(self.tokens.ids[start:end]),
             prefix_digest=self.tokens.digest(end),
@@ -236,7 +231,19 @@ class Session:
             target=self.target,
             counters=self.counters,
             logprobs="".join(line + "\n" for line in lines),
+        )
+
+    def ending(self) -> Finish:
+        """The end of a finished session."""
+        if self._finish_reason is None:
+            raise InvariantError(f"session {self.session_id} ends without a reason")
+        return Finish(
+            session_id=self.identity.session_id,
+            epoch=self.identity.epoch,
             owner=self.identity.owner,
+            length=self.length,
+            reason=self._finish_reason,
+            counters=self.counters,
         )
 
     def acknowledge(self, stored_length: int) -> None:

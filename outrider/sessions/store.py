@@ -69,6 +69,7 @@ class Append:
 
     session_id: str
     epoch: int
+    owner: str
     expected_length: int
     token_ids: tuple[int, ...]
     prefix_digest: int
@@ -78,8 +79,19 @@ class Append:
     counters: Counters
     logprobs: str = ""
     """JSON lines for these tokens where the request asked for log-probabilities."""
-    owner: str = ""
-    """Where given, must own the session: a store that lost a take-over may give its epoch twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of a session that has `length` tokens, under its epoch."""
+
+    session_id: str
+    epoch: int
+    owner: str
+    length: int | None
+    """At least 1, prompt included; None for a session that ends with whatever is stored."""
+    reason: FinishReason
+    counters: Counters
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +116,30 @@ class SessionRecord:
     finish_reason: FinishReason | None
 
 
+def released(owner: str) -> str:
+    """The owner of the sessions that an owner has released. No process has this name, so any
+    coordinator may take such a session over."""
+    return f"{owner} (released)"
+
+
 class SessionStore(Protocol):
-    """Keeps sessions. Every method may raise `StoreUnavailable`, and then may or may not have
-    been carried out; each can be repeated."""
+    """Keeps sessions, and leases of their owners. Every method may raise `StoreUnavailable`, and
+    then may or may not have been carried out; each can be repeated.
+
+    A session has one owner under one epoch, which each take-over raises by one. An owner's writes
+    (`append`, `finish`, `release`) name both, and the store compares them with what it holds:
+
+    - A lower epoch is a former owner's: `StaleEpoch`, and nothing changes.
+    - The same epoch with another owner: the store lost a take-over and then gave its epoch once
+      more. `StaleEpoch`, and nothing changes.
+    - The same epoch and owner: the write is carried out.
+    - A higher epoch: the store lost the take-over that gave it. The session is this owner's again
+      and runs, even if it was finished. Its tokens may be a former owner's, so its length counts
+      as 0 until the owner has sent all tokens again; until then the old ones are still read.
+    """
 
     async def open(self, session: NewSession) -> None:
-        """Creates the session with a lease for its owner. Repeating it with the same owner
+        """Creates the session. Repeating it with the same owner
         changes nothing; raises `InvariantError` if another session has the id."""
         ...
 
@@ -117,29 +147,38 @@ class SessionStore(Protocol):
         """One round trip for many sessions. Per append: the stored length afterwards, or why not.
         A stored length other than expected_length + len(token_ids) means that nothing was
         appended: a shorter store lost its tail (the owner sends it again from there), a longer
-        one has them already. `StaleEpoch`: a newer epoch, or another owner, has the session.
-        `DataLoss`: there is no such session. An epoch above the stored one raises it: the store
-        lost a take-over, what it holds may be of others, and its length counts as 0 until the
-        owner has sent all tokens again. An append of nothing asks for the stored length."""
+        one has them already. `StaleEpoch`: see above. `DataLoss`: there is no such session. An
+        append of nothing asks for the stored length."""
         ...
 
-    async def renew(self, owner: str, sessions: Sequence[tuple[str, int]]) -> list[str]:
-        """Renews the leases of (session_id, epoch) in one round trip; returns the ids that are
-        not this owner's any more."""
+    async def hold_lease(self, owner: str) -> None:
+        """For a while from now on, no session of this owner is taken over by others. One call
+        for all of its sessions."""
         ...
 
-    async def take_over(self, session_id: str, owner: str) -> SessionRecord:
-        """Makes `owner` the owner under epoch + 1 once the lease has run out (or is its own).
-        Raises `NotFound`, `Unavailable` (with the rest of the lease) or returns a finished
-        session unchanged."""
+    async def end_lease(self, owner: str) -> None:
+        """Others may take this owner's sessions over at once."""
         ...
 
-    async def finish(
-        self, session_id: str, epoch: int, reason: FinishReason, counters: Counters
-    ) -> int:
-        """Marks the session finished, with a time to live, and returns the stored length as
-        `append` does: if tokens are missing, the owner appends them also now, and finishes again.
-        Repeating it changes nothing. Raises `StaleEpoch`, `DataLoss`."""
+    async def release(self, session_id: str, epoch: int, owner: str) -> None:
+        """Gives a session up that does not run any more: under the same epoch its owner becomes
+        `released(owner)`, which has no lease. Raises `StaleEpoch` (also if it is released already)
+        and `DataLoss`."""
+        ...
+
+    async def take_over(self, seen: SessionRecord, owner: str) -> SessionRecord:
+        """Makes `owner` the owner under epoch + 1, if the session is still as it was `seen` by
+        `load`, and the lease of that owner has run out (or it is the same owner). Returns a
+        finished session unchanged. Raises `NotFound`, and `Unavailable` with the rest of the lease,
+        or where the session was taken over since it was seen."""
+        ...
+
+    async def finish(self, finish: Finish) -> int:
+        """Marks the session finished if its stored length is `finish.length`, and returns the
+        stored length as `append` does: if tokens are missing, the owner appends them and finishes
+        again, so no answer is recorded as finished that lacks its tail. Without a length it is
+        finished with what is read of it. A finished session stays as it is and expires. Raises
+        `StaleEpoch` (see above), `DataLoss`."""
         ...
 
     async def load(self, session_id: str) -> SessionRecord:

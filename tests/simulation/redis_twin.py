@@ -13,8 +13,7 @@ from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.redis_connection import answering
 from outrider.sessions.store import (
     Append,
-    Counters,
-    FinishReason,
+    Finish,
     NewSession,
     SessionRecord,
 )
@@ -130,18 +129,20 @@ class RemoteStore(RemoteRedis):
     async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
         return await self._call(lambda: self._redis.store.append(appends))
 
-    async def renew(self, owner: str, sessions: Sequence[tuple[str, int]]) -> list[str]:
-        return await self._call(lambda: self._redis.store.renew(owner, sessions))
+    async def hold_lease(self, owner: str) -> None:
+        await self._call(lambda: self._redis.store.hold_lease(owner))
 
-    async def take_over(self, session_id: str, owner: str) -> SessionRecord:
-        return await self._call(lambda: self._redis.store.take_over(session_id, owner))
+    async def end_lease(self, owner: str) -> None:
+        await self._call(lambda: self._redis.store.end_lease(owner))
 
-    async def finish(
-        self, session_id: str, epoch: int, reason: FinishReason, counters: Counters
-    ) -> int:
-        return await self._call(
-            lambda: self._redis.store.finish(session_id, epoch, reason, counters)
-        )
+    async def release(self, session_id: str, epoch: int, owner: str) -> None:
+        await self._call(lambda: self._redis.store.release(session_id, epoch, owner))
+
+    async def take_over(self, seen: SessionRecord, owner: str) -> SessionRecord:
+        return await self._call(lambda: self._redis.store.take_over(seen, owner))
+
+    async def finish(self, finish: Finish) -> int:
+        return await self._call(lambda: self._redis.store.finish(finish))
 
     async def load(self, session_id: str) -> SessionRecord:
         return await self._call(lambda: self._redis.store.load(session_id))

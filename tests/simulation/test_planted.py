@@ -81,14 +81,11 @@ def test_a_store_that_disregards_epochs(monkeypatch: pytest.MonkeyPatch) -> None
 
     def of_any_epoch(self: MemoryStore, one: Append) -> int | OutriderError:
         kept = self._find(one.session_id)
-        epoch = one.epoch if kept is None else kept.record.epoch
-        return append(self, replace(one, epoch=epoch, owner=""))
-
-    async def all_own(self: MemoryStore, owner: str, sessions: Any) -> list[str]:
-        return []
+        if kept is not None:
+            one = replace(one, epoch=kept.record.epoch, owner=kept.record.owner)
+        return append(self, one)
 
     monkeypatch.setattr(MemoryStore, "_append", of_any_epoch)
-    monkeypatch.setattr(MemoryStore, "renew", all_own)
     assert found(monkeypatch, "oust")
 
 

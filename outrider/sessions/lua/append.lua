@@ -1,50 +1,35 @@
--- Compare-and-append under an epoch.
+-- Compare-and-append under an epoch. Begins with layout.lua and admit.lua.
 -- KEYS: session, tokens, logprobs
--- ARGV: epoch, owner ('' = any), lease_ms, ttl_ms, expected_length, token bytes, logprobs,
+-- ARGV: epoch, owner, ttl_ms, expected_length, token bytes, logprobs,
 --       then field, value, field, value ... to set if the tokens are appended
 -- Returns the stored length in tokens, or {'missing', 0}, or {'stale', stored epoch}.
-local stored = redis.call('HMGET', KEYS[1], 'epoch', 'owner', 'state', 'rewrite')
-if not stored[1] then return {'missing', 0} end
+-- Ended at any call, it has at most raised the epoch (admit.lua): what is read, is read as before.
+local session, refusal = admit(KEYS[1], ARGV[1], ARGV[2])
+if not session then return refusal end
 
-local epoch, stored_epoch = tonumber(ARGV[1]), tonumber(stored[1])
-if epoch < stored_epoch then return {'stale', stored_epoch} end
-if epoch == stored_epoch and ARGV[2] ~= '' and ARGV[2] ~= stored[2] then
-  return {'stale', stored_epoch}
-end
-
-local running = stored[3] == 'running'
-local rewrite = stored[4] == '1'
-if epoch > stored_epoch then
-  -- A take-over was lost with the store's tail. What is stored may be of an older owner, so it
-  -- counts as nothing until this one has sent everything; till then it stays readable.
-  local time = redis.call('TIME')
-  local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-  local owner = ARGV[2] ~= '' and ARGV[2] or stored[2]
-  redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'owner', owner, 'state', 'running',
-    'finish_reason', '', 'rewrite', '1',
-    'lease_until_ms', string.format('%.0f', now_ms + ARGV[3]))
-  running, rewrite = true, true
-end
-
-local length = rewrite and 0 or redis.call('STRLEN', KEYS[2]) / 4
-if length == tonumber(ARGV[5]) and #ARGV[6] > 0 then
-  if rewrite then
-    redis.call('DEL', KEYS[2], KEYS[3])
-    redis.call('HDEL', KEYS[1], 'rewrite')
+local length = length_of(session)
+local tokens, logprobs = ARGV[5], ARGV[6]
+if length == tonumber(ARGV[4]) and #tokens > 0 then
+  local ttl_ms = redis.call('PTTL', KEYS[1])
+  if ttl_ms < 1 then ttl_ms = ARGV[3] end
+  local ends = {'rewrite', '0'}
+  for i, new in ipairs({{'tokens', tokens}, {'logprobs', logprobs}}) do
+    local name, bytes = new[1], new[2]
+    local start, stop = extent(KEYS[1 + i], session[name .. '_start'], session[name .. '_end'])
+    if session.rewrite then
+      -- Behind all that is there: the old ones are read until the commit.
+      start = redis.call('STRLEN', KEYS[1 + i])
+      stop = start
+    end
+    if #bytes > 0 then put(KEYS[1 + i], stop, bytes, ttl_ms) end
+    for _, value in ipairs({name .. '_start', start, name .. '_end', stop + #bytes}) do
+      ends[#ends + 1] = value
+    end
   end
-  length = redis.call('APPEND', KEYS[2], ARGV[6]) / 4
-  if #ARGV[7] > 0 then redis.call('APPEND', KEYS[3], ARGV[7]) end
-  redis.call('HSET', KEYS[1], unpack(ARGV, 8))
+  for i = 7, #ARGV do ends[#ends + 1] = ARGV[i] end
+  redis.call('HSET', KEYS[1], unpack(ends))
+  length = length + #tokens / 4
 end
 
--- The time to live is only written when it has run below its least: an append is one write.
-if running and redis.call('PTTL', KEYS[1]) < tonumber(ARGV[4]) then
-  local ttl_ms = string.format('%.0f', ARGV[4] * 61 / 60)
-  for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ttl_ms) end
-end
-for i = 2, 3 do
-  if redis.call('PTTL', KEYS[i]) == -1 then
-    redis.call('PEXPIRE', KEYS[i], redis.call('PTTL', KEYS[1]))
-  end
-end
+if session.state == 'running' then prolong(ARGV[3]) end
 return length

@@ -1,20 +1,16 @@
--- Marks a session finished.
--- KEYS: session, tokens, logprobs; ARGV: epoch, ttl_ms, then field, value ... of the final state
+-- Marks a session finished that has all its tokens. Begins with layout.lua and admit.lua.
+-- KEYS: session, tokens, logprobs
+-- ARGV: epoch, owner, ttl_ms, length (-1 = any), then field, value ... of the final state
 -- Returns the stored length in tokens, or {'missing', 0}, or {'stale', stored epoch}.
-local stored = redis.call('HMGET', KEYS[1], 'epoch', 'state', 'rewrite')
-if not stored[1] then return {'missing', 0} end
+-- Ended at any call, it has at most raised the epoch (admit.lua), or finished a session that stays
+-- readable for longer.
+local session, refusal = admit(KEYS[1], ARGV[1], ARGV[2])
+if not session then return refusal end
 
-local epoch, stored_epoch = tonumber(ARGV[1]), tonumber(stored[1])
-if epoch < stored_epoch then return {'stale', stored_epoch} end
-local rewrite = stored[3] == '1'
-if epoch > stored_epoch then
-  -- The store lost a take-over: see append.lua.
-  redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'rewrite', '1')
-  rewrite = true
+local length = length_of(session)
+local expected = tonumber(ARGV[4])
+if session.state == 'running' and (expected == -1 or expected == length) then
+  redis.call('HSET', KEYS[1], unpack(ARGV, 5))
+  for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[3]) end
 end
-
-if epoch > stored_epoch or stored[2] ~= 'finished' then
-  redis.call('HSET', KEYS[1], 'lease_until_ms', '0', unpack(ARGV, 3))
-  for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[2]) end
-end
-return rewrite and 0 or redis.call('STRLEN', KEYS[2]) / 4
+return length

@@ -52,7 +52,7 @@ def test_spans_are_of_rounds_that_are_over_and_are_told_once() -> None:
     clock = RoundClock()
     for session in (1, 2):
         clock.draft_sent(draft_item(session))
-    append = Append(f"{1:032x}", 1, 0, (1,), 0, CacheState(), CacheState(), Counters(2, 0, 0))
+    append = Append(f"{1:032x}", 1, "c", 0, (1,), 0, CacheState(), CacheState(), Counters(2, 0, 0))
     clock.committed(clock.commit_sent([append]))
     [(session_id, index, span)] = clock.take_spans()
     assert (session_id, index) == (f"{1:032x}", 1)

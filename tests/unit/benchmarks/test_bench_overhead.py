@@ -49,7 +49,7 @@ def stamps(start_ms: float, round_ms: float = 10.0, num_bytes: int = 100) -> Rou
 def append(session: int, num_rounds: int) -> Append:
     cache = CacheState()
     counters = Counters(num_rounds, 0, 0)
-    return Append(f"{session:032x}", 1, 0, (1,), 0, cache, cache, counters)
+    return Append(f"{session:032x}", 1, "c", 0, (1,), 0, cache, cache, counters)
 
 
 def draft_item(session: int, round_index: int, num_draft_tokens: int = 8) -> DraftItem:
