@@ -103,17 +103,14 @@ def fits(pair: ToyPair, parents: tuple[int, ...]) -> bool:
     return all(size == 1 or size >= most for size in sizes)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("seed", range(4))
-def test_a_round_with_a_tree_has_the_targets_law(shape, seed):
-    """Token rule, every draw of every tree: the law of depth + 1 tokens is p's, to 1e-12."""
-    pairs = (random_pair(3, 100 * seed + i) for i in itertools.count())
-    pair = next(p for p in pairs if fits(p, SHAPES[shape]))
-    parents = SHAPES[shape]
+def tree_round_law(pair: ToyPair, parents: tuple[int, ...], num_tokens: int, is_drafted):
+    """The law of `num_tokens` tokens of rounds with the trees of this shape that are drafted, which
+    the target goes on from alone."""
     tree = draft_tree(parents, len(parents))
-    num_tokens = tree.num_depths + 1
     law = np.zeros((3,) * num_tokens)
     for proposal, chance, states in drafted_trees(pair, parents):
+        if not is_drafted(proposal):
+            continue
         rows = pair.p[[states[i] for i in range(-1, len(parents))]]
         accept, weights = tree_law(rows, proposal)
         weights = weights / weights.sum(dim=1, keepdim=True)
@@ -126,7 +123,37 @@ def test_a_round_with_a_tree_has_the_targets_law(shape, seed):
                 law[(*begun, token_id)] += (
                     chance * likely * float(weights[node + 1, token_id]) * after
                 )
+    return law
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_round_with_a_tree_has_the_targets_law(shape, seed):
+    """Token rule, every draw of every tree: the law of depth + 1 tokens is p's, to 1e-12."""
+    pairs = (random_pair(3, 100 * seed + i) for i in itertools.count())
+    pair = next(p for p in pairs if fits(p, SHAPES[shape]))
+    num_tokens = draft_tree(SHAPES[shape], len(SHAPES[shape])).num_depths + 1
+    law = tree_round_law(pair, SHAPES[shape], num_tokens, lambda proposal: True)
     np.testing.assert_allclose(law, pair.law(num_tokens), atol=EXACT)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("num_siblings", [1, 2])
+def test_a_tree_may_stop_by_what_was_drawn(num_siblings, seed):
+    """Whether there is a second place depends on the candidates for the first one, siblings
+    included: decided before it is drawn, as a deadline does."""
+    short, long = comb((num_siblings,)), comb((num_siblings, 1))
+    pairs = (random_pair(3, 100 * seed + i) for i in itertools.count())
+    pair = next(p for p in pairs if fits(p, long) and bool((p.mass[0][0] > 0).all()))
+
+    def has_second(proposal: Proposal) -> bool:
+        return proposal.token_ids[0] == seed % 3 or proposal.token_ids[num_siblings] == 0
+
+    goes_on = tree_round_law(pair, long, 3, has_second)
+    stops = tree_round_law(pair, short, 3, lambda proposal: not has_second(proposal))
+    assert min(goes_on.sum(), stops.sum()) > 0.01
+    law = goes_on + stops
+    np.testing.assert_allclose(law, pair.law(3), atol=EXACT)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
