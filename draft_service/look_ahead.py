@@ -31,10 +31,10 @@ from outrider.engine.interface import Engine
 from outrider.engine.sequences import SequenceTable
 from outrider.errors import EngineLost, OutOfPages, OutriderError
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, ReplyKey
-from outrider.speculation.fan_out import RANKS_MAX, FanOut, Guess
+from outrider.speculation.fan_out import RANKS_MAX, FanOut, FanOuts, Guess
 from outrider.speculation.guesses import RoundGuesses, guess_round, with_bonus
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.sampling import SamplingParams
 from outrider.work import Answers, refusal
 
 _log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class LookAhead:
         self._drafter = drafter
         self._limits = limits
         self._rounds: dict[str, RoundAhead] = {}
-        self._fan_outs: dict[tuple[Rule, float], FanOut] = {}
+        self._fan_outs = FanOuts()
         self._numbers = count()
         self._stale: list[Outcome] = []
         """Of rounds that are over."""
@@ -136,6 +136,7 @@ class LookAhead:
 
     def forget(self, session_id: str) -> None:
         """Nobody waits for the session any more; unknown ones are ignored."""
+        self._fan_outs.forget(session_id)
         found = self._rounds.pop(session_id, None)
         if found is not None:
             self._end(found)
@@ -442,10 +443,9 @@ class LookAhead:
             now.basis = None
 
     def _fan_out(self, now: RoundAhead) -> FanOut:
-        """What is known of rounds like this one: how far a draft's scores can be trusted depends on
-        the temperature, which is taken to the next tenth."""
-        place = (now.item.head.rule, round(now.sampling.temperature, 1))
-        return self._fan_outs.setdefault(place, FanOut())
+        """What is known of rounds like this one."""
+        head = now.item.head
+        return self._fan_outs.of(now.session_id, head.seed, head.rule, now.sampling.temperature)
 
 
 def _assumed(now: RoundAhead, guesses: RoundGuesses, guess: Guess) -> tuple[int, ...]:

@@ -18,8 +18,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from outrider.limits import LOOK_AHEAD_MAX, NUM_DRAFT_TOKENS_MAX
+from outrider.limits import DRAFTED_SEEDS_MAX, LOOK_AHEAD_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.guesses import RoundGuesses
+from outrider.speculation.sampling import Rule
 
 _FADE: Final = 1 - 1 / 500
 """What an outcome still counts for after one more."""
@@ -152,3 +153,35 @@ class FanOut:
             for place, chance in zip(chosen.tolist(), flat[chosen].tolist(), strict=True)
             if chance > 0.0
         ]
+
+
+class FanOuts:
+    """What the sessions of a draft replica learn from each other, by rule and temperature.
+
+    Under rules whose noise is keyed by the round, only the first session of each seed shares it: a
+    later one has the numbers that the first one's outcomes depend on, so it learns alone."""
+
+    def __init__(self, seeds_max: int = DRAFTED_SEEDS_MAX) -> None:
+        """When `seeds_max` seeds are known they are forgotten, with all that their sessions have
+        told."""
+        self._seeds_max = seeds_max
+        self._shared: dict[tuple[Rule, float], FanOut] = {}
+        self._first: dict[int, str] = {}
+        """The session that had each seed first."""
+        self._alone: dict[str, FanOut] = {}
+        """By session, of those whose seed another one had before."""
+
+    def of(self, session_id: str, seed: int, rule: Rule, temperature: float) -> FanOut:
+        """What a session reads and adds to. How far a draft's scores can be trusted depends on the
+        temperature, which is taken to the next tenth."""
+        if not rule.absolute_noise:
+            if seed not in self._first and len(self._first) >= self._seeds_max:
+                self._first.clear()
+                self._shared = {at: one for at, one in self._shared.items() if at[0].absolute_noise}
+            if self._first.setdefault(seed, session_id) != session_id:
+                return self._alone.setdefault(session_id, FanOut())
+        return self._shared.setdefault((rule, round(temperature, 1)), FanOut())
+
+    def forget(self, session_id: str) -> None:
+        """The session has ended; its seed stays known."""
+        self._alone.pop(session_id, None)

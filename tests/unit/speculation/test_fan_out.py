@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from outrider.limits import LOOK_AHEAD_MAX, NUM_DRAFT_TOKENS_MAX
-from outrider.speculation.fan_out import RANKS_MAX, FanOut
+from outrider.speculation.fan_out import RANKS_MAX, FanOut, FanOuts
 from outrider.speculation.guesses import RoundGuesses
+from outrider.speculation.sampling import Rule
 
 SCORES = [5.0, 4.0, 2.0, 1.0]
 
@@ -124,3 +125,32 @@ def test_scores_that_say_nothing_leave_out_what_is_no_guess_as_well() -> None:
     plan = fan_out.plan(guesses([1.0], [5.0, 4.0, -math.inf, -math.inf]), LOOK_AHEAD_MAX)
     assert {guess.rank for guess in plan} == {0, 1}
     assert plan[0].chance == pytest.approx(plan[1].chance)
+
+
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
+def test_a_session_with_a_seed_that_another_had_learns_alone(rule: Rule) -> None:
+    """The first one's outcomes depend on the numbers that it will have, too."""
+    known = FanOuts()
+    shared = known.of("a", 1, rule, 1.0)
+    alone = known.of("b", 1, rule, 1.0)
+    assert alone is not shared
+    assert known.of("b", 1, rule, 1.0) is alone
+    assert known.of("a", 1, rule, 1.04) is known.of("c", 2, rule, 1.0) is shared
+    assert known.of("c", 2, rule, 0.5) is not shared
+    known.forget("a")
+    known.forget("b")
+    assert known.of("b", 1, rule, 1.0) not in (alone, shared)
+
+
+def test_where_noise_is_keyed_by_the_position_all_sessions_share() -> None:
+    known = FanOuts()
+    assert known.of("a", 1, Rule.COUPLED, 1.0) is known.of("b", 1, Rule.COUPLED, 1.0)
+
+
+def test_forgotten_seeds_take_what_was_learned_along() -> None:
+    known = FanOuts(seeds_max=2)
+    shared, coupled = known.of("a", 1, Rule.TOKEN, 1.0), known.of("a", 1, Rule.COUPLED, 1.0)
+    assert known.of("b", 2, Rule.TOKEN, 1.0) is shared
+    assert known.of("c", 3, Rule.TOKEN, 1.0) is not shared
+    assert known.of("d", 1, Rule.TOKEN, 1.0) is known.of("c", 3, Rule.TOKEN, 1.0)
+    assert known.of("a", 1, Rule.COUPLED, 1.0) is coupled
