@@ -71,6 +71,10 @@ GRPC_PENDING_CALLS_MAX: Final = 8192
 and as many other calls. gRPC's own bounds are lower, and drop calls as CANCELLED."""
 GRPC_PENDING_S_MAX: Final = 60
 """How long such a call may wait for its turn before gRPC drops it."""
+GRPC_HANDSHAKE_MS: Final = 10_000
+"""How long a connection to a gRPC server may take for TLS and the first frame of HTTP/2 ..."""
+GRPC_IDLE_MS: Final = 300_000
+"""... and may stay without a call. A client connects again with its next one."""
 BULK_ITEM_BYTES: Final = 32 * 2**10
 """An item larger than this travels on the bulk stream, so that it does not delay small ones."""
 
@@ -136,7 +140,9 @@ HTTP_BODY_BYTES_MAX: Final = 4 * 2**20
 HTTP_BODIES_BYTES_MAX: Final = 64 * HTTP_BODY_BYTES_MAX
 """Of all bodies together that a coordinator has begun to read."""
 HTTP_BODY_S_MAX: Final = 60
-"""How long a body may take to come."""
+"""How long a body may take to come ..."""
+HTTP_BODY_PART_S_MAX: Final = 10
+"""... and each part of it."""
 HTTP_VALUES_MAX: Final = 2**19
 """Values and keys of a body, of which a prompt's tokens are the most."""
 HTTP_CONTAINERS_MAX: Final = 2**16
@@ -146,7 +152,10 @@ HTTP_FIELDS_MAX: Final = 128
 CHAT_PARTS_MAX: Final = 8192
 """Text parts of all messages of a body."""
 HTTP_CONNECTIONS_MAX: Final = 2 * SESSIONS_PER_COORDINATOR_MAX
-"""To one coordinator; more are refused."""
+"""To one coordinator, or half of its file descriptors where these are fewer. Beyond it the oldest
+connection without a request makes room; requests that find no such connection are refused."""
+HTTP_HEADERS_S: Final = 10
+"""How long a connection may take to send the headers of a request, its TLS handshake included."""
 HTTP_KEEP_ALIVE_S: Final = 75
 """How long a connection without a request is kept."""
 HTTP_STUCK_WRITE_S: Final = 30

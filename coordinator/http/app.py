@@ -15,7 +15,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.service import CoordinatorService
 from outrider.errors import OutriderError, PermissionDenied, Unavailable
-from outrider.limits import HTTP_BODIES_BYTES_MAX, HTTP_BODY_BYTES_MAX, HTTP_BODY_S_MAX
+from outrider.limits import (
+    HTTP_BODIES_BYTES_MAX,
+    HTTP_BODY_BYTES_MAX,
+    HTTP_BODY_PART_S_MAX,
+    HTTP_BODY_S_MAX,
+)
 from outrider.security.gate import OPEN, Gate
 
 from . import fleet, models
@@ -93,8 +98,9 @@ class Doorkeeper:
 
 
 class BodyLimit:
-    """Reads no more of a body than `HTTP_BODY_BYTES_MAX`, for no longer than `HTTP_BODY_S_MAX`, and
-    no more than `HTTP_BODIES_BYTES_MAX` of all that have begun to come."""
+    """Reads no more of a body than `HTTP_BODY_BYTES_MAX`, for no longer than `HTTP_BODY_S_MAX` in
+    all and `HTTP_BODY_PART_S_MAX` for a part, and no more than `HTTP_BODIES_BYTES_MAX` of all that
+    have begun to come."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -130,11 +136,15 @@ class BodyLimit:
 
 async def _received_by(end: float, receive: Receive) -> Message:
     """The next part of a body, if it comes in time."""
+    part_end = asyncio.get_running_loop().time() + HTTP_BODY_PART_S_MAX
     try:
-        async with asyncio.timeout_at(end):
+        async with asyncio.timeout_at(min(end, part_end)):
             return await receive()
     except TimeoutError:
-        reason = f"the body has not come within {HTTP_BODY_S_MAX} s"
+        if part_end < end:
+            reason = f"no part of the body has come for {HTTP_BODY_PART_S_MAX} s"
+        else:
+            reason = f"the body has not come within {HTTP_BODY_S_MAX} s"
         raise HTTPException(408, reason, {"connection": "close"}) from None
 
 
