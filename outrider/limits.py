@@ -209,6 +209,18 @@ APPENDS_PER_CALL_MAX: Final = 512
 """Sessions in one call of the store's `append`; the others are in the next."""
 CALLS_PER_PIPELINE_MAX: Final = 64
 """Sessions that are opened, ended or read in one round trip; prompts may be long."""
+RECORD_WHOLE_BYTES: Final = 16 * 2**10
+"""Tokens and log-probabilities of a session that are read and decoded at once; more are read in
+parts, and decoded on a thread ..."""
+RECORD_PART_BYTES: Final = 256 * 2**10
+"""... of this size."""
+LOAD_TRIES_MAX: Final = 3
+"""How often a long record is read whose tokens were replaced meanwhile, after a take-over."""
+RECORD_READS_MAX: Final = 16
+"""Calls of one caller that read stored sessions (`GetSession`, `Cancel`) at a time."""
+REPLAY_TOKENS_INLINE: Final = 512
+"""Stored tokens, log-probabilities counted with them, that a resumption pushes through its
+completion on the event loop; more go to a thread."""
 LEASES_PER_SCRIPT_MAX: Final = 256
 """Leases that one run of the renewal script renews: Redis does nothing else meanwhile."""
 OPEN_TRIES_MAX: Final = 3

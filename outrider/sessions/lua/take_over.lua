@@ -1,6 +1,7 @@
 -- Makes `owner` the owner under the next epoch, once the lease has run out or is its own.
--- KEYS: session, tokens, logprobs; ARGV: owner, lease_ms, ttl_ms
--- Returns {fields and values, token bytes, logprobs}, or {'missing', 0}, or {'leased', ms left}.
+-- KEYS: session, tokens, logprobs; ARGV: owner, lease_ms, ttl_ms, bytes of tokens and
+--   logprobs to return at most
+-- Returns what load.lua returns, or {'leased', ms left}.
 local stored = redis.call('HMGET', KEYS[1], 'epoch', 'owner', 'state', 'lease_until_ms')
 if not stored[1] then return {'missing', 0} end
 
@@ -17,6 +18,10 @@ if stored[3] == 'running' then
     local ttl_ms = string.format('%.0f', ARGV[3] * 61 / 60)
     for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ttl_ms) end
   end
+end
+local num_tokens, num_logprobs = redis.call('STRLEN', KEYS[2]), redis.call('STRLEN', KEYS[3])
+if num_tokens + num_logprobs > tonumber(ARGV[4]) then
+  return {redis.call('HGETALL', KEYS[1]), num_tokens, num_logprobs}
 end
 return {redis.call('HGETALL', KEYS[1]), redis.call('GET', KEYS[2]) or '',
   redis.call('GET', KEYS[3]) or ''}
