@@ -333,10 +333,10 @@ class CoordinatorService:
 
     async def close(self) -> None:
         """Cancels what runs, commits what was decided, closes the links and the store."""
-        self._prompts.close()
         self._replays.close()
         self._runs.close()
         self._auditor.close()
+        await self._prompts.close()
         if self._background:
             _, late = await asyncio.wait(self._background, timeout=COMMIT_GRACE_S)
             for task in late:

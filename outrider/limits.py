@@ -50,11 +50,18 @@ FOLLOWED_AT_ONCE: Final = 64
 """Tokens that a constraint may follow in the same time."""
 TOO_SLOW_S: Final = 60
 """How long a constraint that took too long is refused before it is tried again."""
+COMPILE_BYTES_MAX: Final = 2**30
+"""Memory that compiling a constraint may take in a coordinator, beside the tokenizer."""
 COMPILE_THREADS: Final = 2
+"""Constraints that are compiled at the same time in one process."""
 COMPILE_WAIT_S_MAX: Final = 20
 """How long a request waits for its constraint to be compiled, behind others or by itself."""
 COMPILATIONS_MAX: Final = 256
-"""Constraints that may wait to be compiled in one process."""
+"""Constraints that may wait to be compiled in one process ..."""
+COMPILATIONS_PER_TENANT_MAX: Final = 64
+"""... of them, those of one tenant in a coordinator. Tenants take turns."""
+CHECKED_CONSTRAINTS_MAX: Final = 4096
+"""Constraints of which a coordinator remembers whether they can be compiled."""
 GRAMMARS_MAX: Final = 64
 """Compiled constraints that a process keeps, beside those that somebody follows or waits with; the
 longest unused makes room."""
@@ -138,7 +145,9 @@ MAILBOX_REPLIES_MAX: Final = 64
 
 HTTP_BODY_BYTES_MAX: Final = 4 * 2**20
 HTTP_BODIES_BYTES_MAX: Final = 64 * HTTP_BODY_BYTES_MAX
-"""Of all bodies together that a coordinator has begun to read."""
+"""Of all bodies together that a coordinator has begun to read ..."""
+HTTP_TENANT_BODIES_BYTES_MAX: Final = HTTP_BODIES_BYTES_MAX // 4
+"""... and of those of one tenant."""
 HTTP_BODY_S_MAX: Final = 60
 """How long a body may take to come ..."""
 HTTP_BODY_PART_S_MAX: Final = 10
