@@ -251,7 +251,7 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
     async def tell_metrics(request: Request) -> Response:
         """For Prometheus, of this coordinator."""
         if metrics is None:
-            raise HTTPException(404, "metrics are off; --telemetry prometheus=PORT turns them on")
+            raise HTTPException(404, "this server keeps no metrics")
         accept = request.headers.get("accept", "")
         text, content_type = await asyncio.to_thread(metrics, accept)
         return Response(text, headers={"content-type": content_type})
