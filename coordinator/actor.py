@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from outrider.config import CoordinatorConfig
 from outrider.fleet.membership import Engagement
-from outrider.hosting import Place, advertised, build_lookup, log_to, use_threads
+from outrider.hosting import Place, advertised, build_lookup, log_at, log_to, use_threads
 from outrider.limits import SEED_BITS
 from outrider.settings import blaming
 
@@ -74,6 +74,7 @@ class CoordinatorActor:
         call. Raises `ConfigError`, `Unavailable`, `Incompatible`."""
         use_threads(1)
         log_to(log_directory, config.log_name("coordinator"))
+        log_at(config.log_level)
         from outrider.v1 import coordinator_pb2
         from outrider.wire.guard import KeyGuard
         from outrider.wire.server import RpcServer, ServerOptions, Service

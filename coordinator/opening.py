@@ -82,9 +82,9 @@ class Opener:
             try:
                 await self._store.finish(session_id, epoch, FinishReason.CANCELLED, counters)
             except StoreUnavailable as error:
-                _log.info("session %s is not closed yet: %r", session_id, error)
+                _log.debug("session %s is not closed yet: %r", session_id, error)
             except OutriderError as error:
-                _log.info("session %s is not there, or another's: %r", session_id, error)
+                _log.debug("session %s is not there, or another's: %r", session_id, error)
                 return
             else:
                 return

@@ -101,7 +101,7 @@ class HttpConnection(H11Protocol):
             self._giving_up = None
 
     def _give_up(self) -> None:
-        _log.info("a client has not read its answer for %g s", HTTP_STUCK_WRITE_S)
+        _log.debug("a client has not read its answer for %g s", HTTP_STUCK_WRITE_S)
         self.transport.abort()  # `close` would wait until the client has read.
 
 

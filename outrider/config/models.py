@@ -49,6 +49,11 @@ class ServerConfig:
         "for `GET /metrics` of a coordinator with HTTP."
     )  # fmt: skip
 
+    log_level: str = setting(
+        "info", "What the logs have: `debug` adds a line for each session that ends or moves.",
+        choices=("debug", "info", "warning"),
+    )  # fmt: skip
+
     membership: Membership | None = None
     """Where it is announced; None = nowhere."""
 
