@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from outrider.config import CoordinatorConfig
 from outrider.fleet.membership import Engagement
-from outrider.hosting import Place, advertised, build_lookup, log_to, use_threads
+from outrider.hosting import Place, advertised, build_lookup, log_at, log_to, use_threads
 from outrider.limits import SEED_BITS
 from outrider.settings import blaming
 
@@ -74,6 +74,7 @@ class CoordinatorActor:
         call. Raises `ConfigError`, `Unavailable`, `Incompatible`."""
         use_threads(1)
         log_to(log_directory, config.log_name("coordinator"))
+        log_at(config.log_level)
         from outrider.v1 import coordinator_pb2
         from outrider.wire.guard import KeyGuard
         from outrider.wire.server import RpcServer, ServerOptions, Service
@@ -181,13 +182,13 @@ class CoordinatorActor:
         """Starts the telemetry that a configuration asks for. Raises `ConfigError`."""
         from outrider.telemetry.observer import UNOBSERVED
 
-        if not config.telemetry:
+        if not config.telemetry and not config.http:
             return UNOBSERVED
         from outrider.telemetry.exporting import start_exports
         from outrider.telemetry.requests import Detail, ObservedRequests
 
         self._exports = start_exports(
-            config.telemetry, "coordinator", config.metrics_host, config.slot
+            config.telemetry, "coordinator", config.metrics_host, config.slot, scraped=config.http
         )
         if self._exports is None:
             return UNOBSERVED
@@ -340,7 +341,7 @@ async def _build(
             look_ahead=config.look_ahead or 0,
             look_ahead_bytes_max=config.look_ahead_bytes_max,
             draft_siblings=config.draft_siblings or 0,
-            audit_share=config.audit_share,
+            audit_share=config.audit_share if config.telemetry else 0.0,
             confident=None if config.lookup is None else config.lookup.hybrid_min_score,
         ),
         store=await connect_store(config),

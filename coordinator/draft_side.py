@@ -281,7 +281,7 @@ class DraftSide:
         )
 
     def _lose(self, error: Exception) -> None:
-        _log.info("a round goes on without its draft: %r", error)
+        _log.debug("a round goes on without its draft: %r", error)
         if isinstance(error, Unavailable) and not isinstance(error, LinkLost):
             self._berth.give_up()
         self._present = isinstance(error, Unavailable) and self._move()

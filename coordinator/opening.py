@@ -102,9 +102,9 @@ class Opener:
             try:
                 await call()
             except StoreUnavailable as error:
-                _log.info("the store is told later of session %s: %r", session_id, error)
+                _log.debug("the store is told later of session %s: %r", session_id, error)
             except OutriderError as error:
-                _log.info("session %s is not there, or another's: %r", session_id, error)
+                _log.debug("session %s is not there, or another's: %r", session_id, error)
                 return
             else:
                 return

@@ -1,17 +1,17 @@
-"""From prompts to token ids, and from constraints to grammars, on threads of their own: a long text
-takes seconds."""
+"""From prompts to token ids, on threads of their own, for a long text takes seconds; and checks of
+constraints."""
 
 from __future__ import annotations
 
 from typing import Final, Protocol
 
 from outrider.constraints.constraint import Constraint
-from outrider.constraints.grammars import Grammars, GrammarTokenizer
 from outrider.errors import BadRequest
 from outrider.generation import ChatMessage, Prompt
 from outrider.shared_calls import SharedCalls
 
 from .completion import TextStream
+from .constraint_checks import ConstraintChecks
 
 TOKENIZER_THREADS: Final = 2
 """Prompts that are tokenized at the same time; others wait their turn, up to their deadline."""
@@ -41,9 +41,9 @@ class Text(Protocol):
         """A fresh incremental detokenizer."""
         ...
 
-    def grammar_tokenizer(self, eos_token_ids: tuple[int, ...]) -> GrammarTokenizer:
-        """The same tokenizer, for grammars of texts that these tokens end. Takes a second. Raises
-        `ConfigError` where it does not serve."""
+    def backend_json(self) -> str:
+        """The same tokenizer as the JSON of Hugging Face's tokenizers. Raises `ConfigError` where
+        it is none of them."""
         ...
 
 
@@ -56,7 +56,7 @@ class PromptEncoder:
         self._calls: SharedCalls[int, tuple[int, ...]] = SharedCalls(TOKENIZER_THREADS, "tokenizer")
         """By the prompt's identity, which the generations of one request have in common; as long as
         one of them waits, nothing else has it."""
-        self._grammars: Grammars | None = None
+        self._checks: ConstraintChecks | None = None
 
     async def encode(self, prompt: Prompt, tokens_max: int) -> tuple[str, tuple[int, ...]]:
         """The name of the field that the prompt came in, and its token ids. The same object is
@@ -83,15 +83,15 @@ class PromptEncoder:
             raise BadRequest(
                 constraint.kind, "the model has no tokenizer, so no completion can be held to it"
             )
-        if self._grammars is None:
-            self._grammars = Grammars(lambda: text.grammar_tokenizer(eos_token_ids))
-        await self._grammars.prepare(constraint, tenant)
+        if self._checks is None:
+            self._checks = ConstraintChecks(lambda: (text.backend_json(), eos_token_ids))
+        await self._checks.check(constraint, tenant)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Takes no more prompts; one that is being tokenized is not waited for."""
-        if self._grammars is not None:
-            self._grammars.close()
         self._calls.close()
+        if self._checks is not None:
+            await self._checks.close()
 
     async def _run(
         self,

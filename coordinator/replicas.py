@@ -362,7 +362,7 @@ class Berth(Generic[Item, Answer]):
         found = self._pool.find(self._affinity, self._weights, self._office)
         if found is None:
             return False
-        _log.info("session %s moves: %s, %s", self._session_id, self.replica, found.replica)
+        _log.debug("session %s moves: %s, %s", self._session_id, self.replica, found.replica)
         if self._office is not None:
             self._office.leave(self._session_id)
             self._left = [one for one in self._left if one is not self._office] + [self._office]

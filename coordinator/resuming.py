@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from outrider.errors import DataLoss, Incompatible, Unavailable, check
 from outrider.generation import (
@@ -16,8 +16,11 @@ from outrider.generation import (
     Tokens,
     Usage,
 )
+from outrider.limits import REPLAY_TOKENS_INLINE
 from outrider.messages import VerifyAnswer, VerifyItem
+from outrider.sessions.state import Session
 from outrider.sessions.store import FinishReason, SessionRecord
+from outrider.shared_calls import SharedCalls
 from outrider.speculation.decision import Origin
 from outrider.tokens import TokenSequence
 
@@ -27,7 +30,15 @@ from .replicas import ReplicaPool
 from .request import GenerationParameters
 
 TOKENS_PER_EVENT: Final = 512
-"""In one event of a replay: a long answer with log-probabilities would fill no message."""
+"""In one event of a replay: a long answer with log-probabilities would fill no message ..."""
+ENTRIES_PER_EVENT: Final = 1024
+"""... nor may it take long to encode: log-probabilities in one event, unless of one token."""
+LOGPROBS_BYTES: Final = 32
+"""Of one stored log-probability, about; it takes as long to read as a token."""
+REPLAY_THREADS: Final = 1
+"""Long replays at the same time. They are Python: more would only compete with the event loop."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +105,14 @@ def replay(
     ended, what was held back is told too, if the client says that it lacks it."""
     token_ids = record.token_ids[record.prompt_length :]
     first = request.num_tokens
+    step = _tokens_per_event(parameters)
     lines = record.logprobs.split("\n")[:-1] if parameters.logprobs is not None else []
     known = completion.push(token_ids[:first])
     reason = known.finish_reason
     text, events = known.text, []
     told = len(text) if request.num_characters is None else request.num_characters
-    for start in range(first, len(token_ids), TOKENS_PER_EVENT):
-        chunk = token_ids[start : start + TOKENS_PER_EVENT]
+    for start in range(first, len(token_ids), step):
+        chunk = token_ids[start : start + step]
         piece = completion.push(chunk)
         check(piece.num_tokens == len(chunk), "tokens are stored behind a completion's end")
         reason, text = piece.finish_reason, text + piece.text
@@ -113,6 +125,54 @@ def replay(
         if text[told:]:
             events.append(Tokens(len(token_ids), (), text[told:], (), ()))
     return Replayed(completion, tuple(events), reason)
+
+
+def _tokens_per_event(parameters: GenerationParameters) -> int:
+    num_entries = 0 if parameters.logprobs is None else 1 + parameters.logprobs
+    return min(TOKENS_PER_EVENT, max(1, ENTRIES_PER_EVENT // max(1, num_entries)))
+
+
+class Replays:
+    """`replay` for an event loop: short ones at once, long ones on a thread."""
+
+    def __init__(self) -> None:
+        self._calls: SharedCalls[int, object] = SharedCalls(REPLAY_THREADS, "replay")
+
+    async def replay(
+        self,
+        record: SessionRecord,
+        parameters: GenerationParameters,
+        completion: Completion,
+        request: ResumeRequest,
+    ) -> Replayed:
+        """See `replay`."""
+        return await self._run(record, lambda: replay(record, parameters, completion, request))
+
+    async def resume(
+        self,
+        record: SessionRecord,
+        parameters: GenerationParameters,
+        completion: Completion,
+        request: ResumeRequest,
+    ) -> tuple[Session, Replayed]:
+        """The same, and the session, which hashes all its tokens."""
+
+        def resume() -> tuple[Session, Replayed]:
+            return Session.resumed(record), replay(record, parameters, completion, request)
+
+        return await self._run(record, resume)
+
+    async def _run(self, record: SessionRecord, call: Callable[[], T]) -> T:
+        size = len(record.token_ids) + len(record.logprobs) // LOGPROBS_BYTES
+        if size <= REPLAY_TOKENS_INLINE:
+            return call()
+        done: list[T] = []
+        await self._calls.result(id(record), lambda: done.append(call()))
+        return done[0]
+
+    def close(self) -> None:
+        """Begins no more; one that runs is not waited for."""
+        self._calls.close()
 
 
 def told_again(record: SessionRecord, model: str, replayed: Replayed) -> Iterator[Event]:

@@ -188,7 +188,7 @@ class SessionRun:
                 num_draft_tokens=counters.num_draft_tokens,
                 num_accepted_draft_tokens=counters.num_accepted_draft_tokens,
             )
-            _log.info("the session ended", extra=fields)
+            _log.debug("the session ended", extra=fields)
         return had_ended
 
     def _late(self) -> OutriderError:

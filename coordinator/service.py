@@ -48,7 +48,7 @@ from .options import CoordinatorOptions
 from .prompts import PromptEncoder, Text
 from .replicas import ReplicaPool, berth_of
 from .request import GenerationParameters, RequestDefaults, ServedModel, check_fields, resolve
-from .resuming import Replayed, replay, told_again
+from .resuming import Replayed, Replays, told_again
 from .round_meter import RoundMeter
 from .run import COMMIT_GRACE_S, SessionRun
 from .runs import Runs
@@ -98,6 +98,7 @@ class CoordinatorService:
         self._stand_in = stand_in
         self._text = text
         self._prompts = PromptEncoder(text)
+        self._replays = Replays()
         self._random_seed = random_seed
 
         def random() -> float:
@@ -251,7 +252,8 @@ class CoordinatorService:
             record = await self.session(request.session_id, tenant)
             record, parameters = await self._take_overs.claim(record, request)
             if record.finish_reason is not None:
-                replayed = replay(record, parameters, self._completion(parameters), request)
+                completion = self._completion(parameters)
+                replayed = await self._replays.replay(record, parameters, completion, request)
                 for event in told_again(record, self.model.name, replayed):
                     yield event
                 return
@@ -281,11 +283,12 @@ class CoordinatorService:
     ) -> SessionRun:
         """Runs a session that was taken over. Where that fails, it waits for its client again."""
         try:
+            completion = self._completion(parameters)
+            session, replayed = await self._replays.resume(record, parameters, completion, request)
             await self._runs.vacate(record)
-            replayed = replay(record, parameters, self._completion(parameters), request)
             left_ms = min(parameters.deadline_ms, request.deadline_ms or parameters.deadline_ms)
             return self._begin(
-                Session.resumed(record), parameters, arrived, arrived + left_ms / 1e3, observer,
+                session, parameters, arrived, arrived + left_ms / 1e3, observer,
                 replayed,
             )  # fmt: skip
         except BaseException:
@@ -335,9 +338,10 @@ class CoordinatorService:
 
     async def close(self) -> None:
         """Cancels what runs, commits what was decided, closes the links and the store."""
-        self._prompts.close()
+        self._replays.close()
         self._runs.close()
         self._auditor.close()
+        await self._prompts.close()
         if self._background:
             _, late = await asyncio.wait(self._background, timeout=COMMIT_GRACE_S)
             for task in late:

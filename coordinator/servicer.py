@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 
-from outrider.limits import TRACEPARENT_CHARS_MAX
+from outrider.errors import Overloaded
+from outrider.limits import RECORD_READS_MAX, SLOT_RETRY_MS, TRACEPARENT_CHARS_MAX
+from outrider.security.callers import Caller
 from outrider.security.gate import OPEN, Gate
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import types_pb2
@@ -30,6 +33,8 @@ class CoordinatorServicer:
         """`gate` counts what callers run."""
         self._service = service
         self._gate = gate
+        self._num_reads: Counter[str] = Counter()
+        """Calls that read stored sessions now, by their caller's name."""
 
     async def generate(
         self, request: pb.GenerateRequest, context: Context
@@ -56,14 +61,39 @@ class CoordinatorServicer:
 
     async def cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelReply:
         """Ends a session as cancelled; its stream still gets its last event."""
+        caller = current_caller()
         session_id = session_id_from_wire(request.session_id)
-        await self._service.cancel(session_id, current_caller().reach)
+        with self._reading(caller):
+            await self._service.cancel(session_id, caller.reach)
         return pb.CancelReply()
 
     async def get_session(self, request: pb.GetSessionRequest, context: Context) -> pb.Session:
-        """Reads a session from the store."""
+        """Reads a session from the store. Counts as a request of its caller's, but not as a
+        generation: it may be asked for while as many run as the caller may run."""
+        caller = current_caller()
         session_id = session_id_from_wire(request.session_id)
-        return session_to_proto(await self._service.session(session_id, current_caller().reach))
+        self._gate.check_rate(caller)
+        with self._reading(caller):
+            async with self._gate.admit(caller, num_generations=0):
+                record = await self._service.session(session_id, caller.reach)
+        return session_to_proto(record)
+
+    @contextmanager
+    def _reading(self, caller: Caller) -> Iterator[None]:
+        """Raises `Overloaded` for more reads of one caller at a time than `RECORD_READS_MAX`:
+        records are long."""
+        if self._num_reads[caller.name] >= RECORD_READS_MAX:
+            raise Overloaded(
+                f"{RECORD_READS_MAX} calls of this caller read stored sessions already; try again "
+                "later",
+                retry_after_ms=SLOT_RETRY_MS,
+            )
+        self._num_reads[caller.name] += 1
+        try:
+            yield
+        finally:
+            self._num_reads[caller.name] -= 1
+            self._num_reads += Counter()  # Forgets callers without reads.
 
     async def describe(
         self, request: types_pb2.DescribeRequest, context: Context

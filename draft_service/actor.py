@@ -11,6 +11,7 @@ from outrider.hosting import (
     build_grammars,
     build_lookup,
     cores_for,
+    log_at,
     log_to,
     on_passing_thread,
     step_costs,
@@ -39,6 +40,7 @@ class DraftActor(ReplicaHost[DraftItem, DraftAnswer]):
         num_threads = threads_of_a_rank(config, num_cores, self.leadership)
         use_threads(num_threads)
         log_to(log_directory, config.log_name("draft"))
+        log_at(config.log_level)
         observer = self.observe(config, "draft")
         engine = None
         model = config.drafter.model

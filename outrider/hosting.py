@@ -44,6 +44,7 @@ and 24 ms with 3,000, 5,000, 10,000 and 20,000, and beside two busy processes 12
 108."""
 _CGROUP_CPU: Final = Path("/sys/fs/cgroup/cpu.max")
 _WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104 (recognised, not bound)
+_PACKAGES: Final = ("coordinator", "deploy", "draft_service", "outrider", "target_service")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,12 @@ def log_to(directory: str, role: str) -> None:
         handler = logging.FileHandler(Path(directory) / f"{role}.log", encoding="utf-8")
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+
+
+def log_at(level: str) -> None:
+    """Logs our own packages' lines from a level's name on; those of libraries from INFO on."""
+    for package in _PACKAGES:
+        logging.getLogger(package).setLevel(level.upper())
 
 
 def advertised(host: str, address: str) -> str:

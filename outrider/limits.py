@@ -53,11 +53,18 @@ FOLLOWED_AT_ONCE: Final = 64
 """Tokens that a constraint may follow in the same time."""
 TOO_SLOW_S: Final = 60
 """How long a constraint that took too long is refused before it is tried again."""
+COMPILE_BYTES_MAX: Final = 2**30
+"""Memory that compiling a constraint may take in a coordinator, beside the tokenizer."""
 COMPILE_THREADS: Final = 2
+"""Constraints that are compiled at the same time in one process."""
 COMPILE_WAIT_S_MAX: Final = 20
 """How long a request waits for its constraint to be compiled, behind others or by itself."""
 COMPILATIONS_MAX: Final = 256
-"""Constraints that may wait to be compiled in one process."""
+"""Constraints that may wait to be compiled in one process ..."""
+COMPILATIONS_PER_TENANT_MAX: Final = 64
+"""... of them, those of one tenant in a coordinator. Tenants take turns."""
+CHECKED_CONSTRAINTS_MAX: Final = 4096
+"""Constraints of which a coordinator remembers whether they can be compiled."""
 GRAMMARS_MAX: Final = 64
 """Compiled constraints that a process keeps, beside those that somebody follows or waits with; the
 longest unused makes room."""
@@ -74,6 +81,10 @@ GRPC_PENDING_CALLS_MAX: Final = 8192
 and as many other calls. gRPC's own bounds are lower, and drop calls as CANCELLED."""
 GRPC_PENDING_S_MAX: Final = 60
 """How long such a call may wait for its turn before gRPC drops it."""
+GRPC_HANDSHAKE_MS: Final = 10_000
+"""How long a connection to a gRPC server may take for TLS and the first frame of HTTP/2 ..."""
+GRPC_IDLE_MS: Final = 300_000
+"""... and may stay without a call. A client connects again with its next one."""
 BULK_ITEM_BYTES: Final = 32 * 2**10
 """An item larger than this travels on the bulk stream, so that it does not delay small ones."""
 
@@ -137,9 +148,13 @@ MAILBOX_REPLIES_MAX: Final = 64
 
 HTTP_BODY_BYTES_MAX: Final = 4 * 2**20
 HTTP_BODIES_BYTES_MAX: Final = 64 * HTTP_BODY_BYTES_MAX
-"""Of all bodies together that a coordinator has begun to read."""
+"""Of all bodies together that a coordinator has begun to read ..."""
+HTTP_TENANT_BODIES_BYTES_MAX: Final = HTTP_BODIES_BYTES_MAX // 4
+"""... and of those of one tenant."""
 HTTP_BODY_S_MAX: Final = 60
-"""How long a body may take to come."""
+"""How long a body may take to come ..."""
+HTTP_BODY_PART_S_MAX: Final = 10
+"""... and each part of it."""
 HTTP_VALUES_MAX: Final = 2**19
 """Values and keys of a body, of which a prompt's tokens are the most."""
 HTTP_CONTAINERS_MAX: Final = 2**16
@@ -149,7 +164,10 @@ HTTP_FIELDS_MAX: Final = 128
 CHAT_PARTS_MAX: Final = 8192
 """Text parts of all messages of a body."""
 HTTP_CONNECTIONS_MAX: Final = 2 * SESSIONS_PER_COORDINATOR_MAX
-"""To one coordinator; more are refused."""
+"""To one coordinator, or half of its file descriptors where these are fewer. Beyond it the oldest
+connection without a request makes room; requests that find no such connection are refused."""
+HTTP_HEADERS_S: Final = 10
+"""How long a connection may take to send the headers of a request, its TLS handshake included."""
 HTTP_KEEP_ALIVE_S: Final = 75
 """How long a connection without a request is kept."""
 HTTP_STUCK_WRITE_S: Final = 30
@@ -213,6 +231,18 @@ APPENDS_PER_CALL_MAX: Final = 512
 """Sessions in one call of the store's `append`; the others are in the next."""
 CALLS_PER_PIPELINE_MAX: Final = 64
 """Sessions that are opened, ended or read in one round trip; prompts may be long."""
+RECORD_WHOLE_BYTES: Final = 16 * 2**10
+"""Tokens and log-probabilities of a session that are read and decoded at once; more are read in
+parts, and decoded on a thread ..."""
+RECORD_PART_BYTES: Final = 256 * 2**10
+"""... of this size."""
+LOAD_TRIES_MAX: Final = 3
+"""How often a long record is read whose tokens were replaced meanwhile, after a take-over."""
+RECORD_READS_MAX: Final = 16
+"""Calls of one caller that read stored sessions (`GetSession`, `Cancel`) at a time."""
+REPLAY_TOKENS_INLINE: Final = 512
+"""Stored tokens, log-probabilities counted with them, that a resumption pushes through its
+completion on the event loop; more go to a thread."""
 SLOTS_PER_SCRIPT_MAX: Final = 256
 """Slots of a caller that one run of a script renews or frees: Redis does nothing else meanwhile."""
 OPEN_TRIES_MAX: Final = 3

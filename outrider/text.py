@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from outrider.constraints.grammars import GrammarTokenizer
+from outrider.constraints.grammars import GrammarTokenizer, backend_json
 from outrider.engine.loading import load_tokenizer
 from outrider.errors import BadRequest, ConfigError
 
@@ -94,6 +94,11 @@ class TokenizerText:
         """The same tokenizer, for grammars of texts that these tokens end. Takes a second. Raises
         `ConfigError` where it does not serve."""
         return GrammarTokenizer(self._tokenizer, eos_token_ids)
+
+    def backend_json(self) -> str:
+        """The same tokenizer as the JSON of Hugging Face's tokenizers. Raises `ConfigError` where
+        it is none of them."""
+        return backend_json(self._tokenizer)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones left out."""

@@ -8,6 +8,7 @@ from outrider.config import TargetConfig
 from outrider.hosting import (
     build_grammars,
     cores_for,
+    log_at,
     log_to,
     on_passing_thread,
     step_costs,
@@ -33,6 +34,7 @@ class TargetActor(ReplicaHost[VerifyItem, VerifyAnswer]):
         num_threads = threads_of_a_rank(config, cores_for("target"), self.leadership)
         use_threads(num_threads)
         log_to(log_directory, config.log_name("target"))
+        log_at(config.log_level)
         observer = self.observe(config, "target")
         engine = await on_passing_thread(
             engine_of_a_replica, config, "target", num_threads, self.leadership

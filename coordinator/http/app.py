@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
@@ -14,8 +15,15 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.service import CoordinatorService
-from outrider.errors import OutriderError, PermissionDenied, Unavailable
-from outrider.limits import HTTP_BODIES_BYTES_MAX, HTTP_BODY_BYTES_MAX, HTTP_BODY_S_MAX
+from outrider.errors import OutriderError, Overloaded, PermissionDenied, Unavailable
+from outrider.limits import (
+    HTTP_BODIES_BYTES_MAX,
+    HTTP_BODY_BYTES_MAX,
+    HTTP_BODY_PART_S_MAX,
+    HTTP_BODY_S_MAX,
+    HTTP_TENANT_BODIES_BYTES_MAX,
+)
+from outrider.security.callers import ANYBODY, Caller
 from outrider.security.gate import OPEN, Gate
 
 from . import fleet, models
@@ -93,16 +101,20 @@ class Doorkeeper:
 
 
 class BodyLimit:
-    """Reads no more of a body than `HTTP_BODY_BYTES_MAX`, for no longer than `HTTP_BODY_S_MAX`, and
-    no more than `HTTP_BODIES_BYTES_MAX` of all that have begun to come."""
+    """Reads no more of a body than `HTTP_BODY_BYTES_MAX`, for no longer than `HTTP_BODY_S_MAX` in
+    all and `HTTP_BODY_PART_S_MAX` for a part. Of all bodies that have begun to come it holds at
+    most `HTTP_BODIES_BYTES_MAX`, and of those of one tenant, where keys tell tenants apart, at most
+    `HTTP_TENANT_BODIES_BYTES_MAX`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._num_bytes = 0
+        self._num_tenant_bytes: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets a call read its body."""
         end = asyncio.get_running_loop().time() + HTTP_BODY_S_MAX
+        caller: Caller = scope.get("state", {}).get("caller", ANYBODY)
         size, is_read = 0, False
 
         async def bounded() -> Message:
@@ -112,29 +124,48 @@ class BodyLimit:
             message = await _received_by(end, receive)
             num_new = len(message.get("body", b""))
             size += num_new
-            self._num_bytes += num_new
+            self._count(caller, num_new)
             if size > HTTP_BODY_BYTES_MAX:
                 raise HTTPException(413, f"the body has more than {HTTP_BODY_BYTES_MAX} bytes")
-            if self._num_bytes > HTTP_BODIES_BYTES_MAX:
-                raise Unavailable("too many bodies are being read; try again later")
+            self._check(caller)
             if not message.get("more_body", False):
-                self._num_bytes -= size
+                self._count(caller, -size)
                 size, is_read = 0, True
             return message
 
         try:
             await self._app(scope, bounded, send)
         finally:
-            self._num_bytes -= size
+            self._count(caller, -size)
+
+    def _count(self, caller: Caller, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        self._num_tenant_bytes[caller.tenant] += num_bytes
+        if not self._num_tenant_bytes[caller.tenant]:
+            del self._num_tenant_bytes[caller.tenant]
+
+    def _check(self, caller: Caller) -> None:
+        if self._num_bytes > HTTP_BODIES_BYTES_MAX:
+            raise Unavailable("too many bodies are being read; try again later")
+        num_bytes = self._num_tenant_bytes[caller.tenant]
+        if caller is not ANYBODY and num_bytes > HTTP_TENANT_BODIES_BYTES_MAX:
+            raise Overloaded(
+                f"the tenant {caller.tenant!r} sends bodies of more than "
+                f"{HTTP_TENANT_BODIES_BYTES_MAX} bytes at a time; try again later"
+            )
 
 
 async def _received_by(end: float, receive: Receive) -> Message:
     """The next part of a body, if it comes in time."""
+    part_end = asyncio.get_running_loop().time() + HTTP_BODY_PART_S_MAX
     try:
-        async with asyncio.timeout_at(end):
+        async with asyncio.timeout_at(min(end, part_end)):
             return await receive()
     except TimeoutError:
-        reason = f"the body has not come within {HTTP_BODY_S_MAX} s"
+        if part_end < end:
+            reason = f"no part of the body has come for {HTTP_BODY_PART_S_MAX} s"
+        else:
+            reason = f"the body has not come within {HTTP_BODY_S_MAX} s"
         raise HTTPException(408, reason, {"connection": "close"}) from None
 
 
@@ -220,7 +251,7 @@ def _add_operation(app: FastAPI, service: CoordinatorService, metrics: Metrics |
     async def tell_metrics(request: Request) -> Response:
         """For Prometheus, of this coordinator."""
         if metrics is None:
-            raise HTTPException(404, "metrics are off; --telemetry prometheus=PORT turns them on")
+            raise HTTPException(404, "this server keeps no metrics")
         accept = request.headers.get("accept", "")
         text, content_type = await asyncio.to_thread(metrics, accept)
         return Response(text, headers={"content-type": content_type})

@@ -1,22 +1,82 @@
-"""What uvicorn's connections lack: an end for clients that do not read."""
+"""HTTP connections with a time limit for every phase, and a limit on their number.
+
+uvicorn bounds the time between two requests only. Here a connection that has not sent the complete
+headers of a request is closed after `HTTP_HEADERS_S`, counted from its TCP accept or from the first
+byte of the next request, and bytes that trickle in do not extend that. When all places are taken,
+a connection without a request makes room for a new one, so that idle sockets cannot keep callers
+out. One whose client does not read its answer is closed after `HTTP_STUCK_WRITE_S`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import resource
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from typing import Any, Final
 
+import h11
+from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
-from outrider.limits import HTTP_STUCK_WRITE_S
+from outrider.limits import (
+    HTTP_CONNECTIONS_MAX,
+    HTTP_HEADERS_S,
+    HTTP_KEEP_ALIVE_S,
+    HTTP_STUCK_WRITE_S,
+)
 
 _log = logging.getLogger(__name__)
 
+_ACCEPT_RETRY_S: Final = 0.1
+"""Between two attempts to accept where the process has no file descriptor left."""
+_WARNING_PERIOD_S: Final = 60.0
 
-class ImpatientConnection(H11Protocol):
-    """Breaks off where its client takes nothing for `HTTP_STUCK_WRITE_S`, though more waits for it
-    than a buffer holds. Then the client has gone, for whoever writes to it."""
 
-    _giving_up: asyncio.TimerHandle | None = None
+def connections_max() -> int:
+    """Connections to one HTTP server: `HTTP_CONNECTIONS_MAX`, or half of the file descriptors that
+    the process may have where that is less."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        return HTTP_CONNECTIONS_MAX
+    return min(HTTP_CONNECTIONS_MAX, descriptors // 2)
+
+
+class HttpConnection(H11Protocol):
+    """One connection, from its accept on."""
+
+    def __init__(self, config: Config, state: ServerState, open_: OpenConnections) -> None:
+        """`open_` is told what the connection waits for."""
+        super().__init__(config, state, app_state={})
+        self._open = open_
+        self._giving_up: asyncio.TimerHandle | None = None
+
+    @property
+    def has_request(self) -> bool:
+        """Whether a request's headers are complete, and its answer is not."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        super().data_received(data)
+        if self.has_request:
+            self._open.busy(self)
+        else:
+            self._open.incomplete(self)
+
+    def on_response_complete(self) -> None:
+        """See `H11Protocol`. The next request may be there already (pipelining)."""
+        super().on_response_complete()
+        if self.has_request:
+            return
+        if self.conn.their_state is h11.IDLE or self.transport.is_closing():
+            self._open.idle(self)
+        else:  # A body that was not read still comes. Its sender may read the answer first.
+            self._open.incomplete(self)
 
     def pause_writing(self) -> None:
         """See `asyncio.BaseProtocol`."""
@@ -26,19 +86,166 @@ class ImpatientConnection(H11Protocol):
 
     def resume_writing(self) -> None:
         """See `asyncio.BaseProtocol`."""
-        self._wait_on()
+        self._stop_giving_up()
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.BaseProtocol`."""
-        self._wait_on()
+        self._stop_giving_up()
+        self._open.closed(self)
         super().connection_lost(exc)
 
-    def _wait_on(self) -> None:
+    def _stop_giving_up(self) -> None:
         if self._giving_up is not None:
             self._giving_up.cancel()
             self._giving_up = None
 
     def _give_up(self) -> None:
-        _log.info("a client has not read its answer for %g s", HTTP_STUCK_WRITE_S)
+        _log.debug("a client has not read its answer for %g s", HTTP_STUCK_WRITE_S)
         self.transport.abort()  # `close` would wait until the client has read.
+
+
+class OpenConnections:
+    """The connections of one server, by what they wait for."""
+
+    def __init__(self, num_max: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """At most `num_max` where some of them have no request. `clock` counts seconds."""
+        self._num_max = num_max
+        self._clock = clock
+        self._incomplete: dict[HttpConnection, float] = {}
+        """Without complete headers: when they are closed. The oldest comes first."""
+        self._idle: dict[HttpConnection, float] = {}
+        """Between two requests: when they are broken off. uvicorn closes them before, which waits
+        for the client to read its answer. The oldest comes first."""
+        self._busy: set[HttpConnection] = set()
+        self._connecting: dict[HttpConnection, asyncio.Task[Any]] = {}
+        """Those whose TLS handshake is not complete; they are incomplete, too."""
+        self._num_evicted = 0
+        self._warned_at = -_WARNING_PERIOD_S
+
+    def __len__(self) -> int:
+        return len(self._incomplete) + len(self._idle) + len(self._busy)
+
+    def accepted(self, connection: HttpConnection, connecting: asyncio.Task[Any]) -> None:
+        """A new one, which `connecting` hands a transport to. An older one makes room for it: one
+        that has not sent a request, else one that is idle. Where all have requests, none does."""
+        if len(self) >= self._num_max:
+            self.make_room()
+        self._connecting[connection] = connecting
+        self.incomplete(connection)
+
+    def connected(self, connection: HttpConnection) -> None:
+        """Its handshake is complete, or has failed: then it has no transport."""
+        self._connecting.pop(connection, None)
+        if connection.transport is None:
+            self.closed(connection)
+
+    def incomplete(self, connection: HttpConnection) -> None:
+        """The headers of a request are expected. The first call counts."""
+        if connection not in self._incomplete:
+            self.closed(connection)
+            self._incomplete[connection] = self._clock() + HTTP_HEADERS_S
+
+    def idle(self, connection: HttpConnection) -> None:
+        """It has been answered, and may send another request."""
+        self.closed(connection)
+        self._idle[connection] = self._clock() + HTTP_KEEP_ALIVE_S + HTTP_STUCK_WRITE_S
+
+    def busy(self, connection: HttpConnection) -> None:
+        """The headers of a request are complete."""
+        if connection not in self._busy:
+            self.closed(connection)
+            self._busy.add(connection)
+
+    def closed(self, connection: HttpConnection) -> None:
+        """It has gone. A second time this does nothing."""
+        self._incomplete.pop(connection, None)
+        self._idle.pop(connection, None)
+        self._busy.discard(connection)
+
+    def close_late(self) -> None:
+        """Closes those whose next request has taken too long."""
+        now = self._clock()
+        for waiting in (self._incomplete, self._idle):
+            while waiting:
+                connection, end = next(iter(waiting.items()))
+                if end > now:
+                    break
+                self._close(connection)
+
+    def close_connecting(self) -> None:
+        """Closes those whose handshake is not complete."""
+        for connection in list(self._connecting):
+            self._close(connection)
+
+    def make_room(self) -> None:
+        """Closes the one that has waited longest without a request, if there is one."""
+        for waiting in (self._incomplete, self._idle):
+            if waiting:
+                self._close(next(iter(waiting)))
+                self._num_evicted += 1
+                break
+        if self._clock() - self._warned_at >= _WARNING_PERIOD_S:
+            self._warned_at = self._clock()
+            _log.warning(
+                "all %d HTTP connections are taken; %d without a request were closed for new ones",
+                self._num_max, self._num_evicted,
+            )  # fmt: skip
+
+    def _close(self, connection: HttpConnection) -> None:
+        self.closed(connection)
+        connecting = self._connecting.pop(connection, None)
+        if connecting is not None:
+            connecting.cancel()
+        if connection.transport is not None:
+            connection.transport.abort()
+
+
+async def accept(
+    listening: socket.socket,
+    tls: ssl.SSLContext | None,
+    open_: OpenConnections,
+    new_connection: Callable[[], HttpConnection],
+) -> None:
+    """Accepts connections until cancelled. Unlike `asyncio.Server` it counts those whose TLS
+    handshake is not complete, and can close them."""
+    loop = asyncio.get_running_loop()
+    listening.setblocking(False)
+
+    def begin(client: socket.socket) -> None:
+        connection = new_connection()
+        connecting = loop.create_task(
+            loop.connect_accepted_socket(lambda: connection, client, ssl=tls)
+        )
+        open_.accepted(connection, connecting)
+
+        def connected(task: asyncio.Task[Any]) -> None:
+            if task.cancelled() or task.exception() is not None:
+                client.close()  # A cancelled task may never have seen it.
+            open_.connected(connection)
+
+        connecting.add_done_callback(connected)
+
+    expiring = asyncio.create_task(_expire(open_))
+    try:
+        while True:
+            try:
+                client, _ = await loop.sock_accept(listening)
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:
+                _log.warning("cannot accept an HTTP connection: %s", error.strerror or error)
+                open_.make_room()
+                await asyncio.sleep(_ACCEPT_RETRY_S)
+                continue
+            begin(client)
+            await asyncio.sleep(0)  # `sock_accept` does not yield while connections are queued.
+    finally:
+        expiring.cancel()
+        open_.close_connecting()
+
+
+async def _expire(open_: OpenConnections) -> None:
+    while True:
+        await asyncio.sleep(HTTP_HEADERS_S / 10)
+        open_.close_late()

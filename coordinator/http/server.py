@@ -12,17 +12,19 @@ import uvicorn
 from coordinator.service import CoordinatorService
 from outrider.config import is_loopback
 from outrider.errors import ConfigError, check
-from outrider.limits import HTTP_CONNECTIONS_MAX, HTTP_KEEP_ALIVE_S
+from outrider.limits import HTTP_KEEP_ALIVE_S
 from outrider.security.gate import OPEN, Gate
 
 from .app import Metrics, build_app
-from .connections import ImpatientConnection
+from .connections import HttpConnection, OpenConnections, accept, connections_max
 from .shown_certificate import ShownCertificate, TlsFiles
 
 if TYPE_CHECKING:
     from outrider.telemetry.http_times import HttpTimes
 
 _LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_BACKLOG: Final = 2048
+"""Connections that the kernel keeps until they are accepted."""
 CLOSE_S: Final = 2.0
 """What requests that were told to end may take to say so."""
 
@@ -55,6 +57,7 @@ class HttpServer:
         self._closing = asyncio.Event()
         tls = options.tls
         shown = None if tls is None else ShownCertificate(tls)  # Looks before they are read.
+        self._num_max = connections_max()
         config = uvicorn.Config(
             build_app(
                 service,
@@ -67,13 +70,12 @@ class HttpServer:
             lifespan="off",
             ws="none",
             loop="none",
-            http=ImpatientConnection,
             log_config=None,
             access_log=False,
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=HTTP_KEEP_ALIVE_S,
-            limit_concurrency=HTTP_CONNECTIONS_MAX,
+            limit_concurrency=self._num_max + 1,  # As many are served, one more is refused.
             **_tls(tls),
         )
         config.load()
@@ -95,12 +97,21 @@ class HttpServer:
         options = self._options
         listening = _bind(options.host, options.port, shares_port=options.shares_port)
         self._address = f"{_in_url(self._options.host)}:{listening.getsockname()[1]}"
-        # As `uvicorn.Server.serve`, but signals stay with whoever runs the process.
-        await self._server.startup(sockets=[listening])
-        self._serving = asyncio.create_task(self._serve(listening))
+        # In place of `uvicorn.Server.startup`, which accepts without limits.
+        config, state = self._server.config, self._server.server_state
+        open_ = OpenConnections(self._num_max)
+        accepting = asyncio.create_task(
+            accept(listening, config.ssl, open_, lambda: HttpConnection(config, state, open_))
+        )
+        self._server.servers = []
+        self._server.started = True
+        self._serving = asyncio.create_task(self._serve(listening, accepting))
 
-    async def _serve(self, listening: socket.socket) -> None:
+    async def _serve(self, listening: socket.socket, accepting: asyncio.Task[None]) -> None:
+        # As `uvicorn.Server.serve`, but signals stay with the process.
         await self._server.main_loop()
+        accepting.cancel()
+        await asyncio.wait([accepting])
         await self._server.shutdown(sockets=[listening])
 
     async def stop(self, grace_s: float = 0.0) -> None:
@@ -149,6 +160,7 @@ def _bind(host: str, port: int, *, shares_port: bool) -> socket.socket:
             if shares_port:
                 bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             bound.bind(address)
+            bound.listen(_BACKLOG)
         except OSError:
             bound.close()
             raise

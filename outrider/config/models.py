@@ -45,7 +45,13 @@ class ServerConfig:
     )  # fmt: skip
     telemetry: str = setting(
         "", "Where traces and metrics go: `otlp=http://HOST:PORT`, `prometheus=PORT`, or both with "
-        "a comma; the target takes the port after PORT, the draft the next. Empty = nowhere."
+        "a comma; the target takes the port after PORT, the draft the next. Empty = nowhere, but "
+        "for `GET /metrics` of a coordinator with HTTP."
+    )  # fmt: skip
+
+    log_level: str = setting(
+        "info", "What the logs have: `debug` adds a line for each session that ends or moves.",
+        choices=("debug", "info", "warning"),
     )  # fmt: skip
 
     membership: Membership | None = None

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Final
 from weakref import WeakSet, WeakValueDictionary
@@ -92,14 +93,13 @@ class GrammarTokenizer:
         eos_token_ids: tuple[int, ...],
         lexer_states_max: int = LEXER_STATES_MAX,
     ) -> None:
-        """`tokenizer` is a fast one of Hugging Face. Takes about a second. Raises `ConfigError`
-        for another one, and where nothing ends a text."""
-        from llguidance.hf import from_tokenizer
-
+        """`tokenizer` is a fast one of Hugging Face, or the JSON of its backend. Takes about a
+        second. Raises `ConfigError` for another one, and where nothing ends a text."""
         if not eos_token_ids:
             raise ConfigError("the model has no token that ends a text, as a constraint needs")
         try:
-            self.tokens: LLTokenizer = from_tokenizer(tokenizer, eos_token=list(eos_token_ids))
+            text = tokenizer if isinstance(tokenizer, str) else backend_json(tokenizer)
+            self.tokens = LLTokenizer(text, eos_token=list(eos_token_ids))
         except Exception as error:
             raise ConfigError(f"the model's tokenizer tells no masks: {error}") from error
         self._limits = LLParserLimits(max_lexer_states=lexer_states_max, verbose_errors=False)
@@ -131,6 +131,17 @@ class GrammarTokenizer:
             constraint, start, self.eos_token_ids, self.eos_bits, self.tokens.vocab_size,
             constraint.digest(),
         )  # fmt: skip
+
+
+def backend_json(tokenizer: Any) -> str:
+    """A fast tokenizer of Hugging Face as the JSON of its backend. Raises `ConfigError` for
+    another one."""
+    backend = copy(getattr(tokenizer, "backend_tokenizer", None))
+    if backend is None:
+        raise ConfigError("the model's tokenizer is not one of Hugging Face's fast ones")
+    backend.no_padding()
+    backend.no_truncation()
+    return str(backend.to_str())
 
 
 class Grammars:

@@ -20,12 +20,15 @@ what that owner still sends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 import redis.asyncio
 
-from outrider.errors import ConfigError, InvariantError, OutriderError
+from outrider.errors import ConfigError, InvariantError, OutriderError, StoreUnavailable
+from outrider.limits import LOAD_TRIES_MAX, RECORD_PART_BYTES, RECORD_WHOLE_BYTES
 from outrider.sessions.lifetimes import DEFAULT_LIFETIMES, Lifetimes
 from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_connection import check_server, new_client
@@ -58,6 +61,7 @@ _RELEASE = Script("layout", "admit", "release")
 _TAKE_OVER = Script("layout", "take_over", replicated=True)
 _FINISH = Script("layout", "admit", "finish", replicated=True)
 _LOAD = Script("layout", "load", replicated=True)
+_READ_PART = Script("read_part")
 
 
 class RedisStore:
@@ -75,6 +79,8 @@ class RedisStore:
         self._scripts = ScriptRunner(client, replication if wait_replicas else None)
         self._key_prefix = key_prefix
         self._lifetimes = lifetimes
+        self._threads = ThreadPoolExecutor(1, "record")
+        """Decodes long records and hashes their tokens."""
 
     @classmethod
     async def connect(
@@ -177,9 +183,13 @@ class RedisStore:
             seen.owner,
             owner,
             self._lifetimes.session_ttl_ms,
+            RECORD_WHOLE_BYTES,
         ]
         answer = await self._scripts.run(_TAKE_OVER, (self._keys(session_id), arguments))
-        return _record(session_id, answer)
+        record = await self._record(session_id, answer)
+        if record is None:
+            raise contended(session_id)
+        return record
 
     async def finish(self, finish: Finish) -> int:
         """See `SessionStore.finish`."""
@@ -197,11 +207,18 @@ class RedisStore:
 
     async def load(self, session_id: str) -> SessionRecord:
         """See `SessionStore.load`."""
-        answer = await self._scripts.run(_LOAD, (self._keys(session_id), []))
-        return _record(session_id, answer)
+        for _ in range(LOAD_TRIES_MAX):
+            answer = await self._scripts.run(_LOAD, (self._keys(session_id), [RECORD_WHOLE_BYTES]))
+            record = await self._record(session_id, answer)
+            if record is not None:
+                return record
+        raise StoreUnavailable(
+            f"session {session_id} changed its owner {LOAD_TRIES_MAX} times while it was read"
+        )
 
     async def close(self) -> None:
         """See `SessionStore.close`."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
         await self._scripts.close()
         await self._client.aclose()
 
@@ -213,6 +230,55 @@ class RedisStore:
 
     def _lease(self, owner: str) -> tuple[str]:
         return (f"{self._key_prefix}lease:{{{owner}}}",)
+
+    async def _record(self, session_id: str, answer: Sequence[Any]) -> SessionRecord | None:
+        """The record that `load` or `take_over` found, read in parts where it is long; None where
+        its tokens were replaced meanwhile. Raises the error that the script meant."""
+        match answer:
+            case [b"missing", _]:
+                raise not_found(session_id)
+            case [b"changed", _]:
+                raise contended(session_id)
+            case [list(fields), bytes(tokens), bytes(logprobs)]:
+                return verified(decode_record(session_id, fields, tokens, logprobs))
+            case [list(fields), int(num_tokens), int(num_logprobs)]:
+                _, *keys = self._keys(session_id)
+                known = dict(zip(fields[::2], fields[1::2], strict=True))
+                at_tokens, at_logprobs = int(known[b"tokens_start"]), int(known[b"logprobs_start"])
+                token_parts = await self._string(session_id, keys[0], at_tokens, num_tokens, known)
+                logprob_parts = await self._string(
+                    session_id, keys[1], at_logprobs, num_logprobs, known
+                )
+                if token_parts is None or logprob_parts is None:
+                    return None
+
+                def decode() -> SessionRecord:
+                    tokens, logprobs = b"".join(token_parts), b"".join(logprob_parts)
+                    return verified(decode_record(session_id, fields, tokens, logprobs))
+
+                return await asyncio.get_running_loop().run_in_executor(self._threads, decode)
+            case _:
+                raise InvariantError(f"Redis gave an unknown answer for session {session_id}")
+
+    async def _string(
+        self, session_id: str, key: str, first: int, size: int, known: Mapping[bytes, bytes]
+    ) -> list[bytes] | None:
+        """`size` bytes of one of a session's strings, from byte `first` on, in parts. `known` are
+        the session's fields as they were when these were its bytes. None where it was replaced
+        since, or is shorter: then Redis has lost its tail. Raises `NotFound` where the session is
+        gone."""
+        lineage = [known.get(b"epoch"), known.get(b"rewrite", b"")]
+        parts: list[bytes] = []
+        for start in range(first, first + size, RECORD_PART_BYTES):
+            stop = min(start + RECORD_PART_BYTES, first + size)
+            keys = (self._keys(session_id)[0], key)
+            answer = await self._scripts.run(_READ_PART, (keys, [start, stop - 1]))
+            if answer[0] == b"missing":
+                raise not_found(session_id)
+            if answer[:2] != lineage or len(answer[2]) != stop - start:
+                return None
+            parts.append(answer[2])
+        return parts
 
     def _keys(self, session_id: str) -> tuple[str, str, str]:
         key = f"{self._key_prefix}session:{{{session_id}}}"
@@ -228,16 +294,3 @@ def _refusal(session_id: str, epoch: int, answer: Sequence[Any]) -> OutriderErro
             return stale(session_id, epoch, stored_epoch)
         case _:
             return InvariantError(f"Redis gave an unknown answer for session {session_id}")
-
-
-def _record(session_id: str, answer: Sequence[Any]) -> SessionRecord:
-    """The record that `load` or `take_over` read, or the error that they meant."""
-    match answer:
-        case [b"missing", _]:
-            raise not_found(session_id)
-        case [b"changed", _]:
-            raise contended(session_id)
-        case [list(fields), bytes(tokens), bytes(logprobs)]:
-            return verified(decode_record(session_id, fields, tokens, logprobs))
-        case _:
-            raise InvariantError(f"Redis gave an unknown answer for session {session_id}")

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import socket
 from importlib.metadata import version
+from threading import Thread
 from typing import Final
+from wsgiref.simple_server import WSGIServer
 
 from opentelemetry.metrics import Meter
 from opentelemetry.sdk.metrics import MeterProvider
@@ -27,19 +29,27 @@ _log = logging.getLogger(__name__)
 
 
 class Scrape:
-    """Serves a process's metrics to Prometheus, by HTTP at any path."""
+    """A process's metrics for Prometheus."""
 
-    def __init__(self, host: str, port: int) -> None:
-        """Listens from now on; port 0 = any. Raises `SettingError`."""
+    def __init__(self) -> None:
         from opentelemetry.exporter.prometheus import PrometheusMetricReader
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry
 
-        registry = self._registry = CollectorRegistry()
+        self._registry = CollectorRegistry()
         self.reader: MetricReader = PrometheusMetricReader(
-            scope_info_enabled=False, registry=registry
+            scope_info_enabled=False, registry=self._registry
         )
+        self._server: WSGIServer | None = None
+        self._thread: Thread | None = None
+        self.address = ""
+        """host:port that they are served on; empty until `serve`."""
+
+    def serve(self, host: str, port: int) -> None:
+        """Serves them by HTTP at any path; port 0 = any. Raises `SettingError`."""
+        from prometheus_client import start_http_server
+
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            self._server, self._thread = start_http_server(port, host, self._registry)
         except OSError as error:
             raise SettingError(
                 "telemetry", f"cannot serve Prometheus on {host}:{port}: {error.strerror}"
@@ -56,6 +66,8 @@ class Scrape:
 
     def stop(self) -> None:
         """Ends serving."""
+        if self._server is None or self._thread is None:
+            return
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -107,23 +119,26 @@ class Exports:
             self.scrape.stop()
 
 
-def start_exports(telemetry: str, role: str, host: str, slot: int = 0) -> Exports | None:
-    """What the `telemetry` setting asks of the process of a role; None where it is off. Prometheus
-    is served on `host`; `slot` as for `Destination.port`. Raises `SettingError` where its port is
-    taken."""
+def start_exports(
+    telemetry: str, role: str, host: str, slot: int = 0, *, scraped: bool = False
+) -> Exports | None:
+    """What the `telemetry` setting asks of the process of a role; None where it is off, unless the
+    process serves its `Exports.scrape` itself (`scraped`). Prometheus is served on `host`; `slot`
+    as for `Destination.port`. Raises `SettingError` where its port is taken."""
     destination = Destination.parse(telemetry)
-    if destination.nowhere:
+    if destination.nowhere and not scraped:
         return None
     span_processor: SpanProcessor | None = None
     readers: list[MetricReader] = []
     if destination.otlp_endpoint:
         span_processor, reader = _otlp(destination.otlp_endpoint)
         readers.append(reader)
-    scrape: Scrape | None = None
     port = destination.port(role, slot)
-    if port is not None:
-        scrape = Scrape(host, port)
+    scrape = None if port is None and not scraped else Scrape()
+    if scrape is not None:
         readers.append(scrape.reader)
+        if port is not None:
+            scrape.serve(host, port)
     return Exports(role, span_processor, readers, scrape)
 
 

@@ -9,6 +9,8 @@ import grpc
 
 from outrider.limits import (
     CONNECT_TIMEOUT_MS,
+    GRPC_HANDSHAKE_MS,
+    GRPC_IDLE_MS,
     GRPC_MESSAGE_BYTES_MAX,
     GRPC_METADATA_BYTES_MAX,
     GRPC_PENDING_CALLS_MAX,
@@ -39,6 +41,8 @@ def server_options(*, shares_port: bool = False) -> list[tuple[str, int]]:
         *_BOTH_ENDS,
         # Tolerate the pings of clients that follow the same settings, with room for jitter.
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+        ("grpc.server_handshake_timeout_ms", GRPC_HANDSHAKE_MS),
+        ("grpc.max_connection_idle_ms", GRPC_IDLE_MS),
         ("grpc.so_reuseport", int(shares_port)),
         # Both bounds equal, as above.
         ("grpc.server.max_pending_requests", GRPC_PENDING_CALLS_MAX),

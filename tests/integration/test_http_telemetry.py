@@ -11,11 +11,15 @@ import httpx
 from http_front import http_front
 from opentelemetry.trace import SpanKind
 from scraping import Page, watched_stack
+from stack import running_stack
 from test_service_telemetry import REQUEST, Memory, observed_stack
 
 from coordinator.actor import CoordinatorActor
 from outrider.config import CoordinatorConfig
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.security.gate import OPEN
+from outrider.telemetry.observer import UNOBSERVED
 
 BODY: dict[str, Any] = {"model": "model", "prompt": [1, 2, 3], "max_tokens": 4, "seed": 1}
 TIMES = "http_server_request_duration_seconds_count"
@@ -61,6 +65,31 @@ async def test_requests_are_timed_by_route_and_status(tmp_path: Path) -> None:
     assert "secret" not in json.dumps(sorted(map(str, page.samples))).lower()
     assert page.names == own.names
     assert "outrider_generation_tokens_total" in page.names
+
+
+async def test_metrics_are_there_without_being_asked_for(tmp_path: Path) -> None:
+    """By HTTP, where the models are; not without HTTP. No port is opened, and nothing audited."""
+    actor, config = CoordinatorActor(), CoordinatorConfig(port=0)
+    observation = actor._observe(config)
+    target, draft = (EmulatedEngine(EmulatedSpec(verify_ms=1.0), role) for role in ("t", "d"))
+    async with running_stack(target, draft, tmp_path, observation=observation) as stack:
+        address = await actor._serve_http(stack.coordinator, config, OPEN)
+        async with httpx.AsyncClient(base_url=f"http://{address}") as http:
+            assert (await http.get("/v1/models")).status_code == 200
+            for _ in range(2):
+                assert (await http.post("/v1/completions", json=BODY)).status_code == 200
+            found = await http.get("/metrics")
+        assert actor._http is not None
+        assert actor._exports is not None
+        await actor._http.stop()
+    assert found.status_code == 200
+    page = Page.parse(found.text)
+    assert page.value(TIMES, http_route="/v1/completions", http_response_status_code="200") == 2
+    assert page.value("outrider_generation_tokens_total") == 2 * BODY["max_tokens"]
+    assert actor._exports.scrape is not None
+    assert actor._exports.scrape.address == ""
+    await actor._exports.close()
+    assert CoordinatorActor()._observe(CoordinatorConfig(http=False)) is UNOBSERVED
 
 
 async def test_a_call_is_a_span_with_what_grpc_s_has(tmp_path: Path) -> None:

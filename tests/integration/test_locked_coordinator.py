@@ -323,6 +323,57 @@ async def test_as_many_begin_in_a_minute_as_the_key_allows(locked: Locked) -> No
         await second.describe()  # That is not counted.
 
 
+async def test_reading_a_session_is_a_request_of_a_minute(locked: Locked) -> None:
+    """Also of one that is not there; the error says when the next one may come. It takes no place
+    of those that may run at a time."""
+    async with locked.client("slow") as slow:
+        session_id = (await slow.complete(SHORT)).session_id
+        assert (await slow.get_session(session_id)).prompt_length == 3
+        with pytest.raises(NotFound):
+            await slow.get_session("0" * 32)
+        with pytest.raises(Overloaded, match="3 requests a minute") as caught:
+            await slow.get_session(session_id)
+        assert 15_000 < caught.value.retry_after_ms <= 20_000
+    async with locked.client("two") as two, aclosing(two.generate(LONG)) as first:
+        started = await anext(first)
+        assert isinstance(started, Started)
+        async with aclosing(two.generate(LONG)) as second:
+            await anext(second)
+            assert (await two.get_session(started.session_id)).state == "running"
+
+
+async def test_one_caller_reads_few_sessions_at_a_time(
+    locked: Locked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More are refused, with the time to try again; another caller is served meanwhile."""
+    monkeypatch.setattr("coordinator.servicer.RECORD_READS_MAX", 2)
+    coordinator = locked.stack.coordinator
+    read, go_on, num_reading = coordinator.session, asyncio.Event(), 0
+
+    async def read_slowly(session_id: str, tenant: str | None = "") -> Any:
+        nonlocal num_reading
+        num_reading += 1
+        if tenant == "team":
+            await go_on.wait()
+        return await read(session_id, tenant)
+
+    async with locked.client("alice") as alice, locked.client("eve") as eve:
+        session_id = (await alice.complete(SHORT)).session_id
+        other_id = (await eve.complete(SHORT)).session_id
+        monkeypatch.setattr(coordinator, "session", read_slowly)
+        reading = [asyncio.create_task(alice.get_session(session_id)) for _ in range(2)]
+        while num_reading < 2:
+            await asyncio.sleep(0.01)
+        for refused in (alice.get_session(session_id), alice.cancel(session_id)):
+            with pytest.raises(Overloaded, match="2 calls of this caller") as caught:
+                await refused
+            assert caught.value.retry_after_ms > 0
+        assert (await eve.get_session(other_id)).prompt_length == 3
+        go_on.set()
+        assert {view.prompt_length for view in await asyncio.gather(*reading)} == {3}
+        assert (await alice.get_session(session_id)).prompt_length == 3
+
+
 async def test_the_wait_that_is_told_is_as_long_as_needed(locked: Locked) -> None:
     """A bucket that is empty has one more request when its refusal says so, and not before; one of
     long ago is full, and no more than that."""

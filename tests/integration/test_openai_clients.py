@@ -281,7 +281,7 @@ async def test_routes_and_what_they_describe(url: str) -> None:
             assert found.json()["error"].keys() == {"message", "type", "param", "code"}
         off = await http.get("/metrics")
         assert off.status_code == 404
-        assert "--telemetry" in off.json()["error"]["message"]
+        assert "keeps no metrics" in off.json()["error"]["message"]
         described = (await http.get("/openapi.json")).json()
     assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health"} <= described[
         "paths"

@@ -264,7 +264,7 @@ async def test_a_caller_s_trace_goes_on_here(memory: Memory, tmp_path: Path) -> 
     logger, handler = logging.getLogger("coordinator.run"), Lines()
     logger.addHandler(handler)
     before = logger.level
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG)
     try:
         async with observed_stack(memory.exports, tmp_path) as stack:
             await _raw_generate(stack, f"00-{trace_id}-{span_id}-01")

@@ -27,6 +27,7 @@ from outrider.hosting import (
     build_engine,
     build_grammars,
     build_lookup,
+    log_at,
     log_to,
     on_passing_thread,
     step_costs,
@@ -135,6 +136,25 @@ def test_logs_go_where_they_should(tmp_path: Path, capsys: pytest.CaptureFixture
     (line,) = (tmp_path / "target.log").read_text("utf-8").splitlines()
     assert {"level": "INFO", "logger": "x", "message": "hello"}.items() <= json.loads(line).items()
     assert [path.name for path in tmp_path.iterdir()] == ["target.log"]
+
+
+def test_our_own_lines_have_a_level_of_their_own(tmp_path: Path) -> None:
+    """`debug` brings no library's."""
+    before, level = logging.root.handlers[:], logging.root.level
+    try:
+        log_to(str(tmp_path), "target")
+        for chosen in ("info", "debug", "warning"):
+            log_at(chosen)
+            logging.getLogger("coordinator.run").debug("own at %s", chosen)
+            logging.getLogger("asyncio").debug("library's at %s", chosen)
+            logging.getLogger("outrider.text").info("news at %s", chosen)
+    finally:
+        log_at("notset")
+        logging.basicConfig(handlers=before, level=level, force=True)
+    lines = (tmp_path / "target.log").read_text("utf-8").splitlines()
+    assert [json.loads(line)["message"] for line in lines] == [
+        "news at info", "own at debug", "news at debug",
+    ]  # fmt: skip
 
 
 def test_an_emulated_engine_needs_no_files() -> None:

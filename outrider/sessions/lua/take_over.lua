@@ -1,7 +1,8 @@
 -- Makes `owner` the owner under the next epoch, if the session is still as it was read: then its
 -- owner's lease was found gone. Begins with layout.lua.
--- KEYS: session, tokens, logprobs; ARGV: epoch and owner that were read, owner, ttl_ms
--- Returns {fields and values, token bytes, logprobs}, or {'missing', 0}, or {'changed', epoch}.
+-- KEYS: session, tokens, logprobs
+-- ARGV: epoch and owner that were read, owner, ttl_ms, bytes of tokens and logprobs to return at most
+-- Returns what `read` does, or {'missing', 0}, or {'changed', epoch}.
 -- One call changes the owner; ended after it, the session is taken over and its time to live shorter.
 local stored = redis.call('HMGET', KEYS[1], 'epoch', 'owner', 'state')
 if not stored[1] then return {'missing', 0} end
@@ -13,4 +14,4 @@ if stored[3] == 'running' then
     'rewrite', '0')
   prolong(ARGV[4])
 end
-return read()
+return read(ARGV[5])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -312,3 +312,41 @@ async def test_a_client_that_goes_gives_its_place_back(tmp_path: Path, stream: b
         await calling
     await locked.freed()
     assert locked.slots.num_takes == 1
+
+
+async def test_one_tenants_bodies_keep_no_other_out(
+    locked: Locked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are counted apart, over all keys of a tenant, until they are whole or given up."""
+    body = json.dumps(BODY).encode()
+    monkeypatch.setattr("coordinator.http.app.HTTP_TENANT_BODIES_BYTES_MAX", 2 * len(body))
+    keys = {
+        name: add_key(tmp_path / "more", Caller(name, tenant))
+        for name, tenant in (("ann", "team"), ("bob", "team"), ("eve", "other"))
+    }
+    gate = Gate(KeyFile(tmp_path / "more", (), lambda: 0.0))
+    app = build_app(locked.service, asyncio.Event(), None, gate)  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app)
+    go_on = asyncio.Event()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield body[:-1]
+        await go_on.wait()
+        yield body[-1:]
+
+    async def post(name: str, content: Any = body) -> httpx.Response:
+        headers = {"authorization": f"Bearer {keys[name]}", "content-type": "application/json"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
+            return await http.post("/v1/completions", headers=headers, content=content)
+
+    waiting = [asyncio.create_task(post(name, slowly())) for name in ("ann", "bob")]
+    await asyncio.sleep(0.05)
+    for name in ("ann", "bob"):
+        refused = await post(name)
+        assert refused.status_code == 429
+        assert "the tenant 'team' sends bodies" in refused.json()["error"]["message"]
+        assert refused.headers["retry-after"]
+    assert (await post("eve")).status_code == 200
+    go_on.set()
+    assert [one.status_code for one in await asyncio.gather(*waiting)] == [200, 200]
+    assert (await post("ann")).status_code == 200

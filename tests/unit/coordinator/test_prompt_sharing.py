@@ -55,7 +55,7 @@ async def test_generations_of_one_prompt_tokenize_it_once(slow: Slow, chat: bool
     assert len(slow.seen) == 2
     await prompts.encode(first, 100)
     assert len(slow.seen) == 3
-    prompts.close()
+    await prompts.close()
 
 
 async def test_one_that_goes_leaves_the_others_waiting(slow: Slow) -> None:
@@ -80,4 +80,4 @@ async def test_one_that_goes_leaves_the_others_waiting(slow: Slow) -> None:
             await task
     assert "cd" not in slow.seen
     assert await prompts.encode(left, 100) == ("text", (2,))
-    prompts.close()
+    await prompts.close()

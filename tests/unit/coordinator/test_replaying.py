@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,7 +15,9 @@ from coordinator.completion import Completion
 from coordinator.logprob_lines import read_logprobs, write_logprobs
 from coordinator.request import GenerationParameters
 from coordinator.resuming import (
+    ENTRIES_PER_EVENT,
     TOKENS_PER_EVENT,
+    Replays,
     check_known,
     parameters_of,
     replay,
@@ -190,3 +195,70 @@ def test_log_probabilities_survive_the_store() -> None:
     for line in ("", "[]", "[1]", "[1,[[]]]", "nonsense"):
         with pytest.raises(DataLoss, match="log-probabilities"):
             read_logprobs(line)
+
+
+async def longest_stall(work: asyncio.Future[None]) -> tuple[float, float]:
+    """Seconds that `work` took, and the longest time that the event loop did nothing else."""
+    began = last = time.perf_counter()
+    longest = 0.0
+    while not work.done():
+        await asyncio.sleep(0.001)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    await work
+    return time.perf_counter() - began, longest
+
+
+async def test_a_long_replay_leaves_the_event_loop() -> None:
+    """The loop serves others while a hundred thousand tokens are pushed and hashed."""
+    num_tokens = 100_000
+    parameters = replace(PARAMETERS, max_tokens=num_tokens + 1, logprobs=None, stop=())
+    token_ids = (1, 2, *(10 + index % 26 for index in range(num_tokens)))
+    record = replace(RECORD, parameters=parameters.to_json(), token_ids=token_ids, logprobs="")
+    request = ResumeRequest(record.session_id, num_tokens - 3)
+    replays = Replays()
+
+    def long() -> Completion:
+        return Completion(
+            max_tokens=num_tokens + 1, stop=(), eos_token_ids=(), text_stream=Letters()
+        )
+
+    async def resume() -> None:
+        session, replayed = await replays.resume(record, parameters, long(), request)
+        assert session.length == len(token_ids)
+        assert "".join(event.text_delta for event in replayed.events) == "".join(
+            chr(ord("a") + token_id - 10) for token_id in token_ids[-3:]
+        )
+        assert (await replays.replay(record, parameters, long(), request)).events == replayed.events
+
+    try:
+        taken, stalled = await longest_stall(asyncio.ensure_future(resume()))
+    finally:
+        replays.close()
+    assert stalled < taken / 4, f"the event loop stood still for {stalled} of {taken} s"
+
+
+async def test_a_short_replay_takes_no_thread() -> None:
+    """It would wait behind long ones."""
+    num_threads = threading.active_count()
+    replays = Replays()
+    request = ResumeRequest(RECORD.session_id)
+    session, replayed = await replays.resume(RECORD, PARAMETERS, completion(), request)
+    assert (session.length, len(replayed.events)) == (5, 1)
+    assert threading.active_count() == num_threads
+    replays.close()
+
+
+def test_events_with_many_log_probabilities_are_short() -> None:
+    """Encoding one must not hold up the event loop."""
+    num_tokens = 3 * ENTRIES_PER_EVENT
+    parameters = replace(PARAMETERS, max_tokens=num_tokens, logprobs=20, stop=())
+    line = write_logprobs(PositionLogprobs(-1.0, tuple((index, -2.0) for index in range(20))))
+    record = replace(
+        RECORD, token_ids=(1, 2, *[10] * (num_tokens - 1)), logprobs=f"{line}\n" * (num_tokens - 1)
+    )
+    whole = Completion(max_tokens=num_tokens, stop=(), eos_token_ids=(), text_stream=Letters())
+    replayed = replay(record, parameters, whole, ResumeRequest(record.session_id))
+    sizes = [len(event.token_ids) * 21 for event in replayed.events]
+    assert sum(sizes) == 21 * (num_tokens - 1)
+    assert max(sizes) <= ENTRIES_PER_EVENT
