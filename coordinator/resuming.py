@@ -59,21 +59,17 @@ def parameters_of(record: SessionRecord) -> GenerationParameters:
     return GenerationParameters.from_json(record.parameters, prompt_ids)
 
 
-def resumable(
-    record: SessionRecord, request: ResumeRequest, targets: ReplicaPool[VerifyItem, VerifyAnswer]
-) -> GenerationParameters:
-    """The parameters of a session. Raises what keeps it from being resumed with these targets,
-    before anything is taken from whoever runs it."""
-    parameters = parameters_of(record)
-    check_known(record, request)
-    if record.finish_reason is None and targets.newest(parameters.weights) is None:
+def check_weights(
+    session_id: str, weights: str, targets: ReplicaPool[VerifyItem, VerifyAnswer]
+) -> None:
+    """Raises `Unavailable` or `Incompatible` where no target has the weights of a session."""
+    if targets.newest(weights) is None:
         if not targets.names:
             raise Unavailable("no target is known")
         raise Incompatible(
-            f"session_id: {record.session_id} was decoded by a target with other weights "
-            f"({parameters.weights}) than any here"
+            f"session_id: {session_id} was decoded by a target with other weights "
+            f"({weights}) than any here"
         )
-    return parameters
 
 
 def check_known(record: SessionRecord, request: ResumeRequest) -> None:
@@ -133,10 +129,21 @@ def _tokens_per_event(parameters: GenerationParameters) -> int:
 
 
 class Replays:
-    """`replay` for an event loop: short ones at once, long ones on a thread."""
+    """What grows with a session's tokens, for an event loop: short sessions at once, long ones on
+    a thread."""
 
     def __init__(self) -> None:
         self._calls: SharedCalls[int, object] = SharedCalls(REPLAY_THREADS, "replay")
+
+    async def check(self, record: SessionRecord, request: ResumeRequest) -> GenerationParameters:
+        """The session's parameters. Raises what `parameters_of` and `check_known` do."""
+
+        def check() -> GenerationParameters:
+            parameters = parameters_of(record)
+            check_known(record, request)
+            return parameters
+
+        return await self._run(record, check)
 
     async def replay(
         self,

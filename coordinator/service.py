@@ -106,7 +106,7 @@ class CoordinatorService:
 
         self._opener = Opener(store, options.name, random_bits, random, self._in_background)
         self._committer = Committer(store, options.name, random)
-        self._take_overs = TakeOvers(store, options.name, self._opener, self.targets)
+        self._take_overs = TakeOvers(store, options.name, self._opener, self.targets, self._replays)
         self._commit_task: asyncio.Task[None] | None = None
         self._runs = Runs(self._opener, options.resume_grace_s, self._in_background)
         self._num_admitted = 0

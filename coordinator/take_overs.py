@@ -11,7 +11,7 @@ from outrider.sessions.store import SessionRecord, SessionStore
 from .opening import Opener
 from .replicas import ReplicaPool
 from .request import GenerationParameters
-from .resuming import resumable
+from .resuming import Replays, check_weights
 
 
 class Place:
@@ -36,12 +36,14 @@ class TakeOvers:
         owner: str,
         opener: Opener,
         targets: ReplicaPool[VerifyItem, VerifyAnswer],
+        replays: Replays,
     ) -> None:
         """`owner` is this coordinator's name in the store."""
         self._store = store
         self._owner = owner
         self._opener = opener
         self._targets = targets
+        self._replays = replays
         self._taken: set[Place] = set()
 
     def enter(self) -> Place:
@@ -57,10 +59,11 @@ class TakeOvers:
         self, record: SessionRecord, request: ResumeRequest
     ) -> tuple[SessionRecord, GenerationParameters]:
         """A session that this coordinator may go on with under a new epoch, or one that has
-        finished. Raises what keeps it from being resumed (`resumable`) before anything changes, and
-        as `SessionStore.take_over`."""
-        parameters = resumable(record, request, self._targets)
+        finished. Raises what keeps it from being resumed (`Replays.check`, `check_weights`) before
+        anything changes, and as `SessionStore.take_over`."""
+        parameters = await self._replays.check(record, request)
         if record.finish_reason is None:
+            check_weights(record.session_id, parameters.weights, self._targets)
             record = await self._store.take_over(record, self._owner)
         return record, parameters
 
