@@ -16,7 +16,6 @@ from outrider.replica_host import MeteredService, Traffic
 from target_service.service import TargetService
 
 from .processes import Process
-from .redis_twin import RemoteRegistry
 from .shown import CheckedEagle, ShallowEngine, ShownDrafter, ShownEngine, exit_drafter
 from .toy import SPEC, QuickEngine
 
@@ -99,7 +98,7 @@ class ReplicaNode:
         self._metered = MeteredService(self.service)
         self.address = f"host:{config.port}" if config.port else f"{self.name}:1"
         world.serve(self, self._metered)
-        self._announcer = Announcer(RemoteRegistry(world.network, world.redis), self._record)
+        self._announcer = Announcer(world.redis.registry(), self._record)
         await self._announcer.start()
         self._plan, self._slot = config.plan, config.slot
         return self.address
