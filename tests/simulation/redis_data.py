@@ -1,7 +1,7 @@
 """The data and the commands of a Redis server in memory, on a clock of the caller's.
 
 Has the commands that the scripts and the stores use, with the answers and errors of Redis 6.2 and
-7. `tests/integration/test_simulated_redis.py` compares it with a real server.
+7. `test_redis_data.py` compares it with a real server.
 """
 
 from __future__ import annotations
@@ -319,7 +319,8 @@ def _setrange(data: RedisData, arguments: Sequence[bytes]) -> Reply:
 
 def _incrby(data: RedisData, arguments: Sequence[bytes]) -> Reply:
     key, by = _exactly(arguments, 2)
-    number = _integer(data._typed(key, bytes) or b"0") + _integer(by)
+    old = data._typed(key, bytes)
+    number = _integer(b"0" if old is None else old) + _integer(by)
     data._put(key, str(number).encode())
     return number
 
@@ -451,7 +452,7 @@ def _zcard(data: RedisData, arguments: Sequence[bytes]) -> Reply:
 
 def _zremrangebyscore(data: RedisData, arguments: Sequence[bytes]) -> Reply:
     key, least, most = _exactly(arguments, 3)
-    low, high = _score(least), _score(most)
+    low, high = _score(least or b"0"), _score(most or b"0")  # Redis takes nothing for 0, too.
     there = data._typed(key, SortedSet) or {}
     gone = [member for member, score in there.items() if low <= score <= high]
     return _zrem(data, (key, *gone)) if gone else 0

@@ -165,7 +165,7 @@ class SimulatedConnection(AbstractConnection):
         return self.pack_commands([args])
 
     def pack_commands(self, commands: Iterable[Iterable[Any]]) -> list[Any]:
-        return [_packed(command) for command in commands]
+        return [packed(command) for command in commands]
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         await self.connect()
@@ -221,7 +221,7 @@ class SimulatedConnection(AbstractConnection):
         return reply
 
 
-def _packed(command: Iterable[Any]) -> Command:
+def packed(command: Iterable[Any]) -> Command:
     name, *arguments = command
     words = name.encode().split() if isinstance(name, str) else (name,)
     return (*words, *(_encoded(argument) for argument in arguments))
