@@ -221,13 +221,21 @@ class ClockedStore:
         """See `SessionStore.open`."""
         await self._store.open(session)
 
-    async def renew(self, owner: str, sessions: Sequence[tuple[str, int]]) -> list[str]:
-        """See `SessionStore.renew`."""
-        return await self._store.renew(owner, sessions)
+    async def hold_lease(self, owner: str) -> None:
+        """See `SessionStore.hold_lease`."""
+        await self._store.hold_lease(owner)
 
-    async def take_over(self, session_id: str, owner: str) -> SessionRecord:
+    async def end_lease(self, owner: str) -> None:
+        """See `SessionStore.end_lease`."""
+        await self._store.end_lease(owner)
+
+    async def release(self, session_id: str, epoch: int, owner: str) -> None:
+        """See `SessionStore.release`."""
+        await self._store.release(session_id, epoch, owner)
+
+    async def take_over(self, seen: SessionRecord, owner: str) -> SessionRecord:
         """See `SessionStore.take_over`."""
-        return await self._store.take_over(session_id, owner)
+        return await self._store.take_over(seen, owner)
 
     async def finish(self, finish: Finish) -> int:
         """See `SessionStore.finish`."""

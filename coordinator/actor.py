@@ -205,6 +205,8 @@ class CoordinatorActor:
         await asyncio.shield(self._stopping)
 
     async def _stop(self, grace_s: float) -> None:
+        if self._service is not None:
+            self._service.hand_over()
         if self._health is not None:
             self._health.cancel()
         if self._announcer is not None:
@@ -322,6 +324,7 @@ async def _build(
     return CoordinatorService(
         CoordinatorOptions(
             name=_owner(config),
+            announced_as="" if config.membership is None else config.membership.name,
             served_model_name=config.served_model_name,
             defaults=RequestDefaults(config.num_draft_tokens, config.deadline_ms),
             length_control=config.length_control,
@@ -349,11 +352,11 @@ async def _build(
 
 
 def _owner(config: CoordinatorConfig) -> str:
-    """What it is called in the session store."""
+    """What it is called in the session store. No process before or after it has the name: the lease
+    of the one that took its place would keep the sessions of a dead one from others."""
     member = config.membership
-    if member is not None:
-        return f"{member.deployment}/{member.name}"
-    return f"coordinator-{uuid.uuid4().hex}"
+    name = "coordinator" if member is None else f"{member.deployment}/{member.name}"
+    return f"{name}-{uuid.uuid4().hex}"
 
 
 def _stand_in(config: CoordinatorConfig) -> LookupDrafter:

@@ -14,12 +14,12 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from outrider.backoff import backoff
 from outrider.errors import (
     InvariantError,
     OutriderError,
-    StaleEpoch,
     StoreUnavailable,
     Unavailable,
     check,
@@ -52,11 +52,6 @@ class _Entry:
         that the store has had and lost count with the first that it never had."""
         self.ended = False
         """The store knows that the session has finished."""
-
-    @property
-    def owned(self) -> bool:
-        """Whether the session needs its lease."""
-        return not self.ended and self.session.state is not OwnedState.LOST
 
     def wake(self) -> None:
         if self.changed is not None:
@@ -97,6 +92,8 @@ class Committer:
         self._dirty: dict[str, None] = {}
         """Ids of sessions with something to append, the longest waiting first."""
         self._work = asyncio.Event()
+        self._leaving = asyncio.Event()
+        """The lease is to end."""
         self._closing = asyncio.Event()
         self._stopped = asyncio.Event()
         self._running = False
@@ -112,7 +109,7 @@ class Committer:
         return len(self._entries)
 
     def add(self, session: Session) -> None:
-        """From now on the session's lease is renewed and its tokens are committed."""
+        """From now on the session's tokens are committed."""
         if self._closing.is_set():
             raise Unavailable("this coordinator is shutting down")
         check(session.session_id not in self._entries, f"{session.session_id} was added twice")
@@ -176,13 +173,13 @@ class Committer:
                 self._check_served(entry)
 
     async def run(self) -> None:
-        """Commits and renews until `close`. Raises only what is a bug; whoever waits for a session
-        gets `Unavailable` then."""
+        """Commits, and holds the owner's lease, until `close`. Raises only what is a bug; whoever
+        waits for a session gets `Unavailable` then."""
         check(not self._running, "a committer runs once")
         self._running = True
         tasks = [
             asyncio.ensure_future(step)
-            for step in (self._append_all(), self._renew_all(), self._closing.wait())
+            for step in (self._append_all(), self._hold_lease(), self._closing.wait())
         ]
         try:
             try:
@@ -196,10 +193,16 @@ class Committer:
                 await asyncio.gather(*tasks, return_exceptions=True)
             while self._dirty and await self._append_some():
                 pass
+            await self._end_lease()
         finally:
             for entry in list(self._entries.values()):
                 self.remove(entry.session)
             self._stopped.set()
+
+    def hand_over(self) -> None:
+        """This coordinator is about to close. Its sessions go on, but a client that asks another
+        one for its session gets it there at once."""
+        self._leaving.set()
 
     async def close(self) -> None:
         """Tries once more to commit what is uncommitted, then ends `run`. Whoever still waits for
@@ -337,39 +340,32 @@ class Committer:
             raise
         self._check_served(entry)
         self._apply(entry, stored_length)
-        entry.ended = entry.owned and session.num_uncommitted == 0
+        is_lost = session.state is OwnedState.LOST
+        entry.ended = not is_lost and session.num_uncommitted == 0
         return True
 
-    async def _renew_all(self) -> None:
+    async def _hold_lease(self) -> None:
+        """One call per period, however many sessions there are, until the sessions are handed
+        over. A store that does not answer is asked again with the next one: what others take
+        under a lease that has lapsed meanwhile is fenced by its epoch."""
         loop = asyncio.get_running_loop()
-        period = SESSION_LEASE_RENEWAL_MS / 1000
         due = loop.time()
-        while True:
-            due = max(due + period, loop.time())
-            await asyncio.sleep(due - loop.time())
-            await self._renew()
+        while not self._leaving.is_set():
+            try:
+                await self._store.hold_lease(self._owner)
+            except StoreUnavailable as error:
+                _log.debug("the lease was not renewed: %r", error)
+            except OutriderError:
+                _log.exception("the lease was not renewed")
+            due = max(due + SESSION_LEASE_RENEWAL_MS / 1000, loop.time())
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(due):
+                    await self._leaving.wait()
+        await self._end_lease()
+        await self._closing.wait()
 
-    async def _renew(self) -> None:
-        """Renews all leases. Of a session that is not ours any more an append of nothing tells
-        whether it has a new owner or is gone."""
-        entries = {key: entry for key, entry in self._entries.items() if entry.owned}
-        if not entries:
-            return
-        leases = [(key, entry.session.epoch) for key, entry in entries.items()]
+    async def _end_lease(self) -> None:
         try:
-            gone = await self._store.renew(self._owner, leases)
-            probes = [entries[key].session.probe() for key in gone]
-            answers = await self._store.append(probes) if probes else []
-        except StoreUnavailable:
-            return
-        except OutriderError:
-            # Leases that were not renewed run out; nobody else's session must suffer for it.
-            _log.exception("leases were not renewed")
-            return
-        for key, answer in zip(gone, answers, strict=True):
-            entry = entries[key]
-            if self._current(entry) and entry.owned:
-                if isinstance(answer, OutriderError):
-                    self._lose(entry, answer)
-                else:
-                    self._lose(entry, StaleEpoch(f"session {key} was taken over"))
+            await self._store.end_lease(self._owner)
+        except OutriderError as error:
+            _log.info("the lease is left to run out: %r", error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from outrider.backoff import backoff
@@ -16,7 +16,14 @@ from outrider.limits import (
     OPEN_TRIES_MAX,
 )
 from outrider.sessions.state import FIRST_EPOCH, Session
-from outrider.sessions.store import Counters, Finish, FinishReason, NewSession, SessionStore
+from outrider.sessions.store import (
+    Counters,
+    Finish,
+    FinishReason,
+    NewSession,
+    SessionStore,
+    released,
+)
 
 from .request import GenerationParameters
 
@@ -76,14 +83,26 @@ class Opener:
         await asyncio.wait([opening])
         await self.cancel(session_id, FIRST_EPOCH, Counters())
 
-    async def cancel(self, session_id: str, epoch: int, counters: Counters) -> None:
-        """Records a session that runs nowhere as cancelled, unless somebody goes on with it."""
-        end = Finish(session_id, epoch, self._owner, None, FinishReason.CANCELLED, counters)
+    async def release(self, session_id: str, epoch: int) -> None:
+        """Lets any coordinator take a session over that runs nowhere now."""
+        await self._insist(session_id, lambda: self._store.release(session_id, epoch, self._owner))
+
+    async def cancel(
+        self, session_id: str, epoch: int, counters: Counters, *, is_released: bool = False
+    ) -> None:
+        """Records a session that runs nowhere as cancelled, unless another stream goes on with
+        it."""
+        owner = released(self._owner) if is_released else self._owner
+        end = Finish(session_id, epoch, owner, None, FinishReason.CANCELLED, counters)
+        await self._insist(session_id, lambda: self._store.finish(end))
+
+    async def _insist(self, session_id: str, call: Callable[[], Awaitable[object]]) -> None:
+        """Calls the store until it has answered, or for long enough."""
         for attempt in range(ABANDON_TRIES_MAX):
             try:
-                await self._store.finish(end)
+                await call()
             except StoreUnavailable as error:
-                _log.info("session %s is not closed yet: %r", session_id, error)
+                _log.info("the store is told later of session %s: %r", session_id, error)
             except OutriderError as error:
                 _log.info("session %s is not there, or another's: %r", session_id, error)
                 return

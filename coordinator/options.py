@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.limits import LOOK_AHEAD_BYTES_MAX
+from outrider.speculation.sampling import Rule, SamplingParams
 
 from .asking import Patience
 from .request import RequestDefaults
@@ -15,7 +16,7 @@ class CoordinatorOptions:
     """What a coordinator decides where a request does not."""
 
     name: str
-    """The owner's name in the session store; unique among coordinators."""
+    """The owner's name in the session store: of this process alone, also of those before it."""
     served_model_name: str
     """Empty = the target's own name."""
     defaults: RequestDefaults
@@ -43,3 +44,11 @@ class CoordinatorOptions:
     audit_share: float = 0.0
     """Of sessions, those whose tokens are scored once more when they are over, where anybody hears
     of it."""
+    announced_as: str = ""
+    """Its name in the registry, which people are shown; empty = `name`."""
+
+    def siblings_for(self, rule: Rule, sampling: SamplingParams) -> int:
+        """Candidates that a place of a session may have beside its draft token: none where only
+        chains are drafted or verified."""
+        is_chain = rule is Rule.BLOCK or sampling.penalised
+        return 0 if is_chain or self.look_ahead > 0 else self.draft_siblings

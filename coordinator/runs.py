@@ -81,8 +81,9 @@ class Runs:
         counters: Counters,
         ending: asyncio.Task[bool] | None = None,
     ) -> None:
-        """Nothing is decoded for a client that is gone. It may come back, to any coordinator; else
-        the session counts as cancelled. Where this coordinator closes, that is left to others."""
+        """Nothing is decoded for a client that is gone. It may come back, to any coordinator: the
+        session is released from this one's lease. Else it counts as cancelled. Where this
+        coordinator closes, that is left to others."""
         self._in_background(self._wait(session_id, epoch, counters, ending))
 
     def close(self) -> None:
@@ -107,8 +108,9 @@ class Runs:
     ) -> None:
         if ending is not None and await ending:
             return
+        await self._opener.release(session_id, epoch)
         try:
             async with asyncio.timeout(self._resume_grace_s):
                 await self._closing.wait()
         except TimeoutError:
-            await self._opener.cancel(session_id, epoch, counters)
+            await self._opener.cancel(session_id, epoch, counters, is_released=True)

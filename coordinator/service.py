@@ -28,7 +28,7 @@ from outrider.messages import DraftAnswer, DraftItem, VerifyAnswer, VerifyItem
 from outrider.sessions.refusals import not_found
 from outrider.sessions.state import Session
 from outrider.sessions.store import SessionRecord, SessionStore
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.sampling import SamplingParams
 from outrider.telemetry.observer import UNOBSERVED, Observation, RequestObserver
 from outrider.wire.link import Link
 
@@ -48,12 +48,13 @@ from .options import CoordinatorOptions
 from .prompts import PromptEncoder, Text
 from .replicas import ReplicaPool, berth_of
 from .request import GenerationParameters, RequestDefaults, ServedModel, check_fields, resolve
-from .resuming import Replayed, replay, resumable, told_again
+from .resuming import Replayed, replay, told_again
 from .round_meter import RoundMeter
 from .run import COMMIT_GRACE_S, SessionRun
 from .runs import Runs
 from .self_drafts import SelfDrafts
 from .standing import CoordinatorStanding
+from .take_overs import TakeOvers
 from .target_side import TargetSide
 
 _log = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ class CoordinatorService:
         self.drafts: ReplicaPool[DraftItem, DraftAnswer] = ReplicaPool(
             "draft", self._together.check_draft
         )
-        self.fleet = FleetView(options.name, self.targets, self.drafts)
+        self.fleet = FleetView(options.announced_as or options.name, self.targets, self.drafts)
         self._stand_in = stand_in
         self._text = text
         self._prompts = PromptEncoder(text)
@@ -104,6 +105,7 @@ class CoordinatorService:
 
         self._opener = Opener(store, options.name, random_bits, random, self._in_background)
         self._committer = Committer(store, options.name, random)
+        self._take_overs = TakeOvers(store, options.name, self._opener, self.targets)
         self._commit_task: asyncio.Task[None] | None = None
         self._runs = Runs(self._opener, options.resume_grace_s, self._in_background)
         self._num_admitted = 0
@@ -239,15 +241,15 @@ class CoordinatorService:
         what the client lacks of the tokens that are stored, then as `generate`. A stream of the
         session that still runs ends with `StaleEpoch`. Raises `NotFound`, `Overloaded`, `DataLoss`
         (the store lacks tokens that the client has), `Incompatible` (no target here has its
-        weights), and `Unavailable` while another coordinator may have it."""
+        weights), and `Unavailable` while another coordinator may have it, or this one takes too
+        many over."""
         arrived = asyncio.get_running_loop().time()
         self._check_open()
+        place = self._take_overs.enter()
         self._num_admitted += 1
         try:
             record = await self.session(request.session_id, tenant)
-            parameters = resumable(record, request, self.targets)
-            if record.finish_reason is None:
-                record = await self._store.take_over(record.session_id, self._options.name)
+            record, parameters = await self._take_overs.claim(record, request)
             if record.finish_reason is not None:
                 replayed = replay(record, parameters, self._completion(parameters), request)
                 for event in told_again(record, self.model.name, replayed):
@@ -258,6 +260,7 @@ class CoordinatorService:
             )
             try:
                 run = await self._go_on(record, parameters, request, arrived, observer)
+                place.leave()
                 async with aclosing(self._events(run, parameters)) as events:
                     async for event in events:
                         yield event
@@ -265,6 +268,7 @@ class CoordinatorService:
                 observer.failed(error)
                 raise
         finally:
+            place.leave()
             self._num_admitted -= 1
 
     async def _go_on(
@@ -315,10 +319,7 @@ class CoordinatorService:
         if run is not None and tenant in (run.tenant, None):
             run.cancel()
             return
-        record = await self.session(session_id, tenant)
-        if record.finish_reason is None:
-            record = await self._store.take_over(session_id, self._options.name)
-            await self._opener.cancel(session_id, record.epoch, record.counters)
+        await self._take_overs.cancel(await self.session(session_id, tenant))
 
     async def session(self, session_id: str, tenant: str | None = "") -> SessionRecord:
         """What is stored of a session. Raises `NotFound`, for another tenant's session too; None
@@ -327,6 +328,10 @@ class CoordinatorService:
         if tenant not in (record.tenant, None):
             raise not_found(session_id)  # In the same words as one that nobody has.
         return record
+
+    def hand_over(self) -> None:
+        """See `Committer.hand_over`."""
+        self._committer.hand_over()
 
     async def close(self) -> None:
         """Cancels what runs, commits what was decided, closes the links and the store."""
@@ -479,7 +484,7 @@ class CoordinatorService:
     def _length_policy(
         self, session: Session, num_draft_tokens: int, sampling: SamplingParams
     ) -> LengthPolicy:
-        siblings = self._siblings(session, sampling)
+        siblings = self._options.siblings_for(session.identity.rule, sampling)
         if self._lengths is None:
             return FixedLength(num_draft_tokens, self._options.run_ahead_rounds, siblings)
         self._lengths.hear_load(self.targets.num_present, self.num_elsewhere, self._together.draft)
@@ -487,10 +492,3 @@ class CoordinatorService:
         return self._lengths.open(
             identity.rule, identity.seed, num_draft_tokens, session.prompt_length, siblings
         )
-
-    def _siblings(self, session: Session, sampling: SamplingParams) -> int:
-        """Candidates that a place may have beside its draft token: none where only chains are
-        drafted or verified."""
-        options = self._options
-        is_chain = session.identity.rule is Rule.BLOCK or sampling.penalised
-        return 0 if is_chain or options.look_ahead > 0 else options.draft_siblings

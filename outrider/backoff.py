@@ -8,6 +8,12 @@ from typing import Final
 _DOUBLINGS_MAX: Final = 32
 
 
+def spread(wait: float, over: float, random: Callable[[], float]) -> float:
+    """A wait after which many would try at the same moment: between it and `over` more. `random`
+    gives numbers in [0, 1)."""
+    return wait + over * random()
+
+
 def backoff(first: float, longest: float, attempt: int, random: Callable[[], float]) -> float:
     """Between half and all of a time that doubles with each attempt (the first is 0) up to a
     longest one: those whose tries failed together try again apart ("equal jitter", M. Brooker,

@@ -159,9 +159,19 @@ EVENTS_AHEAD_MAX: Final = 64
 """Events of one HTTP request's sessions that may wait for its client."""
 
 SESSION_LEASE_MS: Final = 2_000
+"""How long the sessions of a coordinator that says nothing stay its own ..."""
 SESSION_LEASE_RENEWAL_MS: Final = 500
-SESSION_TTL_S: Final = 3_600
-"""How long a session that nobody finished stays readable."""
+"""... and how often it says that it lives."""
+SESSION_TTL_S: Final = DEADLINE_MS_MAX // 1000 + 900
+"""How long a session that is not finished stays readable after its last write. One that runs may
+write nothing until its deadline, and then be waited for (`resume_grace_ms`, at most 600 s): it does
+not expire under its owner."""
+TAKE_OVERS_MAX: Final = 32
+"""Sessions that a coordinator takes over at a time; clients of others are asked to wait ..."""
+TAKE_OVER_RETRY_MS: Final = 100
+"""... for so long, as are those whose session was taken over while it was being taken over."""
+LEASE_WAIT_SPREAD_MS: Final = 250
+"""Clients that were told when to ask again do so within this time after it, not all at once."""
 FINISHED_TTL_S: Final = 600
 UNCOMMITTED_TOKENS_MAX: Final = 256
 UNCOMMITTED_MS_MAX: Final = 10_000
@@ -200,8 +210,8 @@ APPENDS_PER_CALL_MAX: Final = 512
 """Sessions in one call of the store's `append`; the others are in the next."""
 CALLS_PER_PIPELINE_MAX: Final = 64
 """Sessions that are opened, ended or read in one round trip; prompts may be long."""
-LEASES_PER_SCRIPT_MAX: Final = 256
-"""Leases that one run of the renewal script renews: Redis does nothing else meanwhile."""
+SLOTS_PER_SCRIPT_MAX: Final = 256
+"""Slots of a caller that one run of a script renews or frees: Redis does nothing else meanwhile."""
 OPEN_TRIES_MAX: Final = 3
 """How often a store that does not answer is asked to open a session before the client hears."""
 ABANDON_TRIES_MAX: Final = 20

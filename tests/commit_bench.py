@@ -42,11 +42,16 @@ class UnreliableStore(MemoryStore):
         super().__init__(lambda: asyncio.get_running_loop().time() * 1000)
         self.down = False
         self.fails: Callable[[], str] = lambda: ""
-        """'request' = not carried out, 'answer' = carried out, but nobody hears of it."""
+        """Of appends and ends: 'request' = not carried out, 'answer' = carried out unheard."""
         self.appends: list[Sequence[Append]] = []
         self.append_times: list[float] = []
-        self.renewals: list[Sequence[tuple[str, int]]] = []
+        self.num_renewals = 0
         self.num_finishes = 0
+
+    async def _reach(self) -> None:
+        await asyncio.sleep(LATENCY_S)
+        if self.down:
+            raise StoreUnavailable("down")
 
     async def _through(self, call: Callable[[], Awaitable[Any]]) -> Any:
         await asyncio.sleep(LATENCY_S)
@@ -63,9 +68,14 @@ class UnreliableStore(MemoryStore):
         self.append_times.append(now())
         return await self._through(lambda: MemoryStore.append(self, appends))
 
-    async def renew(self, owner: str, sessions: Sequence[tuple[str, int]]) -> list[str]:
-        self.renewals.append(sessions)
-        return await self._through(lambda: MemoryStore.renew(self, owner, sessions))
+    async def hold_lease(self, owner: str) -> None:
+        self.num_renewals += 1
+        await self._reach()
+        await MemoryStore.hold_lease(self, owner)
+
+    async def end_lease(self, owner: str) -> None:
+        await self._reach()
+        await MemoryStore.end_lease(self, owner)
 
     async def finish(self, finish: Finish) -> int:
         self.num_finishes += 1

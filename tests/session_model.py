@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from outrider.errors import (
     DataLoss,
@@ -29,6 +29,7 @@ from outrider.sessions.store import (
     SessionRecord,
     SessionState,
     SessionStore,
+    released,
 )
 from outrider.speculation.sampling import Rule
 from outrider.tokens import TokenSequence
@@ -49,6 +50,12 @@ def digest(token_ids: list[int] | tuple[int, ...]) -> int:
     return TokenSequence(token_ids).digest()
 
 
+def next_append(session: Session) -> Append:
+    append = session.next_append()
+    assert append is not None
+    return append
+
+
 def end_of(session: Session, reason: FinishReason = FinishReason.STOP) -> Finish:
     """Ends a session; returns what its owner sends then."""
     session.finish(reason)
@@ -62,7 +69,6 @@ class Modelled:
     tokens: list[int]
     stored_digest: int
     epoch: int = 1
-    leased: bool = True
     counts: bool = True
     """Whether the stored tokens count: not those of a former owner."""
     reason: FinishReason | None = None
@@ -78,7 +84,7 @@ class Modelled:
     def adopt(self, epoch: int, owner: str) -> None:
         """An owner writes whose take-over the store has lost."""
         self.epoch, self.owner, self.reason = epoch, owner, None
-        self.leased, self.counts = True, False
+        self.counts = False
 
     def record(self) -> Any:
         if len(self.tokens) < len(self.new.prompt_ids) or digest(self.tokens) != self.stored_digest:
@@ -98,6 +104,7 @@ class NaiveStore:
 
     def __init__(self) -> None:
         self.sessions: dict[str, Modelled] = {}
+        self.leases: set[str] = set()
 
     def write(self, session_id: str, epoch: int, owner: str) -> Any:
         """The session that an owner may write to."""
@@ -133,26 +140,25 @@ class NaiveStore:
         )  # fmt: skip
         return s.length
 
-    def renew(self, owner: str, leases: list[tuple[str, int]]) -> list[str]:
-        lost = []
-        for session_id, epoch in leases:
-            s = self.sessions.get(session_id)
-            if s is not None and epoch > s.epoch:
-                s.adopt(epoch, owner)
-            if s is None or s.epoch != epoch or s.owner != owner:
-                lost.append(session_id)
-            elif s.reason is None:
-                s.leased = True
-        return lost
+    def release(self, session_id: str, epoch: int, owner: str) -> Any:
+        s = self.write(session_id, epoch, owner)
+        if not isinstance(s, Modelled):
+            return s
+        if s.reason is None:
+            s.owner = released(owner)
+        return None
 
-    def take_over(self, session_id: str, owner: str) -> Any:
-        s = self.sessions.get(session_id)
+    def take_over(self, seen: SessionRecord, owner: str) -> Any:
+        is_others = seen.state is SessionState.RUNNING and seen.owner != owner
+        if is_others and seen.owner in self.leases:
+            return Unavailable
+        s = self.sessions.get(seen.session_id)
         if s is None:
             return NotFound
         if s.reason is None:
-            if s.leased and s.owner != owner:
+            if (s.epoch, s.owner) != (seen.epoch, seen.owner):
                 return Unavailable
-            s.epoch, s.owner, s.leased, s.counts = s.epoch + 1, owner, True, True
+            s.epoch, s.owner, s.counts = s.epoch + 1, owner, True
         return s.record()
 
     def finish(self, f: Finish) -> Any:
@@ -160,7 +166,7 @@ class NaiveStore:
         if not isinstance(s, Modelled):
             return s
         if s.reason is None and (f.length is None or f.length == s.length):
-            s.reason, s.counters, s.leased = f.reason, f.counters, False
+            s.reason, s.counters = f.reason, f.counters
         return s.length
 
     def load(self, session_id: str) -> Any:
@@ -184,6 +190,7 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.runner = asyncio.Runner()
         self.model = NaiveStore()
+        self.seen: list[SessionRecord] = []
         self.set_up()
 
     def set_up(self) -> None:
@@ -191,7 +198,7 @@ class StoreMachine(RuleBasedStateMachine):
         raise NotImplementedError
 
     def end_leases(self) -> None:
-        """Lets the leases of all sessions run out."""
+        """Lets all leases run out."""
         raise NotImplementedError
 
     def replace_tokens(self, session_id: str, token_ids: tuple[int, ...]) -> None:
@@ -237,14 +244,36 @@ class StoreMachine(RuleBasedStateMachine):
         found = [type(a) if isinstance(a, OutriderError) else a for a in answers]
         assert found == [self.model.append(a) for a in appends]
 
-    @rule(owner=owners, leases=st.lists(st.tuples(ids, st.integers(1, 3)), max_size=3))
-    def renew(self, owner: str, leases: list[tuple[str, int]]) -> None:
-        assert self.run(self.store.renew(owner, leases)) == self.model.renew(owner, leases)
+    @rule(owner=owners)
+    def hold_lease(self, owner: str) -> None:
+        self.run(self.store.hold_lease(owner))
+        self.model.leases.add(owner)
 
-    @rule(session_id=ids, owner=owners)
-    def take_over(self, session_id: str, owner: str) -> None:
-        found = self.outcome(self.store.take_over(session_id, owner))
-        assert found == self.model.take_over(session_id, owner)
+    @rule(owner=owners)
+    def end_lease(self, owner: str) -> None:
+        self.run(self.store.end_lease(owner))
+        self.model.leases.discard(owner)
+
+    @rule(session_id=ids, epoch=st.integers(1, 3), owner=owners)
+    def release(self, session_id: str, epoch: int, owner: str) -> None:
+        found = self.outcome(self.store.release(session_id, epoch, owner))
+        assert found == self.model.release(session_id, epoch, owner)
+
+    @rule(session_id=ids)
+    def look(self, session_id: str) -> None:
+        """What is seen now may be taken over later."""
+        found = self.outcome(self.store.load(session_id))
+        if isinstance(found, SessionRecord):
+            self.seen.append(found)
+
+    @precondition(lambda self: self.seen)
+    @rule(data=st.data(), owner=owners)
+    def take_over(self, data: st.DataObject, owner: str) -> None:
+        seen = data.draw(st.sampled_from(self.seen[-3:]))
+        found = self.outcome(self.store.take_over(seen, owner))
+        assert found == self.model.take_over(seen, owner)
+        if isinstance(found, SessionRecord):
+            self.seen.append(found)
 
     @rule(
         finish=st.builds(
@@ -270,8 +299,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def leases_run_out(self) -> None:
         self.end_leases()
-        for session in self.model.sessions.values():
-            session.leased = False
+        self.model.leases.clear()
 
     @rule(session_id=ids, left=st.integers(0, 3))
     def tail_is_torn_off(self, session_id: str, left: int) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from random import random as any_random
 from typing import Final, TypeVar
 
-from outrider.backoff import backoff
+from outrider.backoff import backoff, spread
 from outrider.client.found import Found
 from outrider.client.requests import GENERATE_SLACK_S
 from outrider.client.results import CoordinatorDescription, SessionView
@@ -17,7 +17,7 @@ from outrider.client.transport import Transport
 from outrider.client.turns import AVOIDED_S, Turns
 from outrider.errors import InvariantError, StreamBroken, Unavailable
 from outrider.generation import Event, GenerateRequest, ResumeRequest, Started, Tokens
-from outrider.limits import DEADLINE_MS_MAX
+from outrider.limits import DEADLINE_MS_MAX, LEASE_WAIT_SPREAD_MS
 
 T = TypeVar("T")
 RESUME_TIMEOUT_S: Final = 15.0
@@ -250,6 +250,8 @@ class Told:
         elif not answered:
             wait_s = backoff(*_WAIT_S, self._num_waits, self._random)
             self._num_waits += 1
+        elif wait_s > 0:  # All clients of a dead coordinator wait for the same lease.
+            wait_s = spread(wait_s, LEASE_WAIT_SPREAD_MS / 1e3, self._random)
         if now + wait_s >= min(self._tried_until, deadline):
             raise error
         return wait_s

@@ -12,9 +12,9 @@ class Lifetimes:
     """All in milliseconds of the store's own clock."""
 
     lease_ms: int = SESSION_LEASE_MS
-    """How long an owner that says nothing keeps a session."""
+    """How long an owner that says nothing keeps its sessions."""
     session_ttl_ms: int = SESSION_TTL_S * 1000
-    """How long at least a session that nobody finishes, renews or extends stays readable."""
+    """How long at least a session that is not finished stays readable after its last write."""
     finished_ttl_ms: int = FINISHED_TTL_S * 1000
     """How long a finished session stays readable."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from outrider.errors import OutriderError
 from outrider.sessions.lifetimes import DEFAULT_LIFETIMES, Lifetimes
-from outrider.sessions.refusals import leased, missing, not_found, stale, taken, verified
+from outrider.sessions.refusals import contended, leased, missing, not_found, stale, taken, verified
 from outrider.sessions.state import FIRST_EPOCH
 from outrider.sessions.store import (
     Append,
@@ -20,6 +20,7 @@ from outrider.sessions.store import (
     NewSession,
     SessionRecord,
     SessionState,
+    released,
 )
 from outrider.tokens import TokenSequence
 
@@ -29,7 +30,6 @@ class KeptSession:
     """One session with what only the store knows of it."""
 
     record: SessionRecord
-    lease_until_ms: float
     expires_ms: float
     rewrite: bool = False
     """The tokens may be a former owner's and count as none: see `SessionStore`."""
@@ -49,14 +49,18 @@ class MemoryStore:
         self._now_ms = now_ms
         self._lifetimes = lifetimes
         self._sessions: dict[str, KeptSession] = {}
+        self._leases: dict[str, float] = {}
+        """Of owners: when they end."""
 
     def snapshot(self) -> dict[str, KeptSession]:
-        """All that is stored now; later calls do not change it."""
+        """All sessions that are stored now; later calls do not change it."""
         return dict(self._sessions)
 
     def restore(self, snapshot: dict[str, KeptSession]) -> None:
-        """Goes back to a snapshot, as a server does that lost its last writes in a crash."""
+        """Goes back to a snapshot, as a server does that lost its last writes in a crash. Leases
+        have run out meanwhile."""
         self._sessions = dict(snapshot)
+        self._leases.clear()
 
     async def open(self, session: NewSession) -> None:
         """See `SessionStore.open`."""
@@ -90,10 +94,8 @@ class MemoryStore:
             logprobs="",
             finish_reason=None,
         )
-        now_ms = self._now_ms()
-        self._sessions[session.session_id] = KeptSession(
-            record, now_ms + self._lifetimes.lease_ms, now_ms + self._lifetimes.session_ttl_ms
-        )
+        expires_ms = self._now_ms() + self._lifetimes.session_ttl_ms
+        self._sessions[session.session_id] = KeptSession(record, expires_ms)
 
     async def append(self, appends: Sequence[Append]) -> list[int | OutriderError]:
         """See `SessionStore.append`."""
@@ -111,36 +113,38 @@ class MemoryStore:
         self._sessions[append.session_id] = self._touched(kept)
         return length
 
-    async def renew(self, owner: str, sessions: Sequence[tuple[str, int]]) -> list[str]:
-        """See `SessionStore.renew`."""
-        lost = []
-        for session_id, epoch in sessions:
-            kept = self._find(session_id)
-            if kept is not None and epoch > kept.record.epoch:
-                kept = self._raised(kept, epoch, owner)
-            if kept is None or (kept.record.epoch, kept.record.owner) != (epoch, owner):
-                lost.append(session_id)
-            elif kept.record.state is SessionState.RUNNING:
-                lease_until_ms = self._now_ms() + self._lifetimes.lease_ms
-                kept = replace(kept, lease_until_ms=lease_until_ms)
-                self._sessions[session_id] = self._touched(kept)
-        return lost
+    async def hold_lease(self, owner: str) -> None:
+        """See `SessionStore.hold_lease`."""
+        now_ms = self._now_ms()
+        self._leases = {name: until for name, until in self._leases.items() if until > now_ms}
+        self._leases[owner] = now_ms + self._lifetimes.lease_ms
 
-    async def take_over(self, session_id: str, owner: str) -> SessionRecord:
+    async def end_lease(self, owner: str) -> None:
+        """See `SessionStore.end_lease`."""
+        self._leases.pop(owner, None)
+
+    async def release(self, session_id: str, epoch: int, owner: str) -> None:
+        """See `SessionStore.release`."""
+        kept = self._admit(session_id, epoch, owner)
+        if kept.record.state is SessionState.RUNNING:
+            kept = replace(kept, record=replace(kept.record, owner=released(owner)))
+        self._sessions[session_id] = kept
+
+    async def take_over(self, seen: SessionRecord, owner: str) -> SessionRecord:
         """See `SessionStore.take_over`."""
+        session_id = seen.session_id
+        if seen.state is SessionState.RUNNING and seen.owner != owner:
+            left_ms = self._leases.get(seen.owner, 0) - self._now_ms()
+            if left_ms > 0:
+                raise leased(session_id, int(left_ms))
         kept = self._find(session_id)
         if kept is None:
             raise not_found(session_id)
         if kept.record.state is SessionState.RUNNING:
-            now_ms = self._now_ms()
-            if kept.record.owner != owner and kept.lease_until_ms > now_ms:
-                raise leased(session_id, int(kept.lease_until_ms - now_ms))
-            kept = KeptSession(
-                replace(kept.record, epoch=kept.record.epoch + 1, owner=owner),
-                now_ms + self._lifetimes.lease_ms,
-                kept.expires_ms,
-            )
-            self._sessions[session_id] = self._touched(kept)
+            if (kept.record.epoch, kept.record.owner) != (seen.epoch, seen.owner):
+                raise contended(session_id)
+            record = replace(kept.record, epoch=seen.epoch + 1, owner=owner)
+            kept = self._sessions[session_id] = self._touched(KeptSession(record, kept.expires_ms))
         return verified(kept.record)
 
     async def finish(self, finish: Finish) -> int:
@@ -156,7 +160,6 @@ class MemoryStore:
             )
             kept = KeptSession(
                 record,
-                lease_until_ms=0,
                 expires_ms=self._now_ms() + self._lifetimes.finished_ttl_ms,
                 rewrite=kept.rewrite,
             )
@@ -189,24 +192,12 @@ class MemoryStore:
         record = kept.record
         if is_stale(epoch, owner, record):
             raise stale(session_id, epoch, record.epoch)
-        return self._raised(kept, epoch, owner) if epoch > record.epoch else kept
+        return _raised(kept, epoch, owner) if epoch > record.epoch else kept
 
     def _drop_expired(self) -> None:
         now_ms = self._now_ms()
         for session_id in [k for k, kept in self._sessions.items() if kept.expires_ms <= now_ms]:
             del self._sessions[session_id]
-
-    def _raised(self, kept: KeptSession, epoch: int, owner: str) -> KeptSession:
-        """The session under an epoch that the store has lost."""
-        record = replace(
-            kept.record,
-            epoch=epoch,
-            owner=owner,
-            state=SessionState.RUNNING,
-            finish_reason=None,
-        )
-        lease_until_ms = self._now_ms() + self._lifetimes.lease_ms
-        return KeptSession(record, lease_until_ms, kept.expires_ms, rewrite=True)
 
     def _touched(self, kept: KeptSession) -> KeptSession:
         if kept.record.state is not SessionState.RUNNING:
@@ -217,6 +208,18 @@ class MemoryStore:
 def is_stale(epoch: int, owner: str, record: SessionRecord) -> bool:
     """Whether a write under (epoch, owner) comes from a former owner of the session."""
     return epoch < record.epoch or (epoch == record.epoch and owner != record.owner)
+
+
+def _raised(kept: KeptSession, epoch: int, owner: str) -> KeptSession:
+    """The session under an epoch that the store has lost."""
+    record = replace(
+        kept.record,
+        epoch=epoch,
+        owner=owner,
+        state=SessionState.RUNNING,
+        finish_reason=None,
+    )
+    return KeptSession(record, kept.expires_ms, rewrite=True)
 
 
 def _extended(kept: KeptSession, append: Append) -> KeptSession:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from outrider.errors import InvariantError, Overloaded
-from outrider.limits import LEASES_PER_SCRIPT_MAX, SLOT_LEASE_MS, SLOT_RETRY_MS
+from outrider.limits import SLOT_LEASE_MS, SLOT_RETRY_MS, SLOTS_PER_SCRIPT_MAX
 from outrider.security.callers import Caller
 from outrider.security.limits import rate_exceeded
 from outrider.sessions.redis_address import RedisAddress
@@ -61,8 +61,8 @@ class RedisSlots:
             keys = (self._key(name, "slots"),)
             gone, kept = list(free), list(held)
             while gone or kept:
-                some, gone = gone[:LEASES_PER_SCRIPT_MAX], gone[LEASES_PER_SCRIPT_MAX:]
-                rest, kept = kept[:LEASES_PER_SCRIPT_MAX], kept[LEASES_PER_SCRIPT_MAX:]
+                some, gone = gone[:SLOTS_PER_SCRIPT_MAX], gone[SLOTS_PER_SCRIPT_MAX:]
+                rest, kept = kept[:SLOTS_PER_SCRIPT_MAX], kept[SLOTS_PER_SCRIPT_MAX:]
                 calls.append((keys, [SLOT_LEASE_MS, len(some), *some, *rest]))
         for answer in await self._scripts.run_all(_KEEP, calls):
             if isinstance(answer, Exception):

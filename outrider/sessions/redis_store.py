@@ -1,6 +1,7 @@
 """Sessions in Redis (6.2 or newer, or Valkey).
 
-    <prefix>session:{<id>}            hash: epoch, owner, lease_until_ms, state, seed, parameters,
+    <prefix>lease:{<owner>}           string: expires unless the owner renews it
+    <prefix>session:{<id>}            hash: epoch, owner, state, seed, parameters,
                                       prompt_length, prefix_digest, caches, counters ...,
                                       tokens_start, tokens_end, logprobs_start, logprobs_end
     <prefix>session:{<id>}:tokens     string: all tokens, uint32 LE, from byte tokens_start to
@@ -9,7 +10,11 @@
 
 The braces are literal. Every change is one Lua script (`lua/`). Redis does not roll a script back
 that it refuses to carry on with, so each is written to leave a whole session behind at any call:
-see `lua/layout.lua`. The clock of leases is Redis' own.
+see `lua/layout.lua`. No script touches keys of two hash slots: a take-over reads the owner's lease
+by a call of its own, and then compares epoch and owner with what it read before. Redis counts
+leases down; no point in time is stored, so no clock is compared with another. A lease that a
+restarted Redis has lost lets a session be taken over from an owner that lives: the epoch refuses
+what that owner still sends.
 """
 
 from __future__ import annotations
@@ -20,7 +25,6 @@ from typing import Any, Self
 import redis.asyncio
 
 from outrider.errors import ConfigError, InvariantError, OutriderError
-from outrider.limits import LEASES_PER_SCRIPT_MAX
 from outrider.sessions.lifetimes import DEFAULT_LIFETIMES, Lifetimes
 from outrider.sessions.redis_connection import check_server, new_client
 from outrider.sessions.redis_fields import (
@@ -31,15 +35,24 @@ from outrider.sessions.redis_fields import (
     new_session_fields,
 )
 from outrider.sessions.redis_scripts import Call, Script, ScriptRunner
-from outrider.sessions.refusals import leased, missing, not_found, stale, taken, verified
-from outrider.sessions.store import Append, Finish, NewSession, SessionRecord
+from outrider.sessions.refusals import contended, leased, missing, not_found, stale, taken, verified
+from outrider.sessions.store import (
+    Append,
+    Finish,
+    NewSession,
+    SessionRecord,
+    SessionState,
+    released,
+)
 
 DEFAULT_KEY_PREFIX = "outrider:"
 
 
 _OPEN = Script("layout", "open")
 _APPEND = Script("layout", "admit", "append")
-_RENEW = Script("renew")
+_HOLD_LEASE = Script("hold_lease")
+_READ_LEASE = Script("read_lease")
+_RELEASE = Script("layout", "admit", "release")
 _TAKE_OVER = Script("layout", "take_over")
 _FINISH = Script("layout", "admit", "finish")
 _LOAD = Script("layout", "load")
@@ -83,7 +96,6 @@ class RedisStore:
     async def open(self, session: NewSession) -> None:
         """See `SessionStore.open`."""
         arguments = [
-            self._lifetimes.lease_ms,
             self._lifetimes.session_ttl_ms,
             encode_tokens(session.prompt_ids),
             *new_session_fields(session),
@@ -100,7 +112,6 @@ class RedisStore:
                 [
                     append.epoch,
                     append.owner,
-                    self._lifetimes.lease_ms,
                     self._lifetimes.session_ttl_ms,
                     append.expected_length,
                     encode_tokens(append.token_ids),
@@ -118,32 +129,32 @@ class RedisStore:
             for append, answer in zip(appends, answers, strict=True)
         ]
 
-    async def renew(self, owner: str, sessions: Sequence[tuple[str, int]]) -> list[str]:
-        """See `SessionStore.renew`."""
-        chunks = [
-            sessions[start : start + LEASES_PER_SCRIPT_MAX]
-            for start in range(0, len(sessions), LEASES_PER_SCRIPT_MAX)
-        ]
-        first: list[str | int] = [owner, self._lifetimes.lease_ms, self._lifetimes.session_ttl_ms]
-        calls: list[Call] = [
-            (
-                [key for session_id, _ in chunk for key in self._keys(session_id)],
-                [*first, *(epoch for _, epoch in chunk)],
-            )
-            for chunk in chunks
-        ]
-        lost: list[str] = []
-        for chunk, answer in zip(chunks, await self._scripts.run_all(_RENEW, calls), strict=True):
-            if isinstance(answer, OutriderError):
-                raise answer
-            lost.extend(chunk[index][0] for index in answer)
-        return lost
+    async def hold_lease(self, owner: str) -> None:
+        """See `SessionStore.hold_lease`."""
+        await self._scripts.run(_HOLD_LEASE, (self._lease(owner), [self._lifetimes.lease_ms]))
 
-    async def take_over(self, session_id: str, owner: str) -> SessionRecord:
+    async def end_lease(self, owner: str) -> None:
+        """See `SessionStore.end_lease`."""
+        await self._scripts.run(_HOLD_LEASE, (self._lease(owner), [0]))
+
+    async def release(self, session_id: str, epoch: int, owner: str) -> None:
+        """See `SessionStore.release`."""
+        arguments: list[str | int] = [epoch, owner, released(owner)]
+        answer = await self._scripts.run(_RELEASE, (self._keys(session_id), arguments))
+        if not isinstance(answer, int):
+            raise _refusal(session_id, epoch, answer)
+
+    async def take_over(self, seen: SessionRecord, owner: str) -> SessionRecord:
         """See `SessionStore.take_over`."""
+        session_id = seen.session_id
+        if seen.state is SessionState.RUNNING and seen.owner != owner:
+            left_ms = await self._scripts.run(_READ_LEASE, (self._lease(seen.owner), []))
+            if left_ms >= 0:
+                raise leased(session_id, left_ms)
         arguments: list[str | int] = [
+            seen.epoch,
+            seen.owner,
             owner,
-            self._lifetimes.lease_ms,
             self._lifetimes.session_ttl_ms,
         ]
         answer = await self._scripts.run(_TAKE_OVER, (self._keys(session_id), arguments))
@@ -154,7 +165,6 @@ class RedisStore:
         arguments = [
             finish.epoch,
             finish.owner,
-            self._lifetimes.lease_ms,
             self._lifetimes.finished_ttl_ms,
             -1 if finish.length is None else finish.length,
             *finish_fields(finish),
@@ -173,6 +183,9 @@ class RedisStore:
         """See `SessionStore.close`."""
         await self._scripts.close()
         await self._client.aclose()
+
+    def _lease(self, owner: str) -> tuple[str]:
+        return (f"{self._key_prefix}lease:{{{owner}}}",)
 
     def _keys(self, session_id: str) -> tuple[str, str, str]:
         key = f"{self._key_prefix}session:{{{session_id}}}"
@@ -195,8 +208,8 @@ def _record(session_id: str, answer: Sequence[Any]) -> SessionRecord:
     match answer:
         case [b"missing", _]:
             raise not_found(session_id)
-        case [b"leased", int(left_ms)]:
-            raise leased(session_id, left_ms)
+        case [b"changed", _]:
+            raise contended(session_id)
         case [list(fields), bytes(tokens), bytes(logprobs)]:
             return verified(decode_record(session_id, fields, tokens, logprobs))
         case _:

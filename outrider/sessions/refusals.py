@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from outrider.errors import DataLoss, InvariantError, NotFound, StaleEpoch, Unavailable
+from outrider.limits import TAKE_OVER_RETRY_MS
 from outrider.sessions.store import SessionRecord
 from outrider.tokens import TokenSequence
 
@@ -29,6 +30,14 @@ def leased(session_id: str, left_ms: int) -> Unavailable:
     return Unavailable(
         f"session {session_id} has an owner for another {left_ms} ms; try again then",
         retry_after_ms=max(left_ms, 1),
+    )
+
+
+def contended(session_id: str) -> Unavailable:
+    """Another coordinator took the session over between two calls of a take-over."""
+    return Unavailable(
+        f"session {session_id} was taken over meanwhile; try again",
+        retry_after_ms=TAKE_OVER_RETRY_MS,
     )
 
 

@@ -216,15 +216,8 @@ class Session:
         whatever has been decided since."""
         if self._state is OwnedState.LOST or self.num_uncommitted == 0:
             return None
-        end = min(self.length, self._acknowledged_length + APPEND_TOKENS_MAX)
-        return self._append_to(end)
-
-    def probe(self) -> Append:
-        """An append of nothing, which asks the store whose the session is."""
-        return self._append_to(self._acknowledged_length)
-
-    def _append_to(self, end: int) -> Append:
         start = self._acknowledged_length
+        end = min(self.length, start + APPEND_TOKENS_MAX)
         first_line = max(start - self.prompt_length, 0)
         lines = self._logprobs[first_line : max(end - self.prompt_length, 0)]
         return Append(

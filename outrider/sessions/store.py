@@ -116,12 +116,18 @@ class SessionRecord:
     finish_reason: FinishReason | None
 
 
+def released(owner: str) -> str:
+    """The owner of the sessions that an owner has released. No process has this name, so any
+    coordinator may take such a session over."""
+    return f"{owner} (released)"
+
+
 class SessionStore(Protocol):
-    """Keeps sessions. Every method may raise `StoreUnavailable`, and then may or may not have
-    been carried out; each can be repeated.
+    """Keeps sessions, and leases of their owners. Every method may raise `StoreUnavailable`, and
+    then may or may not have been carried out; each can be repeated.
 
     A session has one owner under one epoch, which each take-over raises by one. An owner's writes
-    (`append`, `finish`) name both, and the store compares them with what it holds:
+    (`append`, `finish`, `release`) name both, and the store compares them with what it holds:
 
     - A lower epoch is a former owner's: `StaleEpoch`, and nothing changes.
     - The same epoch with another owner: the store lost a take-over and then gave its epoch once
@@ -133,7 +139,7 @@ class SessionStore(Protocol):
     """
 
     async def open(self, session: NewSession) -> None:
-        """Creates the session with a lease for its owner. Repeating it with the same owner
+        """Creates the session. Repeating it with the same owner
         changes nothing; raises `InvariantError` if another session has the id."""
         ...
 
@@ -145,15 +151,26 @@ class SessionStore(Protocol):
         append of nothing asks for the stored length."""
         ...
 
-    async def renew(self, owner: str, sessions: Sequence[tuple[str, int]]) -> list[str]:
-        """Renews the leases of (session_id, epoch) in one round trip; returns the ids that are
-        not this owner's any more."""
+    async def hold_lease(self, owner: str) -> None:
+        """For a while from now on, no session of this owner is taken over by others. One call
+        for all of its sessions."""
         ...
 
-    async def take_over(self, session_id: str, owner: str) -> SessionRecord:
-        """Makes `owner` the owner under epoch + 1 once the lease has run out (or is its own).
-        Raises `NotFound`, `Unavailable` (with the rest of the lease) or returns a finished
-        session unchanged."""
+    async def end_lease(self, owner: str) -> None:
+        """Others may take this owner's sessions over at once."""
+        ...
+
+    async def release(self, session_id: str, epoch: int, owner: str) -> None:
+        """Gives a session up that does not run any more: under the same epoch its owner becomes
+        `released(owner)`, which has no lease. Raises `StaleEpoch` (also if it is released already)
+        and `DataLoss`."""
+        ...
+
+    async def take_over(self, seen: SessionRecord, owner: str) -> SessionRecord:
+        """Makes `owner` the owner under epoch + 1, if the session is still as it was `seen` by
+        `load`, and the lease of that owner has run out (or it is the same owner). Returns a
+        finished session unchanged. Raises `NotFound`, and `Unavailable` with the rest of the lease,
+        or where the session was taken over since it was seen."""
         ...
 
     async def finish(self, finish: Finish) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -18,7 +17,7 @@ import pytest
 import redis
 from hypothesis import settings
 from hypothesis.stateful import invariant, rule
-from session_model import IDS, OWNERS, StoreMachine, end_of, new_session
+from session_model import IDS, OWNERS, StoreMachine, end_of, new_session, next_append
 
 from outrider.errors import (
     ConfigError,
@@ -26,9 +25,8 @@ from outrider.errors import (
     NotFound,
     StaleEpoch,
     StoreUnavailable,
-    Unavailable,
 )
-from outrider.limits import FINISHED_TTL_S, LEASES_PER_SCRIPT_MAX, SOCKET_PATH_BYTES_MAX
+from outrider.limits import FINISHED_TTL_S, SOCKET_PATH_BYTES_MAX
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.lifetimes import Lifetimes
 from outrider.sessions.redis_fields import encode_tokens
@@ -63,7 +61,7 @@ async def store(server: EmbeddedRedis) -> AsyncIterator[RedisStore]:
 
 async def appended(store: RedisStore, session: Session, *token_ids: int) -> Any:
     session.decide(token_ids, NO_COUNTS)
-    [answer] = await store.append([session.next_append() or session.probe()])
+    [answer] = await store.append([next_append(session)])
     return answer
 
 
@@ -87,8 +85,8 @@ class StoreOnRedisMachine(StoreMachine):
         return f"{self.prefix}session:{{{session_id}}}"
 
     def end_leases(self) -> None:
-        for session_id in self.model.sessions:
-            self.admin.hset(self.key(session_id), "lease_until_ms", 0)
+        for key in self.admin.keys(f"{self.prefix}lease:*"):
+            self.admin.delete(key)
 
     def replace_tokens(self, session_id: str, token_ids: tuple[int, ...]) -> None:
         self.admin.set(f"{self.key(session_id)}:tokens", encode_tokens(token_ids), keepttl=True)
@@ -114,30 +112,12 @@ async def test_tokens_lie_in_redis_as_documented(store: RedisStore, admin: redis
     await store.open(new_session())
     session = Session.opened(new_session())
     session.decide([7], NO_COUNTS, logprobs=['{"a": 1}'])
-    await store.append([session.next_append() or session.probe()])
+    await store.append([next_append(session)])
     key = f"{store._key_prefix}session:{{{IDS[0]}}}"
     assert admin.get(f"{key}:tokens") == encode_tokens(session.tokens.ids)
     assert admin.get(f"{key}:logprobs") == b'{"a": 1}\n'
     assert admin.hget(key, "epoch") == b"1"
     assert admin.hget(key, "prefix_digest") == str(session.tokens.digest()).encode()
-
-
-async def test_a_lease_runs_out_on_the_clock_of_redis(server: EmbeddedRedis) -> None:
-    """Renewed for longer than it lasts, then left alone until the store says that it is over."""
-    lifetimes = Lifetimes(lease_ms=300)
-    store = await RedisStore.connect(server.url, key_prefix="lease:", lifetimes=lifetimes)
-    await store.open(new_session())
-    renew_until = time.monotonic() + 0.6
-    while time.monotonic() < renew_until:
-        assert await store.renew(OWNERS[0], [(IDS[0], 1)]) == []
-        with pytest.raises(Unavailable) as refused:
-            await store.take_over(IDS[0], OWNERS[1])
-        assert 0 < refused.value.retry_after_ms <= 300
-    await asyncio.sleep(refused.value.retry_after_ms / 1000 + 0.05)
-    record = await store.take_over(IDS[0], OWNERS[1])
-    assert (record.epoch, record.owner) == (2, OWNERS[1])
-    assert await store.renew(OWNERS[0], [(IDS[0], 1)]) == [IDS[0]]
-    await store.close()
 
 
 async def test_sessions_expire(server: EmbeddedRedis, admin: redis.Redis) -> None:
@@ -154,15 +134,6 @@ async def test_sessions_expire(server: EmbeddedRedis, admin: redis.Redis) -> Non
     assert isinstance(await appended(store, Session.opened(new_session()), 1), DataLoss)
     assert not admin.keys("ttl:*")
     await store.close()
-
-
-async def test_many_leases_are_renewed_at_once(store: RedisStore) -> None:
-    ids = [f"{k:032x}" for k in range(LEASES_PER_SCRIPT_MAX + 2)]
-    for session_id in ids[1:-1]:
-        await store.open(new_session(session_id))
-    assert await store.renew(OWNERS[0], [(s, 1) for s in ids]) == [ids[0], ids[-1]]
-    assert await store.renew(OWNERS[0], []) == []
-    assert await store.append([]) == []
 
 
 async def test_scripts_that_redis_forgot_are_sent_again(
@@ -188,7 +159,7 @@ async def test_a_session_that_lost_tokens_is_healed_before_it_is_finished_and_ex
     end = end_of(session)
     assert await store.finish(end) == 0
     session.acknowledge(0)
-    assert await store.append([session.next_append() or session.probe()]) == [4]
+    assert await store.append([next_append(session)]) == [4]
     assert (await store.load(IDS[0])).finish_reason is None
     assert await store.finish(end) == 4
     record = await store.load(IDS[0])
@@ -203,9 +174,8 @@ async def lost_take_over(store: RedisStore, admin: redis.Redis) -> Session:
     has taken other tokens from the older owner since."""
     key = f"{store._key_prefix}session:{{{IDS[0]}}}"
     await store.open(new_session())
-    admin.hset(key, "lease_until_ms", 0)
-    session = Session.resumed(await store.take_over(IDS[0], OWNERS[1]))
-    admin.hset(key, mapping={"epoch": 1, "owner": OWNERS[0], "lease_until_ms": 0})
+    session = Session.resumed(await store.take_over(await store.load(IDS[0]), OWNERS[1]))
+    admin.hset(key, mapping={"epoch": 1, "owner": OWNERS[0]})
     assert await appended(store, Session.opened(new_session()), 1, 2) == 5
     return session
 
@@ -228,9 +198,8 @@ async def test_a_lost_take_over_that_is_not_healed_leaves_what_is_stored(
 ) -> None:
     """The next owner goes on from there."""
     session = await lost_take_over(store, admin)
-    assert await store.renew(OWNERS[1], [(IDS[0], 2)]) == []
     assert await appended(store, session, 8, 9) == 0
-    record = await store.take_over(IDS[0], OWNERS[1])
+    record = await store.take_over(await store.load(IDS[0]), OWNERS[1])
     assert (record.epoch, record.token_ids[3:]) == (3, (1, 2))
     assert await appended(store, Session.resumed(record), 12) == 6
 
@@ -247,7 +216,7 @@ async def test_a_lost_take_over_is_not_finished_before_its_tokens_are_there(
     assert (record.epoch, record.owner, record.finish_reason) == (2, OWNERS[1], None)
     assert record.token_ids[3:] == (1, 2)
     session.acknowledge(0)
-    assert await store.append([session.next_append() or session.probe()]) == [6]
+    assert await store.append([next_append(session)]) == [6]
     assert await store.finish(end) == 6
     record = await store.load(IDS[0])
     assert (record.token_ids, record.finish_reason) == (
@@ -259,7 +228,7 @@ async def test_one_epoch_given_twice_is_finished_by_one_owner(
     store: RedisStore, admin: redis.Redis
 ) -> None:
     first = await lost_take_over(store, admin)
-    second = Session.resumed(await store.take_over(IDS[0], "carl"))
+    second = Session.resumed(await store.take_over(await store.load(IDS[0]), "carl"))
     assert first.epoch == second.epoch
     end = end_of(first, FinishReason.CANCELLED)
     for length in (None, second.length):
@@ -308,7 +277,7 @@ async def test_a_full_server_is_unavailable_and_recovers(
             await appended(store, session, 1)
     finally:
         admin.config_set("maxmemory", 0)
-    [answer] = await store.append([session.next_append() or session.probe()])
+    [answer] = await store.append([next_append(session)])
     assert answer == 4
 
 
@@ -367,7 +336,7 @@ async def test_a_dead_server_is_noticed_and_comes_back_with_its_sessions(tmp_pat
         server.stop()
         assert not server.running
         server.start()
-        [answer] = await store.append([session.next_append() or session.probe()])
+        [answer] = await store.append([next_append(session)])
         assert answer == 4
         assert (await store.load(IDS[0])).token_ids[:4] == session.tokens.since(0)[:4]
         await store.close()

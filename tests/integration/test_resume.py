@@ -21,6 +21,7 @@ from outrider.drafting.ngram import NgramDrafter
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import NotFound, StreamBroken
+from outrider.limits import SESSION_LEASE_MS
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling import Rule
@@ -99,6 +100,29 @@ async def test_when_its_coordinator_is_gone_a_generation_goes_on_at_the_other(
         assert gap_s < 4  # The lease of two seconds, and what it takes to ask again.
         view = await client.get_session(events[0].session_id)
         assert view.epoch == 2
+
+
+async def test_a_coordinator_that_leaves_hands_its_generations_over_at_once(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a planned stop does: no client waits for its lease."""
+    monkeypatch.setattr(secrets, "randbelow", lambda _: 0)
+    whole = await stack.client.complete(REQUEST)
+    async with AsyncExitStack() as exits:
+        server = await another_coordinator(exits, stack)
+        client = Client(f"{stack.client.address},{server.address}")
+        exits.push_async_callback(client.close)
+        tokens, loop = [], asyncio.get_running_loop()
+        gap_s, last_at = 0.0, loop.time()
+        async for event in client.generate(REQUEST):
+            gap_s, last_at = max(gap_s, loop.time() - last_at), loop.time()
+            if isinstance(event, Tokens):
+                before, tokens = len(tokens), [*tokens, *event.token_ids]
+                if before <= 40 < len(tokens):
+                    stack.coordinator.hand_over()
+                    await stack.server.stop(0)
+        assert tuple(tokens) == whole.token_ids
+        assert gap_s < SESSION_LEASE_MS / 1e3 * 0.6
 
 
 async def test_with_nobody_to_go_on_with_it_the_stream_ends_as_broken(stack: Stack) -> None:

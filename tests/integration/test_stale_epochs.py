@@ -6,14 +6,14 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 from rounds import Listener, Player, make_head, session_name
-from session_model import IDS, new_session
+from session_model import IDS, new_session, next_append
 from toy_engine import ToyEngine
 
 from draft_service.service import DraftService
@@ -75,21 +75,20 @@ def stored(admin: redis.Redis) -> dict[bytes, Any]:
     }
 
 
-async def taken_over(store: RedisStore, admin: redis.Redis) -> Session:
+async def taken_over(store: RedisStore) -> Session:
     """A session that each owner has had, and extended, the last one at `EPOCH`."""
     await store.open(new_session(owner=OWNERS[0]))
     session = Session.opened(new_session(owner=OWNERS[0]))
     for owner in OWNERS[1:]:
         await append(store, session)
-        admin.hset(f"{store._key_prefix}session:{{{IDS[0]}}}", "lease_until_ms", 0)
-        session = Session.resumed(await store.take_over(IDS[0], owner))
+        session = Session.resumed(await store.take_over(await store.load(IDS[0]), owner))
     assert session.epoch == EPOCH
     return session
 
 
 async def append(store: RedisStore, session: Session) -> None:
     session.decide([session.length], Counters())
-    [answer] = await store.append([session.next_append() or session.probe()])
+    [answer] = await store.append([next_append(session)])
     assert answer == session.length
     session.acknowledge(session.length)
 
@@ -99,13 +98,16 @@ def stale_appends(session: Session, drawn: random.Random, number: int) -> list[A
     found = []
     for _ in range(number):
         epoch = drawn.randint(1, EPOCH - 1)
-        one = replace(
-            session.probe(),
+        one = Append(
+            session_id=session.session_id,
             epoch=epoch,
             owner=OWNERS[epoch - 1],
             expected_length=session.length + drawn.choice((0, 0, 0, 1, -1)),
             token_ids=tuple(drawn.randrange(100) for _ in range(drawn.randint(0, 4))),
             prefix_digest=drawn.getrandbits(64),
+            draft=session.draft,
+            target=session.target,
+            counters=session.counters,
         )
         found.append(one)
     return found
@@ -117,7 +119,7 @@ async def test_appends_of_older_epochs_change_nothing(
     """What is stored stays, to the last field, and the owner goes on meanwhile and afterwards."""
     drawn = random.Random(1)
     owned, late = stores
-    session = await taken_over(owned, admin)
+    session = await taken_over(owned)
     before = stored(admin)
     refused = await late.append(stale_appends(session, drawn, APPENDS_PER_CALL_MAX))
     assert stored(admin) == before
@@ -133,7 +135,6 @@ async def test_appends_of_older_epochs_change_nothing(
             await late.finish(
                 Finish(IDS[0], epoch, OWNERS[epoch - 1], None, FinishReason.STOP, Counters())
             )
-        assert await late.renew(OWNERS[epoch - 1], [(IDS[0], epoch)]) == [IDS[0]]
     await append(owned, session)
     record = await owned.load(IDS[0])
     assert (record.epoch, record.owner) == (EPOCH, OWNERS[-1])

@@ -168,4 +168,15 @@ class ProcessLoop(VirtualClockLoop):
 def run_processes(main: Coroutine[Any, Any, T]) -> T:
     """Runs `main`, which is of no process, on a virtual clock."""
     with virtual_wall_clocks(), asyncio.Runner(loop_factory=ProcessLoop) as runner:
-        return runner.run(main)
+        return runner.run(_alone(main))
+
+
+async def _alone(main: Coroutine[Any, Any, T]) -> T:
+    """Leaves no tasks behind, neither those that others begin as they are cancelled."""
+    try:
+        return await main
+    finally:
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in others:
+                task.cancel()
+            await asyncio.wait(others)

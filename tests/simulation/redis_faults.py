@@ -195,8 +195,8 @@ class RedisFaults:
             if data is not world.redis.primary.data:  # It is another server.
                 data, before = world.redis.primary.data, owned
             for session_id in sorted(mine & owned.keys()):
-                _, owner = owned[session_id]
-                if owner != node.name and owned[session_id] != before.get(session_id):
+                epoch, owner = owned[session_id]
+                if owner != node.name and epoch > before.get(session_id, (epoch, ""))[0]:
                     found = [one for one in world.nodes("coordinator") if one.name == owner]
                     return snapshot, found[0] if found else None
             snapshot = data.snapshot()

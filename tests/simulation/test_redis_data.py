@@ -30,6 +30,7 @@ from outrider.sessions.store import (
     Finish,
     FinishReason,
     NewSession,
+    SessionRecord,
 )
 from outrider.speculation.sampling import Rule
 
@@ -42,9 +43,7 @@ pytestmark = pytest.mark.xdist_group("redis")
 KEYS = ("k", "l")
 TOLERANCE_MS = 5_000.0
 """A call takes less, also on a busy machine; times that are compared are longer."""
-LONG = Lifetimes(10**6, 10**7, 10**7)
-SHORT = Lifetimes(1, 10**7, 10**7)
-"""Leases that have run out by the next call."""
+LIFETIMES = Lifetimes(10**6, 10**7, 10**7)
 READS = {b"string": "GET", b"hash": "HGETALL", b"set": "SMEMBERS"}
 COUNTS = Counters(1, 2, 3)
 run_each = settings(
@@ -242,15 +241,17 @@ runs = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 calls = st.one_of(
     st.tuples(st.just("open"), ids, owners),
     st.tuples(st.just("append"), ids, epochs, owners, lengths, runs, st.sampled_from(("", "{}\n"))),
-    st.tuples(st.just("take_over"), ids, owners, st.booleans()),
+    st.tuples(st.just("look"), ids),
+    st.tuples(st.just("take_over"), ids, owners),
+    st.tuples(st.sampled_from(("hold_lease", "end_lease")), owners),
+    st.tuples(st.just("release"), ids, epochs, owners),
     st.tuples(st.just("finish"), ids, epochs, owners, st.sampled_from((None, 2, 4, 6))),
     st.tuples(st.just("load"), ids),
 )
 
 
-async def call(stores: dict[bool, RedisStore], kind: str, *given: Any) -> None:
-    """One call of the store; what it raises has been compared already."""
-    store = stores[True]
+async def call(store: RedisStore, seen: dict[str, SessionRecord], kind: str, *given: Any) -> None:
+    """One call of the store; what it raises has been compared already. `seen` is what was read."""
     try:
         match kind, given:
             case "open", (name, owner):
@@ -264,16 +265,23 @@ async def call(stores: dict[bool, RedisStore], kind: str, *given: Any) -> None:
                     target=CacheState("t", 2), counters=COUNTS, logprobs=lines,
                 )  # fmt: skip
                 await store.append([one, one])
-            case "take_over", (name, owner, is_long):
-                await stores[is_long].take_over(name, owner)
-                await asyncio.sleep(0 if is_long else 0.003)
+            case "hold_lease", (owner,):
+                await store.hold_lease(owner)
+            case "end_lease", (owner,):
+                await store.end_lease(owner)
+            case "release", (name, epoch, owner):
+                await store.release(name, epoch, owner)
+            case "look", (name,):
+                seen[name] = await store.load(name)
+            case "take_over", (name, owner):
+                await store.take_over(seen[name], owner)
             case "finish", (name, epoch, owner, length):
                 end = Finish(name, epoch, owner, length, FinishReason.LENGTH, COUNTS)
                 await store.finish(end)
             case "load", (name,):
                 await store.load(name)
-    except OutriderError:
-        pass
+    except (KeyError, OutriderError):
+        pass  # Of what was not seen, nothing is taken over.
 
 
 @run_each
@@ -281,14 +289,13 @@ async def call(stores: dict[bool, RedisStore], kind: str, *given: Any) -> None:
 def test_the_store_is_answered_as_by_a_server(client: redis.Redis, drawn: list[Any]) -> None:
     both = Both(client)
     both.empty()
-    stores = {}
-    for is_long, lifetime in ((True, LONG), (False, SHORT)):
-        stores[is_long] = RedisStore(client, "p:", lifetime)  # type: ignore[arg-type]
-        stores[is_long]._scripts = both  # type: ignore[assignment]
+    seen: dict[str, SessionRecord] = {}
+    store: Any = RedisStore(client, "p:", LIFETIMES)  # type: ignore[arg-type]
+    store._scripts = both
 
     async def work() -> None:
         for one in drawn:
-            await call(stores, *one)
+            await call(store, seen, *one)
 
     asyncio.run(work())
 

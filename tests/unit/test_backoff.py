@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.backoff import backoff
+from outrider.backoff import backoff, spread
 
 
 def test_it_doubles_up_to_a_longest_wait() -> None:
@@ -17,3 +17,9 @@ def test_half_of_it_is_by_chance() -> None:
     """Those that failed together come back apart."""
     assert backoff(0.2, 1.0, 0, lambda: 0.0) == pytest.approx(0.1)
     assert backoff(0.2, 1.0, 0, lambda: 0.5) == pytest.approx(0.15)
+
+
+def test_waits_that_end_together_are_spread() -> None:
+    """Never earlier than told."""
+    assert spread(1.5, 0.25, lambda: 0.0) == 1.5
+    assert spread(1.5, 0.25, lambda: 0.5) == pytest.approx(1.625)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import secrets
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -23,7 +25,7 @@ from outrider.errors import (
     Unavailable,
 )
 from outrider.generation import Event
-from outrider.limits import DEADLINE_MS_DEFAULT
+from outrider.limits import DEADLINE_MS_DEFAULT, LEASE_WAIT_SPREAD_MS
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.wire.server import RpcServer, Service
 
@@ -211,14 +213,15 @@ def test_what_cannot_begin_now_is_asked_for_again_when_the_coordinator_says() ->
         away, loop = Unavailable("no target", 1500), asyncio.get_running_loop()
         one, other = Scripted((away,), (STARTED, FIRST, SECOND, FINISHED)), Scripted((away,))
         each: Any = [one, other]
-        transport = ResumingTransport(each)
+        transport = ResumingTransport(each, random=lambda: 0.0)
         found = [event async for event in transport.generate(REQUEST, 600.0)]
         assert found == [STARTED, FIRST, SECOND, FINISHED]
         assert loop.time() == pytest.approx(1.5)
         assert len(other.asked) == 1
         each = [Scripted(*[(away,)] * 99)]
         with pytest.raises(Unavailable, match="no target"):
-            async for _ in ResumingTransport(each, 5.0).generate(REQUEST, 600.0):
+            transport = ResumingTransport(each, 5.0, random=lambda: 0.0)
+            async for _ in transport.generate(REQUEST, 600.0):
                 pass
         assert loop.time() <= 1.5 + 5.0
         assert len(each[0].asked) == 4
@@ -278,10 +281,27 @@ def test_a_session_that_has_an_owner_is_asked_for_when_that_ones_lease_is_over()
         each: Any = [gone, other]
         found = [event async for event in ResumingTransport(each).generate(REQUEST, 600.0)]
         assert found == [STARTED, FIRST, SECOND, FINISHED]
-        assert asyncio.get_running_loop().time() < 1.9
+        assert 1.7 <= asyncio.get_running_loop().time() < 1.7 + LEASE_WAIT_SPREAD_MS / 1e3
         assert len(gone.asked) == 2
 
     run_virtually(main())
+
+
+def test_clients_that_wait_for_one_lease_do_not_wake_together() -> None:
+    """Nor early, whenever in its last two seconds they were told of it."""
+    drawn = random.Random(3)
+    wakes = []
+    for _ in range(500):
+        told = Told(2, 60.0, random=drawn.random)
+        told.note(STARTED)
+        left_ms = drawn.randint(1, 2000)
+        now = 2.0 - left_ms / 1e3
+        told.wait_after(BROKEN, now, 1e9)
+        wakes.append(now + told.wait_after(Unavailable("leased", left_ms), now, 1e9))
+    assert min(wakes) >= 2.0 - 1e-9
+    tenths = Counter(int((wake - 2.0) * 1e3 / LEASE_WAIT_SPREAD_MS * 10) for wake in wakes)
+    assert len(tenths) >= 10
+    assert max(tenths.values()) < 100
 
 
 def test_nobody_stays_at_one_that_never_can() -> None:

@@ -11,7 +11,7 @@ end
 -- An epoch above the stored one means that a take-over was lost with the store's tail. The session
 -- runs again under this owner. What is stored may be of an older one, so it counts as no tokens until
 -- this owner has sent all of them (rewrite); till then it stays readable.
-local function admit(key, epoch, owner, lease_ms)
+local function admit(key, epoch, owner)
   local stored = redis.call('HMGET', key, 'epoch', 'owner', 'state', 'rewrite', 'tokens_start',
     'tokens_end', 'logprobs_start', 'logprobs_end')
   if not stored[1] then return nil, {'missing', 0} end
@@ -25,11 +25,8 @@ local function admit(key, epoch, owner, lease_ms)
     logprobs_start = stored[7], logprobs_end = stored[8],
   }
   if tonumber(epoch) > stored_epoch then
-    local time = redis.call('TIME')
-    local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
     redis.call('HSET', key, 'epoch', epoch, 'owner', owner, 'state', 'running',
-      'finish_reason', '', 'rewrite', '1',
-      'lease_until_ms', string.format('%.0f', now_ms + lease_ms))
+      'finish_reason', '', 'rewrite', '1')
     session.state, session.rewrite = 'running', true
   end
   return session

@@ -1,17 +1,17 @@
 -- Compare-and-append under an epoch. Begins with layout.lua and admit.lua.
 -- KEYS: session, tokens, logprobs
--- ARGV: epoch, owner, lease_ms, ttl_ms, expected_length, token bytes, logprobs,
+-- ARGV: epoch, owner, ttl_ms, expected_length, token bytes, logprobs,
 --       then field, value, field, value ... to set if the tokens are appended
 -- Returns the stored length in tokens, or {'missing', 0}, or {'stale', stored epoch}.
 -- Ended at any call, it has at most raised the epoch (admit.lua): what is read, is read as before.
-local session, refusal = admit(KEYS[1], ARGV[1], ARGV[2], ARGV[3])
+local session, refusal = admit(KEYS[1], ARGV[1], ARGV[2])
 if not session then return refusal end
 
 local length = length_of(session)
-local tokens, logprobs = ARGV[6], ARGV[7]
-if length == tonumber(ARGV[5]) and #tokens > 0 then
+local tokens, logprobs = ARGV[5], ARGV[6]
+if length == tonumber(ARGV[4]) and #tokens > 0 then
   local ttl_ms = redis.call('PTTL', KEYS[1])
-  if ttl_ms < 1 then ttl_ms = ARGV[4] end
+  if ttl_ms < 1 then ttl_ms = ARGV[3] end
   local ends = {'rewrite', '0'}
   for i, new in ipairs({{'tokens', tokens}, {'logprobs', logprobs}}) do
     local name, bytes = new[1], new[2]
@@ -26,10 +26,10 @@ if length == tonumber(ARGV[5]) and #tokens > 0 then
       ends[#ends + 1] = value
     end
   end
-  for i = 8, #ARGV do ends[#ends + 1] = ARGV[i] end
+  for i = 7, #ARGV do ends[#ends + 1] = ARGV[i] end
   redis.call('HSET', KEYS[1], unpack(ends))
   length = length + #tokens / 4
 end
 
-if session.state == 'running' then prolong(ARGV[4]) end
+if session.state == 'running' then prolong(ARGV[3]) end
 return length

@@ -1,16 +1,16 @@
 -- Marks a session finished that has all its tokens. Begins with layout.lua and admit.lua.
 -- KEYS: session, tokens, logprobs
--- ARGV: epoch, owner, lease_ms, ttl_ms, length (-1 = any), then field, value ... of the final state
+-- ARGV: epoch, owner, ttl_ms, length (-1 = any), then field, value ... of the final state
 -- Returns the stored length in tokens, or {'missing', 0}, or {'stale', stored epoch}.
 -- Ended at any call, it has at most raised the epoch (admit.lua), or finished a session that stays
 -- readable for longer.
-local session, refusal = admit(KEYS[1], ARGV[1], ARGV[2], ARGV[3])
+local session, refusal = admit(KEYS[1], ARGV[1], ARGV[2])
 if not session then return refusal end
 
 local length = length_of(session)
-local expected = tonumber(ARGV[5])
+local expected = tonumber(ARGV[4])
 if session.state == 'running' and (expected == -1 or expected == length) then
-  redis.call('HSET', KEYS[1], 'lease_until_ms', '0', unpack(ARGV, 6))
-  for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[4]) end
+  redis.call('HSET', KEYS[1], unpack(ARGV, 5))
+  for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[3]) end
 end
 return length

@@ -1,25 +1,21 @@
 -- Creates a session at epoch 1, or finds that its owner has created it already. Begins with layout.lua.
 -- KEYS: session, tokens, logprobs
--- ARGV: lease_ms, ttl_ms, token bytes, then field, value, field, value ... of the new session
+-- ARGV: ttl_ms, token bytes, then field, value, field, value ... of the new session
 -- Returns 1, or 0 if another session has the id.
 -- Ended before the hash is set, there is no session, and tokens that nothing names expire. Ended after
 -- it, the hash lacks its time to live until the next write of the session, or until it is opened again.
-local time = redis.call('TIME')
-local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
-
 if redis.call('EXISTS', KEYS[1]) == 1 then
   for _, name in ipairs({'tenant', 'owner', 'seed', 'rule', 'parameters', 'prompt_length'}) do
     local given
-    for i = 4, #ARGV, 2 do
+    for i = 3, #ARGV, 2 do
       if ARGV[i] == name then given = ARGV[i + 1] end
     end
     if redis.call('HGET', KEYS[1], name) ~= given then return 0 end
   end
 else
-  put(KEYS[2], 0, ARGV[3], ARGV[2])
-  redis.call('HSET', KEYS[1], 'tokens_start', '0', 'tokens_end', #ARGV[3],
-    'logprobs_start', '0', 'logprobs_end', '0',
-    'lease_until_ms', string.format('%.0f', now_ms + ARGV[1]), unpack(ARGV, 4))
+  put(KEYS[2], 0, ARGV[2], ARGV[1])
+  redis.call('HSET', KEYS[1], 'tokens_start', '0', 'tokens_end', #ARGV[2],
+    'logprobs_start', '0', 'logprobs_end', '0', unpack(ARGV, 3))
 end
-if redis.call('PTTL', KEYS[1]) < 0 then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
+if redis.call('PTTL', KEYS[1]) < 0 then redis.call('PEXPIRE', KEYS[1], ARGV[1]) end
 return 1

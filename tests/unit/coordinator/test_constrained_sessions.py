@@ -104,7 +104,7 @@ async def test_a_session_goes_on_with_its_constraint_on_another_coordinator() ->
         whole = tokens_of([event async for event in first.generate(REQUEST)])
         async with aclosing(first.generate(REQUEST)) as events:
             heard, session_id, num = await taken(events, 4)
-            kept.renew = nobody  # type: ignore[method-assign]
+            kept.hold_lease = nobody  # type: ignore[method-assign]
             await asyncio.sleep(2.5)  # The lease runs out.
             resumed = second.resume(ResumeRequest(session_id, num))
             rest = [event async for event in resumed]

@@ -389,14 +389,14 @@ def test_a_session_that_is_lost_during_a_round_ends_with_what_lost_it() -> None:
     run_virtually(main())
 
 
-def test_a_failed_renewal_of_leases_ends_nothing() -> None:
+def test_a_failed_renewal_of_the_lease_ends_nothing() -> None:
     async def main() -> None:
         async with bench() as b:
 
             async def broken(*arguments: Any) -> Any:
-                raise InvariantError("one session's key is damaged")
+                raise InvariantError("the lease's key is damaged")
 
-            b.store.renew = broken  # type: ignore[method-assign]
+            b.store.hold_lease = broken  # type: ignore[method-assign]
             request = GenerateRequest((1, 2), max_tokens=60, num_draft_tokens=0)
             assert isinstance((await b.events(request))[-1], Finished)
             await asyncio.sleep(2.0)

@@ -37,6 +37,12 @@ def test_no_two_coordinators_of_one_store_are_called_the_same() -> None:
     assert len({_owner(one) for one in (*alike, *others)}) == 5
 
 
+def test_a_coordinator_that_is_started_anew_has_another_name_in_the_store() -> None:
+    """Else its lease would keep the sessions of the one before from all others."""
+    same = config("one", "coordinator-0")
+    assert _owner(same) != _owner(same)
+
+
 @asynccontextmanager
 async def started(
     *, follows: bool, draft: ScriptedLink | None, drafts_itself: bool = False

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import settings
-from session_model import IDS, OWNERS, StoreMachine, end_of, new_session
+from session_model import IDS, OWNERS, StoreMachine, end_of, new_session, next_append
 
+from coordinator.run import COMMIT_GRACE_S
+from outrider.config.coordinators import WAIT_MS_MAX
 from outrider.errors import DataLoss, NotFound, StaleEpoch, Unavailable
-from outrider.limits import FINISHED_TTL_S, SESSION_LEASE_MS, SESSION_TTL_S
+from outrider.limits import DEADLINE_MS_MAX, FINISHED_TTL_S, SESSION_LEASE_MS, SESSION_TTL_S
 from outrider.sessions.lifetimes import Lifetimes
 from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.state import Session
@@ -50,27 +52,31 @@ def store(clock: Clock) -> MemoryStore:
     return MemoryStore(clock)
 
 
-async def test_lease_ends_exactly_when_it_ends(store: MemoryStore, clock: Clock) -> None:
+async def test_a_lease_ends_exactly_when_it_ends(store: MemoryStore, clock: Clock) -> None:
     """A millisecond before, another owner is told how long to wait; then the session is its own."""
+    await store.hold_lease(OWNERS[0])
     await store.open(new_session())
-    clock.now_ms += SESSION_LEASE_MS - 1
-    with pytest.raises(Unavailable) as refused:
-        await store.take_over(IDS[0], OWNERS[1])
-    assert refused.value.retry_after_ms == 1
-    clock.now_ms += 1
-    assert (await store.take_over(IDS[0], OWNERS[1])).epoch == 2
-
-
-async def test_renewal_keeps_a_session_and_a_lost_one_is_named(
-    store: MemoryStore, clock: Clock
-) -> None:
-    await store.open(new_session())
-    for _ in range(5):
+    seen = await store.load(IDS[0])
+    for _ in range(3):
         clock.now_ms += SESSION_LEASE_MS - 1
-        assert await store.renew(OWNERS[0], [(IDS[0], 1)]) == []
+        with pytest.raises(Unavailable) as refused:
+            await store.take_over(seen, OWNERS[1])
+        assert refused.value.retry_after_ms == 1
+        await store.hold_lease(OWNERS[0])
     clock.now_ms += SESSION_LEASE_MS
-    await store.take_over(IDS[0], OWNERS[1])
-    assert await store.renew(OWNERS[0], [(IDS[0], 1), (IDS[1], 1)]) == [IDS[0], IDS[1]]
+    assert (await store.take_over(seen, OWNERS[1])).epoch == 2
+
+
+async def test_of_two_that_saw_a_lease_gone_one_takes_the_session_over(
+    store: MemoryStore,
+) -> None:
+    """The other one is asked to look again: it finds a new owner then."""
+    await store.open(new_session())
+    seen = await store.load(IDS[0])
+    assert (await store.take_over(seen, OWNERS[1])).epoch == 2
+    with pytest.raises(Unavailable, match="meanwhile"):
+        await store.take_over(seen, "carl")
+    assert (await store.load(IDS[0])).owner == OWNERS[1]
 
 
 async def test_orphans_and_finished_sessions_expire(store: MemoryStore, clock: Clock) -> None:
@@ -87,8 +93,21 @@ async def test_orphans_and_finished_sessions_expire(store: MemoryStore, clock: C
     clock.now_ms += 1
     with pytest.raises(NotFound):
         await store.load(IDS[0])
-    [answer] = await store.append([Session.opened(new_session()).probe()])
+    session = Session.opened(new_session())
+    session.decide([1], Counters())
+    [answer] = await store.append([next_append(session)])
     assert isinstance(answer, DataLoss)
+
+
+async def test_a_session_that_writes_nothing_does_not_expire_under_its_owner(
+    store: MemoryStore, clock: Clock
+) -> None:
+    """Nothing renews its time to live while its target is away for its whole deadline, and its
+    client for as long as it may be waited for."""
+    await store.open(new_session())
+    clock.now_ms += DEADLINE_MS_MAX + WAIT_MS_MAX + COMMIT_GRACE_S * 1e3
+    end = end_of(Session.opened(new_session()), FinishReason.DEADLINE)
+    assert await store.finish(end) == 3
 
 
 async def test_expired_sessions_do_not_pile_up(store: MemoryStore, clock: Clock) -> None:
@@ -98,17 +117,16 @@ async def test_expired_sessions_do_not_pile_up(store: MemoryStore, clock: Clock)
     assert len(store.snapshot()) <= 11
 
 
-async def test_a_lost_take_over_is_healed_by_its_owner(store: MemoryStore, clock: Clock) -> None:
+async def test_a_lost_take_over_is_healed_by_its_owner(store: MemoryStore) -> None:
     """Both owners have written other tokens after the same prefix; a restart loses the take-over.
     The newer owner's tokens replace the older one's, and the older one stays fenced off."""
     await store.open(new_session())
     old = Session.opened(new_session())
-    clock.now_ms += SESSION_LEASE_MS
     before = store.snapshot()
-    new = Session.resumed(await store.take_over(IDS[0], OWNERS[1]))
+    new = Session.resumed(await store.take_over(await store.load(IDS[0]), OWNERS[1]))
     store.restore(before)
     old.decide([1, 2], Counters(1))
-    [answer] = await store.append([old.next_append() or old.probe()])
+    [answer] = await store.append([next_append(old)])
     assert answer == 5
     new.decide([3, 4], Counters(1))
     answers = []
@@ -117,21 +135,24 @@ async def test_a_lost_take_over_is_healed_by_its_owner(store: MemoryStore, clock
         assert isinstance(answers[-1], int)
         new.acknowledge(answers[-1])
     assert answers == [0, 5]
-    [answer] = await store.append([old.probe()])
+    old.acknowledge(5)
+    old.decide([3], Counters(2))
+    [answer] = await store.append([next_append(old)])
     assert isinstance(answer, StaleEpoch)
     record = await store.load(IDS[0])
     assert (record.token_ids, record.owner) == ((*new_session().prompt_ids, 3, 4), OWNERS[1])
 
 
-async def test_one_epoch_given_twice_has_one_owner(store: MemoryStore, clock: Clock) -> None:
+async def test_one_epoch_given_twice_has_one_owner(store: MemoryStore) -> None:
     """A lost take-over lets a third coordinator have the same epoch: only one of both may write."""
     await store.open(new_session())
-    clock.now_ms += SESSION_LEASE_MS
-    before = store.snapshot()
-    first = Session.resumed(await store.take_over(IDS[0], OWNERS[1]))
+    before, seen = store.snapshot(), await store.load(IDS[0])
+    first = Session.resumed(await store.take_over(seen, OWNERS[1]))
     store.restore(before)
-    second = Session.resumed(await store.take_over(IDS[0], "carl"))
+    second = Session.resumed(await store.take_over(seen, "carl"))
     assert first.epoch == second.epoch
-    [of_first, of_second] = await store.append([first.probe(), second.probe()])
+    for session in (first, second):
+        session.decide([1], Counters())
+    [of_first, of_second] = await store.append([next_append(first), next_append(second)])
     assert isinstance(of_first, StaleEpoch)
-    assert of_second == 3
+    assert of_second == 4

@@ -1,0 +1,118 @@
+"""Leases and take-overs on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import redis
+from session_model import IDS, OWNERS, end_of, new_session, next_append
+
+from outrider.errors import StaleEpoch, Unavailable
+from outrider.sessions.embedded import EmbeddedRedis
+from outrider.sessions.lifetimes import Lifetimes
+from outrider.sessions.redis_scripts import Call, Script, ScriptRunner
+from outrider.sessions.redis_store import RedisStore
+from outrider.sessions.state import Session
+from outrider.sessions.store import Counters, SessionRecord
+
+pytestmark = pytest.mark.xdist_group("redis")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+@pytest.fixture
+def admin(server: EmbeddedRedis) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(server.url, protocol=2) as client:
+        yield client
+
+
+@pytest.fixture
+async def store(server: EmbeddedRedis) -> AsyncIterator[RedisStore]:
+    made = await RedisStore.connect(server.url, key_prefix=f"{uuid.uuid4()}:")
+    yield made
+    await made.close()
+
+
+async def appended(store: RedisStore, session: Session, token_id: int) -> Any:
+    session.decide([token_id], Counters())
+    [answer] = await store.append([next_append(session)])
+    return answer
+
+
+async def test_redis_counts_a_lease_down(server: EmbeddedRedis, admin: redis.Redis) -> None:
+    """Renewed for longer than it lasts, then left alone until the store says that it is over. No
+    point in time is stored, of whatever clock."""
+    lifetimes = Lifetimes(lease_ms=300)
+    store = await RedisStore.connect(server.url, key_prefix="lease:", lifetimes=lifetimes)
+    await store.hold_lease(OWNERS[0])
+    await store.open(new_session())
+    seen = await store.load(IDS[0])
+    renew_until = time.monotonic() + 0.6
+    while time.monotonic() < renew_until:
+        await store.hold_lease(OWNERS[0])
+        with pytest.raises(Unavailable) as refused:
+            await store.take_over(seen, OWNERS[1])
+        assert 0 < refused.value.retry_after_ms <= 300
+    assert admin.get(f"lease:lease:{{{OWNERS[0]}}}") == b"1"
+    assert not [name for name in admin.hgetall(f"lease:session:{{{IDS[0]}}}") if b"ms" in name]
+    await asyncio.sleep(refused.value.retry_after_ms / 1000 + 0.05)
+    record = await store.take_over(seen, OWNERS[1])
+    assert (record.epoch, record.owner) == (2, OWNERS[1])
+    assert isinstance(await appended(store, Session.opened(new_session()), 7), StaleEpoch)
+    await store.close()
+
+
+async def test_a_lease_that_is_ended_is_gone_at_once(store: RedisStore) -> None:
+    await store.hold_lease(OWNERS[0])
+    await store.open(new_session())
+    seen = await store.load(IDS[0])
+    with pytest.raises(Unavailable):
+        await store.take_over(seen, OWNERS[1])
+    await store.end_lease(OWNERS[0])
+    assert (await store.take_over(seen, OWNERS[1])).owner == OWNERS[1]
+
+
+async def test_of_two_that_saw_a_lease_gone_one_takes_the_session_over(store: RedisStore) -> None:
+    await store.open(new_session())
+    seen = await store.load(IDS[0])
+    found = await asyncio.gather(
+        *(store.take_over(seen, f"owner {k}") for k in range(20)), return_exceptions=True
+    )
+    taken = [one for one in found if isinstance(one, SessionRecord)]
+    assert [(one.epoch, one.owner) for one in taken] == [(2, (await store.load(IDS[0])).owner)]
+    assert sum(isinstance(one, Unavailable) for one in found) == 19
+
+
+async def test_no_script_touches_keys_of_two_slots(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stands in braces chooses the slot."""
+    sent: list[Call] = []
+    run_all = ScriptRunner.run_all
+
+    async def watched(self: ScriptRunner, script: Script, calls: Any) -> list[Any]:
+        sent.extend(calls)
+        return await run_all(self, script, calls)
+
+    monkeypatch.setattr(ScriptRunner, "run_all", watched)
+    await store.hold_lease(OWNERS[0])
+    await store.open(new_session())
+    session = Session.opened(new_session())
+    session.acknowledge(await appended(store, session, 7))
+    await store.end_lease(OWNERS[0])
+    await store.take_over(await store.load(IDS[0]), OWNERS[1])
+    with pytest.raises(StaleEpoch):
+        await store.finish(end_of(session))
+    assert len(sent) == 8
+    for keys, _ in sent:
+        assert len({re.findall(r"\{(.*)\}", key)[0] for key in keys}) == 1
