@@ -25,7 +25,7 @@ from outrider.fleet_simulator.scenario import (
     Scenario,
 )
 from outrider.fleet_simulator.simulation import simulate
-from outrider.limits import MAX_TOKENS_DEFAULT, REPLICAS_MAX, SEED_MAX
+from outrider.limits import MAX_TOKENS_DEFAULT, REPLICAS_MAX, SEED_MAX, SILENT_DRAFT_S
 from outrider.settings import check_range
 
 from .number_options import numbers, whole_numbers
@@ -260,7 +260,7 @@ def _scenarios(
             round_trip_s=(options.round_trip_ms or pair.round_trip_ms) / 1e3,
             coordinator_s=options.coordinator_ms / 1e3,
             max_num_batched_tokens=config.target.max_num_batched_tokens,
-            draft_timeout_s=config.coordinator.draft_timeout_ms / 1e3,
+            draft_timeout_s=config.coordinator.draft_timeout_ms / 1e3 + SILENT_DRAFT_S,
             sessions_max=config.coordinator.max_sessions,
             losses=options.lose,
             seconds=options.simulated_seconds,

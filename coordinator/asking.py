@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 from outrider.constraints.constraint import Constraint
+from outrider.limits import DRAFT_DEADLINE_MS_MAX
 from outrider.messages import Resync, RoundHead
 from outrider.sessions.state import Session
 from outrider.speculation.sampling import SamplingParams
@@ -28,7 +29,7 @@ class Patience:
     target_retry_s: float
     """First rest before a target is asked again; doubled at each repetition."""
     draft_answer_s: float
-    """A draft that takes longer is not waited for until it has answered something."""
+    """A draft has so long to draw; it then answers with what it has."""
     draft_retry_s: float
     """Rest between two questions to an absent draft."""
 
@@ -44,10 +45,15 @@ class Patience:
         )
 
     def with_draft_deadline(self, draft_deadline_ms: int | None) -> Patience:
-        """This one, for a session that says how long it waits for its draft."""
+        """This one, for a session that says how much time a round gives its draft."""
         if draft_deadline_ms is None:
             return self
         return replace(self, draft_answer_s=draft_deadline_ms / 1e3)
+
+
+def budget_us(seconds: float) -> int:
+    """Time that is left to draft, as a message says it: at least 1, as 0 is no bound."""
+    return max(1, min(round(seconds * 1e6), DRAFT_DEADLINE_MS_MAX * 1000))
 
 
 class HeadWriter:

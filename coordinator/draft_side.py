@@ -11,6 +11,7 @@ import math
 from dataclasses import replace
 
 from outrider.errors import (
+    DeadlineExceeded,
     LinkLost,
     OutriderError,
     Overloaded,
@@ -18,7 +19,7 @@ from outrider.errors import (
     check,
     error_from_code,
 )
-from outrider.limits import LOOK_AHEAD_BYTES_MAX
+from outrider.limits import LOOK_AHEAD_BYTES_MAX, SILENT_DRAFT_S
 from outrider.messages import (
     DraftAnswer,
     DraftItem,
@@ -31,7 +32,7 @@ from outrider.sessions.store import CacheState
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import SealedProposal, require_q
 
-from .asking import HeadWriter, Patience
+from .asking import HeadWriter, Patience, budget_us
 from .drafts import Drafted, NextWanted, StandIn, check_wanted
 from .feature_window import FeatureWindow
 from .lengths import RoundLength
@@ -103,8 +104,10 @@ class DraftSide:
         siblings: tuple[int, ...] = (),
         patience_s: float = math.inf,
     ) -> Drafted:
-        """See `Drafts.propose`: the replica's, or the stand-in's where the replica is away, late or
-        refuses."""
+        """See `Drafts.propose`: the replica's, or the stand-in's where the replica is away or
+        silent, refuses, or had no time for a first token. The replica is told how much time there
+        is and decides itself, before each draw, whether to make it: a proposal that has been drawn
+        is never given up for being late, as how late it is may depend on its tokens."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         if self._berth.is_left and self._move():
@@ -128,18 +131,23 @@ class DraftSide:
         reply: ProposalReply | None = None
         is_late = False
         if self._present or self._heard_again():
+            budget_s = min(patience_s, self._patience.draft_answer_s)
             try:
-                async with asyncio.timeout(min(patience_s, self._patience.draft_answer_s)):
-                    reply = await self._ask(number, num_draft_tokens, siblings)
+                async with asyncio.timeout(budget_s + SILENT_DRAFT_S):
+                    reply = await self._ask(number, num_draft_tokens, siblings, start + budget_s)
             except (TimeoutError, OutriderError) as error:
-                is_late = isinstance(error, TimeoutError)
+                is_late = isinstance(error, TimeoutError | DeadlineExceeded)
                 self._lose(error)
         else:
             self._probe(number, num_draft_tokens)
         self._held = reply
-        if reply is not None:
+        if reply is not None and reply.out_of_time and not reply.proposal:
+            is_late = True
+        elif reply is not None:
             seconds = loop.time() - start
             num_asked = self._drafted_for(reply.proposal, num_draft_tokens, looked_for)
+            if reply.out_of_time:
+                num_asked = reply.proposal.tree.num_depths
             return _drafted_by(reply, reply.proposal, seconds, num_asked, siblings=siblings)
         proposal = self._stand_in.propose(num_draft_tokens, noise)
         num_asked = 0 if is_late else num_draft_tokens
@@ -166,11 +174,14 @@ class DraftSide:
         self._berth.close()
 
     async def _ask(
-        self, number: int, num_draft_tokens: int, siblings: tuple[int, ...]
+        self, number: int, num_draft_tokens: int, siblings: tuple[int, ...], draw_until: float
     ) -> ProposalReply:
-        """Asks until there is a proposal; the caller bounds the time."""
+        """Asks until there is a proposal, whose tokens are drawn until a loop time; the caller
+        bounds the wait."""
+        loop = asyncio.get_running_loop()
         while True:
-            self._send(number, num_draft_tokens, siblings=siblings)
+            budget = budget_us(draw_until - loop.time())
+            self._send(number, num_draft_tokens, siblings=siblings, budget=budget)
             answer = await self._take(number, num_draft_tokens)
             if isinstance(answer, Resync):
                 self.cached_length = self._heads.held(answer)
@@ -246,11 +257,14 @@ class DraftSide:
         num_draft_tokens: int,
         held: tuple[int, ...] | None = None,
         siblings: tuple[int, ...] = (),
+        budget: int = 0,
     ) -> None:
         base_length = min(self.cached_length, len(self._heads.session.tokens) - 1)
         head = self._heads.write("draft", number, base_length)
         news = None if self._features is None else self._features.news
-        self._berth.send(DraftItem(head, num_draft_tokens, self._look_ahead, held, siblings, news))
+        self._berth.send(
+            DraftItem(head, num_draft_tokens, self._look_ahead, held, siblings, news, budget)
+        )
 
     def _lose(self, error: Exception) -> None:
         _log.info("a round goes on without its draft: %r", error)

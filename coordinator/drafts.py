@@ -32,8 +32,8 @@ class Drafted:
     """False where somebody stands in for a draft that does not answer."""
     seconds: float
     num_asked: int
-    """K that it was drafted for, if that was settled before the round's own: the lesser of both; 0
-    where it says nothing of whoever drafts."""
+    """K that it was drafted for, if that was settled before the round's own: the lesser of both;
+    the tokens that there was time for, where that ran out; 0 where it says nothing of the draft."""
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     """The replica's own times ..."""
@@ -55,6 +55,8 @@ class NextWanted:
     siblings: tuple[int, ...] = ()
     features: bool = False
     """Whether somebody else drafts from what its head reads."""
+    budget_us: int = 0
+    """Time to draft, see `VerifyItem.next_budget_us`."""
 
 
 NOTHING_WANTED: Final = NextWanted()
@@ -82,7 +84,7 @@ class Drafts(Protocol):
         patience_s: float = math.inf,
     ) -> Drafted:
         """A proposal of at most `num_draft_tokens` tokens, with as many `siblings` beside each at
-        most, in so many seconds. Never raises for a draft's sake."""
+        most, drawn in so many seconds. Never raises for a draft's sake."""
         ...
 
     def next_wanted(self, length: RoundLength, room: int) -> NextWanted:

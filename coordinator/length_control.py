@@ -47,7 +47,7 @@ PLAIN_TRIED_ROUNDS: Final = 6
 PLAIN_KNOWN_ROUNDS: Final = 2.0
 """What it takes is known while rounds of it weigh so much."""
 PATIENCE_MIN_S: Final = 0.02
-"""A proposal is waited for so long at least: processes that share cores are not always on time."""
+"""A proposal is drawn for so long at least: processes that share cores are not always on time."""
 NEW_LOAD_LOST: Final = 1.0
 """Tokens that a round with a draft may lose where the load is another one than was measured."""
 
@@ -399,8 +399,8 @@ class LengthControl:
         self._patience_s = self._patience(current if self._looks is None else drafted[-1], plain)
 
     def _patience(self, drafted: _Option, plain: _Option) -> float:
-        """How long a proposal is waited for: until as much time has been lost, beyond what it takes
-        as a rule, as its tokens would take without it. So a draft that stops answering costs no
+        """How long a proposal is drawn for: until as much time has been lost, beyond what it takes
+        as a rule, as its tokens would take without it. So a draft that has become slow costs no
         more than twice what it brings, whenever that is."""
         if not self._controls.costs.are_known:
             return math.inf

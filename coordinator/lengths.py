@@ -25,7 +25,7 @@ class RoundLength:
     """Draft tokens that a target which drafts itself is to have for the next round, which may ask
     for fewer or more; 0 where that is sure to have none."""
     patience_s: float = math.inf
-    """How long its proposal is worth waiting for, beside what bounds every wait."""
+    """How long its proposal is worth drawing for, beside what bounds every wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,9 @@ class PlayedRound:
     """A round with a verdict."""
 
     num_asked: int
-    """K that its proposal was drafted for; 0 = none was, or a look-up filled in, of which nothing
-    is learned but how long a proposal was waited for in vain."""
+    """K that its proposal was drafted for, or the tokens that there was time for; 0 = none was, or
+    a look-up filled in, of which nothing is learned but how long a first token was waited for in
+    vain."""
     survival: tuple[float, ...]
     """Of the proposed tokens, see `outrider.speculation.decision.survival`."""
     num_tokens: int

@@ -12,6 +12,7 @@ from outrider.sessions.store import CacheState
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import SealedProposal, require_q
 
+from .asking import budget_us
 from .drafts import NOTHING_WANTED, Drafted, NextWanted, StandIn, check_wanted
 from .lengths import DraftedBeside, RoundLength
 from .siblings import fitting
@@ -25,9 +26,16 @@ class SelfDrafts:
     has come, as behind rounds that the target ran ahead, the stand-in proposes, and so it does
     where it is confident."""
 
-    def __init__(self, session: Session, stand_in: StandIn, confident: float | None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        stand_in: StandIn,
+        confident: float | None,
+        draft_s: float = math.inf,
+    ) -> None:
         """The stand-in goes before the target if it expects `confident` of its tokens to be
-        accepted; None = never."""
+        accepted; None = never. The target has `draft_s` seconds to draft a proposal."""
+        self._budget_us = 0 if draft_s == math.inf else budget_us(draft_s)
         self._session = session
         self._stand_in = stand_in
         self._confident = confident
@@ -39,6 +47,8 @@ class SelfDrafts:
         """... and the committed tokens that this extends ..."""
         self._next_s = self._next_work_s = 0.0
         """... and what it took."""
+        self._next_is_cut = False
+        """Whether its time ran out."""
 
     @property
     def cache_state(self) -> CacheState | None:
@@ -70,7 +80,8 @@ class SelfDrafts:
                 was_wanted = self._wanted.num_draft_tokens > 0
                 return Drafted(proposal, is_sure or not was_wanted, 0.0, num_asked)
         wanted = self._wanted
-        num_asked = min(wanted.num_draft_tokens, num_draft_tokens)
+        num_drafted = found.tree.num_depths if self._next_is_cut else wanted.num_draft_tokens
+        num_asked = min(num_drafted, num_draft_tokens)
         proposal = found.cut(num_draft_tokens)
         beside = DraftedBeside(found.tree.num_depths, self._next_s, self._next_work_s)
         siblings = wanted.siblings[:num_asked]
@@ -79,7 +90,7 @@ class SelfDrafts:
     def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
         """See `Drafts.next_wanted`."""
         siblings = fitting(length.siblings[: length.next_max], room - length.next_max)
-        self._wanted = NextWanted(length.next_max, siblings)
+        self._wanted = NextWanted(length.next_max, siblings, budget_us=self._budget_us)
         return self._wanted
 
     def hear(self, reply: VerdictReply) -> None:
@@ -92,6 +103,7 @@ class SelfDrafts:
             self._next_length = reply.next_base_length
             self._next_s = reply.next_draft_ms / 1e3
             self._next_work_s = reply.next_work_ms / 1e3
+            self._next_is_cut = reply.next_out_of_time
             check_wanted(proposal, self._wanted.num_draft_tokens, self._wanted.siblings)
             require_q(proposal, self._session.identity.rule)
         except OutriderError as error:

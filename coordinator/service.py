@@ -466,15 +466,16 @@ class CoordinatorService:
         options = self._options
         stand_in = StandIn(self._stand_in, heads.session, heads.sampling)
         target, draft = self._together.target, self._together.draft
+        patience = options.patience.with_draft_deadline(parameters.draft_deadline_ms)
         if target is not None and target.drafts_itself:
-            return SelfDrafts(heads.session, stand_in, options.confident)
+            return SelfDrafts(heads.session, stand_in, options.confident, patience.draft_answer_s)
         if draft is None:
             return None
         reads_features = draft.reads_features
         return DraftSide(
             berth_of(self.drafts, heads.session, key, heads.session.draft),
             heads,
-            options.patience.with_draft_deadline(parameters.draft_deadline_ms),
+            patience,
             stand_in,
             0 if reads_features or heads.constraint else options.look_ahead,
             options.look_ahead_bytes_max,

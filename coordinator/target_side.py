@@ -174,6 +174,7 @@ class TargetSide:
                 wanted.num_draft_tokens,
                 wanted.siblings,
                 wanted.features,
+                wanted.budget_us,
                 self._audits,
             )
         )

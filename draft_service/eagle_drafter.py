@@ -195,19 +195,20 @@ class EagleDrafter:
         joined = torch.stack([window.last.joined for window in windows])
         features = torch.stack([window.features for window in windows])
         for depth in range(max(request.num_draft_tokens for request in requests)):
+            active = [index for index, entry in enumerate(growing) if entry.goes_on()]
+            if not active:
+                break
+            if depth > 0:
+                newest = torch.tensor([entry.newest for entry in growing], device=keys.device)
+                pairs = self._head.pairs(features, newest, places + (depth - 1))
+                queries, joined = pairs.queries, pairs.joined
+                keys = torch.cat([keys, pairs.keys[:, None]], 1)
+                values = torch.cat([values, pairs.values[:, None]], 1)
+                seen = nn.functional.pad(seen, (0, 1), value=True)
             mixed = _attend(queries, keys, values, seen)
             features = self._head.guess(features, joined, mixed)
-            active = [index for index, entry in enumerate(growing) if entry.wants_more]
             logits = self._head.logits(features[active])
             self._draws.draw([growing[index] for index in active], logits, depth)
-            if not any(entry.wants_more for entry in growing):
-                break
-            newest = torch.tensor([entry.newest for entry in growing], device=keys.device)
-            pairs = self._head.pairs(features, newest, places + depth)
-            queries, joined = pairs.queries, pairs.joined
-            keys = torch.cat([keys, pairs.keys[:, None]], 1)
-            values = torch.cat([values, pairs.values[:, None]], 1)
-            seen = nn.functional.pad(seen, (0, 1), value=True)
         return [entry.result() for entry in growing]
 
 
@@ -225,6 +226,7 @@ def _wanted(request: DraftRequest) -> RoundWanted:
         history=history,
         siblings=request.siblings,
         allowed=request.allowed,
+        deadline=request.deadline,
     )
 
 

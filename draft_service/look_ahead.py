@@ -109,7 +109,7 @@ class LookAhead:
             self._drop_evicted(now)
         room = self._limits.max_num_seqs
         waiting = [now.wanted for now in rounds if now.wanted is not None]
-        wanted = [branch for branch in waiting if not branch.is_whole][:room]
+        wanted = [branch for branch in waiting if branch.goes_on()][:room]
         room -= len(wanted)
         unread = [now for now in rounds if now.wanted is None and not now.is_read]
         read = [now for now in unread if self._is_readable(now)][:room]
@@ -200,6 +200,7 @@ class LookAhead:
             if taken is not None:
                 self._engine.release(taken.request.session_id)
             return [self._answer(now, NOTHING_SEALED)]
+        branch.deadline = now.item.deadline
         now.wanted = branch
         return [self._answer_wanted(now, branch)] if branch.is_whole else []
 
@@ -214,12 +215,15 @@ class LookAhead:
                 before.kept.remove(found)
                 now.basis = Basis(found.name, branch.seen[: len(drafted)])
 
-    def _answer(self, now: RoundAhead, proposal: SealedProposal) -> ProposalReply:
+    def _answer(
+        self, now: RoundAhead, proposal: SealedProposal, out_of_time: bool = False
+    ) -> ProposalReply:
         """What was waited for is there; it may have been drafted for a larger K."""
         proposal = proposal.cut(now.item.num_draft_tokens)
         now.drafted = proposal.token_ids
         held = self._engine.length(now.session_id)
-        return ProposalReply(now.item.head.key, proposal, len(now.committed), held)
+        key = now.item.head.key
+        return ProposalReply(key, proposal, len(now.committed), held, out_of_time=out_of_time)
 
     def _is_readable(self, now: RoundAhead) -> bool:
         """Whether the session still stands where it was aligned, and the model can go on."""
@@ -339,12 +343,12 @@ class LookAhead:
             if name != now.session_id:
                 self._engine.release(name)
             return refusal(now.item.head.key, result)
-        answer = self._answer(now, SealedProposal.of(result))
+        answer = self._answer(now, SealedProposal.of(result), branch.deadline.has_cut)
         if branch.is_seen and self._stands(branch):
             now.basis = Basis(name, branch.seen[: len(now.drafted)])
         elif name != now.session_id:
             self._engine.release(name)
-        else:
+        elif branch.token_ids or not branch.deadline.has_cut:  # Else nothing was run.
             rewound = self._table.rewind(now.session_id)
             now.unseen = () if rewound is None else rewound.new_tokens
         return answer

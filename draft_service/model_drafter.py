@@ -5,6 +5,7 @@ whose draws need a look at what was drawn go step by step beside them."""
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -29,19 +30,27 @@ from outrider.speculation.trees import comb
 _ROW_ENTRIES_MAX: Final = 1024
 """Of a row that is kept; a longer one is cut to what a guess looks at."""
 
+_UNSEEN_OF_A_ROUND: Final = 2
+"""Tokens of a prefix that a call may run in the time of its draws."""
+_SLOWER_SHARE: Final = 0.25
+"""Weight of a call in what a draw is taken to last, if it was slower than that; else it is that."""
+
 logger = logging.getLogger(__name__)
 
 
 class Branch:
     """One proposal as it grows."""
 
-    __slots__ = ("beside", "error", "num_wanted", "q", "request", "rows", "token_ids", "unseen")
+    __slots__ = (
+        "beside", "deadline", "error", "num_wanted", "q", "request", "rows", "token_ids", "unseen",
+    )  # fmt: skip
 
     def __init__(self, request: DraftRequest, unseen: tuple[int, ...], num_wanted: int) -> None:
         self.request = request
         self.unseen = unseen
         """Tokens that the engine must run before the next draw."""
         self.num_wanted = num_wanted
+        self.deadline = request.deadline
         self.token_ids: list[int] = []
         self.beside: list[tuple[int, ...]] = []
         """The other candidates for the place of each."""
@@ -55,6 +64,16 @@ class Branch:
     def is_whole(self) -> bool:
         """Whether it has all its tokens, or will never have one more."""
         return self.error is not None or len(self.token_ids) >= self.num_wanted
+
+    def goes_on(self) -> bool:
+        """Whether a further token is to be drawn: asked before each draw, which follows if so. A
+        branch without time for it is whole as it is."""
+        if self.is_whole:
+            return False
+        if not self.deadline.allows_draw():
+            self.num_wanted = len(self.token_ids)
+            return False
+        return True
 
     @property
     def num_candidates(self) -> int:
@@ -95,7 +114,10 @@ class ModelDrafter:
     all drafted ones but the last, which was drawn and never run.
 
     It proposes less than was asked for, or nothing, where the model cannot go on: when the prefix
-    holds a token outside its vocabulary, or comes near its `max_model_len`. Where a pass fails
+    holds a token outside its vocabulary, or comes near its `max_model_len`; and where there is no
+    time for a further draw, which is decided before its pass, or before the draw where that pass
+    runs the prefix, too. Draws that are made in one call of the engine cannot stop in between: as
+    many are asked for as there is time for by earlier calls. Where a pass fails
     after a first token was drawn, what was drawn is proposed: the failure may be due to that token,
     and a token that is dropped for what it is biases the output.
     """
@@ -104,6 +126,8 @@ class ModelDrafter:
         """`entries_max` bounds the support of each draft distribution."""
         self._engine = engine
         self._entries_max = entries_max
+        self._draw_s = 0.0
+        """What a draw takes where several are made in one call, with its pass; 0 = not known."""
         self.vocabulary = ReducedVocabulary.of(engine.info.logit_token_ids)
         """The tokens that its logits are of; None = all of them."""
 
@@ -113,7 +137,7 @@ class ModelDrafter:
         comes. Raises what the engine's first pass raises."""
         branches = [self.begin(request) for request in requests]
         active = [branch for branch in branches if branch is not None]
-        at_once = [branch for branch in active if _needs_no_look(branch)]
+        at_once = [branch for branch in active if _needs_no_look(branch) and branch.goes_on()]
         if not self._grow_at_once(at_once):
             at_once = []
         try:
@@ -175,15 +199,22 @@ class ModelDrafter:
             Drawing(branch.request.sampling, branch.request.rule, branch.request.noise)
             for branch in branches
         ]
-        num_depths = max(branch.num_wanted for branch in branches)
+        counts = [branch.deadline.num_draws(branch.num_wanted, self._draw_s) for branch in branches]
+        num_depths = max(counts)
         draws = DeviceDraws(drawings, num_depths, self._entries_max, self.vocabulary)
-        drawn = engine.draw_chains(
-            [Chain(_step(branch), branch.num_wanted) for branch in branches], draws
-        )
+        began = time.perf_counter()
+        chains = [Chain(_step(branch), num) for branch, num in zip(branches, counts, strict=True)]
+        drawn = engine.draw_chains(chains, draws)
         if drawn is None:
             return False
-        for index, branch in enumerate(branches):
-            for depth in range(branch.num_wanted):
+        if all(len(branch.unseen) <= _UNSEEN_OF_A_ROUND for branch in branches):
+            draw_s = (time.perf_counter() - began) / num_depths
+            is_slower = 0.0 < self._draw_s < draw_s
+            self._draw_s += (draw_s - self._draw_s) * (_SLOWER_SHARE if is_slower else 1.0)
+        for index, (branch, num_draws) in enumerate(zip(branches, counts, strict=True)):
+            branch.deadline.has_cut |= num_draws < branch.num_wanted
+            branch.num_wanted = num_draws
+            for depth in range(num_draws):
                 try:
                     token_id, q = draws.read(drawn[depth, index], index)
                 except OutriderError as error:
@@ -206,10 +237,13 @@ class ModelDrafter:
                 for branch in active:
                     self._undo_last_pass(branch)
                 return
-            active, rows = _that_want_more(active, logits)
+            if depth == 0:
+                active, rows = _that_go_on(active, logits)
+            else:
+                rows = logits
             active = self._draw(active, rows)
             depth += 1
-            active = [branch for branch in active if not branch.is_whole]
+            active = [branch for branch in active if branch.goes_on()]
 
     def _draw(self, branches: list[Branch], rows: list[torch.Tensor]) -> list[Branch]:
         """Draws the next token of each branch from its row of logits [1, V]; those that got one. An
@@ -329,12 +363,13 @@ def _step(branch: Branch) -> SequenceStep:
     return SequenceStep(branch.request.session_id, branch.unseen, num_logits)
 
 
-def _that_want_more(
+def _that_go_on(
     branches: Sequence[Branch], logits: Sequence[torch.Tensor]
 ) -> tuple[list[Branch], list[torch.Tensor]]:
-    """The branches that draw a token, and the row [1, V] that each draws it from."""
-    wanting = [i for i, branch in enumerate(branches) if branch.num_wanted > 0]
-    return [branches[i] for i in wanting], [logits[i] for i in wanting]
+    """Behind the pass that ran the prefixes: the branches that draw a token, and the row [1, V]
+    that each draws it from."""
+    going_on = [i for i, branch in enumerate(branches) if branch.goes_on()]
+    return [branches[i] for i in going_on], [logits[i] for i in going_on]
 
 
 def _side_by_side(rows: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -11,6 +11,7 @@ from draft_service.growing import GrowingDrafter
 from draft_service.look_ahead import LookAhead, LookAheadLimits
 from outrider.constraints.allowed import Allowed
 from outrider.constraints.matching import Matchers
+from outrider.drafting.deadline import NO_DEADLINE
 from outrider.drafting.drafter import DraftRequest
 from outrider.engine.admission import Admission, Admissions, Admitted, Ask
 from outrider.engine.interface import Engine
@@ -21,7 +22,7 @@ from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, Re
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.work import Answers, StepFigures, Unfinished, refusal
+from outrider.work import Answers, StepFigures, Unfinished, refusal, undrawn
 
 logger = logging.getLogger(__name__)
 
@@ -232,6 +233,7 @@ class Proposer:
             features=item.features,
             allowed=self._allowed(head, committed) if admission.is_whole else None,
             digests=aligned.sequence,
+            deadline=item.deadline if admission.is_whole else NO_DEADLINE,
         )
         new_tokens = aligned.new_tokens[: admission.num_granted]
         return _Prepared(item, request, new_tokens, admission.is_whole)
@@ -247,7 +249,7 @@ class Proposer:
             logger.info("a session is drafted for without its constraint: %s", error)
             return None
 
-    def _run(self, prepared: Sequence[_Prepared]) -> list[DraftAnswer | Unfinished]:
+    def _run(self, prepared: Sequence[_Prepared]) -> list[_Answer]:
         """One call of the drafter for all; where it raises an error with a name, each session
         alone, so that the one with the error hurts nobody else. Raises `EngineLost`."""
         if not prepared:
@@ -265,7 +267,7 @@ class Proposer:
             for entry, proposal in zip(prepared, proposals, strict=True)
         ]
 
-    def _run_alone(self, entry: _Prepared) -> DraftAnswer | Unfinished:
+    def _run_alone(self, entry: _Prepared) -> _Answer:
         """Again for one session. The failed call may have run some of its steps: back to where
         the session stood."""
         request = entry.request
@@ -275,9 +277,7 @@ class Proposer:
                 self._engine.keep(request.session_id, before)
         return self._run([entry])[0]
 
-    def _answer(
-        self, entry: _Prepared, proposal: Proposal | OutriderError
-    ) -> DraftAnswer | Unfinished:
+    def _answer(self, entry: _Prepared, proposal: Proposal | OutriderError) -> _Answer:
         if isinstance(proposal, OutriderError):
             return self._fail(entry.item, proposal)
         head = entry.item.head
@@ -285,6 +285,9 @@ class Proposer:
         drafted = () if self._engine is None else proposal.spine_ids
         held = self._table.record(head.session_id, (*entry.new_tokens, *drafted))
         if not entry.is_whole and held == len(entry.request.token_ids):
+            deadline = entry.item.deadline
+            if deadline.is_over and deadline.close_undrawn():
+                return Answers((undrawn(head.key),), more=True)
             return Unfinished.CONTINUES
         # A part that was not run holds what the model cannot read: no more of it will be.
         return ProposalReply(
@@ -292,6 +295,7 @@ class Proposer:
             proposal=SealedProposal.of(proposal),
             base_length=head.committed_length,
             cached_length=held,
+            out_of_time=entry.item.deadline.has_cut,
         )
 
     def _fail(self, item: DraftItem, error: OutriderError) -> Refused:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 
 from draft_service.eagle_drafter import EagleDrafter
@@ -9,8 +11,10 @@ from draft_service.hybrid_drafter import HybridDrafter
 from draft_service.look_ahead import LookAheadLimits
 from draft_service.model_drafter import ModelDrafter
 from draft_service.proposing import FallibleDrafter, Proposer
+from outrider.constraints.constraint import Constraint
 from outrider.constraints.grammars import Grammars
 from outrider.constraints.matching import Matchers
+from outrider.drafting.deadline import NO_DEADLINE, DraftDeadline
 from outrider.drafting.drafter import Drafter
 from outrider.drafting.lookup import LookupDrafter
 from outrider.engine.costs import StepCosts
@@ -26,7 +30,7 @@ from outrider.limits import (
 )
 from outrider.messages import DraftAnswer, DraftItem, ReplicaDescription
 from outrider.stepped_service import SteppedService, describe_model
-from outrider.work import StepObserver
+from outrider.work import Outlet, StepObserver, Work, undrawn
 
 
 class DraftService(SteppedService[DraftItem, DraftAnswer]):
@@ -39,10 +43,49 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         description: ReplicaDescription,
         observer: StepObserver | None = None,
         grammars: Grammars | None = None,
+        stated_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """See `SteppedService`."""
+        """See `SteppedService`. A step that runs is `stated_seconds` ahead of the clock, where its
+        engine states its time."""
+        self._stated_seconds = stated_seconds
         super().__init__(proposer, executor, description, observer, grammars=grammars)
         proposer.watch(lambda: self._scheduler.has_news)
+
+    def _take(self, item: DraftItem, outlet: Outlet[DraftAnswer]) -> None:
+        """The time that an item leaves for its draws runs from here."""
+        time, stated = asyncio.get_running_loop().time, self._stated_seconds
+        deadline = DraftDeadline.after(item.budget_us, lambda: time() + stated(), time())
+        super()._take(replace(item, deadline=deadline), outlet)
+
+    def _work(self, item: DraftItem, outlet: Outlet[DraftAnswer]) -> Work[DraftItem, DraftAnswer]:
+        """Where a session looks ahead, tokens of a round may be drawn before it is asked for, so
+        only the steps decide whether there is time for more."""
+        work = super()._work(item, outlet)
+        if item.look_ahead == 0 and item.deadline is not NO_DEADLINE:
+            work.deadline = item.deadline
+        return work
+
+    async def _compile(
+        self,
+        grammars: Grammars,
+        constraint: Constraint,
+        item: DraftItem,
+        outlet: Outlet[DraftAnswer],
+    ) -> None:
+        """See `SteppedService._compile`. Those who wait are told when its time is over."""
+
+        def tell_undrawn() -> None:
+            if item.deadline.close_undrawn():
+                outlet.send([undrawn(item.head.key)])
+
+        timer = None
+        if item.deadline is not NO_DEADLINE:
+            timer = asyncio.get_running_loop().call_at(item.deadline.ends_at, tell_undrawn)
+        try:
+            await super()._compile(grammars, constraint, item, outlet)
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     @classmethod
     def with_model(
@@ -75,7 +118,9 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         limits = LookAheadLimits(max_num_seqs, look_ahead_bytes_max)
         proposer = Proposer(drafter, engine, budget, limits, _matchers(grammars))
         description = describe_model(engine.info, max_num_seqs, costs)
-        return cls(proposer, executor, description, observer, grammars)
+        return cls(
+            proposer, executor, description, observer, grammars, lambda: engine.stated_seconds
+        )
 
     @classmethod
     def with_eagle(

@@ -47,7 +47,7 @@ class GenerateRequest:
     include_rounds: bool = False
     """Whether a `RoundReport` is sent for every round."""
     draft_deadline_ms: int | None = None
-    """How long a round waits for its draft, at most, before it goes on without one."""
+    """Time that a round gives its draft, which answers with the tokens that it has by then."""
     constraint: Constraint | None = None
     """What the whole completion must be; it ends where that does."""
     default_max_tokens: int = MAX_TOKENS_DEFAULT

@@ -30,7 +30,10 @@ DEADLINE_MS_MAX: Final = 3_600_000
 CHAT_MESSAGES_MAX: Final = 4096
 ROLE_CHARS_MAX: Final = 64
 DRAFT_DEADLINE_MS_MAX: Final = 600_000
-"""How long a round of a request may wait for its draft."""
+"""Longest time that a round may give its draft."""
+SILENT_DRAFT_S: Final = 1.0
+"""A draft that has not answered so long after the time that a round gave it is lost or silent: a
+healthy one has answered by then with what it has drawn."""
 
 CONSTRAINT_BYTES_MAX: Final = 64 * 2**10
 """Of a JSON schema, or of all choices together."""

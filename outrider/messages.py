@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from outrider.constraints.constraint import Constraint
+from outrider.drafting.deadline import NO_DEADLINE, DraftDeadline
 from outrider.engine.costs import StepCosts
 from outrider.errors import OutriderError
 from outrider.features import Features
@@ -91,6 +92,8 @@ class VerifyItem:
     """Candidates beside its first, second, ... token: see `DraftRequest.siblings`."""
     wants_features: bool = False
     """Whether the features of what the verdict commits are wanted."""
+    next_budget_us: int = 0
+    """Time to draft the next round's proposal, from when its drafting begins; 0 = no bound."""
     audit: bool = False
     """Whether the proposal is a chain of committed tokens of a session that has ended, of which is
     asked how they look under the target's law."""
@@ -99,6 +102,11 @@ class VerifyItem:
     def num_rows(self) -> int:
         """Tokens that it has for a step, if the target holds the stated prefix."""
         return max(1, len(self.head.append) + len(self.proposal))
+
+    @property
+    def gives_way(self) -> bool:
+        """Never: every verdict is waited for."""
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +125,21 @@ class DraftItem:
     `DraftRequest.siblings`. Not where the draft looks ahead."""
     features: Features | None = None
     """Of committed tokens, where the draft reads features and there are some that it may lack."""
+    budget_us: int = field(default=0, compare=False)
+    """Time left to draft it, from when the item arrives; 0 = no bound."""
+    deadline: DraftDeadline = field(default=NO_DEADLINE, compare=False, repr=False)
+    """Not sent: when that is over, on the draft's clock."""
 
     @property
     def num_rows(self) -> int:
         """Tokens that it has for a step, if the draft holds the stated prefix."""
         return max(1, len(self.head.append))
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether it need not be finished before a newer item of its session is begun: nothing is
+        asked for but to look ahead."""
+        return self.held is not None and self.look_ahead > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +171,8 @@ class VerdictReply:
     """What of `compute_ms` it took to draft, for all sessions of the step ..."""
     next_work_ms: float = 0.0
     """... and this session's part of that."""
+    next_out_of_time: bool = False
+    """Whether it is short because its time had run out."""
     features: Features | None = None
     """Where wanted: of the last committed token and of those that were accepted behind it."""
     audit: AuditSums | None = None
@@ -175,6 +195,8 @@ class ProposalReply:
     """This session's part of `compute_ms`: others shared its step."""
     assumed: tuple[int, ...] = ()
     """Tokens behind the prefix that are not committed yet, and may never be."""
+    out_of_time: bool = False
+    """Whether it is short, or empty, because its time had run out."""
 
     @property
     def num_bytes(self) -> int:

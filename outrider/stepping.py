@@ -35,6 +35,7 @@ from outrider.work import (
     Unfinished,
     Work,
     refusal,
+    undrawn,
 )
 from outrider.work_queue import WorkQueue
 
@@ -130,10 +131,11 @@ class StepScheduler(Generic[Item, Answer]):
             raise EngineLost(self.lost.message)
         if self._closing:
             raise Unavailable("this replica is stopping")
-        self._queue.add(work)
+        loop = asyncio.get_running_loop()
+        if self._queue.add(work) and work.deadline is not None:
+            work.timer = loop.call_at(work.deadline.ends_at, self._tell_undrawn, work)
         if self._gathering is not None:
-            now = asyncio.get_running_loop().time()
-            self._gathering.arrived(work.item.head.session_id, now)
+            self._gathering.arrived(work.item.head.session_id, loop.time())
         self._start()
 
     def release(self, session_id: str, epoch: int) -> None:
@@ -376,6 +378,15 @@ class StepScheduler(Generic[Item, Answer]):
                 self._cancel(work)
         self._queue.put_back(works)
 
+    def _tell_undrawn(self, work: Work[Item, Answer]) -> None:
+        """The time of work is over. If nothing was drawn for it, those who wait are told so, and no
+        draw follows; the prefix is still run, and an empty proposal then says so."""
+        if work.cancelled or work.deadline is None or not work.deadline.close_undrawn():
+            return
+        work.answered = True
+        for outlet in work.outlets:
+            outlet.send([undrawn(work.item.head.key)])
+
     def _cancel(self, work: Work[Item, Answer]) -> None:
         work.cancelled = True
         over = Refused(work.item.head.key, CANCELLED_CODE, "the session was released")
@@ -399,6 +410,8 @@ class StepScheduler(Generic[Item, Answer]):
         self._done(work, answer)
 
     def _done(self, work: Work[Item, Answer], answer: Answer | Refused | None) -> None:
+        if work.timer is not None:
+            work.timer.cancel()
         if work.on_done is not None:
             work.on_done(work, answer)
 
@@ -410,6 +423,7 @@ def _note_standing(work: Work[Any, Any], answer: Any) -> None:
         work.answered = not answer.waited_for
     else:
         work.unfinished = answer if isinstance(answer, Unfinished) else None
+        work.answered = work.answered or work.item.gives_way
 
 
 def _timed(answer: Any, work: Work[Any, Any], end: float, num_sharing: int) -> Any:

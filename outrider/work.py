@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
-from outrider.errors import OutriderError
+from outrider.errors import DeadlineExceeded, OutriderError
 from outrider.messages import Refused, ReplyKey, RoundHead
 
 if TYPE_CHECKING:
+    from asyncio import TimerHandle
+
+    from outrider.drafting.deadline import DraftDeadline
     from outrider.engine.interface import PageCounts
 
 CANCELLED_CODE = 1
@@ -30,6 +33,11 @@ class SteppedItem(Protocol):
     @property
     def num_rows(self) -> int:
         """Tokens that it has for a step, if the replica holds the stated prefix; at least 1."""
+        ...
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether it need not be finished before a newer item of its session is begun."""
         ...
 
 
@@ -126,8 +134,8 @@ class Work(Generic[Item, Answer]):
     """An item that waits for a step, and who wants its answer."""
 
     __slots__ = (
-        "answered", "arrived_at", "cancelled", "expires_at", "item", "on_done", "outlets", "place",
-        "started_at", "unfinished",
+        "answered", "arrived_at", "cancelled", "deadline", "expires_at", "item", "on_done",
+        "outlets", "place", "started_at", "timer", "unfinished",
     )  # fmt: skip
 
     def __init__(
@@ -149,6 +157,10 @@ class Work(Generic[Item, Answer]):
         """How its last step left it; None before the first one."""
         self.answered = False
         """Whether it stays for answers alone that nobody waits for."""
+        self.deadline: DraftDeadline | None = None
+        """Until when something has to be drawn for it; else those who wait are told so."""
+        self.timer: TimerHandle | None = None
+        """Of that."""
 
     @property
     def wanted(self) -> bool:
@@ -191,6 +203,11 @@ class StepObserver(Protocol):
 def refusal(key: ReplyKey, error: OutriderError) -> Refused:
     """The answer that says `error`."""
     return Refused(key, error.grpc_code, error.message)
+
+
+def undrawn(key: ReplyKey) -> Refused:
+    """The answer to an item whose time is over before the first draw."""
+    return refusal(key, DeadlineExceeded("its time ran out before a token was drawn"))
 
 
 def expiry(head: RoundHead, now: float) -> float:

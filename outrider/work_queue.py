@@ -58,20 +58,22 @@ class WorkQueue(Generic[Item, Answer]):
         """Of the work that waits."""
         return {work.item.head.session_id for work in self._waiting}
 
-    def add(self, work: Work[Item, Answer]) -> None:
+    def add(self, work: Work[Item, Answer]) -> bool:
         """Queues work. The very item that already waits is not queued twice: it is answered to
-        both (unless somebody is to be told when it is done). Raises `Overloaded` when full."""
+        both (unless somebody is to be told when it is done), and this returns False. Raises
+        `Overloaded` when full."""
         key = work.item.head.key
         waiting = self._newest.get(key)
         if waiting is not None and waiting.asks_like(work):
             waiting.outlets.extend(o for o in work.outlets if o not in waiting.outlets)
             waiting.expires_at = max(waiting.expires_at, work.expires_at)
-            return
+            return False
         if len(self._waiting) >= self._queue_max and self._num_waited_for >= self._queue_max:
             raise Overloaded(f"{self._queue_max} items wait for a step of this replica", 100)
         work.place = next(self._places)
         self._waiting.append(work)
         self._newest[key] = work
+        return True
 
     def take(self, now: float) -> Taken[Item, Answer]:
         """The oldest work of each session, without what was answered and has a newer one behind it:

@@ -63,7 +63,7 @@ class ExitDrafter:
         steps = [
             SequenceStep(name, (entry.newest,), num_logits=1)
             for name, entry in growing.items()
-            if entry.wants_more
+            if entry.goes_on()
         ]
         if not steps or self._engine.can_hold(steps):
             return steps

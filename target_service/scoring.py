@@ -15,6 +15,7 @@ import torch
 
 from outrider.constraints.allowed import Allowed
 from outrider.constraints.matching import Matchers
+from outrider.drafting.deadline import DraftDeadline
 from outrider.drafting.growing_rounds import RoundWanted
 from outrider.engine.admission import Admission, Admissions, Admitted, Ask
 from outrider.engine.interface import Engine, FeatureEngine, SequenceStep
@@ -334,6 +335,7 @@ class Scorer:
                 next_base_length=length,
                 next_draft_ms=draft_ms,
                 next_work_ms=draft_ms / len(wanting),
+                next_out_of_time=following.wanted.deadline.has_cut,
             )
         return found
 
@@ -367,6 +369,7 @@ class Scorer:
             history=history,
             siblings=item.next_siblings,
             allowed=None if entry.allowed is None else entry.allowed.behind(outcome.token_ids),
+            deadline=DraftDeadline.after(item.next_budget_us, self._clock),
         )
         return NextRound(features, wanted, head.session_id)
 

@@ -60,7 +60,7 @@ class HeadDrafter:
         growing = [GrowingRound(entry.wanted) for entry in rounds]
         features = [entry.features for entry in rounds]
         for depth in range(len(self._heads.heads)):
-            active = [index for index, entry in enumerate(growing) if entry.wants_more]
+            active = [index for index, entry in enumerate(growing) if entry.goes_on()]
             if not active:
                 break
             given = torch.stack([features[index] for index in active])

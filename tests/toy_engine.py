@@ -26,12 +26,20 @@ class ToyEngine:
     """See `outrider.engine.interface.Engine`."""
 
     def __init__(
-        self, vocab_size: int = 8, salt: int = 1, max_model_len: int = 64, num_pages: int = 1024
+        self,
+        vocab_size: int = 8,
+        salt: int = 1,
+        max_model_len: int = 64,
+        num_pages: int = 1024,
+        pass_s: float = 0.0,
     ) -> None:
+        """Each pass states that it took `pass_s`."""
         self._info = ModelInfo(
             f"toy-{salt}", vocab_size, max_model_len, "float32", (), f"weights-{salt}", "toy"
         )
         self._salt = salt
+        self._pass_s = pass_s
+        self.stated_seconds = 0.0
         self._pool = PagePool(num_pages, PAGE_SIZE)
         self._known: set[str] = set()
         self.batches: list[list[str]] = []
@@ -60,6 +68,7 @@ class ToyEngine:
                 raise BadRequest("token_ids", "too long")
         self._pool.append(steps)
         self._pool.written(steps)
+        self.stated_seconds += self._pass_s
         self.batches.append(ids)
         self.counts.append([len(step.token_ids) for step in steps])
         self._known.update(ids)
@@ -121,4 +130,5 @@ class ToyEngine:
         self._pool.check_integrity()
 
     def take_step_seconds(self) -> float:
-        return 0.0
+        seconds, self.stated_seconds = self.stated_seconds, 0.0
+        return seconds

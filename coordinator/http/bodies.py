@@ -96,7 +96,7 @@ class Speculation(Body):
     )
     draft_deadline_ms: int | None = Field(
         default=None,
-        description="How long a round waits for its draft, at most, before it goes on without one.",
+        description="Time that a round gives its draft, which answers with what it has by then.",
     )
     histograms: bool | None = Field(
         default=None, description="Tell how many rounds accepted how much."

@@ -43,7 +43,7 @@ def add_request_flags(parser: argparse.ArgumentParser, max_tokens: int) -> Any:
     request.add_argument("--deadline-ms", type=int, help="end after so long, ms")
     request.add_argument(
         "--draft-deadline-ms", type=int,
-        help="a round waits so long for its draft, ms [--draft-timeout-ms of the deployment]",
+        help="time that a round gives its draft, ms [--draft-timeout-ms of the deployment]",
     )  # fmt: skip
     return request
 

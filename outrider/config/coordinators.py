@@ -98,8 +98,8 @@ class CoordinatorConfig(FrontConfig):
         "cancelled, ms. Nothing is decoded meanwhile.", minimum=0, maximum=WAIT_MS_MAX,
     )  # fmt: skip
     draft_timeout_ms: int = setting(
-        1_000, "Longest wait for a proposal before the round goes on without one, ms; length "
-        "control gives up sooner where its tokens are not worth it.",
+        1_000, "Time that a round gives its draft, which answers with the tokens that it has by "
+        "then, ms; length control gives less where they are not worth it.",
         minimum=1, maximum=WAIT_MS_MAX,
     )  # fmt: skip
     draft_retry_ms: int = setting(

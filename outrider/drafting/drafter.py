@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from outrider.constraints.allowed import Allowed
+from outrider.drafting.deadline import NO_DEADLINE, DraftDeadline
 from outrider.features import Features
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import Proposal
@@ -44,6 +45,8 @@ class DraftRequest:
     digests: TokenSequence | None = None
     """The first of `token_ids`, or all, where their digests are known: whoever kept a prefix then
     need not compare it token by token. Read only, and only during the call."""
+    deadline: DraftDeadline = field(default=NO_DEADLINE, compare=False)
+    """Asked before each draw; look-ups, which draw nothing and take next to no time, do not ask."""
 
 
 class Drafter(Protocol):
@@ -53,9 +56,10 @@ class Drafter(Protocol):
     most on what finished sessions of the same tenant were answered. It depends on no token that was
     drafted and not committed, this round's or another's, and not on the noise of its own session's
     rounds but through their committed tokens: what decides which tokens are drafted, and how many,
-    must say nothing of the numbers that they are tested with. So the answers of a session with the
-    same seed are no help, unless noise is keyed by the absolute position, where no drafted token
-    has a say in what is committed.
+    must say nothing of the numbers that they are tested with. How many may depend on the time and
+    on the tokens that are proposed, if it is decided before each draw. So the answers of a session
+    with the same seed are no help, unless noise is keyed by the absolute position, where no drafted
+    token has a say in what is committed.
 
     Where such answers arrive between two calls, a round that is asked for twice may be proposed two
     different drafts. Either is as exact: a coordinator verifies one proposal a round, and the first

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from outrider.constraints.allowed import Allowed, TokenMask
+from outrider.drafting.deadline import NO_DEADLINE, DraftDeadline
 from outrider.errors import OutriderError
 from outrider.speculation.drafting import DraftedGroup, draw_from_logits, draw_siblings
 from outrider.speculation.masking import draft_mask, masked_logits
@@ -41,6 +42,8 @@ class RoundWanted:
     count tokens."""
     allowed: Allowed | None = None
     """What may follow the newest token; None = anything."""
+    deadline: DraftDeadline = field(default=NO_DEADLINE, compare=False)
+    """Asked before each draw."""
 
 
 class GrowingRound:
@@ -54,10 +57,13 @@ class GrowingRound:
         """What stands at each place of the proposal; the next one follows its first token."""
         self.ended = False
 
-    @property
-    def wants_more(self) -> bool:
-        """Whether a further token is to be drawn."""
-        return not self.ended and len(self.drawn) < self.wanted.num_draft_tokens
+    def goes_on(self) -> bool:
+        """Whether a further token is to be drawn: asked once before each draw, which follows if so.
+        A round without time for it ends with what it has."""
+        if self.ended or len(self.drawn) >= self.wanted.num_draft_tokens:
+            return False
+        self.ended = not self.wanted.deadline.allows_draw()
+        return not self.ended
 
     @property
     def newest(self) -> int:

@@ -143,6 +143,11 @@ class EmulatedEngine:
         seconds, self._step_seconds = self._step_seconds, 0.0
         return seconds
 
+    @property
+    def stated_seconds(self) -> float:
+        """See `Engine.stated_seconds`."""
+        return self._step_seconds
+
     def _context(self, sequence: Sequence[int], end: int) -> list[int]:
         """The last `order` tokens before `end`."""
         context = sequence[max(0, end - self._spec.order) : end]

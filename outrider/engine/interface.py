@@ -149,6 +149,12 @@ class Engine(Protocol):
         0 for an engine whose steps take their own time; emulated engines state theirs."""
         ...
 
+    @property
+    def stated_seconds(self) -> float:
+        """What `take_step_seconds` would return now: how far a step that runs is ahead of the
+        clock."""
+        ...
+
 
 @runtime_checkable
 class FeatureEngine(Engine, Protocol):

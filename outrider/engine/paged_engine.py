@@ -378,6 +378,11 @@ class PagedEngine:
         """0: these steps take their own time."""
         return 0.0
 
+    @property
+    def stated_seconds(self) -> float:
+        """See `Engine.stated_seconds`."""
+        return 0.0
+
     def check_integrity(self) -> None:
         """Raises `InvariantError` unless every page is where it is said to be."""
         self._pool.check_integrity()

@@ -9,13 +9,13 @@ from typing import Final
 
 from outrider.errors import check
 from outrider.fleet.registry import Role
-from outrider.limits import BATCHED_TOKENS_DEFAULT, SESSIONS_PER_COORDINATOR_MAX
+from outrider.limits import BATCHED_TOKENS_DEFAULT, SESSIONS_PER_COORDINATOR_MAX, SILENT_DRAFT_S
 from outrider.planning.round_times import ServiceTimes
 
 COORDINATOR_S: Final = 0.00029
 """Of a coordinator's one thread for a round, as `outrider bench capacity` measures it."""
-DRAFT_TIMEOUT_S: Final = 1.0
-"""By default (`--draft-timeout-ms`)."""
+DRAFT_TIMEOUT_S: Final = 1.0 + SILENT_DRAFT_S
+"""By default: `--draft-timeout-ms`, and what a silent draft is waited for beyond that."""
 SECONDS: Final = 60.0
 WARM_UP_S: Final = 10.0
 

@@ -14,20 +14,22 @@ class DraftRequest(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[DraftItem, _Mapping]]] = ...) -> None: ...
 
 class DraftItem(_message.Message):
-    __slots__ = ("head", "num_draft_tokens", "look_ahead", "held", "siblings", "features")
+    __slots__ = ("head", "num_draft_tokens", "look_ahead", "held", "siblings", "features", "budget_us")
     HEAD_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOOK_AHEAD_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     SIBLINGS_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_US_FIELD_NUMBER: _ClassVar[int]
     head: _types_pb2.RoundHead
     num_draft_tokens: int
     look_ahead: int
     held: HeldProposal
     siblings: _containers.RepeatedScalarFieldContainer[int]
     features: _types_pb2.Features
-    def __init__(self, head: _Optional[_Union[_types_pb2.RoundHead, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., look_ahead: _Optional[int] = ..., held: _Optional[_Union[HeldProposal, _Mapping]] = ..., siblings: _Optional[_Iterable[int]] = ..., features: _Optional[_Union[_types_pb2.Features, _Mapping]] = ...) -> None: ...
+    budget_us: int
+    def __init__(self, head: _Optional[_Union[_types_pb2.RoundHead, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., look_ahead: _Optional[int] = ..., held: _Optional[_Union[HeldProposal, _Mapping]] = ..., siblings: _Optional[_Iterable[int]] = ..., features: _Optional[_Union[_types_pb2.Features, _Mapping]] = ..., budget_us: _Optional[int] = ...) -> None: ...
 
 class HeldProposal(_message.Message):
     __slots__ = ("token_ids",)
@@ -58,7 +60,7 @@ class DraftReplyItem(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., proposal: _Optional[_Union[ProposalAnswer, _Mapping]] = ..., resync: _Optional[_Union[_types_pb2.Resync, _Mapping]] = ..., refused: _Optional[_Union[_types_pb2.Refused, _Mapping]] = ...) -> None: ...
 
 class ProposalAnswer(_message.Message):
-    __slots__ = ("proposal", "base_length", "cached_length", "queue_ms", "compute_ms", "work_ms", "assumed")
+    __slots__ = ("proposal", "base_length", "cached_length", "queue_ms", "compute_ms", "work_ms", "assumed", "out_of_time")
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     CACHED_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +68,7 @@ class ProposalAnswer(_message.Message):
     COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
     WORK_MS_FIELD_NUMBER: _ClassVar[int]
     ASSUMED_FIELD_NUMBER: _ClassVar[int]
+    OUT_OF_TIME_FIELD_NUMBER: _ClassVar[int]
     proposal: _types_pb2.Proposal
     base_length: int
     cached_length: int
@@ -73,4 +76,5 @@ class ProposalAnswer(_message.Message):
     compute_ms: float
     work_ms: float
     assumed: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., base_length: _Optional[int] = ..., cached_length: _Optional[int] = ..., queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., work_ms: _Optional[float] = ..., assumed: _Optional[_Iterable[int]] = ...) -> None: ...
+    out_of_time: bool
+    def __init__(self, proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., base_length: _Optional[int] = ..., cached_length: _Optional[int] = ..., queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., work_ms: _Optional[float] = ..., assumed: _Optional[_Iterable[int]] = ..., out_of_time: _Optional[bool] = ...) -> None: ...

@@ -14,7 +14,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[VerifyItem, _Mapping]]] = ...) -> None: ...
 
 class VerifyItem(_message.Message):
-    __slots__ = ("head", "proposal", "run_ahead", "num_logprobs", "num_next_draft_tokens", "next_siblings", "wants_features", "audit")
+    __slots__ = ("head", "proposal", "run_ahead", "num_logprobs", "num_next_draft_tokens", "next_siblings", "wants_features", "next_budget_us", "audit")
     HEAD_FIELD_NUMBER: _ClassVar[int]
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     RUN_AHEAD_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class VerifyItem(_message.Message):
     NUM_NEXT_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NEXT_SIBLINGS_FIELD_NUMBER: _ClassVar[int]
     WANTS_FEATURES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_BUDGET_US_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
     head: _types_pb2.RoundHead
     proposal: _types_pb2.Proposal
@@ -30,8 +31,9 @@ class VerifyItem(_message.Message):
     num_next_draft_tokens: int
     next_siblings: _containers.RepeatedScalarFieldContainer[int]
     wants_features: bool
+    next_budget_us: int
     audit: bool
-    def __init__(self, head: _Optional[_Union[_types_pb2.RoundHead, _Mapping]] = ..., proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., run_ahead: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., num_next_draft_tokens: _Optional[int] = ..., next_siblings: _Optional[_Iterable[int]] = ..., wants_features: _Optional[bool] = ..., audit: _Optional[bool] = ...) -> None: ...
+    def __init__(self, head: _Optional[_Union[_types_pb2.RoundHead, _Mapping]] = ..., proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., run_ahead: _Optional[int] = ..., num_logprobs: _Optional[int] = ..., num_next_draft_tokens: _Optional[int] = ..., next_siblings: _Optional[_Iterable[int]] = ..., wants_features: _Optional[bool] = ..., next_budget_us: _Optional[int] = ..., audit: _Optional[bool] = ...) -> None: ...
 
 class VerifyReply(_message.Message):
     __slots__ = ("items",)
@@ -56,7 +58,7 @@ class VerifyReplyItem(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., resync: _Optional[_Union[_types_pb2.Resync, _Mapping]] = ..., refused: _Optional[_Union[_types_pb2.Refused, _Mapping]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("accept_probability", "correction", "logprobs", "cached_length", "queue_ms", "compute_ms", "next_proposal", "next_base_length", "next_draft_ms", "next_work_ms", "features", "audit")
+    __slots__ = ("accept_probability", "correction", "logprobs", "cached_length", "queue_ms", "compute_ms", "next_proposal", "next_base_length", "next_draft_ms", "next_work_ms", "next_out_of_time", "features", "audit")
     ACCEPT_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
     CORRECTION_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +69,7 @@ class Verdict(_message.Message):
     NEXT_BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     NEXT_DRAFT_MS_FIELD_NUMBER: _ClassVar[int]
     NEXT_WORK_MS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_OUT_OF_TIME_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
     accept_probability: _containers.RepeatedScalarFieldContainer[float]
@@ -79,9 +82,10 @@ class Verdict(_message.Message):
     next_base_length: int
     next_draft_ms: float
     next_work_ms: float
+    next_out_of_time: bool
     features: _types_pb2.Features
     audit: AuditSums
-    def __init__(self, accept_probability: _Optional[_Iterable[float]] = ..., correction: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.PositionLogprobs, _Mapping]]] = ..., cached_length: _Optional[int] = ..., queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., next_proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., next_base_length: _Optional[int] = ..., next_draft_ms: _Optional[float] = ..., next_work_ms: _Optional[float] = ..., features: _Optional[_Union[_types_pb2.Features, _Mapping]] = ..., audit: _Optional[_Union[AuditSums, _Mapping]] = ...) -> None: ...
+    def __init__(self, accept_probability: _Optional[_Iterable[float]] = ..., correction: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.PositionLogprobs, _Mapping]]] = ..., cached_length: _Optional[int] = ..., queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., next_proposal: _Optional[_Union[_types_pb2.Proposal, _Mapping]] = ..., next_base_length: _Optional[int] = ..., next_draft_ms: _Optional[float] = ..., next_work_ms: _Optional[float] = ..., next_out_of_time: _Optional[bool] = ..., features: _Optional[_Union[_types_pb2.Features, _Mapping]] = ..., audit: _Optional[_Union[AuditSums, _Mapping]] = ...) -> None: ...
 
 class AuditSums(_message.Message):
     __slots__ = ("num_tokens", "num_impossible", "num_unlikely", "num_near_ties", "surprise", "entropy", "variance")

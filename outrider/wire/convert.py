@@ -14,6 +14,7 @@ from typing import Final
 from outrider.errors import BadRequest
 from outrider.limits import (
     DEADLINE_MS_MAX,
+    DRAFT_DEADLINE_MS_MAX,
     ERROR_MESSAGE_CHARS_MAX,
     LOGIT_BIAS_ENTRIES_MAX,
     LOGPROBS_MAX,
@@ -219,6 +220,7 @@ def verify_item_to_proto(item: VerifyItem, sampling_hash: int | None) -> target_
         num_next_draft_tokens=item.num_next_draft_tokens,
         next_siblings=item.next_siblings,
         wants_features=item.wants_features,
+        next_budget_us=item.next_budget_us,
         audit=item.audit,
     )
 
@@ -240,6 +242,7 @@ def verify_item_from_proto(message: target_pb2.VerifyItem) -> VerifyItem:
         num_next_draft_tokens=num_next,
         next_siblings=siblings,
         wants_features=message.wants_features,
+        next_budget_us=_budget_from_wire(message.next_budget_us, "next_budget_us"),
         audit=message.audit,
     )
 
@@ -254,6 +257,7 @@ def draft_item_to_proto(item: DraftItem, sampling_hash: int | None) -> draft_pb2
         held=held,
         siblings=item.siblings,
         features=None if item.features is None else features_to_proto(item.features),
+        budget_us=item.budget_us,
     )
 
 
@@ -268,7 +272,16 @@ def draft_item_from_proto(message: draft_pb2.DraftItem) -> DraftItem:
     _check_tree(message.num_draft_tokens, "num_draft_tokens", siblings, "siblings")
     head = head_from_proto(message.head)
     features = features_from_proto(message.features, "features")
-    return DraftItem(head, message.num_draft_tokens, message.look_ahead, held, siblings, features)
+    return DraftItem(
+        head, message.num_draft_tokens, message.look_ahead, held, siblings, features,
+        _budget_from_wire(message.budget_us, "budget_us"),
+    )  # fmt: skip
+
+
+def _budget_from_wire(budget_us: int, field: str) -> int:
+    if budget_us > DRAFT_DEADLINE_MS_MAX * 1000:
+        raise BadRequest(field, f"{budget_us} us is over {DRAFT_DEADLINE_MS_MAX} ms")
+    return budget_us
 
 
 def _check_tree(number: int, number_field: str, siblings: tuple[int, ...], field: str) -> None:
@@ -309,6 +322,7 @@ def verify_answer_to_proto(
             verdict.next_base_length = answer.next_base_length
         verdict.next_draft_ms = answer.next_draft_ms
         verdict.next_work_ms = answer.next_work_ms
+        verdict.next_out_of_time = answer.next_out_of_time
         if answer.features is not None:
             verdict.features.CopyFrom(features_to_proto(answer.features))
         audit_to_proto(answer.audit, verdict)
@@ -348,6 +362,7 @@ def verify_answer_from_proto(
         next_base_length=verdict.next_base_length,
         next_draft_ms=milliseconds(verdict.next_draft_ms, "verdict.next_draft_ms"),
         next_work_ms=milliseconds(verdict.next_work_ms, "verdict.next_work_ms"),
+        next_out_of_time=verdict.next_out_of_time,
         features=features_from_proto(verdict.features, "verdict.features"),
         audit=audit_from_proto(verdict),
     )
@@ -367,6 +382,7 @@ def draft_answer_to_proto(answer: ProposalReply | Resync | Refused) -> draft_pb2
                 compute_ms=answer.compute_ms,
                 work_ms=answer.work_ms,
                 assumed=answer.assumed,
+                out_of_time=answer.out_of_time,
             )
         )
     else:
@@ -391,6 +407,7 @@ def draft_answer_from_proto(
         compute_ms=milliseconds(answer.compute_ms, "proposal.compute_ms"),
         work_ms=milliseconds(answer.work_ms, "proposal.work_ms"),
         assumed=_assumed_from_wire(answer.assumed),
+        out_of_time=answer.out_of_time,
     )
 
 

@@ -128,6 +128,11 @@ class ParallelEngine:
         """See `Engine.take_step_seconds`."""
         return self._engine.take_step_seconds()
 
+    @property
+    def stated_seconds(self) -> float:
+        """See `Engine.stated_seconds`."""
+        return self._engine.stated_seconds
+
     def close(self) -> None:
         """The followers end, those in the middle of a step too."""
         self._followers.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -28,29 +29,75 @@ def accepted_law(rule: Rule, accept: np.ndarray) -> np.ndarray:
     return law
 
 
-def round_law(pair: ToyPair, rule: Rule, k: int, drafter: int = 0) -> tuple[np.ndarray, float]:
+GoesOn = Callable[[tuple[int, ...]], float]
+"""The chance that a further token is drawn behind these draft tokens."""
+
+
+def round_law(
+    pair: ToyPair,
+    rule: Rule,
+    k: int,
+    drafter: int = 0,
+    goes_on: GoesOn = lambda path: 1.0,
+    *,
+    decides_late: bool = False,
+) -> tuple[np.ndarray, float]:
     """The law of k+1 tokens, [V] * (k+1), when one round of K = k under token or block is followed
-    by the target alone; and the expected number of accepted draft tokens."""
-    tokens, states = pair.paths(k)
-    before = states[:, :-1]
-    drafts = pair.draft_rows(tokens, before, drafter)
-    chance = pair.mass[drafter][before].gather(2, tokens[..., None])[..., 0].prod(dim=1).numpy()
-    taken = chance > 0
-    drafts = pair.draft_rows(tokens[taken], before[taken], drafter)
-    verdict = verdict_law(rule, pair.p[states[taken]], drafts)
-    counts = accepted_law(rule, verdict.accept.numpy()) * chance[taken, None]
-    weights = verdict.weights / verdict.weights.sum(dim=2, keepdim=True)
+    by the target alone; and the expected number of accepted draft tokens. Before each draw
+    `goes_on` decides whether it is made; or, as it must not be, after it: `decides_late` asks for
+    the path with the new token, which is dropped where the answer is no."""
     law = np.zeros((pair.vocab_size,) * (k + 1))
-    for path, visited, count, row in zip(
-        tokens[taken].tolist(), states[taken], counts, weights.numpy(), strict=True
-    ):
-        for n in range(k + 1):
-            if count[n] == 0:
-                continue
-            for token_id in row[n].nonzero()[0].tolist():
-                rest = pair.continuation(pair.step[visited[n], token_id], k - n)
-                law[(*path[:n], token_id)] += count[n] * row[n][token_id] * rest
-    return law, float((counts * np.arange(k + 1)).sum())
+    accepted = 0.0
+    for length in range(k + 1):
+        tokens, states = pair.paths(length)
+        before = states[:, :-1]
+        drawn = pair.mass[drafter][before].gather(2, tokens[..., None])[..., 0].prod(dim=1).numpy()
+        ends = np.array([
+            _ends_chance(pair.mass[drafter][end].numpy(), tuple(path), k, goes_on, decides_late)
+            for path, end in zip(tokens.tolist(), states[:, -1], strict=True)
+        ])  # fmt: skip
+        chance = drawn * ends
+        taken = chance > 0
+        if not taken.any():
+            continue
+        drafts = pair.draft_rows(tokens[taken], before[taken], drafter)
+        verdict = verdict_law(rule, pair.p[states[taken]], drafts)
+        counts = accepted_law(rule, verdict.accept.numpy()) * chance[taken, None]
+        weights = verdict.weights / verdict.weights.sum(dim=2, keepdim=True)
+        for path, visited, count, row in zip(
+            tokens[taken].tolist(), states[taken], counts, weights.numpy(), strict=True
+        ):
+            for n in count.nonzero()[0].tolist():
+                for token_id in row[n].nonzero()[0].tolist():
+                    rest = pair.continuation(pair.step[visited[n], token_id], k - n)
+                    law[(*path[:n], token_id)] += count[n] * row[n][token_id] * rest
+        accepted += float((counts * np.arange(length + 1)).sum())
+    return law, accepted
+
+
+def _ends_chance(
+    q: np.ndarray, path: tuple[int, ...], k: int, goes_on: GoesOn, decides_late: bool
+) -> float:
+    """The chance that a proposal is this path, given the values of its draws; q [V] is what the
+    next one would be drawn from."""
+    if decides_late:
+        gone_on = np.prod([goes_on(path[:n]) for n in range(1, len(path) + 1)])
+        more = sum(q[v] * goes_on((*path, v)) for v in range(len(q))) if len(path) < k else 0.0
+    else:
+        gone_on = np.prod([goes_on(path[:n]) for n in range(len(path))])
+        more = goes_on(path) if len(path) < k else 0.0
+    return float(gone_on * (1.0 - more))
+
+
+def stopping_rule(seed: int) -> GoesOn:
+    """One that depends on the path alone: sure to go on, sure to stop, or either."""
+    known: dict[tuple[int, ...], float] = {}
+
+    def goes_on(path: tuple[int, ...]) -> float:
+        random = np.random.default_rng([seed, len(path), *path])
+        return known.setdefault(path, float(random.choice([0.0, 0.3, 1.0, 1.0])))
+
+    return goes_on
 
 
 def own_draw_law(pair: ToyPair, rule: Rule, k: int, seed: int) -> np.ndarray:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from core_enumeration import EXACT, accepted_law, assert_exact, own_draw_law, round_law
+from core_enumeration import (
+    EXACT,
+    accepted_law,
+    assert_exact,
+    own_draw_law,
+    round_law,
+    stopping_rule,
+)
 from core_toys import ToyPair, flat_pair, make_pair, random_pair
 
 from outrider.speculation.decision import decide
@@ -69,6 +76,38 @@ def test_own_draw_verdicts_are_what_the_enumeration_takes_them_for(rule):
     assert torch.equal(correction, own)
     assert torch.equal(accept, (own[:, :2] == tokens).double())
     assert 0 < accept.mean() < 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("vocab_size", "k"), [(3, 1), (3, 2), (3, 3), (4, 2)])
+@pytest.mark.parametrize("rule", RATIO_RULES)
+def test_stopping_before_a_draw(rule, vocab_size, k, seed):
+    """Exact however the decision to draw one token more depends on those that were drawn."""
+    pair = random_pair(vocab_size, seed % 3)
+    law, _ = round_law(pair, rule, k, goes_on=stopping_rule(seed))
+    np.testing.assert_allclose(law, pair.law(k + 1), atol=EXACT)
+
+
+@pytest.mark.parametrize("rule", RATIO_RULES)
+def test_stopping_rules_differ_in_what_they_accept(rule):
+    """Those above do stop: they accept less than whole proposals, and not all the same."""
+    pair = random_pair(3, 1)
+    whole = round_law(pair, rule, 3)[1]
+    found = {round_law(pair, rule, 3, goes_on=stopping_rule(seed))[1] for seed in range(8)}
+    assert len(found) > 4
+    assert max(found) <= whole + EXACT
+
+
+@pytest.mark.parametrize("rule", RATIO_RULES)
+def test_deciding_after_the_draw_is_not_exact(rule):
+    """The planted fault: a token is drawn, and dropped for what it is."""
+    pair = random_pair(3, 1)
+    distances = []
+    for seed in range(8):
+        law, _ = round_law(pair, rule, 2, goes_on=stopping_rule(seed), decides_late=True)
+        assert law.sum() == pytest.approx(1.0, abs=EXACT)
+        distances.append(0.5 * float(np.abs(law - pair.law(3)).sum()))
+    assert max(distances) > 0.05
 
 
 def test_the_example_of_the_block_paper():

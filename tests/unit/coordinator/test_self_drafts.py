@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from coordinator.drafts import NextWanted, StandIn
@@ -73,6 +75,17 @@ async def test_what_came_with_the_verdict_is_proposed_once() -> None:
     assert (drafted.seconds, drafted.beside) == (0.0, DraftedBeside(3, 0.25, 0.125))
     again = await drafts.propose(2, 2, NOISE)
     assert (again.proposal.token_ids, again.num_asked) == ((2, 3), 0)
+
+
+async def test_a_target_has_the_time_of_the_session_to_draft() -> None:
+    """Of a proposal that it had no more time for nothing is learned beyond its tokens."""
+    session = self_drafts()._session
+    stand_in = StandIn(NgramDrafter(), session, SamplingParams())
+    drafts = SelfDrafts(session, stand_in, None, draft_s=0.025)
+    assert drafts.next_wanted(RoundLength(3, 0, next_max=3), 99).budget_us == 25_000
+    drafts.hear(replace(verdict(sealed(2)), next_out_of_time=True))
+    drafted = await drafts.propose(1, 3, NOISE)
+    assert (drafted.proposal, drafted.num_asked) == (sealed(2), 2)
 
 
 @pytest.mark.parametrize(("confident", "is_sure"), [(0.5, True), (4.0, False), (None, False)])

@@ -430,12 +430,14 @@ def test_a_bug_in_the_commits_is_seen_from_outside_and_leaves_no_orphans() -> No
 
 
 def test_a_request_says_how_long_its_rounds_wait_for_a_draft() -> None:
-    """A draft that takes longer than that costs each round no more, and the text is the same."""
+    """A draft that takes longer for its first token costs each round no more, and the text is the
+    same."""
 
     async def main() -> None:
         async with bench() as b:
+            engine = ToyEngine(salt=2, pass_s=0.4)
             b.draft = slow = DraftService.with_model(
-                ToyEngine(salt=2), InlineExecutor(lambda: 0.4), max_num_seqs=8
+                engine, InlineExecutor(engine.take_step_seconds), max_num_seqs=8
             )
             await b.service.drafts.join("slow", MemoryLink(slow))
             await b.service.drafts.leave("d")

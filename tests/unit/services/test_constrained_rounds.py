@@ -429,7 +429,7 @@ def test_rounds_that_a_target_drafts_itself_are_masked(columns: tuple[int, ...])
         wanted = RoundWanted(1, 5, SAMPLED, Rule.TOKEN, noise, NO_HISTORY, allowed=allowed)
         grown.append(GrowingRound(wanted))
     for depth in range(5):
-        active = [entry for entry in grown if entry.wants_more]
+        active = [entry for entry in grown if entry.goes_on()]
         if not active:
             break
         width = len(columns) or VOCAB

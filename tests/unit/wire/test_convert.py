@@ -18,6 +18,7 @@ from outrider.errors import BadRequest
 from outrider.features import Features
 from outrider.limits import (
     DEADLINE_MS_MAX,
+    DRAFT_DEADLINE_MS_MAX,
     FEATURES_MAX,
     FEATURES_WIDTH_MAX,
     LOGIT_BIAS_ENTRIES_MAX,
@@ -43,7 +44,7 @@ from outrider.messages import (
     VerdictReply,
     VerifyItem,
 )
-from outrider.speculation.proposal import SealedProposal
+from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
 from outrider.v1 import draft_pb2, target_pb2, types_pb2
@@ -373,6 +374,11 @@ ITEM_CHANGES: list[tuple[str, Callable[[Any], Any], Callable[[Any], Any] | None]
         lambda m: setattr(m, "num_next_draft_tokens", NUM_DRAFT_TOKENS_MAX),
     ),
     (
+        "next_budget_us",
+        lambda m: setattr(m, "next_budget_us", 1000 * DRAFT_DEADLINE_MS_MAX + 1),
+        lambda m: setattr(m, "next_budget_us", 1000 * DRAFT_DEADLINE_MS_MAX),
+    ),
+    (
         "next_siblings",
         lambda m: m.next_siblings.append(SIBLINGS_MAX + 1),
         lambda m: m.next_siblings.append(SIBLINGS_MAX),
@@ -395,6 +401,23 @@ def test_item_limits_from_both_sides(
     with pytest.raises(BadRequest) as caught:
         convert.verify_item_from_proto(message)
     assert caught.value.field == field
+
+
+def test_the_time_of_a_draft_travels_both_ways() -> None:
+    item = DraftItem(make_head((1,)), 2, budget_us=25_000)
+    message = convert.draft_item_to_proto(item, None)
+    assert convert.draft_item_from_proto(message).budget_us == 25_000
+    message.budget_us = 1000 * DRAFT_DEADLINE_MS_MAX + 1
+    with pytest.raises(BadRequest, match="budget_us"):
+        convert.draft_item_from_proto(message)
+    wanted = VerifyItem(make_head((1,)), num_next_draft_tokens=2, next_budget_us=7)
+    assert convert.verify_item_from_proto(convert.verify_item_to_proto(wanted, None)) == wanted
+    key = ReplyKey("0" * 32, 1, 2)
+    for is_cut in (True, False):
+        reply = ProposalReply(key, NOTHING_SEALED, 1, 1, out_of_time=is_cut)
+        assert convert.draft_answer_from_proto(convert.draft_answer_to_proto(reply)) == reply
+        verdict = VerdictReply(key, Verdict((), (1,)), 1, next_out_of_time=is_cut)
+        assert convert.verify_answer_from_proto(convert.verify_answer_to_proto(verdict)) == verdict
 
 
 def test_features_travel_with_questions_and_verdicts() -> None:

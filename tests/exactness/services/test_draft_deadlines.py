@@ -1,0 +1,196 @@
+"""Deadlines of drafts on a virtual clock, with a grammar that ends some proposals early: how long
+drafting takes then depends on the tokens that are drawn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from exactness.law import FALSE_ALARM, fit
+from toy_engine import ToyEngine, toy_logits
+
+from coordinator import draft_side
+from coordinator.asking import HeadWriter, Patience
+from coordinator.draft_side import DraftSide
+from coordinator.replicas import Berth, ReplicaPool
+from draft_service.model_drafter import ModelDrafter
+from draft_service.proposing import Proposer
+from draft_service.service import DraftService
+from outrider.clock import run_virtually
+from outrider.constraints.allowed import TokenMask
+from outrider.drafting.deadline import DraftDeadline
+from outrider.engine.executor import InlineExecutor
+from outrider.engine.token_budget import TokenBudget
+from outrider.messages import DraftAnswer, DraftItem, ReplicaDescription
+from outrider.sessions.state import Session
+from outrider.sessions.store import NewSession
+from outrider.speculation.decision import decide
+from outrider.speculation.masking import masked_logits, row_masks
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.transforms import NO_HISTORY, target_probabilities
+from outrider.speculation.verdicts import verdict_from_logits
+from outrider.wire.memory_link import MemoryLink
+
+PROMPT, VOCAB, END, K = (0, 1, 2), 3, 2, 4
+TARGET_SALT, DRAFT_SALT = 10, 4
+PASS_S, DEADLINE_MS = 0.010, 25
+NUM_ROUNDS = 1_000
+TV = 0.12
+"""What each cell detects with a power of 0.99; a deadline that drops what was drawn is off by
+0.24."""
+DESCRIPTION = ReplicaDescription("toy", "w", "", VOCAB, "float32", 0, (), 8)
+PLAIN = SamplingParams()
+
+
+class EndsAtTwo:
+    """Any text of tokens 0 and 1; token 2 ends it, and is all that may follow itself."""
+
+    def after(self, drafted: Sequence[int]) -> TokenMask | None:
+        if END not in drafted:
+            return TokenMask(np.packbits([1, 1, 1], bitorder="little"))
+        if any(token_id != END for token_id in drafted[list(drafted).index(END) :]):
+            return None
+        return TokenMask(np.packbits([0, 0, 1], bitorder="little"), is_over=True)
+
+    def num_legal(self, drafted: Sequence[int]) -> int:
+        raise NotImplementedError
+
+    def behind(self, committed: Sequence[int]) -> EndsAtTwo:
+        raise NotImplementedError
+
+
+class GrammarProposer(Proposer):
+    """Drafts by that grammar without a tokenizer."""
+
+    def _allowed(self, *arguments: Any) -> EndsAtTwo:
+        return EndsAtTwo()
+
+
+class NoLookUp:
+    def propose(self, num_draft_tokens: int, noise: RoundNoise) -> SealedProposal:
+        return NOTHING_SEALED
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class Found:
+    """First tokens of rounds, one under each seed, and how many tokens were proposed."""
+
+    tokens: list[tuple[int, ...]] = field(default_factory=list)
+    lengths: Counter[int] = field(default_factory=Counter)
+    waits: set[float] = field(default_factory=set)
+
+
+def first_tokens(
+    rule: Rule,
+    deadline_ms: int | None,
+    num_rounds: int = NUM_ROUNDS,
+    siblings: tuple[int, ...] = (),
+    pass_s: float = PASS_S,
+) -> Found:
+    async def main() -> Found:
+        found = Found()
+        engine = ToyEngine(vocab_size=VOCAB, salt=DRAFT_SALT, pass_s=pass_s)
+        proposer = GrammarProposer(ModelDrafter(engine), engine, TokenBudget(512, 8))
+        executor = InlineExecutor(engine.take_step_seconds)
+        service = DraftService(
+            proposer, executor, DESCRIPTION, stated_seconds=lambda: engine.stated_seconds
+        )
+        pool: ReplicaPool[DraftItem, DraftAnswer] = ReplicaPool("draft")
+        pool.admit("r0", MemoryLink(service), DESCRIPTION)
+        patience = Patience(1.0, 4.0, 0.1, 10.0, 2.0).with_draft_deadline(deadline_ms)
+        for seed in range(1, num_rounds + 1):
+            new = NewSession(f"{seed:032x}", "", "me", seed, rule, "{}", PROMPT)
+            session = Session.opened(new)
+            berth = Berth(pool, session.session_id, 1, b"k", preferred="r0", weights="")
+            heads = HeadWriter(session, PLAIN, 1e9)
+            side = DraftSide(berth, heads, patience, NoLookUp())  # type: ignore[arg-type]
+            noise = RoundNoise(seed, rule, len(PROMPT))
+            drafted = await side.propose(1, K, noise, siblings)
+            side.close()
+            await service.drain()
+            proposal = drafted.proposal.open()
+            found.tokens.append(committed(proposal, noise)[:1])
+            found.lengths[proposal.tree.num_depths] += 1
+            found.waits.add(round(drafted.seconds, 6))
+        service.check_integrity()
+        await service.close()
+        return found
+
+    return run_virtually(main())
+
+
+def committed(proposal: Proposal, noise: RoundNoise) -> tuple[int, ...]:
+    """What one round commits."""
+    prefixes = [PROMPT]
+    for parent, token_id in zip(proposal.tree.parents, proposal.token_ids, strict=True):
+        prefixes.append((*prefixes[parent + 1], token_id))
+    rows = torch.stack([toy_logits(TARGET_SALT, prefix, VOCAB) for prefix in prefixes])
+    masked = masked_logits(rows, row_masks(EndsAtTwo(), proposal))
+    verdict = verdict_from_logits(masked, PLAIN, NO_HISTORY, proposal, noise)
+    uniforms = noise.accept_uniforms(len(proposal), proposal.parents)
+    parents = proposal.parents
+    return decide(verdict, proposal.token_ids, noise.rule, uniforms, parents).token_ids
+
+
+def law() -> dict[tuple[int, ...], float]:
+    row = target_probabilities(toy_logits(TARGET_SALT, PROMPT, VOCAB)[None], PLAIN)[0]
+    return {(token_id,): float(p) for token_id, p in enumerate(row)}
+
+
+SIBLINGS = (1, 1, 1, 1)
+CELLS = [
+    (Rule.TOKEN, ()),
+    (Rule.BLOCK, ()),
+    (Rule.COUPLED, ()),
+    (Rule.TOKEN, SIBLINGS),
+    (Rule.COUPLED, SIBLINGS),
+]
+
+
+@pytest.mark.parametrize(("rule", "siblings"), CELLS)
+def test_a_deadline_keeps_the_law(rule: Rule, siblings: tuple[int, ...]) -> None:
+    """K = 4, 10 ms a pass and a deadline of 25 ms: proposals are cut to the tokens that there was
+    time for, and none is dropped. False alarm 1e-6 a cell."""
+    found = first_tokens(rule, DEADLINE_MS, siblings=siblings)
+    assert found.lengths.keys() == {1, 2, 3}, "some proposals are cut, others end by the grammar"
+    assert max(found.waits) <= DEADLINE_MS / 1e3 + PASS_S
+    fitted = fit(found.tokens, law(), TV)
+    print(rule, siblings, fitted, dict(found.lengths))
+    assert fitted.p_value >= FALSE_ALARM
+    assert fitted.power > 0.99
+
+
+@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
+def test_a_deadline_that_drops_what_was_drawn_is_found(
+    rule: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted fault: the draft draws on, and the coordinator waits no longer."""
+    monkeypatch.setattr(draft_side, "SILENT_DRAFT_S", 0.0)
+    monkeypatch.setattr(DraftDeadline, "allows_draw", lambda self: True)
+    found = first_tokens(rule, DEADLINE_MS)
+    assert found.lengths.keys() == {0, 1}
+    assert fit(found.tokens, law(), TV).p_value < FALSE_ALARM
+
+
+def test_a_deadline_costs_coupled_tokens_nothing() -> None:
+    """They are the same as without one, each."""
+    cut, whole = (first_tokens(Rule.COUPLED, deadline, 200) for deadline in (DEADLINE_MS, None))
+    assert cut.tokens == whole.tokens
+    assert cut.lengths[4] == 0 < whole.lengths[4]
+
+
+def test_no_time_for_a_first_token_is_told_at_once() -> None:
+    """Not when the pass ends: nothing was drawn, so nothing is dropped."""
+    found = first_tokens(Rule.TOKEN, DEADLINE_MS, 50, pass_s=0.4)
+    assert found.lengths.keys() == {0}
+    assert found.waits == {DEADLINE_MS / 1e3}
