@@ -32,6 +32,8 @@ PATIENCE = Patience(
     draft_answer_s=0.1,
     draft_retry_s=0.2,
 )
+HASTY = replace(PATIENCE, draft_answer_s=0.009, draft_retry_s=0.001)
+"""Less than a draft takes for all that it is asked for."""
 RESUME_GRACE_S = 60.0
 _numbers = itertools.count()
 
@@ -98,7 +100,6 @@ class CoordinatorNode:
                 defaults=RequestDefaults(num_draft_tokens=4, deadline_ms=600_000),
                 run_ahead_rounds=4,
                 max_sessions=16,
-                patience=PATIENCE,
                 resume_grace_s=RESUME_GRACE_S,
                 follows=True,
                 **self._shape,

@@ -32,6 +32,7 @@ ENDING_S_MAX = 2.0
 """Within this a session that was taken over has stored its last token."""
 FULL_S_MAX = 4.0
 WRITES_BEFORE_FULL_MAX = 8
+LIKELY = 0.9
 LOOK_S = 0.01
 
 
@@ -134,13 +135,13 @@ class RedisFaults:
         if snapshot is not None and taker is not None:
             cut = Cut([(taker.process, world.clients)], loses=False)
             world.network.cut(cut)
-            if self._rng.random() < 0.7:
+            if self._rng.random() < LIKELY:
                 await self._until_finishing(taker)
-            stands_still = self._rng.random() < 0.7 and not taker.process.is_still
+            stands_still = self._rng.random() < LIKELY and not taker.process.is_still
             if stands_still:
                 taker.process.stand_still()
             world.redis.primary.die()
-            if self._rng.random() < 0.7:  # With its machine, on which the target is, too.
+            if self._rng.random() < LIKELY:  # With its machine, on which the target is, too.
                 for one in list(world.nodes("target")):
                     if taker.has_session_at(one.name):
                         await self._kill(one)

@@ -204,7 +204,11 @@ class SimulatedConnection(AbstractConnection):
             if self._server is None:
                 raise RedisConnectionError("connection closed")
             self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            try:
+                await self._waiter
+            except BaseException:
+                self._close()  # What comes late must not answer the next question.
+                raise
         reply = self._unpacked(self._replies.popleft())
         if isinstance(reply, Exception):
             raise reply

@@ -17,7 +17,7 @@ from target_service.service import TargetService
 
 from .processes import Process
 from .shown import CheckedEagle, ShallowEngine, ShownDrafter, ShownEngine, exit_drafter
-from .toy import SPEC, QuickEngine
+from .toy import SPEC, QuickEngine, UnevenEngine
 
 EAGLE_STEP_S = 0.002
 NUM_SEQUENCES = 3
@@ -50,8 +50,8 @@ def early_exit_service() -> TargetService:
     return _target(engine, exit_drafter(SPEC, engine))
 
 
-def draft_service() -> DraftService:
-    engine = QuickEngine(SPEC, "draft", NUM_SEQUENCES)
+def draft_service(kind: type[QuickEngine] = QuickEngine) -> DraftService:
+    engine = kind(SPEC, "draft", NUM_SEQUENCES)
     executor = InlineExecutor(engine.take_step_seconds)
     return DraftService.with_model(engine, executor, max_num_seqs=NUM_SEQUENCES)
 
@@ -72,6 +72,10 @@ KINDS: tuple[Builders, ...] = (
     {"target": early_exit_service, "draft": draft_service},
     {"target": showing_service, "draft": eagle_service},
 )
+
+
+HASTY: Builders = {"target": target_service, "draft": lambda: draft_service(UnevenEngine)}
+"""For coordinators that give a draft little time."""
 
 
 class ReplicaNode:

@@ -145,7 +145,9 @@ class _Seed:
                 await asyncio.sleep(0.1)
                 continue
             except (DataLoss, NotFound, StaleEpoch) as error:
-                check(world.redis.num_losses > num_losses, f"lost, but nothing was: {error}")
+                redis = world.redis
+                is_lost = redis.num_losses > num_losses or redis.is_split
+                check(is_lost, f"lost, but nothing was: {error}")
                 _check_tokens(plan.request, shown)
                 self._result.num_lost += 1
                 continue

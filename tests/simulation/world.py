@@ -21,15 +21,18 @@ from outrider.generation import GenerateRequest
 from outrider.telemetry.observer import Observation, RequestObserver, Side
 
 from .adversary import Adversary
-from .coordinator_nodes import Call, CoordinatorNode, PortTransport
+from .coordinator_nodes import HASTY, PATIENCE, Call, CoordinatorNode, PortTransport
 from .machines import Machines, Node, SimulatedActor
 from .network import Network, Wire
 from .processes import Process
 from .redis_host import Redis
+from .replica_nodes import HASTY as HASTY_KIND
 from .replica_nodes import KINDS, ReplicaNode
 
 REPLICAS_MAX = 3
 """Of a role that are ever wanted here."""
+HASTY_SHARE = 0.2
+"""Of the seeds: there drafts have too little time for all that they are asked for."""
 FRONT_PORT = 50051
 STOP_S = 1.0
 CLOSING_S = COMMIT_GRACE_S + 0.1
@@ -82,9 +85,11 @@ class World:
         """Streams that clients read now."""
         self.broken: OutriderError | None = None
         """What must not happen in any process, if it has."""
-        self._services = rng.choice(KINDS)
+        is_hasty = rng.random() < HASTY_SHARE
+        self._services = HASTY_KIND if is_hasty else rng.choice(KINDS)
         look_ahead = rng.choice((0, 0, 3))
         self._shape = {
+            "patience": HASTY if is_hasty else PATIENCE,
             "length_control": rng.random() < 0.5,
             "look_ahead": look_ahead,
             "draft_siblings": 0 if look_ahead else rng.choice((0, 2)),
