@@ -131,11 +131,11 @@ class RedisStore:
 
     async def hold_lease(self, owner: str) -> None:
         """See `SessionStore.hold_lease`."""
-        await self._scripts.run(_HOLD_LEASE, (self._lease(owner), [self._lifetimes.lease_ms]))
+        await self._set_lease(owner, self._lifetimes.lease_ms)
 
     async def end_lease(self, owner: str) -> None:
         """See `SessionStore.end_lease`."""
-        await self._scripts.run(_HOLD_LEASE, (self._lease(owner), [0]))
+        await self._set_lease(owner, 0)
 
     async def release(self, session_id: str, epoch: int, owner: str) -> None:
         """See `SessionStore.release`."""
@@ -183,6 +183,12 @@ class RedisStore:
         """See `SessionStore.close`."""
         await self._scripts.close()
         await self._client.aclose()
+
+    async def _set_lease(self, owner: str, lease_ms: int) -> None:
+        """Alone in its round trip: no other caller has a call of this script to share it with."""
+        [answer] = await self._scripts.run_all(_HOLD_LEASE, [(self._lease(owner), [lease_ms])])
+        if isinstance(answer, OutriderError):
+            raise answer
 
     def _lease(self, owner: str) -> tuple[str]:
         return (f"{self._key_prefix}lease:{{{owner}}}",)

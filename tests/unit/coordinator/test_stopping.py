@@ -23,8 +23,16 @@ class Part:
         return end
 
 
+class Serving(Part):
+    """One whose lease is ended at once."""
+
+    def hand_over(self) -> None:
+        self._heard.append("end lease")
+
+
 async def test_it_follows_the_replicas_as_long_as_something_runs() -> None:
-    """A target that is replaced meanwhile is found by what still runs."""
+    """A target that is replaced meanwhile is found by what still runs. The lease of its sessions
+    ends before any stream does."""
     heard: list[str] = []
 
     async def follow() -> None:
@@ -35,11 +43,11 @@ async def test_it_follows_the_replicas_as_long_as_something_runs() -> None:
 
     actor = CoordinatorActor()
     actor._rosters = [asyncio.create_task(follow())]
-    actor._announcer, actor._server, actor._service = (
-        Part(name, heard) for name in ("announcer", "server", "service")
-    )  # type: ignore[assignment]
+    actor._announcer, actor._server = (Part(name, heard) for name in ("announcer", "server"))  # type: ignore[assignment]
+    actor._service = Serving("service", heard)  # type: ignore[assignment]
     await asyncio.sleep(0)
     await actor.stop(1.0)
     assert heard == [
-        "withdraw announcer", "stop server", "follows no more", "close service", "close announcer"
+        "end lease", "withdraw announcer", "stop server", "follows no more", "close service",
+        "close announcer",
     ]  # fmt: skip
