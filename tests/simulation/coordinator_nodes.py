@@ -24,7 +24,6 @@ from outrider.generation import Event, GenerateRequest, ResumeRequest
 
 from .network import Network
 from .processes import Process
-from .redis_twin import RemoteRegistry, RemoteStore
 
 PATIENCE = Patience(
     target_answer_s=0.2,
@@ -33,6 +32,8 @@ PATIENCE = Patience(
     draft_answer_s=0.1,
     draft_retry_s=0.2,
 )
+HASTY = replace(PATIENCE, draft_answer_s=0.009, draft_retry_s=0.001)
+"""Less than a draft takes for all that it is asked for."""
 RESUME_GRACE_S = 60.0
 _numbers = itertools.count()
 
@@ -58,7 +59,7 @@ class CoordinatorNode:
 
     async def start(self, config: Any, world: Any) -> str:
         """Serves, and says so. Raises `Unavailable` where there is no target."""
-        registry = RemoteRegistry(world.network, world.redis)
+        registry = world.redis.registry()
         targets, drafts = await replicas_at_first(registry)
         begun_with = {"target": targets, "draft": drafts}
         links = {
@@ -81,7 +82,7 @@ class CoordinatorNode:
                 Peers(registry, self.name, self.service),
             )
         ]
-        self._announcer = Announcer(RemoteRegistry(world.network, world.redis), self._record)
+        self._announcer = Announcer(world.redis.registry(), self._record)
         await self._announcer.start()
         self._engagement = Engagement(address=self.address, slot=config.slot, plan=config.plan)
         return self.address
@@ -99,12 +100,11 @@ class CoordinatorNode:
                 defaults=RequestDefaults(num_draft_tokens=4, deadline_ms=600_000),
                 run_ahead_rounds=4,
                 max_sessions=16,
-                patience=PATIENCE,
                 resume_grace_s=RESUME_GRACE_S,
                 follows=True,
                 **self._shape,
             ),
-            store=RemoteStore(world.network, world.redis),
+            store=world.redis.store(),
             targets=links["target"],
             drafts=links["draft"],
             stand_in=NgramDrafter(),
@@ -199,7 +199,7 @@ class Call:
             self._tell(error)
 
     def _tell(self, event: Event | OutriderError | None) -> None:
-        self._network.carry(self._client, lambda: self.events.put_nowait(event))
+        self._network.carry(self._client, lambda: self.events.put_nowait(event), payload=event)
 
     def break_off(self) -> None:
         """The client hears that the stream broke; the coordinator, as soon as it runs."""

@@ -13,10 +13,17 @@
 | `cut_store` | nothing goes between a coordinator and Redis |
 | `cut_registry` | nothing goes between a replica and Redis |
 | `..._one_way` | the same in one direction |
+| `slow_link` | messages from one to the other, or to Redis, take their size over a bandwidth |
+| `loop_stall` | a process stands still; then it handles what has arrived before overdue timers |
+| `clock_jump` | the wall clock of a host jumps, that of Redis by seconds, others by minutes |
 | `redis_pause` | Redis stands still, then does what it was asked |
 | `restart` | Redis dies and comes back without the last tokens of a session |
 | `flush` | Redis loses everything |
+| `oom` | from some write on Redis refuses all that need memory, also within a script |
+| `two_primaries` | a copy without the newest writes takes Redis' place, while some use the other |
+| `lost_take_over` | Redis loses a take-over, and gives the epoch once more |
 | `abandon` | the fleet's process dies, and another one takes the replicas over |
+| `head_loss` | Ray's head is away, in half of the cases the fleet's process with it |
 | `scale` | another number of replicas is wanted |
 """
 
@@ -24,19 +31,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 from outrider.fleet.registry import Role
 
 from .adversary import CALM
-from .network import Cut
+from .network import Cut, SlowLink
 from .processes import Process
+from .redis_faults import LOOK_S, PAUSE_S_MAX, REDIS_FAULTS, Harm, RedisFaults, log_uniform
 from .world import REPLICAS_MAX, World
 
 NUM_FAULTS = (3, 8)
 """In a seed, at least and at most, as far as its sessions last."""
-PAUSE_S_MAX = 6.0
 CUT_S_MAX = 8.0
 BREAKS_AFTER_S = 5.0
 """Of a cut: then TCP gives a stream up, on which something was sent."""
@@ -46,22 +53,25 @@ BURST_S_MAX = 0.1
 """... or of those that come at once."""
 DEATHS_MAX = 3
 """Of a role in a seed. A fourth in so short a time would count as a role that cannot be started."""
-DECIDES_S_MAX = 0.1
-"""For so long an owner that is ousted decides tokens of which the last are not stored."""
-LOST_TAIL_S_MAX = 1.0
 ABANDONED_S_MAX = 3.0
-LOOK_S = 0.01
+LOOKS_S_MAX = 60.0
+"""For so long somebody is looked for whom a fault would hit."""
+HEADLESS_S_MAX = 8.0
+STALL_S_MAX = 3.0
+SLOW_S_MAX = 6.0
+BANDWIDTH_LEAST, BANDWIDTH_MOST = 300.0, 30_000.0
+"""Bytes per second of a slow link: a message of a kilobyte takes seconds, or hardly any time."""
+HOST_JUMP_S_MAX = 100.0
+REDIS_JUMP_S_MAX = 5.0
+"""Redis keeps the time by its wall clock, so that all that expires does so earlier or later."""
 
 CUTS = ("cut_replica", "cut_store", "cut_registry")
 GREATER = {
-    "crash", "death", "pause", "stall", "hang_up", "oust", "break", "redis_pause", "restart",
-    "flush", "scale", "abandon",
+    "crash", "death", "pause", "stall", "hang_up", "break", "scale", "abandon", "slow_link",
+    "loop_stall", "clock_jump", "head_loss", *REDIS_FAULTS,
     *CUTS, *(f"{kind}_one_way" for kind in CUTS),
 }  # fmt: skip
 """All kinds."""
-
-Harm = tuple[str, Callable[[], Awaitable[None]]]
-"""A kind, and what does it."""
 
 
 class Faults:
@@ -74,10 +84,7 @@ class Faults:
         self._kinds = kinds
         self._adversary = world.network.adversary
         self._deaths: Counter[str] = Counter()
-        self._redis_goes = False
-        """Whether it is about to die."""
-        self._ousts = False
-        """Whether a coordinator is being ousted: of two, none could take over."""
+        self._redis = RedisFaults(world, flights, self._die)
         self._under_way: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
@@ -103,8 +110,9 @@ class Faults:
             await asyncio.sleep(LOOK_S)
 
     async def _do_one(self) -> None:
-        rng = self._adversary.rng
-        while not self._flights.all_over:
+        rng, loop = self._adversary.rng, asyncio.get_running_loop()
+        give_up_at = loop.time() + LOOKS_S_MAX
+        while not self._flights.all_over and loop.time() < give_up_at:
             possible = [harm for harm in self._possible() if harm[0] in self._kinds]
             kinds = sorted({kind for kind, _ in possible})
             if kinds:
@@ -122,24 +130,23 @@ class Faults:
         if not self._flights.running:
             return []
         busy = [node for node in world.nodes("coordinator") if node.calls]
-        found: list[Harm] = [("scale", self._scale)]
-        if world.has_fleet:
-            found.append(("abandon", self._abandon))
         redis = world.redis.process
-        is_there = not (redis.is_still or self._redis_goes)
-        if not redis.is_dead:
-            found.append(("flush", self._flush))
-        if is_there:
-            found += [("restart", self._restart), ("redis_pause", self._redis_pause)]
+        found: list[Harm] = [("scale", self._scale), *self._redis.possible(busy)]
+        if world.machines.has_head:
+            found.append(("head_loss", self._head_loss))
+            if world.has_fleet:
+                found.append(("abandon", self._abandon))
+        found.append(("clock_jump", lambda: self._jump(redis, REDIS_JUMP_S_MAX)))
         for one in busy:
             found.append(("hang_up", lambda one=one: self._hang_up(one)))
-            if not self._ousts and len(list(world.nodes("coordinator"))) > 1:
-                found.append(("oust", lambda one=one: self._oust(one)))
             if not one.process.is_still:
                 found.append(("stall", lambda one=one: self._stall(one)))
+                found.append(("loop_stall", lambda one=one: self._hold_up(one.process)))
             if self._deaths["coordinator"] < DEATHS_MAX:
                 found.append(("death", lambda one=one: self._die(one)))
+            found.append(("clock_jump", lambda one=one: self._jump(one.process)))
             found += self._cuts("cut_store", one.process, redis)
+            found += self._slow(one.process, redis)
         for actor in world.actors:
             node = actor.node
             if node.role == "coordinator":
@@ -149,11 +156,13 @@ class Faults:
                 continue
             if not node.process.is_still:
                 found.append(("pause", lambda node=node: self._pause(node.process)))
+                found.append(("loop_stall", lambda node=node: self._hold_up(node.process)))
             if self._deaths[node.role] < DEATHS_MAX:
                 found.append(("crash", lambda node=node: self._die(node)))
             found += self._cuts("cut_registry", node.process, redis)
             for one in askers:
                 found.append(("break", lambda one=one, node=node: self._break(one, node)))
+                found += self._slow(one.process, node.process)
                 found += self._cuts("cut_replica", one.process, node.process)
         return found
 
@@ -193,39 +202,14 @@ class Faults:
         await pausing
 
     async def _hang_up(self, node: Any) -> None:
-        for call in sorted(self._world.calls, key=lambda call: call.number):
-            if call.node is node:
-                call.break_off()
-
-    async def _oust(self, node: Any) -> None:
-        """Redis is slow to answer, so that the owner's next append has several tokens. It arrives
-        when another one has taken over and appended nothing yet: it would fit, were it not for
-        the epoch."""
-        world, loop = self._world, asyncio.get_running_loop()
-        redis, store, network = world.redis.process, world.redis.store, world.network
-        slow = Cut([(redis, node.process)], loses=False)
-        cut = Cut([(node.process, redis)], loses=False)
-        self._ousts = True
-        network.cut(slow)
-        await asyncio.sleep(self._adversary.rng.uniform(0.0, DECIDES_S_MAX))
-        network.cut(cut)
-        network.heal(slow)
-        await asyncio.sleep(LOOK_S)
-        before = store.owners()
-        await self._hang_up(node)
-        until = loop.time() + CUT_S_MAX
-        while loop.time() < until and not any(
-            before.get(session_id) == node.name != owner
-            for session_id, owner in store.owners().items()
-        ):
-            await asyncio.sleep(LOOK_S)
-        network.heal(cut)
-        self._ousts = False
+        self._world.break_calls(node)
 
     async def _break(self, coordinator: Any, replica: Any) -> None:
         self._world.break_wires(coordinator.process, replica.process, reachable=True)
 
     async def _die(self, node: Any) -> None:
+        if self._deaths[node.role] >= DEATHS_MAX:
+            return
         self._deaths[node.role] += 1
         for actor in self._world.actors:
             if actor.node is node:
@@ -241,22 +225,33 @@ class Faults:
     async def _abandon(self) -> None:
         await self._world.restart_fleet(self._adversary.rng.uniform(0.05, ABANDONED_S_MAX))
 
-    async def _redis_pause(self) -> None:
-        await self._pause(self._world.redis.process)
+    async def _hold_up(self, process: Process) -> None:
+        process.stand_still()
+        await asyncio.sleep(self._adversary.rng.uniform(0.05, STALL_S_MAX))
+        process.go_on_with_arrivals()
 
-    async def _flush(self) -> None:
-        self._world.redis.flush()
+    async def _jump(self, process: Process, jump_s_max: float = HOST_JUMP_S_MAX) -> None:
+        process.clock_jump_s += self._adversary.rng.uniform(-jump_s_max, jump_s_max)
 
-    async def _restart(self) -> None:
-        """What is stored from now on is lost, once a session in flight has stored something."""
-        rng, redis = self._adversary.rng, self._world.redis
-        self._redis_goes = True
-        sessions, replicas = redis.store.snapshot(), redis.registry.snapshot()
-        shown, loop = self._flights.num_shown, asyncio.get_running_loop()
-        until = loop.time() + LOST_TAIL_S_MAX
-        while loop.time() < until and self._flights.num_shown == shown:
-            await asyncio.sleep(LOOK_S)
-        redis.process.die()
-        await asyncio.sleep(rng.uniform(0.0, 3.0))
-        redis.start_again(sessions, replicas)
-        self._redis_goes = False
+    def _slow(self, a: Process, b: Process) -> list[Harm]:
+        return [
+            ("slow_link", lambda pair=pair: self._slow_down(*pair)) for pair in ((a, b), (b, a))
+        ]
+
+    async def _slow_down(self, sender: Process, receiver: Process) -> None:
+        rng, network = self._adversary.rng, self._world.network
+        link = SlowLink(sender, receiver, log_uniform(rng, BANDWIDTH_LEAST, BANDWIDTH_MOST))
+        network.slow_down(link)
+        await asyncio.sleep(rng.uniform(0.05, SLOW_S_MAX))
+        network.speed_up(link)
+
+    async def _head_loss(self) -> None:
+        """Whatever asks for it waits until it is back; replicas go on."""
+        rng, world = self._adversary.rng, self._world
+        world.machines.lose_head()
+        away_s = rng.uniform(0.5, HEADLESS_S_MAX)
+        if rng.random() < 0.5:
+            await world.restart_fleet(away_s)
+        else:
+            await asyncio.sleep(away_s)
+        world.machines.return_head()

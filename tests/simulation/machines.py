@@ -94,10 +94,28 @@ class Machines:
         self.actors: list[SimulatedActor] = []
         self._world = world
         self._build = build
+        self._head = asyncio.Event()
+        """Set while Ray's head answers. Without it actors go on, but none is made, found or
+        ended."""
+        self._head.set()
+
+    @property
+    def has_head(self) -> bool:
+        """Whether Ray's head answers."""
+        return self._head.is_set()
+
+    def lose_head(self) -> None:
+        """From now on calls of it wait."""
+        self._head.clear()
+
+    def return_head(self) -> None:
+        """It answers them all."""
+        self._head.set()
 
     async def place(
         self, demands: Sequence[tuple[Demand, type, type]], timeout_s: float
     ) -> list[Actor]:
+        await self._head.wait()
         await asyncio.sleep(PLACING_S)
         made = [
             SimulatedActor(demand, self._build(demand.role, demand.name), self._world)
@@ -110,14 +128,18 @@ class Machines:
         return [actor for actor in self.actors if not actor.node.process.is_dead]
 
     async def replicas(self) -> list[str]:
+        await self._head.wait()
         return sorted({actor.name for actor in self._there()})
 
     async def find(self, role: str, replica: str) -> list[Actor]:
+        await self._head.wait()
         return [actor for actor in self._there() if actor.name == replica]
 
     async def remove(self, actors: Sequence[Actor]) -> None:
+        await self._head.wait()
         for actor in actors:
             await actor.kill()
 
     async def give_back(self, kept: Collection[str] = ()) -> None:
         """A place is gone with its actor."""
+        await self._head.wait()

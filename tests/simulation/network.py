@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from outrider.errors import LinkLost, OutriderError, Unavailable, check
@@ -13,12 +14,14 @@ from outrider.wire.link import Connection, ReplicaService
 from outrider.wire.memory_link import MemoryLink
 
 from .adversary import TRAVEL_S, Adversary
-from .processes import Process, current
+from .processes import Process, current, deliver
 
 T = TypeVar("T")
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 Message = Callable[[], object]
+MESSAGE_BYTES = 60
+"""Of a message without content: headers."""
 
 
 class Cut:
@@ -42,11 +45,28 @@ class Cut:
         return held
 
 
+class SlowLink:
+    """A direction in which messages take turns: each takes its size over the bandwidth."""
+
+    def __init__(self, sender: Process, receiver: Process, bytes_per_s: float) -> None:
+        self.ends = sender.name, receiver.name
+        self._bytes_per_s = bytes_per_s
+        self._free_at = 0.0
+
+    def wait_s(self, payload: object) -> float:
+        """How long a message with this content takes that is sent now."""
+        now = asyncio.get_running_loop().time()
+        size = MESSAGE_BYTES + len(pickle.dumps(payload))
+        self._free_at = max(self._free_at, now) + size / self._bytes_per_s
+        return self._free_at - now
+
+
 class Network:
     """Carries messages from the process that runs to others, and runs them there."""
 
     def __init__(self, adversary: Adversary) -> None:
         self.adversary = adversary
+        self._slow: dict[tuple[str, str], SlowLink] = {}
         self._cuts: dict[tuple[str, str], list[Cut]] = defaultdict(list)
         """By the names of (from, to): who is started anew under one is as cut off."""
 
@@ -62,13 +82,29 @@ class Network:
         for receiver, message in cut.heard():
             self._arrive(receiver, message, TRAVEL_S)
 
-    def post(self, receiver: Process, message: Message) -> None:
+    def slow_down(self, link: SlowLink) -> None:
+        """From now on, in place of another one between the same ends."""
+        self._slow[link.ends] = link
+
+    def speed_up(self, link: SlowLink) -> None:
+        """It is as fast as others again; what it has begun to carry still takes its time."""
+        if self._slow.get(link.ends) is link:
+            del self._slow[link.ends]
+
+    def post(self, receiver: Process, message: Message, payload: object = None) -> None:
         """One message of a stream: it may be late, lost or doubled."""
         for travel_s in self.adversary.travels():
-            self.carry(receiver, message, travel_s)
+            self.carry(receiver, message, travel_s, payload)
 
-    def carry(self, receiver: Process, message: Message, travel_s: float = TRAVEL_S) -> None:
-        """One that only a cut keeps from arriving, or a death."""
+    def carry(
+        self,
+        receiver: Process,
+        message: Message,
+        travel_s: float = TRAVEL_S,
+        payload: object = None,
+    ) -> None:
+        """One that only a cut keeps from arriving, or a death. `payload` is what it contains, of
+        which its size is taken."""
         sender = current()
         if sender is not None:
             if sender.is_dead:
@@ -77,6 +113,9 @@ class Network:
             if cuts:
                 cuts[0].stop(receiver, message)
                 return
+            if self._slow:
+                link = self._slow.get((sender.name, receiver.name))
+                travel_s += link.wait_s(payload) if link is not None else 0.0
         self._arrive(receiver, message, travel_s)
 
     async def call(self, receiver: Process, act: Callable[[], T]) -> T:
@@ -108,7 +147,7 @@ class Network:
     def _arrive(self, receiver: Process, message: Message, travel_s: float) -> None:
         if not receiver.is_dead:
             loop = asyncio.get_running_loop()
-            loop.call_later(travel_s, message, context=receiver.context)
+            loop.call_later(travel_s, deliver, message, context=receiver.context)
 
 
 class Wire(MemoryLink[Item, Answer], Generic[Item, Answer]):
@@ -120,6 +159,8 @@ class Wire(MemoryLink[Item, Answer], Generic[Item, Answer]):
         self.coordinator = coordinator
         self.replica: Process | None = None
         self._network = network
+        self._payload: object = None
+        """Content of the message that is being sent."""
         nobody: Any = None
         super().__init__(nobody, self._post)
         self._unreachable = LinkLost("nobody is there")
@@ -130,7 +171,22 @@ class Wire(MemoryLink[Item, Answer], Generic[Item, Answer]):
             self.restore()
             return
         self.replica = replica
-        self.restore(_Remote(self._network, replica, service))
+        self.restore(_Remote(self._network, replica, service, self._telling))
+
+    def send(self, item: Item) -> None:
+        self._payload = item
+        super().send(item)
+        self._payload = None
+
+    def _telling(self, send: Callable[[Sequence[Answer]], None]) -> Any:
+        """`send` of a stream's answers, of which the sizes are known."""
+
+        def told(answers: Sequence[Answer]) -> None:
+            self._payload = answers
+            send(answers)
+            self._payload = None
+
+        return told
 
     def hang_up(self, reason: str, *, reachable: bool = False) -> None:
         """The coordinator hears that the stream has broken, as soon as it runs."""
@@ -154,21 +210,28 @@ class Wire(MemoryLink[Item, Answer], Generic[Item, Answer]):
     def _post(self, message: Callable[[], None]) -> None:
         if self.replica is not None:
             is_answer = current() is self.replica
-            self._network.post(self.coordinator if is_answer else self.replica, message)
+            receiver = self.coordinator if is_answer else self.replica
+            self._network.post(receiver, message, self._payload)
 
 
 class _Remote(Generic[Item, Answer]):
     """A replica's service, as a link of another process may call it."""
 
     def __init__(
-        self, network: Network, replica: Process, service: ReplicaService[Item, Answer]
+        self,
+        network: Network,
+        replica: Process,
+        service: ReplicaService[Item, Answer],
+        telling: Callable[[Any], Any],
     ) -> None:
         self._network = network
         self._replica = replica
         self._service = service
+        self._telling = telling
 
     def connect(self, send: Any) -> Connection[Item]:
-        return _RemoteConnection(self._network, self._replica, self._service.connect(send))
+        inner = self._service.connect(self._telling(send))
+        return _RemoteConnection(self._network, self._replica, inner)
 
     def describe(self) -> ReplicaDescription:
         return self._service.describe()

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVar
 
@@ -24,14 +26,37 @@ def current() -> Process | None:
     return _CURRENT.get()
 
 
+EPOCH_S = 1.8e9
+"""What wall clocks show when a run begins, in seconds since 1970."""
+
+
+def wall_clock_s(process: Process | None = None) -> float:
+    """What the wall clock of a process's host shows; of the one that runs if none is given."""
+    process = process or current()
+    return EPOCH_S + asyncio.get_running_loop().time() + (process.clock_jump_s if process else 0.0)
+
+
+@contextmanager
+def virtual_wall_clocks() -> Iterator[None]:
+    """`time.time` and `time.time_ns` show each process the clock of its own host."""
+    seconds, nanoseconds = time.time, time.time_ns
+    time.time, time.time_ns = wall_clock_s, lambda: int(wall_clock_s() * 1e9)
+    try:
+        yield
+    finally:
+        time.time, time.time_ns = seconds, nanoseconds
+
+
 class Process:
-    """What runs under one name."""
+    """What runs under one name, on a host of its own."""
 
     def __init__(self, name: str) -> None:
         """The name is its address in the network, too."""
         self.name = name
         self.is_dead = False
         self.is_still = False
+        self.clock_jump_s = 0.0
+        """How far the wall clock of its host is ahead of those of others."""
         self.context = copy_context()
         """For what others have it run."""
         self.context.run(_CURRENT.set, self)
@@ -59,6 +84,12 @@ class Process:
         if not self.is_dead:
             self._run_on()
 
+    def go_on_with_arrivals(self) -> None:
+        """The same, as an event loop does that one callback has held up: after what was ready
+        before comes what has arrived at its sockets, and only then all timers that have run out."""
+        self._held.sort(key=_order_after_a_stall)
+        self.go_on()
+
     def die(self) -> None:
         """For good."""
         self.is_still = self.is_dead = True
@@ -73,6 +104,17 @@ class Process:
         held, self._held = self._held, []
         loop = asyncio.get_running_loop()
         loop._ready.extend(handle for handle in held if not handle.cancelled())  # type: ignore[attr-defined]
+
+
+def deliver(message: Callable[[], object]) -> None:
+    """What the loop runs when a message arrives: by this it knows one from other timers."""
+    message()
+
+
+def _order_after_a_stall(handle: asyncio.Handle) -> int:
+    if not isinstance(handle, asyncio.TimerHandle):
+        return 0
+    return 1 if handle._callback is deliver else 2  # type: ignore[attr-defined]
 
 
 class ProcessLoop(VirtualClockLoop):
@@ -125,5 +167,16 @@ class ProcessLoop(VirtualClockLoop):
 
 def run_processes(main: Coroutine[Any, Any, T]) -> T:
     """Runs `main`, which is of no process, on a virtual clock."""
-    with asyncio.Runner(loop_factory=ProcessLoop) as runner:
-        return runner.run(main)
+    with virtual_wall_clocks(), asyncio.Runner(loop_factory=ProcessLoop) as runner:
+        return runner.run(_alone(main))
+
+
+async def _alone(main: Coroutine[Any, Any, T]) -> T:
+    """Leaves no tasks behind, neither those that others begin as they are cancelled."""
+    try:
+        return await main
+    finally:
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in others:
+                task.cancel()
+            await asyncio.wait(others)

@@ -16,9 +16,8 @@ from outrider.replica_host import MeteredService, Traffic
 from target_service.service import TargetService
 
 from .processes import Process
-from .redis_twin import RemoteRegistry
 from .shown import CheckedEagle, ShallowEngine, ShownDrafter, ShownEngine, exit_drafter
-from .toy import SPEC, QuickEngine
+from .toy import SPEC, QuickEngine, UnevenEngine
 
 EAGLE_STEP_S = 0.002
 NUM_SEQUENCES = 3
@@ -51,8 +50,8 @@ def early_exit_service() -> TargetService:
     return _target(engine, exit_drafter(SPEC, engine))
 
 
-def draft_service() -> DraftService:
-    engine = QuickEngine(SPEC, "draft", NUM_SEQUENCES)
+def draft_service(kind: type[QuickEngine] = QuickEngine) -> DraftService:
+    engine = kind(SPEC, "draft", NUM_SEQUENCES)
     executor = InlineExecutor(engine.take_step_seconds)
     return DraftService.with_model(engine, executor, max_num_seqs=NUM_SEQUENCES)
 
@@ -73,6 +72,10 @@ KINDS: tuple[Builders, ...] = (
     {"target": early_exit_service, "draft": draft_service},
     {"target": showing_service, "draft": eagle_service},
 )
+
+
+HASTY: Builders = {"target": target_service, "draft": lambda: draft_service(UnevenEngine)}
+"""For coordinators that give a draft little time."""
 
 
 class ReplicaNode:
@@ -99,7 +102,7 @@ class ReplicaNode:
         self._metered = MeteredService(self.service)
         self.address = f"host:{config.port}" if config.port else f"{self.name}:1"
         world.serve(self, self._metered)
-        self._announcer = Announcer(RemoteRegistry(world.network, world.redis), self._record)
+        self._announcer = Announcer(world.redis.registry(), self._record)
         await self._announcer.start()
         self._plan, self._slot = config.plan, config.slot
         return self.address

@@ -4,8 +4,8 @@ At every event: what is shown was committed, in order, without gaps. At the end:
 ended soon after the faults, the store holds exactly what was shown, and the tokens are the
 fault-free ones (coupled, greedy) or are distributed like the target's (token, block: counted over
 all seeds). A session that is in flight when Redis loses something may end with `DATA_LOSS` after a
-part of that; then it is asked for again, and must come. The fleet is as it is wanted, and nothing
-is left over.
+part of that, or with `ABORTED` where another coordinator was given it, too; then it is asked for
+again, and must come. The fleet is as it is wanted, and nothing is left over.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from outrider.errors import DataLoss, InvariantError, NotFound, Unavailable, check
+from outrider.errors import (
+    DataLoss,
+    InvariantError,
+    NotFound,
+    StaleEpoch,
+    Unavailable,
+    check,
+)
 from outrider.generation import Event, Finished, GenerateRequest, Started, Tokens
 from outrider.sessions.store import FinishReason, SessionState
 from outrider.speculation.sampling import Rule, SamplingParams
@@ -137,8 +144,10 @@ class _Seed:
             except _NotOpened:
                 await asyncio.sleep(0.1)
                 continue
-            except (DataLoss, NotFound) as error:
-                check(world.redis.num_losses > num_losses, f"lost, but nothing was: {error}")
+            except (DataLoss, NotFound, StaleEpoch) as error:
+                redis = world.redis
+                is_lost = redis.num_losses > num_losses or redis.is_split
+                check(is_lost, f"lost, but nothing was: {error}")
                 _check_tokens(plan.request, shown)
                 self._result.num_lost += 1
                 continue
@@ -166,7 +175,7 @@ class _Seed:
                     shown.extend(event.token_ids)
                     self.num_shown += len(event.token_ids)
                     whole = (*prompt, *shown)
-                    check(world.redis.store.held(session_id, whole), "shown, but never stored")  # type: ignore[arg-type]
+                    check(world.redis.history.held(session_id, whole), "shown, but never stored")  # type: ignore[arg-type]
                 elif isinstance(event, Finished):
                     finished = event
                 if num_events == plan.cancel_after:
@@ -174,9 +183,12 @@ class _Seed:
         check(finished is not None, "the stream ended without its last event")
         check(finished.finish_reason is FinishReason.LENGTH, f"ended with {finished}")  # type: ignore[union-attr]
         check(len(shown) == request.max_tokens, f"{len(shown)} tokens of {request.max_tokens}")
-        if world.redis.num_losses == num_losses:
-            record = await world.redis.store.load(session_id)
+        redis = world.redis
+        is_kept = redis.num_losses == num_losses or redis.history.is_kept(session_id)
+        if is_kept and not redis.is_split:
+            record = redis.load(session_id)
             check(record.state is SessionState.FINISHED, "not finished in the store")
+            check(record.finish_reason is FinishReason.LENGTH, f"stored as {record.finish_reason}")
             check(record.token_ids == (*prompt, *shown), "the store holds something else")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,14 +15,20 @@ from coordinator.replicas import Berth
 from coordinator.roster import Roster
 from outrider.engine.sequences import Aligned, SequenceTable
 from outrider.errors import OutriderError, StoreUnavailable
-from outrider.sessions.memory_store import MemoryStore
+from outrider.sessions import redis_store
+from outrider.sessions.redis_scripts import Script
 from outrider.sessions.state import Session
-from outrider.sessions.store import Append
 
 from .faults import GREATER
+from .processes import Process, wall_clock_s
+from .redis_host import Command, RedisServer
 from .scenario import run_seed
 
-NUM_SEEDS = 20
+NUM_SEEDS = 50
+Fields = dict[bytes, bytes]
+EPOCH, OWNER, LENGTH = 0, 1, 3
+"""Places of arguments of the scripts."""
+ANY_LENGTH = b"-1"
 
 
 def found(planted: pytest.MonkeyPatch, *kinds: str) -> bool:
@@ -77,16 +83,59 @@ def test_a_replica_that_trusts_the_callers_length(monkeypatch: pytest.MonkeyPatc
 
 def test_a_store_that_disregards_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes tokens of a coordinator that was thought dead."""
-    append = MemoryStore._append
 
-    def of_any_epoch(self: MemoryStore, one: Append) -> int | OutriderError:
-        kept = self._find(one.session_id)
-        if kept is not None:
-            one = replace(one, epoch=kept.record.epoch, owner=kept.record.owner)
-        return append(self, one)
+    def of_any_epoch(stored: Fields, given: list[bytes]) -> None:
+        given[EPOCH], given[OWNER] = stored[b"epoch"], stored[b"owner"]
 
-    monkeypatch.setattr(MemoryStore, "_append", of_any_epoch)
+    change_arguments(monkeypatch, redis_store._APPEND, of_any_epoch)
     assert found(monkeypatch, "oust")
+
+
+def test_a_finish_that_asks_for_no_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis gives an epoch a second time, and the one that had it first ends the session."""
+
+    def of_any_owner(stored: Fields, given: list[bytes]) -> None:
+        if given[EPOCH] == stored[b"epoch"]:
+            given[OWNER], given[LENGTH] = stored[b"owner"], ANY_LENGTH
+
+    change_arguments(monkeypatch, redis_store._FINISH, of_any_owner)
+    assert found(monkeypatch, "lost_take_over")
+
+
+def test_leases_that_are_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their ends are times of the owner's wall clock, and others compare them with their own."""
+    execute_for = RedisServer.execute_for
+
+    def by_its_own_clock(self: RedisServer, client: Process, commands: Any) -> list[Any]:
+        if any(command[0] != b"EVALSHA" for command in commands):
+            return execute_for(self, client, commands)
+        now_ms, self.data.now_ms = self.data.now_ms, lambda: wall_clock_s(client) * 1e3
+        try:
+            return execute_for(self, client, commands)
+        finally:
+            self.data.now_ms = now_ms
+
+    monkeypatch.setattr(RedisServer, "execute_for", by_its_own_clock)
+    assert found(monkeypatch, "clock_jump", "death", "stall")
+
+
+def change_arguments(
+    planted: pytest.MonkeyPatch, script: Script, change: Callable[[Fields, list[bytes]], None]
+) -> None:
+    """Has a script run with other arguments, which depend on what is stored of the session."""
+    execute = RedisServer.execute
+
+    def changed(self: RedisServer, transaction: Any, command: Command) -> Any:
+        if command[0] == b"EVALSHA" and command[1] == script.sha.encode():
+            first = 3 + int(command[2])
+            stored = self.data.get(command[3])
+            if stored is not None:
+                given = list(command[first:])
+                change(stored, given)
+                command = (*command[:first], *given)
+        return execute(self, transaction, command)
+
+    planted.setattr(RedisServer, "execute", changed)
 
 
 def test_a_mailbox_that_is_left_behind_by_a_move(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
+from outrider.engine.interface import SequenceStep
 from outrider.errors import check
 from outrider.generation import GenerateRequest
 from outrider.speculation.noise import RoundNoise
@@ -33,6 +34,7 @@ SPEC = EmulatedSpec(
     max_model_len=80,
     num_pages=5,
 )
+UNLIKELY_S = 0.003
 _NUM_SYMBOLS = SPEC.vocab_size + 1
 """The last one stands for the places before the first token."""
 
@@ -54,6 +56,23 @@ class QuickEngine(EmulatedEngine):
         # Not by torch, which takes several times as long to pick a row or two.
         rows = _rows(self._role).numpy()
         return torch.from_numpy(rows[symbols[:, 0] * _NUM_SYMBOLS + symbols[:, 1]])
+
+
+class UnevenEngine(QuickEngine):
+    """Takes long over a token that was not the likeliest: as under a grammar, how long a proposal
+    takes depends on what was drawn."""
+
+    def _step_time(self, steps: Sequence[SequenceStep]) -> float:
+        seconds = super()._step_time(steps)
+        return seconds + (UNLIKELY_S if any(self._is_unlikely(step) for step in steps) else 0.0)
+
+    def _is_unlikely(self, step: SequenceStep) -> bool:
+        if len(step.token_ids) != 1 or step.parents:
+            return False
+        length = self._pool.length(step.sequence_id)
+        *before, token_id = self._pool.token_ids(step.sequence_id, max(0, length - 3))
+        context = np.array([self._context(before, len(before))], dtype=np.uint64)
+        return int(self._logits(context)[0].argmax()) != token_id
 
 
 @cache

@@ -21,15 +21,18 @@ from outrider.generation import GenerateRequest
 from outrider.telemetry.observer import Observation, RequestObserver, Side
 
 from .adversary import Adversary
-from .coordinator_nodes import Call, CoordinatorNode, PortTransport
+from .coordinator_nodes import HASTY, PATIENCE, Call, CoordinatorNode, PortTransport
 from .machines import Machines, Node, SimulatedActor
 from .network import Network, Wire
 from .processes import Process
-from .redis_twin import Redis, RemoteRegistry
+from .redis_host import Redis
+from .replica_nodes import HASTY as HASTY_KIND
 from .replica_nodes import KINDS, ReplicaNode
 
 REPLICAS_MAX = 3
 """Of a role that are ever wanted here."""
+HASTY_SHARE = 0.2
+"""Of the seeds: there drafts have too little time for all that they are asked for."""
 FRONT_PORT = 50051
 STOP_S = 1.0
 CLOSING_S = COMMIT_GRACE_S + 0.1
@@ -75,16 +78,18 @@ class World:
     def __init__(self, rng: random.Random, adversary: Adversary) -> None:
         self.rng = rng
         self.network = Network(adversary)
-        self.redis = Redis()
+        self.redis = Redis(self.network)
         self.moves = CountedMoves()
         self.clients = Process("clients")
         self.calls: set[Call] = set()
         """Streams that clients read now."""
         self.broken: OutriderError | None = None
         """What must not happen in any process, if it has."""
-        self._services = rng.choice(KINDS)
+        is_hasty = rng.random() < HASTY_SHARE
+        self._services = HASTY_KIND if is_hasty else rng.choice(KINDS)
         look_ahead = rng.choice((0, 0, 3))
         self._shape = {
+            "patience": HASTY if is_hasty else PATIENCE,
             "length_control": rng.random() < 0.5,
             "look_ahead": look_ahead,
             "draft_siblings": 0 if look_ahead else rng.choice((0, 2)),
@@ -109,7 +114,7 @@ class World:
 
     def _new_fleet(self) -> Fleet:
         cluster: Any = self.machines
-        return Fleet(cluster, self._blueprint, RemoteRegistry(self.network, self.redis))
+        return Fleet(cluster, self._blueprint, self.redis.registry())
 
     def _built(self, role: str, name: str) -> Node:
         if role == "coordinator":
@@ -151,7 +156,7 @@ class World:
         """As `outrider scale` does, until Redis has heard it."""
         while True:
             try:
-                registry = RemoteRegistry(self.network, self.redis)
+                registry = self.redis.registry()
                 await self._operator.start(registry.want(counts))
             except StoreUnavailable:
                 await asyncio.sleep(0.1)
@@ -195,6 +200,12 @@ class World:
             if wire.replica is node.process:
                 wire.hang_up(reason)
 
+    def break_calls(self, node: Node) -> None:
+        """All clients' streams of a coordinator break."""
+        for call in sorted(self.calls, key=lambda call: call.number):
+            if call.node is node:
+                call.break_off()
+
     def break_wires(self, a: Process, b: Process, *, reachable: bool = False) -> None:
         """Streams between two processes break, as nothing goes there, or no more than these."""
         for wire in self._between(a, b):
@@ -213,9 +224,7 @@ class World:
         """A node has died, and others hear of it as TCP tells them."""
         self.hang_up(node, "the process has died")
         self._wires = [wire for wire in self._wires if wire.coordinator is not node.process]
-        for call in sorted(self.calls, key=lambda call: call.number):
-            if call.node is node:
-                call.break_off()
+        self.break_calls(node)
 
     def hear_failure(self, error: OutriderError) -> None:
         """Something failed in a process. Of what must not fail the world is told."""
@@ -233,14 +242,20 @@ class World:
         """Raises what must not have happened."""
         if self._fleet_task is not None and self._fleet_task.done():
             self._fleet_task.result()
-        if self.broken is not None:
-            raise self.broken
+        broken = self.broken or self.redis.history.broken
+        if broken is not None:
+            raise broken
 
     @property
     def actors(self) -> list[SimulatedActor]:
         """Of replicas that serve."""
         leaders = [one.leader for one in self.fleet.replicas if one.address and one.ranks]
         return [one for one in leaders if not one.node.process.is_dead]  # type: ignore[attr-defined,misc]
+
+    @property
+    def operators(self) -> tuple[Process, Process]:
+        """What the fleet runs in, and what says how many replicas are wanted."""
+        return self._server, self._operator
 
     @property
     def has_fleet(self) -> bool:
@@ -289,15 +304,18 @@ class World:
         await self._server.start(self.fleet.close())
         self.check()
         await asyncio.sleep(LEASE_S)
-        registry = self.redis.registry
-        left = [record.name for role in ROLES for record in await registry.records(role)]
+        left = await self._operator.start(self._announced())
         if left:
             raise InvariantError(f"still announced: {left}")
+
+    async def _announced(self) -> list[str]:
+        registry = self.redis.registry()
+        return [record.name for role in ROLES for record in await registry.records(role)]
 
     def clear_away(self) -> None:
         """Lets whatever still runs be cancelled, in whatever state it is."""
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         nodes = [actor.node for actor in self.machines.actors]
-        others = (*self._servers, self._operator, self.redis.process)
+        others = (*self._servers, self._operator, *self.redis.processes)
         for process in (*(node.process for node in nodes), *others):
             process.bury()

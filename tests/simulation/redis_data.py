@@ -1,0 +1,499 @@
+"""The data and the commands of a Redis server in memory, on a clock of the caller's.
+
+Has the commands that the scripts and the stores use, with the answers and errors of Redis 6.2 and
+7. `test_redis_data.py` compares it with a real server.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+Value = bytes | dict[bytes, bytes] | set[bytes] | dict[bytes, float]
+"""Of a key: string, hash, set, sorted set."""
+Reply = Any
+"""int, bytes, None, `Status`, `ReplyError` (inside of a list) or a list of replies."""
+Snapshot = tuple[dict[bytes, Any], dict[bytes, float]]
+"""Values and expiry times (ms), by key."""
+
+
+class Status(bytes):
+    """A simple string, such as `OK`."""
+
+
+class ReplyError(Exception):
+    """An error as Redis words it, its code first."""
+
+
+class SortedSet(dict[bytes, float]):
+    """Members and their scores."""
+
+
+OK = Status(b"OK")
+DENY_OOM = frozenset(
+    (
+        b"SET", b"APPEND", b"SETRANGE", b"INCR", b"INCRBY", b"HSET", b"HINCRBY", b"SADD", b"ZADD",
+    )
+)  # fmt: skip
+"""Commands that a server refuses while its memory is full."""
+WRITES = DENY_OOM | {
+    b"DEL", b"UNLINK", b"EXPIRE", b"PEXPIRE", b"PERSIST", b"HDEL", b"SREM", b"ZREM",
+    b"ZREMRANGEBYSCORE",
+}  # fmt: skip
+_WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
+_NOT_AN_INTEGER = "ERR value is not an integer or out of range"
+_NOT_A_FLOAT = "ERR value is not a valid float"
+_SYNTAX = "ERR syntax error"
+
+
+class RedisData:
+    """Keys, their values and when they expire."""
+
+    def __init__(self, now_ms: Callable[[], float]) -> None:
+        """`now_ms` is the server's wall clock, milliseconds since 1970."""
+        self.now_ms = now_ms
+        self.num_writes_left: int | None = None
+        """How many more commands that need memory are carried out before the memory is full; None
+        where it does not fill up."""
+        self.is_dirty = False
+        """Whether the script that runs has written."""
+        self.spares_dirty = True
+        """Whether such a script is refused no memory any more, as by Redis itself."""
+        self.num_refused = 0
+        """Commands refused as the memory was full."""
+        self._values: dict[bytes, Any] = {}
+        self._expires_ms: dict[bytes, float] = {}
+        self._commands: dict[bytes, Callable[[Sequence[bytes]], Reply]] = {
+            name.encode(): partial(function, self) for name, function in _COMMANDS.items()
+        }
+
+    def run(self, arguments: Sequence[bytes]) -> Reply:
+        """The answer to one command. Raises `ReplyError`."""
+        name = arguments[0].upper()
+        command = self._commands.get(name)
+        if command is None:
+            raise ReplyError(f"ERR unknown command '{arguments[0].decode(errors='replace')}'")
+        if self.num_writes_left is not None and name in DENY_OOM:
+            self._take_memory()
+        try:
+            return command(arguments[1:])
+        except (IndexError, _WrongNumber):
+            raise ReplyError(
+                f"ERR wrong number of arguments for '{name.decode().lower()}' command"
+            ) from None
+
+    def _take_memory(self) -> None:
+        if self.num_writes_left:
+            self.num_writes_left -= 1
+        elif not (self.is_dirty and self.spares_dirty):
+            self.num_refused += 1
+            raise ReplyError("OOM command not allowed when used memory > 'maxmemory'.")
+
+    def snapshot(self) -> Snapshot:
+        """All that is kept now; later commands do not change it."""
+        values = {
+            key: value if isinstance(value, bytes) else value.copy()
+            for key, value in self._values.items()
+        }
+        return values, dict(self._expires_ms)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Goes back to a snapshot."""
+        values, expires_ms = snapshot
+        self._values = {
+            key: value if isinstance(value, bytes) else value.copy()
+            for key, value in values.items()
+        }
+        self._expires_ms = dict(expires_ms)
+
+    def sorted_keys(self) -> list[bytes]:
+        """Of all values that have not expired, in order."""
+        return sorted(key for key in list(self._values) if self.get(key) is not None)
+
+    def get(self, key: bytes) -> Any:
+        """The value of a key, or None."""
+        until_ms = self._expires_ms.get(key)
+        if until_ms is not None and until_ms <= self.now_ms():
+            self._drop(key)
+        return self._values.get(key)
+
+    def ttl_ms(self, key: bytes) -> int:
+        """What PTTL says."""
+        if self.get(key) is None:
+            return -2
+        until_ms = self._expires_ms.get(key)
+        return -1 if until_ms is None else max(0, int(until_ms - self.now_ms()))
+
+    def _drop(self, key: bytes) -> bool:
+        self._expires_ms.pop(key, None)
+        return self._values.pop(key, None) is not None
+
+    def _typed(self, key: bytes, kind: type) -> Any:
+        """The value of a key, or None. Raises `ReplyError` for one of another kind."""
+        value = self.get(key)
+        if value is not None and type(value) is not kind:
+            raise ReplyError(_WRONG_TYPE)
+        return value
+
+    def _made(self, key: bytes, kind: type) -> Any:
+        """The same; where there is none, a new one that is kept."""
+        value = self._typed(key, kind)
+        if value is None:
+            value = self._values[key] = kind()
+        return value
+
+    def _put(self, key: bytes, value: bytes) -> None:
+        """In place of whatever is there; its time to live stays."""
+        self._values[key] = value
+
+    def _expire(self, key: bytes, at_ms: float) -> int:
+        if self.get(key) is None:
+            return 0
+        if at_ms <= self.now_ms():
+            self._drop(key)
+        else:
+            self._expires_ms[key] = at_ms
+        return 1
+
+
+class _WrongNumber(Exception):
+    """Of arguments."""
+
+
+def _exactly(arguments: Sequence[bytes], number: int) -> Sequence[bytes]:
+    if len(arguments) != number:
+        raise _WrongNumber
+    return arguments
+
+
+def _at_least(arguments: Sequence[bytes], number: int) -> Sequence[bytes]:
+    if len(arguments) < number:
+        raise _WrongNumber
+    return arguments
+
+
+def _integer(text: bytes) -> int:
+    try:
+        if text.strip() == text and b"_" not in text and not text.startswith(b"+"):
+            number = int(text)
+            if -(2**63) <= number < 2**63:
+                return number
+    except ValueError:
+        pass
+    raise ReplyError(_NOT_AN_INTEGER)
+
+
+def _score(text: bytes) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        raise ReplyError(_NOT_A_FLOAT) from None
+    if math.isnan(number):
+        raise ReplyError(_NOT_A_FLOAT)
+    return number
+
+
+def _score_text(score: float) -> bytes:
+    return (str(int(score)) if score == int(score) else f"{score:.17g}").encode()
+
+
+# Any type of value.
+
+
+def _del(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    return sum(data.get(key) is not None and data._drop(key) for key in _at_least(arguments, 1))
+
+
+def _exists(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    return sum(data.get(key) is not None for key in _at_least(arguments, 1))
+
+
+def _type(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    [key] = _exactly(arguments, 1)
+    names = {bytes: b"string", dict: b"hash", set: b"set", SortedSet: b"zset"}
+    return Status(names.get(type(data.get(key)), b"none"))
+
+
+def _expires(unit_ms: int, arguments: Sequence[bytes], data: RedisData) -> Reply:
+    key, time = _exactly(arguments, 2)
+    return data._expire(key, data.now_ms() + _integer(time) * unit_ms)
+
+
+def _pttl(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    [key] = _exactly(arguments, 1)
+    return data.ttl_ms(key)
+
+
+def _persist(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    [key] = _exactly(arguments, 1)
+    return int(data.get(key) is not None and data._expires_ms.pop(key, None) is not None)
+
+
+# Strings.
+
+
+def _get(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    [key] = _exactly(arguments, 1)
+    return data._typed(key, bytes)
+
+
+def _mget(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    values = [data.get(key) for key in _at_least(arguments, 1)]
+    return [value if isinstance(value, bytes) else None for value in values]
+
+
+def _set(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    key, value, *options = _at_least(arguments, 2)
+    until_ms: float | None = None
+    keeps = only_new = only_old = False
+    rest = iter(options)
+    for option in rest:
+        match option.upper():
+            case b"PX" | b"EX" as unit:
+                time = next(rest, None)
+                if time is None or until_ms is not None:
+                    raise ReplyError(_SYNTAX)
+                number = _integer(time)
+                if number <= 0:
+                    raise ReplyError("ERR invalid expire time in 'set' command")
+                until_ms = data.now_ms() + number * (1 if unit == b"PX" else 1000)
+            case b"NX":
+                only_new = True
+            case b"XX":
+                only_old = True
+            case b"KEEPTTL":
+                keeps = True
+            case _:
+                raise ReplyError(_SYNTAX)
+    if (only_new and only_old) or (keeps and until_ms is not None):
+        raise ReplyError(_SYNTAX)
+    is_there = data.get(key) is not None
+    if (only_new and is_there) or (only_old and not is_there):
+        return None
+    if not keeps:
+        data._expires_ms.pop(key, None)
+    data._put(key, value)
+    if until_ms is not None:
+        data._expires_ms[key] = until_ms
+    return OK
+
+
+def _append(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    key, more = _exactly(arguments, 2)
+    value = (data._typed(key, bytes) or b"") + more
+    data._put(key, value)
+    return len(value)
+
+
+def _strlen(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    [key] = _exactly(arguments, 1)
+    return len(data._typed(key, bytes) or b"")
+
+
+def _getrange(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    key, first, last = _exactly(arguments, 3)
+    start, end = _integer(first), _integer(last)
+    value = data._typed(key, bytes) or b""
+    if start < 0 and end < 0 and start > end:
+        return b""
+    start = max(start + len(value), 0) if start < 0 else start
+    end = max(end + len(value), 0) if end < 0 else end
+    return value[start : end + 1]
+
+
+def _setrange(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    key, at, more = _exactly(arguments, 3)
+    start = _integer(at)
+    if start < 0:
+        raise ReplyError("ERR offset is out of range")
+    value = data._typed(key, bytes) or b""
+    if not more:
+        return len(value)
+    value = value.ljust(start, b"\0")
+    value = value[:start] + more + value[start + len(more) :]
+    data._put(key, value)
+    return len(value)
+
+
+def _incrby(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    key, by = _exactly(arguments, 2)
+    old = data._typed(key, bytes)
+    number = _integer(b"0" if old is None else old) + _integer(by)
+    data._put(key, str(number).encode())
+    return number
+
+
+def _incr(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    [key] = _exactly(arguments, 1)
+    return _incrby(data, (key, b"1"))
+
+
+# Hashes.
+
+
+def _hset(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    key, *pairs = _at_least(arguments, 3)
+    if len(pairs) % 2:
+        raise _WrongNumber
+    fields = data._made(key, dict)
+    before = len(fields)
+    fields.update(zip(pairs[::2], pairs[1::2], strict=True))
+    return len(fields) - before
+
+
+def _hget(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    key, field = _exactly(arguments, 2)
+    return (data._typed(key, dict) or {}).get(field)
+
+
+def _hmget(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    key, *names = _at_least(arguments, 2)
+    fields = data._typed(key, dict) or {}
+    return [fields.get(name) for name in names]
+
+
+def _hgetall(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    [key] = _exactly(arguments, 1)
+    fields = data._typed(key, dict) or {}
+    return [part for pair in fields.items() for part in pair]
+
+
+def _hdel(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    key, *names = _at_least(arguments, 2)
+    fields = data._typed(key, dict)
+    if fields is None:
+        return 0
+    number = sum(fields.pop(name, None) is not None for name in names)
+    if not fields:
+        data._drop(key)
+    return number
+
+
+def _hexists(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    key, field = _exactly(arguments, 2)
+    return int(field in (data._typed(key, dict) or {}))
+
+
+def _hincrby(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    key, field, by = _exactly(arguments, 3)
+    step = _integer(by)
+    old = (data._typed(key, dict) or {}).get(field, b"0")
+    try:
+        number = _integer(old) + step
+    except ReplyError:
+        raise ReplyError("ERR hash value is not an integer") from None
+    data._made(key, dict)[field] = str(number).encode()
+    return number
+
+
+# Sets and sorted sets.
+
+
+def _sadd(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    key, *members = _at_least(arguments, 2)
+    there = data._made(key, set)
+    before = len(there)
+    there.update(members)
+    return len(there) - before
+
+
+def _srem(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    key, *members = _at_least(arguments, 2)
+    there = data._typed(key, set)
+    if there is None:
+        return 0
+    before = len(there)
+    there.difference_update(members)
+    number = before - len(there)
+    if not there:
+        data._drop(key)
+    return number
+
+
+def _smembers(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    [key] = _exactly(arguments, 1)
+    return sorted(data._typed(key, set) or ())
+
+
+def _zadd(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    key, *pairs = _at_least(arguments, 3)
+    if len(pairs) % 2:
+        raise ReplyError(_SYNTAX)
+    scores = [_score(text) for text in pairs[::2]]
+    there = data._made(key, SortedSet)
+    before = len(there)
+    there.update(zip(pairs[1::2], scores, strict=True))
+    return len(there) - before
+
+
+def _zrem(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    key, *members = _at_least(arguments, 2)
+    there = data._typed(key, SortedSet)
+    if there is None:
+        return 0
+    number = sum(there.pop(member, None) is not None for member in set(members))
+    if not there:
+        data._drop(key)
+    return number
+
+
+def _zscore(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    key, member = _exactly(arguments, 2)
+    score = (data._typed(key, SortedSet) or {}).get(member)
+    return None if score is None else _score_text(score)
+
+
+def _zcard(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    [key] = _exactly(arguments, 1)
+    return len(data._typed(key, SortedSet) or ())
+
+
+def _zremrangebyscore(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    key, least, most = _exactly(arguments, 3)
+    low, high = _score(least or b"0"), _score(most or b"0")  # Redis takes nothing for 0, too.
+    there = data._typed(key, SortedSet) or {}
+    gone = [member for member, score in there.items() if low <= score <= high]
+    return _zrem(data, (key, *gone)) if gone else 0
+
+
+# The server.
+
+
+def _time(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    _exactly(arguments, 0)
+    now_us = int(data.now_ms() * 1e3)
+    return [str(now_us // 10**6).encode(), str(now_us % 10**6).encode()]
+
+
+def _ping(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    return arguments[0] if arguments else Status(b"PONG")
+
+
+def _flushall(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    data._values.clear()
+    data._expires_ms.clear()
+    return OK
+
+
+def _wait(data: RedisData, arguments: Sequence[bytes]) -> Reply:
+    """There are no replicas."""
+    _exactly(arguments, 2)
+    return 0
+
+
+_COMMANDS: dict[str, Callable[[RedisData, Sequence[bytes]], Reply]] = {
+    "DEL": _del, "UNLINK": _del, "EXISTS": _exists, "TYPE": _type,
+    "EXPIRE": lambda data, arguments: _expires(1000, arguments, data),
+    "PEXPIRE": lambda data, arguments: _expires(1, arguments, data),
+    "PTTL": _pttl, "PERSIST": _persist,
+    "GET": _get, "MGET": _mget, "SET": _set, "APPEND": _append, "STRLEN": _strlen,
+    "GETRANGE": _getrange, "SETRANGE": _setrange, "INCR": _incr, "INCRBY": _incrby,
+    "HSET": _hset, "HGET": _hget, "HMGET": _hmget, "HGETALL": _hgetall, "HDEL": _hdel,
+    "HEXISTS": _hexists, "HINCRBY": _hincrby,
+    "SADD": _sadd, "SREM": _srem, "SMEMBERS": _smembers,
+    "ZADD": _zadd, "ZREM": _zrem, "ZSCORE": _zscore, "ZCARD": _zcard,
+    "ZREMRANGEBYSCORE": _zremrangebyscore,
+    "TIME": _time, "PING": _ping, "FLUSHALL": _flushall, "WAIT": _wait,
+}  # fmt: skip

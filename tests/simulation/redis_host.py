@@ -1,0 +1,420 @@
+"""Redis in the simulation: servers in processes, and the connections that the real stores use.
+
+The real `RedisStore` and `RedisRegistry` run on the real client and its pool. Only the connection
+is another: it carries commands through the simulated network to a server in memory, which runs the
+real scripts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from outrider.errors import InvariantError
+from outrider.fleet.redis_registry import RedisRegistry
+from outrider.sessions.lifetimes import DEFAULT_LIFETIMES
+from outrider.sessions.redis_address import RedisAddress
+from outrider.sessions.redis_connection import new_client
+from outrider.sessions.redis_fields import TOKEN_BYTES, encode_tokens
+from outrider.sessions.redis_store import _LOAD, DEFAULT_KEY_PREFIX, RedisStore, _record
+from outrider.sessions.store import FinishReason, SessionRecord, SessionState
+
+from .network import Network
+from .processes import Process, current, wall_clock_s
+from .redis_data import RedisData, Reply, ReplyError, Snapshot, Status
+from .redis_scripting import Scripts, run_script
+
+ADDRESS = RedisAddress(url="redis://redis", key_prefix=DEFAULT_KEY_PREFIX)
+DEPLOYMENT = "d"
+Command = tuple[bytes, ...]
+_SESSION = f"{DEFAULT_KEY_PREFIX}session:".encode()
+
+
+class RedisServer:
+    """One server: a process and its data."""
+
+    def __init__(self, history: History, snapshot: Snapshot | None = None) -> None:
+        """`snapshot` is what it begins with."""
+        self.process = Process("redis")
+        self.data = RedisData(lambda: wall_clock_s(self.process) * 1e3)
+        self.connections: list[SimulatedConnection] = []
+        self._scripts = Scripts(self.data)
+        self._history = history
+        if snapshot is not None:
+            self.data.restore(snapshot)
+
+    def execute(self, transaction: list[Command] | None, command: Command) -> Reply:
+        """The answer to one command of a connection. Raises `ReplyError`."""
+        name = command[0].upper()
+        if transaction is not None and name != b"EXEC":
+            transaction.append(command)
+            return Status(b"QUEUED")
+        if name == b"EVALSHA":
+            number = int(command[2])
+            keys = command[3 : 3 + number]
+            try:
+                return self._scripts.run(command[1], keys, command[3 + number :])
+            finally:
+                self._history.look(self.data, keys)
+        if name == b"SCRIPT" and command[1].upper() == b"LOAD":
+            return self._scripts.load(command[2])
+        return self.data.run(command)
+
+    def execute_for(self, client: Process, commands: Sequence[Command]) -> list[Reply]:
+        """The answers to what a process has sent."""
+        return self.execute_all(commands)
+
+    def execute_all(self, commands: Sequence[Command]) -> list[Reply]:
+        """The answers to commands that came together, errors included."""
+        replies: list[Reply] = []
+        transaction: list[Command] | None = None
+        for command in commands:
+            try:
+                if command[0] == b"MULTI":
+                    transaction = []
+                    replies.append(Status(b"OK"))
+                elif command[0] == b"EXEC":
+                    replies.append(self.execute_all(transaction or ()))
+                    transaction = None
+                else:
+                    replies.append(self.execute(transaction, command))
+            except ReplyError as error:
+                replies.append(error)
+        return replies
+
+    def die(self) -> None:
+        """For good; connections break."""
+        self.process.die()
+        for connection in list(self.connections):
+            connection.break_off()
+
+
+class SimulatedConnection(AbstractConnection):
+    """A client's connection to whichever server its process is led to."""
+
+    def __init__(self, *, redis: Redis, network: Network, may_fail: bool, **options: Any) -> None:
+        super().__init__(**options)
+        self._redis = redis
+        self._network = network
+        self._may_fail = may_fail
+        self._server: RedisServer | None = None
+        self._process: Process | None = None
+        self._replies: deque[Reply] = deque()
+        self._number = 0
+        """Of the connections that this one was, one after the other."""
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
+        """Why it broke."""
+
+    def repr_pieces(self) -> list[tuple[str, str]]:
+        return [("host", "redis")]
+
+    @property
+    def is_connected(self) -> bool:
+        return self._server is not None
+
+    async def connect(self) -> None:
+        if self._server is not None:
+            return
+        process = current()
+        server = self._redis.server_of(process)
+        if server.process.is_dead:
+            raise RedisConnectionError("connection refused")
+        await self._network.call(server.process, lambda: None)
+        self._server, self._process, self._error = server, process, None
+        self._replies.clear()
+        server.connections.append(self)
+
+    async def connect_check_health(self, *args: Any, **options: Any) -> None:
+        await self.connect()
+
+    async def disconnect(self, *args: Any, **options: Any) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._server is not None:
+            self._server.connections.remove(self)
+            self._server = None
+            self._number += 1
+
+    def break_off(self) -> None:
+        """The server has gone, or its client is led to another."""
+        process = self._process
+        if process is None or process.is_dead or self._server is None:
+            return
+
+        def hear(number: int) -> None:
+            if number == self._number:
+                self._error = RedisConnectionError("connection reset by peer")
+                self._close()
+                self._wake()
+
+        loop = asyncio.get_running_loop()
+        loop.call_soon(hear, self._number, context=process.context)
+
+    async def can_read(self) -> bool:
+        return bool(self._replies)
+
+    def pack_command(self, *args: Any) -> list[Any]:
+        return self.pack_commands([args])
+
+    def pack_commands(self, commands: Iterable[Iterable[Any]]) -> list[Any]:
+        return [packed(command) for command in commands]
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        await self.connect()
+        server, process, number = self._server, self._process, self._number
+        if server is None or process is None:
+            raise RedisConnectionError("connection reset by peer")
+        if self._may_fail and self._network.adversary.call_fails():
+            self._close()
+            raise RedisConnectionError("the question was lost")
+
+        def arrive() -> None:
+            replies = server.execute_for(process, command)
+            self._network.carry(process, lambda: self._receive(number, replies), payload=replies)
+
+        self._network.carry(server.process, arrive, payload=command)
+
+    def _receive(self, number: int, replies: list[Reply]) -> None:
+        if number != self._number:
+            return
+        if self._may_fail and self._network.adversary.call_fails():
+            self._error = RedisConnectionError("the answer was lost")
+            self._close()
+        else:
+            self._replies.extend(replies)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def read_response(self, *args: Any, **options: Any) -> Any:
+        while not self._replies:
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            if self._server is None:
+                raise RedisConnectionError("connection closed")
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            except BaseException:
+                self._close()  # What comes late must not answer the next question.
+                raise
+        reply = self._unpacked(self._replies.popleft())
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    def _unpacked(self, reply: Reply) -> Any:
+        """As the client's own parser has it."""
+        if isinstance(reply, ReplyError):
+            return self._parser.parse_error(str(reply))
+        if isinstance(reply, Status):
+            return bytes(reply)
+        if isinstance(reply, list):
+            return [self._unpacked(one) for one in reply]
+        return reply
+
+
+def packed(command: Iterable[Any]) -> Command:
+    name, *arguments = command
+    words = name.encode().split() if isinstance(name, str) else (name,)
+    return (*words, *(_encoded(argument) for argument in arguments))
+
+
+def _encoded(argument: Any) -> bytes:
+    if isinstance(argument, bytes):
+        return argument
+    return argument.encode() if isinstance(argument, str) else repr(argument).encode()
+
+
+class History:
+    """What servers ever held of sessions: what is lost later may have been shown."""
+
+    def __init__(self) -> None:
+        self._ever: dict[bytes, list[bytes]] = {}
+        """By key: tokens of which none is a beginning of another."""
+        self._finished: dict[bytes, int] = {}
+        """By key of the session: how many losses there had been when it was finished."""
+        self.num_losses = 0
+        """How often servers lost something."""
+        self.broken: InvariantError | None = None
+        """What must not have been stored, if it has been."""
+        self.on_last_token: Callable[[str], object] | None = None
+        """Hears of the owner of a session whose last token was stored, if set."""
+
+    def look(self, data: RedisData, keys: Iterable[bytes]) -> None:
+        """After a script, at its keys."""
+        for key in keys:
+            if key.startswith(_SESSION) and key.endswith(b"}"):
+                fields = data.get(key)
+                if isinstance(fields, dict) and b"state" in fields:
+                    ends = int(fields[b"tokens_start"]), int(fields[b"tokens_end"])
+                    tokens = (data.get(key + b":tokens") or b"")[slice(*ends)]
+                    self._add(key, tokens)
+                    self._look_at_session(key, fields, len(tokens) // TOKEN_BYTES)
+
+    def _add(self, key: bytes, tokens: bytes) -> None:
+        ever = self._ever.setdefault(key, [b""])
+        if ever[-1] != tokens:
+            if tokens.startswith(ever[-1]):
+                ever.pop()
+            ever.append(tokens)
+
+    def _look_at_session(self, key: bytes, fields: dict[bytes, bytes], length: int) -> None:
+        """What is recorded as complete must be."""
+        is_finished = fields[b"state"] == SessionState.FINISHED.value.encode()
+        if is_finished:
+            self._finished[key] = self.num_losses
+        is_complete = fields[b"finish_reason"] == FinishReason.LENGTH.value.encode()
+        if not (is_complete or (self.on_last_token and not is_finished)):
+            return
+        wanted = int(fields[b"prompt_length"]) + json.loads(fields[b"parameters"])["max_tokens"]
+        if is_complete and length != wanted and self.broken is None:
+            self.broken = InvariantError(
+                f"{key.decode()} is recorded as complete with {length} of {wanted} tokens"
+            )
+        if length == wanted and not is_finished and self.on_last_token:
+            self.on_last_token(fields[b"owner"].decode())
+
+    def held(self, session_id: str, token_ids: Sequence[int]) -> bool:
+        """Whether a session's tokens ever began with these."""
+        beginning = encode_tokens(token_ids)
+        return any(
+            tokens.startswith(beginning) for tokens in self._ever.get(session_key(session_id), ())
+        )
+
+    def is_kept(self, session_id: str) -> bool:
+        """Whether a session has been finished, and nothing was lost since."""
+        return self._finished.get(session_key(session_id)) == self.num_losses
+
+
+def session_key(session_id: str) -> bytes:
+    """See `RedisStore`."""
+    return f"{DEFAULT_KEY_PREFIX}session:{{{session_id}}}".encode()
+
+
+class Redis:
+    """The host name that all connect to, and the servers behind it."""
+
+    def __init__(self, network: Network) -> None:
+        self.history = History()
+        self.primary = RedisServer(self.history)
+        """The one that remains."""
+        self._network = network
+        self._former: RedisServer | None = None
+        """One that was primary and does not know that it is no more ..."""
+        self._misled: frozenset[str] = frozenset()
+        """... and the names of processes that do not, either."""
+
+    @property
+    def process(self) -> Process:
+        """Of the server that remains."""
+        return self.primary.process
+
+    @property
+    def num_losses(self) -> int:
+        """How often sessions were lost, or their last tokens."""
+        return self.history.num_losses
+
+    @property
+    def is_split(self) -> bool:
+        """Whether there are two primaries."""
+        return self._former is not None
+
+    @property
+    def processes(self) -> list[Process]:
+        """Of all servers that are there."""
+        former = [] if self._former is None else [self._former.process]
+        return [self.primary.process, *former]
+
+    def server_of(self, process: Process | None) -> RedisServer:
+        """Where a process is led to."""
+        if self._former is not None and process is not None and process.name in self._misled:
+            return self._former
+        return self.primary
+
+    def flush(self) -> None:
+        """Loses everything."""
+        self.history.num_losses += 1
+        self.primary.data.run((b"FLUSHALL",))
+
+    def start_again(self, snapshot: Snapshot) -> None:
+        """As it was once. The server before has died."""
+        self.history.num_losses += 1
+        self.primary = RedisServer(self.history, snapshot)
+
+    def split(self, snapshot: Snapshot, misled: Iterable[str]) -> None:
+        """Another server becomes the primary, with what it had copied; processes with these names
+        stay with the one before, which goes on."""
+        self.history.num_losses += 1
+        self._former, self._misled = self.primary, frozenset(misled)
+        self.primary = RedisServer(self.history, snapshot)
+        for connection in list(self._former.connections):
+            if connection._process is None or connection._process.name not in self._misled:
+                connection.break_off()
+
+    def unite(self) -> None:
+        """The former primary is thrown away."""
+        if self._former is not None:
+            self.history.num_losses += 1
+            former, self._former, self._misled = self._former, None, frozenset()
+            former.die()
+
+    def owned(self) -> dict[str, tuple[int, str]]:
+        """Epoch and owner of all sessions, by id."""
+        data, found = self.primary.data, {}
+        for key in data.sorted_keys():
+            if key.startswith(_SESSION) and key.endswith(b"}"):
+                fields = data.get(key)
+                if isinstance(fields, dict) and b"owner" in fields:
+                    session_id = key[len(_SESSION) + 1 : -1].decode()
+                    found[session_id] = int(fields[b"epoch"]), fields[b"owner"].decode()
+        return found
+
+    def load(self, session_id: str) -> SessionRecord:
+        """What is stored now. Raises `OutriderError`."""
+        key = session_key(session_id)
+        keys = (key, key + b":tokens", key + b":logprobs")
+        answer = run_script(_LOAD.source.encode(), self.primary.data, keys, ())
+        return _record(session_id, answer)
+
+    def store(self) -> RedisStore:
+        """A process's own."""
+        return RedisStore(
+            self._connected(_client(), may_fail=True), DEFAULT_KEY_PREFIX, DEFAULT_LIFETIMES
+        )
+
+    def registry(self) -> RedisRegistry:
+        """The same."""
+        registry = RedisRegistry(ADDRESS, DEPLOYMENT)
+        self._connected(registry._client, may_fail=False)
+        return registry
+
+    def _connected(self, client: Any, may_fail: bool) -> Any:
+        """Leads a client here. `may_fail`: single calls fail without a reason."""
+        pool = client.connection_pool
+        pool.connection_class = SimulatedConnection
+        kept = {
+            name: value
+            for name, value in pool.connection_kwargs.items()
+            if name not in ("host", "port", "path", "db")
+        }
+        options = {
+            "redis": self, "network": self._network, "may_fail": may_fail, "driver_info": None
+        }  # fmt: skip
+        pool.connection_kwargs = kept | options
+        return client
+
+
+def _client() -> Any:
+    return new_client(ADDRESS.url, None, None, None)
