@@ -10,9 +10,12 @@ import signal
 import tempfile
 import threading
 import warnings
+from pathlib import Path
 from typing import Any, Final
 
 from outrider.errors import ConfigError, SettingError
+
+from .ray_token import forget_token, new_token, use_token
 
 OBJECT_STORE_BYTES: Final = 100 * 2**20
 """Nothing large goes through Ray."""
@@ -38,6 +41,10 @@ class RayConnection:
         self._address = address or "local"
         self._temporary: str | None = None
         self._connected = False
+        self.found = ""
+        """HOST:PORT of the cluster, once it is connected."""
+        self.token: Path | None = None
+        """File of a local cluster's token, once it is connected."""
 
     async def connect(self) -> None:
         """Starts a local cluster, or connects to the one at the address. Raises `ConfigError`."""
@@ -55,11 +62,12 @@ class RayConnection:
         options: dict[str, Any] = {"namespace": self.namespace}
         if self.local:
             self._temporary = _short_directory()
+            # Ray's processes listen on all addresses of the machine, whatever they are told.
+            self.token = new_token(Path(self._temporary))
+            use_token(self.token)
             options |= {
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
-                # Ray trusts whoever reaches its ports: only this machine may.
-                "_node_ip_address": "127.0.0.1",
                 "_temp_dir": self._temporary,
             }
         try:
@@ -73,6 +81,7 @@ class RayConnection:
             reason = " ".join(str(error).split())
             raise SettingError("address", f"cannot start or reach Ray: {reason}") from error
         self._connected = True
+        self.found = str(ray.get_runtime_context().gcs_address)
 
     async def disconnect(self) -> None:
         """Ends a local cluster with all its processes; leaves another one."""
@@ -81,6 +90,9 @@ class RayConnection:
 
             self._connected = False
             await asyncio.to_thread(ray.shutdown)
+        if self.token is not None:
+            forget_token()
+            self.token = None
         if self._temporary is not None:
             await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
             self._temporary = None

@@ -109,6 +109,10 @@ AUDITS_CHOSEN_MAX: Final = 16
 """Sessions of a coordinator that are chosen for an audit and have not been through it."""
 REPLICAS_MAX: Final = 1024
 """Of one role in a deployment."""
+REPLICA_TEXT_MAX: Final = 4096
+"""Characters of each text that a replica announces of itself."""
+REPLICA_NUMBER_MAX: Final = 10**12
+"""Of each number that a replica announces, and of the replicas that a deployment has started."""
 TENSOR_PARALLEL_SIZE_MAX: Final = 64
 """Ranks that one model may be shared among."""
 COLLECTIVE_TIMEOUT_S: Final = 60

@@ -108,7 +108,7 @@ class Adversary:
 
     async def scale(self, until: float, period_s: float) -> None:
         """Other numbers of replicas, again and again, each role in turn; then as many as before."""
-        registry = self._deployment.registry
+        reconciler = self._deployment.reconciler
         first = dict(self._deployment.overview.wanted)
         for role in itertools.cycle(ROLES):
             if self._loop.time() >= until:
@@ -117,9 +117,9 @@ class Adversary:
             count = self._random.choice([n for n in range(1, SCALED_MAX + 1) if n != now])
             at = self._loop.time()
             fault = Fault("scale", role, round(at - self._began, 2), f"{now} to {count}")
-            await registry.want({role: count})
+            await reconciler.call("want", {role: count})
             await self._see(fault, at, at + period_s)
-        await registry.want(first)
+        await reconciler.call("want", first)
 
     async def _see(self, fault: Fault, begin: float, over: float) -> None:
         """What requests had of it, once all that came before it was over go on. Raises

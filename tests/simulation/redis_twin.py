@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from outrider.errors import InvariantError, OutriderError, StoreUnavailable
-from outrider.fleet.registry import MemoryRegistry, ReplicaRecord, Role, Topic
+from outrider.fleet.registry import MemoryRegistry, ReplicaRecord, Role
 from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.redis_connection import answering
 from outrider.sessions.store import (
@@ -165,8 +165,8 @@ class RemoteRegistry(RemoteRedis):
     async def wanted(self) -> dict[Role, int]:
         return await self._call(lambda: self._redis.registry.wanted())
 
-    async def note(self, topic: Topic, text: str) -> None:
-        await self._call(lambda: self._redis.registry.note(topic, text))
+    async def note_started(self, number: int) -> None:
+        await self._call(lambda: self._redis.registry.note_started(number))
 
-    async def noted(self, topic: Topic) -> str:
-        return await self._call(lambda: self._redis.registry.noted(topic))
+    async def started(self) -> int:
+        return await self._call(lambda: self._redis.registry.started())
