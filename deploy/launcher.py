@@ -28,12 +28,13 @@ from outrider.errors import OutriderError, SettingError, Unavailable
 from outrider.fleet.registry import Role
 from outrider.hosting import STANDARD_ERROR
 from outrider.sessions.embedded import EmbeddedRedis
+from outrider.sessions.redis_password import with_password
 from outrider.settings import blaming
 
 from .asking import Asked, namespace_of
 from .blueprint import Blueprint
 from .cluster import Actor, Cluster, resources
-from .locks import locked, own_trust, warnings
+from .locks import locked, own_trust, sealed, warnings
 from .models import resolve_models, tokenizer_warning
 from .overview import Endpoints, Overview, ReplicaView
 from .preflight import check_before_start
@@ -42,6 +43,7 @@ from .ray_token import check_asks_for_token
 from .reconciler import find_reconciler, start_reconciler
 from .replica import close_timeout_s, raise_first
 from .rollout import KEPT, STAYS, make_blueprint
+from .secrets import Secrets
 
 _log = logging.getLogger(__name__)
 
@@ -68,13 +70,15 @@ class Deployment:
         when `endpoints` are others, or other counts are wanted."""
         # Neither Ray nor Redis is told a key: whoever serves needs no more than hashes.
         config, self.api_key = locked(config)
+        config, self._password = sealed(config)
         self.config = self._given = config
         self.name = config.deployment_name or uuid.uuid4().hex[:12]
         """In Redis, where several deployments may be."""
         self._state = state
         self._report = report or _log.info
         self._on_change = on_change
-        self.ray = RayConnection(config.address, namespace_of(self.name))
+        self._secrets = Secrets(state / "secrets")
+        self.ray = RayConnection(config.address, namespace_of(self.name), self._secrets)
         """Its cluster."""
         self._redis: EmbeddedRedis | None = None
         self._reconciler: Actor | None = None
@@ -240,15 +244,23 @@ class Deployment:
             check_before_start(self.config)
         if self.config.coordinator.redis_url:
             # The coordinator will connect again: a wrong URL should not cost a model's loading.
+            reached = replace(self.config.coordinator.redis, password=self._password)
             with blaming("redis_url"):
-                await (await connect_store(self.config.coordinator)).close()
+                store = await connect_store(
+                    self.config.coordinator.reaching(with_password(reached))
+                )
+                await store.close()
         _, redis_url, config = await _all(
             self._connect(),
             asyncio.to_thread(self._start_redis),
             asyncio.to_thread(resolve_models, self.config),
         )
         found: DeploymentConfig = config
-        return replace(found, coordinator=replace(found.coordinator, redis_url=redis_url))
+        redis = replace(found.coordinator.redis, url=redis_url)
+        if self._password and self.ray.local:
+            path = self._secrets.hide("redis.password", self._password)
+            redis = replace(redis, password_file=str(path))
+        return replace(found, coordinator=found.coordinator.reaching(redis))
 
     async def _connect(self) -> None:
         """Raises `ConfigError`, also for a cluster elsewhere that asks for no token."""
@@ -288,6 +300,7 @@ class Deployment:
             await self._end(reconciler)
         # Ray's processes end with it, and with them whoever still talks to Redis.
         await self.ray.disconnect()
+        self._secrets.forget()
         if self._redis is not None:
             await asyncio.to_thread(self._redis.stop)
             self._redis = None

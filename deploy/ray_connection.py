@@ -10,12 +10,16 @@ import signal
 import tempfile
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.errors import ConfigError, SettingError
+from outrider.config import deployment_settings
+from outrider.errors import ConfigError, InvariantError, SettingError
 
-from .ray_token import forget_token, new_token, use_token
+from .ray_token import TOKEN_FILE, forget_token, new_token, use_token
+from .secrets import Secrets
 
 OBJECT_STORE_BYTES: Final = 100 * 2**20
 """Nothing large goes through Ray."""
@@ -34,9 +38,11 @@ ENVIRONMENT: Final = {
 class RayConnection:
     """A Ray cluster that this process started, or one that runs elsewhere."""
 
-    def __init__(self, address: str, namespace: str) -> None:
-        """Actors have names in a `namespace`, which is their deployment's alone."""
+    def __init__(self, address: str, namespace: str, secrets: Secrets | None = None) -> None:
+        """Actors have names in a `namespace`, which is their deployment's alone. The token of a
+        local cluster stands among its `secrets`."""
         self.local = not address
+        self._secrets = secrets
         self.namespace = namespace
         self._address = address or "local"
         self._temporary: str | None = None
@@ -63,7 +69,9 @@ class RayConnection:
         if self.local:
             self._temporary = _short_directory()
             # Ray's processes listen on all addresses of the machine, whatever they are told.
-            self.token = new_token(Path(self._temporary))
+            if self._secrets is None:
+                raise InvariantError("a local cluster has no place for its token")
+            self.token = self._secrets.hide(TOKEN_FILE, new_token())
             use_token(self.token)
             options |= {
                 "include_dashboard": False,
@@ -71,12 +79,13 @@ class RayConnection:
                 "_temp_dir": self._temporary,
             }
         try:
-            ray.init(
-                address=self._address,
-                logging_level=logging.ERROR,
-                log_to_driver=False,
-                **options,
-            )
+            with _without_secrets():
+                ray.init(
+                    address=self._address,
+                    logging_level=logging.ERROR,
+                    log_to_driver=False,
+                    **options,
+                )
         except (ConnectionError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())
             raise SettingError("address", f"cannot start or reach Ray: {reason}") from error
@@ -96,6 +105,17 @@ class RayConnection:
         if self._temporary is not None:
             await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
             self._temporary = None
+
+
+@contextmanager
+def _without_secrets() -> Iterator[None]:
+    """What this process starts meanwhile has no variables with secrets."""
+    names = {one.variable for one in deployment_settings().values() if one.secret}
+    hidden = {name: os.environ.pop(name) for name in names & os.environ.keys()}
+    try:
+        yield
+    finally:
+        os.environ |= hidden
 
 
 def _short_directory() -> str:

@@ -15,19 +15,15 @@ from typing import Any, Final
 
 from outrider.errors import SettingError
 
-FILE_NAME: Final = "ray.token"
+TOKEN_FILE: Final = "ray.token"  # noqa: S105 (a name)
 MODE, PATH, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"
 _BYTES: Final = 32
 _ANSWER_S: Final = 5.0
 
 
-def new_token(directory: Path) -> Path:
-    """Writes another token for a cluster that begins, readable by its owner only; its file."""
-    path = directory / FILE_NAME
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-        file.write(secrets.token_hex(_BYTES))
-    return path
+def new_token() -> str:
+    """Another token, for a cluster that begins."""
+    return secrets.token_hex(_BYTES)
 
 
 def use_token(path: Path) -> None:

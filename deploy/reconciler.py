@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from outrider.fleet.redis_registry import RedisRegistry
 from outrider.hosting import Place, log_to
+from outrider.sessions.redis_password import with_password
 
 from .autoscaling import Autoscaling
 from .blueprint import Blueprint
@@ -56,7 +57,7 @@ class Reconciler:
 
         log_to(blueprint.log_directory, RECONCILER)
         cluster = Cluster(namespace, local=blueprint.local)
-        self._registry = RedisRegistry(blueprint.redis, blueprint.deployment)
+        self._registry = RedisRegistry(with_password(blueprint.redis), blueprint.deployment)
         self._fleet = Fleet(cluster, blueprint, self._registry, self._tell)
         kept = KeptByRay(namespace)
         self._autoscaling = Autoscaling(kept, self._registry, blueprint.policy)

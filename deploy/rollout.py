@@ -35,6 +35,7 @@ KEPT: Final = {
     "redis_url": "sessions stay in their Redis",
     "redis_username": "sessions stay in their Redis",
     "redis_password": "sessions stay in their Redis",
+    "redis_password_file": "sessions stay in their Redis",
     "redis_key_prefix": "sessions stay in their Redis",
     "api_key": "a deployment keeps its keys; those in a file may change",
     "num_targets": "use `outrider scale`",
@@ -215,7 +216,7 @@ class Rollout:
             gpus = before.placement.cluster_gpus
         given = changed(before.given, changes.values)
         config = await self._resolve(given)
-        coordinator = replace(config.coordinator, redis_url=before.redis.url)
+        coordinator = config.coordinator.reaching(before.redis)
         return make_blueprint(
             given, replace(config, coordinator=coordinator), {"GPU": gpus}, before.deployment,
             before.log_directory, local=before.local,

@@ -109,6 +109,8 @@ AUDITS_CHOSEN_MAX: Final = 16
 """Sessions of a coordinator that are chosen for an audit and have not been through it."""
 REPLICAS_MAX: Final = 1024
 """Of one role in a deployment."""
+PASSWORD_BYTES_MAX: Final = 4096
+"""Of a file that holds the password of Redis."""
 REPLICA_TEXT_MAX: Final = 4096
 """Characters of each text that a replica announces of itself."""
 REPLICA_NUMBER_MAX: Final = 10**12

@@ -10,10 +10,13 @@ from deploy.state import DeploymentRecord
 from outrider.config import deployment_settings
 from outrider.errors import SettingError
 from outrider.sessions.redis_address import RedisAddress
+from outrider.sessions.redis_password import with_password
 
 from .settings import add_setting_flags, deployment_config
 
-_REDIS: Final = ("redis_url", "redis_username", "redis_password", "redis_ca_file")
+_REDIS: Final = (
+    "redis_url", "redis_username", "redis_password", "redis_password_file", "redis_ca_file"
+)  # fmt: skip
 
 
 def add_redis_flags(parser: argparse.ArgumentParser) -> None:
@@ -30,9 +33,9 @@ def redis_of(arguments: argparse.Namespace, record: DeploymentRecord) -> RedisAd
         given, key_prefix=str(record.settings.get("redis_key_prefix", given.key_prefix))
     )
     if record.redis_url:
-        return replace(given, url=record.redis_url, username="", password="", ca_file="")
+        return RedisAddress(url=record.redis_url, key_prefix=given.key_prefix)
     if not given.url:
         raise SettingError(
             "redis_url", "the deployment has another Redis than its own; give that one's URL"
         )
-    return given
+    return with_password(given)

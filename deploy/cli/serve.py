@@ -30,12 +30,11 @@ from deploy.state import (
     state_directory,
     withdraw,
 )
+from outrider.config import deployment_settings
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.fleet.registry import Role
 
 from .settings import (
-    KEY_FLAG,
-    KEY_VARIABLE,
     add_setting_flags,
     deployment_config,
     given_flags,
@@ -245,7 +244,7 @@ def _serve_detached(state: Path, arguments: argparse.Namespace) -> int:
     """Starts this command again in a session of its own, and waits until it is ready or gone."""
     with exclusive(state):
         pass  # Another deployment is noticed here, with a better message than from a log.
-    words, environment = _without_keys(arguments)
+    words, environment = _without_secrets(arguments)
     log_path = state / LOG_NAME
     read_end, write_end = os.pipe()
     with log_path.open("wb") as log, os.fdopen(read_end, "rb") as ready:
@@ -281,18 +280,23 @@ def _serve_detached(state: Path, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _without_keys(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+def _without_secrets(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     """The words and the variables of the detached process: who lists processes sees its words, and
     only its owner its variables."""
     words, environment = [], dict(os.environ)
+    secrets = {one.flag: one for one in deployment_settings().values() if one.secret}
     given = iter(arguments.words)
     for word in given:
-        if word == KEY_FLAG:
-            next(given, None)
-        elif word not in ("--detach", "--json") and not word.startswith(f"{KEY_FLAG}="):
+        flag, has_value, _ = word.partition("=")
+        if flag in secrets:
+            if not has_value:
+                next(given, None)
+        elif word not in ("--detach", "--json"):
             words.append(word)
-    if (keys := given_flags(arguments).get("api_key")) is not None:
-        environment[KEY_VARIABLE] = str(keys)
+    flags = given_flags(arguments)
+    for one in secrets.values():
+        if one.key in flags:
+            environment[one.variable] = str(flags[one.key])
     return words, environment
 
 

@@ -17,3 +17,7 @@ class RedisAddress:
     """Certificate authority of a `rediss://` server; empty = the system's."""
     key_prefix: str
     """Begins every key."""
+    password_file: str = ""
+    """Holds the password on the machine of whoever connects; empty = there is no such file."""
+    asks_for_password: bool = False
+    """Whether there is one, though it is not here; see `redis_password.py`."""

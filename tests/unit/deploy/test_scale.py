@@ -152,7 +152,8 @@ def test_settings_name_a_deployment_elsewhere(
     theirs = "theirs"
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", theirs)
-    token = new_token(tmp_path)
+    token = tmp_path / "ray.token"
+    token.write_text(new_token())
     publish(state_directory(os.environ), record(ray_token=str(token)))
     file = tmp_path / "outrider.yaml"
     file.write_text("address: far:1\ndeployment_name: there\nengine: 'emulated:vocab_size=7'\n")

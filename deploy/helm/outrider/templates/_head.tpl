@@ -39,6 +39,7 @@ image: {{ include "outrider.image" . }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 env:
   {{- include "outrider.rayEnv" . | nindent 2 }}
+  {{- with include "outrider.redisEnv" . | trim }}{{ . | nindent 2 }}{{ end }}
 ports:
   - {name: gcs, containerPort: 6379}
   - {name: dashboard, containerPort: 8265}
@@ -65,7 +66,6 @@ volumeMounts:
 {{/* It has no readiness probe: while the head's pod is not ready, workers may not find Ray, and
 without workers it would never be. When it ends, it is started anew. */}}
 {{- define "outrider.serve" -}}
-{{- $redis := include "outrider.redisSecret" . | fromJson -}}
 name: outrider
 image: {{ include "outrider.image" . }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
@@ -91,13 +91,7 @@ env:
         name: {{ default (include "outrider.fullname" .) .Values.ray.auth.secret }}
         key: auth_token
   {{- end }}
-  {{- with $redis.name }}
-  - name: OUTRIDER_REDIS_PASSWORD
-    valueFrom:
-      secretKeyRef:
-        name: {{ . }}
-        key: {{ $redis.key }}
-  {{- end }}
+  {{- with include "outrider.redisEnv" . | trim }}{{ . | nindent 2 }}{{ end }}
   {{- with .Values.huggingFace.tokenSecret }}
   - name: HF_TOKEN
     valueFrom:

@@ -65,6 +65,18 @@ enableServiceLinks: false
   value: "0"
 {{- end -}}
 
+{{/* Actors find the password here: it does not travel through Ray. */}}
+{{- define "outrider.redisEnv" -}}
+{{- $redis := include "outrider.redisSecret" . | fromJson -}}
+{{- with $redis.name -}}
+- name: OUTRIDER_REDIS_PASSWORD
+  valueFrom:
+    secretKeyRef:
+      name: {{ . }}
+      key: {{ $redis.key }}
+{{- end -}}
+{{- end -}}
+
 {{- define "outrider.modelEnv" -}}
 {{- if ne .Values.cache.kind "image" }}
 - name: OUTRIDER_CACHE

@@ -49,6 +49,7 @@ imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 env:
   {{- include "outrider.rayEnv" . | nindent 2 }}
   {{- include "outrider.modelEnv" .root | trim | nindent 2 }}
+  {{- with include "outrider.redisEnv" .root | trim }}{{ . | nindent 2 }}{{ end }}
 {{- if eq .name "coordinator" }}
 ports:
   - {name: grpc, containerPort: {{ include "outrider.grpcPort" .root }}}
