@@ -321,9 +321,11 @@ class Deployment:
 
 
 async def _tend(redis: EmbeddedRedis) -> None:
-    """Starts the embedded server again where it has died; it has its data on disk."""
+    """Starts the embedded server again where it has died; it has its data on disk. Keeps its log
+    small."""
     while True:
         await asyncio.sleep(TEND_PERIOD_S)
+        redis.rotate_log()
         if redis.running:
             continue
         _log.error("the embedded Redis has died, and is started again")

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from outrider.config import deployment_settings
 from outrider.errors import ConfigError, InvariantError, SettingError
+from outrider.limits import LOG_BYTES_MAX, LOG_FILES_KEPT
 
 from .ray_token import TOKEN_FILE, forget_token, new_token, use_token
 from .secrets import Secrets
@@ -32,6 +33,9 @@ ENVIRONMENT: Final = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Ray's workers would else give way to everything on the machine; these serve requests.
     "RAY_worker_niceness": "0",
+    # Without these the standard error of Ray's workers is a file without bounds.
+    "RAY_ROTATION_MAX_BYTES": str(LOG_BYTES_MAX),
+    "RAY_ROTATION_BACKUP_COUNT": str(LOG_FILES_KEPT),
 }
 
 

@@ -33,6 +33,7 @@ from deploy.state import (
 from outrider.config import deployment_settings
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.fleet.registry import Role
+from outrider.telemetry.log_files import LogFile
 
 from .settings import (
     add_setting_flags,
@@ -72,6 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
                 f"--model: {arguments.setting_model!r} is not the TARGET {arguments.target!r}"
             )
         arguments.setting_model = arguments.target
+    if arguments.ready_fd is not None:
+        _bound_log(state_directory(os.environ))
     config = deployment_config(arguments)  # Here, so that what is wrong shows on this terminal.
     state = state_directory(os.environ)
     if arguments.detach:
@@ -82,6 +85,16 @@ def run(arguments: argparse.Namespace) -> int:
         changed = asyncio.Event()
         deployment = Deployment(config, state, report=_progress, on_change=changed.set)
         return asyncio.run(_serve(deployment, state, arguments, changed))
+
+
+def _bound_log(state: Path) -> None:
+    """Of a detached process, whose standard output and standard error are its log file."""
+    root = logging.getLogger()
+    handler = LogFile(state / LOG_NAME, descriptors=(1, 2))
+    for before in root.handlers[:]:
+        handler.setFormatter(before.formatter)
+        root.removeHandler(before)
+    root.addHandler(handler)
 
 
 def _progress(line: str) -> None:
@@ -247,7 +260,8 @@ def _serve_detached(state: Path, arguments: argparse.Namespace) -> int:
     words, environment = _without_secrets(arguments)
     log_path = state / LOG_NAME
     read_end, write_end = os.pipe()
-    with log_path.open("wb") as log, os.fdopen(read_end, "rb") as ready:
+    log_path.unlink(missing_ok=True)
+    with log_path.open("ab") as log, os.fdopen(read_end, "rb") as ready:
         log_path.chmod(0o600)
         try:
             process = subprocess.Popen(

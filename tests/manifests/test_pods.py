@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from outrider.limits import LOG_BYTES_MAX, LOG_FILES_KEPT
 from tests.manifests.rendering import (
     EVERY_OPTION,
     OWN_REDIS,
@@ -246,6 +247,24 @@ def test_own_redis_keeps_sessions() -> None:
     elsewhere = _redis(render((), ["redis.auth.existingSecret=mine"]))
     password = variables(container(elsewhere["spec"]["template"], "redis"))["REDIS_PASSWORD"]
     assert password == {"secretKeyRef": {"name": "mine", "key": "redis-password"}}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_pod_fills_the_disk_of_its_node(variant: str) -> None:
+    """Logs are rotated, and what is written beside volumes is bounded; Redis' data and logs of
+    anything share no volume."""
+    manifests = render_variant(variant)
+    for name, template in pods(manifests).items():
+        for volume in template["spec"]["volumes"]:
+            if "emptyDir" in volume:
+                assert volume["emptyDir"].get("sizeLimit"), (name, volume["name"])
+        mounts = container(template, template["spec"]["containers"][0]["name"])["volumeMounts"]
+        places = {one["name"]: one["mountPath"] for one in mounts}
+        assert len(places) == len(mounts), "a volume is mounted twice"
+        if name not in ("redis", "gcs"):
+            found = variables(template["spec"]["containers"][0])
+            assert found["RAY_ROTATION_MAX_BYTES"] == str(LOG_BYTES_MAX)
+            assert found["RAY_ROTATION_BACKUP_COUNT"] == str(LOG_FILES_KEPT)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -25,9 +25,9 @@ spec:
     - {{ include "outrider.rayHead" . | nindent 6 | trim }}
     - {{ include "outrider.serve" . | nindent 6 | trim }}
   volumes:
-    {{- include "outrider.scratchVolumes" .Values.head | nindent 4 }}
+    {{- include "outrider.scratchVolumes" (dict "root" . "group" .Values.head) | nindent 4 }}
     {{- with include "outrider.dataVolumes" . | trim }}{{ . | nindent 4 }}{{ end }}
-    - {name: state, emptyDir: {}}
+    - {name: state, emptyDir: {sizeLimit: {{ .Values.scratch.logs }}}}
     - name: config
       configMap:
         name: {{ include "outrider.fullname" . }}-config

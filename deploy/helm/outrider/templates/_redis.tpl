@@ -133,12 +133,12 @@ spec:
             - {name: scratch, mountPath: /tmp}
             - {name: config, mountPath: /etc/redis, readOnly: true}
       volumes:
-        - {name: scratch, emptyDir: {}}
+        - {name: scratch, emptyDir: {sizeLimit: {{ $root.Values.scratch.tmp }}}}
         - name: config
           configMap:
             name: {{ $name }}
         {{- if not $server.persistence.enabled }}
-        - {name: data, emptyDir: {}}
+        - {name: data, emptyDir: {sizeLimit: {{ $server.persistence.size }}}}
         {{- end }}
   {{- if $server.persistence.enabled }}
   volumeClaimTemplates:

@@ -37,7 +37,7 @@ template:
     containers:
       - {{ include "outrider.worker" . | nindent 8 | trim }}
     volumes:
-      {{- include "outrider.scratchVolumes" .group | nindent 6 }}
+      {{- include "outrider.scratchVolumes" . | nindent 6 }}
       {{- with include "outrider.dataVolumes" .root | trim }}{{ . | nindent 6 }}{{ end }}
       {{- with include "outrider.lockVolumes" . | trim }}{{ . | nindent 6 }}{{ end }}
 {{- end -}}
