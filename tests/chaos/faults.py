@@ -7,6 +7,8 @@
 | lose | a node | all its processes are killed; another node comes |
 | cut | a replica, Redis | all connections to it break at once |
 | hold | a replica, Redis | for some seconds nothing passes to or from it |
+| lose | Ray's head | its server (GCS) is killed, and comes back some seconds later |
+| pair | redis+coordinator | both are killed at once: what Redis had not kept, nobody has |
 | no | fault | nothing, for comparison: waits that have other causes |
 """
 
@@ -44,13 +46,17 @@ WHOLE_S: Final = 90.0
 POLL_S: Final = 0.05
 SCALED_MAX: Final = 3
 """Replicas of a role that are ever wanted."""
-REDIS, NODE = "redis", "node"
+REDIS, NODE, HEAD = "redis", "node", "head"
 KILLS: Final = (*(("kill", role) for role in (*ROLES, RECONCILER, REDIS)),)
 STOPS: Final = (*(("stop", role) for role in (*ROLES, REDIS)),)
 OTHERS: Final = (
-    ("lose", NODE), *((kind, role) for kind in ("cut", "hold") for role in (*ROLES, REDIS)),
+    ("lose", NODE), ("lose", HEAD),
+    *((kind, role) for kind in ("cut", "hold") for role in (*ROLES, REDIS)),
 )  # fmt: skip
-ALL: Final = (*KILLS, *STOPS, *OTHERS)
+PAIR: Final = "pair"
+PAIRS: Final[dict[str, tuple[str, str]]] = {"redis+coordinator": (REDIS, "coordinator")}
+"""What is killed at the same moment, by name. Such requests may fail, and are counted apart."""
+ALL: Final = (*KILLS, *STOPS, *OTHERS, *((PAIR, name) for name in PAIRS))
 OTHERS_PER_ROUND: Final = 3
 """Of these, with each round of all kills and stops."""
 NOTHING: Final = ("no", "fault")
@@ -62,7 +68,7 @@ class Fault:
 
     kind: str
     role: str
-    """Of the replica, or `redis`, `reconciler` or `node`."""
+    """Of the replica, or `redis`, `reconciler`, `node`, `head` or a pair's name."""
     at_s: float
     """Since the run began."""
     replica: str = ""
@@ -126,6 +132,9 @@ class Adversary:
         `TimeoutError` where they do not."""
         await asyncio.sleep(over - self._loop.time())
         touched = [one for one in self._load.asked if one.overlaps(begin, over)]
+        if fault.kind == PAIR:
+            for one in touched:
+                one.pair = fault.role
         async with asyncio.timeout(PAST_S):
             while not all(one.is_past(over) for one in touched):
                 await asyncio.sleep(POLL_S)
@@ -141,7 +150,8 @@ class Adversary:
         async with asyncio.timeout(WHOLE_S):
             while True:
                 if not self._deck:
-                    deck = (*(only or (*KILLS, *STOPS, *self._some_others())), NOTHING)
+                    pairs = () if only else ((PAIR, name) for name in PAIRS)
+                    deck = (*(only or (*KILLS, *STOPS, *self._some_others())), *pairs, NOTHING)
                     self._deck = self._random.sample(deck, len(deck))
                 for place, (_, role) in enumerate(self._deck):
                     if self._victims(role):
@@ -167,6 +177,10 @@ class Adversary:
                 index for index in range(self._machines.num_nodes)
                 if self._roles_without(index, serving) == set(ROLES)
             ]  # fmt: skip
+        if role in PAIRS:
+            return [0] if all(self._victims(one) for one in PAIRS[role]) else []
+        if role == HEAD:  # Nothing can be started without it.
+            return [0] if overview.is_whole else []
         if role in (REDIS, RECONCILER, NOTHING[1]):
             return [0]
         found = [one for one in serving if one.role == role]
@@ -179,11 +193,20 @@ class Adversary:
     async def _do(self, fault: Fault) -> None:
         if (fault.kind, fault.role) == NOTHING:
             return
+        if fault.kind == PAIR:
+            each = (Fault("kill", role, fault.at_s) for role in PAIRS[fault.role])
+            await asyncio.gather(*(self._do(one) for one in each))
+            return
+        if fault.role == HEAD:
+            await self._machines.kill_head(STOPPED_S)
+            await self._reconciler_pid()
+            return
         victims = self._victims(fault.role)
         one = self._random.choice(victims)
         if fault.role == NODE:
             assert isinstance(one, int)
             lost = set(self._machines.processes(one))
+            self._note_deaths(lost)
             await self._machines.lose_node(one)
             await self._until_gone(lost)
             return
@@ -205,8 +228,15 @@ class Adversary:
         elif fault.role == REDIS:
             await self._machines.kill_redis(STOPPED_S)
         else:
+            self._note_deaths({pid})
             os.kill(pid, signal.SIGKILL)
             await self._until_gone({pid})
+
+    def _note_deaths(self, pids: Set[int]) -> None:
+        """Of coordinators, as those who call one by HTTP notice them."""
+        for one in self._deployment.overview.replicas:
+            if one.http_address and one.places[0].pid in pids:
+                self._load.deaths[one.http_address] = self._loop.time()
 
     async def _until_gone(self, pids: Set[int]) -> None:
         """Until it is known that replicas which had these processes are lost: the next fault would
@@ -240,7 +270,9 @@ class Adversary:
         return {
             "num_faults": self._num_done(),
             "num_kills_and_stops": sum(
-                count for (kind, _), count in counts.items() if kind in ("kill", "stop", "lose")
+                count
+                for (kind, _), count in counts.items()
+                if kind in ("kill", "stop", "lose", PAIR)
             ),
             "gaps": {
                 f"{kind} {role}": {

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
 from deploy.ray_connection import ENVIRONMENT, OBJECT_STORE_BYTES
+from deploy.ray_token import forget_token, new_token, use_token
 from outrider.sessions.embedded import EmbeddedRedis
 
 from .proxy import FaultProxy
@@ -23,6 +25,7 @@ NUM_NODES: Final = 2
 """That replicas run on, beside the head, on which none does."""
 NODE_CPUS: Final = 2
 PROXY: Final = "grpc_proxy"
+EXTERNAL: Final = "RAY_REDIS_ADDRESS"
 SOCKET: Final = "unix://"
 
 
@@ -32,13 +35,21 @@ class Machines:
     def __init__(self, state: Path) -> None:
         self.proxy = FaultProxy()
         self.redis = EmbeddedRedis(state / "redis")
+        self._gcs = EmbeddedRedis(state / "gcs")
+        """What Ray's head knows, so that it can be lost."""
+        self._token = state / "ray.token"
         self.redis_address = ""
         """By which the proxy knows it."""
         self._cluster: Cluster | None = None
         self._nodes: list[Node] = []
 
     async def __aenter__(self) -> Self:
+        self._token.write_text(new_token())
+        use_token(self._token)
         os.environ |= ENVIRONMENT | {PROXY: await self.proxy.start()}
+        await asyncio.to_thread(self._gcs.start)
+        gcs = await self.proxy.forward(self._gcs.url.removeprefix(SOCKET))
+        os.environ[EXTERNAL] = f"redis://{gcs}"
         await asyncio.to_thread(self.redis.start)
         self.redis_address = await self.proxy.forward(self.redis.url.removeprefix(SOCKET))
         await asyncio.to_thread(self._start_nodes)
@@ -53,8 +64,11 @@ class Machines:
         if self._cluster is not None:
             await asyncio.to_thread(self._cluster.shutdown)
         await asyncio.to_thread(self.redis.stop)
+        await asyncio.to_thread(self._gcs.stop)
         self.proxy.close()
+        forget_token()
         del os.environ[PROXY]
+        del os.environ[EXTERNAL]
 
     @property
     def address(self) -> str:
@@ -71,6 +85,7 @@ class Machines:
             head_node_args={
                 "num_cpus": 0,
                 "include_dashboard": False,
+                "gcs_server_port": _free_port(),  # The same when it comes back.
                 "object_store_memory": OBJECT_STORE_BYTES,
             },
         )
@@ -104,6 +119,15 @@ class Machines:
         await asyncio.to_thread(self.redis.stop)
         await asyncio.to_thread(self.redis.start)
 
+    async def kill_head(self, away_s: float) -> None:
+        """The head's server dies, and comes back with what it had kept."""
+        assert self._cluster is not None
+        head = self._cluster.head_node
+        os.kill(head.all_processes["gcs_server"][0].process.pid, signal.SIGKILL)
+        await asyncio.sleep(away_s)
+        await asyncio.to_thread(head.kill_gcs_server, False)
+        await asyncio.to_thread(head.start_gcs_server)
+
     def processes(self, index: int) -> list[int]:
         """Of a node: all that its loss ends."""
         raylet: int = self._nodes[index].all_processes["raylet"][0].process.pid
@@ -117,6 +141,13 @@ class Machines:
         assert self._cluster is not None
         await asyncio.to_thread(self._cluster.remove_node, node, False)
         await asyncio.to_thread(self._add_node)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _descendants(pid: int) -> Iterator[int]:
