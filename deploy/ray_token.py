@@ -49,15 +49,24 @@ def _read_again() -> None:
 
 def check_asks_for_token(address: str) -> None:
     """Calls the head (GCS) of a Ray cluster without a token. Raises `SettingError` where it
-    answers: whoever reaches it may run code on every machine."""
+    answers: whoever reaches it may run code on every machine; and where neither a refusal nor an
+    answer comes. With TLS it speaks to nobody without a certificate, and is not asked."""
     import grpc
 
-    with grpc.insecure_channel(address) as channel:
+    if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
+        return
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
         ask = channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive", bytes, bytes)
         try:
             ask(b"", timeout=_ANSWER_S)
-        except grpc.RpcError:  # Not authenticated, or not by plain text at all.
-            return
+        except grpc.RpcError as error:
+            code = error.code()
+            if code == grpc.StatusCode.UNAUTHENTICATED:
+                return
+            raise SettingError(
+                "address",
+                f"whether the Ray cluster at {address} asks for a token is not known ({code.name})",
+            ) from error
     raise SettingError(
         "address",
         f"the Ray cluster at {address} runs code for whoever reaches it: start it with "

@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from deploy.ray_connection import ENVIRONMENT, OBJECT_STORE_BYTES
 from deploy.ray_token import forget_token, new_token, use_token
-from outrider.sessions.embedded import EmbeddedRedis
+from outrider.sessions.embedded import EmbeddedRedis, find_server
 
 from .proxy import FaultProxy
 
@@ -25,6 +27,8 @@ NUM_NODES: Final = 2
 """That replicas run on, beside the head, on which none does."""
 NODE_CPUS: Final = 2
 PROXY: Final = "grpc_proxy"
+START_S: Final = 20.0
+POLL_S: Final = 0.05
 EXTERNAL: Final = "RAY_REDIS_ADDRESS"
 SOCKET: Final = "unix://"
 
@@ -35,8 +39,9 @@ class Machines:
     def __init__(self, state: Path) -> None:
         self.proxy = FaultProxy()
         self.redis = EmbeddedRedis(state / "redis")
-        self._gcs = EmbeddedRedis(state / "gcs")
-        """What Ray's head knows, so that it can be lost."""
+        self._gcs: subprocess.Popen[bytes] | None = None
+        """A Redis of what Ray's head knows, so that it can be lost. Not behind the proxy: Ray
+        connects while it holds this interpreter's lock."""
         self._token = state / "ray.token"
         self.redis_address = ""
         """By which the proxy knows it."""
@@ -47,9 +52,13 @@ class Machines:
         self._token.write_text(new_token())
         use_token(self._token)
         os.environ |= ENVIRONMENT | {PROXY: await self.proxy.start()}
-        await asyncio.to_thread(self._gcs.start)
-        gcs = await self.proxy.forward(self._gcs.url.removeprefix(SOCKET))
-        os.environ[EXTERNAL] = f"redis://{gcs}"
+        port = _free_port()
+        self._gcs = subprocess.Popen(  # noqa: ASYNC220 (it returns at once)
+            [find_server(), "--port", str(port), "--bind", "127.0.0.1", "--save", ""],
+            stdout=subprocess.DEVNULL,
+        )
+        await asyncio.to_thread(_wait_for, port)
+        os.environ[EXTERNAL] = f"redis://127.0.0.1:{port}"
         await asyncio.to_thread(self.redis.start)
         self.redis_address = await self.proxy.forward(self.redis.url.removeprefix(SOCKET))
         await asyncio.to_thread(self._start_nodes)
@@ -64,7 +73,9 @@ class Machines:
         if self._cluster is not None:
             await asyncio.to_thread(self._cluster.shutdown)
         await asyncio.to_thread(self.redis.stop)
-        await asyncio.to_thread(self._gcs.stop)
+        if self._gcs is not None:
+            self._gcs.kill()
+            await asyncio.to_thread(self._gcs.wait)
         self.proxy.close()
         forget_token()
         del os.environ[PROXY]
@@ -148,6 +159,19 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def _wait_for(port: int) -> None:
+    """Until somebody listens there."""
+    give_up_at = time.monotonic() + START_S
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        except ConnectionRefusedError:
+            if time.monotonic() > give_up_at:
+                raise
+            time.sleep(POLL_S)
 
 
 def _descendants(pid: int) -> Iterator[int]:
