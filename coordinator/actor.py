@@ -371,13 +371,7 @@ async def connect_store(config: CoordinatorConfig) -> RedisStore:
     cannot be reached or is not fit."""
     from outrider.sessions.redis_store import RedisStore
 
-    return await RedisStore.connect(
-        config.redis_url,
-        key_prefix=config.redis_key_prefix,
-        username=config.redis_username or None,
-        password=config.redis_password or None,
-        ca_file=config.redis_ca_file or None,
-    )
+    return await RedisStore.connect_to(config.redis, wait_replicas=config.redis_wait_replicas)
 
 
 def build_gate(config: CoordinatorConfig) -> Gate:

@@ -19,6 +19,7 @@ from outrider.generation import (
 from outrider.messages import VerifyAnswer, VerifyItem
 from outrider.sessions.store import FinishReason, SessionRecord
 from outrider.speculation.decision import Origin
+from outrider.tokens import TokenSequence
 
 from .completion import Completion
 from .logprob_lines import read_logprobs
@@ -65,13 +66,20 @@ def resumable(
 
 
 def check_known(record: SessionRecord, request: ResumeRequest) -> None:
-    """Raises `DataLoss` where the client has tokens that the store lacks, whatever the rule: in
-    bfloat16 no rule is sure to decode the same ones again."""
+    """Raises `DataLoss` where the client has tokens that the store lacks, or others than the store,
+    whatever the rule: in bfloat16 no rule is sure to decode the same ones again. A store that lost
+    a take-over may hold what an older owner decided in place of what the client was shown."""
     num_stored = len(record.token_ids) - record.prompt_length
     if request.num_tokens > num_stored:
         raise DataLoss(
             f"num_tokens: the client has {request.num_tokens} tokens, the store {num_stored}; "
             f"the session can be resumed from {num_stored} on"
+        )
+    stored = record.token_ids[record.prompt_length :][: request.num_tokens]
+    if request.tokens_digest not in (None, TokenSequence(stored).digest()):
+        raise DataLoss(
+            f"tokens_digest: the client's {request.num_tokens} tokens are others than those that "
+            f"are stored; the session can be resumed from 0 on"
         )
 
 

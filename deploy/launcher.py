@@ -70,7 +70,7 @@ class Deployment:
         when `endpoints` are others, or other counts are wanted."""
         # Neither Ray nor Redis is told a key: whoever serves needs no more than hashes.
         config, self.api_key = locked(config)
-        config, self._password = sealed(config)
+        config, self._passwords = sealed(config)
         self.config = self._given = config
         self.name = config.deployment_name or uuid.uuid4().hex[:12]
         """In Redis, where several deployments may be."""
@@ -244,12 +244,19 @@ class Deployment:
             check_before_start(self.config)
         if self.config.coordinator.redis_url:
             # The coordinator will connect again: a wrong URL should not cost a model's loading.
-            reached = replace(self.config.coordinator.redis, password=self._password)
+            reached = replace(
+                self.config.coordinator.redis, password=self._passwords.redis,
+                sentinel_password=self._passwords.sentinel,
+            )  # fmt: skip
             with blaming("redis_url"):
                 store = await connect_store(
                     self.config.coordinator.reaching(with_password(reached))
                 )
                 await store.close()
+        elif self.config.coordinator.redis_wait_replicas:
+            raise SettingError(
+                "redis_wait_replicas", "needs redis_url: an embedded server has no replicas"
+            )
         _, redis_url, config = await _all(
             self._connect(),
             asyncio.to_thread(self._start_redis),
@@ -257,9 +264,12 @@ class Deployment:
         )
         found: DeploymentConfig = config
         redis = replace(found.coordinator.redis, url=redis_url)
-        if self._password and self.ray.local:
-            path = self._secrets.hide("redis.password", self._password)
+        if self._passwords.redis and self.ray.local:
+            path = self._secrets.hide("redis.password", self._passwords.redis)
             redis = replace(redis, password_file=str(path))
+        if self._passwords.sentinel and self.ray.local:
+            path = self._secrets.hide("sentinel.password", self._passwords.sentinel)
+            redis = replace(redis, sentinel_password_file=str(path))
         return replace(found, coordinator=found.coordinator.reaching(redis))
 
     async def _connect(self) -> None:

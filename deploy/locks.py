@@ -11,7 +11,7 @@ from outrider.config import PATHS, CoordinatorConfig, DeploymentConfig, is_loopb
 from outrider.errors import ConfigError
 from outrider.security.key_file import read_key_file
 from outrider.security.keys import KeyHash, hashed_keys, new_key
-from outrider.sessions.redis_password import without_password
+from outrider.sessions.redis_password import Passwords, without_password
 from outrider.settings import Value, blaming
 
 if TYPE_CHECKING:
@@ -47,11 +47,12 @@ def locked(config: DeploymentConfig) -> tuple[DeploymentConfig, str]:
     return replace(config, coordinator=front), key
 
 
-def sealed(config: DeploymentConfig) -> tuple[DeploymentConfig, str]:
-    """The configuration without the password of Redis, and that. Raises `SettingError`."""
-    redis, password = without_password(config.coordinator.redis)
+def sealed(config: DeploymentConfig) -> tuple[DeploymentConfig, Passwords]:
+    """The configuration without the passwords of Redis and Sentinels, and these. Raises
+    `SettingError`."""
+    redis, passwords = without_password(config.coordinator.redis)
     front = config.coordinator.reaching(redis)
-    return replace(config, coordinator=front), password
+    return replace(config, coordinator=front), passwords
 
 
 def whole_paths(values: Mapping[str, Value]) -> dict[str, Value]:

@@ -36,6 +36,7 @@ KEPT: Final = {
     "redis_username": "sessions stay in their Redis",
     "redis_password": "sessions stay in their Redis",
     "redis_password_file": "sessions stay in their Redis",
+    "redis_sentinel_password": "sessions stay in their Redis",
     "redis_key_prefix": "sessions stay in their Redis",
     "api_key": "a deployment keeps its keys; those in a file may change",
     "num_targets": "use `outrider scale`",

@@ -66,6 +66,8 @@ class ResumeRequest:
     """Of its text that have come, in code points; None = what goes with those tokens."""
     deadline_ms: int | None = None
     """What is left of it; None = what the request had."""
+    tokens_digest: int | None = None
+    """Of the ids of those tokens, see `TokenSequence`; None = only their number is checked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,6 +228,11 @@ REDIS_TIMEOUT_MS: Final = 900
 """How long Redis may take to accept a connection and to answer ..."""
 REDIS_TIMEOUT_SLICES: Final = 9
 """... in so many parts: a pause of this process lasts for one part at most, however long it is."""
+REDIS_SENTINEL_TIMEOUT_MS: Final = 200
+"""How long one Sentinel may take to say where the primary is before the next one is asked."""
+REDIS_WAIT_MS: Final = 500
+"""How long a write may take to reach `redis_wait_replicas` replicas before it is tried again."""
+REDIS_WAIT_REPLICAS_MAX: Final = 16
 REDIS_CONNECTIONS_MAX: Final = 16
 REDIS_LOADING_MS_MAX: Final = 20_000
 """How long a starting coordinator waits for a Redis that still reads its file."""

@@ -6,6 +6,7 @@ Nothing is started, and nothing that may be a secret is shown.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import platform
@@ -21,6 +22,7 @@ from deploy.state import running_deployment, state_directory
 from outrider.config import deployment_settings
 from outrider.errors import OutriderError
 from outrider.hosting import available_cores
+from outrider.sessions.redis_address import RedisAddress
 
 from .masking import masked_environment, masked_settings
 
@@ -35,7 +37,6 @@ CPU_FLAGS: Final = (
 )  # fmt: skip
 """Those that a kernel of the numeric libraries may be chosen by."""
 _COMMAND_TIMEOUT_S: Final = 10.0
-_REDIS_TIMEOUT_S: Final = 2.0
 _CGROUP_MEMORY: Final = Path("/sys/fs/cgroup/memory.max")
 GIB: Final = 2**30
 
@@ -185,22 +186,31 @@ def _named_redis_version() -> str | None:
     url = os.environ.get("OUTRIDER_REDIS_URL")
     if not url:
         return None
-    import redis
+    from redis.exceptions import RedisError
 
-    given = {
-        name: os.environ[f"OUTRIDER_REDIS_{name.upper()}"]
-        for name in ("username", "password")
-        if os.environ.get(f"OUTRIDER_REDIS_{name.upper()}")
-    }
+    username, password, ca_file, sentinel_password = (
+        os.environ.get(f"OUTRIDER_REDIS_{name}", "")
+        for name in ("USERNAME", "PASSWORD", "CA_FILE", "SENTINEL_PASSWORD")
+    )
+    address = RedisAddress(
+        url=url, key_prefix="", username=username, password=password, ca_file=ca_file,
+        sentinel_password=sentinel_password,
+    )  # fmt: skip
     try:
-        client = redis.Redis.from_url(
-            url, socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S, **given
-        )
-        with client:
-            found: Any = client.info("server")
-            return str(found["redis_version"])
-    except (redis.RedisError, ValueError, OSError) as error:
+        return asyncio.run(_redis_version(address))
+    except (OutriderError, RedisError, ValueError, OSError) as error:
         return f"does not answer ({type(error).__name__})"
+
+
+async def _redis_version(address: RedisAddress) -> str:
+    from outrider.sessions.redis_connection import calling, new_client
+
+    client = new_client(address)
+    try:
+        async with calling(client):
+            return str((await client.info("server"))["redis_version"])
+    finally:
+        await client.aclose()
 
 
 def _deployment() -> Facts:

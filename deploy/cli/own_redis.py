@@ -15,7 +15,8 @@ from outrider.sessions.redis_password import with_password
 from .settings import add_setting_flags, deployment_config
 
 _REDIS: Final = (
-    "redis_url", "redis_username", "redis_password", "redis_password_file", "redis_ca_file"
+    "redis_url", "redis_username", "redis_password", "redis_password_file", "redis_ca_file",
+    "redis_sentinel_password",
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import reduce
 from random import random as any_random
 from typing import Final, TypeVar
 
@@ -18,6 +19,7 @@ from outrider.client.turns import AVOIDED_S, Turns
 from outrider.errors import InvariantError, StreamBroken, Unavailable
 from outrider.generation import Event, GenerateRequest, ResumeRequest, Started, Tokens
 from outrider.limits import DEADLINE_MS_MAX
+from outrider.tokens import EMPTY_DIGEST, extend_digest
 
 T = TypeVar("T")
 RESUME_TIMEOUT_S: Final = 15.0
@@ -198,17 +200,22 @@ class Told:
         """An event has come; returns whether the caller is to hear it: not a second `Started`."""
         if isinstance(event, Started):
             is_first, self._is_started = not self._is_started, True
-            self._heard = self._heard or ResumeRequest(event.session_id, 0, 0)
+            self._heard = self._heard or ResumeRequest(
+                event.session_id, 0, 0, tokens_digest=EMPTY_DIGEST
+            )
             return is_first
         if isinstance(event, Tokens) and self._heard is not None:
             if event.token_ids:  # Of these alone there can be only so many.
                 self._tried_until, self._num_waits, self._num_failures = None, 0, 0
                 self._waits = False
-            characters = self._heard.num_characters
+            characters, digest = self._heard.num_characters, self._heard.tokens_digest
+            if digest is not None:
+                digest = reduce(extend_digest, event.token_ids, digest)
             self._heard = replace(
                 self._heard,
                 num_tokens=event.first_index + len(event.token_ids),
                 num_characters=None if characters is None else characters + len(event.text_delta),
+                tokens_digest=digest,
             )
         return True
 

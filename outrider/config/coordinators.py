@@ -12,6 +12,7 @@ from outrider.limits import (
     LOOK_AHEAD_BYTES_MAX,
     LOOK_AHEAD_MAX,
     NUM_DRAFT_TOKENS_MAX,
+    REDIS_WAIT_REPLICAS_MAX,
     RUN_AHEAD_ROUNDS_MAX,
     SEED_MAX,
     SESSIONS_PER_COORDINATOR_MAX,
@@ -42,8 +43,9 @@ class CoordinatorConfig(FrontConfig):
     http: bool = setting(True, "Answer OpenAI's clients by HTTP, too.")
     port: int = setting(8_000, "The coordinator's HTTP port; 0 = any.", minimum=0, maximum=PORT_MAX)
     redis_url: str = setting(
-        "", "`redis://`, `rediss://` (TLS) or `unix://` URL of the session store; empty = an "
-        "embedded server.",
+        "", "`redis://`, `rediss://` (TLS), `unix://` or, with Sentinel, "
+        "`redis+sentinel://HOST:PORT[,HOST:PORT...]/SERVICE[/DB]` URL of the session store; empty "
+        "= an embedded server.",
         secret=True,
     )  # fmt: skip
     redis_username: str = setting("", "User of the session store; one in the URL wins.")
@@ -54,8 +56,18 @@ class CoordinatorConfig(FrontConfig):
         "", "File that holds the password instead, on each machine; read when a process connects."
     )
     redis_ca_file: str = setting(
-        "", "Certificate authority of a `rediss://` server; empty = the system's."
-    )
+        "", "Certificate authority of servers reached by TLS (`rediss://`, `rediss+sentinel://`); "
+        "empty = the system's.",
+    )  # fmt: skip
+    redis_sentinel_password: str = setting(
+        "", "Password of the Sentinels, where they ask for one. Best given as a variable.",
+        secret=True,
+    )  # fmt: skip
+    redis_wait_replicas: int = setting(
+        0, "Replicas of Redis that must have tokens before they are shown; 0 = the primary alone. "
+        "No failover loses what all replicas have.",
+        minimum=0, maximum=REDIS_WAIT_REPLICAS_MAX,
+    )  # fmt: skip
     redis_key_prefix: str = setting("outrider:", "Begins every key in Redis.")
     num_draft_tokens: int = setting(
         8, "Draft tokens a round where a request does not say, or the most of them with "
@@ -149,7 +161,10 @@ class CoordinatorConfig(FrontConfig):
     )  # fmt: skip
     trace_prompts: bool = setting(False, "Record the text of prompts in traces.")
     redis_asks_for_password: bool = False
-    """See `RedisAddress.asks_for_password`."""
+    """See `RedisAddress.asks_for_password` ..."""
+    redis_sentinel_password_file: str = ""
+    redis_asks_for_sentinel_password: bool = False
+    """... and of the Sentinels."""
     tokenizer_directory: str = ""
     """Where the tokenizer's files are; empty = requests give token ids and get no text."""
     trust_remote_code: bool = setting(False, "Run Python code that comes with a model's files.")
@@ -170,9 +185,12 @@ class CoordinatorConfig(FrontConfig):
             username=self.redis_username,
             password=self.redis_password,
             ca_file=self.redis_ca_file,
+            sentinel_password=self.redis_sentinel_password,
             key_prefix=self.redis_key_prefix,
             password_file=self.redis_password_file,
             asks_for_password=self.redis_asks_for_password,
+            sentinel_password_file=self.redis_sentinel_password_file,
+            asks_for_sentinel_password=self.redis_asks_for_sentinel_password,
         )
 
     def reaching(self, redis: RedisAddress) -> Self:
@@ -185,6 +203,9 @@ class CoordinatorConfig(FrontConfig):
             redis_password=redis.password,
             redis_password_file=redis.password_file,
             redis_asks_for_password=redis.asks_for_password,
+            redis_sentinel_password=redis.sentinel_password,
+            redis_sentinel_password_file=redis.sentinel_password_file,
+            redis_asks_for_sentinel_password=redis.asks_for_sentinel_password,
             membership=None if member is None else replace(member, redis=redis),
         )
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 from outrider.errors import InvariantError, check
 from outrider.limits import REPLICA_NUMBER_MAX, REPLICAS_MAX
 from outrider.sessions.redis_address import RedisAddress
-from outrider.sessions.redis_connection import answering, new_client, redis_errors
+from outrider.sessions.redis_connection import calling, new_client, redis_errors
 
 from .registry import LEASE_S, ROLES, ReplicaRecord, Role
 
@@ -37,9 +37,7 @@ class RedisRegistry:
     def __init__(self, address: RedisAddress, deployment: str) -> None:
         """Connects when it is first used. `deployment` names whose replicas these are."""
         check(not set(deployment) & set("{}"), "braces in a deployment's name")
-        self._client = new_client(
-            address.url, address.username or None, address.password or None, address.ca_file or None
-        )
+        self._client = new_client(address)
         self._prefix, self._tag = address.key_prefix, f"{{{deployment}}}"
         self._wanted = f"{self._prefix}wanted:{self._tag}"
         self._kept = ("EXPIRE", self._wanted, KEPT_S)
@@ -113,7 +111,7 @@ class RedisRegistry:
     async def _run(self, *commands: tuple[str | int, ...]) -> list[Any]:
         """The answers to commands that go together, wholly or not at all."""
         with redis_errors():
-            async with answering(), self._client.pipeline(transaction=True) as pipeline:
+            async with calling(self._client), self._client.pipeline(transaction=True) as pipeline:
                 for command in commands:
                     pipeline.execute_command(*command)
                 answers: list[Any] = await pipeline.execute()

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import redis.asyncio
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import MasterNotFoundError
 from redis.backoff import NoBackoff
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
     ClusterDownError,
+    MasterDownError,
     NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
@@ -42,17 +44,29 @@ from outrider.limits import (
     REDIS_TIMEOUT_MS,
     REDIS_TIMEOUT_SLICES,
 )
+from outrider.sessions.redis_address import RedisAddress
+from outrider.sessions.redis_pool import Pool
+from outrider.sessions.redis_sentinel import SCHEMES, SentinelUrl, sentinel_client
 
 MINIMUM_VERSION = (6, 2)
 _LOADING_POLL_S = 0.1
 _PASSING_ERRORS = (ClusterDownError, NoPermissionError, OutOfMemoryError, ReadOnlyError)
 _PASSING_ANSWERS = re.compile(
-    r"\b(BUSY|CLUSTERDOWN|LOADING|MASTERDOWN|MISCONF|NOAUTH|NOPERM|NOREPLICAS|OOM|READONLY)\b"
+    r"\b(BUSY|CLUSTERDOWN|LOADING|MASTERDOWN|MISCONF|NOAUTH|NOPERM|NOREPLICAS|OOM|READONLY"
+    r"|UNBLOCKED)\b"
 )
 """Answers of a server that is alive but cannot serve us now: busy, failing over, disk or memory
 full, rights being changed. The client has classes for some; inside a script they
 come wrapped into other text."""
+_REPLACED_ERRORS = (BusyLoadingError, MasterDownError, ReadOnlyError)
+_REPLACED_ANSWERS = re.compile(r"\b(LOADING|MASTERDOWN|NOREPLICAS|READONLY|UNBLOCKED)\b")
+"""Answers of a server that may not be the primary any more: demoted, restarted, or cut off from its
+replicas while Sentinel promotes one of them."""
 _DAMAGED = "WRONGTYPE"
+
+
+class NotReplicated(RedisError):
+    """Fewer replicas than are waited for have a write: they are away, or follow another primary."""
 
 
 def masked_url(url: str) -> str:
@@ -87,6 +101,33 @@ async def answering() -> AsyncIterator[None]:
             timer.cancel()
 
 
+@asynccontextmanager
+async def calling(client: redis.asyncio.Redis) -> AsyncIterator[None]:
+    """A call, bounded as by `answering`. Where the server fails, or `raise_if_replaced` finds that
+    it may not be the primary any more, idle connections are closed, so that the next call
+    connects anew: the server's name, or Sentinel, is asked again where the primary is. Connections
+    in use are closed by the calls that use them."""
+    try:
+        async with answering():
+            yield
+    except (RedisError, OSError, TimeoutError) as error:
+        if not isinstance(error, ResponseError) or _may_be_replaced(error):
+            await client.connection_pool.disconnect(inuse_connections=False)
+        raise
+
+
+def raise_if_replaced(answers: Iterable[object]) -> None:
+    """Raises the first answer that only a server gives which may not be the primary any more."""
+    for answer in answers:
+        if isinstance(answer, Exception) and _may_be_replaced(answer):
+            raise answer
+
+
+def _may_be_replaced(error: Exception) -> bool:
+    """Scripts wrap such answers into errors of their own, which have no class."""
+    return isinstance(error, _REPLACED_ERRORS) or bool(_REPLACED_ANSWERS.search(str(error)))
+
+
 @contextmanager
 def redis_errors() -> Iterator[None]:
     """Turns what the Redis client raises into our errors."""
@@ -99,6 +140,8 @@ def redis_errors() -> Iterator[None]:
 def to_our_error(error: Exception) -> OutriderError:
     """`StoreUnavailable` for what may pass, `DataLoss` where a key holds what we never wrote,
     `InvariantError` for a command that was wrong."""
+    if isinstance(error, NotReplicated):
+        return StoreUnavailable(f"Redis: {error}; try again")
     if isinstance(error, RedisConnectionError | RedisTimeoutError | OSError | TimeoutError):
         return StoreUnavailable(f"Redis does not answer ({_first_line(error)}); try again")
     if isinstance(error, _PASSING_ERRORS) or _PASSING_ANSWERS.search(str(error)):
@@ -109,53 +152,64 @@ def to_our_error(error: Exception) -> OutriderError:
 
 
 def _first_line(error: Exception) -> str:
+    if isinstance(error, MasterNotFoundError):
+        # Its own text describes each Sentinel's client at length.
+        reasons = sorted(set(re.findall(r"\b\w+Error\b", str(error))))
+        return ", ".join(["no Sentinel names a primary of that service that is up", *reasons])
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-def new_client(
-    url: str, username: str | None, password: str | None, ca_file: str | None
-) -> redis.asyncio.Redis:
+def new_client(address: RedisAddress) -> redis.asyncio.Redis:
     """A client that connects when it is first used. It never tries again by itself, and has no
-    time-outs of its own: calls are made inside of `answering`."""
-    options: dict[str, Any] = {}
-    if username is not None:
-        options["username"] = username
-    if password is not None:
-        options["password"] = password
-    if ca_file is not None:
-        if not url.startswith("rediss://"):
-            raise SettingError("redis_ca_file", "needs a Redis URL that begins with rediss://")
-        options["ssl_ca_certs"] = ca_file
+    time-outs of its own: calls are made inside of `calling`."""
+    url = address.url
+    options: dict[str, Any] = {
+        "max_connections": REDIS_CONNECTIONS_MAX,
+        # All three are bounded by `calling`, together.
+        "timeout": None,
+        "socket_connect_timeout": None,
+        "socket_timeout": None,
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,
+    }
+    if address.username:
+        options["username"] = address.username
+    if address.password:
+        options["password"] = address.password
+    if address.ca_file:
+        if not url.startswith(("rediss://", "rediss+sentinel://")):
+            raise SettingError(
+                "redis_ca_file",
+                "needs a Redis URL that begins with rediss:// or rediss+sentinel://",
+            )
+        options["ssl_ca_certs"] = address.ca_file
     try:
-        pool = redis.asyncio.BlockingConnectionPool.from_url(
-            url,
-            max_connections=REDIS_CONNECTIONS_MAX,
-            # All three are bounded by `answering`, together.
-            timeout=None,
-            socket_connect_timeout=None,
-            socket_timeout=None,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-            **options,
-        )
+        if url.startswith(SCHEMES):
+            return sentinel_client(
+                SentinelUrl.parse(url), address.sentinel_password or None, options
+            )
+        pool = Pool.from_url(url, **options)
     except (TypeError, ValueError):
         # The cause stays out of the message and the traceback: it may quote the password.
         raise ConfigError(
             f"Redis URL {masked_url(url)}: is not one of redis://HOST:PORT/DB, "
-            f"rediss://HOST:PORT/DB, unix:///PATH?db=DB"
+            f"rediss://HOST:PORT/DB, unix:///PATH?db=DB, "
+            f"redis+sentinel://HOST:PORT[,HOST:PORT...]/SERVICE[/DB], "
+            f"rediss+sentinel://HOST:PORT[,HOST:PORT...]/SERVICE[/DB]"
         ) from None
     return redis.asyncio.Redis.from_pool(pool)
 
 
 async def check_server(client: redis.asyncio.Redis, url: str) -> None:
     """Raises `ConfigError` unless a server answers that can keep sessions: new enough, writable,
-    and one that never evicts. A server that is loading its file is waited for."""
+    and one that never evicts. A server that is loading its file is waited for. Of a URL of
+    Sentinels the primary is checked that they name."""
     name = f"Redis at {masked_url(url)}"
     loop = asyncio.get_running_loop()
     give_up_at = loop.time() + REDIS_LOADING_MS_MAX / 1000
     while True:
         try:
-            async with answering():
+            async with calling(client):
                 info = await client.info()
             break
         except BusyLoadingError:
@@ -168,7 +222,9 @@ async def check_server(client: redis.asyncio.Redis, url: str) -> None:
         except (NoPermissionError, AuthenticationError) as error:
             raise ConfigError(f"{name} refuses this user: {_first_line(error)}") from error
         except ResponseError as error:
-            raise ConfigError(f"{name} does not answer INFO: {_first_line(error)}") from error
+            raise ConfigError(
+                f"{name} does not say what it is and can do: {_first_line(error)}"
+            ) from error
         except (RedisError, OSError, TimeoutError) as error:
             raise ConfigError(
                 f"{name} cannot be reached ({_first_line(error)}); "
@@ -179,6 +235,10 @@ async def check_server(client: redis.asyncio.Redis, url: str) -> None:
 
 def check_info(name: str, info: dict[str, Any]) -> None:
     """Raises `ConfigError` unless the answer to INFO is of a server that can keep sessions."""
+    if info.get("redis_mode") == "sentinel":
+        raise ConfigError(
+            f"{name} is a Sentinel; give redis+sentinel://HOST:PORT[,HOST:PORT...]/SERVICE[/DB]"
+        )
     version = str(info.get("redis_version", "0"))
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers < MINIMUM_VERSION:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
@@ -25,12 +25,21 @@ from outrider.limits import PASSWORD_BYTES_MAX
 from .redis_address import RedisAddress
 
 VARIABLE: Final = "OUTRIDER_REDIS_PASSWORD"
+SENTINEL_VARIABLE: Final = "OUTRIDER_REDIS_SENTINEL_PASSWORD"
 
 
-def without_password(address: RedisAddress) -> tuple[RedisAddress, str]:
-    """The address with a URL that names no user and no password, and the password; empty for none.
-    What the URL said wins, as it does for Redis' client. Raises `SettingError` for a URL that has
-    further passwords."""
+@dataclass(frozen=True, slots=True)
+class Passwords:
+    """Of Redis and of the Sentinels; empty for none."""
+
+    redis: str = field(default="", repr=False)
+    sentinel: str = field(default="", repr=False)
+
+
+def without_password(address: RedisAddress) -> tuple[RedisAddress, Passwords]:
+    """The address with a URL that names no user and no password, and the passwords. What the URL
+    said wins, as it does for Redis' client. Raises `SettingError` for a URL that has further
+    passwords."""
     url, username, password = _split(address.url)
     if password and address.password_file:
         raise SettingError("redis_password_file", "cannot go with a password in redis_url")
@@ -39,31 +48,48 @@ def without_password(address: RedisAddress) -> tuple[RedisAddress, str]:
         raise SettingError("redis_url", "has a password among its options; use redis_password_file")
     return replace(
         address, url=url, username=username or address.username, password="",
+        sentinel_password="",
         asks_for_password=address.asks_for_password or bool(password),
-    ), password  # fmt: skip
+        asks_for_sentinel_password=address.asks_for_sentinel_password
+        or bool(address.sentinel_password),
+    ), Passwords(password, address.sentinel_password)  # fmt: skip
 
 
 def with_password(
     address: RedisAddress, environment: Mapping[str, str] | None = None
 ) -> RedisAddress:
-    """The address as this process connects to it. Raises `SettingError` where the password is not
-    to be had on this machine."""
-    if address.password or not (address.password_file or address.asks_for_password):
-        return address
-    if address.password_file:
-        return _known(address, read_password(Path(address.password_file)))
-    password = (os.environ if environment is None else environment).get(VARIABLE, "")
+    """The address as this process connects to it. Raises `SettingError` where a password is not to
+    be had on this machine."""
+    environment = os.environ if environment is None else environment
+    if not address.password and (address.password_file or address.asks_for_password):
+        found = _found("redis_password", VARIABLE, address.password_file, environment)
+        address = replace(address, password=found, password_file="", asks_for_password=False)
+    if not address.sentinel_password and (
+        address.sentinel_password_file or address.asks_for_sentinel_password
+    ):
+        found = _found(
+            "redis_sentinel_password", SENTINEL_VARIABLE, address.sentinel_password_file,
+            environment,
+        )  # fmt: skip
+        address = replace(
+            address, sentinel_password=found, sentinel_password_file="",
+            asks_for_sentinel_password=False,
+        )  # fmt: skip
+    return address
+
+
+def _found(key: str, variable: str, file: str, environment: Mapping[str, str]) -> str:
+    if file:
+        return read_password(Path(file))
+    password = environment.get(variable, "")
     if not password:
         raise SettingError(
-            "redis_password",
+            key,
             f"is not known on {socket.gethostname()}: passwords do not travel through Ray; give "
-            f"its processes {VARIABLE}, or --redis-password-file",
+            f"its processes {variable}"
+            + (", or --redis-password-file" if variable == VARIABLE else ""),
         )
-    return _known(address, password)
-
-
-def _known(address: RedisAddress, password: str) -> RedisAddress:
-    return replace(address, password=password, password_file="", asks_for_password=False)
+    return password
 
 
 def read_password(path: Path) -> str:

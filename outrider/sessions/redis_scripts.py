@@ -7,21 +7,31 @@ import asyncio
 import hashlib
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 import redis.asyncio
 from redis.exceptions import NoScriptError, ResponseError
 
-from outrider.errors import OutriderError, StoreUnavailable
-from outrider.limits import CALLS_PER_PIPELINE_MAX
-from outrider.sessions.redis_connection import answering, redis_errors, to_our_error
+from outrider.errors import InvariantError, OutriderError, StoreUnavailable
+from outrider.limits import CALLS_PER_PIPELINE_MAX, REDIS_WAIT_MS
+from outrider.sessions.redis_connection import (
+    NotReplicated,
+    calling,
+    raise_if_replaced,
+    redis_errors,
+    to_our_error,
+)
 
 
 class Script:
     """A Lua script of `lua/` and the name under which Redis remembers it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, replicated: bool = False) -> None:
+        """`replicated`: what it reads or writes counts only once replicas have it, where they are
+        waited for."""
+        self.replicated = replicated
         self.source = (resources.files("outrider.sessions") / "lua" / f"{name}.lua").read_text()
         self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
@@ -30,11 +40,42 @@ Call = tuple[Sequence[str], Sequence[str | int | bytes]]
 """Keys and arguments of one run of a script."""
 
 
+@dataclass(frozen=True, slots=True)
+class Replication:
+    """What must have happened before an answer counts."""
+
+    num_replicas: int
+    """That must have all writes up to then, at least 1."""
+    key: str
+    """Written each time. WAIT counts from the connection's last write, and a script that finds
+    everything done writes nothing."""
+
+    @property
+    def commands(self) -> list[tuple[Any, ...]]:
+        """To be sent behind those whose answers shall count."""
+        return [
+            ("SET", self.key, 1, "PX", REDIS_WAIT_MS),
+            ("WAIT", self.num_replicas, REDIS_WAIT_MS),
+        ]
+
+    def check(self, answers: Sequence[Any]) -> None:
+        """Raises what went wrong by the answers to `commands`."""
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        if answers[-1] < self.num_replicas:
+            raise NotReplicated(
+                f"{answers[-1]} of {self.num_replicas} replicas have a write "
+                f"after {REDIS_WAIT_MS} ms"
+            )
+
+
 class ScriptRunner:
     """Runs scripts on one server."""
 
-    def __init__(self, client: redis.asyncio.Redis) -> None:
+    def __init__(self, client: redis.asyncio.Redis, replication: Replication | None = None) -> None:
         self._client = client
+        self._replication = replication
         self._waiting: dict[Script, deque[tuple[Call, asyncio.Future[Any]]]] = {}
         """Single runs that no round trip has taken along yet, of scripts that are being run."""
         self._senders: set[asyncio.Task[None]] = set()
@@ -82,8 +123,9 @@ class ScriptRunner:
 
     async def _send_waiting(self, script: Script) -> None:
         """Round trips until nothing waits. A server that does not answer fails all that waits, so
-        that nobody waits for longer than one time-out."""
+        that nobody waits for longer than one time-out; and so does a bug, which ends this task."""
         waiting = self._waiting[script]
+        batch: list[tuple[Call, asyncio.Future[Any]]] = []
         try:
             while waiting:
                 size = min(len(waiting), CALLS_PER_PIPELINE_MAX)
@@ -97,6 +139,11 @@ class ScriptRunner:
                 for (_, future), answer in zip(batch, answers, strict=True):
                     if not future.done():
                         future.set_result(answer)
+        except BaseException as error:
+            for _, future in (*batch, *waiting):
+                if not future.done():
+                    future.set_exception(InvariantError(f"a script was not run: {error!r}"))
+            raise
         finally:
             del self._waiting[script]
 
@@ -108,8 +155,11 @@ class ScriptRunner:
         commands: list[tuple[Any, ...]] = [("SCRIPT LOAD", script.source)] if load else []
         for keys, arguments in calls:
             commands.append(("EVALSHA", script.sha, len(keys), *keys, *arguments))
+        replication = self._replication if script.replicated else None
+        if replication is not None:
+            commands += replication.commands
         pool: Any = self._client.connection_pool
-        async with answering():
+        async with calling(self._client):
             connection = await pool.get_connection()
             try:
                 await connection.send_packed_command(connection.pack_commands(commands))
@@ -120,6 +170,10 @@ class ScriptRunner:
                 raise
             finally:
                 await pool.release(connection)
+            raise_if_replaced(answers)
+            if replication is not None:
+                answers, last = answers[:-2], answers[-2:]
+                replication.check(last)
         return answers[1:] if load else answers
 
 

@@ -27,9 +27,7 @@ class RedisSlots:
 
     def __init__(self, address: RedisAddress) -> None:
         """Connects when it is first used."""
-        self._client = new_client(
-            address.url, address.username or None, address.password or None, address.ca_file or None
-        )
+        self._client = new_client(address)
         self._scripts = ScriptRunner(self._client)
         self._prefix = address.key_prefix
 

@@ -4,6 +4,7 @@
                                       prompt_length, prefix_digest, caches, counters ...
     <prefix>session:{<id>}:tokens     string: all tokens, uint32 LE
     <prefix>session:{<id>}:logprobs   string: one JSON line per token after the prompt
+    <prefix>replicated                string: written before replicas are waited for
 
 The braces are literal. Every change is one Lua script (`lua/`), so it happens wholly or not at all,
 and the clock of leases is Redis' own. A session's time to live is written a sixtieth too long, so
@@ -20,6 +21,7 @@ import redis.asyncio
 from outrider.errors import ConfigError, InvariantError, OutriderError
 from outrider.limits import LEASES_PER_SCRIPT_MAX
 from outrider.sessions.lifetimes import DEFAULT_LIFETIMES, Lifetimes
+from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_connection import check_server, new_client
 from outrider.sessions.redis_fields import (
     append_fields,
@@ -28,27 +30,34 @@ from outrider.sessions.redis_fields import (
     finish_fields,
     new_session_fields,
 )
-from outrider.sessions.redis_scripts import Call, Script, ScriptRunner
+from outrider.sessions.redis_scripts import Call, Replication, Script, ScriptRunner
 from outrider.sessions.refusals import leased, missing, not_found, stale, taken, verified
 from outrider.sessions.store import Append, Counters, FinishReason, NewSession, SessionRecord
 
 DEFAULT_KEY_PREFIX = "outrider:"
 
 
-_OPEN = Script("open")
-_APPEND = Script("append")
+_OPEN = Script("open", replicated=True)
+_APPEND = Script("append", replicated=True)
 _RENEW = Script("renew")
-_TAKE_OVER = Script("take_over")
-_FINISH = Script("finish")
-_LOAD = Script("load")
+_TAKE_OVER = Script("take_over", replicated=True)
+_FINISH = Script("finish", replicated=True)
+_LOAD = Script("load", replicated=True)
 
 
 class RedisStore:
     """A `SessionStore` in one Redis server. Made by `connect`."""
 
-    def __init__(self, client: redis.asyncio.Redis, key_prefix: str, lifetimes: Lifetimes) -> None:
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        key_prefix: str,
+        lifetimes: Lifetimes,
+        wait_replicas: int = 0,
+    ) -> None:
         self._client = client
-        self._scripts = ScriptRunner(client)
+        replication = Replication(wait_replicas, f"{key_prefix}replicated")
+        self._scripts = ScriptRunner(client, replication if wait_replicas else None)
         self._key_prefix = key_prefix
         self._lifetimes = lifetimes
 
@@ -58,25 +67,37 @@ class RedisStore:
         url: str,
         *,
         key_prefix: str = DEFAULT_KEY_PREFIX,
-        username: str | None = None,
-        password: str | None = None,
-        ca_file: str | None = None,
+        password: str = "",
+        ca_file: str = "",
         lifetimes: Lifetimes = DEFAULT_LIFETIMES,
+        wait_replicas: int = 0,
+    ) -> Self:
+        """`connect_to` the address that has these parts."""
+        address = RedisAddress(url=url, password=password, ca_file=ca_file, key_prefix=key_prefix)
+        return await cls.connect_to(address, lifetimes=lifetimes, wait_replicas=wait_replicas)
+
+    @classmethod
+    async def connect_to(
+        cls,
+        address: RedisAddress,
+        *,
+        lifetimes: Lifetimes = DEFAULT_LIFETIMES,
+        wait_replicas: int = 0,
     ) -> Self:
         """Connects and makes sure that the server can keep sessions.
 
-        `url` is `redis://`, `rediss://` (TLS, checked against `ca_file` or the system's
-        authorities) or `unix://`; a user and password in it win over the arguments. Raises
-        `ConfigError`, in one line, with the password masked."""
-        if "{" in key_prefix or "}" in key_prefix:
-            raise ConfigError(f"Redis key prefix {key_prefix!r}: braces are not allowed")
-        client = new_client(url, username, password, ca_file)
+        With `wait_replicas` a change counts, and what is read is given, only once so many replicas
+        have it; where they do not within `REDIS_WAIT_MS`, the method raises `StoreUnavailable`.
+        Renewed leases do not wait. Raises `ConfigError`, in one line, with the password masked."""
+        if "{" in address.key_prefix or "}" in address.key_prefix:
+            raise ConfigError(f"Redis key prefix {address.key_prefix!r}: braces are not allowed")
+        client = new_client(address)
         try:
-            await check_server(client, url)
+            await check_server(client, address.url)
         except BaseException:
             await client.aclose()
             raise
-        return cls(client, key_prefix, lifetimes)
+        return cls(client, address.key_prefix, lifetimes, wait_replicas)
 
     async def open(self, session: NewSession) -> None:
         """See `SessionStore.open`."""

@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import types_pb2 as outrider_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1doutrider/v1/coordinator.proto\x12\x0boutrider.v1\x1a\x17outrider/v1/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\":\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\x8c\x05\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x19.outrider.v1.ChatMessagesH\x00\x12*\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x17\n\nmax_tokens\x18\x06 \x01(\x05H\x02\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x11\n\x04seed\x18\t \x01(\x04H\x03\x88\x01\x01\x12\x1f\n\x04rule\x18\n \x01(\x0e\x32\x11.outrider.v1.Rule\x12\x1d\n\x10num_draft_tokens\x18\x0b \x01(\x05H\x04\x88\x01\x01\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x0c \x01(\x05H\x05\x88\x01\x01\x12\x15\n\x08logprobs\x18\r \x01(\x05H\x06\x88\x01\x01\x12\x16\n\x0einclude_rounds\x18\x0e \x01(\x08\x12\x1e\n\x11\x64raft_deadline_ms\x18\x0f \x01(\x05H\x07\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\x14 \x01(\tH\x01\x12\x15\n\x0bjson_object\x18\x15 \x01(\x08H\x01\x12\x0f\n\x05regex\x18\x16 \x01(\tH\x01\x12&\n\x06\x63hoice\x18\x17 \x01(\x0b\x32\x14.outrider.v1.ChoicesH\x01\x42\x08\n\x06promptB\x0c\n\nconstraintB\r\n\x0b_max_tokensB\x07\n\x05_seedB\x13\n\x11_num_draft_tokensB\x0e\n\x0c_deadline_msB\x0b\n\t_logprobsB\x14\n\x12_draft_deadline_ms\"\x91\x01\n\rResumeRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x1b\n\x0enum_characters\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\x05H\x01\x88\x01\x01\x42\x11\n\x0f_num_charactersB\x0e\n\x0c_deadline_ms\"\xb8\x01\n\rGenerateEvent\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.outrider.v1.StartedH\x00\x12%\n\x06tokens\x18\x02 \x01(\x0b\x32\x13.outrider.v1.TokensH\x00\x12#\n\x05round\x18\x03 \x01(\x0b\x32\x12.outrider.v1.RoundH\x00\x12)\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x15.outrider.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"v\n\x07Started\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x1f\n\x04rule\x18\x04 \x01(\x0e\x32\x11.outrider.v1.Rule\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\"\x9b\x01\n\x06Tokens\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\ntext_delta\x18\x03 \x01(\t\x12$\n\x07origins\x18\x04 \x03(\x0e\x32\x13.outrider.v1.Origin\x12/\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1d.outrider.v1.PositionLogprobs\"\xd5\x01\n\x05Round\x12\r\n\x05index\x18\x01 \x01(\r\x12\x1a\n\x12proposed_token_ids\x18\x02 \x03(\r\x12\x14\n\x0cnum_accepted\x18\x03 \x01(\r\x12\x10\n\x08\x64raft_ms\x18\x04 \x01(\x02\x12\x0f\n\x07wire_ms\x18\x05 \x01(\x02\x12\x10\n\x08queue_ms\x18\x06 \x01(\x02\x12\x11\n\tverify_ms\x18\x07 \x01(\x02\x12\x11\n\tcommit_ms\x18\x08 \x01(\x02\x12\x16\n\x0elook_ahead_hit\x18\t \x01(\x08\x12\x18\n\x10proposed_parents\x18\n \x03(\r\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xbf\x01\n\x11GenerationMetrics\x12\x12\n\nnum_rounds\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12!\n\x19num_accepted_draft_tokens\x18\x03 \x01(\r\x12\x1e\n\x16mean_acceptance_length\x18\x04 \x01(\x01\x12\x1e\n\x16time_to_first_token_ms\x18\x05 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x06 \x01(\x01\"\x90\x01\n\x08\x46inished\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.outrider.v1.Usage\x12/\n\x07metrics\x18\x03 \x01(\x0b\x32\x1e.outrider.v1.GenerationMetrics\"#\n\rCancelRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\r\n\x0b\x43\x61ncelReply\"\'\n\x11GetSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\xc6\x01\n\x07Session\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x1f\n\x04rule\x18\x05 \x01(\x0e\x32\x11.outrider.v1.Rule\x12\x15\n\rprompt_length\x18\x06 \x01(\r\x12\x11\n\ttoken_ids\x18\x07 \x03(\r\x12\x30\n\rfinish_reason\x18\x08 \x01(\x0e\x32\x19.outrider.v1.FinishReason\"g\n\x16\x43oordinatorDescription\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x13\n\x0bnum_running\x18\x04 \x01(\r*q\n\x06Origin\x12\x16\n\x12ORIGIN_UNSPECIFIED\x10\x00\x12\x13\n\x0fORIGIN_ACCEPTED\x10\x01\x12\x15\n\x11ORIGIN_CORRECTION\x10\x02\x12\x11\n\rORIGIN_STORED\x10\x04\x12\x10\n\x0cORIGIN_BONUS\x10\x03*\x98\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x04\x32\xec\x02\n\x0b\x43oordinator\x12\x46\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1a.outrider.v1.GenerateEvent0\x01\x12\x42\n\x06Resume\x12\x1a.outrider.v1.ResumeRequest\x1a\x1a.outrider.v1.GenerateEvent0\x01\x12>\n\x06\x43\x61ncel\x12\x1a.outrider.v1.CancelRequest\x1a\x18.outrider.v1.CancelReply\x12\x42\n\nGetSession\x12\x1e.outrider.v1.GetSessionRequest\x1a\x14.outrider.v1.Session\x12M\n\x08\x44\x65scribe\x12\x1c.outrider.v1.DescribeRequest\x1a#.outrider.v1.CoordinatorDescriptionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1doutrider/v1/coordinator.proto\x12\x0boutrider.v1\x1a\x17outrider/v1/types.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\":\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\x8c\x05\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x19.outrider.v1.ChatMessagesH\x00\x12*\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x17\n\nmax_tokens\x18\x06 \x01(\x05H\x02\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x11\n\x04seed\x18\t \x01(\x04H\x03\x88\x01\x01\x12\x1f\n\x04rule\x18\n \x01(\x0e\x32\x11.outrider.v1.Rule\x12\x1d\n\x10num_draft_tokens\x18\x0b \x01(\x05H\x04\x88\x01\x01\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x0c \x01(\x05H\x05\x88\x01\x01\x12\x15\n\x08logprobs\x18\r \x01(\x05H\x06\x88\x01\x01\x12\x16\n\x0einclude_rounds\x18\x0e \x01(\x08\x12\x1e\n\x11\x64raft_deadline_ms\x18\x0f \x01(\x05H\x07\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\x14 \x01(\tH\x01\x12\x15\n\x0bjson_object\x18\x15 \x01(\x08H\x01\x12\x0f\n\x05regex\x18\x16 \x01(\tH\x01\x12&\n\x06\x63hoice\x18\x17 \x01(\x0b\x32\x14.outrider.v1.ChoicesH\x01\x42\x08\n\x06promptB\x0c\n\nconstraintB\r\n\x0b_max_tokensB\x07\n\x05_seedB\x13\n\x11_num_draft_tokensB\x0e\n\x0c_deadline_msB\x0b\n\t_logprobsB\x14\n\x12_draft_deadline_ms\"\xbf\x01\n\rResumeRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x1b\n\x0enum_characters\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\x05H\x01\x88\x01\x01\x12\x1a\n\rtokens_digest\x18\x05 \x01(\x06H\x02\x88\x01\x01\x42\x11\n\x0f_num_charactersB\x0e\n\x0c_deadline_msB\x10\n\x0e_tokens_digest\"\xb8\x01\n\rGenerateEvent\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.outrider.v1.StartedH\x00\x12%\n\x06tokens\x18\x02 \x01(\x0b\x32\x13.outrider.v1.TokensH\x00\x12#\n\x05round\x18\x03 \x01(\x0b\x32\x12.outrider.v1.RoundH\x00\x12)\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x15.outrider.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"v\n\x07Started\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x1f\n\x04rule\x18\x04 \x01(\x0e\x32\x11.outrider.v1.Rule\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\"\x9b\x01\n\x06Tokens\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\ntext_delta\x18\x03 \x01(\t\x12$\n\x07origins\x18\x04 \x03(\x0e\x32\x13.outrider.v1.Origin\x12/\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1d.outrider.v1.PositionLogprobs\"\xd5\x01\n\x05Round\x12\r\n\x05index\x18\x01 \x01(\r\x12\x1a\n\x12proposed_token_ids\x18\x02 \x03(\r\x12\x14\n\x0cnum_accepted\x18\x03 \x01(\r\x12\x10\n\x08\x64raft_ms\x18\x04 \x01(\x02\x12\x0f\n\x07wire_ms\x18\x05 \x01(\x02\x12\x10\n\x08queue_ms\x18\x06 \x01(\x02\x12\x11\n\tverify_ms\x18\x07 \x01(\x02\x12\x11\n\tcommit_ms\x18\x08 \x01(\x02\x12\x16\n\x0elook_ahead_hit\x18\t \x01(\x08\x12\x18\n\x10proposed_parents\x18\n \x03(\r\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xbf\x01\n\x11GenerationMetrics\x12\x12\n\nnum_rounds\x18\x01 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12!\n\x19num_accepted_draft_tokens\x18\x03 \x01(\r\x12\x1e\n\x16mean_acceptance_length\x18\x04 \x01(\x01\x12\x1e\n\x16time_to_first_token_ms\x18\x05 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x06 \x01(\x01\"\x90\x01\n\x08\x46inished\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.outrider.v1.Usage\x12/\n\x07metrics\x18\x03 \x01(\x0b\x32\x1e.outrider.v1.GenerationMetrics\"#\n\rCancelRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\r\n\x0b\x43\x61ncelReply\"\'\n\x11GetSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\xc6\x01\n\x07Session\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x1f\n\x04rule\x18\x05 \x01(\x0e\x32\x11.outrider.v1.Rule\x12\x15\n\rprompt_length\x18\x06 \x01(\r\x12\x11\n\ttoken_ids\x18\x07 \x03(\r\x12\x30\n\rfinish_reason\x18\x08 \x01(\x0e\x32\x19.outrider.v1.FinishReason\"g\n\x16\x43oordinatorDescription\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x13\n\x0bnum_running\x18\x04 \x01(\r*q\n\x06Origin\x12\x16\n\x12ORIGIN_UNSPECIFIED\x10\x00\x12\x13\n\x0fORIGIN_ACCEPTED\x10\x01\x12\x15\n\x11ORIGIN_CORRECTION\x10\x02\x12\x11\n\rORIGIN_STORED\x10\x04\x12\x10\n\x0cORIGIN_BONUS\x10\x03*\x98\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x04\x32\xec\x02\n\x0b\x43oordinator\x12\x46\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1a.outrider.v1.GenerateEvent0\x01\x12\x42\n\x06Resume\x12\x1a.outrider.v1.ResumeRequest\x1a\x1a.outrider.v1.GenerateEvent0\x01\x12>\n\x06\x43\x61ncel\x12\x1a.outrider.v1.CancelRequest\x1a\x18.outrider.v1.CancelReply\x12\x42\n\nGetSession\x12\x1e.outrider.v1.GetSessionRequest\x1a\x14.outrider.v1.Session\x12M\n\x08\x44\x65scribe\x12\x1c.outrider.v1.DescribeRequest\x1a#.outrider.v1.CoordinatorDescriptionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.coordinator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ORIGIN']._serialized_start=2511
-  _globals['_ORIGIN']._serialized_end=2624
-  _globals['_FINISHREASON']._serialized_start=2627
-  _globals['_FINISHREASON']._serialized_end=2779
+  _globals['_ORIGIN']._serialized_start=2557
+  _globals['_ORIGIN']._serialized_end=2670
+  _globals['_FINISHREASON']._serialized_start=2673
+  _globals['_FINISHREASON']._serialized_end=2825
   _globals['_CHATMESSAGE']._serialized_start=71
   _globals['_CHATMESSAGE']._serialized_end=115
   _globals['_CHATMESSAGES']._serialized_start=117
@@ -47,31 +47,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST']._serialized_start=229
   _globals['_GENERATEREQUEST']._serialized_end=881
   _globals['_RESUMEREQUEST']._serialized_start=884
-  _globals['_RESUMEREQUEST']._serialized_end=1029
-  _globals['_GENERATEEVENT']._serialized_start=1032
-  _globals['_GENERATEEVENT']._serialized_end=1216
-  _globals['_STARTED']._serialized_start=1218
-  _globals['_STARTED']._serialized_end=1336
-  _globals['_TOKENS']._serialized_start=1339
-  _globals['_TOKENS']._serialized_end=1494
-  _globals['_ROUND']._serialized_start=1497
-  _globals['_ROUND']._serialized_end=1710
-  _globals['_USAGE']._serialized_start=1712
-  _globals['_USAGE']._serialized_end=1769
-  _globals['_GENERATIONMETRICS']._serialized_start=1772
-  _globals['_GENERATIONMETRICS']._serialized_end=1963
-  _globals['_FINISHED']._serialized_start=1966
-  _globals['_FINISHED']._serialized_end=2110
-  _globals['_CANCELREQUEST']._serialized_start=2112
-  _globals['_CANCELREQUEST']._serialized_end=2147
-  _globals['_CANCELREPLY']._serialized_start=2149
-  _globals['_CANCELREPLY']._serialized_end=2162
-  _globals['_GETSESSIONREQUEST']._serialized_start=2164
-  _globals['_GETSESSIONREQUEST']._serialized_end=2203
-  _globals['_SESSION']._serialized_start=2206
-  _globals['_SESSION']._serialized_end=2404
-  _globals['_COORDINATORDESCRIPTION']._serialized_start=2406
-  _globals['_COORDINATORDESCRIPTION']._serialized_end=2509
-  _globals['_COORDINATOR']._serialized_start=2782
-  _globals['_COORDINATOR']._serialized_end=3146
+  _globals['_RESUMEREQUEST']._serialized_end=1075
+  _globals['_GENERATEEVENT']._serialized_start=1078
+  _globals['_GENERATEEVENT']._serialized_end=1262
+  _globals['_STARTED']._serialized_start=1264
+  _globals['_STARTED']._serialized_end=1382
+  _globals['_TOKENS']._serialized_start=1385
+  _globals['_TOKENS']._serialized_end=1540
+  _globals['_ROUND']._serialized_start=1543
+  _globals['_ROUND']._serialized_end=1756
+  _globals['_USAGE']._serialized_start=1758
+  _globals['_USAGE']._serialized_end=1815
+  _globals['_GENERATIONMETRICS']._serialized_start=1818
+  _globals['_GENERATIONMETRICS']._serialized_end=2009
+  _globals['_FINISHED']._serialized_start=2012
+  _globals['_FINISHED']._serialized_end=2156
+  _globals['_CANCELREQUEST']._serialized_start=2158
+  _globals['_CANCELREQUEST']._serialized_end=2193
+  _globals['_CANCELREPLY']._serialized_start=2195
+  _globals['_CANCELREPLY']._serialized_end=2208
+  _globals['_GETSESSIONREQUEST']._serialized_start=2210
+  _globals['_GETSESSIONREQUEST']._serialized_end=2249
+  _globals['_SESSION']._serialized_start=2252
+  _globals['_SESSION']._serialized_end=2450
+  _globals['_COORDINATORDESCRIPTION']._serialized_start=2452
+  _globals['_COORDINATORDESCRIPTION']._serialized_end=2555
+  _globals['_COORDINATOR']._serialized_start=2828
+  _globals['_COORDINATOR']._serialized_end=3192
 # @@protoc_insertion_point(module_scope)

@@ -103,16 +103,18 @@ class GenerateRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., seed: _Optional[int] = ..., rule: _Optional[_Union[_types_pb2.Rule, str]] = ..., num_draft_tokens: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., logprobs: _Optional[int] = ..., include_rounds: _Optional[bool] = ..., draft_deadline_ms: _Optional[int] = ..., json_schema: _Optional[str] = ..., json_object: _Optional[bool] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[Choices, _Mapping]] = ...) -> None: ...
 
 class ResumeRequest(_message.Message):
-    __slots__ = ("session_id", "num_tokens", "num_characters", "deadline_ms")
+    __slots__ = ("session_id", "num_tokens", "num_characters", "deadline_ms", "tokens_digest")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CHARACTERS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     num_tokens: int
     num_characters: int
     deadline_ms: int
-    def __init__(self, session_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_characters: _Optional[int] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+    tokens_digest: int
+    def __init__(self, session_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_characters: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., tokens_digest: _Optional[int] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
     __slots__ = ("started", "tokens", "round", "finished")

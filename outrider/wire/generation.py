@@ -180,6 +180,7 @@ def resume_to_proto(request: ResumeRequest) -> pb.ResumeRequest:
         num_tokens=request.num_tokens,
         num_characters=request.num_characters,
         deadline_ms=request.deadline_ms,
+        tokens_digest=request.tokens_digest,
     )
 
 
@@ -192,6 +193,7 @@ def resume_from_proto(message: pb.ResumeRequest) -> ResumeRequest:
         num_tokens=message.num_tokens,
         num_characters=message.num_characters if message.HasField("num_characters") else None,
         deadline_ms=message.deadline_ms if message.HasField("deadline_ms") else None,
+        tokens_digest=message.tokens_digest if message.HasField("tokens_digest") else None,
     )
 
 

@@ -123,7 +123,8 @@ def _config(arguments: argparse.Namespace, machines: Machines) -> DeploymentConf
     if arguments.real:
         engines = {"model": "demo", "dtype": "float32", "draft_dtype": "float32"}
     settings = engines | {
-        "address": machines.address, "redis_url": f"redis://{machines.redis_address}/0",
+        "address": machines.address, "redis_url": machines.redis.url,
+        "redis_wait_replicas": 1,  # All that there are: no single fault may lose a token.
         "grpc_port": 0,
         "port": 0,
         "num_targets": 2, "num_drafts": 2, "num_coordinators": 2,

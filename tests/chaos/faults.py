@@ -2,14 +2,17 @@
 
 | kind | of | what happens |
 | --- | --- | --- |
-| kill | a replica, the reconciler, Redis | SIGKILL; Redis comes back some seconds later |
-| stop | a replica, Redis | SIGSTOP for some seconds |
+| kill | a replica, the reconciler, Redis' primary | SIGKILL; Sentinel promotes Redis' replica |
+| stop | a replica, Redis' primary | SIGSTOP for some seconds |
 | lose | a node | all its processes are killed; another node comes |
-| cut | a replica, Redis | all connections to it break at once |
-| hold | a replica, Redis | for some seconds nothing passes to or from it |
+| cut | a replica, Redis' primary | all connections to it break at once |
+| hold | a replica, Redis' primary | for some seconds nothing passes to or from it |
 | lose | Ray's head | its server (GCS) is killed, and comes back some seconds later |
-| pair | redis+coordinator | both are killed at once: what Redis had not kept, nobody has |
+| pair | redis+coordinator | the primary and a coordinator are killed at once |
 | no | fault | nothing, for comparison: waits that have other causes |
+
+While Redis' primary stands still or is held, Sentinel promotes the replica. There are two primaries
+then, until the old one is killed and another replica started, as for one that was killed at once.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ from .load import Load
 from .machines import Machines
 
 STOPPED_S: Final = 5.0
-"""How long something stands still, or Redis is away."""
+"""How long something stands still."""
+TWO_PRIMARIES_S: Final = 2.0
+"""How long a primary of Redis lives on that stood still while another one was promoted."""
 SHOWN_S: Final = 1.0
 """How long after that a wait may begin that is the fault's doing."""
 PAST_S: Final = 60.0
@@ -145,8 +150,10 @@ class Adversary:
         self.faults.append(fault)
 
     async def _next(self, only: Sequence[tuple[str, str]] | None) -> tuple[str, str]:
-        """One that leaves a spare. Each kill and stop comes as often as the others. Raises
-        `TimeoutError` where the fleet does not become whole."""
+        """One that leaves a spare, once Redis has its replica again. Each kill and stop comes as
+        often as the others. Raises `TimeoutError` where the fleet or Redis does not become
+        whole."""
+        await self._machines.redis.until_whole(WHOLE_S)
         async with asyncio.timeout(WHOLE_S):
             while True:
                 if not self._deck:
@@ -210,7 +217,8 @@ class Adversary:
             await self._machines.lose_node(one)
             await self._until_gone(lost)
             return
-        pid, address = self._machines.redis.pid, self._machines.redis_address
+        redis = self._machines.redis
+        pid, address = redis.primary.pid, redis.primary_address
         if isinstance(one, ReplicaView):
             fault.replica, pid, address = one.name, one.places[0].pid, one.address
         elif fault.role == RECONCILER:
@@ -225,12 +233,14 @@ class Adversary:
             os.kill(pid, signal.SIGSTOP)
             await asyncio.sleep(STOPPED_S)
             os.kill(pid, signal.SIGCONT)
-        elif fault.role == REDIS:
-            await self._machines.kill_redis(STOPPED_S)
-        else:
+        elif fault.role != REDIS:
             self._note_deaths({pid})
             os.kill(pid, signal.SIGKILL)
             await self._until_gone({pid})
+        if fault.role == REDIS and fault.kind != "cut":
+            if fault.kind != "kill":
+                await asyncio.sleep(TWO_PRIMARIES_S)
+            await redis.replace(address)
 
     def _note_deaths(self, pids: Set[int]) -> None:
         """Of coordinators, as those who call one by HTTP notice them."""

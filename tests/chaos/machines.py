@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Final, Self
 
 from deploy.ray_connection import ENVIRONMENT, OBJECT_STORE_BYTES
 from deploy.ray_token import forget_token, new_token, use_token
-from outrider.sessions.embedded import EmbeddedRedis, find_server
+from outrider.sessions.embedded import find_server
+from tests.redis_servers import RedisServers
 
 from .proxy import FaultProxy
 
@@ -30,7 +31,6 @@ PROXY: Final = "grpc_proxy"
 START_S: Final = 20.0
 POLL_S: Final = 0.05
 EXTERNAL: Final = "RAY_REDIS_ADDRESS"
-SOCKET: Final = "unix://"
 
 
 class Machines:
@@ -38,13 +38,12 @@ class Machines:
 
     def __init__(self, state: Path) -> None:
         self.proxy = FaultProxy()
-        self.redis = EmbeddedRedis(state / "redis")
+        self.redis = RedisServers(state / "redis", forward=self.proxy.forward)
+        """Each server is known, to the others and to Sentinel, by an address of the proxy."""
         self._gcs: subprocess.Popen[bytes] | None = None
         """A Redis of what Ray's head knows, so that it can be lost. Not behind the proxy: Ray
         connects while it holds this interpreter's lock."""
         self._token = state / "ray.token"
-        self.redis_address = ""
-        """By which the proxy knows it."""
         self._cluster: Cluster | None = None
         self._nodes: list[Node] = []
 
@@ -59,8 +58,7 @@ class Machines:
         )
         await asyncio.to_thread(_wait_for, port)
         os.environ[EXTERNAL] = f"redis://127.0.0.1:{port}"
-        await asyncio.to_thread(self.redis.start)
-        self.redis_address = await self.proxy.forward(self.redis.url.removeprefix(SOCKET))
+        await self.redis.__aenter__()
         await asyncio.to_thread(self._start_nodes)
         return self
 
@@ -72,10 +70,10 @@ class Machines:
     ) -> None:
         if self._cluster is not None:
             await asyncio.to_thread(self._cluster.shutdown)
-        await asyncio.to_thread(self.redis.stop)
         if self._gcs is not None:
             self._gcs.kill()
             await asyncio.to_thread(self._gcs.wait)
+        await self.redis.__aexit__()
         self.proxy.close()
         forget_token()
         del os.environ[PROXY]
@@ -122,13 +120,6 @@ class Machines:
     def num_nodes(self) -> int:
         """That replicas run on."""
         return len(self._nodes)
-
-    async def kill_redis(self, away_s: float) -> None:
-        """It comes back with what it had on disk."""
-        os.kill(self.redis.pid, signal.SIGKILL)
-        await asyncio.sleep(away_s)
-        await asyncio.to_thread(self.redis.stop)
-        await asyncio.to_thread(self.redis.start)
 
     async def kill_head(self, away_s: float) -> None:
         """The head's server dies, and comes back with what it had kept."""

@@ -60,6 +60,27 @@ async def test_a_damaged_session_is_lost_alone(
         await store.finish(sessions[1].session_id, 1, FinishReason.STOP, NO_COUNTS)
 
 
+async def test_a_bug_leaves_no_caller_waiting(
+    stored: tuple[RedisStore, redis.Redis], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither those of the round trip nor those behind it; the next one is made as ever."""
+    store, _ = stored
+
+    async def broken(*_: object) -> None:
+        raise RuntimeError
+
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # It is logged, too.
+    with monkeypatch.context() as patched:
+        patched.setattr("outrider.sessions.redis_scripts._answer", broken)
+        opening = [store.open(new_session(f"{k:032x}")) for k in range(CALLS_PER_PIPELINE_MAX + 2)]
+        async with asyncio.timeout(5):
+            answers = await asyncio.gather(*opening, return_exceptions=True)
+    assert {repr(answer) for answer in answers} == {
+        "InvariantError('a script was not run: RuntimeError()')"
+    }
+    await store.open(new_session("f" * 32))
+
+
 async def test_many_sessions_are_opened_at_once(
     stored: tuple[RedisStore, redis.Redis],
 ) -> None:

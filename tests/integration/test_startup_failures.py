@@ -67,6 +67,11 @@ async def test_redis_that_does_not_answer_is_named(tmp_path: Path) -> None:
     assert "\n" not in caught.value.message
 
 
+async def test_replicas_of_an_embedded_redis_are_not_waited_for(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="redis_wait_replicas: needs redis_url"):
+        await Deployment(_config(redis_wait_replicas=1), tmp_path).start()
+
+
 async def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
     """A directory without a model ends the start-up, with nothing left running."""
     before = _children(os.getpid())

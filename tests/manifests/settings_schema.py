@@ -35,6 +35,7 @@ CHART_KEYS: Final = {
     "redis_key_prefix",
     "redis_password",
     "redis_password_file",
+    "redis_sentinel_password",
     "redis_url",
     "redis_username",
     "ssl_ca_certs",

@@ -171,7 +171,8 @@ def test_values_reach_the_configuration(tmp_path: Path) -> None:
     assert (config.target.tensor_parallel_size, config.target.num_gpus) == (2, 1)
     assert config.draft.num_gpus == 1
     assert config.target.kv_cache_memory_bytes == 32 * 2**30
-    assert config.coordinator.redis_url == "rediss://sessions.example:6380/1"
+    url = "rediss+sentinel://watch-0.example:26380,watch-1.example:26380/sessions/1"
+    assert config.coordinator.redis_url == url
     assert config.coordinator.redis_ca_file == "/etc/outrider/redis/ca.pem"
     assert config.coordinator.telemetry == "otlp=http://collector.monitoring:4317,prometheus=9464"
     assert config.stop_timeout_s == 60

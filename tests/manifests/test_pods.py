@@ -132,6 +132,8 @@ def test_the_process_that_starts_the_deployment_can_be_a_driver() -> None:
     assert found["RAY_AUTH_TOKEN"] == {"secretKeyRef": token}
     password = {"name": "sessions", "key": "password"}
     assert found["OUTRIDER_REDIS_PASSWORD"] == {"secretKeyRef": password}
+    sentinel = {"name": "sessions-watch", "key": "password"}
+    assert found["OUTRIDER_REDIS_SENTINEL_PASSWORD"] == {"secretKeyRef": sentinel}
     assert found["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
     assert "readinessProbe" not in serve
     assert "readinessProbe" not in head

@@ -24,6 +24,7 @@ from outrider.errors import (
 )
 from outrider.generation import Event
 from outrider.limits import DEADLINE_MS_DEFAULT
+from outrider.tokens import TokenSequence
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.wire.server import RpcServer, Service
 
@@ -84,6 +85,7 @@ def test_a_broken_stream_goes_on_at_the_next_coordinator() -> None:
     [asked] = second.asked
     assert asked is not None
     assert (asked.session_id, asked.num_tokens, asked.num_characters) == (ID, 2, 2)
+    assert asked.tokens_digest == TokenSequence(FIRST.token_ids).digest()
     assert 0 < DEADLINE_MS_DEFAULT - (asked.deadline_ms or 0) < 100  # It waited for a moment.
 
 

@@ -32,6 +32,7 @@ from outrider.sessions.store import (
 )
 from outrider.speculation.decision import Origin
 from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.tokens import EMPTY_DIGEST, TokenSequence
 
 PARAMETERS = GenerationParameters(
     prompt_ids=(1, 2),
@@ -142,6 +143,17 @@ def test_more_than_is_stored_cannot_be_known() -> None:
     check_known(RECORD, asked(3))
     with pytest.raises(DataLoss, match="the client has 4 tokens, the store 3"):
         check_known(RECORD, asked(4))
+
+
+def test_other_tokens_than_are_stored_cannot_be_known() -> None:
+    """Nor any behind the end; without a digest their number is all that counts."""
+    known = TokenSequence(RECORD.token_ids[RECORD.prompt_length :][:2])
+    check_known(RECORD, replace(asked(2), tokens_digest=known.digest()))
+    check_known(RECORD, replace(asked(0), tokens_digest=EMPTY_DIGEST))
+    with pytest.raises(DataLoss, match="the client's 2 tokens are others than those"):
+        check_known(RECORD, replace(asked(2), tokens_digest=known.digest() ^ 1))
+    with pytest.raises(DataLoss, match="the client's 1 tokens are others than those"):
+        check_known(RECORD, replace(asked(1), tokens_digest=known.digest()))
 
 
 ENDED = replace(

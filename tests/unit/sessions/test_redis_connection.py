@@ -6,13 +6,17 @@ import time
 from typing import Any
 
 import pytest
+from redis.asyncio import SSLConnection
+from redis.asyncio.sentinel import SentinelManagedSSLConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from outrider.errors import ConfigError, DataLoss, InvariantError, StoreUnavailable
 from outrider.limits import REDIS_TIMEOUT_MS
+from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_connection import (
+    NotReplicated,
     answering,
     check_info,
     masked_url,
@@ -20,6 +24,7 @@ from outrider.sessions.redis_connection import (
     to_our_error,
 )
 from outrider.sessions.redis_fields import decode_record, decode_tokens, encode_tokens
+from outrider.sessions.redis_sentinel import SentinelUrl
 
 GOOD = {"redis_version": "6.2.0", "maxmemory_policy": "noeviction", "role": "master"}
 
@@ -32,23 +37,64 @@ GOOD = {"redis_version": "6.2.0", "maxmemory_policy": "noeviction", "role": "mas
         ("rediss://user:se:c@ret@host", "rediss://user:***@host"),
         ("redis://:se/cr#et@host", "redis://:***@host"),
         ("unix:///a/b.sock?db=1&password=secret", "unix:///a/b.sock?db=1&password=***"),
+        ("redis+sentinel://:s@c:r@a:1,b:2/name", "redis+sentinel://:***@a:1,b:2/name"),
+        ("redis+sentinel://a:1,b:2/name/0", "redis+sentinel://a:1,b:2/name/0"),
     ],
 )
 def test_passwords_are_masked(url: str, masked: str) -> None:
     assert masked_url(url) == masked
 
 
-@pytest.mark.parametrize("url", ["localhost:6379", "http://host", "redis://:secret@host:po/rt"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:6379",
+        "http://host",
+        "redis://:secret@host:po/rt",
+        "redis+sentinel://:secret@host",
+        "redis+sentinel://:secret@host/",
+        "redis+sentinel://:secret@host:port/name",
+        "redis+sentinel://:secret@host:1,,host:2/name",
+        "redis+sentinel://:secret@host/name/first",
+        "redis+sentinel://:secret@host/name?db=1",
+        "redis+sentinel://:sec/secret@host/name",
+        "redis+sentinel:///name",
+        "http+sentinel://host/name",
+    ],
+)
 def test_a_url_that_is_none_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(ConfigError, match="Redis URL") as refused:
-        new_client(url, None, None, None)
+        new_client(RedisAddress(url=url, key_prefix=""))
     assert "secret" not in str(refused.value)
     assert refused.value.__cause__ is None
 
 
 def test_a_ca_file_needs_tls() -> None:
     with pytest.raises(ConfigError, match="rediss://"):
-        new_client("redis://localhost", None, None, "/ca.pem")
+        new_client(RedisAddress(url="redis://localhost", ca_file="/ca.pem", key_prefix=""))
+
+
+def test_a_url_of_sentinels() -> None:
+    assert SentinelUrl.parse("rediss+sentinel://u:p%2F@a:1,[::1]:2,c/my%20name/3") == SentinelUrl(
+        (("a", 1), ("::1", 2), ("c", 26_379)), "my name", 3, True, "u", "p/"
+    )
+    plain = SentinelUrl.parse("redis+sentinel://a/name")
+    assert plain == SentinelUrl((("a", 26_379),), "name", 0, False, None, None)
+    assert "p/" not in repr(SentinelUrl.parse("redis+sentinel://:p%2F@a/name"))
+
+
+def test_tls_reaches_servers_and_sentinels() -> None:
+    """With the same authority; the password in the URL wins, and is not the Sentinels'."""
+    url = "rediss+sentinel://:inner@a:1,b:2/name/3"
+    passwords = {"password": "outer", "sentinel_password": "watch"}
+    address = RedisAddress(url=url, ca_file="/ca", key_prefix="", **passwords)
+    pool: Any = new_client(address).connection_pool
+    assert issubclass(pool.connection_class, SentinelManagedSSLConnection)
+    found = [pool, *(one.connection_pool for one in pool.sentinel_manager.sentinels)]
+    assert [one.connection_kwargs["ssl_ca_certs"] for one in found] == ["/ca"] * 3
+    assert issubclass(found[1].connection_class, SSLConnection)
+    assert [one.connection_kwargs["password"] for one in found] == ["inner", "watch", "watch"]
+    assert pool.connection_kwargs["db"] == 3
 
 
 @pytest.mark.parametrize("version", ["6.2.0", "7.0", "10.1.2", "255.255.255"])
@@ -64,6 +110,7 @@ def test_servers_that_are_new_enough(version: str) -> None:
         ({"maxmemory_policy": "allkeys-lru"}, "maxmemory-policy allkeys-lru"),
         ({"role": "slave"}, "read-only replica"),
         ({"cluster_enabled": 1}, "cluster mode"),
+        ({"redis_mode": "sentinel"}, "is a Sentinel; give redis\\+sentinel://"),
     ],
 )
 def test_servers_that_cannot_keep_sessions(change: dict[str, Any], message: str) -> None:
@@ -81,6 +128,8 @@ def test_servers_that_cannot_keep_sessions(change: dict[str, Any], message: str)
         OutOfMemoryError("command not allowed when used memory > 'maxmemory'."),
         ResponseError("MISCONF Redis is configured to save RDB snapshots"),
         ResponseError("Error running script: @user_script:3: -OOM command not allowed"),
+        ResponseError("UNBLOCKED force unblock from blocking operation"),
+        NotReplicated("0 of 1 replicas have a write after 500 ms"),
     ],
 )
 def test_trouble_that_may_pass(error: Exception) -> None:

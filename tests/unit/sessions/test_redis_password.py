@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import PASSWORD_BYTES_MAX
 from outrider.sessions.redis_address import RedisAddress
-from outrider.sessions.redis_password import VARIABLE, with_password, without_password
+from outrider.sessions.redis_password import (
+    SENTINEL_VARIABLE,
+    VARIABLE,
+    with_password,
+    without_password,
+)
 
 SECRET = "p@ss/w:rd"  # noqa: S105 (of no server)
 
 
-def address(url: str = "redis://h:1/2", **others: str) -> RedisAddress:
+def address(url: str = "redis://h:1/2", **others: Any) -> RedisAddress:
     return RedisAddress(url=url, key_prefix="p:", **others)
 
 
@@ -33,7 +39,12 @@ def address(url: str = "redis://h:1/2", **others: str) -> RedisAddress:
 )
 def test_no_password_is_left_in_a_url(url: str, left: str, username: str, password: str) -> None:
     found, secret = without_password(address(url))
-    assert (found.url, found.username, found.password, secret) == (left, username, "", password)
+    assert (found.url, found.username, found.password, secret.redis) == (
+        left,
+        username,
+        "",
+        password,
+    )
     assert found.asks_for_password == bool(password)
 
 
@@ -41,11 +52,11 @@ def test_what_the_url_says_wins() -> None:
     found, secret = without_password(
         address("redis://me:one@h:1", username="you", password="two")  # noqa: S106
     )
-    assert (found.username, secret) == ("me", "one")
+    assert (found.username, secret.redis) == ("me", "one")
     found, secret = without_password(
         address("redis://h:1", username="you", password="two")  # noqa: S106
     )
-    assert (found.username, found.password, secret) == ("you", "", "two")
+    assert (found.username, found.password, secret.redis) == ("you", "", "two")
 
 
 def test_passwords_in_other_places_are_refused(tmp_path: Path) -> None:
@@ -84,3 +95,22 @@ def test_elsewhere_it_is_a_variable_of_the_process() -> None:
         with_password(sealed, {})
     open_one, _ = without_password(address())
     assert with_password(open_one, {VARIABLE: SECRET}) == open_one
+
+
+def test_sentinels_have_a_password_of_their_own(tmp_path: Path) -> None:
+    sealed, secrets = without_password(
+        address("redis+sentinel://me:x@h:1,i:2/sessions", sentinel_password=SECRET)
+    )
+    assert (sealed.url, sealed.sentinel_password) == ("redis+sentinel://h:1,i:2/sessions", "")
+    assert (secrets.redis, secrets.sentinel) == ("x", SECRET)
+    assert SECRET not in repr(secrets)
+    found = with_password(sealed, {VARIABLE: "x", SENTINEL_VARIABLE: SECRET})
+    assert (found.password, found.sentinel_password) == ("x", SECRET)
+    with pytest.raises(SettingError, match=f"redis_sentinel_password: .*{SENTINEL_VARIABLE}"):
+        with_password(sealed, {VARIABLE: "x"})
+    path = tmp_path / "sentinel"
+    path.write_text(SECRET)
+    found = with_password(
+        address(sentinel_password_file=str(path), asks_for_sentinel_password=True), {}
+    )
+    assert found.sentinel_password == SECRET

@@ -79,6 +79,13 @@ enableServiceLinks: false
     secretKeyRef:
       name: {{ . }}
       key: {{ $redis.key }}
+{{- end }}
+{{- if and (not .Values.redis.enabled) .Values.redis.external.sentinelSecret }}
+- name: OUTRIDER_REDIS_SENTINEL_PASSWORD
+  valueFrom:
+    secretKeyRef:
+      name: {{ .Values.redis.external.sentinelSecret }}
+      key: {{ .Values.redis.external.sentinelSecretKey }}
 {{- end -}}
 {{- end -}}
 

@@ -1,0 +1,380 @@
+"""Another server becomes Redis' primary while sessions are opened and appended to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import redis
+from redis_servers import RedisServers
+from session_model import OWNERS, new_session
+
+from coordinator.commits import Committer
+from deploy.cli.collect_env import collect
+from outrider.errors import ConfigError, DataLoss, StoreUnavailable
+from outrider.fleet.redis_registry import RedisRegistry
+from outrider.fleet.registry import ReplicaRecord
+from outrider.limits import REDIS_TIMEOUT_MS
+from outrider.security.callers import Caller
+from outrider.sessions.embedded import EmbeddedRedis
+from outrider.sessions.redis_address import RedisAddress
+from outrider.sessions.redis_connection import new_client
+from outrider.sessions.redis_slots import RedisSlots
+from outrider.sessions.redis_store import RedisStore
+from outrider.sessions.state import Session
+from outrider.sessions.store import Counters, FinishReason, NewSession
+from tests.chaos.proxy import FaultProxy
+
+pytestmark = pytest.mark.xdist_group("redis")
+
+BACK_S = 10.0
+"""Commits go on by then: `DOWN_AFTER_MS`, a second or two for Sentinel's election and promotion,
+a time-out and a wait of the committer, and what a busy machine takes."""
+FOLLOWED_S = 30.0
+"""By then also where a replica is waited for: Sentinel makes one of a primary that comes back, but
+looks on for about 10 s before."""
+LOAD_S = 1.0
+NUM_SESSIONS = 24
+NO_COUNTS = Counters()
+
+
+class Renamed:
+    """Two servers behind one name: `move` does what a change of a DNS entry does."""
+
+    def __init__(self, first: EmbeddedRedis, second: EmbeddedRedis) -> None:
+        self._path = Path(first.url.removeprefix("unix://"))
+        self._second = Path(second.url.removeprefix("unix://"))
+        self._old = self._path.with_suffix(".old")
+        self.url = first.url
+
+    def move(self) -> None:
+        """The name leads to the second server, and the first one becomes a replica."""
+        with redis.Redis(unix_socket_path=str(self._path), protocol=2) as first:
+            first.ping()
+            self._path.rename(self._old)
+            self._path.symlink_to(self._second)
+            first.execute_command("REPLICAOF", "127.0.0.1", "1")
+
+    def move_back(self) -> None:
+        """That the first server can be stopped."""
+        if self._old.exists():
+            self._path.unlink()
+            self._old.rename(self._path)
+
+
+@pytest.fixture
+def renamed(tmp_path: Path) -> Iterator[Renamed]:
+    with EmbeddedRedis(tmp_path / "a") as first, EmbeddedRedis(tmp_path / "b") as second:
+        made = Renamed(first, second)
+        yield made
+        made.move_back()
+
+
+async def until_it_works(call: Callable[[], Awaitable[object]], within_s: float = BACK_S) -> int:
+    """How often it raised `StoreUnavailable` before it did not."""
+    failed = 0
+    async with asyncio.timeout(within_s):
+        while True:
+            try:
+                await call()
+            except StoreUnavailable:
+                failed += 1
+                await asyncio.sleep(0.02)
+            else:
+                return failed
+
+
+async def test_a_demoted_primary_is_left_at_its_first_answer(renamed: Renamed) -> None:
+    """Whatever has a client: also the connections that were idle then are not used again."""
+    address = RedisAddress(url=renamed.url, key_prefix="outrider:")
+    store = await RedisStore.connect_to(address)
+    registry, slots = RedisRegistry(address, "d"), RedisSlots(address)
+    caller = Caller("me", concurrency=2)
+    record = ReplicaRecord(role="draft", name="d1", address="h:1", host="h", pid=1)
+    await asyncio.gather(*(store.renew(OWNERS[0], [("0" * 32, 1)]) for _ in range(8)))
+    await registry.announce(record)
+    await slots.take(caller, ["a"], 1)
+    renamed.move()
+    for call in (
+        lambda: store.open(new_session("1" * 32)),
+        lambda: registry.announce(record),
+        lambda: slots.take(caller, ["b"], 1),
+    ):
+        assert await until_it_works(call) == 1
+    # All at once, so that each takes a connection of its own.
+    await asyncio.gather(*(store.renew(OWNERS[0], [("0" * 32, 1)]) for _ in range(8)))
+    with redis.Redis(unix_socket_path=str(renamed._old), protocol=2) as demoted:
+        clients = [one for one in demoted.client_list() if one["cmd"] != "client|list"]
+        assert not [one for one in clients if one["cmd"].startswith("eval")]
+    for one in (store, registry, slots):
+        await one.close()
+
+
+async def test_idle_connections_are_closed_at_once(renamed: Renamed) -> None:
+    """Without a moment in which another task may take one that is half closed."""
+    client = new_client(RedisAddress(url=renamed.url, key_prefix=""))
+    await asyncio.gather(*(client.ping() for _ in range(4)))
+    closing = client.connection_pool.disconnect(inuse_connections=False)
+    with pytest.raises(StopIteration):
+        closing.send(None)
+    assert await client.ping()
+    await client.aclose()
+
+
+@pytest.fixture
+async def servers(tmp_path: Path) -> AsyncIterator[RedisServers]:
+    async with RedisServers(tmp_path / "servers") as made:
+        yield made
+
+
+def decided(session_id: str, position: int) -> int:
+    """The token of a session at a place, whoever decides it."""
+    return random.Random(f"{session_id} {position}").randrange(1_000)
+
+
+class Load:
+    """Sessions that decide tokens, see them committed, and end."""
+
+    def __init__(self, store: RedisStore, owner: str) -> None:
+        self._store = store
+        self._owner = owner
+        self._committer = Committer(store, owner, random.Random(1).random)
+        self._tasks: list[asyncio.Task[None]] = []
+        self.ending = asyncio.Event()
+        self._last_shown = asyncio.get_running_loop().time()
+        self.longest_gap_s = 0.0
+        """In which no tokens of any session were shown."""
+        self.shown: dict[str, int] = {}
+        """Length by session."""
+        self.lost: set[str] = set()
+        """Sessions that a new primary knew nothing of."""
+
+    async def __aenter__(self) -> Load:
+        self._running = asyncio.create_task(self._committer.run())
+        self._tasks = [asyncio.create_task(self._sessions(i)) for i in range(NUM_SESSIONS)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in (*self._tasks, self._running):
+            task.cancel()
+        await asyncio.gather(*self._tasks, self._running, return_exceptions=True)
+
+    async def finish(self, within_s: float) -> None:
+        """Ends all sessions. Raises what became of one, or `TimeoutError` where one is stuck."""
+        self.ending.set()
+        async with asyncio.timeout(within_s):
+            await asyncio.gather(*self._tasks)
+
+    async def until_shown(self, within_s: float) -> None:
+        """Until tokens are shown that are not yet. Raises `TimeoutError`."""
+        before = self.shown.copy()
+        async with asyncio.timeout(within_s):
+            while self.shown == before:
+                await asyncio.sleep(0.01)
+
+    async def _sessions(self, number: int) -> None:
+        """Opens sessions one after the other, of 60 tokens."""
+        count = 0
+        while not self.ending.is_set():
+            session_id = f"{number:016x}{count:016x}"
+            try:
+                await self._session(new_session(session_id, owner=self._owner))
+            except DataLoss:
+                self.lost.add(session_id)
+            count += 1
+
+    async def _session(self, new: NewSession) -> None:
+        loop = asyncio.get_running_loop()
+        await until_it_works(lambda: self._store.open(new), FOLLOWED_S)
+        session = Session.opened(new)
+        self._committer.add(session)
+        try:
+            for _ in range(60):
+                await self._committer.room(session)
+                session.decide([decided(new.session_id, session.length)], NO_COUNTS)
+                self._committer.notify(session)
+                shown = await self._committer.shown(session, session.length)
+                self.shown[new.session_id] = shown
+                now = loop.time()
+                self.longest_gap_s = max(self.longest_gap_s, now - self._last_shown)
+                self._last_shown = now
+                await asyncio.sleep(0.005)
+            await self._committer.finish(session, FinishReason.LENGTH)
+        finally:
+            self._committer.remove(session)
+
+    async def check(self, store: RedisStore) -> None:
+        """What was shown is stored, and is what was decided, but for sessions that were lost."""
+        assert len(self.shown) >= NUM_SESSIONS
+        for session_id, length in self.shown.items():
+            if session_id in self.lost:
+                continue
+            record = await store.load(session_id)
+            assert len(record.token_ids) >= length
+            for place in range(record.prompt_length, len(record.token_ids)):
+                assert record.token_ids[place] == decided(session_id, place)
+
+
+async def kill(servers: RedisServers) -> None:
+    """For good; another replica is started."""
+    await servers.replace(servers.primary_address)
+
+
+async def pause(servers: RedisServers) -> None:
+    """It comes back as a primary, until Sentinel tells it otherwise."""
+    pid, before = servers.primary.pid, servers.primary_address
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        await servers.until_promoted(before)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+async def demote(servers: RedisServers) -> None:
+    """As an operator does: all servers stay up."""
+    await servers.demote()
+
+
+@pytest.mark.parametrize(("wait_replicas", "within_s"), [(0, BACK_S), (1, FOLLOWED_S)])
+@pytest.mark.parametrize("fault", [kill, pause, demote])
+async def test_commits_go_on_at_the_promoted_replica(
+    servers: RedisServers,
+    fault: Callable[[RedisServers], Awaitable[None]],
+    wait_replicas: int,
+    within_s: float,
+) -> None:
+    """Under load: no session is stuck, and what was shown stays. Its owner sends again what the new
+    primary lacks. A session that this knows nothing of ends as lost, but where the replica is
+    waited for there is none."""
+    address = RedisAddress(url=servers.url, key_prefix="outrider:")
+    store = await RedisStore.connect_to(address, wait_replicas=wait_replicas)
+    async with Load(store, OWNERS[0]) as load:
+        await asyncio.sleep(LOAD_S)
+        await fault(servers)
+        await load.until_shown(within_s)
+        await asyncio.sleep(LOAD_S)
+        await load.finish(within_s)
+        await load.check(store)
+    await store.close()
+    assert load.longest_gap_s < within_s
+    if wait_replicas:
+        assert not load.lost
+    print(f"gap {load.longest_gap_s:.2f} s, {len(load.shown)} sessions, {len(load.lost)} lost")
+
+
+async def test_a_primary_that_is_cut_off_acknowledges_nothing(tmp_path: Path) -> None:
+    """Only a coordinator reaches it. It takes writes until it hears of the other one, and these are
+    lost; where its replica is waited for, nobody is told that they are stored."""
+    proxy = FaultProxy()
+    async with RedisServers(tmp_path / "servers", forward=proxy.forward) as servers:
+        before = servers.primary_address
+        url = f"redis://{servers.primary.address}/0"
+        careful = await RedisStore.connect(url, wait_replicas=1)
+        careless = await RedisStore.connect(url)
+        elsewhere = await RedisStore.connect(servers.url)
+        new = new_session("1" * 32)
+        await careful.open(new)
+        session = Session.opened(new)
+        session.decide([7, 8], NO_COUNTS)
+        append = session.next_append()
+        assert append is not None
+        proxy.hold(before)
+        await servers.until_promoted(before)
+        with pytest.raises(StoreUnavailable, match="0 of 1 replicas"):
+            await careful.append([append])
+        assert await careless.append([append]) == [session.length]
+        assert await until_it_works(lambda: elsewhere.load(new.session_id)) == 1
+        assert (await elsewhere.load(new.session_id)).token_ids == new.prompt_ids
+        for store in (careful, careless, elsewhere):
+            await store.close()
+    proxy.close()
+
+
+async def test_what_replicas_lack_does_not_count(servers: RedisServers) -> None:
+    """While the replica stands still nothing is opened, appended, taken over, ended or read, within
+    a bounded time; and asking again by another connection, when the primary has everything already
+    and no script writes, is no acknowledgement. When the replica goes on it all is there once."""
+    address = RedisAddress(url=servers.url, key_prefix="outrider:")
+    store = await RedisStore.connect_to(address, wait_replicas=1)
+    new = new_session("1" * 32)
+    await store.open(new)
+    session = Session.opened(new)
+    session.decide([7, 8], NO_COUNTS)
+    append = session.next_append()
+    assert append is not None
+    pid = servers.replicas[0].pid
+    os.kill(pid, signal.SIGSTOP)
+    calls = (
+        lambda: store.append([append]),
+        lambda: store.append([append]),
+        lambda: store.load(new.session_id),
+        lambda: store.open(new_session("2" * 32)),
+        lambda: store.finish(new.session_id, 1, FinishReason.STOP, NO_COUNTS),
+        lambda: store.take_over(new.session_id, OWNERS[0]),
+    )
+    try:
+        for call in calls:
+            began = time.monotonic()
+            with pytest.raises(StoreUnavailable, match="0 of 1 replicas have a write after 500 ms"):
+                await call()
+            assert time.monotonic() - began < 2 * REDIS_TIMEOUT_MS / 1000
+        assert await store.renew(OWNERS[0], [("2" * 32, 1)]) == []
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await until_it_works(lambda: store.append([append]))
+    assert (await store.load(new.session_id)).token_ids == (*new.prompt_ids, 7, 8)
+    with redis.Redis(port=servers.replicas[0].port, protocol=2) as replica:
+        assert replica.exists("outrider:session:{" + "2" * 32 + "}")
+    await store.close()
+
+
+async def test_all_that_take_a_redis_url_take_sentinels(
+    servers: RedisServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The registry, the slots of keys and `collect-env`, beside the store."""
+    address = RedisAddress(url=servers.url, key_prefix="outrider:")
+    registry, slots = RedisRegistry(address, "d"), RedisSlots(address)
+    record = ReplicaRecord(role="draft", name="d1", address="h:1", host="h", pid=1)
+    await registry.announce(record)
+    assert await registry.records("draft") == [record]
+    await slots.take(Caller("me", concurrency=1), ["a"], 1)
+    for one in (registry, slots):
+        await one.close()
+    monkeypatch.setenv("OUTRIDER_REDIS_URL", servers.url)
+    found = (await asyncio.to_thread(collect))["redis"]
+    assert found["named_server_version"] == found["server_version"]
+
+
+async def test_what_is_wrong_with_sentinels_is_said(tmp_path: Path) -> None:
+    """In one line, without a password."""
+    async with RedisServers(tmp_path, password="hu" + "sh", sentinel_password="qui" + "et") as made:
+        right = RedisAddress(url=made.url, sentinel_password="qui" + "et", key_prefix="outrider:")
+        assert "hush" in right.url
+        elsewhere = right.url.removesuffix("/outrider/0")
+        cases = {
+            "no Sentinel names a primary .* AuthenticationError": {
+                "sentinel_password": "swordfish"
+            },
+            "no Sentinel names a primary .* up\\)": {"url": f"{elsewhere}/other"},
+            "is a Sentinel": {"url": f"redis://:quiet@{made.sentinel.address}"},
+            "invalid username-password": {"url": right.url.replace("hush", "swordfish")},
+            "ConnectionError": {"url": "redis+sentinel://:hush@127.0.0.1:1/outrider"},
+        }
+        for message, change in cases.items():
+            with pytest.raises(ConfigError, match=message) as refused:
+                await RedisStore.connect_to(replace(right, **change))
+            assert not {"hush", "quiet", "swordfish", "\n"} & set(
+                re.findall(r"hush|quiet|swordfish|\n", refused.value.message)
+            )
+        hosts = elsewhere.replace("127.0.0.1:", "127.0.0.1:1,127.0.0.1:")
+        store = await RedisStore.connect_to(replace(right, url=f"{hosts}/outrider"))
+        await store.open(new_session())
+        await store.close()

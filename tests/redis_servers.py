@@ -1,0 +1,247 @@
+"""A Redis primary, its replicas and a Sentinel, as processes of a test."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Final, Self
+
+import redis
+from redis.exceptions import RedisError
+
+from outrider.sessions.embedded import find_server
+
+SERVICE: Final = "outrider"
+DOWN_AFTER_MS: Final = 1_000
+"""Sentinel promotes the replica once the primary has been silent for so long."""
+START_S: Final = 20.0
+_POLL_S: Final = 0.05
+Forward = Callable[[str], Awaitable[str]]
+"""Gives an address that leads to a HOST:PORT."""
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nothing listens at."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+class Server:
+    """One process: a Redis server or a Sentinel."""
+
+    def __init__(self, directory: Path, config: str, *words: str, port: int) -> None:
+        """Starts it in a `directory` of its own."""
+        directory.mkdir(parents=True)
+        path = directory / "redis.conf"
+        path.write_text(config, encoding="utf-8")
+        self.port = port
+        self.address = f"127.0.0.1:{port}"
+        with (directory / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [find_server(), str(path), *words], cwd=directory, stdout=log, stderr=log
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self) -> None:
+        """SIGKILL; does nothing to one that has ended."""
+        self._process.kill()
+        self._process.wait()
+
+    def call(self, *words: object, password: str | None = None) -> Any:
+        """One command's answer. Raises `RedisError`."""
+        with redis.Redis(
+            port=self.port, password=password, protocol=2, socket_timeout=1, decode_responses=True
+        ) as client:
+            return client.execute_command(*words)
+
+    def info(self, password: str | None = None) -> dict[str, Any]:
+        """What INFO says, or nothing where it does not answer."""
+        try:
+            found: dict[str, Any] = self.call("INFO", password=password)
+        except RedisError:
+            return {}
+        return found
+
+
+class RedisServers:
+    """Use it as an async context manager. A server that is killed never returns; `replace` starts
+    another one as a replica."""
+
+    def __init__(
+        self, directory: Path, *, num_replicas: int = 1, forward: Forward | None = None,
+        password: str = "", sentinel_password: str = "",
+    ) -> None:  # fmt: skip
+        """`forward`: each server is known by the address that this gives for its own one."""
+        self._directory = directory
+        self._forward = forward
+        self._password = password
+        self._sentinel_password = sentinel_password
+        self._num_replicas = num_replicas
+        self._num_started = 0
+        self._known_by: dict[str, Server] = {}
+        """Running servers by the address that Sentinel names."""
+        self.sentinel: Server
+
+    async def __aenter__(self) -> Self:
+        try:
+            primary = await self._start(None)
+            for _ in range(self._num_replicas):
+                await self._start(primary)
+            await self._until_followed(primary)
+            self._start_sentinel(primary)
+            await self.until_whole()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Kills all of them."""
+        for one in self._known_by.values():
+            one.kill()
+        if hasattr(self, "sentinel"):
+            self.sentinel.kill()
+
+    @property
+    def url(self) -> str:
+        """What `--redis-url` takes."""
+        password = f":{self._password}@" if self._password else ""
+        return f"redis+sentinel://{password}{self.sentinel.address}/{SERVICE}/0"
+
+    @property
+    def primary(self) -> Server:
+        """That Sentinel names."""
+        return self._known_by[self.primary_address]
+
+    @property
+    def primary_address(self) -> str:
+        """That clients are told: another one only once a failover is over."""
+        words = self._ask_sentinel("MASTER", SERVICE)
+        state = dict(zip(words[::2], words[1::2], strict=True))
+        return f"{state['ip']}:{state['port']}"
+
+    def _ask_sentinel(self, *words: str) -> Any:
+        return self.sentinel.call("SENTINEL", *words, password=self._sentinel_password or None)
+
+    @property
+    def replicas(self) -> list[Server]:
+        """Those that Sentinel does not name."""
+        primary = self.primary
+        return [one for one in self._known_by.values() if one is not primary]
+
+    async def demote(self) -> None:
+        """A planned failover: the primary becomes a replica. Returns when it is over."""
+        before = self.primary_address
+        await asyncio.to_thread(self._ask_sentinel, "FAILOVER", SERVICE)
+        await self.until_promoted(before)
+
+    def is_whole(self) -> bool:
+        """Whether all replicas follow the primary that Sentinel names, and it knows of them."""
+        try:
+            primary = self.primary
+            known = self._ask_sentinel("REPLICAS", SERVICE)
+        except (RedisError, KeyError):
+            return False
+        replicas = [dict(zip(one[::2], one[1::2], strict=True)) for one in known]
+        ready = [
+            one for one in replicas
+            if one["flags"] == "slave" and one["master-link-status"] == "ok"
+        ]  # fmt: skip
+        return len(ready) == self._num_replicas and self._is_followed(primary)
+
+    def _is_followed(self, primary: Server) -> bool:
+        info = primary.info(self._password or None)
+        states = [
+            one["state"] for name, one in info.items()
+            if name.removeprefix("slave").isdecimal() and isinstance(one, dict)
+        ]  # fmt: skip
+        return info.get("role") == "master" and states == ["online"] * self._num_replicas
+
+    async def _until_followed(self, primary: Server) -> None:
+        async with asyncio.timeout(START_S):
+            while not await asyncio.to_thread(self._is_followed, primary):
+                await asyncio.sleep(_POLL_S)
+
+    async def until_whole(self, within_s: float = START_S) -> None:
+        """Until each replica is ready to be promoted. Raises `TimeoutError`."""
+        async with asyncio.timeout(within_s):
+            while not await asyncio.to_thread(self.is_whole):
+                await asyncio.sleep(_POLL_S)
+
+    async def until_promoted(self, before: str, within_s: float = START_S) -> float:
+        """Until Sentinel names another primary than the one at this address; the seconds it took.
+        Raises `TimeoutError`."""
+        began = time.monotonic()
+        async with asyncio.timeout(within_s):
+            while await asyncio.to_thread(lambda: self.primary_address) == before:
+                await asyncio.sleep(_POLL_S)
+        return time.monotonic() - began
+
+    async def replace(self, address: str) -> None:
+        """Kills the server that is known by an address, for good, and starts another as a replica
+        of the primary that Sentinel names then. Returns when it follows; Sentinel knows of it only
+        when it asks next, within 10 s."""
+        self._known_by[address].kill()
+        await self.until_promoted(address)
+        del self._known_by[address]
+        primary = self.primary
+        await self._start(primary)
+        await self._until_followed(primary)
+        # Sentinel forgets servers that are gone only if it is told.
+        await asyncio.to_thread(self._ask_sentinel, "RESET", SERVICE)
+
+    async def _start(self, primary: Server | None) -> Server:
+        port = free_port()
+        self._num_started += 1
+        known = f"127.0.0.1:{port}"
+        if self._forward is not None:
+            known = await self._forward(known)
+        lines = [
+            f"port {port}", "bind 127.0.0.1", "appendonly yes", "appendfsync everysec",
+            'save ""', "maxmemory-policy noeviction", "repl-diskless-sync-delay 0",
+            "replica-announce-ip 127.0.0.1", f"replica-announce-port {known.rpartition(':')[2]}",
+            "repl-timeout 10",
+        ]  # fmt: skip
+        if self._password:
+            lines += [f"requirepass {self._password}", f"masterauth {self._password}"]
+        if primary is not None:
+            [address] = [name for name, one in self._known_by.items() if one is primary]
+            lines.append(f"replicaof {address.replace(':', ' ')}")
+        directory = self._directory / f"server-{self._num_started}"
+        server = Server(directory, "\n".join(lines) + "\n", port=port)
+        self._known_by[known] = server
+        await self._until_it_answers(server, self._password)
+        return server
+
+    def _start_sentinel(self, primary: Server) -> None:
+        port = free_port()
+        [address] = [name for name, one in self._known_by.items() if one is primary]
+        lines = [
+            f"port {port}", "bind 127.0.0.1",
+            f"sentinel monitor {SERVICE} {address.replace(':', ' ')} 1",
+            f"sentinel down-after-milliseconds {SERVICE} {DOWN_AFTER_MS}",
+            f"sentinel failover-timeout {SERVICE} 2000",
+        ]  # fmt: skip
+        if self._password:
+            lines.append(f"sentinel auth-pass {SERVICE} {self._password}")
+        if self._sentinel_password:
+            lines.append(f"requirepass {self._sentinel_password}")
+        config = "\n".join(lines) + "\n"
+        self.sentinel = Server(self._directory / "sentinel", config, "--sentinel", port=port)
+
+    async def _until_it_answers(self, server: Server, password: str) -> None:
+        async with asyncio.timeout(START_S):
+            while not await asyncio.to_thread(server.info, password or None):
+                await asyncio.sleep(_POLL_S)
