@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from deploy.ray_connection import ENVIRONMENT, OBJECT_STORE_BYTES
 from deploy.ray_token import forget_token, new_token, use_token
@@ -43,6 +43,8 @@ class Machines:
         self._gcs: subprocess.Popen[bytes] | None = None
         """A Redis of what Ray's head knows, so that it can be lost. Not behind the proxy: Ray
         connects while it holds this interpreter's lock."""
+        self._head: subprocess.Popen[bytes] | None = None
+        """The server of Ray's head, where that was started again."""
         self._token = state / "ray.token"
         self._cluster: Cluster | None = None
         self._nodes: list[Node] = []
@@ -70,6 +72,9 @@ class Machines:
     ) -> None:
         if self._cluster is not None:
             await asyncio.to_thread(self._cluster.shutdown)
+        if self._head is not None:
+            self._head.kill()
+            await asyncio.to_thread(self._head.wait)
         if self._gcs is not None:
             self._gcs.kill()
             await asyncio.to_thread(self._gcs.wait)
@@ -122,13 +127,12 @@ class Machines:
         return len(self._nodes)
 
     async def kill_head(self, away_s: float) -> None:
-        """The head's server dies, and comes back with what it had kept."""
+        """The head's server dies, and is started again as it was, with what it had kept."""
         assert self._cluster is not None
-        head = self._cluster.head_node
-        os.kill(head.all_processes["gcs_server"][0].process.pid, signal.SIGKILL)
-        await asyncio.sleep(away_s)
-        await asyncio.to_thread(head.kill_gcs_server, False)
-        await asyncio.to_thread(head.start_gcs_server)
+        server = self._head
+        if server is None:
+            server = self._cluster.head_node.all_processes["gcs_server"][0].process
+        self._head = await asyncio.to_thread(_started_again, server, away_s)
 
     def processes(self, index: int) -> list[int]:
         """Of a node: all that its loss ends."""
@@ -143,6 +147,16 @@ class Machines:
         assert self._cluster is not None
         await asyncio.to_thread(self._cluster.remove_node, node, False)
         await asyncio.to_thread(self._add_node)
+
+
+def _started_again(server: Any, away_s: float) -> subprocess.Popen[bytes]:
+    """Kills a process and starts another by its words. Ray's own class would have this process
+    connect anew, too, and has crashed it."""
+    words = Path(f"/proc/{server.pid}/cmdline").read_bytes().split(b"\0")[:-1]
+    server.kill()
+    server.wait()
+    time.sleep(away_s)
+    return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 
 def _free_port() -> int:
