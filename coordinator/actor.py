@@ -19,6 +19,7 @@ from outrider.config import CoordinatorConfig
 from outrider.fleet.membership import Engagement
 from outrider.hosting import Place, advertised, build_lookup, log_at, log_to, use_threads
 from outrider.limits import SEED_BITS
+from outrider.sessions.redis_password import with_password
 from outrider.settings import blaming
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class CoordinatorActor:
         call. Raises `ConfigError`, `Unavailable`, `Incompatible`."""
         use_threads(1)
         log_to(log_directory, config.log_name("coordinator"))
+        config = config.reaching(with_password(config.redis))
         log_at(config.log_level)
         from outrider.v1 import coordinator_pb2
         from outrider.wire.guard import KeyGuard

@@ -16,7 +16,7 @@ from outrider.config import (
     TargetConfig,
     is_loopback,
 )
-from outrider.errors import SettingError
+from outrider.errors import ConfigError, SettingError
 from outrider.fleet.autoscaling import Policy
 from outrider.fleet.membership import Membership
 from outrider.fleet.registry import ROLES, Role
@@ -83,6 +83,13 @@ class Blueprint:
         if self.placement.draft is None:
             most["draft"] = 0
         return {role: min(max(counts[role], LEAST[role]), most[role]) for role in ROLES}
+
+    def check_count(self, role: Role, count: int) -> None:
+        """Raises `ConfigError` for a number of replicas that this deployment cannot have."""
+        if role == "draft" and count and self.placement.draft is None:
+            raise ConfigError(f"draft={count}: with {self._config.draft.model} the target drafts")
+        if not LEAST[role] <= count <= REPLICAS_MAX:
+            raise ConfigError(f"{role}={count}: it must be {LEAST[role]} to {REPLICAS_MAX}")
 
     @property
     def in_place(self) -> tuple[Role, ...]:

@@ -6,7 +6,7 @@
 | dies, or a rank of it | removed | at once: then it is missing |
 | is not wanted | left, then stopped | once nothing is sent to it, or `stop_timeout_s` later |
 
-How many are wanted is kept in Redis, where `outrider scale` changes it.
+How many are wanted is kept in Redis, where coordinators read it, too.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Fleet:
         """Finds a place for all replicas that are wanted at first. Raises as `Cluster.place`, and
         `StoreUnavailable`; then there are none."""
         await self._registry.want(self._wanted)
-        self._num_started = await self._started()
+        self._num_started = await self._registry.started()
         replicas = [self._new(role) for role in ROLES for _ in range(self._wanted[role])]
         try:
             demands = [self.blueprint.demand(one.role, one.name) for one in replicas]
@@ -137,7 +137,7 @@ class Fleet:
         while True:
             try:
                 wanted = await self._registry.wanted()
-                num_started = await self._started()
+                num_started = await self._registry.started()
                 break
             except OutriderError as error:
                 _log.warning("what is wanted is not known: %s", error)
@@ -145,10 +145,6 @@ class Fleet:
         there = {role: len(self.of(role)) for role in ROLES if self.of(role)}
         self._wanted = self.blueprint.bounded(self._wanted | there | wanted)
         self._num_started = max(self._num_started, num_started)
-
-    async def _started(self) -> int:
-        text = await self._registry.noted("started")
-        return int(text) if text.isdecimal() else 0
 
     def _settle(self) -> None:
         nodes = [actor.place.node for one in self.replicas for actor in one.ranks]
@@ -362,7 +358,7 @@ class Fleet:
                 await self._registry.want(self._wanted | wanted)
                 self._num_told = 0
             if self._num_told != self._num_started:
-                await self._registry.note("started", str(self._num_started))
+                await self._registry.note_started(self._num_started)
                 self._num_told = self._num_started
         except OutriderError as error:
             _log.info("what was wanted still is: %s", error)

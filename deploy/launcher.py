@@ -25,22 +25,25 @@ from coordinator.actor import connect_store
 from outrider.client import Client
 from outrider.config import DeploymentConfig
 from outrider.errors import OutriderError, SettingError, Unavailable
-from outrider.fleet.redis_registry import RedisRegistry
 from outrider.fleet.registry import Role
 from outrider.hosting import STANDARD_ERROR
 from outrider.sessions.embedded import EmbeddedRedis
+from outrider.sessions.redis_password import with_password
 from outrider.settings import blaming
 
+from .asking import Asked, namespace_of
 from .blueprint import Blueprint
 from .cluster import Actor, Cluster, resources
-from .locks import locked, own_trust, warnings
+from .locks import locked, own_trust, sealed, warnings
 from .models import resolve_models, tokenizer_warning
 from .overview import Endpoints, Overview, ReplicaView
 from .preflight import check_before_start
 from .ray_connection import RayConnection
+from .ray_token import check_asks_for_token
 from .reconciler import find_reconciler, start_reconciler
 from .replica import close_timeout_s, raise_first
-from .rollout import KEPT, STAYS, make_blueprint, tell_changes
+from .rollout import KEPT, STAYS, make_blueprint
+from .secrets import Secrets
 
 _log = logging.getLogger(__name__)
 
@@ -67,15 +70,17 @@ class Deployment:
         when `endpoints` are others, or other counts are wanted."""
         # Neither Ray nor Redis is told a key: whoever serves needs no more than hashes.
         config, self.api_key = locked(config)
+        config, self._passwords = sealed(config)
         self.config = self._given = config
         self.name = config.deployment_name or uuid.uuid4().hex[:12]
         """In Redis, where several deployments may be."""
         self._state = state
         self._report = report or _log.info
         self._on_change = on_change
-        self._ray = RayConnection(config.address, f"outrider-{self.name}")
+        self._secrets = Secrets(state / "secrets")
+        self.ray = RayConnection(config.address, namespace_of(self.name), self._secrets)
+        """Its cluster."""
         self._redis: EmbeddedRedis | None = None
-        self._registry: RedisRegistry | None = None
         self._reconciler: Actor | None = None
         self._overview: Overview | None = None
         self._following: list[asyncio.Task[None]] = []
@@ -111,11 +116,9 @@ class Deployment:
         return self._redis
 
     @property
-    def registry(self) -> RedisRegistry:
-        """Where its replicas announce themselves. Raises `Unavailable` before it has started."""
-        if self._registry is None:
-            raise Unavailable("the deployment has not started")
-        return self._registry
+    def reconciler(self) -> Asked:
+        """What keeps its replicas, to be asked for other numbers or settings."""
+        return Asked(lambda: find_reconciler(self.ray.namespace))
 
     def replica(self, role: Role) -> ReplicaView:
         """The oldest replica of a role."""
@@ -136,15 +139,14 @@ class Deployment:
         warning = tokenizer_warning(config.coordinator.tokenizer_directory)
         for line in (*([warning] if warning else ()), *warnings(config)):
             self._report(line)
-        self._registry = RedisRegistry(config.coordinator.redis, self.name)
         blueprint = self._blueprint(config)
-        running = None if self._ray.local else await find_reconciler(self._ray.namespace)
+        running = None if self.ray.local else await find_reconciler(self.ray.namespace)
         if running is not None:
             if not await running.call("ends"):
                 return await self._take_over(running)
             self._report(f"a deployment {self.name} is being stopped there: waiting for its end")
             await self._end(running)
-        reconciler = self._reconciler = start_reconciler(blueprint, self._ray.namespace)
+        reconciler = self._reconciler = start_reconciler(blueprint, self.ray.namespace)
         self._report("waiting for a place for every actor")
         await reconciler.call("place")
         self._report(f"loading {config.target.model}, and {config.draft.model} as its draft")
@@ -188,7 +190,7 @@ class Deployment:
         await running.call("keep")  # Whoever started it may have died before that.
         if changes:
             self._report(f"replacing its replicas one by one: {', '.join(changes)}")
-            await tell_changes(self.registry, changes)
+            await self.reconciler.change(changes)
         while self._overview is None:
             await self._hear(running)
             await asyncio.sleep(FOLLOW_PERIOD_S)
@@ -208,7 +210,7 @@ class Deployment:
     def _blueprint(self, config: DeploymentConfig) -> Blueprint:
         logs = self._state / "logs"
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        local = self._ray.local
+        local = self.ray.local
         log_directory = str(logs) if local else STANDARD_ERROR
         return make_blueprint(
             self._given, config, resources(), self.name, log_directory, local=local
@@ -219,7 +221,7 @@ class Deployment:
         have been replaced by another one."""
         while True:
             try:
-                found = await find_reconciler(self._ray.namespace)
+                found = await find_reconciler(self.ray.namespace)
                 if found is None:
                     raise Unavailable("there is none")
                 self._reconciler = found
@@ -238,29 +240,49 @@ class Deployment:
 
     async def _prepare(self) -> DeploymentConfig:
         """Ray, Redis and the models' files; the configuration with their places."""
-        if self._ray.local:
+        if self.ray.local:
             check_before_start(self.config)
         if self.config.coordinator.redis_url:
             # The coordinator will connect again: a wrong URL should not cost a model's loading.
+            reached = replace(
+                self.config.coordinator.redis, password=self._passwords.redis,
+                sentinel_password=self._passwords.sentinel,
+            )  # fmt: skip
             with blaming("redis_url"):
-                await (await connect_store(self.config.coordinator)).close()
+                store = await connect_store(
+                    self.config.coordinator.reaching(with_password(reached))
+                )
+                await store.close()
         elif self.config.coordinator.redis_wait_replicas:
             raise SettingError(
                 "redis_wait_replicas", "needs redis_url: an embedded server has no replicas"
             )
         _, redis_url, config = await _all(
-            self._ray.connect(),
+            self._connect(),
             asyncio.to_thread(self._start_redis),
             asyncio.to_thread(resolve_models, self.config),
         )
         found: DeploymentConfig = config
-        return replace(found, coordinator=replace(found.coordinator, redis_url=redis_url))
+        redis = replace(found.coordinator.redis, url=redis_url)
+        if self._passwords.redis and self.ray.local:
+            path = self._secrets.hide("redis.password", self._passwords.redis)
+            redis = replace(redis, password_file=str(path))
+        if self._passwords.sentinel and self.ray.local:
+            path = self._secrets.hide("sentinel.password", self._passwords.sentinel)
+            redis = replace(redis, sentinel_password_file=str(path))
+        return replace(found, coordinator=found.coordinator.reaching(redis))
+
+    async def _connect(self) -> None:
+        """Raises `ConfigError`, also for a cluster elsewhere that asks for no token."""
+        await self.ray.connect()
+        if not (self.ray.local or self.config.target.insecure):
+            await asyncio.to_thread(check_asks_for_token, self.ray.found)
 
     def _start_redis(self) -> str:
         """The URL of the session store."""
         if self.config.coordinator.redis_url:
             return self.config.coordinator.redis_url
-        if not self._ray.local:
+        if not self.ray.local:
             raise SettingError(
                 "redis_url",
                 "actors on another cluster do not reach an embedded Redis; give a server's URL",
@@ -286,10 +308,9 @@ class Deployment:
         reconciler, self._reconciler = self._reconciler, None
         if reconciler is not None:
             await self._end(reconciler)
-        if self._registry is not None:
-            await self._registry.close()
         # Ray's processes end with it, and with them whoever still talks to Redis.
-        await self._ray.disconnect()
+        await self.ray.disconnect()
+        self._secrets.forget()
         if self._redis is not None:
             await asyncio.to_thread(self._redis.stop)
             self._redis = None
@@ -306,13 +327,15 @@ class Deployment:
                 _log.warning("the replicas do not end in order: %s", error)
                 await asyncio.sleep(FOLLOW_PERIOD_S)
         await reconciler.kill()
-        await Cluster(self._ray.namespace, local=self._ray.local).clear()
+        await Cluster(self.ray.namespace, local=self.ray.local).clear()
 
 
 async def _tend(redis: EmbeddedRedis) -> None:
-    """Starts the embedded server again where it has died; it has its data on disk."""
+    """Starts the embedded server again where it has died; it has its data on disk. Keeps its log
+    small."""
     while True:
         await asyncio.sleep(TEND_PERIOD_S)
+        redis.rotate_log()
         if redis.running:
             continue
         _log.error("the embedded Redis has died, and is started again")

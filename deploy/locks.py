@@ -11,6 +11,7 @@ from outrider.config import PATHS, CoordinatorConfig, DeploymentConfig, is_loopb
 from outrider.errors import ConfigError
 from outrider.security.key_file import read_key_file
 from outrider.security.keys import KeyHash, hashed_keys, new_key
+from outrider.sessions.redis_password import Passwords, without_password
 from outrider.settings import Value, blaming
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def locked(config: DeploymentConfig) -> tuple[DeploymentConfig, str]:
         ssl_certfile=_whole(front.ssl_certfile),
         ssl_keyfile=_whole(front.ssl_keyfile),
         ssl_ca_certs=_whole(front.ssl_ca_certs),
+        redis_password_file=_whole(front.redis_password_file),
     )
     inner = _whole(config.target.internal_tls_dir)
     config = replace(
@@ -43,6 +45,14 @@ def locked(config: DeploymentConfig) -> tuple[DeploymentConfig, str]:
     hashes = [hashed_keys(front.api_key), str(KeyHash.of(key))]
     front = replace(front, api_key=",".join(text for text in hashes if text))
     return replace(config, coordinator=front), key
+
+
+def sealed(config: DeploymentConfig) -> tuple[DeploymentConfig, Passwords]:
+    """The configuration without the passwords of Redis and Sentinels, and these. Raises
+    `SettingError`."""
+    redis, passwords = without_password(config.coordinator.redis)
+    front = config.coordinator.reaching(redis)
+    return replace(config, coordinator=front), passwords
 
 
 def whole_paths(values: Mapping[str, Value]) -> dict[str, Value]:

@@ -10,9 +10,17 @@ import signal
 import tempfile
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
-from outrider.errors import ConfigError, SettingError
+from outrider.config import deployment_settings
+from outrider.errors import ConfigError, InvariantError, SettingError
+from outrider.limits import LOG_BYTES_MAX, LOG_FILES_KEPT
+
+from .ray_token import TOKEN_FILE, forget_token, new_token, use_token
+from .secrets import Secrets
 
 OBJECT_STORE_BYTES: Final = 100 * 2**20
 """Nothing large goes through Ray."""
@@ -25,19 +33,28 @@ ENVIRONMENT: Final = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Ray's workers would else give way to everything on the machine; these serve requests.
     "RAY_worker_niceness": "0",
+    # Without these the standard error of Ray's workers is a file without bounds.
+    "RAY_ROTATION_MAX_BYTES": str(LOG_BYTES_MAX),
+    "RAY_ROTATION_BACKUP_COUNT": str(LOG_FILES_KEPT),
 }
 
 
 class RayConnection:
     """A Ray cluster that this process started, or one that runs elsewhere."""
 
-    def __init__(self, address: str, namespace: str) -> None:
-        """Actors have names in a `namespace`, which is their deployment's alone."""
+    def __init__(self, address: str, namespace: str, secrets: Secrets | None = None) -> None:
+        """Actors have names in a `namespace`, which is their deployment's alone. The token of a
+        local cluster stands among its `secrets`."""
         self.local = not address
+        self._secrets = secrets
         self.namespace = namespace
         self._address = address or "local"
         self._temporary: str | None = None
         self._connected = False
+        self.found = ""
+        """HOST:PORT of the cluster, once it is connected."""
+        self.token: Path | None = None
+        """File of a local cluster's token, once it is connected."""
 
     async def connect(self) -> None:
         """Starts a local cluster, or connects to the one at the address. Raises `ConfigError`."""
@@ -55,24 +72,29 @@ class RayConnection:
         options: dict[str, Any] = {"namespace": self.namespace}
         if self.local:
             self._temporary = _short_directory()
+            # Ray's processes listen on all addresses of the machine, whatever they are told.
+            if self._secrets is None:
+                raise InvariantError("a local cluster has no place for its token")
+            self.token = self._secrets.hide(TOKEN_FILE, new_token())
+            use_token(self.token)
             options |= {
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
-                # Ray trusts whoever reaches its ports: only this machine may.
-                "_node_ip_address": "127.0.0.1",
                 "_temp_dir": self._temporary,
             }
         try:
-            ray.init(
-                address=self._address,
-                logging_level=logging.ERROR,
-                log_to_driver=False,
-                **options,
-            )
+            with _without_secrets():
+                ray.init(
+                    address=self._address,
+                    logging_level=logging.ERROR,
+                    log_to_driver=False,
+                    **options,
+                )
         except (ConnectionError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())
             raise SettingError("address", f"cannot start or reach Ray: {reason}") from error
         self._connected = True
+        self.found = str(ray.get_runtime_context().gcs_address)
 
     async def disconnect(self) -> None:
         """Ends a local cluster with all its processes; leaves another one."""
@@ -81,9 +103,23 @@ class RayConnection:
 
             self._connected = False
             await asyncio.to_thread(ray.shutdown)
+        if self.token is not None:
+            forget_token()
+            self.token = None
         if self._temporary is not None:
             await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
             self._temporary = None
+
+
+@contextmanager
+def _without_secrets() -> Iterator[None]:
+    """What this process starts meanwhile has no variables with secrets."""
+    names = {one.variable for one in deployment_settings().values() if one.secret}
+    hidden = {name: os.environ.pop(name) for name in names & os.environ.keys()}
+    try:
+        yield
+    finally:
+        os.environ |= hidden
 
 
 def _short_directory() -> str:

@@ -5,7 +5,11 @@ is started again by Ray where it dies: then it takes over the replicas that are 
 | --- | --- |
 | how replicas are made | its own arguments, which Ray keeps |
 | which there are | Ray, by their names, and each of them |
-| how many there should be | Redis |
+| how many there should be | Redis, where nothing but counts is read |
+| which settings and bounds are others since | Ray's head (`kept.py`) |
+
+Commands ask it for changes, as an actor (`asking.py`). No setting comes from Redis: what can be
+written there must not decide what runs.
 """
 
 from __future__ import annotations
@@ -15,23 +19,28 @@ import logging
 import os
 import socket
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from outrider.fleet.redis_registry import RedisRegistry
 from outrider.hosting import Place, log_to
+from outrider.sessions.redis_password import with_password
 
 from .autoscaling import Autoscaling
 from .blueprint import Blueprint
 from .cluster import CALLS_PER_ACTOR_MAX, RECONCILER, Actor, Cluster, Demand, run_task
 from .fleet import FIRST_REST_S, REST_S_MAX, Fleet
+from .kept import KeptByRay
 from .models import check_same_tokens, resolve_models
 from .overview import Overview
 from .rollout import Rollout
 
 if TYPE_CHECKING:
     from outrider.config import DeploymentConfig, TargetConfig
+    from outrider.fleet.autoscaling import Bounds, Policy
     from outrider.fleet.registry import Role
+    from outrider.settings import Value
 
 _log = logging.getLogger(__name__)
 
@@ -48,11 +57,14 @@ class Reconciler:
 
         log_to(blueprint.log_directory, RECONCILER)
         cluster = Cluster(namespace, local=blueprint.local)
-        self._registry = RedisRegistry(blueprint.redis, blueprint.deployment)
+        self._registry = RedisRegistry(with_password(blueprint.redis), blueprint.deployment)
         self._fleet = Fleet(cluster, blueprint, self._registry, self._tell)
-        self._autoscaling = Autoscaling(self._registry, blueprint.policy)
-        self._rollout = Rollout(self._registry, blueprint, _resolved, _checked, self._go_by)
-        self._looking: list[asyncio.Task[None]] = []
+        kept = KeptByRay(namespace)
+        self._autoscaling = Autoscaling(kept, self._registry, blueprint.policy)
+        self._rollout = Rollout(kept, self._registry, blueprint, _resolved, _checked, self._go_by)
+        self._looking: asyncio.Task[None] | None = None
+        self._keeps = asyncio.Event()
+        """Set once it keeps the fleet, and knows what held before."""
         self._work: asyncio.Task[Any] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._is_keeping = False
@@ -84,6 +96,28 @@ class Reconciler:
         if not self._is_keeping:
             before = self._work
             self._work = asyncio.create_task(self._keep(returns=False, after=before))
+
+    async def want(self, counts: Mapping[Role, int]) -> Policy:
+        """So many replicas of these roles from now on; the policy that may change that. Raises
+        `ConfigError` for counts that cannot be, and `StoreUnavailable`."""
+        await self._keeps.wait()
+        for role, count in counts.items():
+            self._fleet.blueprint.check_count(role, count)
+        await self._registry.want(counts)
+        return self._autoscaling.policy
+
+    async def bound(self, changes: Mapping[Role, Bounds | None]) -> Policy:
+        """See `Autoscaling.bound`. Raises `ConfigError` for bounds that cannot be."""
+        await self._keeps.wait()
+        for role, bounds in changes.items():
+            for count in bounds or ():
+                self._fleet.blueprint.check_count(role, count)
+        return await self._autoscaling.bound(changes)
+
+    async def change(self, name: str, values: Mapping[str, Value]) -> None:
+        """See `Rollout.change`."""
+        await self._keeps.wait()
+        await self._rollout.change(name, values)
 
     async def blueprint(self) -> Blueprint:
         """What is deployed, with what depends on where."""
@@ -117,7 +151,7 @@ class Reconciler:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        tasks = [task for task in (*self._looking, self._work) if task is not None]
+        tasks = [task for task in (self._looking, self._work) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -137,11 +171,12 @@ class Reconciler:
         try:
             if returns:
                 await self._rollout.return_to()
+                await self._autoscaling.return_to()
                 await self._fleet.adopt()
                 self._adopted = True
                 self._tell()
-            work = (self._autoscaling.run(), self._rollout.run())
-            self._looking = [asyncio.create_task(one) for one in work]
+            self._looking = asyncio.create_task(self._autoscaling.run())
+            self._keeps.set()
             while True:
                 self._hopeless = await self._fleet.run()
                 _log.error("there is no %s, and none can be started", self._hopeless)

@@ -1,11 +1,8 @@
 """Other settings for a deployment that runs: its replicas are replaced one by one.
 
-    changes     those that hold, all together since the deployment began
-    asked       what they are to be
-    answer      whether that could be
-
-All three stand in the registry. Whoever looks after the fleet makes a plan of what is asked for,
-and goes by it from then on.
+The reconciler makes a plan of the settings that it is asked for, and goes by it from then on. Those
+that hold, all together since the deployment began, are kept (`kept.py`) for a reconciler that
+returns.
 """
 
 from __future__ import annotations
@@ -13,37 +10,32 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Final, Self
 
 from outrider.config import DeploymentConfig, TargetConfig, configuration
-from outrider.errors import ConfigError, OutriderError, SettingError, StoreUnavailable, Unavailable
-from outrider.fleet.registry import Registry, Topic
+from outrider.errors import OutriderError, SettingError
+from outrider.fleet.registry import Registry
 from outrider.hosting import available_cores
 from outrider.settings import Value
 
 from .blueprint import Blueprint
 from .cluster import resources
+from .kept import Kept
 from .placement import plan_placement, share_cores
 
 _log = logging.getLogger(__name__)
 
-_TOPICS: Final[tuple[Topic, ...]] = ("changes", "asked", "answer")
-LOOK_PERIOD_S: Final = 1.0
-"""Between two looks at whether there are other changes."""
-ANSWER_PERIOD_S: Final = 0.2
-"""Between two looks at what has come of changes ..."""
-ANSWER_S: Final = 900.0
-"""... which may take so long: a model's files may have to be fetched."""
+RETRY_PERIOD_S: Final = 1.0
+"""Until what is kept is read again, where that failed."""
 KEPT: Final = {
     "address": "a deployment stays on its cluster",
     "deployment_name": "a deployment keeps its name",
     "redis_url": "sessions stay in their Redis",
     "redis_username": "sessions stay in their Redis",
     "redis_password": "sessions stay in their Redis",
+    "redis_password_file": "sessions stay in their Redis",
     "redis_sentinel_password": "sessions stay in their Redis",
     "redis_key_prefix": "sessions stay in their Redis",
     "api_key": "a deployment keeps its keys; those in a file may change",
@@ -85,28 +77,6 @@ class Changes:
         if not isinstance(found, dict) or not isinstance(found.get("values"), dict):
             raise ValueError("changes are an object with values")
         return cls(str(found.get("name", "")), found["values"], found.get("cluster_gpus"))
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Whether changes hold."""
-
-    name: str
-    """Of the changes."""
-    refusal: str = ""
-    """Why they do not; empty where they do."""
-
-    def to_json(self) -> str:
-        """One line."""
-        return json.dumps(asdict(self), separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Raises `ValueError` for what is none."""
-        found = json.loads(text)
-        if not isinstance(found, dict):
-            raise ValueError("an answer is an object")
-        return cls(str(found.get("name", "")), str(found.get("refusal", "")))
 
 
 def check_changes(given: Mapping[str, Value], changes: Mapping[str, Value]) -> None:
@@ -157,10 +127,11 @@ def make_blueprint(
 
 
 class Rollout:
-    """Makes plans of the changes that the registry has."""
+    """Makes plans of the changes that are asked for."""
 
     def __init__(
         self,
+        kept: Kept,
         registry: Registry,
         blueprint: Blueprint,
         resolve: Callable[[DeploymentConfig], Awaitable[DeploymentConfig]],
@@ -170,101 +141,74 @@ class Rollout:
         """`blueprint` is the plan without changes; `resolve` finds the models' files, as
         `resolve_models`; `check_target` refuses a target that cannot follow the one that runs, as
         `check_same_tokens`; `go_by` hears of another plan."""
+        self._kept = kept
         self._registry = registry
         self._original = self._plan_that_holds = blueprint
         self._resolve = resolve
         self._check_target = check_target
         self._go_by = go_by
-        self._holds = ""
-        """All changes together, as text."""
-        self._answers: dict[str, str] = {}
-        """To those who asked, by the name of what they asked for; nothing is done twice."""
-        self.name = ""
-        """Of the changes that hold."""
+        self._holds = Changes("", {})
+        """All changes together."""
+        self._made: set[str] = set()
+        """Names of those that were made, so that none is made twice."""
+        self._one_at_a_time = asyncio.Lock()
+
+    @property
+    def name(self) -> str:
+        """Of the changes that hold; empty for none."""
+        return self._holds.name
 
     async def begin(self) -> None:
         """There are no changes yet, whatever a deployment of this name had before. Raises
-        `StoreUnavailable`."""
-        for topic in _TOPICS:
-            await self._registry.note(topic, "")
+        `Unavailable`."""
+        await self._kept.save("changes", "")
 
     async def return_to(self) -> None:
         """Goes by the changes that held when another one had the care of the fleet; until their
         plan is known nothing is done."""
         while True:
             try:
-                if text := await self._registry.noted("changes"):
-                    self._go(text, await self._plan(Changes.from_json(text)))
-                    self._holds = text
-                    self._answers[self.name] = Answer(self.name).to_json()
+                if text := await self._kept.load("changes"):
+                    changes = Changes.from_json(text)
+                    self._go(changes, await self._plan(changes))
                 return
             except (OutriderError, ValueError) as error:
                 _log.warning("the changes that hold are not known yet: %s", error)
-                await asyncio.sleep(LOOK_PERIOD_S)
+                await asyncio.sleep(RETRY_PERIOD_S)
 
-    async def run(self) -> None:
-        """For ever."""
-        while True:
-            await asyncio.sleep(LOOK_PERIOD_S)
-            try:
-                await self.look()
-            except (OutriderError, ValueError) as error:
-                _log.warning("there may be other settings: %s", error)
-            except Exception:  # noqa: BLE001 (the fleet goes on, whatever was asked for)
-                _log.exception("other settings cannot be made a plan of")
-
-    async def look(self) -> None:
-        """Once. Raises `StoreUnavailable`, and `ValueError` for changes that are none."""
-        text = await self._registry.noted("asked")
-        if self._holds and await self._registry.noted("changes") != self._holds:  # It has lost it.
-            await self._registry.note("changes", self._holds)
-        if not text:
-            return
-        asked, answer = Changes.from_json(text), await self._registry.noted("answer")
-        if asked.name in self._answers:
-            if answer != self._answers[asked.name]:  # Asked again by one who did not hear it.
-                await self._registry.note("answer", self._answers[asked.name])
-            return
-        if answer and Answer.from_json(answer).name == asked.name:
-            self._answers[asked.name] = answer  # By another one, before this one.
-            return
-        held = Changes.from_json(self._holds) if self._holds else Changes("", {})
-        gpus = held.cluster_gpus
-        if not SHARING.isdisjoint(asked.values):
-            gpus = resources().get("GPU", 0.0)
-        changes = Changes(asked.name, {**held.values, **asked.values}, gpus)
-        try:
+    async def change(self, name: str, values: Mapping[str, Value]) -> None:
+        """Adds settings to the changes that hold, after those that were asked for before. `name`
+        is another one for each request: one that is made again after a lost answer changes
+        nothing. Raises `ConfigError` for settings that cannot be, and `Unavailable`; then what held
+        still holds."""
+        async with self._one_at_a_time:
+            if name in self._made:
+                return
+            before, gpus = self._holds, self._holds.cluster_gpus
+            if not SHARING.isdisjoint(values):
+                gpus = resources().get("GPU", 0.0)
+            changes = Changes(name, {**before.values, **values}, gpus)
             plan = await self._plan(changes)
             runs, follows = self._plan_that_holds.placement.config, plan.placement.config
             await self._check_target(runs.target, follows.target)
-            self._go(changes.to_json(), plan)
-        except StoreUnavailable:
-            raise
-        except Exception as error:  # noqa: BLE001 (whatever keeps it from being a plan)
-            _log.exception("other settings are refused")
-            await self._reply(Answer(asked.name, str(error)))
-            return
-        if "draft_model" in changes.values and plan.placement.draft is not None:
-            wanted = await self._registry.wanted()
-            if not wanted.get("draft"):  # There were none while the target drafted for itself.
-                await self._registry.want({"draft": plan.counts["draft"]})
-        await self._registry.note("changes", changes.to_json())
-        self._holds = changes.to_json()
-        await self._reply(Answer(asked.name))
-        _log.info("other settings: %s", ", ".join(changes.values))
+            if "draft_model" in values and plan.placement.draft is not None:
+                wanted = await self._registry.wanted()
+                if not wanted.get("draft"):  # There were none while the target drafted for itself.
+                    await self._registry.want({"draft": plan.counts["draft"]})
+            plan_before = self._plan_that_holds
+            self._go(changes, plan)
+            try:
+                await self._kept.save("changes", changes.to_json())
+            except BaseException:
+                self._go(before, plan_before)
+                self._made.discard(name)
+                raise
+            _log.info("other settings: %s", ", ".join(values))
 
-    async def _reply(self, answer: Answer) -> None:
-        await self._registry.note("answer", answer.to_json())
-        self._answers[answer.name] = answer.to_json()
-
-    def _go(self, text: str, plan: Blueprint) -> None:
-        before, self.name = self.name, Changes.from_json(text).name
-        try:
-            self._go_by(plan)
-        except BaseException:
-            self.name = before
-            raise
-        self._plan_that_holds = plan
+    def _go(self, changes: Changes, plan: Blueprint) -> None:
+        self._go_by(plan)
+        self._plan_that_holds, self._holds = plan, changes
+        self._made.add(changes.name)
 
     async def _plan(self, changes: Changes) -> Blueprint:
         """Raises `ConfigError` for what cannot work."""
@@ -273,32 +217,8 @@ class Rollout:
             gpus = before.placement.cluster_gpus
         given = changed(before.given, changes.values)
         config = await self._resolve(given)
-        coordinator = replace(config.coordinator, redis_url=before.redis.url)
+        coordinator = config.coordinator.reaching(before.redis)
         return make_blueprint(
             given, replace(config, coordinator=coordinator), {"GPU": gpus}, before.deployment,
             before.log_directory, local=before.local,
         )  # fmt: skip
-
-
-async def tell_changes(registry: Registry, changes: Mapping[str, Value]) -> str:
-    """Adds to the changes that hold; their name. Of several that are told at once each is heard.
-    Raises `ConfigError` where they are refused, and `Unavailable` where nobody answers."""
-    asked = Changes(uuid.uuid4().hex, changes)
-    await registry.note("asked", asked.to_json())
-    give_up_at = asyncio.get_running_loop().time() + ANSWER_S
-    while True:
-        with suppress(StoreUnavailable):  # It has been asked: what is left is to wait.
-            text = await registry.noted("answer")
-            answer = Answer.from_json(text) if text else Answer("")
-            if answer.name == asked.name:
-                break
-            text = await registry.noted("asked")
-            if not text or Changes.from_json(text).name == answer.name:
-                # Somebody else has asked, and has been answered; or what was asked is lost.
-                await registry.note("asked", asked.to_json())
-        if asyncio.get_running_loop().time() > give_up_at:
-            raise Unavailable(f"the deployment has said nothing to that for {ANSWER_S:g} s")
-        await asyncio.sleep(ANSWER_PERIOD_S)
-    if answer.refusal:
-        raise ConfigError(answer.refusal)
-    return asked.name

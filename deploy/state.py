@@ -55,10 +55,10 @@ class DeploymentRecord:
     """HOST:PORT where they answer by HTTP, likewise; empty where they do not."""
     deployment: str = ""
     """Its name in Redis."""
-    changes: str = ""
-    """Name of the settings that are others since it was started ..."""
-    num_stale: int = 0
-    """... and how many replicas are still to be replaced for them."""
+    ray_address: str = ""
+    """HOST:PORT of the Ray cluster that it runs on ..."""
+    ray_token: str = ""
+    """... and the file of its token; empty where that is a cluster elsewhere."""
     redis_url: str = ""
     """Of its embedded Redis; empty where it has another, whose URL may hold a password."""
     asks_for_keys: bool = False

@@ -261,7 +261,7 @@ class LookAhead:
                     now.guesses, logits, now.sampling, now.noise, RANKS_MAX, vocabulary
                 )
         except OutriderError as error:
-            _log.info("the outcomes of a round cannot be guessed: %s", error)
+            _log.debug("the outcomes of a round cannot be guessed: %s", error)
             return
         now.guesses = guesses
         plan = self._fan_out(now).plan(guesses, now.item.look_ahead)

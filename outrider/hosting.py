@@ -17,6 +17,7 @@ from outrider.config import DraftConfig, TargetConfig
 from outrider.drafting.registry import LookupKind
 from outrider.errors import ConfigError, SettingError
 from outrider.settings import blaming, by_its_keys
+from outrider.telemetry.log_files import LogFile, make_room
 from outrider.telemetry.logs import JsonLines
 
 if TYPE_CHECKING:
@@ -97,13 +98,14 @@ async def on_passing_thread(work: Callable[..., T], *arguments: object) -> T:
 
 
 def log_to(directory: str, role: str) -> None:
-    """Sends this process's log, as JSON lines, to `<directory>/<role>.log`; to standard error where
-    `directory` is `STANDARD_ERROR`, and nowhere where it is empty."""
+    """Sends this process's log, as JSON lines, to `<directory>/<role>.log`, of bounded size; to
+    standard error where `directory` is `STANDARD_ERROR`, and nowhere where it is empty."""
     handler: logging.Handler = logging.NullHandler()
     if directory == STANDARD_ERROR:
         handler = logging.StreamHandler()
     elif directory:
-        handler = logging.FileHandler(Path(directory) / f"{role}.log", encoding="utf-8")
+        make_room(Path(directory))
+        handler = LogFile(Path(directory) / f"{role}.log")
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 

@@ -123,6 +123,21 @@ AUDITS_CHOSEN_MAX: Final = 16
 """Sessions of a coordinator that are chosen for an audit and have not been through it."""
 REPLICAS_MAX: Final = 1024
 """Of one role in a deployment."""
+LOG_BYTES_MAX: Final = 16 * 2**20
+"""Of one log file, which is then put aside ..."""
+LOG_FILES_KEPT: Final = 3
+"""... and so many of these are kept."""
+LOG_DIRECTORY_BYTES_MAX: Final = 512 * 2**20
+"""Of all log files of a deployment's replicas on one machine, those that have gone among them."""
+EMBEDDED_REDIS_BYTES_MAX: Final = 2**30
+"""Data in the memory of an embedded Redis, which then refuses writes; on disk it takes up to three
+times as much while its file is rewritten."""
+PASSWORD_BYTES_MAX: Final = 4096
+"""Of a file that holds the password of Redis."""
+REPLICA_TEXT_MAX: Final = 4096
+"""Characters of each text that a replica announces of itself."""
+REPLICA_NUMBER_MAX: Final = 10**12
+"""Of each number that a replica announces, and of the replicas that a deployment has started."""
 TENSOR_PARALLEL_SIZE_MAX: Final = 64
 """Ranks that one model may be shared among."""
 COLLECTIVE_TIMEOUT_S: Final = 60

@@ -199,6 +199,7 @@ class ReplicaHost(Generic[Item, Answer]):
             return
         from outrider.fleet.announcing import Announcer
         from outrider.fleet.redis_registry import RedisRegistry
+        from outrider.sessions.redis_password import with_password
 
         role: Role = "target" if isinstance(config, TargetConfig) else "draft"
 
@@ -218,7 +219,9 @@ class ReplicaHost(Generic[Item, Answer]):
                 figures=service.figures,
             )
 
-        self._announcer = Announcer(RedisRegistry(member.redis, member.deployment), record)
+        self._announcer = Announcer(
+            RedisRegistry(with_password(member.redis), member.deployment), record
+        )
         await self._announcer.start()
 
     async def leave(self) -> None:

@@ -188,12 +188,16 @@ def _named_redis_version() -> str | None:
         return None
     from redis.exceptions import RedisError
 
-    parts = {
-        name: os.environ.get(f"OUTRIDER_REDIS_{name.upper()}", "")
-        for name in ("username", "password", "ca_file", "sentinel_password")
-    }
+    username, password, ca_file, sentinel_password = (
+        os.environ.get(f"OUTRIDER_REDIS_{name}", "")
+        for name in ("USERNAME", "PASSWORD", "CA_FILE", "SENTINEL_PASSWORD")
+    )
+    address = RedisAddress(
+        url=url, key_prefix="", username=username, password=password, ca_file=ca_file,
+        sentinel_password=sentinel_password,
+    )  # fmt: skip
     try:
-        return asyncio.run(_redis_version(RedisAddress(url=url, key_prefix="", **parts)))
+        return asyncio.run(_redis_version(address))
     except (OutriderError, RedisError, ValueError, OSError) as error:
         return f"does not answer ({type(error).__name__})"
 

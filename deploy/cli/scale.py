@@ -5,34 +5,29 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import sys
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from deploy.state import DeploymentRecord, running_deployment, state_directory
-from outrider.config import WAIT_S_MAX, deployment_settings
-from outrider.drafting.registry import parse_drafter
-from outrider.errors import ConfigError, SettingError, Unavailable
+from deploy.asking import Whereabouts, asked
+from outrider.config import WAIT_S_MAX
+from outrider.errors import ConfigError, Unavailable
 from outrider.fleet.autoscaling import Policy
 from outrider.fleet.registry import ROLES, Role
 from outrider.limits import REPLICAS_MAX
-from outrider.sessions.redis_address import RedisAddress
 
 from .progress import progress
-from .settings import add_setting_flags, deployment_config
+from .whereabouts import add_place_flags, find_deployment
 
-_REDIS: Final = (
-    "redis_url", "redis_username", "redis_password", "redis_ca_file", "redis_sentinel_password",
-)  # fmt: skip
-_POLL_S: Final = 0.1
+if TYPE_CHECKING:
+    from deploy.overview import Overview
+
+_POLL_S: Final = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The counts, whether to wait, and how to reach a Redis that is not the deployment's own."""
+    """The counts, whether to wait, and which deployment."""
     parser.add_argument(
         "counts", nargs="+", metavar="ROLE=N",
         help="draft=4, target=2 or coordinator=2; several at once",
@@ -42,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="wait so long until there are as many, s [0]",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_redis_flags(parser)
+    add_place_flags(parser)
 
 
 def check_wait(wait_s: float) -> None:
@@ -51,36 +46,16 @@ def check_wait(wait_s: float) -> None:
         raise ConfigError(f"--wait: {wait_s} is wrong; it must be 0 to {WAIT_S_MAX}, s")
 
 
-def what_runs(state: Path) -> DeploymentRecord:
-    """The deployment that runs. Raises `Unavailable` where there is none."""
-    record = running_deployment(state)
-    if record is None:
-        raise Unavailable("nothing runs; `outrider serve` starts a deployment")
-    return record
-
-
-def add_redis_flags(parser: argparse.ArgumentParser) -> None:
-    """How to reach a deployment's Redis; see `redis_of`."""
-    others = [key for key in deployment_settings() if key not in _REDIS]
-    add_setting_flags(parser, "the deployment's Redis, where it is not its own", without=others)
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Says what is wanted; the deployment does it."""
     counts = parsed_counts(arguments.counts)
     check_wait(arguments.wait)
-    state = state_directory(os.environ)
-    record = what_runs(state)
-    if counts.get("draft") and parse_drafter(record.draft_model).on_target:
-        raise ConfigError(f"draft={counts['draft']}: with {record.draft_model} the target drafts")
-    policy = asyncio.run(_want(record, redis_of(arguments, record), counts))
+    where = find_deployment(arguments)
+    wanted, policy, there = asyncio.run(_scale(where, counts, arguments.wait))
     for role in counts.keys() & policy.bounds.keys():
         least, most = policy.bounds[role]
         note = f"note: {role} is autoscaled, {least} to {most}, which may change this; first"
         print(f"{note} `outrider autoscale {role}=off` keeps a number", file=sys.stderr)
-    there = _wait(state, counts, arguments.wait)
-    progress.rest()
-    wanted = record.wanted | counts
     if arguments.json:
         print(json.dumps({"wanted": wanted}))
     else:
@@ -116,57 +91,24 @@ def role_and_value(word: str, value: str, given: Collection[Role]) -> tuple[Role
     return role, text
 
 
-def redis_of(arguments: argparse.Namespace, record: DeploymentRecord) -> RedisAddress:
-    """Where the deployment keeps what is wanted: its own server, or the one that settings name.
-    Raises `SettingError`."""
-    given = deployment_config(arguments).coordinator.redis
-    given = replace(
-        given, key_prefix=str(record.settings.get("redis_key_prefix", given.key_prefix))
-    )
-    if record.redis_url:
-        return RedisAddress(url=record.redis_url, key_prefix=given.key_prefix)
-    if not given.url:
-        raise SettingError(
-            "redis_url", "the deployment has another Redis than its own; give that one's URL"
-        )
-    return given
-
-
-async def _want(record: DeploymentRecord, redis: RedisAddress, counts: dict[Role, int]) -> Policy:
-    """Returns what decides from now on, for the roles that it has bounds for."""
-    from outrider.fleet.redis_registry import RedisRegistry
-
-    registry = RedisRegistry(redis, record.deployment)
-    try:
-        if not await registry.wanted():
-            raise Unavailable("this Redis knows nothing of the deployment")
-        policy = await registry.noted("policy")
-        await registry.want(counts)
-    finally:
-        await registry.close()
-    try:
-        return Policy.from_json(policy)
-    except ValueError:  # As the autoscaler: what is no policy scales nothing.
-        return Policy()
-
-
-def _wait(state: Path, counts: dict[Role, int], timeout_s: float) -> bool:
-    """Whether there are as many within the time."""
-    give_up_at = time.monotonic() + timeout_s
-    progress("starting and ending replicas", at_once=False)
-    while True:
-        record = running_deployment(state)
-        if record is None:
-            raise Unavailable("the deployment has ended")
-        found = {
-            "coordinator": len([one for one in record.grpc_address.split(",") if one]),
-            "target": len(record.target_addresses),
-            "draft": len(record.draft_addresses),
-        }
-        there = ", ".join(f"{role}={number}" for role, number in found.items())
-        progress.update(f"serving now: {there}")
-        if all(found[role] == count for role, count in counts.items()):
-            return True
-        if time.monotonic() >= give_up_at:
-            return False
-        time.sleep(_POLL_S)
+async def _scale(
+    where: Whereabouts, counts: dict[Role, int], wait_s: float
+) -> tuple[dict[Role, int], Policy, bool]:
+    """What is wanted then, what decides from now on, and whether there are as many within the
+    time."""
+    progress("asking the deployment", at_once=False)
+    async with asked(where) as reconciler:
+        policy: Policy = await reconciler.call("want", counts)
+        progress("starting and ending replicas", at_once=False)
+        give_up_at = time.monotonic() + wait_s
+        while True:
+            overview: Overview = await reconciler.call("overview", "")
+            serving = {
+                role: sum(bool(one.address) and not one.leaves for one in overview.of(role))
+                for role in counts
+            }
+            progress.update(f"serving now: {', '.join(f'{r}={n}' for r, n in serving.items())}")
+            there = serving == counts
+            if there or time.monotonic() >= give_up_at:
+                return {**overview.wanted, **counts}, policy, there
+            await asyncio.sleep(_POLL_S)

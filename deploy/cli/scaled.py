@@ -35,7 +35,7 @@ class ScaledDeployment:
 
     async def scale(self, counts: Mapping[Role, int]) -> None:
         """See `Scalable.scale`. Raises `Unavailable` where that takes too long."""
-        await self._deployment.registry.want(counts)
+        await self._deployment.reconciler.call("want", dict(counts))
         try:
             async with asyncio.timeout(SCALE_S):
                 while any(

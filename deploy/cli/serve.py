@@ -29,14 +29,14 @@ from deploy.state import (
     state_directory,
     withdraw,
 )
+from outrider.config import deployment_settings
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.fleet.registry import Role
+from outrider.telemetry.log_files import LogFile
 
 from .naming import program
 from .progress import progress
 from .settings import (
-    KEY_FLAG,
-    KEY_VARIABLE,
     add_setting_flags,
     deployment_config,
     given_flags,
@@ -76,6 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
                 f"--model: {arguments.setting_model!r} is not the TARGET {arguments.target!r}"
             )
         arguments.setting_model = arguments.target
+    if arguments.ready_fd is not None:
+        _bound_log(state_directory(os.environ))
     config = deployment_config(arguments)  # Here, so that what is wrong shows on this terminal.
     state = state_directory(os.environ)
     if arguments.detach:
@@ -86,6 +88,16 @@ def run(arguments: argparse.Namespace) -> int:
         changed = asyncio.Event()
         deployment = Deployment(config, state, report=progress, on_change=changed.set)
         return asyncio.run(_serve(deployment, state, arguments, changed))
+
+
+def _bound_log(state: Path) -> None:
+    """Of a detached process, whose standard output and standard error are its log file."""
+    root = logging.getLogger()
+    handler = LogFile(state / LOG_NAME, descriptors=(1, 2))
+    for before in root.handlers[:]:
+        handler.setFormatter(before.formatter)
+        root.removeHandler(before)
+    root.addHandler(handler)
 
 
 async def _serve(
@@ -161,8 +173,8 @@ def _record(deployment: Deployment) -> DeploymentRecord:
         target_directory=config.target.directory,
         tokenizer_directory=config.coordinator.tokenizer_directory,
         deployment=deployment.name,
-        changes=deployment.overview.changes,
-        num_stale=deployment.overview.num_stale,
+        ray_address=deployment.ray.found,
+        ray_token=str(deployment.ray.token or ""),
         redis_url="" if deployment.redis is None else deployment.redis.url,
         asks_for_keys=config.coordinator.asks_for_keys,
         wanted=_wanted(deployment),
@@ -249,10 +261,11 @@ def _serve_detached(state: Path, arguments: argparse.Namespace) -> int:
     """Starts this command again in a session of its own, and waits until it is ready or gone."""
     with exclusive(state):
         pass  # Another deployment is noticed here, with a better message than from a log.
-    words, environment = _without_keys(arguments)
+    words, environment = _without_secrets(arguments)
     log_path = state / LOG_NAME
     read_end, write_end = os.pipe()
-    with log_path.open("wb") as log, os.fdopen(read_end, "rb", buffering=0) as ready:
+    log_path.unlink(missing_ok=True)
+    with log_path.open("ab") as log, os.fdopen(read_end, "rb", buffering=0) as ready:
         log_path.chmod(0o600)
         try:
             process = subprocess.Popen(
@@ -295,20 +308,23 @@ def _ready_word(ready: int, log_path: Path) -> bytes:
                 return os.read(ready, len(_READY))
 
 
-def _without_keys(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+def _without_secrets(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     """The words and the variables of the detached process: who lists processes sees its words, and
     only its owner its variables."""
     words, environment = [], dict(os.environ)
+    secrets = {one.flag: one for one in deployment_settings().values() if one.secret}
     given = iter(arguments.words)
     for word in given:
-        if word == KEY_FLAG:
-            next(given, None)
-        elif word not in ("--detach", "--json", "--quiet", "-q") and not word.startswith(
-            f"{KEY_FLAG}="
-        ):
+        flag, has_value, _ = word.partition("=")
+        if flag in secrets:
+            if not has_value:
+                next(given, None)
+        elif word not in ("--detach", "--json", "--quiet", "-q"):
             words.append(word)
-    if (keys := given_flags(arguments).get("api_key")) is not None:
-        environment[KEY_VARIABLE] = str(keys)
+    flags = given_flags(arguments)
+    for one in secrets.values():
+        if one.key in flags:
+            environment[one.variable] = str(flags[one.key])
     return words, environment
 
 

@@ -37,7 +37,7 @@ from .connection import (
     trust_of,
 )
 from .masking import masked_settings
-from .scale import add_redis_flags, redis_of
+from .own_redis import add_redis_flags, redis_of
 from .status_table import Facts, status_table
 from .tables import show
 

@@ -7,24 +7,25 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from deploy.asking import Whereabouts, asked
 from deploy.locks import whole_paths
-from deploy.state import DeploymentRecord, running_deployment, state_directory
+from deploy.rollout import check_changes
 from outrider.config import configuration, deployment_settings
 from outrider.errors import SettingError, Unavailable
-from outrider.security.keys import hashed_keys, new_key
 from outrider.settings import Value, merge
 
 from .progress import progress
-from .scale import check_wait, redis_of, what_runs
+from .scale import check_wait
 from .settings import SECRETS, add_setting_flags, given_flags
+from .whereabouts import find_deployment
+
+if TYPE_CHECKING:
+    from deploy.blueprint import Blueprint
+    from deploy.overview import Overview
 
 _POLL_S: Final = 0.2
-_KNOWN_S: Final = 10.0
-"""By then what was accepted stands in the deployment's record, unless something else does."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,24 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise SettingError(
             "api_key", "a deployment keeps its keys; give an --api-key-file, whose keys may change"
         )
-    state = state_directory(os.environ)
-    record = what_runs(state)
     values = whole_paths(
         merge(deployment_settings(), arguments.config, os.environ, given_flags(arguments))
     )
-    changes = {
-        key: value for key, value in values.items()
-        if key not in SECRETS and record.settings.get(key) != value
-    }  # fmt: skip
-    kept: dict[str, Value] = {"api_key": hashed_keys(new_key())} if record.asks_for_keys else {}
-    from deploy.rollout import check_changes
-
-    check_changes(record.settings, changes)
-    configuration({**record.settings, **kept, **changes})  # What does not go together shows here.
-    progress("asking the deployment", at_once=False)
-    name = asyncio.run(_tell(arguments, record, changes))
-    num_stale = _wait(state, name, arguments.wait)
-    progress.rest()
+    where = find_deployment(arguments)
+    changes, num_stale = asyncio.run(_upgrade(where, values, arguments.wait))
     if arguments.json:
         print(json.dumps({"changes": changes, "replicas_to_replace": num_stale}))
     elif not changes:
@@ -76,40 +64,33 @@ def run(arguments: argparse.Namespace) -> int:
         left = f"replicas still to be replaced: {num_stale}" if num_stale else "done"
         print(f"{', '.join(sorted(changes))}: {left}")
     if arguments.wait and num_stale:
-        raise Unavailable(f"not done after {arguments.wait:g} s; see {state / 'logs'}")
+        raise Unavailable(f"not done after {arguments.wait:g} s; see its logs")
     return 0
 
 
-async def _tell(
-    arguments: argparse.Namespace, record: DeploymentRecord, changes: Mapping[str, Value]
-) -> str:
-    """The name that they have been accepted by. Raises `ConfigError` where they are refused."""
-    from deploy.rollout import tell_changes
-    from outrider.fleet.redis_registry import RedisRegistry
-
-    if not changes:
-        return record.changes
-    registry = RedisRegistry(redis_of(arguments, record), record.deployment)
-    try:
-        if not await registry.wanted():
-            raise Unavailable("this Redis knows nothing of the deployment")
-        return await tell_changes(registry, changes)
-    finally:
-        await registry.close()
-
-
-def _wait(state: Path, changes: str, timeout_s: float) -> int:
-    """How many replicas are still to be replaced, once there are none or the time is over."""
-    give_up_at = time.monotonic() + timeout_s
-    progress("replacing replicas", at_once=False)
-    while True:
-        record = running_deployment(state)
-        if record is None:
-            raise Unavailable("the deployment has ended")
-        is_known = record.changes == changes
-        progress.update(f"replicas still to be replaced: {record.num_stale}")
-        if is_known and record.num_stale == 0:
-            return 0
-        if time.monotonic() >= give_up_at + (0.0 if is_known else _KNOWN_S):
-            return record.num_stale
-        time.sleep(_POLL_S)
+async def _upgrade(
+    where: Whereabouts, values: dict[str, Value], wait_s: float
+) -> tuple[dict[str, Value], int]:
+    """What changes, and how many replicas are still to be replaced, once there are none or the time
+    is over. Raises `ConfigError` where the changes are refused."""
+    progress("asking the deployment", at_once=False)
+    async with asked(where) as reconciler:
+        blueprint: Blueprint = await reconciler.call("blueprint")
+        given = blueprint.given.values()
+        changes = {
+            key: value for key, value in values.items()
+            if key not in SECRETS and given[key] != value
+            and not (key == "address" and where.elsewhere)
+        }  # fmt: skip
+        check_changes(given, changes)
+        configuration({**given, **changes})  # What does not go together shows here.
+        if changes:
+            await reconciler.change(changes)
+        progress("replacing replicas", at_once=False)
+        give_up_at = time.monotonic() + wait_s
+        while True:
+            overview: Overview = await reconciler.call("overview", "")
+            progress.update(f"replicas still to be replaced: {overview.num_stale}")
+            if not overview.num_stale or time.monotonic() >= give_up_at:
+                return changes, overview.num_stale
+            await asyncio.sleep(_POLL_S)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, Self
 
 from outrider.errors import SettingError
 from outrider.limits import (
@@ -51,6 +51,9 @@ class CoordinatorConfig(FrontConfig):
     redis_username: str = setting("", "User of the session store; one in the URL wins.")
     redis_password: str = setting(
         "", "Its password; one in the URL wins. Best given as a variable.", secret=True
+    )
+    redis_password_file: str = setting(
+        "", "File that holds the password instead, on each machine; read when a process connects."
     )
     redis_ca_file: str = setting(
         "", "Certificate authority of servers reached by TLS (`rediss://`, `rediss+sentinel://`); "
@@ -157,6 +160,11 @@ class CoordinatorConfig(FrontConfig):
         minimum=0, maximum=TRACE_ROUNDS_MAX,
     )  # fmt: skip
     trace_prompts: bool = setting(False, "Record the text of prompts in traces.")
+    redis_asks_for_password: bool = False
+    """See `RedisAddress.asks_for_password` ..."""
+    redis_sentinel_password_file: str = ""
+    redis_asks_for_sentinel_password: bool = False
+    """... and of the Sentinels."""
     tokenizer_directory: str = ""
     """Where the tokenizer's files are; empty = requests give token ids and get no text."""
     trust_remote_code: bool = setting(False, "Run Python code that comes with a model's files.")
@@ -182,10 +190,32 @@ class CoordinatorConfig(FrontConfig):
             ca_file=self.redis_ca_file,
             sentinel_password=self.redis_sentinel_password,
             key_prefix=self.redis_key_prefix,
+            password_file=self.redis_password_file,
+            asks_for_password=self.redis_asks_for_password,
+            sentinel_password_file=self.redis_sentinel_password_file,
+            asks_for_sentinel_password=self.redis_asks_for_sentinel_password,
+        )
+
+    def reaching(self, redis: RedisAddress) -> Self:
+        """The same coordinator with another way to its session store."""
+        member = self.membership
+        return replace(
+            self,
+            redis_url=redis.url,
+            redis_username=redis.username,
+            redis_password=redis.password,
+            redis_password_file=redis.password_file,
+            redis_asks_for_password=redis.asks_for_password,
+            redis_sentinel_password=redis.sentinel_password,
+            redis_sentinel_password_file=redis.sentinel_password_file,
+            redis_asks_for_sentinel_password=redis.asks_for_sentinel_password,
+            membership=None if member is None else replace(member, redis=redis),
         )
 
     def __post_init__(self) -> None:
         FrontConfig.__post_init__(self)
         if set(self.redis_key_prefix) & set("{}"):
             raise SettingError("redis_key_prefix", "braces are not allowed in it")
+        if self.redis_password and self.redis_password_file:
+            raise SettingError("redis_password_file", "cannot go with redis_password")
         check_ngrams(self.ngram_min, self.ngram_max)

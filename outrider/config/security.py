@@ -12,7 +12,8 @@ from outrider.settings import blaming, setting
 from .models import LOOPBACK, ServerConfig
 
 PATHS: Final = (
-    "internal_tls_dir", "api_key_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"
+    "internal_tls_dir", "api_key_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs",
+    "redis_password_file",
 )  # fmt: skip
 """Settings that are paths of files that replicas read."""
 

@@ -8,6 +8,8 @@ from typing import Any, Final, Self
 
 WINDOW_S: Final = 5.0
 """About so long ago is what means still remember."""
+FIGURE_MAX: Final = 1e12
+"""Of each number that a replica says of its work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +43,10 @@ class Figures:
         known = {one.name for one in fields(cls)}
         found: dict[str, Any] = {name: value for name, value in values.items() if name in known}
         for name, value in found.items():
-            if value is not None and type(value) not in (int, float):
-                raise ValueError(f"figures.{name}: {value!r} is no number")
+            if value is None:
+                continue
+            if type(value) not in (int, float) or not 0 <= value <= FIGURE_MAX:
+                raise ValueError(f"figures.{name}: is no number from 0 to {FIGURE_MAX:g}")
         return cls(**found)
 
 

@@ -2,10 +2,12 @@
 
     <prefix>replicas:{<deployment>}:<role>          set: names
     <prefix>replica:{<deployment>}:<role>:<name>    string: the record, as JSON, with a time to live
-    <prefix>wanted:{<deployment>}                   hash: role to count, topic to text; with a
-                                                    time to live
+    <prefix>wanted:{<deployment>}                   hash: role to count, and how many replicas were
+                                                    started; with a time to live
 
-The braces are literal. Leases are Redis' own times to live.
+The braces are literal. Leases are Redis' own times to live. Whatever else is found in these keys is
+left out: what is read decides how many replicas there are, within `REPLICAS_MAX`, and nothing of
+what they run.
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from outrider.errors import InvariantError, check
+from outrider.limits import REPLICA_NUMBER_MAX, REPLICAS_MAX
 from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_connection import calling, new_client, redis_errors
 
-from .registry import LEASE_S, ROLES, ReplicaRecord, Role, Topic
+from .registry import LEASE_S, ROLES, ReplicaRecord, Role
 
 _log = logging.getLogger(__name__)
 
+_STARTED: Final = "started"
+"""Field of the hash of what is wanted: how many replicas were started."""
 KEPT_S: Final = 7 * 86_400
 """What is wanted is known for so long after anybody has asked or said so."""
 
@@ -66,7 +71,8 @@ class RedisRegistry:
         if over:
             # One that comes back says its name again.
             await self._run(("SREM", self._names(role), *over))
-        return [found for text in texts if (found := _read(role, text)) is not None]
+        found = (_read(role, name, text) for name, text in zip(names, texts, strict=True))
+        return [record for record in found if record is not None]
 
     async def leases(self, role: Role) -> list[tuple[ReplicaRecord, float]]:
         """The records of a role, with the seconds that each one's lease still runs."""
@@ -83,21 +89,20 @@ class RedisRegistry:
 
     async def wanted(self) -> dict[Role, int]:
         """See `Registry.wanted`. What is no count is left out."""
-        answer, _ = await self._run(("HGETALL", self._wanted), self._kept)
+        texts, _ = await self._run(("HMGET", self._wanted, *ROLES), self._kept)
         counts = {
-            name.decode(errors="replace"): text.decode(errors="replace")
-            for name, text in answer.items()
+            role: _number(text, REPLICAS_MAX) for role, text in zip(ROLES, texts, strict=True)
         }
-        return {role: int(counts[role]) for role in ROLES if counts.get(role, "").isdecimal()}
+        return {role: count for role, count in counts.items() if count is not None}
 
-    async def note(self, topic: Topic, text: str) -> None:
-        """See `Registry.note`."""
-        await self._run(("HSET", self._wanted, topic, text), self._kept)
+    async def note_started(self, number: int) -> None:
+        """See `Registry.note_started`."""
+        await self._run(("HSET", self._wanted, _STARTED, number), self._kept)
 
-    async def noted(self, topic: Topic) -> str:
-        """See `Registry.noted`."""
-        [text] = await self._run(("HGET", self._wanted, topic))
-        return "" if text is None else str(text.decode(errors="replace"))
+    async def started(self) -> int:
+        """See `Registry.started`."""
+        [text] = await self._run(("HGET", self._wanted, _STARTED))
+        return _number(text, REPLICA_NUMBER_MAX) or 0
 
     async def close(self) -> None:
         """See `Registry.close`."""
@@ -119,13 +124,21 @@ class RedisRegistry:
         return f"{self._prefix}replica:{self._tag}:{role}:{name}"
 
 
-def _read(role: Role, text: bytes | None) -> ReplicaRecord | None:
+def _number(text: bytes | None, most: int) -> int | None:
+    """Of its decimal digits; None for what is no number from 0 to `most`."""
+    if text is None or not text.isdigit() or len(text) > len(str(most)):
+        return None
+    number = int(text)
+    return number if number <= most else None
+
+
+def _read(role: Role, name: str, text: bytes | None) -> ReplicaRecord | None:
     if text is None:
         return None
     try:
         record = ReplicaRecord.from_json(text)
-        check(record.role == role, "it is of another role")
-    except (ValueError, InvariantError) as error:
+        check((record.role, record.name) == (role, name), "it is another replica's")
+    except (ValueError, RecursionError, InvariantError) as error:
         _log.warning("a %s's record is left out: %s", role, error)
         return None
     return record

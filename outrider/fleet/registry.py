@@ -18,16 +18,12 @@ from dataclasses import asdict, dataclass, fields
 from typing import Final, Literal, Protocol, Self, get_args
 
 from outrider.errors import OutriderError, check
+from outrider.limits import REPLICA_NUMBER_MAX, REPLICA_TEXT_MAX
 
 from .figures import NO_FIGURES, Figures
 
 Role = Literal["coordinator", "target", "draft"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
-
-Topic = Literal["started", "policy", "changes", "asked", "answer"]
-"""What is kept of a deployment beside its replicas: how many it has started, when their numbers
-follow the load (`Policy`), which settings are others now, which are asked to be and what was
-answered (`deploy.rollout`)."""
 
 LEASE_S: Final = 3.0
 RENEWAL_S: Final = 1.0
@@ -79,6 +75,11 @@ class ReplicaRecord:
         missing = {"role", "name", "address", "host", "pid"} - found.keys()
         if wrong or missing or found["role"] not in ROLES:
             raise ValueError(f"not a record: {', '.join(sorted({*wrong, *missing, 'role'}))}")
+        for name, value in found.items():
+            if isinstance(value, str) and len(value) > REPLICA_TEXT_MAX:
+                raise ValueError(f"{name}: is longer than {REPLICA_TEXT_MAX} characters")
+            if isinstance(value, int) and not 0 <= value <= REPLICA_NUMBER_MAX:
+                raise ValueError(f"{name}: {value} is not 0 to {REPLICA_NUMBER_MAX}")
         figures = Figures.from_values(found.pop("figures", {}))
         return cls(**found, figures=figures)
 
@@ -103,15 +104,15 @@ class Registry(Protocol):
         ...
 
     async def wanted(self) -> dict[Role, int]:
-        """How many are, of the roles of which that was said."""
+        """How many are, of the roles of which that was said: each 0 to `REPLICAS_MAX`."""
         ...
 
-    async def note(self, topic: Topic, text: str) -> None:
-        """Keeps a text, in the place of the one of this topic before."""
+    async def note_started(self, number: int) -> None:
+        """The deployment has started so many replicas in all."""
         ...
 
-    async def noted(self, topic: Topic) -> str:
-        """What was kept last; empty where nothing was."""
+    async def started(self) -> int:
+        """What was noted last, 0 to `REPLICA_NUMBER_MAX`; 0 where nothing was."""
         ...
 
     async def close(self) -> None:
@@ -119,10 +120,8 @@ class Registry(Protocol):
         ...
 
 
-RegistrySnapshot = tuple[
-    dict[tuple[Role, str], tuple[float, ReplicaRecord]], dict[Role, int], dict[Topic, str]
-]
-"""Records with the ends of their leases, and what is wanted."""
+RegistrySnapshot = tuple[dict[tuple[Role, str], tuple[float, ReplicaRecord]], dict[Role, int], int]
+"""Records with the ends of their leases, what is wanted, and how many were started."""
 
 
 class MemoryRegistry:
@@ -133,7 +132,7 @@ class MemoryRegistry:
         self._clock = clock or (lambda: asyncio.get_running_loop().time())
         self._records: dict[tuple[Role, str], tuple[float, ReplicaRecord]] = {}
         self._wanted: dict[Role, int] = {}
-        self._notes: dict[Topic, str] = {}
+        self._started = 0
         self.failure: OutriderError | None = None
         """What each call raises, while it is set."""
 
@@ -141,17 +140,17 @@ class MemoryRegistry:
         """Loses everything, as a server does that is started anew without its data."""
         self._records.clear()
         self._wanted.clear()
-        self._notes.clear()
+        self._started = 0
 
     def snapshot(self) -> RegistrySnapshot:
         """All that it has now; later calls do not change it."""
-        return dict(self._records), dict(self._wanted), dict(self._notes)
+        return dict(self._records), dict(self._wanted), self._started
 
     def restore(self, snapshot: RegistrySnapshot) -> None:
         """Goes back to a snapshot, as a server does that lost its last writes in a crash. Leases
         have run on."""
-        records, wanted, notes = snapshot
-        self._records, self._wanted, self._notes = dict(records), dict(wanted), dict(notes)
+        records, wanted, self._started = snapshot
+        self._records, self._wanted = dict(records), dict(wanted)
 
     async def announce(self, record: ReplicaRecord) -> None:
         """See `Registry.announce`."""
@@ -184,15 +183,15 @@ class MemoryRegistry:
         self._check()
         return dict(self._wanted)
 
-    async def note(self, topic: Topic, text: str) -> None:
-        """See `Registry.note`."""
+    async def note_started(self, number: int) -> None:
+        """See `Registry.note_started`."""
         self._check()
-        self._notes[topic] = text
+        self._started = number
 
-    async def noted(self, topic: Topic) -> str:
-        """See `Registry.noted`."""
+    async def started(self) -> int:
+        """See `Registry.started`."""
         self._check()
-        return self._notes.get(topic, "")
+        return self._started
 
     async def close(self) -> None:
         """See `Registry.close`: nothing."""

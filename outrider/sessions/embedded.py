@@ -30,11 +30,13 @@ from redis.retry import Retry
 
 from outrider.errors import ConfigError, check
 from outrider.limits import (
+    EMBEDDED_REDIS_BYTES_MAX,
     EMBEDDED_REDIS_START_MS_MAX,
     EMBEDDED_REDIS_STOP_MS_MAX,
     REDIS_TIMEOUT_MS,
     SOCKET_PATH_BYTES_MAX,
 )
+from outrider.telemetry.log_files import rotate
 
 _SUPERVISE = """
 exec 3<&0
@@ -144,6 +146,11 @@ class EmbeddedRedis:
             self.stop()
             raise
 
+    def rotate_log(self) -> None:
+        """Puts its log aside where that has become large. For somebody who calls it every now and
+        then: the server never does, and its log lies beside its data."""
+        rotate(self._directory / _LOG_NAME)
+
     def stop(self) -> None:
         """Stops the server, which writes its data first; does nothing if it does not run."""
         supervisor = self._supervisor
@@ -167,10 +174,12 @@ class EmbeddedRedis:
             "--unixsocketperm", "700",
             "--dir", str(self._directory),
             "--logfile", str(self._directory / _LOG_NAME),
+            "--loglevel", "warning",
             "--daemonize", "no",
             "--appendonly", "yes",
             "--appendfsync", "everysec",
             "--save", "",
+            "--maxmemory", str(EMBEDDED_REDIS_BYTES_MAX),
             "--maxmemory-policy", "noeviction",
         ]  # fmt: skip
 

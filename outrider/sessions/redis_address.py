@@ -20,3 +20,11 @@ class RedisAddress:
     """What Sentinels ask for, where the URL names them."""
     key_prefix: str
     """Begins every key."""
+    password_file: str = ""
+    """Holds the password on the machine of whoever connects; empty = there is no such file."""
+    sentinel_password_file: str = ""
+    """Likewise, of the Sentinels."""
+    asks_for_password: bool = False
+    """Whether there is one, though it is not here; see `redis_password.py`."""
+    asks_for_sentinel_password: bool = False
+    """Likewise, of the Sentinels."""

@@ -1,6 +1,9 @@
 """`python -m tests.chaos`: a deployment on several Ray nodes of this machine under load, a proxy
 between all its processes, and everything that dies in it.
 
+A quarter of the requests comes by HTTP, to one coordinator each. Those that its death breaks, and
+requests that fail during a pair of faults, are counted and named apart.
+
 Writes one JSON object: every fault, what it touched, the gaps in streams by kind of fault, and
 requests that failed or whose tokens were not those of their fault-free streams; and prints all but
 the single faults. Exit code 1 where a request failed, was wrong or did not end, an overload was
@@ -78,6 +81,7 @@ async def _run(arguments: argparse.Namespace, state: Path) -> dict[str, Any]:
             lambda: found.endpoints.coordinator,
             REAL_WORK if arguments.real else WORK,
             arguments.seed,
+            lambda: found.endpoints.http,
         )
         peak = await load.prepare()
         if arguments.overload:
@@ -122,7 +126,7 @@ def _config(arguments: argparse.Namespace, machines: Machines) -> DeploymentConf
         "address": machines.address, "redis_url": machines.redis.url,
         "redis_wait_replicas": 1,  # All that there are: no single fault may lose a token.
         "grpc_port": 0,
-        "http": False,
+        "port": 0,
         "num_targets": 2, "num_drafts": 2, "num_coordinators": 2,
         "target_num_cpus": 0.2, "draft_num_cpus": 0.1, "coordinator_num_cpus": 0.1,
         "stop_timeout_s": 5,

@@ -7,6 +7,8 @@
 | lose | a node | all its processes are killed; another node comes |
 | cut | a replica, Redis' primary | all connections to it break at once |
 | hold | a replica, Redis' primary | for some seconds nothing passes to or from it |
+| lose | Ray's head | its server (GCS) is killed, and comes back some seconds later |
+| pair | redis+coordinator | the primary and a coordinator are killed at once |
 | no | fault | nothing, for comparison: waits that have other causes |
 
 While Redis' primary stands still or is held, Sentinel promotes the replica. There are two primaries
@@ -49,13 +51,17 @@ WHOLE_S: Final = 90.0
 POLL_S: Final = 0.05
 SCALED_MAX: Final = 3
 """Replicas of a role that are ever wanted."""
-REDIS, NODE = "redis", "node"
+REDIS, NODE, HEAD = "redis", "node", "head"
 KILLS: Final = (*(("kill", role) for role in (*ROLES, RECONCILER, REDIS)),)
 STOPS: Final = (*(("stop", role) for role in (*ROLES, REDIS)),)
 OTHERS: Final = (
-    ("lose", NODE), *((kind, role) for kind in ("cut", "hold") for role in (*ROLES, REDIS)),
+    ("lose", NODE), ("lose", HEAD),
+    *((kind, role) for kind in ("cut", "hold") for role in (*ROLES, REDIS)),
 )  # fmt: skip
-ALL: Final = (*KILLS, *STOPS, *OTHERS)
+PAIR: Final = "pair"
+PAIRS: Final[dict[str, tuple[str, str]]] = {"redis+coordinator": (REDIS, "coordinator")}
+"""What is killed at the same moment, by name. Such requests may fail, and are counted apart."""
+ALL: Final = (*KILLS, *STOPS, *OTHERS, *((PAIR, name) for name in PAIRS))
 OTHERS_PER_ROUND: Final = 3
 """Of these, with each round of all kills and stops."""
 NOTHING: Final = ("no", "fault")
@@ -67,7 +73,7 @@ class Fault:
 
     kind: str
     role: str
-    """Of the replica, or `redis`, `reconciler` or `node`."""
+    """Of the replica, or `redis`, `reconciler`, `node`, `head` or a pair's name."""
     at_s: float
     """Since the run began."""
     replica: str = ""
@@ -113,7 +119,7 @@ class Adversary:
 
     async def scale(self, until: float, period_s: float) -> None:
         """Other numbers of replicas, again and again, each role in turn; then as many as before."""
-        registry = self._deployment.registry
+        reconciler = self._deployment.reconciler
         first = dict(self._deployment.overview.wanted)
         for role in itertools.cycle(ROLES):
             if self._loop.time() >= until:
@@ -122,15 +128,18 @@ class Adversary:
             count = self._random.choice([n for n in range(1, SCALED_MAX + 1) if n != now])
             at = self._loop.time()
             fault = Fault("scale", role, round(at - self._began, 2), f"{now} to {count}")
-            await registry.want({role: count})
+            await reconciler.call("want", {role: count})
             await self._see(fault, at, at + period_s)
-        await registry.want(first)
+        await reconciler.call("want", first)
 
     async def _see(self, fault: Fault, begin: float, over: float) -> None:
         """What requests had of it, once all that came before it was over go on. Raises
         `TimeoutError` where they do not."""
         await asyncio.sleep(over - self._loop.time())
         touched = [one for one in self._load.asked if one.overlaps(begin, over)]
+        if fault.kind == PAIR:
+            for one in touched:
+                one.pair = fault.role
         async with asyncio.timeout(PAST_S):
             while not all(one.is_past(over) for one in touched):
                 await asyncio.sleep(POLL_S)
@@ -148,7 +157,8 @@ class Adversary:
         async with asyncio.timeout(WHOLE_S):
             while True:
                 if not self._deck:
-                    deck = (*(only or (*KILLS, *STOPS, *self._some_others())), NOTHING)
+                    pairs = () if only else ((PAIR, name) for name in PAIRS)
+                    deck = (*(only or (*KILLS, *STOPS, *self._some_others())), *pairs, NOTHING)
                     self._deck = self._random.sample(deck, len(deck))
                 for place, (_, role) in enumerate(self._deck):
                     if self._victims(role):
@@ -174,6 +184,10 @@ class Adversary:
                 index for index in range(self._machines.num_nodes)
                 if self._roles_without(index, serving) == set(ROLES)
             ]  # fmt: skip
+        if role in PAIRS:
+            return [0] if all(self._victims(one) for one in PAIRS[role]) else []
+        if role == HEAD:  # Nothing can be started without it.
+            return [0] if overview.is_whole else []
         if role in (REDIS, RECONCILER, NOTHING[1]):
             return [0]
         found = [one for one in serving if one.role == role]
@@ -186,11 +200,20 @@ class Adversary:
     async def _do(self, fault: Fault) -> None:
         if (fault.kind, fault.role) == NOTHING:
             return
+        if fault.kind == PAIR:
+            each = (Fault("kill", role, fault.at_s) for role in PAIRS[fault.role])
+            await asyncio.gather(*(self._do(one) for one in each))
+            return
+        if fault.role == HEAD:
+            await self._machines.kill_head(STOPPED_S)
+            await self._reconciler_pid()
+            return
         victims = self._victims(fault.role)
         one = self._random.choice(victims)
         if fault.role == NODE:
             assert isinstance(one, int)
             lost = set(self._machines.processes(one))
+            self._note_deaths(lost)
             await self._machines.lose_node(one)
             await self._until_gone(lost)
             return
@@ -211,12 +234,19 @@ class Adversary:
             await asyncio.sleep(STOPPED_S)
             os.kill(pid, signal.SIGCONT)
         elif fault.role != REDIS:
+            self._note_deaths({pid})
             os.kill(pid, signal.SIGKILL)
             await self._until_gone({pid})
         if fault.role == REDIS and fault.kind != "cut":
             if fault.kind != "kill":
                 await asyncio.sleep(TWO_PRIMARIES_S)
             await redis.replace(address)
+
+    def _note_deaths(self, pids: Set[int]) -> None:
+        """Of coordinators, as those who call one by HTTP notice them."""
+        for one in self._deployment.overview.replicas:
+            if one.http_address and one.places[0].pid in pids:
+                self._load.deaths[one.http_address] = self._loop.time()
 
     async def _until_gone(self, pids: Set[int]) -> None:
         """Until it is known that replicas which had these processes are lost: the next fault would
@@ -250,7 +280,9 @@ class Adversary:
         return {
             "num_faults": self._num_done(),
             "num_kills_and_stops": sum(
-                count for (kind, _), count in counts.items() if kind in ("kill", "stop", "lose")
+                count
+                for (kind, _), count in counts.items()
+                if kind in ("kill", "stop", "lose", PAIR)
             ),
             "gaps": {
                 f"{kind} {role}": {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final
@@ -12,7 +12,13 @@ from typing import Any, Final
 from outrider.client import Client, GenerateRequest, Tokens
 from outrider.speculation.sampling import Rule
 
+from .http_clients import BROKEN, streamed
+
 PEAK_S: Final = 10.0
+HTTP_SHARE: Final = 0.25
+"""Of the requests are made by HTTP, where coordinators answer that."""
+STALE_S: Final = 5.0
+"""For so long after the death of a coordinator requests by HTTP may still be sent there."""
 END_S: Final = 60.0
 """What runs in the end may take so long."""
 
@@ -42,6 +48,12 @@ class Asked:
     """What it died of."""
     is_wrong: bool = False
     """Whether its tokens were not those of the fault-free stream."""
+    http_address: str = ""
+    """Of the one coordinator that it was sent to by HTTP; empty for a gRPC client's."""
+    is_broken: bool = False
+    """Whether that coordinator's death ended it, which nobody else resumes."""
+    pair: str = ""
+    """The pair of faults that it was in flight during; empty for none."""
 
     def overlaps(self, begin: float, end: float) -> bool:
         """Whether it was in flight at any moment of this time."""
@@ -64,15 +76,24 @@ class Asked:
 
 
 class Load:
-    """Clients of one deployment, through the library and by nothing else."""
+    """Clients of one deployment: most of the library, the others OpenAI's by HTTP."""
 
-    def __init__(self, addresses: Callable[[], str], work: Work, seed: int) -> None:
+    def __init__(
+        self,
+        addresses: Callable[[], str],
+        work: Work,
+        seed: int,
+        http: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
         self._addresses = addresses
+        self._http = http
         self._work = work
         self._random = random.Random(seed)
         self._expected: list[tuple[int, ...]] = []
         self._running: set[asyncio.Task[None]] = set()
         self.asked: list[Asked] = []
+        self.deaths: dict[str, float] = {}
+        """When coordinators were killed, by where they answered by HTTP."""
 
     async def prepare(self) -> float:
         """Takes down the fault-free streams; then requests a second of as many clients as
@@ -106,10 +127,18 @@ class Load:
             await asyncio.wait(self._running, timeout=END_S)
 
     def report(self) -> dict[str, Any]:
-        """What became of the requests."""
-        errors = [one.error for one in self.asked if one.error]
+        """What became of the requests. Those that a coordinator's death broke, by HTTP, and those
+        that failed during a pair of faults, have not failed; tokens are wrong in any case."""
+        broken = [one for one in self.asked if one.is_broken]
+        paired = [one for one in self.asked if one.pair and not one.is_broken]
+        errors = [one.error for one in self.asked if one.error and not (one.is_broken or one.pair)]
         return {
             "num_requests": len(self.asked),
+            "num_http_requests": sum(bool(one.http_address) for one in self.asked),
+            "num_http_broken_by_a_death": len(broken),
+            "num_during_pairs": len(paired),
+            "num_failed_during_pairs": sum(bool(one.error) for one in paired),
+            "errors_during_pairs": sorted({one.error for one in paired if one.error})[:20],
             "num_failed": len(errors),
             "num_wrong": sum(one.is_wrong for one in self.asked),
             "num_stuck": sum(one.ended is None for one in self.asked),
@@ -120,11 +149,29 @@ class Load:
         loop = asyncio.get_running_loop()
         one = Asked(loop.time())
         self.asked.append(one)
+        places = self._http()
+        if places and self._random.random() < HTTP_SHARE:
+            one.http_address = self._random.choice(places)
+        ask = self._by_http if one.http_address else self._stream
         try:
-            one.is_wrong = await self._stream(seed, one) != self._expected[seed]
+            one.is_wrong = await ask(seed, one) != self._expected[seed]
         except Exception as error:  # noqa: BLE001 (whatever it is, the request has failed)
             one.error = f"{type(error).__name__}: {error}"
+            one.is_broken = isinstance(error, BROKEN) and self._lost(one, loop.time())
         one.ended = loop.time()
+
+    def _lost(self, one: Asked, now: float) -> bool:
+        """Whether the coordinator that it was sent to has died, meanwhile or just before."""
+        died_at = self.deaths.get(one.http_address)
+        return died_at is not None and one.began - STALE_S <= died_at <= now
+
+    async def _by_http(self, seed: int, one: Asked) -> tuple[int, ...]:
+        loop, found = asyncio.get_running_loop(), []
+        prompt = _prompt(seed)
+        async for tokens in streamed(one.http_address, prompt, self._work.num_tokens, seed):
+            found += tokens
+            one.arrivals.append(loop.time())
+        return tuple(found)
 
     async def _stream(self, seed: int, one: Asked) -> tuple[int, ...]:
         async with Client(self._addresses) as client:
@@ -138,7 +185,7 @@ class Load:
     async def _tokens(self, client: Client, seed: int, one: Asked) -> tuple[int, ...]:
         loop, found = asyncio.get_running_loop(), []
         request = GenerateRequest(
-            tuple(range(10 + seed, 60)), max_tokens=self._work.num_tokens, seed=seed,
+            _prompt(seed), max_tokens=self._work.num_tokens, seed=seed,
             rule=Rule.COUPLED, ignore_eos=True,
         )  # fmt: skip
         async for event in client.generate(request):
@@ -146,3 +193,7 @@ class Load:
                 found += event.token_ids
                 one.arrivals.append(loop.time())
         return tuple(found)
+
+
+def _prompt(seed: int) -> tuple[int, ...]:
+    return tuple(range(10 + seed, 60))

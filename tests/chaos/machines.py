@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from deploy.ray_connection import ENVIRONMENT, OBJECT_STORE_BYTES
+from deploy.ray_token import forget_token, new_token, use_token
+from outrider.sessions.embedded import find_server
 from tests.redis_servers import RedisServers
 
 from .proxy import FaultProxy
@@ -23,6 +28,9 @@ NUM_NODES: Final = 2
 """That replicas run on, beside the head, on which none does."""
 NODE_CPUS: Final = 2
 PROXY: Final = "grpc_proxy"
+START_S: Final = 20.0
+POLL_S: Final = 0.05
+EXTERNAL: Final = "RAY_REDIS_ADDRESS"
 
 
 class Machines:
@@ -32,11 +40,26 @@ class Machines:
         self.proxy = FaultProxy()
         self.redis = RedisServers(state / "redis", forward=self.proxy.forward)
         """Each server is known, to the others and to Sentinel, by an address of the proxy."""
+        self._gcs: subprocess.Popen[bytes] | None = None
+        """A Redis of what Ray's head knows, so that it can be lost. Not behind the proxy: Ray
+        connects while it holds this interpreter's lock."""
+        self._head: subprocess.Popen[bytes] | None = None
+        """The server of Ray's head, where that was started again."""
+        self._token = state / "ray.token"
         self._cluster: Cluster | None = None
         self._nodes: list[Node] = []
 
     async def __aenter__(self) -> Self:
+        self._token.write_text(new_token())
+        use_token(self._token)
         os.environ |= ENVIRONMENT | {PROXY: await self.proxy.start()}
+        port = _free_port()
+        self._gcs = subprocess.Popen(  # noqa: ASYNC220 (it returns at once)
+            [find_server(), "--port", str(port), "--bind", "127.0.0.1", "--save", ""],
+            stdout=subprocess.DEVNULL,
+        )
+        await asyncio.to_thread(_wait_for, port)
+        os.environ[EXTERNAL] = f"redis://127.0.0.1:{port}"
         await self.redis.__aenter__()
         await asyncio.to_thread(self._start_nodes)
         return self
@@ -49,9 +72,17 @@ class Machines:
     ) -> None:
         if self._cluster is not None:
             await asyncio.to_thread(self._cluster.shutdown)
+        if self._head is not None:
+            self._head.kill()
+            await asyncio.to_thread(self._head.wait)
+        if self._gcs is not None:
+            self._gcs.kill()
+            await asyncio.to_thread(self._gcs.wait)
         await self.redis.__aexit__()
         self.proxy.close()
+        forget_token()
         del os.environ[PROXY]
+        del os.environ[EXTERNAL]
 
     @property
     def address(self) -> str:
@@ -68,6 +99,7 @@ class Machines:
             head_node_args={
                 "num_cpus": 0,
                 "include_dashboard": False,
+                "gcs_server_port": _free_port(),  # The same when it comes back.
                 "object_store_memory": OBJECT_STORE_BYTES,
             },
         )
@@ -94,6 +126,14 @@ class Machines:
         """That replicas run on."""
         return len(self._nodes)
 
+    async def kill_head(self, away_s: float) -> None:
+        """The head's server dies, and is started again as it was, with what it had kept."""
+        assert self._cluster is not None
+        server = self._head
+        if server is None:
+            server = self._cluster.head_node.all_processes["gcs_server"][0].process
+        self._head = await asyncio.to_thread(_started_again, server, away_s)
+
     def processes(self, index: int) -> list[int]:
         """Of a node: all that its loss ends."""
         raylet: int = self._nodes[index].all_processes["raylet"][0].process.pid
@@ -107,6 +147,36 @@ class Machines:
         assert self._cluster is not None
         await asyncio.to_thread(self._cluster.remove_node, node, False)
         await asyncio.to_thread(self._add_node)
+
+
+def _started_again(server: Any, away_s: float) -> subprocess.Popen[bytes]:
+    """Kills a process and starts another by its words. Ray's own class would have this process
+    connect anew, too, and has crashed it."""
+    words = Path(f"/proc/{server.pid}/cmdline").read_bytes().split(b"\0")[:-1]
+    server.kill()
+    server.wait()
+    time.sleep(away_s)
+    return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _wait_for(port: int) -> None:
+    """Until somebody listens there."""
+    give_up_at = time.monotonic() + START_S
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        except ConnectionRefusedError:
+            if time.monotonic() > give_up_at:
+                raise
+            time.sleep(POLL_S)
 
 
 def _descendants(pid: int) -> Iterator[int]:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -16,12 +15,11 @@ import redis
 
 from deploy.cluster import RECONCILER, Actor, Demand
 from deploy.launcher import Deployment
-from deploy.rollout import tell_changes
 from outrider.client import Client, GenerateRequest, Started, Tokens
 from outrider.config import load_config
 from outrider.errors import ConfigError, DataLoss, NotFound
-from outrider.fleet.autoscaling import Policy
-from outrider.fleet.registry import ROLES, Role, Topic
+from outrider.fleet.redis_registry import RedisRegistry
+from outrider.fleet.registry import ROLES, Role
 from outrider.speculation.sampling import Rule
 
 SETTINGS = {
@@ -36,7 +34,6 @@ SETTINGS = {
     "coordinator_num_cpus": 0.1,
 }
 NUM_TOKENS, NUM_STREAMS, NUM_SEEDS = 60, 2, 3
-KEPT_NOTES: tuple[Topic, ...] = ("started", "policy", "changes")
 NUM_FIRST_TOKENS, NUM_LONG_TOKENS, NUM_LONG_STREAMS = 20, 400, 6
 CHANGE_S = 120.0
 """What starting or ending some replicas may take on a busy machine."""
@@ -157,7 +154,7 @@ async def test_replicas_come_and_go_under_load(deployment: Deployment, load: Loa
     few: dict[Role, int] = {"target": 1, "coordinator": 1, "draft": 2}
     many: dict[Role, int] = {"target": 2, "coordinator": 2, "draft": 1}
     for wanted in (few, many):
-        await deployment.registry.want(wanted)
+        await deployment.reconciler.call("want", wanted)
         for role, number in wanted.items():
             await until(deployment, role, number)
 
@@ -184,26 +181,28 @@ async def test_both_targets_are_killed_under_load(deployment: Deployment, load: 
 
 
 async def test_the_load_decides_how_many_there_are(deployment: Deployment, load: Load) -> None:
-    """Another target comes where items wait too long for their steps, and goes where nobody would
-    miss it; no request notices."""
-    bounds: dict[Role, tuple[int, int]] = {"target": (2, 3)}
-    policy = Policy(bounds=bounds, target_queue_steps=0.01, cooldown_s=1.0)
-    await deployment.registry.note("policy", policy.to_json())
+    """A draft comes where sessions run without one, and a target goes where nobody would miss it;
+    no request notices."""
+    ask = deployment.reconciler.call
+    await ask("want", {"target": 3, "draft": 0})
+    await until(deployment, "draft", 0)
     await until(deployment, "target", 3)
-    calm = replace(policy, target_queue_steps=1000.0, calm=1e6, calm_s=1.0)
-    await deployment.registry.note("policy", calm.to_json())
+    calm = {"queue_steps": 1000.0, "draft_waits": 1.0, "cooldown_s": 1.0, "calm_s": 1.0}
+    await deployment.reconciler.change({f"autoscale_{name}": on for name, on in calm.items()})
+    await ask("bound", {"target": (2, 3), "draft": (0, 1)})
+    await until(deployment, "draft", 1)
     await until(deployment, "target", 2)
-    await deployment.registry.note("policy", Policy().to_json())
+    await ask("bound", {"target": None, "draft": None})
 
 
 async def test_other_settings_are_rolled_out_under_load(deployment: Deployment, load: Load) -> None:
     """All replicas are others then; a setting that cannot be had changes nothing."""
     before = {role: serving(deployment, role) for role in ROLES}
     with pytest.raises(ConfigError, match="engine"):
-        await tell_changes(deployment.registry, {"engine": "emulated:vocab_size=none"})
+        await deployment.reconciler.change({"engine": "emulated:vocab_size=none"})
     with pytest.raises(ConfigError, match="another vocabulary"):
-        await tell_changes(deployment.registry, {"engine": "emulated:vocab_size=99999"})
-    await tell_changes(deployment.registry, {"max_num_seqs": 5, "run_ahead_rounds": 2})
+        await deployment.reconciler.change({"engine": "emulated:vocab_size=99999"})
+    await deployment.reconciler.change({"max_num_seqs": 5, "run_ahead_rounds": 2})
     async with asyncio.timeout(2 * CHANGE_S):
         while deployment.config.target.max_num_seqs != 5 or deployment.overview.num_stale:
             await asyncio.sleep(0.1)
@@ -214,10 +213,13 @@ async def test_other_settings_are_rolled_out_under_load(deployment: Deployment, 
 
 async def known(deployment: Deployment) -> dict[str, object]:
     """What Redis knows of the fleet."""
-    registry = deployment.registry
-    names = {role: {one.name for one in await registry.records(role)} for role in ROLES}
-    notes = {topic: await registry.noted(topic) for topic in KEPT_NOTES}
-    return {"names": names, "wanted": await registry.wanted(), **notes}
+    registry = RedisRegistry(deployment.config.coordinator.redis, deployment.name)
+    try:
+        names = {role: {one.name for one in await registry.records(role)} for role in ROLES}
+        started = await registry.started()
+        return {"names": names, "wanted": await registry.wanted(), "started": started}
+    finally:
+        await registry.close()
 
 
 async def test_redis_loses_everything_under_load(deployment: Deployment) -> None:
@@ -278,5 +280,6 @@ async def test_a_reconciler_that_is_killed_under_load_returns(
         stayed = before[role] - {killed.name}
         assert stayed <= serving(deployment, role)
     assert (await reconciler.call("ping")).pid != place.pid
-    await deployment.registry.want({"draft": 2})
+    assert deployment.config.target.max_num_seqs == 5  # As it was told before it was killed.
+    await deployment.reconciler.call("want", {"draft": 2})
     await until(deployment, "draft", 2)

@@ -283,12 +283,10 @@ async def test_a_stopped_server_is_told_by_every_call(kind: str, tmp_path: Path)
         await registries.close()
 
 
-async def test_notes_are_kept_and_are_nobody_who_is_wanted(registries: Registries) -> None:
+async def test_how_many_were_started_is_kept_beside_what_is_wanted(registries: Registries) -> None:
     registry = registries.registry("d")
-    assert await registry.noted("started") == ""
-    await registry.note("started", "7")
-    await registry.note("policy", "é")
+    assert await registry.started() == 0
+    await registry.note_started(7)
     assert await registry.wanted() == {}
     await registry.want({"draft": 2})
-    assert [await registry.noted(one) for one in ("started", "policy", "changes")] == ["7", "é", ""]
-    assert await registry.wanted() == {"draft": 2}
+    assert (await registry.started(), await registry.wanted()) == (7, {"draft": 2})

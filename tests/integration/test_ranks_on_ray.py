@@ -16,6 +16,7 @@ import ray
 
 from deploy.cluster import Actor, Cluster, Demand
 from deploy.ray_connection import RayConnection
+from deploy.secrets import Secrets
 from outrider.errors import ConfigError
 from outrider.hosting import Place
 
@@ -47,12 +48,13 @@ class Leader(Sitter):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster() -> AsyncIterator[Cluster]:
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     """With four GPUs that are nothing but numbers."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_OVERRIDE_RESOURCES", json.dumps({"CPU": 4, "GPU": NUM_GPUS}))
-        connection = RayConnection("", "outrider-test")
+        secrets = Secrets(tmp_path_factory.mktemp("ranks") / "secrets")
+        connection = RayConnection("", "outrider-test", secrets)
         await connection.connect()
     yield Cluster(connection.namespace, local=True)
     await connection.disconnect()

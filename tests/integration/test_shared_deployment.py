@@ -93,7 +93,7 @@ async def _until_replaced(shared: Deployment, role: Role, pid: int) -> None:
             while _runs(pid) or not shared.overview.num_serving(role):
                 await asyncio.sleep(0.05)
     except TimeoutError:
-        ray_logs = Path(str(shared._ray._temporary)) / "session_latest" / "logs"
+        ray_logs = Path(str(shared.ray._temporary)) / "session_latest" / "logs"
         logs = [*(shared._state / "logs").iterdir(), *ray_logs.glob("raylet.*")]
         told = [
             f"the {role}'s process {'runs' if _runs(pid) else 'has ended'}",

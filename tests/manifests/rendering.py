@@ -15,13 +15,15 @@ from tests.manifests.settings_schema import CHART
 EVERY_OPTION: Final = CHART.parent / "values-every-option.yaml"
 OWN_REDIS: Final = ("redis.enabled=true", "redis.external.url=")
 """Over every option: those of the release's own Redis instead of an external one's."""
+OWN_GCS: Final = ("ray.gcsFaultTolerance.external.address=",)
+"""The same for what the head knows."""
 RELEASE: Final = "rel"
 Manifest = dict[str, Any]
 
 VARIANTS: Final[dict[str, tuple[tuple[Path, ...], tuple[str, ...]]]] = {
     "default": ((), ()),
     "every-option": ((EVERY_OPTION,), ()),
-    "every-option-own-redis": ((EVERY_OPTION,), OWN_REDIS),
+    "every-option-own-redis": ((EVERY_OPTION,), (*OWN_REDIS, *OWN_GCS)),
     "redis-password-kept-elsewhere": ((), ("redis.auth.existingSecret=mine",)),
     "redis-without-persistence": ((), ("redis.persistence.enabled=false",)),
     "models-on-every-node": ((), ("cache.kind=hostPath", "cache.hostPath=/srv/models")),
@@ -30,9 +32,17 @@ VARIANTS: Final[dict[str, tuple[tuple[Path, ...], tuple[str, ...]]]] = {
         (),
         (
             "ray.auth.enabled=false",
+            "ray.gcsFaultTolerance.enabled=false",
             "ray.autoscaling.enabled=false",
             "networkPolicy.enabled=false",
             "podDisruptionBudget.enabled=false",
+        ),
+    ),
+    "what-the-head-knows-kept-elsewhere": (
+        (),
+        (
+            "ray.gcsFaultTolerance.external.address=redis://r:6379",
+            "redis.auth.existingSecret=mine",
         ),
     ),
     "no-drafts": ((), ("draft.replicas=0", "draft.minPods=0", "draft.maxPods=0")),
@@ -88,10 +98,12 @@ def ray_pods(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
 
 
 def pods(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
-    """All pod templates: those of Ray, and `redis` where the release has its own."""
+    """All pod templates: those of Ray, and of the release's own servers `redis`, for sessions, and
+    `gcs`, for Ray's head."""
     found = ray_pods(manifests)
     for stateful in of_kind(manifests, "StatefulSet").values():
-        found["redis"] = stateful["spec"]["template"]
+        template = stateful["spec"]["template"]
+        found[template["metadata"]["labels"]["app.kubernetes.io/component"]] = template
     return found
 
 

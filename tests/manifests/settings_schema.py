@@ -34,6 +34,7 @@ CHART_KEYS: Final = {
     "redis_ca_file",
     "redis_key_prefix",
     "redis_password",
+    "redis_password_file",
     "redis_sentinel_password",
     "redis_url",
     "redis_username",

@@ -194,7 +194,7 @@ def test_no_secret_is_in_a_config_map() -> None:
     for manifest in manifests:
         if manifest["kind"] != "Secret":
             assert "ahoy-captain" not in yaml.safe_dump(manifest)
-    (secret,) = of_kind(manifests, "Secret").values()
+    secret = of_kind(manifests, "Secret")["rel-outrider-redis"]
     assert secret["stringData"] == {"redis-password": "ahoy-captain"}
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.manifests.rendering import (
     EVERY_OPTION,
+    OWN_GCS,
     OWN_REDIS,
     RELEASE,
     Manifest,
@@ -75,7 +76,7 @@ def _labels(manifests: Sequence[Manifest], cluster: str) -> dict[str, dict[str, 
     found = {}
     for group, template in pods(manifests).items():
         found[group] = dict(template["metadata"]["labels"])
-        if group != "redis":
+        if group not in ("redis", "gcs"):
             found[group] |= {"ray.io/cluster": cluster, "ray.io/group": group}
     return found
 
@@ -118,6 +119,21 @@ def test_redis_is_for_the_release() -> None:
         assert admits(_policies(manifests), to, Source(labels[group]), 6379)
         assert not admits(_policies(manifests), to, Source(labels[group]), 26379)
         assert not admits(_policies(manifests), to, Source(others[group]), 6379)
+
+
+def test_what_the_head_knows_is_for_the_head() -> None:
+    """What stands there runs as code on every node: neither the pods of coordinators, targets and
+    drafts reach it, nor clients of the sessions' Redis."""
+    for files, values in (((), ()), ([EVERY_OPTION], (*OWN_REDIS, *OWN_GCS))):
+        manifests = render(files, values)
+        name = "speculation" if files else f"{RELEASE}-outrider"
+        labels, policies = _labels(manifests, name), _policies(manifests)
+        sources = {group: Source(one) for group, one in labels.items()}
+        sources |= {"heir": Source({"ray.io/cluster": "speculation-next"}), "stranger": STRANGER}
+        admitted = {
+            group for group, one in sources.items() if admits(policies, labels["gcs"], one, 6379)
+        }
+        assert admitted == {"headgroup"}
 
 
 def test_another_release_is_a_stranger() -> None:
@@ -179,4 +195,5 @@ def test_services_lead_to_coordinators_and_to_redis() -> None:
         f"{RELEASE}-outrider": ["coordinator"],
         f"{RELEASE}-outrider-coordinators": ["coordinator"],
         f"{RELEASE}-outrider-redis": ["redis"],
+        f"{RELEASE}-outrider-gcs": ["gcs"],
     }

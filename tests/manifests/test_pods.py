@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from outrider.limits import LOG_BYTES_MAX, LOG_FILES_KEPT
 from tests.manifests.rendering import (
     EVERY_OPTION,
     OWN_REDIS,
@@ -230,8 +231,8 @@ def test_budgets_are_numbers_of_pods_that_stay() -> None:
 
 
 def _redis(manifests: list[Manifest]) -> Manifest:
-    (found,) = of_kind(manifests, "StatefulSet").values()
-    return found
+    found = of_kind(manifests, "StatefulSet")
+    return next(one for name, one in found.items() if name.endswith("-redis"))
 
 
 def test_own_redis_keeps_sessions() -> None:
@@ -248,6 +249,65 @@ def test_own_redis_keeps_sessions() -> None:
     elsewhere = _redis(render((), ["redis.auth.existingSecret=mine"]))
     password = variables(container(elsewhere["spec"]["template"], "redis"))["REDIS_PASSWORD"]
     assert password == {"secretKeyRef": {"name": "mine", "key": "redis-password"}}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_pod_fills_the_disk_of_its_node(variant: str) -> None:
+    """Logs are rotated, and what is written beside volumes is bounded; Redis' data and logs of
+    anything share no volume."""
+    manifests = render_variant(variant)
+    for name, template in pods(manifests).items():
+        for volume in template["spec"]["volumes"]:
+            if "emptyDir" in volume:
+                assert volume["emptyDir"].get("sizeLimit"), (name, volume["name"])
+        mounts = container(template, template["spec"]["containers"][0]["name"])["volumeMounts"]
+        places = {one["name"]: one["mountPath"] for one in mounts}
+        assert len(places) == len(mounts), "a volume is mounted twice"
+        if name not in ("redis", "gcs"):
+            found = variables(template["spec"]["containers"][0])
+            assert found["RAY_ROTATION_MAX_BYTES"] == str(LOG_BYTES_MAX)
+            assert found["RAY_ROTATION_BACKUP_COUNT"] == str(LOG_FILES_KEPT)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_pod_of_ray_finds_the_password_of_redis(variant: str) -> None:
+    """Actors look there: Ray is not told it. Serve and Ray's own containers have the same."""
+    manifests = render_variant(variant)
+    found = {
+        json.dumps(variables(each).get("OUTRIDER_REDIS_PASSWORD"))
+        for template in ray_pods(manifests).values() for each in template["spec"]["containers"]
+    }  # fmt: skip
+    assert len(found) == 1
+    assert "secretKeyRef" in found.pop()
+    assert "redis_password" not in yaml.safe_load(settings_file(manifests))
+
+
+def test_what_the_head_knows_outlives_it() -> None:
+    """In a server of its own on a volume, with a password of its own: not that of sessions."""
+    manifests = render()
+    options = ray_cluster(manifests)["spec"]["gcsFaultToleranceOptions"]
+    assert options["redisAddress"] == "redis://rel-outrider-gcs:6379"
+    assert "rel-outrider-gcs" in of_kind(manifests, "Service")
+    own = of_kind(manifests, "StatefulSet")["rel-outrider-gcs"]
+    [claim] = own["spec"]["volumeClaimTemplates"]
+    assert claim["spec"]["resources"]["requests"]["storage"] == "1Gi"
+    secret = {"name": "rel-outrider-gcs", "key": "redis-password"}
+    assert options["redisPassword"]["valueFrom"] == {"secretKeyRef": secret}
+    known = variables(container(own["spec"]["template"], "redis"))["REDIS_PASSWORD"]
+    assert known == {"secretKeyRef": secret}
+    secrets = of_kind(manifests, "Secret")
+    passwords = [secrets[f"rel-outrider-{one}"]["stringData"] for one in ("gcs", "redis")]
+    assert passwords[0] != passwords[1]
+    elsewhere = ray_cluster(render([EVERY_OPTION]))["spec"]["gcsFaultToleranceOptions"]
+    assert elsewhere == {
+        "redisAddress": "redis://gcs.example:6379",
+        "redisUsername": {"value": "ray"},
+        "redisPassword": {"valueFrom": {"secretKeyRef": {"name": "gcs", "key": "password"}}},
+        "externalStorageNamespace": "speculation",
+    }
+    off = render((), ["ray.gcsFaultTolerance.enabled=false"])
+    assert "gcsFaultToleranceOptions" not in ray_cluster(off)["spec"]
+    assert list(of_kind(off, "StatefulSet")) == ["rel-outrider-redis"]
 
 
 def test_own_redis_starts_by_its_command(tmp_path: Path) -> None:

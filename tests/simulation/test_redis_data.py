@@ -345,7 +345,7 @@ def test_the_registry_is_answered_as_by_a_server(client: redis.Redis) -> None:
         await registry.withdraw("target", "t-1")
         await registry.want({"target": 2})
         assert await registry.wanted() == {"target": 2}
-        await registry.note("started", "3")
-        assert await registry.noted("started") == "3"
+        await registry.note_started(3)
+        assert await registry.started() == 3
 
     asyncio.run(work())

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any, Self, cast
 
+import httpx
+import openai
 import pytest
 
 from outrider.client import Event, GenerateRequest, Tokens
@@ -86,6 +88,56 @@ async def test_whatever_a_request_dies_of_is_its_failure(prepared: Load) -> None
     right = [one for one in prepared.asked if one.ended and not (one.error or one.is_wrong)]
     others = report["num_failed"] + report["num_wrong"] + report["num_stuck"]
     assert len(right) + others == report["num_requests"] == len(prepared.asked)
+
+
+HERE, THERE = "h:1", "h:2"
+ENDS = (httpx.ReadError("reset"), openai.OpenAIError("500"))
+"""Of requests by HTTP: one that a coordinator's death explains, and one that nothing does."""
+
+
+@pytest.mark.parametrize("end", ENDS, ids=["reset", "500"])
+@pytest.mark.parametrize(
+    ("died_at", "num_broken"), [({}, 0), ({HERE: 0.0}, 1), ({THERE: 0.0}, 0), ({HERE: -60.0}, 0)]
+)
+async def test_what_a_coordinators_death_breaks_by_http_is_counted_apart(
+    prepared: Load,
+    monkeypatch: pytest.MonkeyPatch,
+    end: Exception,
+    died_at: dict[str, float],
+    num_broken: int,
+) -> None:
+    """Its own death, at that time, and only what looks like one; anything else is a failure."""
+
+    async def streamed(*arguments: object) -> AsyncIterator[list[int]]:
+        yield [0]
+        raise end
+
+    now = asyncio.get_running_loop().time()
+    monkeypatch.setattr(load, "streamed", streamed)
+    monkeypatch.setattr(load, "HTTP_SHARE", 1.0)
+    prepared._http = lambda: [HERE]
+    prepared.deaths = {address: now + at for address, at in died_at.items()}
+    await prepared._ask(0)
+    report = prepared.report()
+    expected = num_broken if end is ENDS[0] else 0
+    assert report["num_http_requests"] == 1
+    assert report["num_http_broken_by_a_death"] == expected
+    assert report["num_failed"] == 1 - expected
+
+
+async def test_what_fails_during_a_pair_of_faults_is_counted_apart(prepared: Load) -> None:
+    """But tokens that are wrong are wrong in any case, and so is what never ends."""
+    for seed, _ in enumerate(FATES[:4]):
+        await prepared._ask(seed)
+    adversary = Adversary(cast("Any", None), cast("Any", None), prepared, seed=1)
+    end = asyncio.get_running_loop().time() + 1
+    await adversary._see(Fault("kill", "target", 0.0), 0.0, end)
+    assert prepared.report()["num_failed"] == 2
+    await adversary._see(Fault("pair", "redis+coordinator", 0.0), 0.0, end)
+    report = prepared.report()
+    assert (report["num_failed"], report["num_wrong"], report["num_stuck"]) == (0, 1, 0)
+    assert (report["num_during_pairs"], report["num_failed_during_pairs"]) == (4, 2)
+    assert report["errors_during_pairs"] == ["Overloaded: full", "ValueError: broken"]
 
 
 async def test_an_overload_accounts_for_every_request(prepared: Load) -> None:

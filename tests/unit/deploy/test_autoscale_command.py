@@ -2,62 +2,40 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from asked_here import deployed_here
+from kept_in_memory import KeptInMemory
 
 from deploy.autoscaling import Autoscaling
 from deploy.cli.autoscale import parsed_bounds
 from deploy.cli.main import main
-from deploy.state import DeploymentRecord, process_start, publish, state_directory
 from outrider.config import load_config
-from outrider.errors import ConfigError, StoreUnavailable
+from outrider.errors import ConfigError, StoreUnavailable, Unavailable
 from outrider.fleet.autoscaling import Policy
 from outrider.fleet.figures import Figures
 from outrider.fleet.registry import MemoryRegistry, ReplicaRecord
 
 
 @pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> MemoryRegistry:
+def scaling(monkeypatch: pytest.MonkeyPatch) -> Autoscaling:
     """Of a deployment that runs."""
-    made = MemoryRegistry(lambda: 0.0)
-    monkeypatch.setattr("outrider.fleet.redis_registry.RedisRegistry", lambda *_: made)
-    record = DeploymentRecord(
-        pid=os.getpid(), process_start=process_start(os.getpid()) or 0, started_at="", model="m",
-        draft_model="ngram", served_model_name="m", grpc_address="h:1", target_addresses=["h:2"],
-        draft_addresses=[], target_directory="", tokenizer_directory="", deployment="d",
-        redis_url="unix:///own.sock", settings={"redis_key_prefix": "ours:"},
-    )  # fmt: skip
-    publish(state_directory(os.environ), record)
+    made = Autoscaling(KeptInMemory(), MemoryRegistry(lambda: 0.0), Policy(calm_s=7.0))
+    deployed_here(monkeypatch, {"bound": made.bound})
     return made
 
 
-async def told(registry: MemoryRegistry) -> dict[str, tuple[int, int]]:
-    return dict(Policy.from_json(await registry.noted("policy")).bounds)
-
-
 def test_bounds_are_told_role_by_role(
-    registry: MemoryRegistry, capsys: pytest.CaptureFixture[str]
+    scaling: Autoscaling, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    registry._notes["policy"] = Policy(calm_s=7.0).to_json()
     assert main(["autoscale", "target=1:4", "draft=0:2"]) == 0
     assert capsys.readouterr().out == "coordinator: off\ntarget: 1 to 4\ndraft: 0 to 2\n"
     assert main(["autoscale", "draft=off", "--json"]) == 0
-    kept = Policy.from_json(registry._notes["policy"])
-    assert (kept.bounds, kept.calm_s) == ({"target": (1, 4)}, 7.0)
-    assert Policy.from_json(capsys.readouterr().out) == kept
+    assert scaling.policy == Policy(bounds={"target": (1, 4)}, calm_s=7.0)
+    assert Policy.from_json(capsys.readouterr().out) == scaling.policy
     assert main(["autoscale"]) == 0
-    assert Policy.from_json(registry._notes["policy"]) == kept
-
-
-def test_a_redis_that_does_not_know_the_deployment_is_not_told(
-    registry: MemoryRegistry, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["autoscale", "target=1:4"]) == 1
-    assert "this Redis knows nothing of the deployment" in capsys.readouterr().err
-    assert registry._notes == {}
+    assert capsys.readouterr().out == "coordinator: off\ntarget: 1 to 4\ndraft: off\n"
 
 
 @pytest.mark.parametrize(
@@ -84,26 +62,38 @@ def test_settings_are_the_policy_at_first() -> None:
 
 
 async def test_what_is_wanted_follows_what_replicas_say() -> None:
-    """A registry that has lost the policy is told the last one that it knew."""
     registry = MemoryRegistry()
-    scaling = Autoscaling(registry, Policy())
-    await scaling.begin()
+    scaling = Autoscaling(KeptInMemory(), registry, Policy())
     await registry.want({"target": 1, "draft": 1, "coordinator": 1})
     busy: Any = {"role": "target", "name": "t", "address": "h:1", "host": "h", "pid": 1}
     await registry.announce(ReplicaRecord(**busy, figures=Figures(queue_steps=3.0)))
     await scaling.look()
     assert (await registry.wanted())["target"] == 1
-    policy = Policy(bounds={"target": (1, 4)})
-    await registry.note("policy", policy.to_json())
+    await scaling.bound({"target": (1, 4)})
     await scaling.look()
     assert (await registry.wanted())["target"] == 2
-    scaling.go_by(Policy(bounds={"draft": (1, 2)}, calm_s=5.0))
-    await scaling.look()
-    policy = replace(policy, calm_s=5.0)
-    assert Policy.from_json(await registry.noted("policy")) == policy
-    registry.forget()
-    await scaling.look()
-    assert Policy.from_json(await registry.noted("policy")) == policy
     registry.failure = StoreUnavailable("away")
     with pytest.raises(StoreUnavailable):
         await scaling.look()
+
+
+async def test_bounds_hold_also_for_a_reconciler_that_returns() -> None:
+    """Thresholds are settings, and bounds are not. What cannot be kept does not hold."""
+    kept, registry = KeptInMemory(), MemoryRegistry()
+    scaling = Autoscaling(kept, registry, Policy())
+    await scaling.begin()
+    await scaling.bound({"target": (1, 4)})
+    scaling.go_by(Policy(bounds={"draft": (1, 2)}, calm_s=5.0))
+    assert scaling.policy == Policy(bounds={"target": (1, 4)}, calm_s=5.0)
+    kept.failure = Unavailable("away")
+    with pytest.raises(Unavailable):
+        await scaling.bound({"target": None})
+    kept.failure = None
+    again = Autoscaling(kept, registry, Policy(calm_s=6.0))
+    await again.return_to()
+    assert again.policy == Policy(bounds={"target": (1, 4)}, calm_s=6.0)
+    await again.begin()
+    third = Autoscaling(kept, registry, Policy(bounds={"draft": (1, 2)}))
+    await third.begin()
+    await third.return_to()
+    assert third.policy.bounds == {"draft": (1, 2)}

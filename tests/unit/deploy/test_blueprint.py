@@ -9,7 +9,7 @@ import pytest
 from deploy.blueprint import Blueprint
 from deploy.placement import plan_placement
 from outrider.config import load_config
-from outrider.errors import SettingError
+from outrider.errors import ConfigError, SettingError
 from outrider.fleet.registry import ROLES, Role
 from outrider.limits import REPLICAS_MAX
 
@@ -126,3 +126,20 @@ def test_a_target_that_drafts_has_no_drafts_however_many_are_asked_for() -> None
     assert plan.bounded(dict.fromkeys(ROLES, 2)) == {"coordinator": 2, "target": 2, "draft": 0}
     with pytest.raises(SettingError, match="there are no drafts"):
         plan.demand("draft", "draft-0")
+
+
+def test_a_number_that_cannot_be_is_refused_by_its_role() -> None:
+    """Where somebody asks for it, rather than held within what is possible."""
+    drafts_itself = blueprint(engine="transformers", model="m", draft_model="medusa:heads")
+    plan = blueprint()
+    for role, count in (("target", 1), ("draft", 0), ("coordinator", REPLICAS_MAX)):
+        plan.check_count(cast("Role", role), count)
+    drafts_itself.check_count("draft", 0)
+    for one, role, count, said in (
+        (plan, "target", 0, "target=0: it must be 1 to 1024"),
+        (plan, "draft", -1, "draft=-1: it must be 0 to 1024"),
+        (plan, "coordinator", REPLICAS_MAX + 1, "coordinator=1025: it must be 1 to 1024"),
+        (drafts_itself, "draft", 1, "draft=1: with medusa:heads the target drafts"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            one.check_count(cast("Role", role), count)

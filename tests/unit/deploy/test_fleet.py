@@ -206,7 +206,7 @@ def test_names_go_on_where_a_deployment_of_the_same_name_ended() -> None:
     async def main() -> None:
         world = World()
         await world.registry.want({"draft": 3, "target": 1, "coordinator": 2})
-        await world.registry.note("started", "9")
+        await world.registry.note_started(9)
         await world.start()
         assert [world.names(role) for role in ROLES] == [
             ["coordinator-9"],

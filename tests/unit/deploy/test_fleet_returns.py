@@ -126,7 +126,7 @@ def test_a_fleet_that_returns_without_its_registry_waits_for_it() -> None:
         assert len(world.names("draft")) == 3
         assert not world.machines.removed
         assert await world.registry.wanted() == {"coordinator": 1, "target": 1, "draft": 3}
-        assert await world.registry.noted("started") == "5"
+        assert await world.registry.started() == 5
 
     play(scene)
 

@@ -136,16 +136,24 @@ def test_the_key_of_this_machines_commands_is_its_owners_alone(tmp_path: Path) -
     assert not (tmp_path / KEY_NAME).exists()
 
 
-def test_a_detached_process_is_not_told_keys_by_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_detached_process_is_not_told_secrets_by_its_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Which everybody sees who lists processes."""
     monkeypatch.setenv("OUTRIDER_API_KEY", "of-the-environment")
     arguments = parsed("--api-key", KEY, "--api-key=another-key-123456", "--max-num-seqs", "3")
-    words, environment = serve._without_keys(arguments)
+    words, environment = serve._without_secrets(arguments)
     assert words == ["serve", "--max-num-seqs", "3"]
     assert environment["OUTRIDER_API_KEY"] == f"{KEY},another-key-123456"
-    words, environment = serve._without_keys(parsed())
+    words, environment = serve._without_secrets(parsed())
     assert words == ["serve"]
     assert environment["OUTRIDER_API_KEY"] == "of-the-environment"
+    url = "redis://:secret@h:1"
+    arguments = parsed("--redis-url", url, "--redis-password=other", "--redis-username", "me")
+    words, environment = serve._without_secrets(arguments)
+    assert words == ["serve", "--redis-username", "me"]
+    assert environment["OUTRIDER_REDIS_URL"] == url
+    assert environment["OUTRIDER_REDIS_PASSWORD"] == "other"  # noqa: S105 (of no server)
 
 
 def test_a_command_shows_one_key(monkeypatch: pytest.MonkeyPatch) -> None:

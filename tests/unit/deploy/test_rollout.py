@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from dataclasses import replace
 
 import pytest
+from kept_in_memory import KeptInMemory
 
 from deploy import rollout
 from deploy.blueprint import Blueprint
 from deploy.models import check_same_tokens
 from deploy.placement import plan_placement
-from deploy.rollout import Changes, Rollout, changed, tell_changes
+from deploy.rollout import Changes, Rollout, changed
 from outrider.clock import run_virtually
 from outrider.config import DeploymentConfig, TargetConfig, load_config
-from outrider.errors import ConfigError, SettingError, StoreUnavailable, Unavailable
+from outrider.errors import ConfigError, SettingError, Unavailable
 from outrider.fleet.registry import MemoryRegistry
 
 SETTINGS = {"engine": "emulated:vocab_size=100", "draft_model": "emulated"}
 
 
+FITS_NOWHERE = 13
+"""Sessions a step of a plan that nobody can go by."""
 ON_GPUS = {"engine": "transformers", "model": "large", "draft_model": "small"}
 
 
@@ -36,9 +40,10 @@ def given(**settings: object) -> DeploymentConfig:
 
 
 class World:
-    """A deployment's registry, and who makes plans for it."""
+    """What a deployment keeps, its registry, and who makes plans for it."""
 
     def __init__(self, cluster_gpus: float = 0.0, **settings: object) -> None:
+        self.kept = KeptInMemory()
         self.registry = MemoryRegistry(lambda: 0.0)
         self.cluster_gpus = cluster_gpus
         """At the start."""
@@ -58,8 +63,13 @@ class World:
             local=True, given=config,
         )  # fmt: skip
         self.rollout = Rollout(
-            self.registry, self.original, self._resolve, self._check, self.plans.append
+            self.kept, self.registry, self.original, self._resolve, self._check, self._go
         )
+
+    def _go(self, plan: Blueprint) -> None:
+        if plan.given.target.max_num_seqs == FITS_NOWHERE:
+            raise SettingError("max_num_seqs", "does not fit these machines")
+        self.plans.append(plan)
 
     async def _resolve(self, config: DeploymentConfig) -> DeploymentConfig:
         if config.draft.model in self.missing:
@@ -70,11 +80,9 @@ class World:
         check_same_tokens(running, other)
 
     async def tell(self, **values: str | float) -> str:
-        running = asyncio.create_task(self.rollout.run())
-        try:
-            return await tell_changes(self.registry, values)
-        finally:
-            running.cancel()
+        name = uuid.uuid4().hex
+        await self.rollout.change(name, values)
+        return name
 
 
 def test_changes_add_up_and_make_a_plan() -> None:
@@ -118,7 +126,7 @@ def test_a_target_whose_tokens_mean_something_else_is_refused() -> None:
         world = World()
         with pytest.raises(ConfigError, match=r"engine: .*vocab_size=90' has another vocabulary"):
             await world.tell(engine="emulated:vocab_size=90")
-        assert (world.plans, await world.registry.noted("changes")) == ([], "")
+        assert (world.plans, world.kept.texts) == ([], {})
         await world.tell(engine="emulated:vocab_size=100,seed=1")
         assert world.plans[0].given.target.engine.endswith("seed=1")
 
@@ -138,15 +146,13 @@ def test_another_process_goes_by_the_changes_that_hold() -> None:
         returning = asyncio.create_task(world.rollout.return_to())
         await asyncio.sleep(5)
         assert (len(world.plans), returning.done()) == (1, False)
-        world.registry.failure = StoreUnavailable("away")
+        world.kept.failure = Unavailable("away")
         await asyncio.sleep(5)
-        world.registry.failure = None
+        world.kept.failure = None
         world.missing.clear()
         await returning
         assert world.plans[1] == world.plans[0]
         assert world.rollout.name == name
-        await world.rollout.look()
-        assert len(world.plans) == 2
         world.missing.add("suffix")
         with pytest.raises(ConfigError, match="is not to be had"):
             await world.tell(draft_model="suffix")
@@ -215,90 +221,73 @@ def test_a_deployment_that_begins_anew_has_no_changes() -> None:
         await world.tell(max_num_seqs=7)
         world.again()
         await world.rollout.begin()
-        await world.rollout.look()
         await world.rollout.return_to()
         assert len(world.plans) == 1
 
     run_virtually(main())
 
 
-def test_whom_nobody_answers_is_told_so() -> None:
-    async def main() -> None:
-        with pytest.raises(Unavailable, match="has said nothing"):
-            await tell_changes(World().registry, {"max_num_seqs": 7})
+def test_a_request_that_is_made_again_after_a_lost_answer_changes_nothing() -> None:
+    """Also where another reconciler hears it, and one that was made since is not undone."""
 
-    run_virtually(main())
-
-
-def test_who_waits_for_an_answer_is_not_told_that_the_registry_was_away() -> None:
     async def main() -> None:
         world = World()
-        telling = asyncio.create_task(world.tell(max_num_seqs=7))
-        await asyncio.sleep(0)
-        world.registry.failure = StoreUnavailable("away")
-        await asyncio.sleep(2.0)
-        world.registry.failure = None
-        assert await telling == world.rollout.name
+        await world.rollout.change("first", {"max_num_seqs": 7})
+        world.again()
+        await world.rollout.return_to()
+        await world.rollout.change("first", {"max_num_seqs": 7})
+        assert len(world.plans) == 2
+        await world.rollout.change("second", {"max_num_seqs": 9})
+        await world.rollout.change("first", {"max_num_seqs": 7})
+        assert world.plans[-1].given.target.max_num_seqs == 9
+        assert len(world.plans) == 3
 
     run_virtually(main())
 
 
 def test_of_several_that_ask_at_once_each_is_heard() -> None:
-    """Whoever is overwritten asks again, and no one's settings undo another's."""
+    """And no one's settings undo another's."""
 
     async def main() -> None:
         world = World()
-        running = asyncio.create_task(world.rollout.run())
-        each = ({"max_num_seqs": 7}, {"max_model_len": 99}, {"run_ahead_rounds": 2})
-        names = await asyncio.gather(*(tell_changes(world.registry, one) for one in each))
-        running.cancel()
+        names = await asyncio.gather(
+            world.tell(max_num_seqs=7), world.tell(max_model_len=99), world.tell(run_ahead_rounds=2)
+        )
         given = world.plans[-1].given
         assert (given.target.max_num_seqs, given.target.max_model_len) == (7, 99)
         assert given.coordinator.run_ahead_rounds == 2
         assert len(set(names)) == len(world.plans) == 3
-        assert world.rollout.name in names
+        assert world.rollout.name == names[-1]
 
     run_virtually(main())
 
 
-def test_what_holds_is_told_again_also_where_somebody_asks_meanwhile() -> None:
-    """And is refused."""
+def test_changes_that_cannot_be_kept_do_not_hold() -> None:
+    """A reconciler that returns would undo them."""
 
-    async def main() -> None:
-        world = World()
-        await world.tell(max_num_seqs=7)
-        world.registry.forget()
-        world.missing.add("ngram")
-        with pytest.raises(ConfigError):
-            await world.tell(draft_model="ngram")
-        await world.rollout.look()
-        world.again()
-        await world.rollout.return_to()
-        assert world.plans[-1].given.target.max_num_seqs == 7
-
-    run_virtually(main())
-
-
-def test_what_was_asked_while_the_registry_lost_everything_is_asked_again() -> None:
-    async def main() -> None:
-        world = World()
-        telling = asyncio.create_task(world.tell(max_num_seqs=7))
-        await asyncio.sleep(0)
-        world.registry.forget()
-        assert await telling == world.rollout.name
-
-    run_virtually(main())
-
-
-def test_a_registry_that_has_lost_the_changes_is_told() -> None:
     async def main() -> None:
         world = World()
         name = await world.tell(max_num_seqs=7)
-        world.registry.forget()
-        await world.rollout.look()
-        assert Changes.from_json(await world.registry.noted("changes")).name == name
-        await world.rollout.look()
-        assert len(world.plans) == 1
+        world.kept.failure = Unavailable("away")
+        with pytest.raises(Unavailable):
+            await world.rollout.change("lost", {"max_num_seqs": 9})
+        assert world.plans[-1].given.target.max_num_seqs == 7
+        assert world.rollout.name == name
+        world.kept.failure = None
+        await world.rollout.change("lost", {"max_num_seqs": 9})
+        assert world.plans[-1].given.target.max_num_seqs == 9
+
+    run_virtually(main())
+
+
+def test_a_plan_that_fits_no_machine_is_not_kept() -> None:
+    async def main() -> None:
+        world = World()
+        name = await world.tell(max_num_seqs=7)
+        with pytest.raises(SettingError, match="does not fit"):
+            await world.tell(max_num_seqs=FITS_NOWHERE)
+        assert world.rollout.name == name
+        assert Changes.from_json(world.kept.texts["changes"]).name == name
 
     run_virtually(main())
 

@@ -46,13 +46,15 @@ async def test_the_record_is_true_while_replicas_come_and_go() -> None:
     changed = asyncio.Event()
     config = load_config({"draft_model": "ngram"}, {})
     redis = SimpleNamespace(url="unix:///x")
-    deployment: Any = SimpleNamespace(config=config, name="d", redis=redis)
+    deployment: Any = SimpleNamespace(
+        config=config, name="d", redis=redis, ray=SimpleNamespace(found="h:6379", token=None)
+    )
     telling = asyncio.create_task(_keep_told(deployment, state, record, changed))
 
     async def tell(endpoints: Endpoints, wanted: dict[str, int]) -> DeploymentRecord | None:
         deployment.endpoints, deployment.overview = (
             endpoints,
-            SimpleNamespace(wanted=wanted, changes="", num_stale=1),
+            SimpleNamespace(wanted=wanted),
         )
         await asyncio.sleep(0.01)
         assert running_deployment(state) == before
@@ -69,7 +71,6 @@ async def test_the_record_is_true_while_replicas_come_and_go() -> None:
     assert (found.grpc_address, found.target_addresses) == ("h:1,h:4", ["h:5", "h:6"])
     assert (found.draft_addresses, found.wanted) == ([], wanted)
     assert (found.started_at, found.redis_url) == ("then", "unix:///x")
-    assert found.num_stale == 1
     deployment.config = load_config({"draft_model": "suffix", "max_num_seqs": 7}, {})
     found = await tell(Endpoints(("h:1",), ("h:6",), ("h:7",)), {"draft": 1})
     assert found is not None

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from outrider.clock import run_virtually
 from outrider.errors import InvariantError, StoreUnavailable
 from outrider.fleet.registry import LEASE_S, ROLES, MemoryRegistry, ReplicaRecord
+from outrider.limits import REPLICA_NUMBER_MAX
 
 LEAST = {"role": "draft", "name": "draft-3", "address": "127.0.0.1:7001", "host": "h", "pid": 7}
 RECORD = ReplicaRecord(
@@ -25,12 +26,12 @@ RECORDS = st.builds(
     name=st.text(),
     address=st.text(),
     host=st.text(),
-    pid=st.integers(),
+    pid=st.integers(0, REPLICA_NUMBER_MAX),
     model=st.text(),
     weights=st.text(),
     device=st.text(),
     leaving=st.booleans(),
-    load=st.integers(),
+    load=st.integers(0, REPLICA_NUMBER_MAX),
 )
 
 

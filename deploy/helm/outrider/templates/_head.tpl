@@ -25,9 +25,9 @@ spec:
     - {{ include "outrider.rayHead" . | nindent 6 | trim }}
     - {{ include "outrider.serve" . | nindent 6 | trim }}
   volumes:
-    {{- include "outrider.scratchVolumes" .Values.head | nindent 4 }}
+    {{- include "outrider.scratchVolumes" (dict "root" . "group" .Values.head) | nindent 4 }}
     {{- with include "outrider.dataVolumes" . | trim }}{{ . | nindent 4 }}{{ end }}
-    - {name: state, emptyDir: {}}
+    - {name: state, emptyDir: {sizeLimit: {{ .Values.scratch.logs }}}}
     - name: config
       configMap:
         name: {{ include "outrider.fullname" . }}-config
@@ -39,6 +39,7 @@ image: {{ include "outrider.image" . }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 env:
   {{- include "outrider.rayEnv" . | nindent 2 }}
+  {{- with include "outrider.redisEnv" . | trim }}{{ . | nindent 2 }}{{ end }}
 ports:
   - {name: gcs, containerPort: 6379}
   - {name: dashboard, containerPort: 8265}
@@ -65,7 +66,6 @@ volumeMounts:
 {{/* It has no readiness probe: while the head's pod is not ready, workers may not find Ray, and
 without workers it would never be. When it ends, it is started anew. */}}
 {{- define "outrider.serve" -}}
-{{- $redis := include "outrider.redisSecret" . | fromJson -}}
 name: outrider
 image: {{ include "outrider.image" . }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
@@ -91,20 +91,7 @@ env:
         name: {{ default (include "outrider.fullname" .) .Values.ray.auth.secret }}
         key: auth_token
   {{- end }}
-  {{- with $redis.name }}
-  - name: OUTRIDER_REDIS_PASSWORD
-    valueFrom:
-      secretKeyRef:
-        name: {{ . }}
-        key: {{ $redis.key }}
-  {{- end }}
-  {{- if and (not .Values.redis.enabled) .Values.redis.external.sentinelSecret }}
-  - name: OUTRIDER_REDIS_SENTINEL_PASSWORD
-    valueFrom:
-      secretKeyRef:
-        name: {{ .Values.redis.external.sentinelSecret }}
-        key: {{ .Values.redis.external.sentinelSecretKey }}
-  {{- end }}
+  {{- with include "outrider.redisEnv" . | trim }}{{ . | nindent 2 }}{{ end }}
   {{- with .Values.huggingFace.tokenSecret }}
   - name: HF_TOKEN
     valueFrom:

@@ -25,10 +25,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
+{{/* Takes the root and the component: redis for sessions, gcs for what Ray's head knows. */}}
 {{- define "outrider.redisLabels" -}}
-app.kubernetes.io/name: {{ .Chart.Name }}
-app.kubernetes.io/instance: {{ .Release.Name }}
-app.kubernetes.io/component: redis
+app.kubernetes.io/name: {{ .root.Chart.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
 {{/* The pods that a role's actors need. Takes a group's values. */}}
@@ -60,6 +61,17 @@ app.kubernetes.io/component: redis
 {{- $key = ternary .Values.redis.auth.existingSecretKey "redis-password" (ne .Values.redis.auth.existingSecret "") -}}
 {{- end -}}
 {{- dict "name" $name "key" $key | toJson -}}
+{{- end -}}
+
+{{/* The same of the server that keeps what Ray's head knows. */}}
+{{- define "outrider.gcsSecret" -}}
+{{- $gcs := .Values.ray.gcsFaultTolerance -}}
+{{- if $gcs.external.address -}}
+{{- dict "name" $gcs.external.existingSecret "key" $gcs.external.existingSecretKey | toJson -}}
+{{- else -}}
+{{- $own := printf "%s-gcs" (include "outrider.fullname" .) -}}
+{{- dict "name" (default $own $gcs.redis.auth.existingSecret) "key" (ternary $gcs.redis.auth.existingSecretKey "redis-password" (ne $gcs.redis.auth.existingSecret "")) | toJson -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "outrider.caFromSecret" -}}

@@ -63,6 +63,30 @@ enableServiceLinks: false
 # Ray's workers would else give way to everything on the machine; these serve requests.
 - name: RAY_worker_niceness
   value: "0"
+# Without these the standard error of Ray's workers is a file without bounds.
+- name: RAY_ROTATION_MAX_BYTES
+  value: "16777216"
+- name: RAY_ROTATION_BACKUP_COUNT
+  value: "3"
+{{- end -}}
+
+{{/* Actors find the password here: it does not travel through Ray. */}}
+{{- define "outrider.redisEnv" -}}
+{{- $redis := include "outrider.redisSecret" . | fromJson -}}
+{{- with $redis.name -}}
+- name: OUTRIDER_REDIS_PASSWORD
+  valueFrom:
+    secretKeyRef:
+      name: {{ . }}
+      key: {{ $redis.key }}
+{{- end }}
+{{- if and (not .Values.redis.enabled) .Values.redis.external.sentinelSecret }}
+- name: OUTRIDER_REDIS_SENTINEL_PASSWORD
+  valueFrom:
+    secretKeyRef:
+      name: {{ .Values.redis.external.sentinelSecret }}
+      key: {{ .Values.redis.external.sentinelSecretKey }}
+{{- end -}}
 {{- end -}}
 
 {{- define "outrider.modelEnv" -}}
@@ -86,15 +110,15 @@ those of the operator, which else would add volumes of its own. */}}
 - {name: home, mountPath: /home/outrider}
 {{- end -}}
 
-{{/* Takes a group's values. */}}
+{{/* Takes the root and a group's values. A pod that needs more is evicted. */}}
 {{- define "outrider.scratchVolumes" -}}
-- {name: scratch, emptyDir: {}}
-- {name: ray-logs, emptyDir: {}}
-- {name: home, emptyDir: {}}
+- {name: scratch, emptyDir: {sizeLimit: {{ .root.Values.scratch.tmp }}}}
+- {name: ray-logs, emptyDir: {sizeLimit: {{ .root.Values.scratch.logs }}}}
+- {name: home, emptyDir: {sizeLimit: {{ .root.Values.scratch.home }}}}
 - name: shared-mem
   emptyDir:
     medium: Memory
-    sizeLimit: {{ .sharedMemory }}
+    sizeLimit: {{ .group.sharedMemory }}
 {{- end -}}
 
 {{/* Where models are, and the authority that Redis's certificate is checked by. Takes the root and

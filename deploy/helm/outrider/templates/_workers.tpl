@@ -37,7 +37,7 @@ template:
     containers:
       - {{ include "outrider.worker" . | nindent 8 | trim }}
     volumes:
-      {{- include "outrider.scratchVolumes" .group | nindent 6 }}
+      {{- include "outrider.scratchVolumes" . | nindent 6 }}
       {{- with include "outrider.dataVolumes" .root | trim }}{{ . | nindent 6 }}{{ end }}
       {{- with include "outrider.lockVolumes" . | trim }}{{ . | nindent 6 }}{{ end }}
 {{- end -}}
@@ -49,6 +49,7 @@ imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 env:
   {{- include "outrider.rayEnv" . | nindent 2 }}
   {{- include "outrider.modelEnv" .root | trim | nindent 2 }}
+  {{- with include "outrider.redisEnv" .root | trim }}{{ . | nindent 2 }}{{ end }}
 {{- if eq .name "coordinator" }}
 ports:
   - {name: grpc, containerPort: {{ include "outrider.grpcPort" .root }}}

@@ -1,0 +1,156 @@
+{{/* A Redis server of the release's own. Takes the root, its component, its name, the name and key of
+the Secret with its password, and its values. */}}
+{{- define "outrider.redisServer" -}}
+{{- $server := .server }}
+{{- $root := .root }}
+{{- $name := .name }}
+{{- $secret := .secret }}
+{{- if not $server.auth.existingSecret }}
+{{- $known := lookup "v1" "Secret" $root.Release.Namespace $name }}
+{{- $password := $server.auth.password }}
+{{- if and (not $password) $known }}
+{{- $password = get $known.data "redis-password" | b64dec }}
+{{- end }}
+apiVersion: v1
+kind: Secret
+metadata:
+  name: {{ $name }}
+  labels:
+    {{- include "outrider.labels" $root | nindent 4 }}
+type: Opaque
+stringData:
+  redis-password: {{ default (randAlphaNum 32) $password | quote }}
+---
+{{- end }}
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  name: {{ $name }}
+  labels:
+    {{- include "outrider.labels" $root | nindent 4 }}
+data:
+  redis.conf: |
+    dir /data
+    # Sessions outlive the server, but for a second's worth after a crash, which coordinators heal.
+    appendonly yes
+    appendfsync everysec
+    # A session that is evicted is a session that is lost: writes are refused instead.
+    maxmemory {{ $server.maxmemory }}
+    maxmemory-policy noeviction
+---
+apiVersion: v1
+kind: Service
+metadata:
+  name: {{ $name }}
+  labels:
+    {{- include "outrider.labels" $root | nindent 4 }}
+spec:
+  clusterIP: None
+  selector:
+    {{- include "outrider.redisLabels" $ | nindent 4 }}
+  ports:
+    - name: redis
+      port: 6379
+      targetPort: redis
+---
+apiVersion: apps/v1
+kind: StatefulSet
+metadata:
+  name: {{ $name }}
+  labels:
+    {{- include "outrider.labels" $root | nindent 4 }}
+spec:
+  serviceName: {{ $name }}
+  replicas: 1
+  selector:
+    matchLabels:
+      {{- include "outrider.redisLabels" $ | nindent 6 }}
+  template:
+    metadata:
+      labels:
+        {{- include "outrider.redisLabels" $ | nindent 8 }}
+        {{- with $server.podLabels }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      annotations:
+        checksum/maxmemory: {{ $server.maxmemory | sha256sum }}
+        {{- with $server.podAnnotations }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+    spec:
+      {{- include "outrider.placing" (dict "root" $root "group" $server) | trim | nindent 6 }}
+      automountServiceAccountToken: false
+      terminationGracePeriodSeconds: 60
+      securityContext:
+        runAsNonRoot: true
+        runAsUser: 999
+        runAsGroup: 999
+        fsGroup: 999
+        fsGroupChangePolicy: OnRootMismatch
+        seccompProfile:
+          type: RuntimeDefault
+      containers:
+        - name: redis
+          image: {{ $root.Values.redis.image.repository }}:{{ $root.Values.redis.image.tag }}
+          imagePullPolicy: {{ $root.Values.redis.image.pullPolicy }}
+          # The password goes in by standard input, so that no list of processes shows it.
+          command:
+            - /bin/sh
+            - -c
+            - |-
+              exec redis-server /etc/redis/redis.conf - <<EOF
+              requirepass "$REDIS_PASSWORD"
+              EOF
+          env:
+            - name: REDIS_PASSWORD
+              valueFrom:
+                secretKeyRef:
+                  name: {{ $secret.name }}
+                  key: {{ $secret.key }}
+          ports:
+            - {name: redis, containerPort: 6379}
+          readinessProbe:
+            exec:
+              command:
+                - /bin/sh
+                - -c
+                - REDISCLI_AUTH="$REDIS_PASSWORD" redis-cli ping | grep -q PONG
+            periodSeconds: 5
+            timeoutSeconds: 3
+          # While it reads its file it answers no command, but it listens.
+          livenessProbe:
+            tcpSocket:
+              port: redis
+            initialDelaySeconds: 10
+            periodSeconds: 10
+            failureThreshold: 6
+          resources:
+            {{- toYaml $server.resources | nindent 12 }}
+          securityContext:
+            {{- include "outrider.containerSecurity" . | nindent 12 }}
+          volumeMounts:
+            - {name: data, mountPath: /data}
+            - {name: scratch, mountPath: /tmp}
+            - {name: config, mountPath: /etc/redis, readOnly: true}
+      volumes:
+        - {name: scratch, emptyDir: {sizeLimit: {{ $root.Values.scratch.tmp }}}}
+        - name: config
+          configMap:
+            name: {{ $name }}
+        {{- if not $server.persistence.enabled }}
+        - {name: data, emptyDir: {sizeLimit: {{ $server.persistence.size }}}}
+        {{- end }}
+  {{- if $server.persistence.enabled }}
+  volumeClaimTemplates:
+    - metadata:
+        name: data
+      spec:
+        accessModes: [ReadWriteOnce]
+        {{- with $server.persistence.storageClass }}
+        storageClassName: {{ . }}
+        {{- end }}
+        resources:
+          requests:
+            storage: {{ $server.persistence.size }}
+  {{- end }}
+{{- end -}}

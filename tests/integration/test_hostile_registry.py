@@ -1,0 +1,183 @@
+"""Who may write to Redis decides how many replicas there are, within bounds, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from deploy.autoscaling import Autoscaling
+from deploy.blueprint import Blueprint
+from deploy.fleet import Fleet
+from deploy.placement import plan_placement
+from outrider.config import load_config
+from outrider.errors import OutriderError
+from outrider.fleet.autoscaling import Policy
+from outrider.fleet.redis_registry import RedisRegistry
+from outrider.fleet.registry import LEASE_S, ROLES, ReplicaRecord
+from outrider.limits import REPLICA_NUMBER_MAX, REPLICAS_MAX
+from outrider.sessions.embedded import EmbeddedRedis
+from outrider.sessions.redis_address import RedisAddress
+
+pytestmark = pytest.mark.xdist_group("redis")
+
+SETTINGS = {"engine": "emulated:vocab_size=10", "draft_model": "emulated"}
+CODE = {
+    "name": "x", "cluster_gpus": None,
+    "values": {"model": "/tmp/evil", "trust_remote_code": True, "engine": "transformers"},
+}  # fmt: skip
+HOSTILE: list[bytes | str] = [
+    "", "-1", "+1", "1.5", " 3", "1e3", "nan", "0x10", "²", "٣", "9" * 5000, str(sys.maxsize),
+    b"\xff\xfe\x00", "true", "[]", "{", json.dumps(CODE), "[" * 100_000,
+    json.dumps({"bounds": {"target": [0, 10**9]}, "calm_s": -1}),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis(tmp_path_factory.mktemp("hostile")) as running:
+        yield running
+
+
+@pytest.fixture
+def admin(server: EmbeddedRedis) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(server.url, protocol=2) as client:
+        client.flushall()
+        yield client
+
+
+@pytest.fixture
+async def registry(server: EmbeddedRedis) -> AsyncIterator[RedisRegistry]:
+    made = RedisRegistry(RedisAddress(url=server.url, key_prefix="p:"), "d")
+    yield made
+    await made.close()
+
+
+def blueprint() -> Blueprint:
+    config = load_config(SETTINGS, {})
+    return Blueprint(
+        placement=plan_placement(config, {"CPU": 64}), deployment="d", log_directory="",
+        local=True, given=config,
+    )  # fmt: skip
+
+
+class Wants:
+    """What the autoscaler keeps."""
+
+    async def load(self, topic: str) -> str:
+        return ""
+
+    async def save(self, topic: str, text: str) -> None:
+        """Nothing reads it."""
+
+
+async def hear(fleet: Fleet) -> None:
+    """Looks at what is wanted, as a fleet does twice a second."""
+    await fleet._hear_wanted()
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=range(len(HOSTILE)))
+async def test_no_text_in_redis_changes_anything_but_counts_within_bounds(
+    admin: redis.Redis, registry: RedisRegistry, value: bytes | str
+) -> None:
+    """The text stands in every field that is read, in those that were once read as settings, and as
+    a replica's record under every role."""
+    plan = blueprint()
+    cluster: Any = None
+    fleet = Fleet(cluster, plan, registry)
+    scaling = Autoscaling(Wants(), registry, Policy(bounds={"draft": (1, 2)}))
+    for field in (*ROLES, "started", "changes", "asked", "answer", "policy", "boss"):
+        admin.hset("p:wanted:{d}", field, value)
+    for role in ROLES:
+        admin.sadd(f"p:replicas:{{d}}:{role}", "evil", value)
+        admin.set(f"p:replica:{{d}}:{role}:evil", value, px=int(LEASE_S * 1e3))
+        assert await registry.records(role) == []
+    wanted = await registry.wanted()
+    assert all(0 <= count <= REPLICAS_MAX for count in wanted.values())
+    assert 0 <= await registry.started() <= REPLICA_NUMBER_MAX
+    await hear(fleet)
+    await scaling.look()
+    assert all(
+        least <= fleet.wanted[role] <= REPLICAS_MAX
+        for role, least in (("coordinator", 1), ("target", 1), ("draft", 0))
+    )
+    assert scaling.policy == Policy(bounds={"draft": (1, 2)})
+    assert fleet.blueprint == plan
+    assert fleet.blueprint.given == load_config(SETTINGS, {})
+
+
+@pytest.mark.parametrize("count", [0, 3, REPLICAS_MAX])
+async def test_a_count_is_taken_within_bounds(
+    admin: redis.Redis, registry: RedisRegistry, count: int
+) -> None:
+    cluster: Any = None
+    fleet = Fleet(cluster, blueprint(), registry)
+    for role in ROLES:
+        admin.hset("p:wanted:{d}", role, count)
+    await hear(fleet)
+    assert fleet.wanted == {"coordinator": max(1, count), "target": max(1, count), "draft": count}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"load": -1}, {"load": 10**13}, {"pid": 10**400}, {"address": "h" * 5000},
+        {"name": "another"}, {"role": "draft"}, {"figures": {"busy": float("nan")}},
+        {"figures": {"queue_steps": float("inf")}}, {"figures": {"queue_steps": -1.0}},
+        {"figures": {"tokens_per_second": 1e13}}, {"figures": {"fill": "much"}},
+    ],
+    ids=str,
+)  # fmt: skip
+async def test_a_record_beyond_bounds_is_no_record(
+    admin: redis.Redis, registry: RedisRegistry, changes: dict[str, Any]
+) -> None:
+    """Numbers of a false record would else lead the autoscaler, and its length a coordinator."""
+    good = json.loads(
+        ReplicaRecord(role="target", name="evil", address="h:1", host="h", pid=1).to_json()
+    )
+    admin.sadd("p:replicas:{d}:target", "evil")
+    key = "p:replica:{d}:target:evil"
+    admin.set(key, json.dumps(good))
+    assert len(await registry.records("target")) == 1
+    sys.set_int_max_str_digits(0)
+    try:
+        text = json.dumps(good | changes)
+    finally:
+        sys.set_int_max_str_digits(4300)
+    admin.set(key, text)
+    assert await registry.records("target") == []
+
+
+@pytest.mark.parametrize("kind", ["set", "list", "string"])
+async def test_a_key_of_another_type_changes_nothing(
+    admin: redis.Redis, registry: RedisRegistry, kind: str
+) -> None:
+    """The fleet goes on with what it was told before."""
+    cluster: Any = None
+    fleet = Fleet(cluster, blueprint(), registry)
+    put = {"set": admin.sadd, "list": admin.rpush, "string": admin.set}[kind]
+    put("p:wanted:{d}", "3")
+    with pytest.raises(OutriderError):
+        await registry.wanted()
+    before = dict(fleet.wanted)
+    async with asyncio.timeout(10):
+        await hear(fleet)
+    assert fleet.wanted == before
+
+
+def test_nothing_of_a_deployment_but_counts_is_read_from_redis() -> None:
+    """The registry is the only way from Redis to a reconciler, and has no texts to give."""
+    calls = {name for name in vars(RedisRegistry) if not name.startswith("_")}
+    assert calls == {
+        "announce", "withdraw", "records", "leases", "want", "wanted", "note_started", "started",
+        "close",
+    }  # fmt: skip
+    sources = [path for path in Path("deploy").glob("*.py") if "redis" in path.read_text()]
+    readers = {path.name for path in sources if "import redis" in path.read_text()}
+    assert readers == set()

@@ -1,0 +1,189 @@
+"""What Ray is told of a deployment, and what a list of processes shows, has no password and no key;
+and Ray answers nobody without its token."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import redis
+
+from deploy.launcher import Deployment
+from deploy.ray_token import check_asks_for_token
+from outrider.client import Client, GenerateRequest
+from outrider.config import load_config
+from outrider.errors import SettingError
+from outrider.sessions.embedded import find_server
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.xdist_group("deployment"),
+    pytest.mark.timeout(300),
+]
+PASSWORD, KEY = secrets.token_hex(16), f"key-{secrets.token_hex(16)}"
+MARKER = f"marker-{secrets.token_hex(8)}:"
+"""Begins Redis' keys. It is told to Ray, and no secret: a search that finds nothing is noticed."""
+START_S = 20.0
+PART_BYTES = 2**24
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The port of a Redis server that asks for the password."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    words = [find_server(), "-"]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    assert process.stdin is not None
+    folder = tmp_path_factory.mktemp("redis")
+    process.stdin.write(f"port {port}\ndir {folder}\nsave ''\nrequirepass {PASSWORD}\n".encode())
+    process.stdin.close()
+    give_up_at = time.monotonic() + START_S
+    with redis.Redis(port=port, password=PASSWORD) as client:
+        while True:
+            try:
+                client.ping()
+                break
+            except redis.ConnectionError:
+                assert time.monotonic() < give_up_at
+                time.sleep(0.05)
+    yield port
+    process.terminate()
+    process.wait()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def deployment(
+    server: int, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Deployment]:
+    """By settings, of which each secret is given in two ways: as one, and as a variable."""
+    settings = {
+        "engine": "emulated:vocab_size=100", "draft_model": "emulated", "grpc_port": 0, "port": 0,
+        "redis_url": f"redis://:{PASSWORD}@127.0.0.1:{server}/0", "redis_key_prefix": MARKER,
+        "api_key": KEY, "target_num_cpus": 0.2, "draft_num_cpus": 0.1, "coordinator_num_cpus": 0.1,
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OUTRIDER_REDIS_PASSWORD", PASSWORD)
+        patch.setenv("OUTRIDER_API_KEY", KEY)
+        state = tmp_path_factory.mktemp("planted")
+        async with Deployment(load_config(settings, {}), state) as started:
+            yield started
+
+
+@dataclass(frozen=True)
+class Process:
+    pid: int
+    words: bytes
+    """Its command line."""
+
+    @property
+    def parent(self) -> int:
+        """The process that started it."""
+        stat = Path(f"/proc/{self.pid}/stat").read_text()
+        return int(stat.rpartition(")")[2].split()[1])
+
+    def memory_has(self, secrets: list[bytes]) -> set[bytes]:
+        """Those that stand anywhere in its memory."""
+        found = set()
+        with Path(f"/proc/{self.pid}/mem").open("rb", buffering=0) as memory:
+            for line in Path(f"/proc/{self.pid}/maps").read_text().splitlines():
+                place = re.match(r"([0-9a-f]+)-([0-9a-f]+) rw", line)
+                if place is None:
+                    continue
+                at, end = (int(number, 16) for number in place.groups())
+                before = b""
+                while at < end:
+                    try:
+                        memory.seek(at)
+                        part = memory.read(min(PART_BYTES, end - at))
+                    except (OSError, ValueError, OverflowError):
+                        break
+                    if not part:
+                        break
+                    found |= {one for one in secrets if one in before + part}
+                    before, at = part[-200:], at + len(part)
+        return found
+
+
+def processes() -> list[Process]:
+    """All that this user may look at."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            found.append(Process(int(place.name), (place / "cmdline").read_bytes()))
+        except OSError:
+            continue
+    return found
+
+
+async def test_no_secret_stands_in_a_list_of_processes(deployment: Deployment) -> None:
+    token = deployment.ray.token
+    assert token is not None
+    planted = [PASSWORD.encode(), KEY.encode(), token.read_bytes()]
+    for process in processes():
+        assert not [one for one in planted if one in process.words], process.words
+
+
+async def test_no_secret_stands_in_rays_head(deployment: Deployment) -> None:
+    """Neither in the memory of the processes that know the arguments of actors, nor in their
+    environment; in files none but those that are for their owner alone."""
+    head = [one for one in processes() if b"gcs_server" in one.words or b"/raylet/" in one.words]
+    token = deployment.ray.token
+    assert token is not None
+    ours = [one for one in head if one.parent == os.getpid()]
+    assert len(ours) == 2
+    found = [one.memory_has([PASSWORD.encode(), KEY.encode(), MARKER.encode()]) for one in ours]
+    assert {MARKER.encode()} in found, "the search finds nothing"
+    assert all(one <= {MARKER.encode()} for one in found)
+    [log_dir] = re.findall(rb"--log_dir=([^\0]+)", b"".join(sorted(one.words for one in ours)))[:1]
+    session, state = Path(log_dir.decode()).parent, token.parent.parent
+    for path in (one for place in (session, state) for one in place.rglob("*") if one.is_file()):
+        text = path.read_bytes()
+        if PASSWORD.encode() in text or KEY.encode() in text:
+            assert path == token.parent / "redis.password"
+            assert path.stat().st_mode & 0o777 == 0o600
+
+
+async def test_it_serves_with_its_secrets(deployment: Deployment) -> None:
+    async with Client(deployment.endpoints.coordinator, api_key=KEY) as client:
+        answer = await client.complete(GenerateRequest((1, 2, 3), max_tokens=4, ignore_eos=True))
+    assert len(answer.token_ids) == 4
+
+
+async def test_ray_answers_nobody_without_its_token(deployment: Deployment) -> None:
+    token = deployment.ray.token
+    assert token is not None
+    assert token.stat().st_mode & 0o777 == 0o600
+    assert token.parent.stat().st_mode & 0o777 == 0o700
+    check_asks_for_token(deployment.ray.found)
+
+
+async def test_a_cluster_without_a_token_is_refused() -> None:
+    """In a process of its own, as Ray reads that once."""
+    code = (
+        "import ray, sys; from deploy.ray_token import check_asks_for_token\n"
+        "ray.init(address='local', include_dashboard=False, logging_level='ERROR')\n"
+        "check_asks_for_token(ray.get_runtime_context().gcs_address)\n"
+    )
+    environment = {
+        name: text for name, text in os.environ.items() if not name.startswith("RAY_AUTH")
+    } | {"RAY_AUTH_MODE": "disabled"}
+    words = [sys.executable, "-c", code]
+    done = await asyncio.to_thread(
+        subprocess.run, words, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode != 0
+    assert SettingError.__name__ in done.stderr
+    assert "runs code for whoever reaches it: start it with RAY_AUTH_MODE=token" in done.stderr

@@ -1,0 +1,75 @@
+"""A deployment that runs, as commands find and ask it, without Ray."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import pytest
+
+from deploy.state import DeploymentRecord, process_start, publish, state_directory
+from outrider.errors import Unavailable
+
+Answers = Mapping[str, Callable[..., Awaitable[Any]]]
+RAY = "127.0.0.1:6379"
+
+
+def record(**others: Any) -> DeploymentRecord:
+    """Of a deployment of this process, with one replica of each role."""
+    known: dict[str, Any] = {
+        "pid": os.getpid(), "process_start": process_start(os.getpid()) or 0, "started_at": "",
+        "model": "m", "draft_model": "ngram", "served_model_name": "m", "grpc_address": "h:1",
+        "target_addresses": ["h:2"], "draft_addresses": ["h:3"], "target_directory": "",
+        "tokenizer_directory": "", "deployment": "d", "redis_url": "unix:///own.sock",
+        "wanted": {"coordinator": 1, "target": 1, "draft": 1}, "ray_address": RAY,
+        "settings": {"redis_key_prefix": "ours:"},
+    }  # fmt: skip
+    return DeploymentRecord(**(known | others))
+
+
+class Connections:
+    """Where commands have connected."""
+
+    def __init__(self) -> None:
+        self.opened: list[tuple[str, str]] = []
+        """Address and namespace of each."""
+        self.num_open = 0
+        self.num_lost = 0
+        """Calls from now on that a reconciler answers only with its death."""
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, answers: Answers) -> Connections:
+    """From now on a reconciler gives these answers, by method, wherever commands look for one."""
+    seen = Connections()
+
+    class Connection:
+        def __init__(self, address: str, namespace: str) -> None:
+            seen.opened.append((address, namespace))
+
+        async def connect(self) -> None:
+            seen.num_open += 1
+
+        async def disconnect(self) -> None:
+            seen.num_open -= 1
+
+    class Reconciler:
+        async def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+            if seen.num_lost:
+                seen.num_lost -= 1
+                raise Unavailable("the reconciler actor died")
+            return await answers[method](*arguments)
+
+    async def find(namespace: str) -> Any:
+        return Reconciler() if answers else None
+
+    monkeypatch.setattr("deploy.asking.RayConnection", Connection)
+    monkeypatch.setattr("deploy.asking.find_reconciler", find)
+    monkeypatch.setattr("deploy.asking.RETRY_PERIOD_S", 0.01)
+    return seen
+
+
+def deployed_here(monkeypatch: pytest.MonkeyPatch, answers: Answers) -> Connections:
+    """The same, of the deployment that runs on this machine."""
+    publish(state_directory(os.environ), record())
+    return answer(monkeypatch, answers)

@@ -1,0 +1,65 @@
+"""Whether a Ray cluster elsewhere asks for a token; a real one is in `tests/integration`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from deploy.ray_token import check_asks_for_token
+from outrider.errors import SettingError
+
+REFUSED, DOWN = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAVAILABLE
+
+
+class Head(grpc.GenericRpcHandler):
+    """Answers every call, or none."""
+
+    def __init__(self, code: grpc.StatusCode | None) -> None:
+        self.code = code
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
+            assert not [key for key, _ in context.invocation_metadata() if key == "authorization"]
+            if self.code is not None:
+                context.abort(self.code, "no")
+            return b""
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+@pytest.fixture
+def address(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Of a head that ends calls so."""
+    server = grpc.server(ThreadPoolExecutor(1), [Head(request.param)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None)
+
+
+@pytest.mark.parametrize("address", [REFUSED], indirect=True)
+def test_a_head_that_refuses_strangers_is_taken(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever proxy this machine's other calls go through."""
+    monkeypatch.setenv("grpc_proxy", "http://127.0.0.1:1")
+    check_asks_for_token(address)
+
+
+@pytest.mark.parametrize("address", [None], indirect=True)
+def test_a_head_that_answers_strangers_is_refused(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SettingError, match=r"address: .*runs code for whoever reaches it"):
+        check_asks_for_token(address)
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    check_asks_for_token(address)
+
+
+@pytest.mark.parametrize("address", [DOWN], indirect=True)
+def test_a_head_that_does_neither_is_no_proof(address: str) -> None:
+    with pytest.raises(SettingError, match=r"is not known \(UNAVAILABLE\)"):
+        check_asks_for_token(address)

@@ -1,0 +1,108 @@
+"""Logs are bounded: each file, each directory, and that beside the store's data."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from deploy.cli import serve
+from deploy.state import LOG_NAME
+from outrider.hosting import log_to
+from outrider.limits import EMBEDDED_REDIS_BYTES_MAX, LOG_FILES_KEPT
+from outrider.sessions.embedded import EmbeddedRedis
+from outrider.telemetry import log_files
+
+SMALL = 2_000
+"""Bytes of a file in these tests."""
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Files are small, and the loggers as before in the end."""
+    monkeypatch.setattr(log_files, "LOG_BYTES_MAX", SMALL)
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    for one in root.handlers:
+        if one not in handlers:
+            one.close()
+    root.handlers, root.level = handlers, level
+
+
+def test_the_log_of_a_replica_is_bounded(tmp_path: Path, small: None) -> None:
+    """The newest lines are kept."""
+    log_to(str(tmp_path), "target-0")
+    for index in range(400):
+        logging.getLogger("outrider").warning("line %d", index)
+    files = sorted(path.name for path in tmp_path.iterdir())
+    names = ["target-0.log", *(f"target-0.log.{number + 1}" for number in range(LOG_FILES_KEPT))]
+    assert files == names
+    assert all(path.stat().st_size <= SMALL for path in tmp_path.iterdir())
+    assert "line 399" in (tmp_path / "target-0.log").read_text().splitlines()[-1]
+
+
+def test_replicas_that_have_gone_leave_no_more_than_a_bound(tmp_path: Path, small: None) -> None:
+    """The oldest go first; what is no log stays."""
+    (tmp_path / "notes.txt").write_bytes(bytes(SMALL))
+    for age in range(10):
+        path = tmp_path / f"draft-{age}.log{'.1' if age % 2 else ''}"
+        path.write_bytes(bytes(SMALL))
+        os.utime(path, (age, age))
+    log_files.make_room(tmp_path, bytes_max=SMALL * (1 + LOG_FILES_KEPT + 4))
+    left = sorted(path.name for path in tmp_path.glob("draft*"))
+    assert left == ["draft-6.log", "draft-7.log.1", "draft-8.log", "draft-9.log.1"]
+    assert (tmp_path / "notes.txt").exists()
+    log_files.make_room(tmp_path)
+    assert len(list(tmp_path.glob("draft*"))) == 4
+
+
+def test_the_log_of_a_detached_process_is_bounded(tmp_path: Path) -> None:
+    """With what it writes to standard error itself, such as why it ends: the last of that stands in
+    the file that commands look at."""
+    code = (
+        "import logging, os, sys; from pathlib import Path\n"
+        "from outrider.telemetry import log_files; from deploy.cli import serve\n"
+        f"log_files.LOG_BYTES_MAX = {SMALL}\n"
+        "logging.basicConfig(stream=sys.stderr)\n"
+        "serve._bound_log(Path(sys.argv[1]))\n"
+        "for index in range(200):\n"
+        "    logging.getLogger('deploy').warning('line %d', index)\n"
+        "    print('word', index, file=sys.stderr, flush=True)\n"
+        "print('outrider: error: the last word', file=sys.stderr)\n"
+    )
+    with (tmp_path / LOG_NAME).open("ab") as log:
+        subprocess.run([sys.executable, "-c", code, str(tmp_path)], stderr=log, check=True)
+    files = list(tmp_path.iterdir())
+    assert len(files) == 1 + LOG_FILES_KEPT
+    assert all(path.stat().st_size <= SMALL + 100 for path in files)
+    assert (tmp_path / LOG_NAME).read_text().endswith("outrider: error: the last word\n")
+    assert serve.logged_error(tmp_path) == "the last word"
+
+
+def test_redis_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its log is put aside while it runs, over the one that was before; its data are bounded."""
+    monkeypatch.setattr(log_files.rotate, "__defaults__", (SMALL,))
+    with EmbeddedRedis(tmp_path) as server, redis.Redis.from_url(server.url) as client:
+        assert client.config_get("maxmemory") == {"maxmemory": str(EMBEDDED_REDIS_BYTES_MAX)}
+        assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+        client.config_set("loglevel", "debug")
+        log, before = tmp_path / "redis.log", tmp_path / "redis.log.1"
+        for _ in range(2):
+            while not log.exists() or log.stat().st_size <= SMALL:
+                with redis.Redis.from_url(server.url) as other:
+                    other.ping()
+            server.rotate_log()
+            assert before.stat().st_size > SMALL
+        with redis.Redis.from_url(server.url) as other:
+            other.ping()
+        server.rotate_log()
+        assert 0 < log.stat().st_size <= SMALL
+        names = {path.name for path in tmp_path.glob("*.log*")}
+        assert names == {"redis.log", "redis.log.1"}
