@@ -54,6 +54,8 @@ _PASSING_ERRORS = (ClusterDownError, NoPermissionError, OutOfMemoryError, ReadOn
 _PASSING_ANSWERS = re.compile(
     r"\b(BUSY|CLUSTERDOWN|LOADING|MASTERDOWN|MISCONF|NOAUTH|NOPERM|NOREPLICAS|OOM|READONLY"
     r"|UNBLOCKED)\b"
+    # How Redis 6.2 says NOPERM inside a script.
+    r"|The user executing the script can't run this command"
 )
 """Answers of a server that is alive but cannot serve us now: busy, failing over, disk or memory
 full, rights being changed. The client has classes for some; inside a script they

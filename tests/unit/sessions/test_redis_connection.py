@@ -128,6 +128,10 @@ def test_servers_that_cannot_keep_sessions(change: dict[str, Any], message: str)
         OutOfMemoryError("command not allowed when used memory > 'maxmemory'."),
         ResponseError("MISCONF Redis is configured to save RDB snapshots"),
         ResponseError("Error running script: @user_script:3: -OOM command not allowed"),
+        ResponseError(
+            "Error running script: @user_script: 1: The user executing the script can't run this "
+            "command or subcommand"
+        ),
         ResponseError("UNBLOCKED force unblock from blocking operation"),
         NotReplicated("0 of 1 replicas have a write after 500 ms"),
     ],
