@@ -16,7 +16,7 @@ from coordinator.request import RequestDefaults
 from coordinator.roster import Peers, Roster, replicas_at_first
 from coordinator.service import CoordinatorService
 from outrider.drafting.ngram import NgramDrafter
-from outrider.errors import OutriderError, StreamBroken, check
+from outrider.errors import InvariantError, OutriderError, StreamBroken, check
 from outrider.fleet.announcing import Announcer
 from outrider.fleet.membership import Engagement
 from outrider.fleet.registry import ReplicaRecord, Role
@@ -197,6 +197,8 @@ class Call:
             self._tell(None)
         except OutriderError as error:
             self._tell(error)
+        except Exception as error:  # noqa: BLE001 - no client must wait for what has crashed
+            self._tell(InvariantError(f"a call crashed: {error!r}"))
 
     def _tell(self, event: Event | OutriderError | None) -> None:
         self._network.carry(self._client, lambda: self.events.put_nowait(event), payload=event)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+from outrider.drafting.deadline import DraftDeadline
 from outrider.errors import LinkLost, OutriderError, Unavailable, check
 from outrider.messages import ReplicaDescription
 from outrider.wire.link import Connection, ReplicaService
@@ -45,6 +47,13 @@ class Cut:
         return held
 
 
+class _Sizer(pickle.Pickler):
+    """Writes what a message contains, without what its receiver adds to it."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (str, ()) if isinstance(value, DraftDeadline) else NotImplemented
+
+
 class SlowLink:
     """A direction in which messages take turns: each takes its size over the bandwidth."""
 
@@ -56,7 +65,9 @@ class SlowLink:
     def wait_s(self, payload: object) -> float:
         """How long a message with this content takes that is sent now."""
         now = asyncio.get_running_loop().time()
-        size = MESSAGE_BYTES + len(pickle.dumps(payload))
+        file = io.BytesIO()
+        _Sizer(file).dump(payload)
+        size = MESSAGE_BYTES + file.tell()
         self._free_at = max(self._free_at, now) + size / self._bytes_per_s
         return self._free_at - now
 

@@ -20,7 +20,6 @@ from outrider.errors import InvariantError
 from outrider.fleet.redis_registry import RedisRegistry
 from outrider.sessions.lifetimes import DEFAULT_LIFETIMES
 from outrider.sessions.redis_address import RedisAddress
-from outrider.sessions.redis_connection import new_client
 from outrider.sessions.redis_fields import TOKEN_BYTES, encode_tokens
 from outrider.sessions.redis_store import _LOAD, DEFAULT_KEY_PREFIX, RedisStore, _record
 from outrider.sessions.store import FinishReason, SessionRecord, SessionState
@@ -390,8 +389,9 @@ class Redis:
 
     def store(self) -> RedisStore:
         """A process's own."""
+        client = RedisRegistry(ADDRESS, DEPLOYMENT)._client
         return RedisStore(
-            self._connected(_client(), may_fail=True), DEFAULT_KEY_PREFIX, DEFAULT_LIFETIMES
+            self._connected(client, may_fail=True), DEFAULT_KEY_PREFIX, DEFAULT_LIFETIMES
         )
 
     def registry(self) -> RedisRegistry:
@@ -414,7 +414,3 @@ class Redis:
         }  # fmt: skip
         pool.connection_kwargs = kept | options
         return client
-
-
-def _client() -> Any:
-    return new_client(ADDRESS.url, None, None, None)
