@@ -139,6 +139,8 @@ class CoordinatorNode:
     async def stop(self, grace_s: float, world: Any) -> None:
         """See `CoordinatorActor.stop`."""
         self._engagement = replace(self._engagement, leaving=True)
+        if self.service is not None:
+            self.service.hand_over()
         if self._announcer is not None:
             await self._announcer.withdraw()
         if self.calls:

@@ -20,8 +20,9 @@ from outrider.errors import InvariantError
 from outrider.fleet.redis_registry import RedisRegistry
 from outrider.sessions.lifetimes import DEFAULT_LIFETIMES
 from outrider.sessions.redis_address import RedisAddress
-from outrider.sessions.redis_fields import TOKEN_BYTES, encode_tokens
-from outrider.sessions.redis_store import _LOAD, DEFAULT_KEY_PREFIX, RedisStore, _record
+from outrider.sessions.redis_fields import TOKEN_BYTES, decode_record, encode_tokens
+from outrider.sessions.redis_store import _LOAD, DEFAULT_KEY_PREFIX, RedisStore
+from outrider.sessions.refusals import not_found, verified
 from outrider.sessions.store import FinishReason, SessionRecord, SessionState
 
 from .network import Network
@@ -384,8 +385,12 @@ class Redis:
         """What is stored now. Raises `OutriderError`."""
         key = session_key(session_id)
         keys = (key, key + b":tokens", key + b":logprobs")
-        answer = run_script(_LOAD.source.encode(), self.primary.data, keys, ())
-        return _record(session_id, answer)
+        answer = run_script(_LOAD.source.encode(), self.primary.data, keys, (b"1e9",))
+        match answer:
+            case [list(fields), bytes(tokens), bytes(logprobs)]:
+                return verified(decode_record(session_id, fields, tokens, logprobs))
+            case _:
+                raise not_found(session_id)
 
     def store(self) -> RedisStore:
         """A process's own."""
