@@ -13,7 +13,8 @@ import pytest
 import redis
 from session_model import IDS, OWNERS, new_session
 
-from outrider.errors import StaleEpoch
+from outrider.errors import Unavailable
+from outrider.sessions import redis_store
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
@@ -72,7 +73,8 @@ async def test_a_long_record_is_read_in_parts(
     """No answer of Redis is long; the record is the same, read or taken over."""
     session = await a_long_one(store)
     sent = dict(admin.info("commandstats"))
-    for record in (await store.load(IDS[0]), await store.take_over(IDS[0], OWNERS[0])):
+    loaded = await store.load(IDS[0])
+    for record in (loaded, await store.take_over(loaded, OWNERS[0])):
         assert record.token_ids == tuple(session.tokens.ids)
         assert record.logprobs == "".join(f"{line}\n" for line in LINES)
     told = admin.info("commandstats")
@@ -90,25 +92,26 @@ async def test_a_record_that_is_replaced_while_it_is_read(
     session = await a_long_one(store)
     run, num_parts = store._scripts.run, 0
     replaced = f"session:{{{IDS[0]}}}"
+    others = "".join(f"{line}\n" for line in LINES).replace(".5", ".6")
 
     async def run_and_replace(script: Any, call: Any) -> Any:
         nonlocal num_parts
         answer = await run(script, call)
-        num_parts += "GETRANGE" in script.source
+        num_parts += script is redis_store._READ_PART
         if num_parts == 3:
             key = f"{store._key_prefix}{replaced}"
             await store._client.hincrby(key, "epoch", 1)
-            await store._client.set(f"{key}:logprobs", "".join(f"{line} \n" for line in LINES))
+            await store._client.set(f"{key}:logprobs", others)
         return answer
 
     monkeypatch.setattr(store._scripts, "run", run_and_replace)
     record = await store.load(IDS[0])
     assert record.token_ids == tuple(session.tokens.ids)
-    assert record.logprobs == "".join(f"{line} \n" for line in LINES)
+    assert record.logprobs == others
     assert record.epoch == session.epoch + 1
     num_parts = 0
-    with pytest.raises(StaleEpoch):
-        await store.take_over(IDS[0], OWNERS[0])
+    with pytest.raises(Unavailable, match="taken over meanwhile"):
+        await store.take_over(record, OWNERS[0])
 
 
 async def test_hashing_a_long_record_leaves_the_event_loop(store: RedisStore) -> None:

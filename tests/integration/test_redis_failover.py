@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import redis
 from redis_servers import RedisServers
-from session_model import OWNERS, new_session
+from session_model import OWNERS, new_session, next_append
 
 from coordinator.commits import Committer
 from deploy.cli.collect_env import collect
@@ -30,7 +30,7 @@ from outrider.sessions.redis_connection import new_client
 from outrider.sessions.redis_slots import RedisSlots
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
-from outrider.sessions.store import Counters, FinishReason, NewSession
+from outrider.sessions.store import Counters, Finish, FinishReason, NewSession
 from tests.chaos.proxy import FaultProxy
 
 pytestmark = pytest.mark.xdist_group("redis")
@@ -99,7 +99,10 @@ async def test_a_demoted_primary_is_left_at_its_first_answer(renamed: Renamed) -
     registry, slots = RedisRegistry(address, "d"), RedisSlots(address)
     caller = Caller("me", concurrency=2)
     record = ReplicaRecord(role="draft", name="d1", address="h:1", host="h", pid=1)
-    await asyncio.gather(*(store.renew(OWNERS[0], [("0" * 32, 1)]) for _ in range(8)))
+    unknown = Session.opened(new_session("0" * 32))
+    unknown.decide([7], NO_COUNTS)
+    appended = next_append(unknown)
+    await asyncio.gather(*(store.append([appended]) for _ in range(8)))
     await registry.announce(record)
     await slots.take(caller, ["a"], 1)
     renamed.move()
@@ -110,7 +113,7 @@ async def test_a_demoted_primary_is_left_at_its_first_answer(renamed: Renamed) -
     ):
         assert await until_it_works(call) == 1
     # All at once, so that each takes a connection of its own.
-    await asyncio.gather(*(store.renew(OWNERS[0], [("0" * 32, 1)]) for _ in range(8)))
+    await asyncio.gather(*(store.append([appended]) for _ in range(8)))
     with redis.Redis(unix_socket_path=str(renamed._old), protocol=2) as demoted:
         clients = [one for one in demoted.client_list() if one["cmd"] != "client|list"]
         assert not [one for one in clients if one["cmd"].startswith("eval")]
@@ -308,8 +311,9 @@ async def test_what_replicas_lack_does_not_count(servers: RedisServers) -> None:
     await store.open(new)
     session = Session.opened(new)
     session.decide([7, 8], NO_COUNTS)
-    append = session.next_append()
-    assert append is not None
+    append = next_append(session)
+    seen = await store.load(new.session_id)
+    end = Finish(new.session_id, 1, OWNERS[0], None, FinishReason.STOP, NO_COUNTS)
     pid = servers.replicas[0].pid
     os.kill(pid, signal.SIGSTOP)
     calls = (
@@ -317,8 +321,8 @@ async def test_what_replicas_lack_does_not_count(servers: RedisServers) -> None:
         lambda: store.append([append]),
         lambda: store.load(new.session_id),
         lambda: store.open(new_session("2" * 32)),
-        lambda: store.finish(new.session_id, 1, FinishReason.STOP, NO_COUNTS),
-        lambda: store.take_over(new.session_id, OWNERS[0]),
+        lambda: store.finish(end),
+        lambda: store.take_over(seen, OWNERS[0]),
     )
     try:
         for call in calls:
@@ -326,7 +330,7 @@ async def test_what_replicas_lack_does_not_count(servers: RedisServers) -> None:
             with pytest.raises(StoreUnavailable, match="0 of 1 replicas have a write after 500 ms"):
                 await call()
             assert time.monotonic() - began < 2 * REDIS_TIMEOUT_MS / 1000
-        assert await store.renew(OWNERS[0], [("2" * 32, 1)]) == []
+        await store.hold_lease(OWNERS[0])
     finally:
         os.kill(pid, signal.SIGCONT)
     await until_it_works(lambda: store.append([append]))
