@@ -70,7 +70,9 @@ def target_rows(path: tuple[int, ...]) -> torch.Tensor:
     logits = torch.stack(
         [toy_logits(TARGET_SALT, (*PROMPT, *path[:n]), V) for n in range(len(path) + 1)]
     )
-    return target_probabilities(masked_logits(logits, row_masks(Grammar(), Proposal(path))), PLAIN)
+    return target_probabilities(
+        masked_logits(logits, row_masks(Grammar(), Proposal(path)).masks), PLAIN
+    )
 
 
 def law() -> np.ndarray:
@@ -101,7 +103,7 @@ def by_rounds(rule: Rule, draws: type[RoundDraws] = RoundDraws) -> list[Proposal
         for noise in noises(rule)
     ]
     for depth in range(K):
-        active = [entry for entry in growing if entry.wants_more]
+        active = [entry for entry in growing if entry.goes_on()]
         paths = [(*PROMPT, *(group[0] for group, _ in entry.drawn)) for entry in active]
         logits = torch.stack([toy_logits(DRAFT_SALT, path, V) for path in paths])
         drawing.draw(active, logits, depth)

@@ -135,7 +135,7 @@ def committed(proposal: Proposal, noise: RoundNoise) -> tuple[int, ...]:
     for parent, token_id in zip(proposal.tree.parents, proposal.token_ids, strict=True):
         prefixes.append((*prefixes[parent + 1], token_id))
     rows = torch.stack([toy_logits(TARGET_SALT, prefix, VOCAB) for prefix in prefixes])
-    masked = masked_logits(rows, row_masks(EndsAtTwo(), proposal))
+    masked = masked_logits(rows, row_masks(EndsAtTwo(), proposal).masks)
     verdict = verdict_from_logits(masked, PLAIN, NO_HISTORY, proposal, noise)
     uniforms = noise.accept_uniforms(len(proposal), proposal.parents)
     parents = proposal.parents
