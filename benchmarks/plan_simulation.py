@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from outrider.config import DeploymentConfig
-from outrider.errors import SettingError
+from outrider.errors import ConfigError, SettingError
 from outrider.fleet.registry import ROLES, Role
 from outrider.fleet_simulator import sizing
 from outrider.fleet_simulator.figures import FleetFigures
@@ -84,7 +84,7 @@ class SimulationOptions:
         if self.from_report is not None and self.from_numbers is not None:
             raise SettingError("from_numbers", "and --from-report exclude each other")
         if bool(self.sessions) == bool(self.rate):
-            raise SettingError("sessions", "or --rate is needed: say what load, and only one kind")
+            raise ConfigError("--sessions or --rate is needed: say what load, and only one kind")
         for sessions in self.sessions:
             check_range("sessions", sessions, 1, SESSIONS_MAX)
         for rate in self.rate:
@@ -100,10 +100,9 @@ class SimulationOptions:
             for number in self.counts(role):
                 check_range(f"{role}s", number, 1, REPLICAS_MAX)
         if self.tpot_ms is None and not all(self.counts(role) for role in ROLES):
-            raise SettingError(
-                "tpot_ms",
-                "is needed to find numbers of replicas; or name --targets, --drafts and "
-                "--coordinators",
+            raise ConfigError(
+                "--tpot-ms is needed to find numbers of replicas; or name --targets, --drafts and "
+                "--coordinators"
             )
         self._check_losses()
         runs = math.prod(max(1, len(self.counts(role))) for role in ROLES)

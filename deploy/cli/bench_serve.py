@@ -20,7 +20,7 @@ from outrider.errors import SettingError
 
 from .connection import add_connection_flags, connected
 from .measuring import AddMeasurement
-from .progress import progress
+from .progress import note, progress
 from .settings import given_flags
 from .tables import show
 
@@ -257,8 +257,10 @@ def _tell(arguments: argparse.Namespace, report: ServingReport) -> int:
         _write("report", arguments.report, page(report))
     sys.stdout.flush()
     failed = failures(report)
-    for line in (*warnings(report), *failed):
-        progress(line)
+    for warning in warnings(report):
+        note(warning)
+    if failed:
+        note("\n".join(failed))
     return 1 if failed else 0
 
 

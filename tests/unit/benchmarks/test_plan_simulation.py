@@ -111,9 +111,9 @@ def test_wrong_numbers_are_named(text: str, named: str) -> None:
     [
         (("plan", "--sessions", "3"), "error: --sessions: is for --simulate"),
         (("plan", "--lose", "draft@3"), "error: --lose: is for --simulate"),
-        (("plan", "--simulate", "--tpot-ms", "9"), "error: --sessions: or --rate is needed"),
-        ((*NUMBERS, "", *FLEET, "--rate", "3"), "error: --sessions: or --rate"),
-        ((*NUMBERS, "", "--rate", "3"), "error: --tpot-ms: is needed"),
+        (("plan", "--simulate", "--tpot-ms", "9"), "error: --sessions or --rate is needed"),
+        ((*NUMBERS, "", *FLEET, "--rate", "3"), "error: --sessions or --rate"),
+        ((*NUMBERS, "", "--rate", "3"), "error: --tpot-ms is needed"),
         ((*NUMBERS, "", *FLEET, "--from-report", "x"), "error: --from-numbers: and --from-report"),
         ((*NUMBERS, "k=1", *FLEET), "error: --from-numbers: unknown key 'k'"),
         ((*NUMBERS, "", *FLEET, "--targets", "0"), "error: --targets: 0 is wrong"),
