@@ -89,7 +89,10 @@ class StoreOnRedisMachine(StoreMachine):
             self.admin.delete(key)
 
     def replace_tokens(self, session_id: str, token_ids: tuple[int, ...]) -> None:
-        self.admin.set(f"{self.key(session_id)}:tokens", encode_tokens(token_ids), keepttl=True)
+        key = self.key(session_id)
+        start = int(self.admin.hget(key, "tokens_start"))
+        before = self.admin.get(f"{key}:tokens") or b""
+        self.admin.set(f"{key}:tokens", before[:start] + encode_tokens(token_ids), keepttl=True)
 
     @rule()
     def scripts_are_flushed(self) -> None:
