@@ -240,7 +240,7 @@ async def _report_health(
     """Keeps the server's health true; stops both once nothing can be served any more."""
     serving = True
     while not service.failed:
-        healthy = await service.healthy()
+        healthy = await service.healthy() and not (http is not None and http.failed)
         if healthy != serving:
             _log.warning("the coordinator %s", "serves again" if healthy else "cannot serve")
             await server.set_serving(healthy)
