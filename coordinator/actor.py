@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from outrider.closing import run_all
 from outrider.config import CoordinatorConfig
 from outrider.fleet.membership import Engagement
 from outrider.hosting import Place, advertised, build_lookup, log_at, log_to, use_threads
@@ -215,21 +216,22 @@ class CoordinatorActor:
             self._service.hand_over()
         if self._health is not None:
             self._health.cancel()
-        if self._announcer is not None:
-            await self._announcer.withdraw()
-        servers = (self._server, self._http)
-        await asyncio.gather(*(one.stop(grace_s) for one in servers if one is not None))
-        for task in self._rosters:  # What still ran had to follow replicas that came and went.
+        announcer = self._announcer
+        servers = [one for one in (self._server, self._http) if one is not None]
+        closed = (self._service, announcer, self._gate, self._exports)
+        await run_all(
+            *([] if announcer is None else [announcer.withdraw]),
+            lambda: asyncio.gather(
+                *(run_all(partial(one.stop, grace_s)) for one in servers), return_exceptions=True
+            ),
+            self._end_rosters,  # What still ran had to follow replicas that came and went.
+            *(one.close for one in closed if one is not None),
+        )
+
+    async def _end_rosters(self) -> None:
+        for task in self._rosters:
             task.cancel()
         await asyncio.gather(*self._rosters, return_exceptions=True)
-        if self._service is not None:
-            await self._service.close()
-        if self._announcer is not None:
-            await self._announcer.close()
-        if self._gate is not None:
-            await self._gate.close()
-        if self._exports is not None:
-            await self._exports.close()
 
 
 async def _report_health(
@@ -238,7 +240,7 @@ async def _report_health(
     """Keeps the server's health true; stops both once nothing can be served any more."""
     serving = True
     while not service.failed:
-        healthy = await service.healthy()
+        healthy = await service.healthy() and not (http is not None and http.failed)
         if healthy != serving:
             _log.warning("the coordinator %s", "serves again" if healthy else "cannot serve")
             await server.set_serving(healthy)

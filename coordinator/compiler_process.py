@@ -2,7 +2,8 @@
 which can be killed: the compiler does not stop by itself, however long a schema of 50 bytes takes.
 
 It imports no numpy and starts no thread, so that forking is safe, and has about 30 MB beside the
-tokenizer. Lines of JSON come on its standard input and go to its standard output:
+tokenizer. Lines of JSON come on its standard input and go to what was its standard output; what a
+library prints goes to standard error:
 
     <- {"tokenizer": of Hugging Face's tokenizers, as JSON, "eos_token_ids": [...]}
     -> {"error": null or why the tokenizer does not serve}
@@ -21,6 +22,7 @@ import resource
 import select
 import signal
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Final
@@ -33,13 +35,15 @@ from outrider.limits import COMPILE_BYTES_MAX, COMPILE_S_MAX, COMPILE_WAIT_S_MAX
 _POLL_S: Final = 0.005
 """Between two looks at forks that run."""
 _READ_BYTES: Final = 2**16
-_INPUT, _OUTPUT = 0, 1
+_INPUT: Final = 0
 
 
 class CompilerProcess:
     """The loop of the process."""
 
-    def __init__(self) -> None:
+    def __init__(self, output: int) -> None:
+        """`output` is the file descriptor that answers are written to."""
+        self._output = output
         self._unread = bytearray()
         self._tokenizer: GrammarTokenizer | None = None
         self._forks: dict[int, tuple[int, float]] = {}
@@ -76,7 +80,7 @@ class CompilerProcess:
                     self._tokenizer = GrammarTokenizer(tokenizer, tuple(eos_token_ids))
                 except ConfigError as refused:
                     error = refused.message
-                _tell({"error": error})
+                self._tell({"error": error})
             case {"cancel": request_id}:
                 for process_id, (own_id, _) in self._forks.items():
                     if own_id == request_id:
@@ -104,7 +108,9 @@ class CompilerProcess:
                 answer |= {"outcome": "too_large"}
                 status = 0
             if status == 0:
-                _tell(answer)
+                self._tell(answer)
+        except Exception:  # noqa: BLE001 (`os._exit` would hide it)
+            traceback.print_exc()
         finally:
             os._exit(status)
 
@@ -120,9 +126,13 @@ class CompilerProcess:
             del self._forks[process_id]
             if os.WIFSIGNALED(status):
                 too_slow = os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)
-                _tell({"id": request_id, "outcome": "too_slow" if too_slow else "too_large"})
+                self._tell({"id": request_id, "outcome": "too_slow" if too_slow else "too_large"})
             elif status:
-                _tell({"id": request_id, "outcome": "crashed"})
+                self._tell({"id": request_id, "outcome": "crashed"})
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        """In one write, so that lines of two forks do not mix: it is shorter than `PIPE_BUF`."""
+        os.write(self._output, json.dumps(message).encode() + b"\n")
 
 
 def _limit() -> None:
@@ -135,12 +145,9 @@ def _limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
-def _tell(message: dict[str, Any]) -> None:
-    """In one write, so that the lines of two forks do not mix: it is shorter than `PIPE_BUF`."""
-    os.write(_OUTPUT, json.dumps(message).encode() + b"\n")
-
-
 def main() -> None:
     """Runs the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The terminal's goes to the coordinator, too.
-    CompilerProcess().run()
+    output = os.dup(1)
+    os.dup2(2, 1)  # No library's print is taken for an answer.
+    CompilerProcess(output).run()

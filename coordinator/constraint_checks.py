@@ -14,6 +14,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -36,6 +37,7 @@ from .turns import TenantTurns
 _log = logging.getLogger(__name__)
 
 _RETRY_MS: Final = 1_000
+_READ_BYTES: Final = 2**16
 _END_S: Final = 5.0
 """How long the process may take to end by itself."""
 _PROGRAM: Final = (
@@ -90,7 +92,7 @@ class ConstraintChecks:
             raise verdict.error
 
     async def close(self) -> None:
-        """Ends the process, and what it compiles."""
+        """Ends the process, and what it compiles. Raises nothing."""
         await self._compiler.close()
 
     async def _ask(self, key: _Key, constraint: Constraint, tenant: str) -> _Verdict:
@@ -119,7 +121,7 @@ class ConstraintChecks:
 
     def _judge(self, constraint: Constraint, answer: dict[str, Any]) -> _Verdict:
         field, later = constraint.kind, self._now() + TOO_SLOW_S
-        match answer["outcome"]:
+        match answer.get("outcome"):
             case "compiled":
                 return _Verdict(None)
             case "refused":
@@ -144,7 +146,7 @@ class _Compiler:
         self._refused: ConfigError | None = None
         self._starting = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._reading: set[asyncio.Task[None]] = set()
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._num_asked = 0
         self._closed = False
@@ -170,12 +172,11 @@ class _Compiler:
             del self._answers[request_id]
 
     async def close(self) -> None:
-        """Ends the process, which ends what it compiles."""
+        """Ends the process, which ends what it compiles. Raises nothing."""
         self._closed = True
         if self._process is not None:
-            await _end(self._process)
-        if self._reading is not None:
-            await self._reading
+            _end_input(self._process)
+        await asyncio.gather(*self._reading, return_exceptions=True)
 
     async def _started(self) -> asyncio.subprocess.Process:
         async with self._starting:
@@ -198,44 +199,65 @@ class _Compiler:
         try:
             _send(process, {"tokenizer": tokenizer, "eos_token_ids": eos_token_ids})
             first = await _read(process)
-            if first is None or self._closed:
+            if first is None or "error" not in first or self._closed:
                 raise _ended()
             if first["error"] is not None:
                 raise ConfigError(first["error"])
         except BaseException:
             await _end(process)
             raise
-        self._reading = asyncio.create_task(self._read_all(process))
+        reading = asyncio.create_task(self._read_all(process))
+        self._reading.add(reading)
+        reading.add_done_callback(self._reading.discard)
         return process
 
     async def _read_all(self, process: asyncio.subprocess.Process) -> None:
-        while (answer := await _read(process)) is not None:
-            waiting = self._answers.get(answer["id"])
-            if waiting is not None and not waiting.done():
-                waiting.set_result(answer)
-        self._process = None
-        if not self._closed:
-            _log.warning("the process that compiles constraints has ended; it is started again")
-        await _end(process)
-        for waiting in self._answers.values():
-            if not waiting.done():
-                waiting.set_exception(_ended())
+        """Hands out the answers of a process until it ends, or writes a line that is no message;
+        then the next check starts another one."""
+        try:
+            while (answer := await _read(process)) is not None:
+                waiting = self._answers.get(answer.get("id", 0))
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(answer)
+        finally:
+            self._process = None
+            for waiting in self._answers.values():
+                if not waiting.done():
+                    waiting.set_exception(_ended())
+            if not self._closed:
+                _log.warning("the process that compiles constraints has ended; it is started again")
+            await _end(process)
 
 
 def _ended() -> Overloaded:
     return Overloaded("constraints cannot be compiled now; try later", retry_after_ms=_RETRY_MS)
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """The process ends, and ends its forks, when its input does."""
+def _end_input(process: asyncio.subprocess.Process) -> None:
     if process.stdin is not None:
         process.stdin.close()
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """The process ends, and ends its forks, when its input does; else it is killed. The only reader
+    of its output calls this."""
+    _end_input(process)
     try:
         async with asyncio.timeout(_END_S):
-            await process.wait()
+            await _ends(process)
     except TimeoutError:
-        process.kill()
-        await process.wait()
+        with suppress(ProcessLookupError):
+            process.kill()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_S):
+                await _ends(process)
+
+
+async def _ends(process: asyncio.subprocess.Process) -> None:
+    """`Process.wait` alone may wait for ever, for a full pipe is not seen to be closed."""
+    while process.stdout is not None and await process.stdout.read(_READ_BYTES):
+        pass
+    await process.wait()
 
 
 def _send(process: asyncio.subprocess.Process, message: dict[str, Any]) -> None:
@@ -244,7 +266,14 @@ def _send(process: asyncio.subprocess.Process, message: dict[str, Any]) -> None:
 
 
 async def _read(process: asyncio.subprocess.Process) -> dict[str, Any] | None:
-    """Its next message; None where it has ended."""
-    line = b"" if process.stdout is None else await process.stdout.readline()
-    found: dict[str, Any] | None = json.loads(line) if line else None
-    return found
+    """Its next message; None where it has ended, or has written a line that is no message."""
+    line = b""
+    try:
+        line = b"" if process.stdout is None else await process.stdout.readline()
+        found = json.loads(line) if line else None
+    except ValueError as error:  # No JSON, no UTF-8, or a line beyond the reader's limit.
+        found = error
+    if found is None or isinstance(found, dict):
+        return found
+    _log.error("the process that compiles constraints wrote no message: %.200r", line or found)
+    return None

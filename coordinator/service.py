@@ -10,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from outrider.closing import run_all
 from outrider.drafting.lookup import LookupDrafter
 from outrider.errors import (
     BadRequest,
@@ -337,24 +338,31 @@ class CoordinatorService:
         self._committer.hand_over()
 
     async def close(self) -> None:
-        """Cancels what runs, commits what was decided, closes the links and the store."""
+        """Cancels what runs, commits what was decided, closes the links and the store. Does all of
+        that, and raises the first error in the end."""
         self._replays.close()
         self._runs.close()
         self._auditor.close()
-        await self._prompts.close()
+        await run_all(
+            self._prompts.close, self._end_background, self._end_commits, self._end_watching,
+            self.targets.close, self.drafts.close, self._store.close,
+        )  # fmt: skip
+
+    async def _end_background(self) -> None:
         if self._background:
             _, late = await asyncio.wait(self._background, timeout=COMMIT_GRACE_S)
             for task in late:
                 task.cancel()
+
+    async def _end_commits(self) -> None:
         await self._committer.close()
         if self._commit_task is not None:
             await asyncio.gather(self._commit_task, return_exceptions=True)
+
+    async def _end_watching(self) -> None:
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
-        await self.targets.close()
-        await self.drafts.close()
-        await self._store.close()
 
     async def healthy(self) -> bool:
         """Whether a request that comes now can make progress."""

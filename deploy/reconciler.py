@@ -24,7 +24,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from outrider.fleet.redis_registry import RedisRegistry
-from outrider.hosting import Place, log_to
+from outrider.hosting import Place, log_at, log_to
 from outrider.sessions.redis_password import with_password
 
 from .autoscaling import Autoscaling
@@ -56,6 +56,7 @@ class Reconciler:
         import ray
 
         log_to(blueprint.log_directory, RECONCILER)
+        log_at(blueprint.placement.config.coordinator.log_level)
         cluster = Cluster(namespace, local=blueprint.local)
         self._registry = RedisRegistry(with_password(blueprint.redis), blueprint.deployment)
         self._fleet = Fleet(cluster, blueprint, self._registry, self._tell)
@@ -190,6 +191,7 @@ class Reconciler:
             os._exit(1)  # Ray starts this again.
 
     def _go_by(self, plan: Blueprint) -> None:
+        log_at(plan.placement.config.coordinator.log_level)
         self._fleet.go_by(plan)
         self._autoscaling.go_by(plan.policy)
         self._tell()

@@ -185,6 +185,8 @@ HTTP_HEADERS_S: Final = 10
 """How long a connection may take to send the headers of a request, its TLS handshake included."""
 HTTP_KEEP_ALIVE_S: Final = 75
 """How long a connection without a request is kept."""
+HTTP_LAST_REQUEST_S: Final = 1
+"""How long a server that stops waits for requests on connections that it has accepted."""
 HTTP_STUCK_WRITE_S: Final = 30
 """How long a client that reads nothing is waited for, once a buffer of 64 KiB is full for it."""
 ANSWERS_MAX: Final = 16

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Literal
 
 from outrider.config import DraftConfig, TargetConfig
 from outrider.engine.parallel.meeting import LOOPBACK, Meeting, OpenMeeting
-from outrider.hosting import Place, build_engine, cores_for, log_to, on_passing_thread, use_threads
+from outrider.hosting import (
+    Place,
+    build_engine,
+    cores_for,
+    log_at,
+    log_to,
+    on_passing_thread,
+    use_threads,
+)
 
 if TYPE_CHECKING:
     from outrider.engine.interface import Engine
@@ -129,6 +137,7 @@ class RankHost:
         num_threads = threads_of_a_rank(config, cores_for(role), seat)
         use_threads(num_threads)
         log_to(log_directory, f"{config.log_name(role)}-rank-{seat.rank}")
+        log_at(config.log_level)
         try:
             engine = await on_passing_thread(self._join, config, role, num_threads, seat, timeout_s)
         except BaseException:

@@ -4,7 +4,8 @@ uvicorn bounds the time between two requests only. Here a connection that has no
 headers of a request is closed after `HTTP_HEADERS_S`, counted from its TCP accept or from the first
 byte of the next request, and bytes that trickle in do not extend that. When all places are taken,
 a connection without a request makes room for a new one, so that idle sockets cannot keep callers
-out. One whose client does not read its answer is closed after `HTTP_STUCK_WRITE_S`.
+out. One whose client does not read its answer is closed after `HTTP_STUCK_WRITE_S`. When the server
+stops, those without a request have `HTTP_LAST_REQUEST_S` for a last one.
 """
 
 from __future__ import annotations
@@ -32,8 +33,15 @@ from outrider.limits import (
 
 _log = logging.getLogger(__name__)
 
+BACKLOG: Final = 2048
+"""Connections that the kernel keeps until they are accepted."""
 _ACCEPT_RETRY_S: Final = 0.1
 """Between two attempts to accept where the process has no file descriptor left."""
+_ACCEPTS_MAX: Final = 64
+"""Connections that are accepted before the event loop does something else ..."""
+_LAST_ACCEPTS_MAX: Final = 2 * BACKLOG
+"""... and before the socket is closed, however fast new ones come."""
+_DRAIN_POLL_S: Final = 0.02
 _WARNING_PERIOD_S: Final = 60.0
 
 
@@ -173,6 +181,13 @@ class OpenConnections:
                     break
                 self._close(connection)
 
+    async def drain(self, wait_s: float) -> None:
+        """Waits until each one has a request or has gone, at most so many seconds."""
+        for _ in range(round(wait_s / _DRAIN_POLL_S)):
+            if not self._incomplete and not self._idle:
+                return
+            await asyncio.sleep(_DRAIN_POLL_S)
+
     def close_connecting(self) -> None:
         """Closes those whose handshake is not complete."""
         for connection in list(self._connecting):
@@ -201,51 +216,104 @@ class OpenConnections:
             connection.transport.abort()
 
 
-async def accept(
-    listening: socket.socket,
-    tls: ssl.SSLContext | None,
-    open_: OpenConnections,
-    new_connection: Callable[[], HttpConnection],
-) -> None:
-    """Accepts connections until cancelled. Unlike `asyncio.Server` it counts those whose TLS
-    handshake is not complete, and can close them."""
-    loop = asyncio.get_running_loop()
-    listening.setblocking(False)
+class Acceptor:
+    """Accepts the connections of one listening socket, from `start` to `stop`. Unlike
+    `asyncio.Server` it counts those whose TLS handshake is not complete, and can close them; and it
+    loses none that the kernel has queued."""
 
-    def begin(client: socket.socket) -> None:
-        connection = new_connection()
-        connecting = loop.create_task(
-            loop.connect_accepted_socket(lambda: connection, client, ssl=tls)
+    def __init__(
+        self,
+        listening: socket.socket,
+        tls: ssl.SSLContext | None,
+        open_: OpenConnections,
+        new_connection: Callable[[], HttpConnection],
+    ) -> None:
+        """`open_` is told of each; `tls` None = plain text."""
+        self._listening = listening
+        self._tls = tls
+        self._open = open_
+        self._new_connection = new_connection
+        self._loop = asyncio.get_running_loop()
+        self._going_on: asyncio.TimerHandle | None = None
+        self._expiring: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Accepts from now on."""
+        self._listening.setblocking(False)
+        self._loop.add_reader(self._listening, self._accept)
+        self._expiring = self._loop.create_task(_expire(self._open))
+
+    def stop(self) -> None:
+        """Accepts what is queued, and closes the socket: the kernel resets what comes between."""
+        if self._going_on is not None:
+            self._going_on.cancel()
+        self._loop.remove_reader(self._listening)
+        self._accept_queued(_LAST_ACCEPTS_MAX)
+        self._listening.close()
+
+    def close(self) -> None:
+        """Closes connections whose handshake is not complete, and expires none any more."""
+        if self._expiring is not None:
+            self._expiring.cancel()
+        self._open.close_connecting()
+
+    def _accept(self) -> None:
+        if self._accept_queued(_ACCEPTS_MAX):
+            return
+        self._loop.remove_reader(self._listening)
+        self._going_on = self._loop.call_later(
+            _ACCEPT_RETRY_S, self._loop.add_reader, self._listening, self._accept
         )
-        open_.accepted(connection, connecting)
 
-        def connected(task: asyncio.Task[Any]) -> None:
-            if task.cancelled() or task.exception() is not None:
-                client.close()  # A cancelled task may never have seen it.
-            open_.connected(connection)
+    def _accept_queued(self, num_max: int) -> bool:
+        """At most so many; whether there was no error. Raises nothing: the reader that calls this
+        would be called again at once."""
+        try:
+            for _ in range(num_max):
+                try:
+                    client, _address = self._listening.accept()
+                except BlockingIOError:
+                    break
+                except ConnectionAbortedError:
+                    continue
+                except OSError as error:
+                    _log.warning("cannot accept an HTTP connection: %s", error.strerror or error)
+                    self._open.make_room()
+                    return False
+                self._begin(client)
+        except Exception:  # noqa: BLE001 (a bug, which must not end accepting)
+            _log.exception("cannot accept an HTTP connection")
+            return False
+        return True
 
-        connecting.add_done_callback(connected)
+    def _begin(self, client: socket.socket) -> None:
+        """Hands a connection to a protocol of its own; one that cannot be is closed."""
+        connecting: asyncio.Task[Any] | None = None
+        try:
+            client.setblocking(False)
+            connection = self._new_connection()
+            connecting = self._loop.create_task(
+                self._loop.connect_accepted_socket(lambda: connection, client, ssl=self._tls)
+            )
 
-    expiring = asyncio.create_task(_expire(open_))
-    try:
-        while True:
-            try:
-                client, _ = await loop.sock_accept(listening)
-            except ConnectionAbortedError:
-                continue
-            except OSError as error:
-                _log.warning("cannot accept an HTTP connection: %s", error.strerror or error)
-                open_.make_room()
-                await asyncio.sleep(_ACCEPT_RETRY_S)
-                continue
-            begin(client)
-            await asyncio.sleep(0)  # `sock_accept` does not yield while connections are queued.
-    finally:
-        expiring.cancel()
-        open_.close_connecting()
+            def connected(task: asyncio.Task[Any]) -> None:
+                if task.cancelled() or task.exception() is not None:
+                    client.close()  # A cancelled task may never have seen it.
+                self._open.connected(connection)
+
+            connecting.add_done_callback(connected)
+            self._open.accepted(connection, connecting)
+        except Exception:  # noqa: BLE001 (a bug, which concerns this connection alone)
+            _log.exception("an HTTP connection is closed unserved")
+            if connecting is not None:
+                connecting.cancel()
+            client.close()
 
 
 async def _expire(open_: OpenConnections) -> None:
     while True:
         await asyncio.sleep(HTTP_HEADERS_S / 10)
-        open_.close_late()
+        try:
+            open_.close_late()
+        except Exception:  # noqa: BLE001 (a bug; the others have their limits all the same)
+            _log.exception("cannot close an HTTP connection")

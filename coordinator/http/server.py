@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -12,19 +13,19 @@ import uvicorn
 from coordinator.service import CoordinatorService
 from outrider.config import is_loopback
 from outrider.errors import ConfigError, check
-from outrider.limits import HTTP_KEEP_ALIVE_S
+from outrider.limits import HTTP_KEEP_ALIVE_S, HTTP_LAST_REQUEST_S
 from outrider.security.gate import OPEN, Gate
 
 from .app import Metrics, build_app
-from .connections import HttpConnection, OpenConnections, accept, connections_max
+from .connections import BACKLOG, Acceptor, HttpConnection, OpenConnections, connections_max
 from .shown_certificate import ShownCertificate, TlsFiles
 
 if TYPE_CHECKING:
     from outrider.telemetry.http_times import HttpTimes
 
+_log = logging.getLogger(__name__)
+
 _LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
-_BACKLOG: Final = 2048
-"""Connections that the kernel keeps until they are accepted."""
 CLOSE_S: Final = 2.0
 """What requests that were told to end may take to say so."""
 
@@ -84,6 +85,7 @@ class HttpServer:
         self._server = uvicorn.Server(config)
         self._server.lifespan = config.lifespan_class(config)
         self._serving: asyncio.Task[None] | None = None
+        self._failed = False
         self._address = ""
 
     @property
@@ -91,6 +93,11 @@ class HttpServer:
         """host:port that it listens on, once started."""
         check(bool(self._address), "the server has not been started")
         return self._address
+
+    @property
+    def failed(self) -> bool:
+        """Whether a bug has ended it: it takes no connections."""
+        return self._failed
 
     async def start(self) -> None:
         """Listens. Raises `ConfigError` where the address cannot be had."""
@@ -100,26 +107,45 @@ class HttpServer:
         # In place of `uvicorn.Server.startup`, which accepts without limits.
         config, state = self._server.config, self._server.server_state
         open_ = OpenConnections(self._num_max)
-        accepting = asyncio.create_task(
-            accept(listening, config.ssl, open_, lambda: HttpConnection(config, state, open_))
+        acceptor = Acceptor(
+            listening, config.ssl, open_, lambda: HttpConnection(config, state, open_)
         )
+        acceptor.start()
         self._server.servers = []
         self._server.started = True
-        self._serving = asyncio.create_task(self._serve(listening, accepting))
+        self._serving = asyncio.create_task(self._serve(acceptor, open_))
 
-    async def _serve(self, listening: socket.socket, accepting: asyncio.Task[None]) -> None:
+    async def _serve(self, acceptor: Acceptor, open_: OpenConnections) -> None:
         # As `uvicorn.Server.serve`, but signals stay with the process.
-        await self._server.main_loop()
-        accepting.cancel()
-        await asyncio.wait([accepting])
-        await self._server.shutdown(sockets=[listening])
+        try:
+            await self._server.main_loop()
+        except Exception:  # noqa: BLE001 (seen by `failed`)
+            _log.exception("the HTTP server has failed, and stops")
+            self._failed = True
+        acceptor.stop()
+        self._say_last()
+        await open_.drain(HTTP_LAST_REQUEST_S)
+        acceptor.close()
+        await self._server.shutdown()
+
+    def _say_last(self) -> None:
+        """Answers that have not begun say that their connection is closed after them."""
+        state = self._server.server_state
+        state.default_headers = [*state.default_headers, (b"connection", b"close")]
+        for connection in state.connections:
+            cycle = getattr(connection, "cycle", None)
+            if cycle is not None and not cycle.response_started:
+                cycle.default_headers = state.default_headers
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Takes no more requests, and ends those that last longer than `grace_s` seconds: they
-        are told that the server is shutting down."""
+        """Takes no more connections, and on those that it has no more requests after
+        `HTTP_LAST_REQUEST_S`. Ends requests that last longer than `grace_s` seconds: they are told
+        that the server is shutting down."""
         if self._serving is None:
             return
-        self._server.config.timeout_graceful_shutdown = grace_s + CLOSE_S  # type: ignore[assignment]
+        # Counted from when the last requests have come.
+        left_s = max(0.0, grace_s - HTTP_LAST_REQUEST_S) + CLOSE_S
+        self._server.config.timeout_graceful_shutdown = left_s  # type: ignore[assignment]
         self._server.should_exit = True
         await asyncio.wait([self._serving], timeout=grace_s)
         self._closing.set()
@@ -160,7 +186,7 @@ def _bind(host: str, port: int, *, shares_port: bool) -> socket.socket:
             if shares_port:
                 bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             bound.bind(address)
-            bound.listen(_BACKLOG)
+            bound.listen(BACKLOG)
         except OSError:
             bound.close()
             raise

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -21,6 +23,18 @@ class LogFile(RotatingFileHandler):
         super().__init__(path, maxBytes=LOG_BYTES_MAX, backupCount=LOG_FILES_KEPT, encoding="utf-8")
         self._descriptors = descriptors
 
+    def _open(self) -> TextIOWrapper:
+        """For this user alone, as prompts may be in it, and locked as long as a process has it
+        open: `make_room` leaves it there."""
+        while True:
+            file = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            stream = open(file, "a", encoding=self.encoding, errors=self.errors)  # noqa: SIM115
+            with suppress(OSError):  # Some network file systems have no locks.
+                fcntl.flock(stream, fcntl.LOCK_SH)
+            if os.path.exists(self.baseFilename):
+                return stream
+            stream.close()  # Removed before it was locked.
+
     def doRollover(self) -> None:  # noqa: N802 (the library's name)
         """See `RotatingFileHandler.doRollover`."""
         super().doRollover()
@@ -30,19 +44,34 @@ class LogFile(RotatingFileHandler):
 
 
 def make_room(directory: Path, bytes_max: int = LOG_DIRECTORY_BYTES_MAX) -> None:
-    """Removes the log files of a directory that were written to least recently, until the rest have
-    at most so many bytes together with a new one: each replica that comes has files of its own."""
+    """Removes log files of a directory until the rest have at most so many bytes together with a
+    new one: each replica that comes has files of its own. Older files (`.1` and so on) go first,
+    then those of processes that have ended; of each kind those that were written to least recently.
+    The file that a running process writes to stays, even where there is too much."""
     found = []
     for path in directory.glob("*.log*"):
         with suppress(FileNotFoundError):
             status = path.stat()
-            found.append((status.st_mtime, status.st_size, path))
-    num_bytes = LOG_BYTES_MAX * (1 + LOG_FILES_KEPT) + sum(size for _, size, _ in found)
-    for _, size, path in sorted(found):
+            found.append((path.suffix == ".log", status.st_mtime, status.st_size, path))
+    num_bytes = LOG_BYTES_MAX * (1 + LOG_FILES_KEPT) + sum(size for _, _, size, _ in found)
+    for is_current, _, size, path in sorted(found):
         if num_bytes <= bytes_max:
             return
-        path.unlink(missing_ok=True)
-        num_bytes -= size
+        if not (is_current and _is_open(path)):
+            path.unlink(missing_ok=True)
+            num_bytes -= size
+
+
+def _is_open(path: Path) -> bool:
+    """Whether a `LogFile` writes to it; also where that cannot be known."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def rotate(path: Path, bytes_max: int = LOG_BYTES_MAX) -> None:

@@ -13,8 +13,8 @@ import openai
 REFUSED_FOR_NOW: Final = (429, 503)
 RETRY_S: Final = 1.0
 """Until a request is made again that was refused for now ..."""
-RETRIES: Final = 60
-"""... at most so often."""
+RETRIES: Final = 15
+"""... at most so often: a deployment that refuses everybody for longer has failed."""
 TIMEOUT_S: Final = 120.0
 BROKEN: Final = (openai.APIConnectionError, httpx.TransportError)
 """What the death of a coordinator looks like."""

@@ -53,6 +53,34 @@ async def test_a_server_that_is_gone_breaks_the_stream(when: str) -> None:
                 pass
 
 
+async def test_a_deployment_that_refuses_for_long_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After 15 s, of which this test waits for none."""
+    waited: list[float] = []
+    sleep = asyncio.sleep
+
+    async def note(delay_s: float) -> None:
+        waited.append(delay_s)
+        await sleep(0)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n")
+        writer.write(b"connection: close\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    monkeypatch.setattr(http_clients.asyncio, "sleep", note)
+    async with server:
+        with pytest.raises(openai.InternalServerError):
+            async for _ in streamed(f"{host}:{port}", PROMPT, NUM_TOKENS, SEED):
+                pass
+    assert 10 <= sum(waited) <= 15
+
+
 async def test_what_is_refused_for_now_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is refused for good is not."""
     statuses = ["503 Service Unavailable", "429 Too Many Requests", "500 Internal Server Error"]

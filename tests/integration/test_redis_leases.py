@@ -116,3 +116,16 @@ async def test_no_script_touches_keys_of_two_slots(
     assert len(sent) == 8
     for keys, _ in sent:
         assert len({re.findall(r"\{(.*)\}", key)[0] for key in keys}) == 1
+
+
+async def test_a_full_server_renews_leases(store: RedisStore, admin: redis.Redis) -> None:
+    """Else others took the sessions of a coordinator over that runs them."""
+    await store.hold_lease(OWNERS[0])
+    [lease] = [key for key in admin.scan_iter("*") if admin.pttl(key) > 0]
+    admin.pexpire(lease, 100_000)
+    admin.config_set("maxmemory", 1)
+    try:
+        await store.hold_lease(OWNERS[0])
+        assert 0 < admin.pttl(lease) < 100_000 - 10_000
+    finally:
+        admin.config_set("maxmemory", 0)

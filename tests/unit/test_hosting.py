@@ -19,7 +19,8 @@ from outrider.drafting.ngram import NgramDrafter
 from outrider.drafting.suffix import SuffixDrafter
 from outrider.engine.interface import SequenceStep
 from outrider.engine.modules import quantized_linear
-from outrider.errors import BadRequest, ConfigError, SettingError
+from outrider.engine.parallel.meeting import Meeting
+from outrider.errors import BadRequest, ConfigError, SettingError, Unavailable
 from outrider.hosting import (
     STANDARD_ERROR,
     advertised,
@@ -34,6 +35,7 @@ from outrider.hosting import (
     use_threads,
 )
 from outrider.messages import ReplicaDescription
+from outrider.rank_host import RankHost, Seat
 from outrider.replica_host import MeteredService, Traffic
 from outrider.wire.link import Connection
 
@@ -155,6 +157,25 @@ def test_our_own_lines_have_a_level_of_their_own(tmp_path: Path) -> None:
     assert [json.loads(line)["message"] for line in lines] == [
         "news at info", "own at debug", "news at debug",
     ]  # fmt: skip
+
+
+async def test_a_follower_logs_at_the_level_of_its_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gone(*_: object) -> None:
+        raise Unavailable("the leader has gone")
+
+    monkeypatch.setattr(RankHost, "_join", gone)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    before, level = logging.root.handlers[:], logging.root.level
+    try:
+        with pytest.raises(Unavailable):
+            seat = Seat(Meeting("127.0.0.1", 1, 2, 2, b""), rank=1, num_neighbours=2)
+            await RankHost().start(TargetConfig(log_level="debug"), "target", seat, 1.0, "")
+        assert logging.getLogger("outrider").level == logging.DEBUG
+    finally:
+        log_at("notset")
+        logging.basicConfig(handlers=before, level=level, force=True)
 
 
 def test_an_emulated_engine_needs_no_files() -> None:

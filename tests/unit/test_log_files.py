@@ -49,18 +49,59 @@ def test_the_log_of_a_replica_is_bounded(tmp_path: Path, small: None) -> None:
 
 
 def test_replicas_that_have_gone_leave_no_more_than_a_bound(tmp_path: Path, small: None) -> None:
-    """The oldest go first; what is no log stays."""
+    """Rotated files go first, then the oldest; what is no log stays."""
     (tmp_path / "notes.txt").write_bytes(bytes(SMALL))
-    for age in range(10):
+    for age in range(1, 10):
         path = tmp_path / f"draft-{age}.log{'.1' if age % 2 else ''}"
         path.write_bytes(bytes(SMALL))
         os.utime(path, (age, age))
-    log_files.make_room(tmp_path, bytes_max=SMALL * (1 + LOG_FILES_KEPT + 4))
+    log_files.make_room(tmp_path, bytes_max=SMALL * (1 + LOG_FILES_KEPT + 3))
     left = sorted(path.name for path in tmp_path.glob("draft*"))
-    assert left == ["draft-6.log", "draft-7.log.1", "draft-8.log", "draft-9.log.1"]
+    assert left == ["draft-4.log", "draft-6.log", "draft-8.log"]
     assert (tmp_path / "notes.txt").exists()
     log_files.make_room(tmp_path)
-    assert len(list(tmp_path.glob("draft*"))) == 4
+    assert len(list(tmp_path.glob("draft*"))) == 3
+
+
+def test_the_log_of_a_running_replica_stays(tmp_path: Path, small: None) -> None:
+    """However long it has been quiet; once it has ended its log may go."""
+    code = (
+        "import logging, sys; from outrider.hosting import log_to\n"
+        "log_to(sys.argv[1], 'target-0')\n"
+        "logging.getLogger().warning('quiet'); print(flush=True); input()\n"
+    )
+    quiet = tmp_path / "target-0.log"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as running:
+        assert running.stdout is not None
+        running.stdout.readline()
+        os.utime(quiet, (1, 1))
+        for age in range(2, 5):
+            path = tmp_path / f"draft-{age}.log{'.1' if age == 4 else ''}"
+            path.write_bytes(bytes(SMALL))
+            os.utime(path, (age, age))
+        log_files.make_room(tmp_path, bytes_max=SMALL * (3 + LOG_FILES_KEPT))
+        assert {path.name for path in tmp_path.iterdir()} == {"target-0.log", "draft-3.log"}
+        log_files.make_room(tmp_path, bytes_max=1)
+        assert list(tmp_path.iterdir()) == [quiet]
+        running.communicate()
+    log_files.make_room(tmp_path, bytes_max=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_logs_are_for_their_user_alone(tmp_path: Path, small: None) -> None:
+    """After rotations, too."""
+    before = os.umask(0)
+    try:
+        log_to(str(tmp_path), "target-0")
+        for index in range(400):
+            logging.getLogger("outrider").warning("line %d", index)
+    finally:
+        os.umask(before)
+    modes = {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert len(list(tmp_path.iterdir())) == 1 + LOG_FILES_KEPT
+    assert modes == {0o600}
 
 
 def test_the_log_of_a_detached_process_is_bounded(tmp_path: Path) -> None:

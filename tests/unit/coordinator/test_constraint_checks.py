@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from models import byte_level_tokenizer
 
+from coordinator import constraint_checks
 from coordinator.constraint_checks import _Compiler
 from coordinator.prompts import PromptEncoder
 from outrider.constraints.constraint import Constraint
-from outrider.errors import BadRequest, Overloaded
+from outrider.errors import BadRequest, InvariantError, Overloaded
 from outrider.limits import COMPILE_S_MAX
 from outrider.text import TokenizerText
 
@@ -130,6 +131,65 @@ async def test_a_compiler_that_dies_is_started_again() -> None:
             await endless
         await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
         assert compiler_of(prompts) != process_id
+
+
+STUB = """
+import json, os, sys
+input = iter(sys.stdin.readline, "")
+next(input)
+print(json.dumps({"error": None}), flush=True)
+asked = json.loads(next(input))
+if os.path.exists(%(was_here)r):
+    print(json.dumps({"id": asked["id"], "outcome": "compiled"}), flush=True)
+else:
+    open(%(was_here)r, "w").close()
+    os.write(1, open(%(line)r, "rb").read())
+for _ in input:
+    pass
+"""
+"""A compiler whose first process answers with a line, and later ones as they should."""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"junk\n", b"\xff\n", b"5\n", b"[]\n", b'"' + b"a" * 2**17 + b'"\n'],
+    ids=["no JSON", "no UTF-8", "a number", "a list", "too long"],
+)
+async def test_a_compiler_that_writes_no_message_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes
+) -> None:
+    """What it was compiling is refused, to be tried again; closing is no different."""
+    (tmp_path / "line").write_bytes(line)
+    stub = STUB % {"was_here": str(tmp_path / "was here"), "line": str(tmp_path / "line")}
+    monkeypatch.setattr("coordinator.constraint_checks._PROGRAM", stub)
+    async with asyncio.timeout(10), encoder() as prompts:
+        with pytest.raises(Overloaded, match="cannot be compiled now"):
+            await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
+        await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
+
+
+async def test_a_line_that_a_library_prints_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by Python's `print` nor by C's."""
+    printing = (
+        "import os; import coordinator.compiler_process as p; before = p._limit; "
+        "p._limit = lambda: (print('junk', flush=True), os.write(1, b'junk\\n'), before()); "
+    )
+    program = constraint_checks._PROGRAM.replace("from coordinator", printing + "from coordinator")
+    monkeypatch.setattr(constraint_checks, "_PROGRAM", program)
+    async with encoder() as prompts:
+        await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
+
+
+async def test_a_bug_in_a_compilation_leaves_its_trace(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    breaking = "import coordinator.compiler_process as p; p._limit = lambda: {}['a bug']; "
+    program = constraint_checks._PROGRAM.replace("from coordinator", breaking + "from coordinator")
+    monkeypatch.setattr(constraint_checks, "_PROGRAM", program)
+    async with encoder() as prompts:
+        with pytest.raises(InvariantError, match="regex: could not be compiled"):
+            await prompts.check_constraint(Constraint.of_regex("a"), EOS, "a")
+    assert "KeyError: 'a bug'" in capfd.readouterr().err
 
 
 async def test_a_compiler_ends_with_its_coordinator() -> None:

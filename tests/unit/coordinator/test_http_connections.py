@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -15,6 +16,9 @@ import pytest
 from made_certificates import Made
 from test_http_server import FINISHED, STARTED, WAIT_S, Service, serving, trusting
 
+from coordinator.actor import _report_health
+from coordinator.http.connections import OpenConnections
+from coordinator.http.server import HttpOptions, HttpServer
 from coordinator.http.shown_certificate import TlsFiles
 from outrider.generation import Event
 from outrider.security.gate import gate_of
@@ -218,11 +222,10 @@ async def test_a_process_without_descriptors_accepts_again(
 ) -> None:
     """It closes a silent connection, and goes on."""
     failures = [OSError(24, "Too many open files"), ConnectionAbortedError()]
-    loop = asyncio.get_running_loop()
-    accept = loop.sock_accept
+    accept = socket.socket.accept
 
-    async def failing(listening: Any) -> Any:
-        found = await accept(listening)
+    def failing(listening: socket.socket) -> Any:
+        found = accept(listening)
         if failures:
             found[0].close()
             raise failures.pop(0)
@@ -230,11 +233,95 @@ async def test_a_process_without_descriptors_accepts_again(
 
     async with serving(Service(), gate=GATE) as port, connected(port) as silent:
         await asyncio.sleep(0.1)
-        monkeypatch.setattr(loop, "sock_accept", failing)
-        for _ in range(3):  # One was waited for already.
+        monkeypatch.setattr(socket.socket, "accept", failing)
+        for _ in range(2):
             async with connected(port) as pair:
-                await closed_after(pair) if failures else None
+                await closed_after(pair)
+        assert not failures
         async with connected(port) as pair:
             assert await status(pair) == 200
-        assert not failures
         assert await closed_after(silent) < LATE_S
+
+
+async def test_a_bug_in_one_connection_does_not_end_accepting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor one where room is made. The connection that it concerns is closed."""
+    failing = {"accepted": 1, "make_room": 1}
+
+    def breaking(name: str) -> Callable[..., Any]:
+        before = getattr(OpenConnections, name)
+
+        def broken(*arguments: Any) -> Any:
+            if failing[name]:
+                failing[name] -= 1
+                raise RuntimeError("a bug")
+            return before(*arguments)
+
+        return broken
+
+    for name in failing:
+        monkeypatch.setattr(OpenConnections, name, breaking(name))
+    refusals = [OSError(24, "Too many open files")]
+    accept = socket.socket.accept
+
+    def refusing(listening: socket.socket) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return accept(listening)
+
+    async with serving(Service(), gate=GATE) as port:
+        async with connected(port) as pair:
+            assert await closed_after(pair) < LATE_S
+        monkeypatch.setattr(socket.socket, "accept", refusing)
+        for _ in range(2):
+            async with connected(port) as pair:
+                assert await status(pair) == 200
+    assert not refusals
+    assert failing == {"accepted": 0, "make_room": 0}
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_bug_in_expiring_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    close_late = OpenConnections.close_late
+    failures = [RuntimeError("a bug")]
+
+    def breaking(open_: OpenConnections) -> None:
+        if failures:
+            raise failures.pop()
+        close_late(open_)
+
+    monkeypatch.setattr(OpenConnections, "close_late", breaking)
+    async with serving(Service(), gate=GATE) as port, connected(port) as pair:
+        assert await closed_after(pair) < LATE_S
+        assert not failures
+
+
+async def test_a_server_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the coordinator is not healthy then."""
+    server = HttpServer(Service(), HttpOptions())  # type: ignore[arg-type]
+
+    async def broken(_: int) -> bool:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(server._server, "on_tick", broken)
+    monkeypatch.setattr("coordinator.actor.HEALTH_PERIOD_S", 0.01)
+    told = asyncio.Queue[bool]()
+
+    class Healthy:
+        failed = False
+
+        async def healthy(self) -> bool:
+            return True
+
+    class Rpc:
+        async def set_serving(self, serving: bool) -> None:
+            told.put_nowait(serving)
+
+    await server.start()
+    reporting = asyncio.create_task(_report_health(Healthy(), Rpc(), server))  # type: ignore[arg-type]
+    async with asyncio.timeout(WAIT_S):
+        assert await told.get() is False
+        reporting.cancel()
+        await server.stop()
+    assert server.failed

@@ -443,6 +443,29 @@ def test_a_failed_renewal_of_the_lease_ends_nothing() -> None:
     run_virtually(main())
 
 
+def test_closing_commits_and_closes_the_store_whatever_fails_before() -> None:
+    async def main() -> None:
+        b = Bench()
+        await b.service.start()
+        closed: list[str] = []
+
+        def closes(name: str) -> Any:
+            async def close() -> None:
+                closed.append(name)
+                raise RuntimeError(f"{name} does not close")
+
+            return close
+
+        b.service._prompts.close = closes("prompts")  # type: ignore[method-assign]
+        b.store.close = closes("store")  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="prompts does not close"):
+            await b.service.close()
+        assert closed == ["prompts", "store"]
+        assert b.service.failed
+
+    run_virtually(main())
+
+
 def test_a_bug_in_the_commits_is_seen_from_outside_and_leaves_no_orphans() -> None:
     async def main() -> None:
         b = Bench()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -17,6 +18,8 @@ from outrider.errors import ConfigError, SettingError
 from outrider.wire.server import RpcServer, ServerOptions
 
 TIMES = 20
+HAND_OVERS = 6
+NUM_CLIENTS = 8
 
 
 async def healthy(address: str) -> bool:
@@ -68,3 +71,70 @@ async def test_one_http_server_takes_the_port_over_from_another() -> None:
     for _ in range(TIMES):
         await ask()
     await new.stop()
+
+
+async def test_clients_notice_nothing_of_several_hand_overs() -> None:
+    """Neither those that connect for each request, nor those that keep a connection."""
+    server = HttpServer(Service(), HttpOptions(shares_port=True))  # type: ignore[arg-type]
+    await server.start()
+    port = int(server.address.rpartition(":")[2])
+    failures: list[httpx.HTTPError] = []
+    over = asyncio.Event()
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        try:
+            reply = await client.get(f"http://127.0.0.1:{port}/v1/models")
+            assert reply.status_code == 200
+        except httpx.HTTPError as error:
+            failures.append(error)
+
+    async def ask_all_the_time(*, keeps: bool) -> int:
+        num_asked = 0
+        limits = httpx.Limits(max_keepalive_connections=1 if keeps else 0)
+        async with httpx.AsyncClient(limits=limits) as client:
+            while not over.is_set():
+                await ask(client)
+                num_asked += 1
+        return num_asked
+
+    asking = [
+        asyncio.create_task(ask_all_the_time(keeps=index % 2 == 0)) for index in range(NUM_CLIENTS)
+    ]
+    for _ in range(HAND_OVERS):
+        options = HttpOptions(port=port, shares_port=True)
+        old, server = server, HttpServer(Service(), options)  # type: ignore[arg-type]
+        await server.start()
+        await asyncio.sleep(0.1)
+        await old.stop(1.0)
+    over.set()
+    assert min(await asyncio.gather(*asking)) > HAND_OVERS
+    await server.stop()
+    assert not failures
+
+
+async def test_a_request_that_still_comes_is_answered() -> None:
+    """On connections that were queued, accepted, or answered before when the server was told to
+    stop. The answer says that it is the last one."""
+    server = HttpServer(Service(), HttpOptions())  # type: ignore[arg-type]
+    await server.start()
+    port = int(server.address.rpartition(":")[2])
+    request = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    silent, begun, answered = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+    begun[1].write(request[:20])
+    answered[1].write(request)
+    head = await answered[0].readuntil(b"\r\n\r\n")
+    assert b"connection: close" not in head.lower()
+    await asyncio.sleep(0.1)
+    stopping = asyncio.create_task(server.stop(5.0))
+    await asyncio.sleep(0.3)
+    with pytest.raises(OSError, match="Connect call failed"):
+        await asyncio.open_connection("127.0.0.1", port)
+    for (_, writer), left in ((silent, request), (begun, request[20:]), (answered, request)):
+        writer.write(left)
+    async with asyncio.timeout(5):
+        for reader, writer in (silent, begun, answered):
+            told = await reader.read()
+            assert b"HTTP/1.1 200 OK" in told
+            assert b"connection: close" in told.lower()
+            writer.close()
+        await stopping

@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from coordinator.actor import CoordinatorActor
 
 
 class Part:
     """Says when it is ended."""
 
-    def __init__(self, name: str, heard: list[str]) -> None:
+    def __init__(self, name: str, heard: list[str], *, fails: bool = False) -> None:
         self._name = name
         self._heard = heard
+        self._fails = fails
 
     def __getattr__(self, verb: str) -> Any:
         async def end(*_: float) -> None:
             self._heard.append(f"{verb} {self._name}")
             await asyncio.sleep(0.01)
+            if self._fails:
+                raise RuntimeError(f"{self._name} fails")
 
         return end
 
@@ -50,4 +55,22 @@ async def test_it_follows_the_replicas_as_long_as_something_runs() -> None:
     assert heard == [
         "end lease", "withdraw announcer", "stop server", "follows no more", "close service",
         "close announcer",
+    ]  # fmt: skip
+
+
+async def test_it_ends_everything_whatever_one_part_raises() -> None:
+    """The first error of a part that is closed is raised in the end."""
+    heard: list[str] = []
+    names = ("announcer", "server", "http", "gate", "exports")
+    actor = CoordinatorActor()
+    actor._announcer, actor._server, actor._http, actor._gate, actor._exports = (
+        Part(name, heard, fails=True)  # type: ignore[assignment]
+        for name in names
+    )
+    actor._service = Serving("service", heard, fails=True)  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="announcer fails"):
+        await actor.stop(1.0)
+    assert heard == [
+        "end lease", "withdraw announcer", "stop server", "stop http", "close service",
+        "close announcer", "close gate", "close exports",
     ]  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
@@ -17,6 +19,7 @@ from deploy.placement import plan_placement
 from deploy.reconciler import Reconciler
 from outrider.config import DeploymentConfig, load_config
 from outrider.errors import ConfigError
+from outrider.hosting import log_at
 
 
 @pytest.fixture
@@ -64,6 +67,33 @@ async def test_what_is_being_stopped_has_its_end_and_another_one_begins(
         await deployment.start()
     assert old.calls == ["ends", "close", "kill"]
     assert new.calls == ["place", "close", "kill"]
+
+
+@pytest.mark.asyncio
+async def test_a_reconciler_logs_at_the_level_of_its_plan(
+    config: DeploymentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also once that is another one."""
+    is_first = SimpleNamespace(was_current_actor_reconstructed=False)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: is_first)
+    quiet = replace(config, coordinator=replace(config.coordinator, log_level="warning"))
+    plans = [
+        Blueprint(
+            placement=plan_placement(one, {}), deployment="d", log_directory="", local=False,
+            given=one,
+        )
+        for one in (quiet, config)
+    ]  # fmt: skip
+    logger = logging.getLogger("deploy")
+    before = logger.level
+    try:
+        reconciler = Reconciler(plans[0], "namespace")
+        assert logger.level == logging.WARNING
+        reconciler._go_by(plans[1])
+        assert logger.level == logging.INFO
+        await reconciler.close()
+    finally:
+        log_at(logging.getLevelName(before))
 
 
 @pytest.mark.asyncio
