@@ -81,15 +81,16 @@ class Asked:
         loop = asyncio.get_running_loop()
         give_up_at = None
         while True:
-            found = await self._find()
-            if found is None:
-                raise Unavailable("no deployment of this name runs on the Ray cluster")
             try:
-                return await found.call(method, *arguments, timeout_s=timeout_s)
+                found = await self._find()
+                if found is not None:
+                    return await found.call(method, *arguments, timeout_s=timeout_s)
             except Unavailable as error:
                 give_up_at = give_up_at or loop.time() + AWAY_S
                 if isinstance(error.__cause__, TimeoutError) or loop.time() > give_up_at:
                     raise
+            else:
+                raise Unavailable("no deployment of this name runs on the Ray cluster")
             await asyncio.sleep(RETRY_PERIOD_S)
 
     async def change(self, values: Mapping[str, Value]) -> str:

@@ -29,7 +29,15 @@ from outrider.sessions.redis_password import with_password
 
 from .autoscaling import Autoscaling
 from .blueprint import Blueprint
-from .cluster import CALLS_PER_ACTOR_MAX, RECONCILER, Actor, Cluster, Demand, run_task
+from .cluster import (
+    CALLS_PER_ACTOR_MAX,
+    RECONCILER,
+    Actor,
+    Cluster,
+    Demand,
+    asking_head,
+    run_task,
+)
 from .fleet import FIRST_REST_S, REST_S_MAX, Fleet
 from .kept import KeptByRay
 from .models import check_same_tokens, resolve_models
@@ -224,10 +232,11 @@ def start_reconciler(blueprint: Blueprint, namespace: str) -> Actor:
 
 
 async def find_reconciler(namespace: str) -> Actor | None:
-    """The one of a deployment, if there is one."""
+    """The one of a deployment, if there is one. Raises `Unavailable` where Ray's head does not
+    answer."""
     import ray
 
-    with suppress(ValueError):
+    with asking_head(), suppress(ValueError):
         handle = await asyncio.to_thread(ray.get_actor, RECONCILER, namespace)
         return Actor(Demand(RECONCILER, 0, 0), handle)
     return None
