@@ -19,7 +19,7 @@ from outrider.settings import Value
 
 from .cluster import Actor
 from .ray_connection import RayConnection
-from .ray_token import use_token
+from .ray_token import forget_token, use_token
 from .reconciler import find_reconciler
 
 AWAY_S: Final = 60.0
@@ -60,12 +60,16 @@ async def asked(where: Whereabouts) -> AsyncIterator[Asked]:
     be reached."""
     if where.token is not None:
         use_token(where.token)
-    connection = RayConnection(where.address, where.namespace)
-    await connection.connect()
     try:
-        yield Asked(lambda: find_reconciler(where.namespace))
+        connection = RayConnection(where.address, where.namespace)
+        await connection.connect()
+        try:
+            yield Asked(lambda: find_reconciler(where.namespace))
+        finally:
+            await connection.disconnect()
     finally:
-        await connection.disconnect()
+        if where.token is not None:
+            forget_token()
 
 
 class Asked:
