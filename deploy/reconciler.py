@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
+from outrider.errors import Unavailable
 from outrider.fleet.redis_registry import RedisRegistry
 from outrider.hosting import Place, log_to
 from outrider.sessions.redis_password import with_password
@@ -91,9 +92,10 @@ class Reconciler:
 
     async def place(self) -> None:
         """See `Fleet.place`."""
-        await self._do(self._fleet.place())
+        # First, for one that Ray restarts from now on goes by what is kept.
         await self._autoscaling.begin()
         await self._rollout.begin()
+        await self._do(self._fleet.place())
 
     async def begin(self, *roles: Role) -> None:
         """See `Fleet.begin`."""
@@ -164,6 +166,11 @@ class Reconciler:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._fleet.close()
+        try:
+            await self._autoscaling.forget()
+            await self._rollout.begin()
+        except Unavailable as error:
+            _log.warning("changes of this deployment are still kept: %s", error)
         await self._registry.close()
 
     async def _do(self, work: Any) -> None:
