@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from outrider.errors import Unavailable
+from outrider.errors import SettingError, Unavailable
 from outrider.fleet.redis_registry import RedisRegistry
 from outrider.hosting import Place, log_to
 from outrider.sessions.redis_password import with_password
@@ -66,7 +66,13 @@ class Reconciler:
 
         log_to(blueprint.log_directory, RECONCILER)
         cluster = Cluster(namespace, local=blueprint.local)
-        self._registry = RedisRegistry(with_password(blueprint.redis), blueprint.deployment)
+        redis = blueprint.redis
+        self._no_password: SettingError | None = None
+        try:
+            redis = with_password(redis)
+        except SettingError as error:  # A method tells: Ray flattens what a constructor raises.
+            self._no_password = error
+        self._registry = RedisRegistry(redis, blueprint.deployment)
         self._fleet = Fleet(cluster, blueprint, self._registry, self._tell)
         kept = KeptByRay(namespace)
         self._autoscaling = Autoscaling(kept, self._registry, blueprint.policy)
@@ -91,7 +97,8 @@ class Reconciler:
         return Place(os.getpid(), socket.gethostname())
 
     async def place(self) -> None:
-        """See `Fleet.place`."""
+        """See `Fleet.place`. Raises `SettingError` where its machine has no password of Redis."""
+        self._check_password()
         # First, for one that Ray restarts from now on goes by what is kept.
         await self._autoscaling.begin()
         await self._rollout.begin()
@@ -185,6 +192,7 @@ class Reconciler:
             await asyncio.wait([after])
         try:
             if returns:
+                self._check_password()
                 await self._rollout.return_to()
                 await self._autoscaling.return_to()
                 await self._fleet.adopt()
@@ -203,6 +211,10 @@ class Reconciler:
             _log.exception("the fleet is not looked after any more")
             await asyncio.sleep(FIRST_REST_S)
             os._exit(1)  # Ray starts this again.
+
+    def _check_password(self) -> None:
+        if self._no_password is not None:
+            raise self._no_password
 
     def _go_by(self, plan: Blueprint) -> None:
         self._fleet.go_by(plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from kept_in_memory import KeptInMemory
 from deploy import reconciler as module
 from deploy.fleet import Fleet
 from deploy.reconciler import Reconciler
-from outrider.errors import Unavailable
+from outrider.errors import SettingError, Unavailable
 from outrider.fleet.registry import MemoryRegistry
 
 
@@ -46,3 +47,23 @@ async def test_what_an_earlier_deployment_kept_is_gone_before_anything_is_placed
         assert kept.texts["policy"] == ("" if failure is None else texts["policy"])
         assert kept.texts["changes"] == ""
         seen.clear()
+
+
+async def test_a_machine_without_the_password_of_redis_is_told_by_a_method(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An error of the constructor would come as Ray's text of a traceback."""
+    monkeypatch.delenv("OUTRIDER_REDIS_PASSWORD", raising=False)
+    monkeypatch.setattr(
+        ray, "get_runtime_context",
+        lambda: SimpleNamespace(was_current_actor_reconstructed=False),
+    )  # fmt: skip
+    monkeypatch.setattr(module, "log_to", lambda *_: None)
+    blueprint = World(redis_url="redis://h:1").blueprint
+    config = blueprint.placement.config
+    asking = replace(config.coordinator.redis, asks_for_password=True)
+    config = replace(config, coordinator=config.coordinator.reaching(asking))
+    blueprint = replace(blueprint, placement=replace(blueprint.placement, config=config))
+    found = Reconciler(blueprint, "outrider-d")
+    with pytest.raises(SettingError, match="redis_password: is not known on"):
+        await found.place()
