@@ -99,6 +99,7 @@ class CoordinatorActor:
                 config.grpc_port,
                 reflection=config.serves_reflection,
                 shares_port=config.shares_ports,
+                takes_over=config.takes_over_ports,
                 guards=(KeyGuard(gate),) if gate.asks_for_keys else (),
                 credentials=_front_credentials(config),
             ),
@@ -135,8 +136,9 @@ class CoordinatorActor:
             times = HttpTimes(self._exports.meter)
             metrics = None if self._exports.scrape is None else self._exports.scrape.render
         options = HttpOptions(
-            config.host, config.port, config.shares_ports, metrics, gate, tls, times
-        )
+            config.host, config.port, config.shares_ports, config.takes_over_ports,
+            metrics, gate, tls, times,
+        )  # fmt: skip
         self._http = HttpServer(service, options)
         await self._http.start()
         return advertised(config.host, self._http.address)

@@ -19,7 +19,7 @@ from outrider.settings import Value
 
 from .cluster import Actor
 from .ray_connection import RayConnection
-from .ray_token import use_token
+from .ray_token import forget_token, use_token
 from .reconciler import find_reconciler
 
 AWAY_S: Final = 60.0
@@ -60,12 +60,16 @@ async def asked(where: Whereabouts) -> AsyncIterator[Asked]:
     be reached."""
     if where.token is not None:
         use_token(where.token)
-    connection = RayConnection(where.address, where.namespace)
-    await connection.connect()
     try:
-        yield Asked(lambda: find_reconciler(where.namespace))
+        connection = RayConnection(where.address, where.namespace)
+        await connection.connect()
+        try:
+            yield Asked(lambda: find_reconciler(where.namespace))
+        finally:
+            await connection.disconnect()
     finally:
-        await connection.disconnect()
+        if where.token is not None:
+            forget_token()
 
 
 class Asked:
@@ -81,15 +85,16 @@ class Asked:
         loop = asyncio.get_running_loop()
         give_up_at = None
         while True:
-            found = await self._find()
-            if found is None:
-                raise Unavailable("no deployment of this name runs on the Ray cluster")
             try:
-                return await found.call(method, *arguments, timeout_s=timeout_s)
+                found = await self._find()
+                if found is not None:
+                    return await found.call(method, *arguments, timeout_s=timeout_s)
             except Unavailable as error:
                 give_up_at = give_up_at or loop.time() + AWAY_S
                 if isinstance(error.__cause__, TimeoutError) or loop.time() > give_up_at:
                     raise
+            else:
+                raise Unavailable("no deployment of this name runs on the Ray cluster")
             await asyncio.sleep(RETRY_PERIOD_S)
 
     async def change(self, values: Mapping[str, Value]) -> str:

@@ -37,6 +37,10 @@ class Autoscaling:
         """Forgets what a deployment of this name had before. Raises `Unavailable`."""
         await self._kept.save("policy", self.policy.to_json())
 
+    async def forget(self) -> None:
+        """Keeps no policy any more, at the end of a deployment. Raises `Unavailable`."""
+        await self._kept.save("policy", "")
+
     async def return_to(self) -> None:
         """Goes by the bounds that held when another one had the care of the fleet."""
         while True:

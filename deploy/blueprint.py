@@ -141,9 +141,10 @@ class Blueprint:
         return replace(demand, name=name), ACTORS[role], RankHost
 
     def config(
-        self, role: Role, name: str, slot: int
+        self, role: Role, name: str, slot: int, *, takes_over: bool = False
     ) -> CoordinatorConfig | TargetConfig | DraftConfig:
-        """What a replica is told; `slot` is its place among those of its role."""
+        """What a replica is told; `slot` is its place among those of its role. One that
+        `takes_over` begins while another replica of this deployment still has that place."""
         config = self._config
         member = Membership(
             redis=self.redis, deployment=self.deployment, name=name,
@@ -154,6 +155,7 @@ class Blueprint:
             return replace(
                 own, membership=member, grpc_port=self._port(own.grpc_port, slot),
                 port=self._port(own.port, slot), shares_ports=self.local,
+                takes_over_ports=takes_over and self.local,
             )  # fmt: skip
         if role == "target":
             port = self._port(config.target.port, slot)

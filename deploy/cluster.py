@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -19,6 +19,18 @@ RECONCILER: Final = "reconciler"
 """Name of the actor that places the others."""
 _RANK: Final = "-rank-"
 """Between a replica's name and the rank of a follower."""
+
+
+@contextmanager
+def asking_head() -> Iterator[None]:
+    """Around calls of Ray's head (GCS). Raises `Unavailable` where it does not answer."""
+    from ray.exceptions import RayError
+
+    try:
+        yield
+    except (RayError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise Unavailable(f"the Ray head does not answer: {reason}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +115,11 @@ class Actor:
             raise Unavailable(f"the {self.name} actor died: {reason}") from error
 
     async def kill(self) -> None:
-        """Ends the actor's process at once."""
+        """Ends the actor's process at once. Raises `Unavailable`."""
         import ray
 
-        await asyncio.to_thread(ray.kill, self._handle)
+        with asking_head():
+            await asyncio.to_thread(ray.kill, self._handle)
 
 
 class Cluster:
@@ -194,13 +207,14 @@ class Cluster:
         return found
 
     async def clear(self) -> None:
-        """Ends at once whatever is there."""
+        """Ends at once whatever is there. Raises `Unavailable`."""
         import ray
 
-        for name in await self._names():
-            with suppress(ValueError):
-                ray.kill(await asyncio.to_thread(ray.get_actor, name, self.namespace))
-        await self.give_back()
+        with asking_head():
+            for name in await self._names():
+                with suppress(ValueError):
+                    ray.kill(await asyncio.to_thread(ray.get_actor, name, self.namespace))
+            await self.give_back()
 
     async def _names(self) -> set[str]:
         from ray.util import list_named_actors

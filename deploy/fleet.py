@@ -256,7 +256,8 @@ class Fleet:
 
     async def _begin(self, one: Replica) -> None:
         plan = self.blueprint
-        config = plan.config(one.role, one.name, one.slot)
+        takes_over = any(other is not one and other.slot == one.slot for other in self.of(one.role))
+        config = plan.config(one.role, one.name, one.slot, takes_over=takes_over)
         await one.begin(config, plan.log_directory, plan.model_timeout_s)
 
     async def _live(self, one: Replica, work: Callable[[Replica], Awaitable[None]]) -> None:

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Literal, Protocol, TypeVar
 
-from outrider.errors import Unavailable
+from .cluster import asking_head
 
 T = TypeVar("T")
 Topic = Literal["changes", "policy"]
@@ -56,10 +56,5 @@ class KeptByRay:
 
 
 async def _called(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    from ray.exceptions import RayError
-
-    try:
+    with asking_head():
         return await asyncio.to_thread(function, *arguments, **options)
-    except (RayError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise Unavailable(f"the Ray head does not answer: {reason}") from error

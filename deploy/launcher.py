@@ -16,6 +16,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -301,16 +302,27 @@ class Deployment:
 
     async def stop(self) -> None:
         """Lets running requests end within `stop_timeout_s`, and what is left of their steps within
-        as long again; then stops everything that was started. Repeating it does nothing."""
+        as long again; then stops everything that was started. Repeating it does nothing. Raises
+        `Unavailable` where replicas may be left on a cluster elsewhere, as its head is away."""
         for task in self._following:
             task.cancel()
         await asyncio.gather(*self._following, return_exceptions=True)
-        reconciler, self._reconciler = self._reconciler, None
-        if reconciler is not None:
-            await self._end(reconciler)
-        # Ray's processes end with it, and with them whoever still talks to Redis.
-        await self.ray.disconnect()
-        self._secrets.forget()
+        async with AsyncExitStack() as ending:  # Each step is made, even if one before it fails.
+            ending.push_async_callback(self._stop_redis)
+            ending.callback(self._secrets.forget)
+            # Ray's processes end with it, and with them every client of Redis.
+            ending.push_async_callback(self.ray.disconnect)
+            reconciler, self._reconciler = self._reconciler, None
+            if reconciler is None:
+                return
+            try:
+                await self._end(reconciler)
+            except Unavailable as error:
+                if not self.ray.local:
+                    raise
+                _log.warning("the replicas end with Ray's processes: %s", error)
+
+    async def _stop_redis(self) -> None:
         if self._redis is not None:
             await asyncio.to_thread(self._redis.stop)
             self._redis = None
@@ -326,8 +338,10 @@ class Deployment:
             except OutriderError as error:  # It may have died, and be about to return.
                 _log.warning("the replicas do not end in order: %s", error)
                 await asyncio.sleep(FOLLOW_PERIOD_S)
-        await reconciler.kill()
-        await Cluster(self.ray.namespace, local=self.ray.local).clear()
+        try:
+            await reconciler.kill()
+        finally:
+            await Cluster(self.ray.namespace, local=self.ray.local).clear()
 
 
 async def _tend(redis: EmbeddedRedis) -> None:

@@ -19,7 +19,7 @@ from outrider.config import deployment_settings
 from outrider.errors import ConfigError, InvariantError, SettingError
 from outrider.limits import LOG_BYTES_MAX, LOG_FILES_KEPT
 
-from .ray_token import TOKEN_FILE, forget_token, new_token, use_token
+from .ray_token import PATH, TOKEN_FILE, forget_token, new_token, use_token
 from .secrets import Secrets
 
 OBJECT_STORE_BYTES: Final = 100 * 2**20
@@ -90,7 +90,14 @@ class RayConnection:
                     log_to_driver=False,
                     **options,
                 )
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except ray.exceptions.AuthenticationError as error:
+            reason = str(error).partition("\n")[0]
+            raise SettingError(
+                "address",
+                f"the Ray cluster is not reached without its token ({reason}); give the file that "
+                f"holds it by {PATH}",
+            ) from error
+        except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
             reason = " ".join(str(error).split())
             raise SettingError("address", f"cannot start or reach Ray: {reason}") from error
         self._connected = True
@@ -102,7 +109,14 @@ class RayConnection:
             import ray
 
             self._connected = False
-            await asyncio.to_thread(ray.shutdown)
+            try:
+                await asyncio.to_thread(ray.shutdown)
+            finally:
+                await self._clean_up()
+        else:
+            await self._clean_up()
+
+    async def _clean_up(self) -> None:
         if self.token is not None:
             forget_token()
             self.token = None

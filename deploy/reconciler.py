@@ -23,13 +23,22 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
+from outrider.errors import SettingError, Unavailable
 from outrider.fleet.redis_registry import RedisRegistry
 from outrider.hosting import Place, log_at, log_to
 from outrider.sessions.redis_password import with_password
 
 from .autoscaling import Autoscaling
 from .blueprint import Blueprint
-from .cluster import CALLS_PER_ACTOR_MAX, RECONCILER, Actor, Cluster, Demand, run_task
+from .cluster import (
+    CALLS_PER_ACTOR_MAX,
+    RECONCILER,
+    Actor,
+    Cluster,
+    Demand,
+    asking_head,
+    run_task,
+)
 from .fleet import FIRST_REST_S, REST_S_MAX, Fleet
 from .kept import KeptByRay
 from .models import check_same_tokens, resolve_models
@@ -58,7 +67,13 @@ class Reconciler:
         log_to(blueprint.log_directory, RECONCILER)
         log_at(blueprint.placement.config.coordinator.log_level)
         cluster = Cluster(namespace, local=blueprint.local)
-        self._registry = RedisRegistry(with_password(blueprint.redis), blueprint.deployment)
+        redis = blueprint.redis
+        self._no_password: SettingError | None = None
+        try:
+            redis = with_password(redis)
+        except SettingError as error:  # A method tells: Ray flattens what a constructor raises.
+            self._no_password = error
+        self._registry = RedisRegistry(redis, blueprint.deployment)
         self._fleet = Fleet(cluster, blueprint, self._registry, self._tell)
         kept = KeptByRay(namespace)
         self._autoscaling = Autoscaling(kept, self._registry, blueprint.policy)
@@ -83,10 +98,12 @@ class Reconciler:
         return Place(os.getpid(), socket.gethostname())
 
     async def place(self) -> None:
-        """See `Fleet.place`."""
-        await self._do(self._fleet.place())
+        """See `Fleet.place`. Raises `SettingError` where its machine has no password of Redis."""
+        self._check_password()
+        # First, for one that Ray restarts from now on goes by what is kept.
         await self._autoscaling.begin()
         await self._rollout.begin()
+        await self._do(self._fleet.place())
 
     async def begin(self, *roles: Role) -> None:
         """See `Fleet.begin`."""
@@ -157,6 +174,11 @@ class Reconciler:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._fleet.close()
+        try:
+            await self._autoscaling.forget()
+            await self._rollout.begin()
+        except Unavailable as error:
+            _log.warning("changes of this deployment are still kept: %s", error)
         await self._registry.close()
 
     async def _do(self, work: Any) -> None:
@@ -171,6 +193,7 @@ class Reconciler:
             await asyncio.wait([after])
         try:
             if returns:
+                self._check_password()
                 await self._rollout.return_to()
                 await self._autoscaling.return_to()
                 await self._fleet.adopt()
@@ -189,6 +212,10 @@ class Reconciler:
             _log.exception("the fleet is not looked after any more")
             await asyncio.sleep(FIRST_REST_S)
             os._exit(1)  # Ray starts this again.
+
+    def _check_password(self) -> None:
+        if self._no_password is not None:
+            raise self._no_password
 
     def _go_by(self, plan: Blueprint) -> None:
         log_at(plan.placement.config.coordinator.log_level)
@@ -226,10 +253,11 @@ def start_reconciler(blueprint: Blueprint, namespace: str) -> Actor:
 
 
 async def find_reconciler(namespace: str) -> Actor | None:
-    """The one of a deployment, if there is one."""
+    """The one of a deployment, if there is one. Raises `Unavailable` where Ray's head does not
+    answer."""
     import ray
 
-    with suppress(ValueError):
+    with asking_head(), suppress(ValueError):
         handle = await asyncio.to_thread(ray.get_actor, RECONCILER, namespace)
         return Actor(Demand(RECONCILER, 0, 0), handle)
     return None

@@ -38,7 +38,7 @@ KEPT: Final = {
     "redis_password_file": "sessions stay in their Redis",
     "redis_sentinel_password": "sessions stay in their Redis",
     "redis_key_prefix": "sessions stay in their Redis",
-    "api_key": "a deployment keeps its keys; those in a file may change",
+    "api_key": "a deployment keeps its keys; give an --api-key-file, whose keys may change",
     "num_targets": "use `outrider scale`",
     "num_drafts": "use `outrider scale`",
     "num_coordinators": "use `outrider scale`",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +17,7 @@ from outrider.config import is_loopback
 from outrider.errors import ConfigError, check
 from outrider.limits import HTTP_KEEP_ALIVE_S, HTTP_LAST_REQUEST_S
 from outrider.security.gate import OPEN, Gate
+from outrider.wire.ports import is_taken
 
 from .app import Metrics, build_app
 from .connections import BACKLOG, Acceptor, HttpConnection, OpenConnections, connections_max
@@ -39,7 +42,10 @@ class HttpOptions:
     port: int = 0
     """0 = any free port."""
     shares_port: bool = False
-    """Whether another server that does so, too, may listen on the same port."""
+    """Whether a later server that has `takes_over` may listen on the same port."""
+    takes_over: bool = False
+    """Whether the port may be held by a server that `shares_port`, whose place this one takes.
+    Else a port that another process holds is refused."""
     metrics: Metrics | None = None
     """None = they are off."""
     gate: Gate = OPEN
@@ -102,7 +108,7 @@ class HttpServer:
     async def start(self) -> None:
         """Listens. Raises `ConfigError` where the address cannot be had."""
         options = self._options
-        listening = _bind(options.host, options.port, shares_port=options.shares_port)
+        listening = _bind(options)
         self._address = f"{_in_url(self._options.host)}:{listening.getsockname()[1]}"
         # In place of `uvicorn.Server.startup`, which accepts without limits.
         config, state = self._server.config, self._server.server_state
@@ -175,15 +181,18 @@ def _tls(files: TlsFiles | None) -> dict[str, Any]:
     }
 
 
-def _bind(host: str, port: int, *, shares_port: bool) -> socket.socket:
+def _bind(options: HttpOptions) -> socket.socket:
+    host, port = options.host, options.port
     try:
+        if port and not options.takes_over and is_taken(host, port):
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
         family, kind, number, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         bound = socket.socket(family, kind, number)
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if shares_port:
+            if options.shares_port:
                 bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             bound.bind(address)
             bound.listen(BACKLOG)

@@ -23,6 +23,7 @@ from outrider.config import deployment_settings
 from outrider.errors import OutriderError
 from outrider.hosting import available_cores
 from outrider.sessions.redis_address import RedisAddress
+from outrider.sessions.redis_password import with_password
 
 from .masking import masked_environment, masked_settings
 
@@ -188,16 +189,16 @@ def _named_redis_version() -> str | None:
         return None
     from redis.exceptions import RedisError
 
-    username, password, ca_file, sentinel_password = (
+    username, password, password_file, ca_file, sentinel_password = (
         os.environ.get(f"OUTRIDER_REDIS_{name}", "")
-        for name in ("USERNAME", "PASSWORD", "CA_FILE", "SENTINEL_PASSWORD")
+        for name in ("USERNAME", "PASSWORD", "PASSWORD_FILE", "CA_FILE", "SENTINEL_PASSWORD")
     )
     address = RedisAddress(
         url=url, key_prefix="", username=username, password=password, ca_file=ca_file,
-        sentinel_password=sentinel_password,
+        sentinel_password=sentinel_password, password_file=password_file,
     )  # fmt: skip
     try:
-        return asyncio.run(_redis_version(address))
+        return asyncio.run(_redis_version(with_password(address)))
     except (OutriderError, RedisError, ValueError, OSError) as error:
         return f"does not answer ({type(error).__name__})"
 

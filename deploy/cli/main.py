@@ -20,6 +20,7 @@ from typing import Any, Final, NoReturn, Protocol
 from deploy.state import ERROR_PREFIX
 from outrider.errors import BadRequest, ConfigError, OutriderError
 
+from . import secret_words
 from .naming import spoken
 from .progress import add_common_flags, begin_progress, progress
 
@@ -88,8 +89,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code."""
-    command, parsed = parse(sys.argv[1:] if arguments is None else arguments)
+    """Runs one command; returns the exit code. Without `arguments` it runs this process's own, and
+    starts it again where its command line has secrets."""
+    command, parsed = parse(secret_words.own_words() if arguments is None else arguments)
+    if arguments is None:
+        secret_words.leave_out()
     return _run(command, parsed)
 
 

@@ -29,17 +29,16 @@ from deploy.state import (
     state_directory,
     withdraw,
 )
-from outrider.config import deployment_settings
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.fleet.registry import Role
 from outrider.telemetry.log_files import LogFile
 
+from . import secret_words
 from .naming import program
 from .progress import progress
 from .settings import (
     add_setting_flags,
     deployment_config,
-    given_flags,
     public_settings,
 )
 
@@ -261,7 +260,7 @@ def _serve_detached(state: Path, arguments: argparse.Namespace) -> int:
     """Starts this command again in a session of its own, and waits until it is ready or gone."""
     with exclusive(state):
         pass  # Another deployment is noticed here, with a better message than from a log.
-    words, environment = _without_secrets(arguments)
+    words, environment = _detached(arguments)
     log_path = state / LOG_NAME
     read_end, write_end = os.pipe()
     log_path.unlink(missing_ok=True)
@@ -308,24 +307,12 @@ def _ready_word(ready: int, log_path: Path) -> bytes:
                 return os.read(ready, len(_READY))
 
 
-def _without_secrets(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    """The words and the variables of the detached process: who lists processes sees its words, and
-    only its owner its variables."""
-    words, environment = [], dict(os.environ)
-    secrets = {one.flag: one for one in deployment_settings().values() if one.secret}
-    given = iter(arguments.words)
-    for word in given:
-        flag, has_value, _ = word.partition("=")
-        if flag in secrets:
-            if not has_value:
-                next(given, None)
-        elif word not in ("--detach", "--json", "--quiet", "-q"):
-            words.append(word)
-    flags = given_flags(arguments)
-    for one in secrets.values():
-        if one.key in flags:
-            environment[one.variable] = str(flags[one.key])
-    return words, environment
+def _detached(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """The words and the variables of the detached process. Other users see its words, but not its
+    variables."""
+    words, secret = secret_words.split(arguments.words)
+    own = ("--detach", "--json", "--quiet", "-q")
+    return [word for word in words if word not in own], secret_words.environment_with(secret)
 
 
 def _explain(code: int, state: Path) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from deploy.asking import Whereabouts, asked
 from deploy.locks import whole_paths
-from deploy.rollout import check_changes
+from deploy.rollout import KEPT, check_changes
 from outrider.config import configuration, deployment_settings
 from outrider.errors import SettingError, Unavailable
 from outrider.settings import Value, merge
@@ -47,10 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
     if "target" in arguments:
         arguments.setting_model = arguments.target
     check_wait(arguments.wait)
-    if "api_key" in given_flags(arguments):
-        raise SettingError(
-            "api_key", "a deployment keeps its keys; give an --api-key-file, whose keys may change"
-        )
+    for key in SECRETS:  # What runs does not tell them, so they cannot be compared.
+        if key in given_flags(arguments):
+            raise SettingError(key, f"cannot change while a deployment runs: {KEPT[key]}")
     values = whole_paths(
         merge(deployment_settings(), arguments.config, os.environ, given_flags(arguments))
     )
@@ -81,6 +80,7 @@ async def _upgrade(
             key: value for key, value in values.items()
             if key not in SECRETS and given[key] != value
             and not (key == "address" and where.elsewhere)
+            and not (key == "deployment_name" and value == where.deployment)
         }  # fmt: skip
         check_changes(given, changes)
         configuration({**given, **changes})  # What does not go together shows here.

@@ -173,6 +173,9 @@ class CoordinatorConfig(FrontConfig):
     shares_ports: bool = False
     """Whether another coordinator, which comes in the place of this one, may listen on its ports
     before this one has ended."""
+    takes_over_ports: bool = False
+    """Whether this one comes in the place of a coordinator of its deployment that may still listen
+    on its ports. Else ports that are in use are refused."""
     target_address: str = ""
     """HOST:PORT of the target, where it is not announced ..."""
     draft_address: str = ""

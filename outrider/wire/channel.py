@@ -36,7 +36,8 @@ _BOTH_ENDS: tuple[tuple[str, int], ...] = (
 
 def server_options(*, shares_port: bool = False) -> list[tuple[str, int]]:
     """Options of a server. One that `shares_port` listens beside another that does, as long as both
-    run; the kernel gives each new connection to one of them (SO_REUSEPORT)."""
+    run; the kernel gives each new connection to one of them (SO_REUSEPORT). It does so whosever
+    the other is: see `ServerOptions.takes_over`."""
     return [
         *_BOTH_ENDS,
         # Tolerate the pings of clients that follow the same settings, with room for jitter.

@@ -29,6 +29,7 @@ from grpc_reflection.v1alpha import reflection
 from outrider.errors import BadRequest, ConfigError, check
 from outrider.limits import SESSIONS_PER_COORDINATOR_MAX
 from outrider.wire.channel import server_options
+from outrider.wire.ports import is_taken
 from outrider.wire.status import abort
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -60,7 +61,10 @@ class ServerOptions:
     credentials: grpc.ServerCredentials | None = None
     """TLS; None = plain text."""
     shares_port: bool = False
-    """Whether another server that does so, too, may listen on the same port."""
+    """Whether a later server that has `takes_over` may listen on the same port."""
+    takes_over: bool = False
+    """Whether the port may be held by a server that `shares_port`, whose place this one takes.
+    Else a port that another process holds is refused."""
     guards: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = ()
     """Each call passes them, in this order."""
 
@@ -95,12 +99,15 @@ class RpcServer:
     async def start(self) -> int:
         """Listens, and returns the port. Raises `ConfigError` where the address cannot be had."""
         await self.set_serving(False)
-        address = _join(self._options.host, self._options.port)
+        options = self._options
+        address = _join(options.host, options.port)
         try:
-            if self._options.credentials is None:
+            if options.port and not options.takes_over and is_taken(options.host, options.port):
+                raise RuntimeError("another process listens there")
+            if options.credentials is None:
                 self._port = self._server.add_insecure_port(address)
             else:
-                self._port = self._server.add_secure_port(address, self._options.credentials)
+                self._port = self._server.add_secure_port(address, options.credentials)
         except RuntimeError as error:
             raise ConfigError(
                 f"cannot listen on {address}: the port is taken (0 = any free one), or the host "

@@ -31,18 +31,19 @@ async def healthy(address: str) -> bool:
 
 
 async def test_one_grpc_server_takes_the_port_over_from_another() -> None:
-    """Each new connection is served before, while and after both run. A server that does not share
-    is refused, and so is a deployment on that port."""
+    """Each new connection is served before, while and after both run. A server that does not take
+    over is refused, whether it would share or not, and so is a deployment on that port."""
     old = RpcServer([], ServerOptions(shares_port=True))
     port = await old.start()
     await old.set_serving(True)
-    new = RpcServer([], ServerOptions(port=port, shares_port=True))
+    new = RpcServer([], ServerOptions(port=port, shares_port=True, takes_over=True))
     assert await new.start() == port
     await new.set_serving(True)
     for _ in range(TIMES):
         assert await healthy(old.address)
-    with pytest.raises(ConfigError, match="the port is taken"):
-        await RpcServer([], ServerOptions(port=port)).start()
+    for shares in (False, True):  # Another deployment's coordinator would share its own port, too.
+        with pytest.raises(ConfigError, match="the port is taken"):
+            await RpcServer([], ServerOptions(port=port, shares_port=shares)).start()
     with pytest.raises(SettingError, match="cannot listen on"):
         check_before_start(load_config({"engine": "emulated:", "grpc_port": port}, {}))
     await old.stop()
@@ -55,7 +56,8 @@ async def test_one_http_server_takes_the_port_over_from_another() -> None:
     old = HttpServer(Service(), HttpOptions(shares_port=True))  # type: ignore[arg-type]
     await old.start()
     port = int(old.address.rpartition(":")[2])
-    new = HttpServer(Service(), HttpOptions(port=port, shares_port=True))  # type: ignore[arg-type]
+    options = HttpOptions(port=port, shares_port=True, takes_over=True)
+    new = HttpServer(Service(), options)  # type: ignore[arg-type]
     await new.start()
 
     async def ask() -> None:
@@ -65,8 +67,10 @@ async def test_one_http_server_takes_the_port_over_from_another() -> None:
 
     for _ in range(TIMES):
         await ask()
-    with pytest.raises(ConfigError, match="cannot listen on"):
-        await HttpServer(Service(), HttpOptions(port=port)).start()  # type: ignore[arg-type]
+    for shares in (False, True):
+        options = HttpOptions(port=port, shares_port=shares)
+        with pytest.raises(ConfigError, match=r"cannot listen on .*Address already in use"):
+            await HttpServer(Service(), options).start()  # type: ignore[arg-type]
     await old.stop()
     for _ in range(TIMES):
         await ask()

@@ -88,7 +88,9 @@ def test_coordinators_of_one_machine_share_ports_with_those_that_they_replace() 
         assert (elsewhere.in_place, elsewhere.keeps_ports) == ((), ())
         for found in (plan, elsewhere):
             told: Any = found.config("coordinator", "coordinator-9", 0)
-            assert told.shares_ports is found.local
+            assert (told.shares_ports, told.takes_over_ports) == (found.local, False)
+            told = found.config("coordinator", "coordinator-9", 0, takes_over=True)
+            assert told.takes_over_ports is found.local
 
 
 def test_what_a_replica_asks_for_bears_its_name() -> None:

@@ -172,12 +172,17 @@ def test_a_coordinator_has_the_ports_of_the_one_that_it_replaces() -> None:
             await asyncio.sleep(10)
             assert ports(world) == slots
             old = world.names("coordinator")
+            added = world.actor(old[-1]).config
+            assert not added.takes_over_ports, "it has a port of its own, which must be free"
             await world.upgrade(deadline_ms=999 + len(slots))
             for _ in range(600):
                 assert ports(world) == slots
                 assert len(world.names("coordinator")) <= len(slots) + 1
                 await asyncio.sleep(0.1)
             assert not {*world.names("coordinator")} & {*old}
+            assert all(
+                world.actor(one).config.takes_over_ports for one in world.names("coordinator")
+            )
             assert len(world.names("coordinator")) == len(slots)
 
     play(scene, num_coordinators=2, grpc_port=7000)

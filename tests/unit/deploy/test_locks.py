@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from deploy.cli import serve
+from deploy.cli import secret_words, serve
 from deploy.cli.connection import shown_key, trust_of
 from deploy.cli.main import main
 from deploy.cli.masking import masked_environment, masked_settings
@@ -136,24 +138,60 @@ def test_the_key_of_this_machines_commands_is_its_owners_alone(tmp_path: Path) -
     assert not (tmp_path / KEY_NAME).exists()
 
 
-def test_a_detached_process_is_not_told_secrets_by_its_words(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Which everybody sees who lists processes."""
-    monkeypatch.setenv("OUTRIDER_API_KEY", "of-the-environment")
+def test_a_detached_process_is_not_told_secrets_by_its_words() -> None:
+    """Which other users see. What follows `--` is no flag."""
     arguments = parsed("--api-key", KEY, "--api-key=another-key-123456", "--max-num-seqs", "3")
-    words, environment = serve._without_secrets(arguments)
+    words, environment = serve._detached(arguments)
     assert words == ["serve", "--max-num-seqs", "3"]
-    assert environment["OUTRIDER_API_KEY"] == f"{KEY},another-key-123456"
-    words, environment = serve._without_secrets(parsed())
+    handed = json.loads(environment[secret_words.VARIABLE])
+    assert handed == ["--api-key", KEY, "--api-key=another-key-123456"]
+    words, environment = serve._detached(parsed())
     assert words == ["serve"]
-    assert environment["OUTRIDER_API_KEY"] == "of-the-environment"
-    url = "redis://:secret@h:1"
-    arguments = parsed("--redis-url", url, "--redis-password=other", "--redis-username", "me")
-    words, environment = serve._without_secrets(arguments)
-    assert words == ["serve", "--redis-username", "me"]
-    assert environment["OUTRIDER_REDIS_URL"] == url
-    assert environment["OUTRIDER_REDIS_PASSWORD"] == "other"  # noqa: S105 (of no server)
+    assert secret_words.VARIABLE not in environment
+    flags = ["--redis-url", "redis://:secret@h:1", "--redis-password=other", "--redis-username"]
+    assert secret_words.split([*flags, "me", "--", "--api-key", "x"]) == (
+        ["--redis-username", "me", "--", "--api-key", "x"], flags[:3],
+    )  # fmt: skip
+
+
+SHOWS = """
+import json, os
+from pathlib import Path
+from deploy.cli import generate, main, settings
+
+def run(arguments):
+    print(json.dumps({
+        "words": Path("/proc/self/cmdline").read_text(), "flags": settings.given_flags(arguments),
+        "variables": dict(os.environ), "prompt": arguments.prompt,
+    }))
+    return 0
+
+generate.run = run
+main.main()
+"""
+
+
+def test_a_command_runs_without_secrets_among_its_words() -> None:
+    """Ray's head keeps them, too: they are what `ray.init` finds for its process."""
+    flags = ("--redis-password", "hidden-1", "--api-key=hidden-2", "--api-key", "hidden-3")
+    words = ("generate", *flags, "--max-num-seqs", "3", "--", "--api-key")
+    done = subprocess.run(
+        [sys.executable, "-c", SHOWS, *words], capture_output=True, text=True, timeout=60,
+        check=True,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert found["words"].split("\0")[3:-1] == [
+        "generate",
+        "--max-num-seqs",
+        "3",
+        "--",
+        "--api-key",
+    ]
+    assert found["flags"] == {
+        "redis_password": "hidden-1", "api_key": "hidden-2,hidden-3", "max_num_seqs": "3",
+    }  # fmt: skip
+    assert "hidden" not in found["words"] + json.dumps(found["variables"])
+    assert found["prompt"] == "--api-key"
 
 
 def test_a_command_shows_one_key(monkeypatch: pytest.MonkeyPatch) -> None:

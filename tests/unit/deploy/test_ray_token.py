@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import pytest
 
+from deploy import ray_token
 from deploy.ray_token import check_asks_for_token
 from outrider.errors import SettingError
 
@@ -63,3 +66,19 @@ def test_a_head_that_answers_strangers_is_refused(
 def test_a_head_that_does_neither_is_no_proof(address: str) -> None:
     with pytest.raises(SettingError, match=r"is not known \(UNAVAILABLE\)"):
         check_asks_for_token(address)
+
+
+def test_a_users_own_variables_are_as_before_once_a_token_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray_token, "_read_again", lambda: None)
+    monkeypatch.setenv(ray_token.MODE, "token")
+    monkeypatch.setenv(ray_token.TOKEN, "own")
+    monkeypatch.delenv(ray_token.PATH, raising=False)
+    for name in ("one", "other"):
+        ray_token.use_token(Path(name))
+        assert os.environ[ray_token.PATH] == name
+        assert ray_token.TOKEN not in os.environ
+    ray_token.forget_token()
+    found = {name: text for name, text in os.environ.items() if name.startswith("RAY_AUTH")}
+    assert found == {ray_token.MODE: "token", ray_token.TOKEN: "own"}

@@ -91,7 +91,13 @@ def test_without_a_wait_what_is_left_is_told(
         (("--num-targets", "3"), "--num-targets: cannot be another one while a deployment runs"),
         (("--address", "other:1"), "--address: cannot be another one while a deployment runs"),
         (("--internal-tls-dir", "tls"), "--internal-tls-dir: cannot be turned on or off"),
-        (("--api-key", "k" * 20), "--api-key: a deployment keeps its keys"),
+        (
+            ("--api-key", "k" * 20),
+            "--api-key: cannot change while a deployment runs: a deployment k",
+        ),
+        (("--redis-url", "redis://other"), "--redis-url: cannot change while a deployment runs"),
+        (("--redis-password", "p"), "--redis-password: cannot change while a deployment runs"),
+        (("--redis-sentinel-password", "p"), "--redis-sentinel-password: cannot change while"),
         (("--ngram-min", "5", "--ngram-max", "4"), "--ngram-min: "),
         (("--wait", "-1"), "--wait: -1.0 is wrong"),
     ],
@@ -122,6 +128,15 @@ def test_where_a_deployment_is_elsewhere_its_address_is_no_change(
     fleet.given = fleet_of
     assert main(["upgrade", *words]) == 0
     assert ray.opened == [("far:2", "outrider-there")]
+    assert fleet.changes == [{"max_num_seqs": 7}]
+
+
+def test_the_name_that_a_deployment_made_for_itself_is_no_change(
+    fleet: Fleet, ray: Connections
+) -> None:
+    """Its settings have none."""
+    fleet.given = load_config({**GIVEN, "deployment_name": ""}, {})
+    assert main(["upgrade", "--deployment-name", "d", "--max-num-seqs", "7"]) == 0
     assert fleet.changes == [{"max_num_seqs": 7}]
 
 

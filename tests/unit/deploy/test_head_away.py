@@ -1,0 +1,110 @@
+"""What commands and a stop do while Ray's head does not answer, or wants a token. Ray itself is
+not started: its calls fail as they do then."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from deploy import asking
+from deploy.asking import Asked
+from deploy.cluster import Actor, Cluster, Demand
+from deploy.launcher import Deployment
+from deploy.ray_connection import RayConnection
+from deploy.reconciler import find_reconciler
+from outrider.config import load_config
+from outrider.errors import SettingError, Unavailable
+
+SETTINGS = {"engine": "emulated:vocab_size=10", "draft_model": "emulated", "address": "head:1"}
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise ray.exceptions.GetTimeoutError("the GCS is away")
+
+
+async def test_calls_of_a_head_that_is_away_are_unavailable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray, "get_actor", fail)
+    monkeypatch.setattr(ray, "kill", fail)
+    monkeypatch.setattr("ray.util.list_named_actors", fail)
+    for call in (
+        find_reconciler("outrider-d"), Actor(Demand("x", 0, 0), None).kill(),
+        Cluster("outrider-d", local=False).clear(),
+    ):  # fmt: skip
+        with pytest.raises(Unavailable, match=r"the Ray head does not answer: .*GCS is away"):
+            await call
+
+
+async def test_a_head_that_comes_back_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "RETRY_PERIOD_S", 0.0)
+    away = [Unavailable("the Ray head does not answer")] * 3
+
+    class Reconciler:
+        async def call(self, *_: Any, **__: Any) -> str:
+            return "answer"
+
+    async def find() -> Any:
+        if away:
+            raise away.pop()
+        return Reconciler()
+
+    assert await Asked(find).call("ends") == "answer"
+
+
+@pytest.mark.parametrize("local", [True, False])
+async def test_a_stop_makes_every_step_while_the_head_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
+) -> None:
+    """Where replicas may be left elsewhere it says so."""
+    done: list[str] = []
+
+    class Lost:
+        async def call(self, *_: Any, **__: Any) -> Any:
+            return None
+
+        async def kill(self) -> None:
+            raise Unavailable("the Ray head does not answer")
+
+    class Redis:
+        def stop(self) -> None:
+            done.append("redis")
+
+    async def note(name: str) -> None:
+        done.append(name)
+
+    deployment: Any = Deployment(load_config(SETTINGS, {}), tmp_path)
+    deployment.ray.local = local
+    deployment._reconciler, deployment._redis = Lost(), Redis()
+    monkeypatch.setattr(Cluster, "clear", lambda self: note("clear"))
+    monkeypatch.setattr(deployment.ray, "disconnect", lambda: note("disconnect"))
+    monkeypatch.setattr(deployment._secrets, "forget", lambda: done.append("secrets"))
+    if local:
+        await deployment.stop()
+    else:
+        with pytest.raises(Unavailable, match="does not answer"):
+            await deployment.stop()
+    assert done == ["clear", "disconnect", "secrets", "redis"]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ray.exceptions.AuthenticationError("no token\nlong advice"), "RAY_AUTH_TOKEN_PATH"),
+        (ray.exceptions.RaySystemError("broken"), "cannot start or reach Ray"),
+    ],
+)
+async def test_a_cluster_that_is_not_joined_is_a_wrong_address(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
+    def init(**_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(SettingError, match=f"address: .*{said}"):
+        await RayConnection("head:1", "outrider-d").connect()
+    assert "RAY_AUTH_TOKEN_PATH" not in os.environ
