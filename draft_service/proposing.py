@@ -113,6 +113,12 @@ class Proposer:
         """Names who knows, on any thread, whether anything has come since a step began."""
         self._has_news = has_news
 
+    def looks_ahead(self, item: DraftItem) -> bool:
+        """Whether tokens of the rounds behind an item may be drawn before these are asked for; may
+        be called on any thread."""
+        wants = item.look_ahead > 0 and item.head.constraint is None
+        return wants and self._look_ahead is not None
+
     @property
     def figures(self) -> StepFigures:
         """See `StepWorker.figures`."""
@@ -213,8 +219,7 @@ class Proposer:
         if not isinstance(admission, Admitted):
             return admission
         aligned = admission.aligned
-        looks_ahead = item.look_ahead > 0 and head.constraint is None
-        if admission.is_whole and looks_ahead and self._look_ahead is not None:
+        if admission.is_whole and self._look_ahead is not None and self.looks_ahead(item):
             return self._look_ahead.begin(
                 item, question.sampling, aligned.committed, aligned.new_tokens
             )
