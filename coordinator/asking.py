@@ -45,10 +45,11 @@ class Patience:
         )
 
     def with_draft_deadline(self, draft_deadline_ms: int | None) -> Patience:
-        """This one, for a session that says how much time a round gives its draft."""
+        """This one, for a session that says how much time a round gives its draft, if that is
+        less."""
         if draft_deadline_ms is None:
             return self
-        return replace(self, draft_answer_s=draft_deadline_ms / 1e3)
+        return replace(self, draft_answer_s=min(self.draft_answer_s, draft_deadline_ms / 1e3))
 
 
 def budget_us(seconds: float) -> int:

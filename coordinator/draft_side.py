@@ -312,7 +312,8 @@ class DraftSide:
             return
         self._rest()
         try:
-            self._send(number, num_draft_tokens)
+            budget = budget_us(self._patience.draft_answer_s)
+            self._send(number, num_draft_tokens, budget=budget)
         except (LinkLost, Overloaded):
             return  # Still away; the next probe comes after the rest.
 
