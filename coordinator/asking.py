@@ -53,7 +53,9 @@ class Patience:
 
 
 def budget_us(seconds: float) -> int:
-    """Time that is left to draft, as a message says it: at least 1, as 0 is no bound."""
+    """Time that is left to draft, as a message says it: 0 for infinity, else at least 1."""
+    if seconds == math.inf:
+        return 0
     return max(1, min(round(seconds * 1e6), DRAFT_DEADLINE_MS_MAX * 1000))
 
 

@@ -78,6 +78,26 @@ def test_a_proposal_that_comes_behind_its_time_is_used(late_s: float) -> None:
     with_draft(link, test)
 
 
+def test_a_round_that_is_not_timed_has_all_its_tokens_however_late() -> None:
+    """What it waits for may depend on its own numbers. It goes on without a replica that is lost
+    alone."""
+    link = ScriptedLink()
+
+    async def test(draft: DraftSide, one: Session) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(200.0, lambda: link.on_answer(proposal(link.sent[0])))
+        drafted = await draft.propose(1, 3, NOISE, patience_s=0.02, is_timed=False)
+        assert (drafted.by_replica, len(drafted.proposal), loop.time()) == (True, 3, 200.0)
+        loop.call_later(1.0, lambda: link.on_lost(LinkLost("gone")))
+        assert not (await draft.propose(2, 3, NOISE, is_timed=False)).by_replica
+        assert loop.time() == 201.0
+        await asyncio.sleep(PATIENCE.draft_retry_s)
+        await draft.propose(3, 3, NOISE, is_timed=False)
+
+    with_draft(link, test)
+    assert [item.budget_us for item in link.sent] == [0, 0, 0]
+
+
 def test_a_proposal_whose_time_ran_out_is_used_as_far_as_it_goes() -> None:
     """Drawn tokens are never dropped. Of one without any a look-up fills in, and the draft is asked
     for the next round."""
