@@ -3,6 +3,7 @@ drafting takes then depends on the tokens that are drawn."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -211,3 +212,44 @@ def test_no_time_is_told_at_once_where_a_constraint_keeps_a_session_from_looking
     )
     assert found.lengths.keys() == {0}
     assert found.waits == {DEADLINE_MS / 1e3}
+
+
+@pytest.mark.parametrize("beside_ms", [None, 60_000])
+def test_a_proposal_does_not_wait_for_those_drafted_beside_it(beside_ms: int | None) -> None:
+    """One with 250 ms has an answer a pass later at most, with what it has drawn; the other goes on
+    and has all the tokens that it has alone."""
+
+    async def main() -> None:
+        engine = ToyEngine(vocab_size=VOCAB, salt=DRAFT_SALT, pass_s=0.1)
+        proposer = Proposer(ModelDrafter(engine), engine, TokenBudget(512, 8))
+        executor = InlineExecutor(engine.take_step_seconds)
+        service = DraftService(
+            proposer, executor, DESCRIPTION, stated_seconds=lambda: engine.stated_seconds
+        )
+        pool: ReplicaPool[DraftItem, DraftAnswer] = ReplicaPool("draft")
+        pool.admit("r0", MemoryLink(service), DESCRIPTION)
+
+        async def drafted(name: int, deadline_ms: int | None, num_tokens: int) -> Any:
+            new = NewSession(f"{name:032x}", "", "me", 7, Rule.TOKEN, "{}", PROMPT)
+            session = Session.opened(new)
+            berth = Berth(pool, session.session_id, 1, b"k", preferred="r0", weights="")
+            patience = Patience(1.0, 4.0, 0.1, 60.0, 2.0).with_draft_deadline(deadline_ms)
+            stand_in: Any = NoLookUp()
+            side = DraftSide(berth, HeadWriter(session, PLAIN, 1e9), patience, stand_in)
+            noise = RoundNoise(7, Rule.TOKEN, len(PROMPT))
+            return await side.propose(1, num_tokens, noise)
+
+        short, long = await asyncio.gather(drafted(1, 250, 8), drafted(2, beside_ms, 16))
+        await service.drain()
+        service.check_integrity()
+        alone = await drafted(3, None, 16)
+        await service.drain()
+        service.check_integrity()
+        await service.close()
+        assert (short.by_replica, short.seconds) == (True, pytest.approx(0.3))
+        assert 0 < len(short.proposal) < 8
+        assert short.proposal.token_ids == alone.proposal.token_ids[: len(short.proposal)]
+        assert long.proposal.open() == alone.proposal.open()
+        assert long.seconds == pytest.approx(alone.seconds)
+
+    run_virtually(main())
