@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from draft_service.model_drafter import ModelDrafter
+from draft_service.model_drafter import ModelDrafter, Unended
 from outrider.drafting.drafter import DraftRequest
 from outrider.engine.interface import Engine, SequenceStep
-from outrider.errors import OutriderError, SettingError
+from outrider.errors import InvariantError, OutriderError, SettingError
 from outrider.limits import LOOK_AHEAD_MAX, SEED_MAX
 from outrider.speculation.decision import Outcome, decide
 from outrider.speculation.fan_out import RANKS_MAX, FanOut
@@ -126,6 +126,8 @@ class _Session:
         [proposal] = self._drafter.propose([request])
         if isinstance(proposal, OutriderError):
             raise proposal
+        if isinstance(proposal, Unended):
+            raise InvariantError("a proposal without a deadline ends in its call")
         return proposal
 
     def _run(self, engine: Engine, proposal: Proposal) -> torch.Tensor:

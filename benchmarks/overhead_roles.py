@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from outrider.config import CoordinatorConfig, TargetConfig
@@ -125,8 +125,10 @@ async def _coordinating(
             length_control=False,  # What is measured are rounds with drafts.
             run_ahead_rounds=config.run_ahead_rounds,
             max_sessions=config.max_sessions,
-            patience=Patience.of(config).with_draft_deadline(
-                config.target_timeout_ms  # One that stalls is to be measured, not done without.
+            patience=replace(
+                Patience.of(config),
+                # One that stalls is to be measured, not done without.
+                draft_answer_s=config.target_timeout_ms / 1e3,
             ),
         ),
         store=ClockedStore(await RedisStore.connect(setup["redis_url"]), clock),

@@ -45,14 +45,17 @@ class Patience:
         )
 
     def with_draft_deadline(self, draft_deadline_ms: int | None) -> Patience:
-        """This one, for a session that says how much time a round gives its draft."""
+        """This one, for a session that says how much time a round gives its draft, if that is
+        less."""
         if draft_deadline_ms is None:
             return self
-        return replace(self, draft_answer_s=draft_deadline_ms / 1e3)
+        return replace(self, draft_answer_s=min(self.draft_answer_s, draft_deadline_ms / 1e3))
 
 
 def budget_us(seconds: float) -> int:
-    """Time that is left to draft, as a message says it: at least 1, as 0 is no bound."""
+    """Time that is left to draft, as a message says it: 0 for infinity, else at least 1."""
+    if seconds == math.inf:
+        return 0
     return max(1, min(round(seconds * 1e6), DRAFT_DEADLINE_MS_MAX * 1000))
 
 

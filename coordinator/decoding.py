@@ -151,7 +151,7 @@ class Decoding:
         room = self._length_max - self._session.length - length.num_draft_tokens
         siblings = fitting(length.siblings, room)
         drafted = await self._draft.propose(
-            index, length.num_draft_tokens, noise, siblings, length.patience_s
+            index, length.num_draft_tokens, noise, siblings, length.patience_s, length.is_timed
         )
         self._observer.drafted(
             len(drafted.proposal),

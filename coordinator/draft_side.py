@@ -19,7 +19,7 @@ from outrider.errors import (
     check,
     error_from_code,
 )
-from outrider.limits import LOOK_AHEAD_BYTES_MAX, SILENT_DRAFT_S
+from outrider.limits import LOOK_AHEAD_BYTES_MAX, SILENT_DRAFT_S, STEP_S_MAX
 from outrider.messages import (
     DraftAnswer,
     DraftItem,
@@ -106,11 +106,13 @@ class DraftSide:
         noise: RoundNoise,
         siblings: tuple[int, ...] = (),
         patience_s: float = math.inf,
+        is_timed: bool = True,
     ) -> Drafted:
         """See `Drafts.propose`: the replica's, or the stand-in's where the replica is away or
         silent, refuses, or had no time for a first token. The replica is told how much time there
         is and decides itself, before each draw, whether to make it: a proposal that has been drawn
-        is never given up for being late, as how late it is may depend on its tokens."""
+        is never given up for being late, as how late it is may depend on its tokens. A round that
+        is not timed waits until its replica is lost, or a step of that must have hung."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         if (self._berth.is_left or self._is_rejected) and self._move():
@@ -137,15 +139,16 @@ class DraftSide:
         reply: ProposalReply | None = None
         is_late = False
         if self._present or self._heard_again():
-            budget_s = min(patience_s, self._patience.draft_answer_s)
+            budget_s = min(patience_s, self._patience.draft_answer_s) if is_timed else math.inf
+            wait_s = (budget_s if is_timed else STEP_S_MAX) + SILENT_DRAFT_S
             try:
-                async with asyncio.timeout(budget_s + SILENT_DRAFT_S):
+                async with asyncio.timeout(wait_s):
                     reply = await self._ask(number, num_draft_tokens, siblings, start + budget_s)
             except (TimeoutError, OutriderError) as error:
                 is_late = isinstance(error, TimeoutError | DeadlineExceeded)
                 self._lose(error)
         else:
-            self._probe(number, num_draft_tokens)
+            self._probe(number, num_draft_tokens, is_timed)
         self._held = reply
         if reply is not None and reply.out_of_time and not reply.proposal:
             is_late = True
@@ -306,13 +309,14 @@ class DraftSide:
         self._present = self._mailbox.heard
         return self._present
 
-    def _probe(self, number: int, num_draft_tokens: int) -> None:
+    def _probe(self, number: int, num_draft_tokens: int, is_timed: bool) -> None:
         """Asks an absent draft now and then without waiting; an answer makes it present."""
         if asyncio.get_running_loop().time() < self._ask_again_at:
             return
         self._rest()
         try:
-            self._send(number, num_draft_tokens)
+            budget = budget_us(self._patience.draft_answer_s if is_timed else math.inf)
+            self._send(number, num_draft_tokens, budget=budget)
         except (LinkLost, Overloaded):
             return  # Still away; the next probe comes after the rest.
 

@@ -82,9 +82,11 @@ class Drafts(Protocol):
         noise: RoundNoise,
         siblings: tuple[int, ...] = (),
         patience_s: float = math.inf,
+        is_timed: bool = True,
     ) -> Drafted:
         """A proposal of at most `num_draft_tokens` tokens, with as many `siblings` beside each at
-        most, drawn in so many seconds. Never raises for a draft's sake."""
+        most, drawn in so many seconds, or, unless it `is_timed`, without any bound of time. Never
+        raises for a draft's sake."""
         ...
 
     def next_wanted(self, length: RoundLength, room: int) -> NextWanted:

@@ -255,7 +255,8 @@ class LengthControl:
     def fix(self) -> None:
         """From the next round that is planned on, asks for the K that promises most by now, behind
         the rounds that are sure to be plain. `note` makes no difference any more: neither what this
-        session's rounds show nor how long they take is learned."""
+        session's rounds show nor how long they take is learned. From the next round that begins on,
+        no time bounds the drafting."""
         if self._fixed is None:
             drafted, plain = self._options()
             self._fixed = _best((plain, *drafted)).num_draft_tokens
@@ -274,6 +275,7 @@ class LengthControl:
             max(0, min(self._next.num_draft_tokens, num_left - 2)),
             current.patience_s,
             self._next.siblings,
+            is_timed=self._fixed is None,
         )
 
     def note(self, played: PlayedRound) -> None:

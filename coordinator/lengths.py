@@ -28,6 +28,9 @@ class RoundLength:
     """How long its proposal is worth drawing for, beside what bounds every wait."""
     next_siblings: tuple[int, ...] = ()
     """Candidates that the next round asks for beside its draft tokens."""
+    is_timed: bool = True
+    """Whether times may bound the drafting for this round, or for the next one where the target
+    drafts that with this one's verdict: not where they may tell of the round's own numbers."""
 
 
 @dataclass(frozen=True, slots=True)

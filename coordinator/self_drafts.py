@@ -35,7 +35,7 @@ class SelfDrafts:
     ) -> None:
         """The stand-in goes before the target if it expects `confident` of its tokens to be
         accepted; None = never. The target has `draft_s` seconds to draft a proposal."""
-        self._budget_us = 0 if draft_s == math.inf else budget_us(draft_s)
+        self._budget_us = budget_us(draft_s)
         self._session = session
         self._stand_in = stand_in
         self._confident = confident
@@ -66,6 +66,7 @@ class SelfDrafts:
         noise: RoundNoise,
         siblings: tuple[int, ...] = (),
         patience_s: float = math.inf,
+        is_timed: bool = True,
     ) -> Drafted:
         """See `Drafts.propose`. It waits for nothing. Whose proposal it is depends on what the
         stand-in may look at, and not on what the target has proposed."""
@@ -93,7 +94,8 @@ class SelfDrafts:
         if self._is_rejected:
             return NOTHING_WANTED
         siblings = fitting(length.next_siblings[: length.next_max], room - length.next_max)
-        self._wanted = NextWanted(length.next_max, siblings, budget_us=self._budget_us)
+        budget = self._budget_us if length.is_timed else 0
+        self._wanted = NextWanted(length.next_max, siblings, budget_us=budget)
         return self._wanted
 
     def hear(self, reply: VerdictReply) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from draft_service.model_drafter import Branch, ModelDrafter
+from draft_service.model_drafter import Branch, ModelDrafter, Unended
 from outrider.drafting.drafter import DraftRequest
 from outrider.drafting.lookup import LookupDrafter
 from outrider.engine.interface import SequenceStep
@@ -33,10 +33,14 @@ class HybridDrafter:
         self._min_score = min_score
         self._model_tokens = model_tokens
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal | OutriderError]:
-        """See `ModelDrafter.propose`. A request for no tokens is the model's: it runs a prefix."""
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal | OutriderError | Unended]:
+        """See `ModelDrafter.propose`. A request for no tokens is the model's: it runs a prefix; so
+        is one that the model goes on with."""
         guesses = [self._lookup.guess(request).within(request) for request in requests]
-        confident = [guess.score >= self._min_score for guess in guesses]
+        confident = [
+            guess.score >= self._min_score and not request.goes_on
+            for request, guess in zip(requests, guesses, strict=True)
+        ]
         left = [
             self._models_part(request)
             for request, sure in zip(requests, confident, strict=True)

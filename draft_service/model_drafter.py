@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -36,6 +37,14 @@ _SLOWER_SHARE: Final = 0.25
 """Weight of a call in what a draw is taken to last, if it was slower than that; else it is that."""
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Unended:
+    """A proposal that has not ended, and that its drafter goes on with."""
+
+    token_ids: tuple[int, ...]
+    """What it has so far."""
 
 
 class Branch:
@@ -126,32 +135,61 @@ class ModelDrafter:
         """`entries_max` bounds the support of each draft distribution."""
         self._engine = engine
         self._entries_max = entries_max
+        self._growing: dict[str, Branch] = {}
+        """By session: what has not ended."""
         self._draw_s = 0.0
         """What a draw takes where several are made in one call, with its pass; 0 = not known."""
         self.vocabulary = ReducedVocabulary.of(engine.info.logit_token_ids)
         """The tokens that its logits are of; None = all of them."""
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal | OutriderError]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal | OutriderError | Unended]:
         """See `FallibleDrafter.propose`. The engine must hold a proper prefix of each request's
-        tokens. A request for no tokens runs the prefix all the same, so that it is held when one
-        comes. Raises what the engine's first pass raises."""
-        branches = [self.begin(request) for request in requests]
+        tokens, or what was run of one that goes on. A request for no tokens runs the prefix all the
+        same, so that it is held when one comes. Once the time of a proposal that has ended is
+        over, those that have not are left `Unended`. Raises what the engine's first pass raises,
+        unless a proposal that goes on is part of it."""
+        branches = [self._begin_or_go_on(request) for request in requests]
         active = [branch for branch in branches if branch is not None]
-        at_once = [branch for branch in active if _needs_no_look(branch) and branch.goes_on()]
-        if not self._grow_at_once(at_once):
+        kept = [branch for branch in active if branch.request.session_id in self._growing]
+        fresh = [branch for branch in active if branch not in kept]
+        at_once = [branch for branch in fresh if _needs_no_look(branch) and branch.goes_on()]
+        if not self._grow_at_once(at_once, active):
             at_once = []
+        by_step = [branch for branch in kept if branch.goes_on()]
+        by_step += [branch for branch in fresh if branch not in at_once]
         try:
             with torch.inference_mode():
-                self._grow([branch for branch in active if branch not in at_once])
+                self._grow(by_step, active)
         except Exception:
             # Nobody gets a proposal: nobody has run any of it.
             for branch in at_once:
                 self._undo_all(branch)
             raise
-        return [EMPTY_PROPOSAL if branch is None else branch.result() for branch in branches]
+        return [EMPTY_PROPOSAL if branch is None else self._result(branch) for branch in branches]
+
+    def _begin_or_go_on(self, request: DraftRequest) -> Branch | None:
+        """A branch that goes on has ended if it has lost its pages: what was drawn is proposed."""
+        if not request.goes_on:
+            self._growing.pop(request.session_id, None)
+            return self.begin(request)
+        branch = self._growing[request.session_id]
+        length = len(branch.request.token_ids) + len(branch.token_ids) - len(branch.unseen)
+        if self._engine.length(request.session_id) != length:
+            branch.num_wanted = len(branch.token_ids)
+        return branch
+
+    def _result(self, branch: Branch) -> Proposal | OutriderError | Unended:
+        session_id = branch.request.session_id
+        if branch.token_ids and not branch.is_whole:
+            branch.unseen = (branch.token_ids[-1],)
+            self._growing[session_id] = branch
+            return Unended(tuple(branch.token_ids))
+        self._growing.pop(session_id, None)
+        return branch.result()
 
     def release(self, session_id: str) -> None:
         """See `Drafter.release`."""
+        self._growing.pop(session_id, None)
         self._engine.release(session_id)
 
     def copied(self, request: DraftRequest, assumed: Sequence[int] = ()) -> Proposal | None:
@@ -178,7 +216,7 @@ class ModelDrafter:
         then, or all of them, or an error. Returns the logits of other sequences' steps, which run
         beside them. Raises what the engine's pass raises."""
         at_once = [branch for branch in branches if not branch.token_ids and _needs_no_look(branch)]
-        if not self._grow_at_once(at_once):
+        if not self._grow_at_once(at_once, at_once):
             at_once = []
         others = [branch for branch in branches if branch not in at_once]
         steps = [*beside, *map(_step, others)]
@@ -189,9 +227,9 @@ class ModelDrafter:
             self._draw(others, logits[len(beside) :])
         return logits[: len(beside)]
 
-    def _grow_at_once(self, branches: Sequence[Branch]) -> bool:
-        """Each branch to its length in one call of the engine; False, and nothing has changed,
-        where that cannot be done."""
+    def _grow_at_once(self, branches: Sequence[Branch], beside: Sequence[Branch]) -> bool:
+        """Each branch to its length in one call of the engine, or as far as there is time for all
+        of those `beside` it; False, and nothing has changed, where that cannot be done."""
         engine = self._engine
         if not branches or not isinstance(engine, ChainEngine):
             return False
@@ -199,7 +237,10 @@ class ModelDrafter:
             Drawing(branch.request.sampling, branch.request.rule, branch.request.noise)
             for branch in branches
         ]
-        counts = [branch.deadline.num_draws(branch.num_wanted, self._draw_s) for branch in branches]
+        own = [branch.deadline.num_draws(branch.num_wanted, self._draw_s) for branch in branches]
+        longest = max(own)
+        together = min(other.deadline.num_draws(longest, self._draw_s) for other in beside)
+        counts = [min(num, together) for num in own]
         num_depths = max(counts)
         draws = DeviceDraws(drawings, num_depths, self._entries_max, self.vocabulary)
         began = time.perf_counter()
@@ -211,9 +252,9 @@ class ModelDrafter:
             draw_s = (time.perf_counter() - began) / num_depths
             is_slower = 0.0 < self._draw_s < draw_s
             self._draw_s += (draw_s - self._draw_s) * (_SLOWER_SHARE if is_slower else 1.0)
-        for index, (branch, num_draws) in enumerate(zip(branches, counts, strict=True)):
-            branch.deadline.has_cut |= num_draws < branch.num_wanted
-            branch.num_wanted = num_draws
+        for index, (branch, num_own) in enumerate(zip(branches, own, strict=True)):
+            branch.deadline.has_cut |= num_own < branch.num_wanted
+            branch.num_wanted, num_draws = num_own, counts[index]
             for depth in range(num_draws):
                 try:
                     token_id, q = draws.read(drawn[depth, index], index)
@@ -223,27 +264,26 @@ class ModelDrafter:
                 branch.add((token_id,), q)
         return True
 
-    def _grow(self, active: list[Branch]) -> None:
-        """Each branch to its length: one pass over all that lack a token, then their draws."""
-        depth = 0
+    def _grow(self, active: list[Branch], together: Sequence[Branch]) -> None:
+        """Each branch to its length: one pass over all that lack a token, then their draws. It
+        stops between two passes once the time of one of those `together` is over that has ended:
+        its answer leaves with the step."""
         while active:
             try:
                 logits = self._engine.forward([_step(branch) for branch in active])
-            except Exception:
-                if depth == 0:
+            except Exception as error:
+                if not any(branch.token_ids for branch in active):
                     raise
                 # If the engine is beyond help, the first pass of the next step says so.
-                logger.exception("%d drafts end after %d tokens", len(active), depth)
+                logger.exception("%d drafts end early", len(active))
                 for branch in active:
-                    self._undo_last_pass(branch)
+                    self.end(branch, error)
                 return
-            if depth == 0:
-                active, rows = _that_go_on(active, logits)
-            else:
-                rows = logits
+            active, rows = _that_go_on(active, logits)
             active = self._draw(active, rows)
-            depth += 1
             active = [branch for branch in active if branch.goes_on()]
+            if any(other.deadline.is_over and other not in active for other in together):
+                return
 
     def _draw(self, branches: list[Branch], rows: list[torch.Tensor]) -> list[Branch]:
         """Draws the next token of each branch from its row of logits [1, V]; those that got one. An
@@ -366,9 +406,9 @@ def _step(branch: Branch) -> SequenceStep:
 def _that_go_on(
     branches: Sequence[Branch], logits: Sequence[torch.Tensor]
 ) -> tuple[list[Branch], list[torch.Tensor]]:
-    """Behind the pass that ran the prefixes: the branches that draw a token, and the row [1, V]
-    that each draws it from."""
-    going_on = [i for i, branch in enumerate(branches) if branch.goes_on()]
+    """Behind a pass: the branches that draw a token, and the row [1, V] that each draws it from.
+    Those whose prefix it ran are asked only now."""
+    going_on = [i for i, branch in enumerate(branches) if branch.token_ids or branch.goes_on()]
     return [branches[i] for i in going_on], [logits[i] for i in going_on]
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from draft_service.growing import GrowingDrafter
 from draft_service.look_ahead import LookAhead, LookAheadLimits
+from draft_service.model_drafter import Unended
 from outrider.constraints.allowed import Allowed
 from outrider.constraints.matching import Matchers
 from outrider.drafting.deadline import NO_DEADLINE
@@ -67,8 +68,11 @@ class _Prepared:
 class FallibleDrafter(Protocol):
     """A `Drafter`, or one that may fail for one request and serve the others of the same call."""
 
-    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Proposal | OutriderError]:
-        """See `Drafter.propose`; or why nothing could be proposed to one session."""
+    def propose(
+        self, requests: Sequence[DraftRequest]
+    ) -> Sequence[Proposal | OutriderError | Unended]:
+        """See `Drafter.propose`; or why nothing could be proposed to one session; or that its
+        proposal goes on when it is asked for again. Not all of them do."""
         ...
 
     def release(self, session_id: str) -> None:
@@ -106,12 +110,20 @@ class Proposer:
             if look_ahead is not None and isinstance(drafter, GrowingDrafter):
                 self._look_ahead = LookAhead(engine, self._table, drafter, look_ahead)
         self._matchers = matchers
+        self._growing: dict[str, _Prepared] = {}
+        """By session: what the drafter goes on with when its item comes again."""
         self._has_news: Callable[[], bool] = lambda: True
         self._figures = self._now()
 
     def watch(self, has_news: Callable[[], bool]) -> None:
         """Names who knows, on any thread, whether anything has come since a step began."""
         self._has_news = has_news
+
+    def looks_ahead(self, item: DraftItem) -> bool:
+        """Whether tokens of the rounds behind an item may be drawn before these are asked for; may
+        be called on any thread."""
+        wants = item.look_ahead > 0 and item.head.constraint is None
+        return wants and self._look_ahead is not None
 
     @property
     def figures(self) -> StepFigures:
@@ -151,16 +163,22 @@ class Proposer:
 
     def _begin(self, items: Sequence[DraftItem]) -> list[_Answer]:
         """The first that is done for each item."""
-        read = [_read(item) for item in items]
+        read = [self._kept(item) or _read(item) for item in items]
         questions = [entry for entry in read if isinstance(entry, _Question)]
         prepared = map(self._prepare, questions, self._admit(questions))
         entries = [next(prepared) if isinstance(entry, _Question) else entry for entry in read]
         answers = iter(self._run([entry for entry in entries if isinstance(entry, _Prepared)]))
         return [next(answers) if isinstance(entry, _Prepared) else entry for entry in entries]
 
+    def _kept(self, item: DraftItem) -> _Prepared | None:
+        """What goes on of an item; what goes on of another one of its session is given up."""
+        entry = self._growing.pop(item.head.session_id, None)
+        return entry if entry is not None and entry.item is item else None
+
     def park(self, session_ids: Sequence[str]) -> None:
         """See `StepWorker.park`."""
         for session_id in session_ids:
+            self._growing.pop(session_id, None)
             if self._look_ahead is not None:
                 self._look_ahead.forget(session_id)
             self._table.park(session_id)
@@ -213,8 +231,7 @@ class Proposer:
         if not isinstance(admission, Admitted):
             return admission
         aligned = admission.aligned
-        looks_ahead = item.look_ahead > 0 and head.constraint is None
-        if admission.is_whole and looks_ahead and self._look_ahead is not None:
+        if admission.is_whole and self._look_ahead is not None and self.looks_ahead(item):
             return self._look_ahead.begin(
                 item, question.sampling, aligned.committed, aligned.new_tokens
             )
@@ -273,17 +290,22 @@ class Proposer:
         request = entry.request
         if self._engine is not None:
             before = len(request.token_ids) - len(entry.new_tokens)
-            if self._engine.length(request.session_id) > before:
+            if not request.goes_on and self._engine.length(request.session_id) > before:
                 self._engine.keep(request.session_id, before)
         return self._run([entry])[0]
 
-    def _answer(self, entry: _Prepared, proposal: Proposal | OutriderError) -> _Answer:
+    def _answer(self, entry: _Prepared, proposal: Proposal | OutriderError | Unended) -> _Answer:
         if isinstance(proposal, OutriderError):
             return self._fail(entry.item, proposal)
         head = entry.item.head
+        if isinstance(proposal, Unended):
+            self._record(entry, proposal.token_ids)
+            self._growing[head.session_id] = replace(
+                entry, request=replace(entry.request, goes_on=True, digests=None)
+            )
+            return Unfinished.CONTINUES
         # Without an engine nothing is cached of the guesses, and nothing needs to be.
-        drafted = () if self._engine is None else proposal.spine_ids
-        held = self._table.record(head.session_id, (*entry.new_tokens, *drafted))
+        held = self._record(entry, () if self._engine is None else proposal.spine_ids)
         if not entry.is_whole and held == len(entry.request.token_ids):
             deadline = entry.item.deadline
             if deadline.is_over and deadline.close_undrawn():
@@ -298,6 +320,14 @@ class Proposer:
             out_of_time=entry.item.deadline.has_cut,
         )
 
+    def _record(self, entry: _Prepared, drafted: Sequence[int]) -> int:
+        """Notes what was run for an item; the tokens that are held now."""
+        session_id, new_tokens = entry.item.head.session_id, entry.new_tokens
+        if entry.request.goes_on:  # Some of it is noted, if it was not evicted.
+            run = (*entry.request.token_ids, *drafted)
+            return self._table.record(session_id, run[self._table.length(session_id) :])
+        return self._table.record(session_id, (*new_tokens, *drafted))
+
     def _fail(self, item: DraftItem, error: OutriderError) -> Refused:
         """What a failed pass has left of the session cannot be trusted, so it is forgotten."""
         self._forget(item.head.session_id)
@@ -309,6 +339,7 @@ class Proposer:
             self._look_ahead.give_way()
 
     def _forget(self, session_id: str) -> None:
+        self._growing.pop(session_id, None)
         if self._look_ahead is not None:
             self._look_ahead.forget(session_id)
         self._drafter.release(session_id)

@@ -47,6 +47,7 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
     ) -> None:
         """See `SteppedService`. A step that runs is `stated_seconds` ahead of the clock, where its
         engine states its time."""
+        self._proposer = proposer
         self._stated_seconds = stated_seconds
         super().__init__(proposer, executor, description, observer, grammars=grammars)
         proposer.watch(lambda: self._scheduler.has_news)
@@ -61,7 +62,7 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         """Where a session looks ahead, tokens of a round may be drawn before it is asked for, so
         only the steps decide whether there is time for more."""
         work = super()._work(item, outlet)
-        if item.look_ahead == 0 and item.deadline is not NO_DEADLINE:
+        if not self._proposer.looks_ahead(item) and item.deadline is not NO_DEADLINE:
             work.deadline = item.deadline
         return work
 

@@ -31,9 +31,10 @@ CHAT_MESSAGES_MAX: Final = 4096
 ROLE_CHARS_MAX: Final = 64
 DRAFT_DEADLINE_MS_MAX: Final = 600_000
 """Longest time that a round may give its draft."""
-SILENT_DRAFT_S: Final = 1.0
-"""A draft that has not answered so long after the time that a round gave it is lost or silent: a
-healthy one has answered by then with what it has drawn."""
+SILENT_DRAFT_S: Final = 5.0
+"""A draft that has not answered so long after the time that a round gave it is lost or silent. This
+assumes that a healthy one has answered by then with what it has drawn, whatever that is: that the
+pass which runs when the time is over, the rest of its step and the way of the answer take less."""
 
 CONSTRAINT_BYTES_MAX: Final = 64 * 2**10
 """Of a JSON schema, or of all choices together."""

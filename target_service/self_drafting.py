@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -13,6 +14,8 @@ from outrider.engine.trained_heads import LoadedHeads
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.reduced import ReducedVocabulary
+
+logger = logging.getLogger(__name__)
 
 NO_FEATURES: Final = torch.empty(0)
 
@@ -55,10 +58,17 @@ class HeadDrafter:
         self._draws = RoundDraws(ReducedVocabulary.of(heads.token_ids), entries_max)
 
     def propose(self, rounds: Sequence[NextRound]) -> list[Proposal]:
-        """See `SelfDrafter.propose`. A round whose logits cannot be drawn from has what was drawn
-        so far."""
+        """See `SelfDrafter.propose`. A round has what was drawn so far where its logits cannot be
+        drawn from, and where a head fails: a token that is dropped for what it is would bias the
+        output."""
         growing = [GrowingRound(entry.wanted) for entry in rounds]
-        features = [entry.features for entry in rounds]
+        try:
+            self._grow(growing, [entry.features for entry in rounds])
+        except Exception:
+            logger.exception("drafts of %d sessions end early", len(growing))
+        return [entry.result() for entry in growing]
+
+    def _grow(self, growing: Sequence[GrowingRound], features: list[torch.Tensor]) -> None:
         for depth in range(len(self._heads.heads)):
             active = [index for index, entry in enumerate(growing) if entry.goes_on()]
             if not active:
@@ -70,4 +80,3 @@ class HeadDrafter:
                 features[index] = row
             logits = self._heads.logits(found)
             self._draws.draw([growing[index] for index in active], logits, depth)
-        return [entry.result() for entry in growing]

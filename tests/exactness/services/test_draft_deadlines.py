@@ -3,6 +3,7 @@ drafting takes then depends on the tokens that are drawn."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,11 +19,13 @@ from coordinator import draft_side
 from coordinator.asking import HeadWriter, Patience
 from coordinator.draft_side import DraftSide
 from coordinator.replicas import Berth, ReplicaPool
+from draft_service.look_ahead import LookAheadLimits
 from draft_service.model_drafter import ModelDrafter
 from draft_service.proposing import Proposer
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
 from outrider.constraints.allowed import TokenMask
+from outrider.constraints.constraint import Constraint
 from outrider.drafting.deadline import DraftDeadline
 from outrider.engine.executor import InlineExecutor
 from outrider.engine.token_budget import TokenBudget
@@ -96,11 +99,14 @@ def first_tokens(
     num_rounds: int = NUM_ROUNDS,
     siblings: tuple[int, ...] = (),
     pass_s: float = PASS_S,
+    look_ahead: int = 0,
+    constraint: Constraint | None = None,
 ) -> Found:
     async def main() -> Found:
         found = Found()
         engine = ToyEngine(vocab_size=VOCAB, salt=DRAFT_SALT, pass_s=pass_s)
-        proposer = GrammarProposer(ModelDrafter(engine), engine, TokenBudget(512, 8))
+        limits = LookAheadLimits(8, 2**20)
+        proposer = GrammarProposer(ModelDrafter(engine), engine, TokenBudget(512, 8), limits)
         executor = InlineExecutor(engine.take_step_seconds)
         service = DraftService(
             proposer, executor, DESCRIPTION, stated_seconds=lambda: engine.stated_seconds
@@ -112,8 +118,9 @@ def first_tokens(
             new = NewSession(f"{seed:032x}", "", "me", seed, rule, "{}", PROMPT)
             session = Session.opened(new)
             berth = Berth(pool, session.session_id, 1, b"k", preferred="r0", weights="")
-            heads = HeadWriter(session, PLAIN, 1e9)
-            side = DraftSide(berth, heads, patience, NoLookUp())  # type: ignore[arg-type]
+            heads = HeadWriter(session, PLAIN, 1e9, constraint=constraint)
+            stand_in: Any = NoLookUp()
+            side = DraftSide(berth, heads, patience, stand_in, look_ahead)
             noise = RoundNoise(seed, rule, len(PROMPT))
             drafted = await side.propose(1, K, noise, siblings)
             side.close()
@@ -194,3 +201,55 @@ def test_no_time_for_a_first_token_is_told_at_once() -> None:
     found = first_tokens(Rule.TOKEN, DEADLINE_MS, 50, pass_s=0.4)
     assert found.lengths.keys() == {0}
     assert found.waits == {DEADLINE_MS / 1e3}
+
+
+def test_no_time_is_told_at_once_where_a_constraint_keeps_a_session_from_looking_ahead() -> None:
+    """Its items say that it would look ahead, but no token of a round is drawn before that is
+    asked for."""
+    constraint = Constraint.of_regex("a*")
+    found = first_tokens(
+        Rule.TOKEN, DEADLINE_MS, 20, pass_s=0.4, look_ahead=4, constraint=constraint
+    )
+    assert found.lengths.keys() == {0}
+    assert found.waits == {DEADLINE_MS / 1e3}
+
+
+@pytest.mark.parametrize("beside_ms", [None, 60_000])
+def test_a_proposal_does_not_wait_for_those_drafted_beside_it(beside_ms: int | None) -> None:
+    """One with 250 ms has an answer a pass later at most, with what it has drawn; the other goes on
+    and has all the tokens that it has alone."""
+
+    async def main() -> None:
+        engine = ToyEngine(vocab_size=VOCAB, salt=DRAFT_SALT, pass_s=0.1)
+        proposer = Proposer(ModelDrafter(engine), engine, TokenBudget(512, 8))
+        executor = InlineExecutor(engine.take_step_seconds)
+        service = DraftService(
+            proposer, executor, DESCRIPTION, stated_seconds=lambda: engine.stated_seconds
+        )
+        pool: ReplicaPool[DraftItem, DraftAnswer] = ReplicaPool("draft")
+        pool.admit("r0", MemoryLink(service), DESCRIPTION)
+
+        async def drafted(name: int, deadline_ms: int | None, num_tokens: int) -> Any:
+            new = NewSession(f"{name:032x}", "", "me", 7, Rule.TOKEN, "{}", PROMPT)
+            session = Session.opened(new)
+            berth = Berth(pool, session.session_id, 1, b"k", preferred="r0", weights="")
+            patience = Patience(1.0, 4.0, 0.1, 60.0, 2.0).with_draft_deadline(deadline_ms)
+            stand_in: Any = NoLookUp()
+            side = DraftSide(berth, HeadWriter(session, PLAIN, 1e9), patience, stand_in)
+            noise = RoundNoise(7, Rule.TOKEN, len(PROMPT))
+            return await side.propose(1, num_tokens, noise)
+
+        short, long = await asyncio.gather(drafted(1, 250, 8), drafted(2, beside_ms, 16))
+        await service.drain()
+        service.check_integrity()
+        alone = await drafted(3, None, 16)
+        await service.drain()
+        service.check_integrity()
+        await service.close()
+        assert (short.by_replica, short.seconds) == (True, pytest.approx(0.3))
+        assert 0 < len(short.proposal) < 8
+        assert short.proposal.token_ids == alone.proposal.token_ids[: len(short.proposal)]
+        assert long.proposal.open() == alone.proposal.open()
+        assert long.seconds == pytest.approx(alone.seconds)
+
+    run_virtually(main())

@@ -85,6 +85,19 @@ def test_a_repeated_seed_has_lengths_that_no_session_changes(rule: Rule, has_end
 
 
 @pytest.mark.parametrize("rule", SHARED_NOISE)
+def test_no_time_bounds_the_drafts_of_sessions_with_one_seed(rule: Rule) -> None:
+    """How long a step lasts follows from the tokens of all sessions. The first session's drafts
+    have a bound until the second one begins."""
+    one = made()
+    first = one.open(rule, 7, BOUND, 10)
+    assert all(first.choose(index, ENDLESS).is_timed for index in range(8))
+    again = one.open(rule, 7, BOUND, 10)
+    for control in (first, again):
+        assert not any(control.choose(8 + index, ENDLESS).is_timed for index in range(8))
+    assert one.open(rule, 8, BOUND, 10).choose(0, ENDLESS).is_timed
+
+
+@pytest.mark.parametrize("rule", SHARED_NOISE)
 def test_other_seeds_do_change_lengths(rule: Rule) -> None:
     """The histories of the test above matter to a session that may learn from them."""
     found = set()

@@ -83,6 +83,8 @@ async def test_a_target_has_the_time_of_the_session_to_draft() -> None:
     session = self_drafts()._session
     stand_in = StandIn(NgramDrafter(), session, SamplingParams())
     drafts = SelfDrafts(session, stand_in, None, draft_s=0.025)
+    untimed = RoundLength(3, 0, next_max=3, is_timed=False)
+    assert drafts.next_wanted(untimed, 99).budget_us == 0
     assert drafts.next_wanted(RoundLength(3, 0, next_max=3), 99).budget_us == 25_000
     drafts.hear(replace(verdict(sealed(2)), next_out_of_time=True))
     drafted = await drafts.propose(1, 3, NOISE)

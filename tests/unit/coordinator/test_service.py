@@ -99,6 +99,7 @@ class Bench:
         name: str = "c",
         target: TargetService | None = None,
         drafts: Mapping[str, Any] | None = None,
+        length_control: bool = False,
     ) -> None:
         loop = asyncio.get_running_loop()
         executor = InlineExecutor(lambda: STEP_S)
@@ -111,7 +112,7 @@ class Bench:
                 name=name,
                 served_model_name="toy",
                 defaults=RequestDefaults(num_draft_tokens=2, deadline_ms=60_000),
-                length_control=False,
+                length_control=length_control,
                 run_ahead_rounds=8,
                 max_sessions=max_sessions,
                 patience=PATIENCE,
@@ -511,6 +512,28 @@ def test_a_request_says_how_long_its_rounds_wait_for_a_draft() -> None:
             assert waits[0] > 350
             assert 25 < waits[1] < 60
             assert _ids(patient) == _ids(hasty)
+
+    run_virtually(main())
+
+
+def test_a_session_with_a_repeated_seed_bounds_no_draft_by_time() -> None:
+    async def main() -> None:
+        sent: list[Any] = []
+
+        class Recording(MemoryLink[Any, Any]):
+            def send(self, item: Any) -> None:
+                sent.append(item)
+                super().send(item)
+
+        async with bench(length_control=True) as b:
+            await b.service.drafts.join("recorded", Recording(b.draft))
+            await b.service.drafts.leave("d")
+            for rule, is_timed in ((Rule.TOKEN, [True, False]), (Rule.COUPLED, [True, True])):
+                for expected in is_timed:
+                    await b.events(replace(REQUEST, rule=rule))
+                    asked = [i for i in sent if i.held is None and i.num_draft_tokens > 0]
+                    assert {item.budget_us > 0 for item in asked} == {expected}
+                    sent.clear()
 
     run_virtually(main())
 

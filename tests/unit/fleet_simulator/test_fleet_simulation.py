@@ -243,12 +243,13 @@ def test_sessions_of_the_only_target_wait_until_it_is_back() -> None:
 def test_without_its_draft_a_session_goes_on() -> None:
     """After two seconds it decodes plainly, a token each 20 ms; once the draft is back it reads
     what there is, and rounds bring five tokens in 24 ms again."""
-    found = _simulated(drafting=ALL, losses=(Loss("draft", 2.0, 6.0),))
+    found = _simulated(drafting=ALL, draft_timeout_s=2.0, losses=(Loss("draft", 2.0, 6.0),))
     assert found.losses[0].pause_ms_max == pytest.approx(2_000, abs=50)
     assert found.tokens_by_second[4] == pytest.approx(50, abs=1)
     for second in (1, 8):
         assert found.tokens_by_second[second] == pytest.approx(208, abs=5)
-    other = _simulated(drafting=ALL, drafts=2, losses=(Loss("draft", 2.0),), sessions=2)
+    lost = (Loss("draft", 2.0),)
+    other = _simulated(drafting=ALL, draft_timeout_s=2.0, drafts=2, losses=lost, sessions=2)
     assert other.tokens_by_second[4] == pytest.approx(250, rel=0.05)
 
 

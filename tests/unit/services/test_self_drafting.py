@@ -381,6 +381,28 @@ async def test_an_exit_whose_steps_fail_proposes_what_it_has(depth: int) -> None
         assert len(reply.next_proposal) == 4
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+async def test_heads_that_fail_propose_what_they_have(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running() as target:
+        assert target.engine.draft_heads is not None
+        heads = target.engine.draft_heads.module
+        whole = heads.advance
+
+        def failing(at: int, *given: torch.Tensor) -> torch.Tensor:
+            if at >= depth:
+                raise RuntimeError("no memory")
+            return whole(at, *given)
+
+        monkeypatch.setattr(heads, "advance", failing)
+        reply = await target.verify(PROMPT, NOTHING_SEALED, NUM_HEADS, rule=Rule.TOKEN)
+        monkeypatch.undo()
+        tokens = [*PROMPT, *reply.verdict.correction]
+        expected = target.expected(tokens, Rule.TOKEN, SamplingParams(), depth)
+        assert reply.next_proposal.open().token_ids == expected.token_ids
+
+
 async def test_an_exit_drafts_behind_nothing_but_what_is_committed() -> None:
     """A sequence that holds less, or more, is left alone."""
     _, engine = tiny_engine(EARLY_EXIT)

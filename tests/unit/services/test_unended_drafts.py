@@ -1,0 +1,108 @@
+"""Proposals that a step leaves unended, because the time of one drafted beside them is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rounds import make_head, session_name
+from toy_engine import ToyEngine
+
+from draft_service.hybrid_drafter import HybridDrafter
+from draft_service.model_drafter import ModelDrafter
+from draft_service.proposing import Proposer
+from outrider.drafting.deadline import DraftDeadline
+from outrider.drafting.ngram import NgramDrafter
+from outrider.engine.token_budget import TokenBudget
+from outrider.messages import DraftItem, ProposalReply, Refused
+from outrider.speculation.sampling import Rule
+from outrider.work import Unfinished
+
+PROMPT, SHORT, LONG, FRESH = (1, 2, 3), 1, 2, 3
+PASS_S, DEADLINE_S = 0.1, 0.25
+NUM_DRAWN = 3
+"""Tokens that are drawn until then."""
+
+
+def item(session: int, num_tokens: int, **fields: Any) -> DraftItem:
+    return DraftItem(make_head(PROMPT, session=session, rule=Rule.TOKEN), num_tokens, **fields)
+
+
+class Draft:
+    """A draft behind a step that has ended for one of two sessions."""
+
+    def __init__(self, made: Callable[[ModelDrafter], Any] = lambda model: model) -> None:
+        self.engine = ToyEngine(pass_s=PASS_S)
+        drafter = made(ModelDrafter(self.engine))
+        self.proposer = Proposer(drafter, self.engine, TokenBudget(512, 8))
+        deadline = DraftDeadline(DEADLINE_S, lambda: self.engine.stated_seconds)
+        self.long = item(LONG, 16)
+        found = self.proposer.step([item(SHORT, 8, deadline=deadline), self.long])
+        assert isinstance(found[0], ProposalReply)
+        assert (len(found[0].proposal), found[0].out_of_time) == (NUM_DRAWN, True)
+        assert found[1] is Unfinished.CONTINUES
+        self.proposer.check_integrity()
+
+    def step(self, *items: DraftItem) -> list[Any]:
+        found = self.proposer.step(items)
+        self.proposer.check_integrity()
+        return found
+
+
+def whole() -> tuple[int, ...]:
+    """What the long proposal is without another one beside it."""
+    engine = ToyEngine()
+    proposer = Proposer(ModelDrafter(engine), engine, TokenBudget(512, 8))
+    [reply] = proposer.step([item(LONG, 16)])
+    assert isinstance(reply, ProposalReply)
+    return reply.proposal.token_ids
+
+
+@pytest.mark.parametrize(
+    "made", [lambda model: model, lambda model: HybridDrafter(NgramDrafter(), model, 0.1, 16)]
+)
+def test_it_goes_on_with_what_it_has_drawn(made: Callable[[ModelDrafter], Any]) -> None:
+    """Beside new ones, and runs nothing twice."""
+    draft = Draft(made)
+    reply, fresh = draft.step(draft.long, item(FRESH, 2))
+    assert reply.proposal.token_ids == whole()
+    assert fresh.proposal.token_ids == whole()[:2]
+    num_run = sum(
+        count
+        for names, counts in zip(draft.engine.batches, draft.engine.counts, strict=True)
+        for name, count in zip(names, counts, strict=True)
+        if name == session_name(LONG)
+    )
+    assert num_run == len(PROMPT) + 15
+
+
+def test_a_crash_leaves_what_was_drawn_proposed() -> None:
+    """Even in the first pass of its next step: the failure may be due to the last token."""
+    draft = Draft()
+    draft.engine.crash = RuntimeError("no memory")
+    reply, fresh = draft.step(draft.long, item(FRESH, 2))
+    assert reply.proposal.token_ids == whole()[:NUM_DRAWN]
+    assert isinstance(fresh, Refused)
+    [again] = draft.step(item(FRESH, 2))
+    assert again.proposal.token_ids == whole()[:2]
+
+
+def test_what_was_drawn_is_proposed_where_its_pages_were_taken() -> None:
+    draft = Draft()
+    draft.engine.release(session_name(LONG))
+    [reply] = draft.step(draft.long)
+    assert reply.proposal.token_ids == whole()[:NUM_DRAWN]
+
+
+def test_a_newer_item_begins_anew() -> None:
+    draft = Draft()
+    [reply] = draft.step(item(LONG, 5))
+    assert reply.proposal.token_ids == whole()[:5]
+
+
+def test_a_session_that_was_released_begins_anew() -> None:
+    draft = Draft()
+    draft.proposer.release(session_name(LONG), 1)
+    [reply] = draft.step(draft.long)
+    assert reply.proposal.token_ids == whole()
