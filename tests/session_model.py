@@ -141,6 +141,9 @@ class NaiveStore:
         return s.length
 
     def release(self, session_id: str, epoch: int, owner: str) -> Any:
+        s = self.sessions.get(session_id)
+        if s is not None and s.reason is not None and epoch > s.epoch:
+            return None
         s = self.write(session_id, epoch, owner)
         if not isinstance(s, Modelled):
             return s

@@ -125,18 +125,21 @@ class MemoryStore:
 
     async def release(self, session_id: str, epoch: int, owner: str) -> None:
         """See `SessionStore.release`."""
-        kept = self._admit(session_id, epoch, owner)
+        kept = self._admit(session_id, epoch, owner, reopens=False)
         if kept.record.state is SessionState.RUNNING:
             kept = replace(kept, record=replace(kept.record, owner=released(owner)))
         self._sessions[session_id] = kept
 
-    async def take_over(self, seen: SessionRecord, owner: str) -> SessionRecord:
+    async def take_over(
+        self, seen: SessionRecord, owner: str, on_sent: Callable[[], None] = lambda: None
+    ) -> SessionRecord:
         """See `SessionStore.take_over`."""
         session_id = seen.session_id
         if seen.state is SessionState.RUNNING and seen.owner != owner:
             left_ms = self._leases.get(seen.owner, 0) - self._now_ms()
             if left_ms > 0:
                 raise leased(session_id, int(left_ms))
+        on_sent()
         kept = self._find(session_id)
         if kept is None:
             raise not_found(session_id)
@@ -183,16 +186,17 @@ class MemoryStore:
             return None
         return kept
 
-    def _admit(self, session_id: str, epoch: int, owner: str) -> KeptSession:
-        """The session as a write of (epoch, owner) finds it, not stored yet. Raises `StaleEpoch`,
-        `DataLoss`."""
+    def _admit(self, session_id: str, epoch: int, owner: str, reopens: bool = True) -> KeptSession:
+        """The session as a write of (epoch, owner) finds it, not stored yet; a finished one runs
+        again under a higher epoch, if the write `reopens` it. Raises `StaleEpoch`, `DataLoss`."""
         kept = self._find(session_id)
         if kept is None:
             raise missing(session_id)
         record = kept.record
         if is_stale(epoch, owner, record):
             raise stale(session_id, epoch, record.epoch)
-        return _raised(kept, epoch, owner) if epoch > record.epoch else kept
+        is_raised = epoch > record.epoch and (reopens or record.state is SessionState.RUNNING)
+        return _raised(kept, epoch, owner) if is_raised else kept
 
     def _drop_expired(self) -> None:
         now_ms = self._now_ms()

@@ -21,14 +21,19 @@ what that owner still sends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 import redis.asyncio
 
 from outrider.errors import ConfigError, InvariantError, OutriderError, StoreUnavailable
-from outrider.limits import LOAD_TRIES_MAX, RECORD_PART_BYTES, RECORD_WHOLE_BYTES
+from outrider.limits import (
+    LOAD_TRIES_MAX,
+    RECORD_PART_BYTES,
+    RECORD_WHOLE_BYTES,
+    TAKE_OVER_RETRY_MS,
+)
 from outrider.sessions.lifetimes import DEFAULT_LIFETIMES, Lifetimes
 from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_connection import check_server, new_client
@@ -171,7 +176,9 @@ class RedisStore:
         if not isinstance(answer, int):
             raise _refusal(session_id, epoch, answer)
 
-    async def take_over(self, seen: SessionRecord, owner: str) -> SessionRecord:
+    async def take_over(
+        self, seen: SessionRecord, owner: str, on_sent: Callable[[], None] = lambda: None
+    ) -> SessionRecord:
         """See `SessionStore.take_over`."""
         session_id = seen.session_id
         if seen.state is SessionState.RUNNING and seen.owner != owner:
@@ -185,10 +192,15 @@ class RedisStore:
             self._lifetimes.session_ttl_ms,
             RECORD_WHOLE_BYTES,
         ]
+        on_sent()
         answer = await self._scripts.run(_TAKE_OVER, (self._keys(session_id), arguments))
         record = await self._record(session_id, answer)
         if record is None:
-            raise contended(session_id)
+            raise StoreUnavailable(
+                f"session {session_id} was taken over meanwhile, or lost its tail, while it was "
+                f"read; try again",
+                retry_after_ms=TAKE_OVER_RETRY_MS,
+            )
         return record
 
     async def finish(self, finish: Finish) -> int:

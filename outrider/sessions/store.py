@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -162,15 +162,23 @@ class SessionStore(Protocol):
 
     async def release(self, session_id: str, epoch: int, owner: str) -> None:
         """Gives a session up that does not run any more: under the same epoch its owner becomes
-        `released(owner)`, which has no lease. Raises `StaleEpoch` (also if it is released already)
-        and `DataLoss`."""
+        `released(owner)`, which has no lease. A finished session stays as it is, also under a lower
+        epoch. Raises `StaleEpoch` (also if it is released already) and `DataLoss`."""
         ...
 
-    async def take_over(self, seen: SessionRecord, owner: str) -> SessionRecord:
+    async def take_over(
+        self, seen: SessionRecord, owner: str, on_sent: Callable[[], None] = lambda: None
+    ) -> SessionRecord:
         """Makes `owner` the owner under epoch + 1, if the session is still as it was `seen` by
         `load`, and the lease of that owner has run out (or it is the same owner). Returns a
-        finished session unchanged. Raises `NotFound`, and `Unavailable` with the rest of the lease,
-        or where the session was taken over since it was seen."""
+        finished session unchanged. Raises `NotFound`, `DataLoss`, and `Unavailable` with the rest
+        of the lease, or where the session was taken over since it was seen.
+
+        `on_sent` is called when the lease was found gone and just before the session may change.
+        From then on a cancellation, `StoreUnavailable`, `DataLoss` and any error but `NotFound` and
+        `Unavailable` itself leave open whether the session was taken over: the caller has to
+        `release` it under epoch + 1 unless it goes on with it. That also keeps a take-over that is
+        still on its way from being carried out."""
         ...
 
     async def finish(self, finish: Finish) -> int:
