@@ -33,11 +33,15 @@ class KeptSession:
     expires_ms: float
     rewrite: bool = False
     """The tokens may be a former owner's and count as none: see `SessionStore`."""
+    pending: tuple[int, ...] = ()
+    """The tokens that have been sent again, of which more follow ..."""
+    pending_logprobs: str = ""
+    """... and their log-probabilities."""
 
     @property
     def length(self) -> int:
         """The stored length in tokens."""
-        return 0 if self.rewrite else len(self.record.token_ids)
+        return len(self.pending if self.rewrite else self.record.token_ids)
 
 
 class MemoryStore:
@@ -153,7 +157,7 @@ class MemoryStore:
     async def finish(self, finish: Finish) -> int:
         """See `SessionStore.finish`."""
         kept = self._admit(finish.session_id, finish.epoch, finish.owner)
-        fits = finish.length in (None, kept.length)
+        fits = finish.length is None or (not kept.rewrite and finish.length == kept.length)
         if fits and kept.record.state is SessionState.RUNNING:
             record = replace(
                 kept.record,
@@ -161,11 +165,8 @@ class MemoryStore:
                 finish_reason=finish.reason,
                 counters=finish.counters,
             )
-            kept = KeptSession(
-                record,
-                expires_ms=self._now_ms() + self._lifetimes.finished_ttl_ms,
-                rewrite=kept.rewrite,
-            )
+            expires_ms = self._now_ms() + self._lifetimes.finished_ttl_ms
+            kept = replace(kept, record=record, expires_ms=expires_ms)
         self._sessions[finish.session_id] = kept
         return kept.length
 
@@ -229,13 +230,19 @@ def _raised(kept: KeptSession, epoch: int, owner: str) -> KeptSession:
 def _extended(kept: KeptSession, append: Append) -> KeptSession:
     """The session with the tokens of an append that fits."""
     record = kept.record
+    token_ids, logprobs = record.token_ids, record.logprobs
+    if kept.rewrite:
+        token_ids, logprobs = kept.pending, kept.pending_logprobs
+    token_ids, logprobs = token_ids + tuple(append.token_ids), logprobs + append.logprobs
+    if kept.rewrite and append.more_follow:
+        return replace(kept, pending=token_ids, pending_logprobs=logprobs)
     record = replace(
         record,
-        token_ids=(() if kept.rewrite else record.token_ids) + tuple(append.token_ids),
-        logprobs=("" if kept.rewrite else record.logprobs) + append.logprobs,
+        token_ids=token_ids,
+        logprobs=logprobs,
         prefix_digest=append.prefix_digest,
         draft=append.draft,
         target=append.target,
         counters=append.counters,
     )
-    return replace(kept, record=record, rewrite=False)
+    return KeptSession(record, kept.expires_ms)

@@ -3,7 +3,9 @@
     <prefix>lease:{<owner>}           string: expires unless the owner renews it
     <prefix>session:{<id>}            hash: epoch, owner, state, seed, parameters,
                                       prompt_length, prefix_digest, caches, counters ...,
-                                      tokens_start, tokens_end, logprobs_start, logprobs_end
+                                      tokens_start, tokens_end, logprobs_start, logprobs_end;
+                                      rewrite, and pending_tokens_start ... while the tokens
+                                      are sent again
     <prefix>session:{<id>}:tokens     string: all tokens, uint32 LE, from byte tokens_start to
                                       tokens_end (excluded)
     <prefix>session:{<id>}:logprobs   string: one JSON line per token after the prompt, likewise
@@ -148,6 +150,7 @@ class RedisStore:
                     append.expected_length,
                     encode_tokens(append.token_ids),
                     append.logprobs,
+                    int(append.more_follow),
                     *append_fields(append),
                 ],
             )
@@ -279,7 +282,7 @@ class RedisStore:
         the session's fields as they were when these were its bytes. None where it was replaced
         since, or is shorter: then Redis has lost its tail. Raises `NotFound` where the session is
         gone."""
-        lineage = [known.get(b"epoch"), known.get(b"rewrite", b"")]
+        lineage = [known.get(b"epoch"), known.get(b"owner"), known.get(b"rewrite", b"")]
         parts: list[bytes] = []
         for start in range(first, first + size, RECORD_PART_BYTES):
             stop = min(start + RECORD_PART_BYTES, first + size)
@@ -287,9 +290,10 @@ class RedisStore:
             answer = await self._scripts.run(_READ_PART, (keys, [start, stop - 1]))
             if answer[0] == b"missing":
                 raise not_found(session_id)
-            if answer[:2] != lineage or len(answer[2]) != stop - start:
+            *found, part = answer
+            if found != lineage or len(part) != stop - start:
                 return None
-            parts.append(answer[2])
+            parts.append(part)
         return parts
 
     def _keys(self, session_id: str) -> tuple[str, str, str]:

@@ -79,6 +79,9 @@ class Append:
     counters: Counters
     logprobs: str = ""
     """JSON lines for these tokens where the request asked for log-probabilities."""
+    more_follow: bool = False
+    """Whether the store has had tokens behind these: where it has lost that the owner took the
+    session over, the former owner's tokens are read until an append without this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,9 @@ class SessionStore(Protocol):
     - The same epoch and owner: the write is carried out.
     - A higher epoch: the store lost the take-over that gave it. The session is this owner's again
       and runs, even if it was finished. Its tokens may be a former owner's, so its length counts
-      as 0 until the owner has sent all tokens again; until then the old ones are still read.
+      as 0, and then as that of what the owner has sent again. The old tokens are still read, and
+      the session cannot be finished with a length, until an append has no `Append.more_follow`:
+      then the new ones replace them.
     """
 
     async def open(self, session: NewSession) -> None:
