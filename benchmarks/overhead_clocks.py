@@ -233,9 +233,11 @@ class ClockedStore:
         """See `SessionStore.release`."""
         await self._store.release(session_id, epoch, owner)
 
-    async def take_over(self, seen: SessionRecord, owner: str) -> SessionRecord:
+    async def take_over(
+        self, seen: SessionRecord, owner: str, on_sent: Callable[[], None] = lambda: None
+    ) -> SessionRecord:
         """See `SessionStore.take_over`."""
-        return await self._store.take_over(seen, owner)
+        return await self._store.take_over(seen, owner, on_sent)
 
     async def finish(self, finish: Finish) -> int:
         """See `SessionStore.finish`."""

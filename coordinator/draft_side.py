@@ -181,6 +181,7 @@ class DraftSide:
         """See `Drafts.reject`: another replica goes on, or the stand-in until there is one."""
         self._held = None
         self._pushed = PushedProposals(self._look_ahead_bytes_max)
+        self._berth.reject()
         self._is_rejected = not self._move()
 
     def close(self) -> None:

@@ -11,9 +11,11 @@ from outrider.backoff import backoff
 from outrider.errors import OutriderError, StoreUnavailable
 from outrider.limits import (
     ABANDON_TRIES_MAX,
+    CANCEL_WAIT_S,
     COMMIT_RETRY_MS_MAX,
     COMMIT_RETRY_MS_MIN,
     OPEN_TRIES_MAX,
+    UNTOLD_SESSIONS_MAX,
 )
 from outrider.sessions.state import FIRST_EPOCH, Session
 from outrider.sessions.store import (
@@ -39,7 +41,7 @@ class Opener:
         owner: str,
         random_bits: Callable[[int], int],
         random: Callable[[], float],
-        in_background: Callable[[Coroutine[Any, Any, None]], object],
+        in_background: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
     ) -> None:
         """`owner` is the coordinator's name in the store, `random_bits(n)` gives n fresh random
         bits, `random` is for `backoff`; work that nobody waits for goes `in_background`."""
@@ -48,6 +50,9 @@ class Opener:
         self._random_bits = random_bits
         self._random = random
         self._in_background = in_background
+        self._num_untold = 0
+        """Sessions of which the store is being told something."""
+        self._closed = False
 
     async def open(self, tenant: str, parameters: GenerationParameters) -> Session:
         """A session that the store has. Each try opens another one: whether a store that did not
@@ -87,26 +92,70 @@ class Opener:
         """Lets any coordinator take a session over that runs nowhere now."""
         await self._insist(session_id, lambda: self._store.release(session_id, epoch, self._owner))
 
+    def release_later(self, session_id: str, epoch: int) -> None:
+        """As `release`, without waiting for it."""
+        self._in_background(self.release(session_id, epoch))
+
     async def cancel(
         self, session_id: str, epoch: int, counters: Counters, *, is_released: bool = False
-    ) -> None:
+    ) -> OutriderError | None:
         """Records a session that runs nowhere as cancelled, unless another stream goes on with
-        it."""
+        it. Returns why it was not."""
         owner = released(self._owner) if is_released else self._owner
         end = Finish(session_id, epoch, owner, None, FinishReason.CANCELLED, counters)
-        await self._insist(session_id, lambda: self._store.finish(end))
+        return await self._insist(session_id, lambda: self._store.finish(end))
 
-    async def _insist(self, session_id: str, call: Callable[[], Awaitable[object]]) -> None:
-        """Calls the store until it has answered, or for long enough."""
-        for attempt in range(ABANDON_TRIES_MAX):
-            try:
-                await call()
-            except StoreUnavailable as error:
-                _log.debug("the store is told later of session %s: %r", session_id, error)
-            except OutriderError as error:
-                _log.debug("session %s is not there, or another's: %r", session_id, error)
-                return
-            else:
-                return
-            wait_ms = backoff(COMMIT_RETRY_MS_MIN, COMMIT_RETRY_MS_MAX, attempt, self._random)
-            await asyncio.sleep(wait_ms / 1e3)
+    def cancel_later(self, session_id: str, epoch: int, counters: Counters) -> None:
+        """As `cancel`, without waiting for it."""
+        self._in_background(self.cancel(session_id, epoch, counters))
+
+    async def cancel_now(self, session_id: str, epoch: int, counters: Counters) -> None:
+        """As `cancel`, but raises why it was not recorded: `StoreUnavailable` also where the store
+        has not answered for `CANCEL_WAIT_S`. Then, and where the caller is cancelled, the store is
+        still asked to record it."""
+        task = self._in_background(self.cancel(session_id, epoch, counters))
+        await asyncio.wait([task], timeout=CANCEL_WAIT_S)
+        if not task.done() or task.cancelled():
+            raise StoreUnavailable(
+                f"session {session_id} is recorded as cancelled once the session store answers"
+            )
+        error = task.result()
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """No call is repeated any more: the coordinator's lease is about to end."""
+        self._closed = True
+
+    async def _insist(
+        self, session_id: str, call: Callable[[], Awaitable[object]]
+    ) -> OutriderError | None:
+        """Calls the store until it has answered, for as long as this coordinator lives: a session
+        that it owned but does not run would be kept from others by its lease. Gives up after
+        `ABANDON_TRIES_MAX` calls where it insists for more than `UNTOLD_SESSIONS_MAX` sessions.
+        Returns what the store refused with, or why it was given up; None where the call has
+        succeeded."""
+        self._num_untold += 1
+        attempt = 0
+        try:
+            while True:
+                try:
+                    await call()
+                except StoreUnavailable as error:
+                    _log.debug("the store is told later of session %s: %r", session_id, error)
+                    attempt += 1
+                    is_full = self._num_untold > UNTOLD_SESSIONS_MAX
+                    if self._closed or (is_full and attempt >= ABANDON_TRIES_MAX):
+                        _log.warning("the store was not told of session %s: %r", session_id, error)
+                        return error
+                except OutriderError as error:
+                    _log.debug("session %s is not there, or another's: %r", session_id, error)
+                    return error
+                else:
+                    return None
+                wait_ms = backoff(
+                    COMMIT_RETRY_MS_MIN, COMMIT_RETRY_MS_MAX, attempt - 1, self._random
+                )
+                await asyncio.sleep(wait_ms / 1e3)
+        finally:
+            self._num_untold -= 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any, Final, Generic, TypeVar
 
@@ -178,19 +178,20 @@ class ReplicaPool(Generic[Item, Answer]):
         self,
         affinity: bytes,
         weights: str,
-        without: PostOffice[Item, Answer] | None,
+        without: Collection[PostOffice[Item, Answer]] = (),
         preferred: str = "",
     ) -> PostOffice[Item, Answer] | None:
         """Where a session may go that shares pages with those of the same `affinity`, by
-        `rendezvous.choose`; to `preferred` before all others. One that is away only where none is
-        left behind for it. `weights` are those that it needs; empty = any."""
+        `rendezvous.choose`; to `preferred` before all others, and to none of `without`. One that is
+        away only where none is left behind for it. `weights` are those that it needs; empty =
+        any."""
         fitting = {
             name: office
             for name, office in self._offices.items()
-            if office is not without and weights in ("", office.description.weights)
+            if office not in without and weights in ("", office.description.weights)
         }
         present = {name: office for name, office in fitting.items() if office.is_open}
-        if not present and without is None:
+        if not present and not without:
             present = fitting
         if preferred in present:
             return present[preferred]
@@ -315,8 +316,10 @@ class Berth(Generic[Item, Answer]):
         self._office: PostOffice[Item, Answer] | None = None
         self._left: list[PostOffice[Item, Answer]] = []
         """Where it was before."""
+        self._rejected: list[PostOffice[Item, Answer]] = []
+        """Where it does not go again."""
         self._num_moves = 0
-        self._enter(pool.find(affinity, weights, None, preferred))
+        self._enter(pool.find(affinity, weights, preferred=preferred))
 
     @property
     def replica(self) -> str:
@@ -355,11 +358,18 @@ class Berth(Generic[Item, Answer]):
         if self._office is not None:
             self._office.miss()
 
+    def reject(self) -> None:
+        """What the replica answers is wrong: a session that leaves it does not come back."""
+        if self._office is not None and self._office not in self._rejected:
+            self._rejected.append(self._office)
+
     def move(self) -> bool:
-        """Goes to another replica with the same weights that can be reached. Returns whether there
+        """Goes to another replica with the same weights that can be reached, and that was not
+        rejected. Returns whether there
         is one. Nothing that was asked for is answered then, and what the new one holds is not
         known."""
-        found = self._pool.find(self._affinity, self._weights, self._office)
+        without = [*self._rejected] if self._office is None else [*self._rejected, self._office]
+        found = self._pool.find(self._affinity, self._weights, without)
         if found is None:
             return False
         _log.debug("session %s moves: %s, %s", self._session_id, self.replica, found.replica)
@@ -375,7 +385,7 @@ class Berth(Generic[Item, Answer]):
         for office in (self._office, *self._left):
             if office is not None:
                 office.close(self._session_id, self._epoch)
-        self._office, self._left = None, []
+        self._office, self._left, self._rejected = None, [], []
 
     def _enter(self, office: PostOffice[Item, Answer] | None) -> None:
         if office is not None:

@@ -108,6 +108,12 @@ class SessionRun:
         return self._session.counters
 
     @property
+    def is_unrecorded(self) -> bool:
+        """Whether the store may still have the session as running here: it has not been told of
+        the end, and the session is not another owner's."""
+        return not self._ended and self._session.error is None
+
+    @property
     def tenant(self) -> str:
         """Whose session it is."""
         return self._session.identity.tenant

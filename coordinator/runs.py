@@ -57,7 +57,8 @@ class Runs:
             ending = self._free(run, run.hand_over())
             self.wait_for_client(run.session_id, run.epoch, run.counters, ending)
         else:
-            self._free(run, run.close())
+            ending = self._free(run, run.close())
+            ending.add_done_callback(lambda _: self._release_unrecorded(run))
 
     async def vacate(self, record: SessionRecord) -> None:
         """Ends what runs here of a session that was taken over under a newer epoch. Raises
@@ -91,6 +92,12 @@ class Runs:
         self._closing.set()
         for run in self._running.values():
             run.cancel()
+
+    def _release_unrecorded(self, run: SessionRun) -> None:
+        """The store did not take the end of a run: the session is given up as one whose client is
+        gone."""
+        if run.is_unrecorded and not self._closing.is_set():
+            self.wait_for_client(run.session_id, run.epoch, run.counters)
 
     def _free(self, run: SessionRun, closing: Coroutine[Any, Any, bool]) -> asyncio.Task[bool]:
         session_id = run.session_id

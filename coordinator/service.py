@@ -226,7 +226,12 @@ class CoordinatorService:
                 raise DeadlineExceeded(
                     f"deadline_ms: {deadline_ms} ms passed before the session was open"
                 ) from None
-            run = self._begin(session, parameters, arrived, deadline, observer)
+            try:
+                run = self._begin(session, parameters, arrived, deadline, observer)
+            except BaseException:
+                counters = session.counters
+                self._opener.cancel_later(session.session_id, session.epoch, counters)
+                raise
             async with aclosing(self._events(run, parameters, resumable)) as events:
                 async for event in events:
                     yield event
@@ -255,6 +260,7 @@ class CoordinatorService:
             if record.finish_reason is not None:
                 completion = self._completion(parameters)
                 replayed = await self._replays.replay(record, parameters, completion, request)
+                place.leave()  # A client may read as slowly as it likes.
                 for event in told_again(record, self.model.name, replayed):
                     yield event
                 return
@@ -355,6 +361,7 @@ class CoordinatorService:
                 task.cancel()
 
     async def _end_commits(self) -> None:
+        self._opener.close()
         await self._committer.close()
         if self._commit_task is not None:
             await asyncio.gather(self._commit_task, return_exceptions=True)
@@ -429,6 +436,22 @@ class CoordinatorService:
         deadline: float,
         observer: RequestObserver,
         replayed: Replayed | None = None,
+    ) -> SessionRun:
+        """Runs a session. Where that fails, nothing here refers to it."""
+        try:
+            return self._run(session, parameters, arrived, deadline, observer, replayed)
+        except BaseException:
+            self._committer.remove(session)
+            raise
+
+    def _run(
+        self,
+        session: Session,
+        parameters: GenerationParameters,
+        arrived: float,
+        deadline: float,
+        observer: RequestObserver,
+        replayed: Replayed | None,
     ) -> SessionRun:
         options = self._options
         observer.opened(session.session_id, session.prompt_length, parameters.seed)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from outrider.errors import Unavailable
+from outrider.errors import NotFound, StaleEpoch, StoreUnavailable, Unavailable
 from outrider.generation import ResumeRequest
 from outrider.limits import TAKE_OVER_RETRY_MS, TAKE_OVERS_MAX
 from outrider.messages import VerifyAnswer, VerifyItem
+from outrider.sessions.refusals import contended
 from outrider.sessions.store import SessionRecord, SessionStore
 
 from .opening import Opener
@@ -60,16 +61,53 @@ class TakeOvers:
     ) -> tuple[SessionRecord, GenerationParameters]:
         """A session that this coordinator may go on with under a new epoch, or one that has
         finished. Raises what keeps it from being resumed (`Replays.check`, `check_weights`) before
-        anything changes, and as `SessionStore.take_over`."""
+        anything changes, or afterwards where its tokens have changed since `record` was read, and
+        as `SessionStore.take_over`. A session that was, or may have been, taken over by then is
+        released."""
         parameters = await self._replays.check(record, request)
-        if record.finish_reason is None:
-            check_weights(record.session_id, parameters.weights, self._targets)
-            record = await self._store.take_over(record, self._owner)
-        return record, parameters
+        if record.finish_reason is not None:
+            return record, parameters
+        check_weights(record.session_id, parameters.weights, self._targets)
+        found = await self._take_over(record)
+        if (found.prefix_digest, len(found.token_ids)) != (
+            record.prefix_digest,
+            len(record.token_ids),
+        ):
+            try:
+                parameters = await self._replays.check(found, request)
+            except BaseException:
+                self._opener.release_later(found.session_id, found.epoch)
+                raise
+        return found, parameters
 
     async def cancel(self, record: SessionRecord) -> None:
         """Ends a session as cancelled that runs nowhere; a finished one is left as it is. Raises
-        `Unavailable` for one that another coordinator has."""
-        if record.finish_reason is None:
-            record = await self._store.take_over(record, self._owner)
-            await self._opener.cancel(record.session_id, record.epoch, record.counters)
+        `Unavailable` for one that another coordinator has, and where the store does not answer."""
+        if record.finish_reason is not None:
+            return
+        found = await self._take_over(record)
+        if found.finish_reason is None:
+            try:
+                await self._opener.cancel_now(found.session_id, found.epoch, found.counters)
+            except StaleEpoch:
+                raise contended(found.session_id) from None
+
+    async def _take_over(self, seen: SessionRecord) -> SessionRecord:
+        """See `SessionStore.take_over`. Where it is not known whether the session was taken over,
+        it is released: else it would belong to this coordinator, which does not run it, for as long
+        as that holds its lease."""
+        is_sent = False
+
+        def note() -> None:
+            nonlocal is_sent
+            is_sent = True
+
+        try:
+            return await self._store.take_over(seen, self._owner, note)
+        except BaseException as error:
+            is_refused = isinstance(error, NotFound | Unavailable) and not isinstance(
+                error, StoreUnavailable
+            )
+            if is_sent and not is_refused:
+                self._opener.release_later(seen.session_id, seen.epoch + 1)
+            raise

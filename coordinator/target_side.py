@@ -34,7 +34,7 @@ from outrider.messages import (
     VerifyItem,
 )
 from outrider.sessions.store import CacheState
-from outrider.speculation.proposal import SealedProposal
+from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.verdict import Verdict
 from outrider.work import CANCELLED_CODE
 
@@ -46,6 +46,9 @@ _log = logging.getLogger(__name__)
 
 ANSWER_WAIT_GROWTH_MAX: Final = 8
 """How much longer than the first wait for a verdict the later ones get."""
+Q_REFUSALS_MAX: Final = 2
+"""How often a target may refuse the q of a proposal that can be read here before nothing of the
+proposal is verified."""
 RETRY_S_MAX: Final = 1.0
 """Longest rest between two tries to reach a target: one that comes back is soon found."""
 
@@ -93,8 +96,9 @@ class TargetSide:
         was asked twice in vain, or is to be left; raises what it refuses with, and `Unavailable`
         once none can be reached for `target_gone_s`.
 
-        Where the target cannot read the draft's q, the proposal is verified as far as it can: the
-        verdict refuses the rest. `found_broken_draft` says whether that may bias the tokens."""
+        Where the target cannot read the draft's q, the proposal is verified as far as it can, or,
+        where only the target cannot read it, not at all: the verdict refuses the rest.
+        `found_broken_draft` says whether that may bias the tokens."""
         loop = asyncio.get_running_loop()
         if self._berth.is_left:
             self._move()
@@ -104,6 +108,7 @@ class TargetSide:
         num_drafted = len(proposal)
         unreachable_since: float | None = None
         wait_s, num_retries, num_silences = self._patience.target_answer_s, 0, 0
+        num_refusals = 0
         ask = len(proposal) > 0 or self._must_ask(number, run_ahead)
         while True:
             if number != self._berth.number(round_index):  # It has moved.
@@ -136,7 +141,11 @@ class TargetSide:
                     return _padded(_checked(answer, proposal), num_drafted)
                 if isinstance(answer, Refused) and _is_about_q(answer):
                     readable = self._readable(proposal, answer.message)
-                    ask = proposal != readable  # Else the answer is about what was sent before.
+                    ask = proposal != readable  # Else the answer is about what was sent before ...
+                    num_refusals = 0 if ask else num_refusals + 1
+                    if num_refusals >= Q_REFUSALS_MAX and len(proposal) > 0:
+                        # ... or the target cannot read what can be read here.
+                        readable, ask = self._nothing_of(proposal, answer.message), True
                     proposal = readable
                     continue
                 await self._put_right(answer, num_retries)
@@ -201,6 +210,13 @@ class TargetSide:
             self._heads.observer.proposal_unreadable()
             self.found_broken_draft |= is_broken
         return readable
+
+    def _nothing_of(self, proposal: SealedProposal, message: str) -> SealedProposal:
+        """What is verified of a proposal whose q only the target cannot read."""
+        _log.warning("a proposal of %d tokens is dropped: %s", len(proposal), message)
+        self._heads.observer.proposal_unreadable()
+        self.found_broken_draft = True
+        return NOTHING_SEALED
 
     def _retry_s(self, num_retries: int) -> float:
         """How long to wait before the next one."""

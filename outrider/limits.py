@@ -265,8 +265,14 @@ SLOTS_PER_SCRIPT_MAX: Final = 256
 """Slots of a caller that one run of a script renews or frees: Redis does nothing else meanwhile."""
 OPEN_TRIES_MAX: Final = 3
 """How often a store that does not answer is asked to open a session before the client hears."""
+UNTOLD_SESSIONS_MAX: Final = SESSIONS_PER_COORDINATOR_MAX
+"""Sessions that do not run and whose release or end the store has not answered yet: the store is
+asked again for as long as the coordinator lives. For each session beyond them it is asked ..."""
 ABANDON_TRIES_MAX: Final = 20
-"""How often it is asked to record a session as cancelled that nobody wants any more."""
+"""... so many times."""
+CANCEL_WAIT_S: Final = 10
+"""How long a caller of `Cancel` waits for the store to record the end of a session that does not
+run."""
 COMMIT_RETRY_MS_MIN: Final = 20
 COMMIT_RETRY_MS_MAX: Final = 500
 """First and longest wait between two tries to reach a store that does not answer."""

@@ -71,6 +71,9 @@ class Modelled:
     epoch: int = 1
     counts: bool = True
     """Whether the stored tokens count: not those of a former owner."""
+    pending: list[int] = field(default_factory=list)
+    pending_logprobs: str = ""
+    """Sent again, while the stored ones do not count."""
     reason: FinishReason | None = None
     logprobs: str = ""
     draft: CacheState = field(default_factory=CacheState)
@@ -79,12 +82,12 @@ class Modelled:
 
     @property
     def length(self) -> int:
-        return len(self.tokens) if self.counts else 0
+        return len(self.tokens if self.counts else self.pending)
 
     def adopt(self, epoch: int, owner: str) -> None:
         """An owner writes whose take-over the store has lost."""
         self.epoch, self.owner, self.reason = epoch, owner, None
-        self.counts = False
+        self.counts, self.pending, self.pending_logprobs = False, [], ""
 
     def record(self) -> Any:
         if len(self.tokens) < len(self.new.prompt_ids) or digest(self.tokens) != self.stored_digest:
@@ -132,15 +135,23 @@ class NaiveStore:
         if not isinstance(s, Modelled) or s.length != a.expected_length or not a.token_ids:
             return s.length if isinstance(s, Modelled) else s
         if not s.counts:
-            s.tokens, s.logprobs, s.counts = [], "", True
-        s.tokens += a.token_ids
-        s.logprobs += a.logprobs
+            s.pending += a.token_ids
+            s.pending_logprobs += a.logprobs
+            if a.more_follow:
+                return s.length
+            s.tokens, s.logprobs, s.counts = s.pending, s.pending_logprobs, True
+        else:
+            s.tokens += a.token_ids
+            s.logprobs += a.logprobs
         s.stored_digest, s.draft, s.target, s.counters = (
             a.prefix_digest, a.draft, a.target, a.counters,
         )  # fmt: skip
         return s.length
 
     def release(self, session_id: str, epoch: int, owner: str) -> Any:
+        s = self.sessions.get(session_id)
+        if s is not None and s.reason is not None and epoch > s.epoch:
+            return None
         s = self.write(session_id, epoch, owner)
         if not isinstance(s, Modelled):
             return s
@@ -165,7 +176,7 @@ class NaiveStore:
         s = self.write(f.session_id, f.epoch, f.owner)
         if not isinstance(s, Modelled):
             return s
-        if s.reason is None and (f.length is None or f.length == s.length):
+        if s.reason is None and (f.length is None or (s.counts and f.length == s.length)):
             s.reason, s.counters = f.reason, f.counters
         return s.length
 
@@ -229,6 +240,8 @@ class StoreMachine(RuleBasedStateMachine):
         for session_id in data.draw(st.lists(ids, max_size=3, unique=True)):
             s = self.model.sessions.get(session_id)
             stored = s.tokens if s is not None else []
+            if s is not None and not s.counts:
+                stored = data.draw(st.sampled_from([stored, s.pending, s.pending]))
             lengths = st.sampled_from([len(stored), len(stored), 0, max(len(stored) - 1, 0), 9])
             epochs = st.sampled_from([s.epoch, s.epoch, 1, 2, 3] if s is not None else [1])
             new = data.draw(tokens)
@@ -238,6 +251,7 @@ class StoreMachine(RuleBasedStateMachine):
                     session_id, data.draw(epochs), data.draw(owners), expected, new,
                     digest((*stored[:expected], *new)), data.draw(caches), data.draw(caches),
                     data.draw(counts), data.draw(st.sampled_from(["", '{"é\u2028": 1}\n'])),
+                    data.draw(st.booleans()),
                 )
             )  # fmt: skip
         answers = self.run(self.store.append(appends))
@@ -304,7 +318,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(session_id=ids, left=st.integers(0, 3))
     def tail_is_torn_off(self, session_id: str, left: int) -> None:
         session = self.model.sessions.get(session_id)
-        if session is not None:
+        if session is not None and session.counts:
             del session.tokens[left:]
             self.replace_tokens(session_id, tuple(session.tokens))
 

@@ -33,11 +33,15 @@ class KeptSession:
     expires_ms: float
     rewrite: bool = False
     """The tokens may be a former owner's and count as none: see `SessionStore`."""
+    pending: tuple[int, ...] = ()
+    """The tokens that have been sent again, of which more follow ..."""
+    pending_logprobs: str = ""
+    """... and their log-probabilities."""
 
     @property
     def length(self) -> int:
         """The stored length in tokens."""
-        return 0 if self.rewrite else len(self.record.token_ids)
+        return len(self.pending if self.rewrite else self.record.token_ids)
 
 
 class MemoryStore:
@@ -125,18 +129,21 @@ class MemoryStore:
 
     async def release(self, session_id: str, epoch: int, owner: str) -> None:
         """See `SessionStore.release`."""
-        kept = self._admit(session_id, epoch, owner)
+        kept = self._admit(session_id, epoch, owner, reopens=False)
         if kept.record.state is SessionState.RUNNING:
             kept = replace(kept, record=replace(kept.record, owner=released(owner)))
         self._sessions[session_id] = kept
 
-    async def take_over(self, seen: SessionRecord, owner: str) -> SessionRecord:
+    async def take_over(
+        self, seen: SessionRecord, owner: str, on_sent: Callable[[], None] = lambda: None
+    ) -> SessionRecord:
         """See `SessionStore.take_over`."""
         session_id = seen.session_id
         if seen.state is SessionState.RUNNING and seen.owner != owner:
             left_ms = self._leases.get(seen.owner, 0) - self._now_ms()
             if left_ms > 0:
                 raise leased(session_id, int(left_ms))
+        on_sent()
         kept = self._find(session_id)
         if kept is None:
             raise not_found(session_id)
@@ -150,7 +157,7 @@ class MemoryStore:
     async def finish(self, finish: Finish) -> int:
         """See `SessionStore.finish`."""
         kept = self._admit(finish.session_id, finish.epoch, finish.owner)
-        fits = finish.length in (None, kept.length)
+        fits = finish.length is None or (not kept.rewrite and finish.length == kept.length)
         if fits and kept.record.state is SessionState.RUNNING:
             record = replace(
                 kept.record,
@@ -158,11 +165,8 @@ class MemoryStore:
                 finish_reason=finish.reason,
                 counters=finish.counters,
             )
-            kept = KeptSession(
-                record,
-                expires_ms=self._now_ms() + self._lifetimes.finished_ttl_ms,
-                rewrite=kept.rewrite,
-            )
+            expires_ms = self._now_ms() + self._lifetimes.finished_ttl_ms
+            kept = replace(kept, record=record, expires_ms=expires_ms)
         self._sessions[finish.session_id] = kept
         return kept.length
 
@@ -183,16 +187,17 @@ class MemoryStore:
             return None
         return kept
 
-    def _admit(self, session_id: str, epoch: int, owner: str) -> KeptSession:
-        """The session as a write of (epoch, owner) finds it, not stored yet. Raises `StaleEpoch`,
-        `DataLoss`."""
+    def _admit(self, session_id: str, epoch: int, owner: str, reopens: bool = True) -> KeptSession:
+        """The session as a write of (epoch, owner) finds it, not stored yet; a finished one runs
+        again under a higher epoch, if the write `reopens` it. Raises `StaleEpoch`, `DataLoss`."""
         kept = self._find(session_id)
         if kept is None:
             raise missing(session_id)
         record = kept.record
         if is_stale(epoch, owner, record):
             raise stale(session_id, epoch, record.epoch)
-        return _raised(kept, epoch, owner) if epoch > record.epoch else kept
+        is_raised = epoch > record.epoch and (reopens or record.state is SessionState.RUNNING)
+        return _raised(kept, epoch, owner) if is_raised else kept
 
     def _drop_expired(self) -> None:
         now_ms = self._now_ms()
@@ -225,13 +230,19 @@ def _raised(kept: KeptSession, epoch: int, owner: str) -> KeptSession:
 def _extended(kept: KeptSession, append: Append) -> KeptSession:
     """The session with the tokens of an append that fits."""
     record = kept.record
+    token_ids, logprobs = record.token_ids, record.logprobs
+    if kept.rewrite:
+        token_ids, logprobs = kept.pending, kept.pending_logprobs
+    token_ids, logprobs = token_ids + tuple(append.token_ids), logprobs + append.logprobs
+    if kept.rewrite and append.more_follow:
+        return replace(kept, pending=token_ids, pending_logprobs=logprobs)
     record = replace(
         record,
-        token_ids=(() if kept.rewrite else record.token_ids) + tuple(append.token_ids),
-        logprobs=("" if kept.rewrite else record.logprobs) + append.logprobs,
+        token_ids=token_ids,
+        logprobs=logprobs,
         prefix_digest=append.prefix_digest,
         draft=append.draft,
         target=append.target,
         counters=append.counters,
     )
-    return replace(kept, record=record, rewrite=False)
+    return KeptSession(record, kept.expires_ms)

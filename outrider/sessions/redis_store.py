@@ -3,7 +3,9 @@
     <prefix>lease:{<owner>}           string: expires unless the owner renews it
     <prefix>session:{<id>}            hash: epoch, owner, state, seed, parameters,
                                       prompt_length, prefix_digest, caches, counters ...,
-                                      tokens_start, tokens_end, logprobs_start, logprobs_end
+                                      tokens_start, tokens_end, logprobs_start, logprobs_end;
+                                      rewrite, and pending_tokens_start ... while the tokens
+                                      are sent again
     <prefix>session:{<id>}:tokens     string: all tokens, uint32 LE, from byte tokens_start to
                                       tokens_end (excluded)
     <prefix>session:{<id>}:logprobs   string: one JSON line per token after the prompt, likewise
@@ -21,14 +23,19 @@ what that owner still sends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 import redis.asyncio
 
 from outrider.errors import ConfigError, InvariantError, OutriderError, StoreUnavailable
-from outrider.limits import LOAD_TRIES_MAX, RECORD_PART_BYTES, RECORD_WHOLE_BYTES
+from outrider.limits import (
+    LOAD_TRIES_MAX,
+    RECORD_PART_BYTES,
+    RECORD_WHOLE_BYTES,
+    TAKE_OVER_RETRY_MS,
+)
 from outrider.sessions.lifetimes import DEFAULT_LIFETIMES, Lifetimes
 from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_connection import check_server, new_client
@@ -143,6 +150,7 @@ class RedisStore:
                     append.expected_length,
                     encode_tokens(append.token_ids),
                     append.logprobs,
+                    int(append.more_follow),
                     *append_fields(append),
                 ],
             )
@@ -171,7 +179,9 @@ class RedisStore:
         if not isinstance(answer, int):
             raise _refusal(session_id, epoch, answer)
 
-    async def take_over(self, seen: SessionRecord, owner: str) -> SessionRecord:
+    async def take_over(
+        self, seen: SessionRecord, owner: str, on_sent: Callable[[], None] = lambda: None
+    ) -> SessionRecord:
         """See `SessionStore.take_over`."""
         session_id = seen.session_id
         if seen.state is SessionState.RUNNING and seen.owner != owner:
@@ -185,10 +195,15 @@ class RedisStore:
             self._lifetimes.session_ttl_ms,
             RECORD_WHOLE_BYTES,
         ]
+        on_sent()
         answer = await self._scripts.run(_TAKE_OVER, (self._keys(session_id), arguments))
         record = await self._record(session_id, answer)
         if record is None:
-            raise contended(session_id)
+            raise StoreUnavailable(
+                f"session {session_id} was taken over meanwhile, or lost its tail, while it was "
+                f"read; try again",
+                retry_after_ms=TAKE_OVER_RETRY_MS,
+            )
         return record
 
     async def finish(self, finish: Finish) -> int:
@@ -267,7 +282,7 @@ class RedisStore:
         the session's fields as they were when these were its bytes. None where it was replaced
         since, or is shorter: then Redis has lost its tail. Raises `NotFound` where the session is
         gone."""
-        lineage = [known.get(b"epoch"), known.get(b"rewrite", b"")]
+        lineage = [known.get(b"epoch"), known.get(b"owner"), known.get(b"rewrite", b"")]
         parts: list[bytes] = []
         for start in range(first, first + size, RECORD_PART_BYTES):
             stop = min(start + RECORD_PART_BYTES, first + size)
@@ -275,9 +290,10 @@ class RedisStore:
             answer = await self._scripts.run(_READ_PART, (keys, [start, stop - 1]))
             if answer[0] == b"missing":
                 raise not_found(session_id)
-            if answer[:2] != lineage or len(answer[2]) != stop - start:
+            *found, part = answer
+            if found != lineage or len(part) != stop - start:
                 return None
-            parts.append(answer[2])
+            parts.append(part)
         return parts
 
     def _keys(self, session_id: str) -> tuple[str, str, str]:

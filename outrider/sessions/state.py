@@ -231,6 +231,7 @@ class Session:
             target=self.target,
             counters=self.counters,
             logprobs="".join(line + "\n" for line in lines),
+            more_follow=end < self._showable_length,
         )
 
     def ending(self) -> Finish:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -79,6 +79,9 @@ class Append:
     counters: Counters
     logprobs: str = ""
     """JSON lines for these tokens where the request asked for log-probabilities."""
+    more_follow: bool = False
+    """Whether the store has had tokens behind these: where it has lost that the owner took the
+    session over, the former owner's tokens are read until an append without this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,9 @@ class SessionStore(Protocol):
     - The same epoch and owner: the write is carried out.
     - A higher epoch: the store lost the take-over that gave it. The session is this owner's again
       and runs, even if it was finished. Its tokens may be a former owner's, so its length counts
-      as 0 until the owner has sent all tokens again; until then the old ones are still read.
+      as 0, and then as that of what the owner has sent again. The old tokens are still read, and
+      the session cannot be finished with a length, until an append has no `Append.more_follow`:
+      then the new ones replace them.
     """
 
     async def open(self, session: NewSession) -> None:
@@ -162,15 +167,23 @@ class SessionStore(Protocol):
 
     async def release(self, session_id: str, epoch: int, owner: str) -> None:
         """Gives a session up that does not run any more: under the same epoch its owner becomes
-        `released(owner)`, which has no lease. Raises `StaleEpoch` (also if it is released already)
-        and `DataLoss`."""
+        `released(owner)`, which has no lease. A finished session stays as it is, also under a lower
+        epoch. Raises `StaleEpoch` (also if it is released already) and `DataLoss`."""
         ...
 
-    async def take_over(self, seen: SessionRecord, owner: str) -> SessionRecord:
+    async def take_over(
+        self, seen: SessionRecord, owner: str, on_sent: Callable[[], None] = lambda: None
+    ) -> SessionRecord:
         """Makes `owner` the owner under epoch + 1, if the session is still as it was `seen` by
         `load`, and the lease of that owner has run out (or it is the same owner). Returns a
-        finished session unchanged. Raises `NotFound`, and `Unavailable` with the rest of the lease,
-        or where the session was taken over since it was seen."""
+        finished session unchanged. Raises `NotFound`, `DataLoss`, and `Unavailable` with the rest
+        of the lease, or where the session was taken over since it was seen.
+
+        `on_sent` is called when the lease was found gone and just before the session may change.
+        From then on a cancellation, `StoreUnavailable`, `DataLoss` and any error but `NotFound` and
+        `Unavailable` itself leave open whether the session was taken over: the caller has to
+        `release` it under epoch + 1 unless it goes on with it. That also keeps a take-over that is
+        still on its way from being carried out."""
         ...
 
     async def finish(self, finish: Finish) -> int:

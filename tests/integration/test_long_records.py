@@ -60,6 +60,29 @@ async def a_long_one(store: RedisStore) -> Session:
     return session
 
 
+async def test_an_epoch_that_is_given_twice_while_a_record_is_read(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch, parts: None
+) -> None:
+    """Redis lost a take-over and gave its epoch to another owner: tokens of both are not mixed."""
+    await a_long_one(store)
+    run, num_parts = store._scripts.run, 0
+    others = "".join(f"{line}\n" for line in LINES).replace(".5", ".6")
+
+    async def run_and_replace(script: Any, call: Any) -> Any:
+        nonlocal num_parts
+        answer = await run(script, call)
+        num_parts += script is redis_store._READ_PART
+        if num_parts == 3:
+            key = f"{store._key_prefix}session:{{{IDS[0]}}}"
+            await store._client.hset(key, "owner", "carl")
+            await store._client.set(f"{key}:logprobs", others)
+        return answer
+
+    monkeypatch.setattr(store._scripts, "run", run_and_replace)
+    record = await store.load(IDS[0])
+    assert (record.owner, record.logprobs) == ("carl", others)
+
+
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records of more than 64 bytes are read in parts of 100."""

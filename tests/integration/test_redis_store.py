@@ -196,6 +196,31 @@ async def test_a_lost_take_over_is_healed_by_its_owner(
     assert (record.token_ids, record.owner) == (tuple(session.tokens.ids), OWNERS[1])
 
 
+async def test_tokens_that_are_sent_again_in_parts_uncover_no_shorter_session(
+    store: RedisStore, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the last part they are not read, and lost with the owner that sent them."""
+    session = await lost_take_over(store, admin)
+    monkeypatch.setattr("outrider.sessions.state.APPEND_TOKENS_MAX", 2)
+    former = (*new_session().prompt_ids, 1, 2)
+    assert await appended(store, session, 8, 9, 10) == 0
+    session.acknowledge(0)
+    seen = []
+    while (append := session.next_append()) is not None:
+        if not seen:  # Others hear nothing of a part, nor does an owner that comes next.
+            await store.append([append])
+            raised = replace(session.identity, epoch=session.epoch + 1, owner="carl")
+            session = Session(raised, session.tokens.ids)
+            session.acknowledge(0)
+            assert await store.append([replace(session.next_append(), expected_length=9)]) == [0]  # type: ignore[type-var]
+        [answer] = await store.append([next_append(session)])
+        session.acknowledge(answer)  # type: ignore[arg-type]
+        record = await store.load(IDS[0])
+        seen.append((answer, record.token_ids))
+    whole = tuple(session.tokens.ids)
+    assert seen == [(2, former), (4, former), (6, whole)]
+
+
 async def test_a_lost_take_over_that_is_not_healed_leaves_what_is_stored(
     store: RedisStore, admin: redis.Redis
 ) -> None:

@@ -1,4 +1,4 @@
--- Prepended to the scripts of an owner's writes (append.lua, finish.lua).
+-- Prepended to the scripts of an owner's writes (append.lua, finish.lua, release.lua).
 
 -- Whether a write under (epoch, owner) comes from a former owner of the session. Two owners may have
 -- been given the same epoch where Redis lost a take-over: then only the stored one may write.
@@ -9,11 +9,14 @@ end
 -- Returns the session's state, whether its tokens are to be rewritten, and where they lie; or nil and
 -- what the script returns: {'missing', 0} or {'stale', stored epoch}.
 -- An epoch above the stored one means that a take-over was lost with the store's tail. The session
--- runs again under this owner. What is stored may be of an older one, so it counts as no tokens until
--- this owner has sent all of them (rewrite); till then it stays readable.
-local function admit(key, epoch, owner)
+-- runs again under this owner. What is stored may be of an older one, so it counts as no tokens
+-- (rewrite). It stays readable until this owner has sent all tokens again; till then what it has sent
+-- lies behind, where the pending fields say, and is what counts. A session that has finished
+-- is left as it is where `keeps_end`.
+local function admit(key, epoch, owner, keeps_end)
   local stored = redis.call('HMGET', key, 'epoch', 'owner', 'state', 'rewrite', 'tokens_start',
-    'tokens_end', 'logprobs_start', 'logprobs_end')
+    'tokens_end', 'logprobs_start', 'logprobs_end', 'pending_tokens_start', 'pending_tokens_end',
+    'pending_logprobs_start', 'pending_logprobs_end')
   if not stored[1] then return nil, {'missing', 0} end
   local stored_epoch = tonumber(stored[1])
   if is_stale(tonumber(epoch), owner, stored_epoch, stored[2]) then
@@ -24,17 +27,25 @@ local function admit(key, epoch, owner)
     tokens_start = stored[5], tokens_end = stored[6],
     logprobs_start = stored[7], logprobs_end = stored[8],
   }
-  if tonumber(epoch) > stored_epoch then
+  if session.rewrite and stored[9] and stored[9] ~= '' then
+    session.pending = {
+      tokens_start = stored[9], tokens_end = stored[10],
+      logprobs_start = stored[11], logprobs_end = stored[12],
+    }
+  end
+  if tonumber(epoch) > stored_epoch and not (keeps_end and session.state == 'finished') then
     redis.call('HSET', key, 'epoch', epoch, 'owner', owner, 'state', 'running',
-      'finish_reason', '', 'rewrite', '1')
-    session.state, session.rewrite = 'running', true
+      'finish_reason', '', 'rewrite', '1', 'pending_tokens_start', '')
+    session.state, session.rewrite, session.pending = 'running', true, nil
   end
   return session
 end
 
 -- The stored length in tokens of an admitted session.
 local function length_of(session)
-  if session.rewrite then return 0 end
-  local start, stop = extent(KEYS[2], session.tokens_start, session.tokens_end)
+  local counted = session
+  if session.rewrite then counted = session.pending end
+  if not counted then return 0 end
+  local start, stop = extent(KEYS[2], counted.tokens_start, counted.tokens_end)
   return (stop - start) / 4
 end

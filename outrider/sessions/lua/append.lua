@@ -1,6 +1,6 @@
 -- Compare-and-append under an epoch. Begins with layout.lua and admit.lua.
 -- KEYS: session, tokens, logprobs
--- ARGV: epoch, owner, ttl_ms, expected_length, token bytes, logprobs,
+-- ARGV: epoch, owner, ttl_ms, expected_length, token bytes, logprobs, '1' where more follow,
 --       then field, value, field, value ... to set if the tokens are appended
 -- Returns the stored length in tokens, or {'missing', 0}, or {'stale', stored epoch}.
 -- Ended at any call, it has at most raised the epoch (admit.lua): what is read, is read as before.
@@ -12,21 +12,30 @@ local tokens, logprobs = ARGV[5], ARGV[6]
 if length == tonumber(ARGV[4]) and #tokens > 0 then
   local ttl_ms = redis.call('PTTL', KEYS[1])
   if ttl_ms < 1 then ttl_ms = ARGV[3] end
-  local ends = {'rewrite', '0'}
+  -- While all tokens are sent again, the old ones are read until the last part commits.
+  local is_part = session.rewrite and ARGV[7] == '1'
+  local prefix = is_part and 'pending_' or ''
+  local counted = session
+  if session.rewrite then counted = session.pending end
+  local ends = {'rewrite', is_part and '1' or '0'}
   for i, new in ipairs({{'tokens', tokens}, {'logprobs', logprobs}}) do
     local name, bytes = new[1], new[2]
-    local start, stop = extent(KEYS[1 + i], session[name .. '_start'], session[name .. '_end'])
-    if session.rewrite then
-      -- Behind all that is there: the old ones are read until the commit.
-      start = redis.call('STRLEN', KEYS[1 + i])
+    local start, stop
+    if counted then
+      start, stop = extent(KEYS[1 + i], counted[name .. '_start'], counted[name .. '_end'])
+    else
+      start = redis.call('STRLEN', KEYS[1 + i])  -- Behind all that is there.
       stop = start
     end
     if #bytes > 0 then put(KEYS[1 + i], stop, bytes, ttl_ms) end
-    for _, value in ipairs({name .. '_start', start, name .. '_end', stop + #bytes}) do
+    for _, value in ipairs({prefix .. name .. '_start', start,
+        prefix .. name .. '_end', stop + #bytes}) do
       ends[#ends + 1] = value
     end
   end
-  for i = 7, #ARGV do ends[#ends + 1] = ARGV[i] end
+  if not is_part then
+    for i = 8, #ARGV do ends[#ends + 1] = ARGV[i] end
+  end
   redis.call('HSET', KEYS[1], unpack(ends))
   length = length + #tokens / 4
 end

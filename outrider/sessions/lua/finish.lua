@@ -9,7 +9,8 @@ if not session then return refusal end
 
 local length = length_of(session)
 local expected = tonumber(ARGV[4])
-if session.state == 'running' and (expected == -1 or expected == length) then
+local is_whole = expected == length and not session.rewrite
+if session.state == 'running' and (expected == -1 or is_whole) then
   redis.call('HSET', KEYS[1], unpack(ARGV, 5))
   for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[3]) end
 end

@@ -279,6 +279,23 @@ def test_a_draft_that_is_broken_is_left_for_another_one() -> None:
     run_virtually(main())
 
 
+def test_a_draft_that_was_found_broken_is_not_returned_to() -> None:
+    """Also not when the one that took its place is lost."""
+    first = ScriptedLink(proposal, proposal)
+    second = ScriptedLink(proposal, LinkLost("down"))
+
+    async def main() -> None:
+        draft = DraftSide(berth(first, second), heads(session()), PATIENCE, StandIn())
+        assert (await draft.propose(1, 2, NOISE)).by_replica
+        draft.reject()
+        assert (await draft.propose(2, 2, NOISE)).by_replica
+        for index in (3, 4):
+            assert not (await draft.propose(index, 2, NOISE)).by_replica
+        assert len(first.sent) == 1
+
+    run_virtually(main())
+
+
 def test_the_only_draft_being_broken_the_stand_in_goes_on_until_there_is_another() -> None:
     """What it sends meanwhile, and what it has sent ahead, is not used."""
     first, second = ScriptedLink(proposal), ScriptedLink(proposal)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from test_replicas import described
-from test_service import REQUEST, Bench, SlowText, bench
+from test_service import REQUEST, Bench, SlowText, bench, failing
 
 from coordinator.resuming import parameters_of
 from outrider.clock import run_virtually
@@ -30,8 +30,10 @@ from outrider.sessions.store import (
     FinishReason,
     SessionRecord,
     SessionState,
+    released,
 )
 from outrider.speculation.sampling import Rule
+from outrider.tokens import TokenSequence
 
 
 async def taken(events: Any, num_tokens: int) -> tuple[list[Event], str, int]:
@@ -487,5 +489,212 @@ def test_text_of_a_resumed_session_goes_on() -> None:
             rest = [e async for e in made.service.resume(ResumeRequest(session_id, num))]
             told = [e.text_delta for e in (*heard, *rest) if isinstance(e, Tokens)]
             assert "".join(told) == "x" * 30
+
+    run_virtually(main())
+
+
+@pytest.mark.parametrize("by_cancel", [False, True])
+@pytest.mark.parametrize("away_s", [0.0, 30.0])
+def test_a_take_over_whose_answer_is_lost_leaves_the_session_to_others(
+    by_cancel: bool, away_s: float
+) -> None:
+    """The store carried it out. The coordinator that asked lives, but does not run the session."""
+
+    async def main() -> None:
+        async with bench(resume_grace_s=60.0) as made:
+            other = Bench(resume_grace_s=60.0, store=made.store, name="d")
+            await other.service.start()
+            async with aclosing(made.service.generate(SEEDED)) as events:
+                heard, session_id, num = await taken(events, 3)
+            await asyncio.sleep(0.5)
+            take_over, release = made.store.take_over, made.store.release
+            until = asyncio.get_running_loop().time() + away_s
+
+            async def unheard_take_over(*arguments: Any) -> SessionRecord:
+                await take_over(*arguments)
+                raise StoreUnavailable("the answer is lost")
+
+            made.store.take_over = unheard_take_over  # type: ignore[method-assign]
+            made.store.release = failing(release, until)  # type: ignore[method-assign]
+            with pytest.raises(StoreUnavailable):
+                if by_cancel:
+                    await other.service.cancel(session_id)
+                else:
+                    await anext(other.service.resume(ResumeRequest(session_id, num)))
+            made.store.take_over = take_over  # type: ignore[method-assign]
+            await asyncio.sleep(away_s + 1.0)
+            rest = [e async for e in made.service.resume(ResumeRequest(session_id, num))]
+            assert len(tokens_of(heard) + tokens_of(rest)) == 30
+            await other.service.close()
+
+    run_virtually(main())
+
+
+def test_a_client_that_leaves_during_a_take_over_leaves_the_session_to_others() -> None:
+    async def main() -> None:
+        async with bench(resume_grace_s=60.0) as made:
+            other = Bench(resume_grace_s=60.0, store=made.store, name="d")
+            await other.service.start()
+            async with aclosing(made.service.generate(SEEDED)) as events:
+                heard, session_id, num = await taken(events, 3)
+            await asyncio.sleep(0.5)
+            take_over = made.store.take_over
+
+            async def slow(*arguments: Any) -> SessionRecord:
+                record = await take_over(*arguments)
+                await asyncio.sleep(1.0)
+                return record
+
+            made.store.take_over = slow  # type: ignore[method-assign]
+            resuming = asyncio.ensure_future(
+                anext(other.service.resume(ResumeRequest(session_id, num)))
+            )
+            await asyncio.sleep(0.5)
+            resuming.cancel()
+            made.store.take_over = take_over  # type: ignore[method-assign]
+            await asyncio.sleep(0.1)
+            rest = [e async for e in made.service.resume(ResumeRequest(session_id, num))]
+            assert len(tokens_of(heard) + tokens_of(rest)) == 30
+            await other.service.close()
+
+    run_virtually(main())
+
+
+def test_a_take_over_that_is_refused_releases_nothing() -> None:
+    """Another coordinator's lease lasts, or cannot be read: it runs the session."""
+
+    async def main() -> None:
+        async with bench(resume_grace_s=5.0) as made:
+            other = Bench(resume_grace_s=5.0, store=made.store, name="d")
+            await other.service.start()
+            releases: list[Any] = []
+
+            async def noted(*arguments: Any) -> None:
+                releases.append(arguments)
+
+            made.store.release = noted  # type: ignore[method-assign]
+            events = made.service.generate(SEEDED)
+            _, session_id, num = await taken(events, 3)
+            take_over = made.store.take_over
+            for error in (None, StoreUnavailable("no lease was read"), Unavailable("taken over")):
+
+                async def refused(*arguments: Any, error: Any = error) -> SessionRecord:
+                    if error is None:
+                        return await take_over(*arguments)
+                    if not isinstance(error, StoreUnavailable):
+                        arguments[2]()
+                    raise error
+
+                made.store.take_over = refused  # type: ignore[method-assign]
+                with pytest.raises(Unavailable):
+                    await anext(other.service.resume(ResumeRequest(session_id, num)))
+            await asyncio.sleep(0.1)
+            assert not releases
+            await drained(events)
+            await other.service.close()
+
+    run_virtually(main())
+
+
+def test_a_cancellation_that_is_not_recorded_is_no_success() -> None:
+    """It is recorded later, once the store answers."""
+
+    async def main() -> None:
+        async with bench(resume_grace_s=600.0) as made:
+            async with aclosing(made.service.generate(SEEDED)) as events:
+                _, session_id, _ = await taken(events, 3)
+            await asyncio.sleep(0.5)
+            until = asyncio.get_running_loop().time() + 60.0
+            made.store.finish = failing(made.store.finish, until)  # type: ignore[method-assign]
+            with pytest.raises(StoreUnavailable):
+                await made.service.cancel(session_id)
+            await asyncio.sleep(61.0)
+            record = await made.store.load(session_id)
+            assert record.finish_reason is FinishReason.CANCELLED
+
+    run_virtually(main())
+
+
+def test_a_session_whose_end_was_not_recorded_is_given_up_later() -> None:
+    async def main() -> None:
+        async with bench(resume_grace_s=1.0) as made:
+            finish = made.store.finish
+            until = asyncio.get_running_loop().time() + 60.0
+            made.store.finish = failing(finish, until)  # type: ignore[method-assign]
+            async with aclosing(made.service.generate(SEEDED, resumable=False)) as events:
+                _, session_id, _ = await taken(events, 3)
+            await asyncio.sleep(61.0)
+            record = await made.store.load(session_id)
+            assert record.finish_reason is FinishReason.CANCELLED
+
+    run_virtually(main())
+
+
+def test_a_session_that_cannot_begin_is_recorded_as_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        async with bench() as made:
+
+            def broken(*arguments: Any) -> None:
+                raise Unavailable("nothing runs here")
+
+            with monkeypatch.context() as planted:
+                planted.setattr(made.service._committer, "add", broken)
+                with pytest.raises(Unavailable):
+                    await anext(made.service.generate(SEEDED))
+            await asyncio.sleep(0.1)
+            [kept] = made.store.snapshot().values()
+            assert kept.record.finish_reason is FinishReason.CANCELLED
+            assert made.service._committer.num_sessions == 0
+
+    run_virtually(main())
+
+
+def test_clients_that_do_not_read_finished_sessions_keep_no_others_out() -> None:
+    async def main() -> None:
+        async with bench(resume_grace_s=30.0, max_sessions=1_000) as made:
+            done = (await made.events(SEEDED))[0]
+            assert isinstance(done, Started)
+            async with aclosing(made.service.generate(SEEDED)) as events:
+                heard, session_id, num = await taken(events, 3)
+            unread = [
+                made.service.resume(ResumeRequest(done.session_id)) for _ in range(TAKE_OVERS_MAX)
+            ]
+            for one in unread:
+                assert isinstance(await anext(one), Started)
+            rest = [e async for e in made.service.resume(ResumeRequest(session_id, num))]
+            assert len(tokens_of(heard) + tokens_of(rest)) == 30
+            for one in unread:
+                await one.aclose()
+
+    run_virtually(main())
+
+
+def test_a_client_is_checked_against_the_record_that_is_taken_over() -> None:
+    """Other tokens were stored after the record was read for the first time."""
+
+    async def main() -> None:
+        async with bench(resume_grace_s=60.0) as made:
+            async with aclosing(made.service.generate(SEEDED)) as events:
+                heard, session_id, num = await taken(events, 3)
+            await asyncio.sleep(0.5)
+            take_over = made.store.take_over
+
+            async def replaced(seen: SessionRecord, *arguments: Any) -> SessionRecord:
+                kept = made.store.snapshot()
+                first, *others = seen.token_ids[seen.prompt_length :]
+                ids = (*seen.token_ids[: seen.prompt_length], (first + 1) % 8, *others)
+                record = replace(seen, token_ids=ids, prefix_digest=TokenSequence(ids).digest())
+                made.store.restore({**kept, session_id: replace(kept[session_id], record=record)})
+                return await take_over(seen, *arguments)
+
+            made.store.take_over = replaced  # type: ignore[method-assign]
+            digest = TokenSequence(tokens_of(heard)).digest()
+            request = ResumeRequest(session_id, num, tokens_digest=digest)
+            with pytest.raises(DataLoss, match="tokens_digest"):
+                await anext(made.service.resume(request))
+            await asyncio.sleep(0.1)
+            assert (await made.store.load(session_id)).owner == released("c")
 
     run_virtually(main())

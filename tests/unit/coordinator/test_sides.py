@@ -481,6 +481,27 @@ def test_a_proposal_is_verified_as_far_as_its_q_is_readable(
     assert [len(item.proposal) for item in link.sent] == [2, 2, num_verified]
 
 
+def test_a_q_that_the_target_alone_cannot_read_is_given_up() -> None:
+    """It can be read here, so nothing is cut; the target refuses it each time."""
+    proposal = SealedProposal((1,), READABLE.q)
+
+    def only_nothing(item: Any) -> Any:
+        return refuse(BadRequest("proposal.q", "?"))(item) if item.proposal else verdict(item)
+
+    link = ScriptedLink(*[only_nothing] * 9)
+
+    async def main() -> None:
+        target = TargetSide(berth(link), heads(session(rule=Rule.TOKEN)), PATIENCE)
+        async with asyncio.timeout(20):
+            reply = await target.verify(1, proposal, 0, None)
+        assert reply.verdict.accept_probability == (0.0,)
+        assert reply.verdict.correction[0] == 9
+        assert target.found_broken_draft
+
+    run_virtually(main())
+    assert [len(item.proposal) for item in link.sent] == [1, 1, 0]
+
+
 def test_log_probabilities_of_a_cut_proposal_stand_where_they_are_looked_for() -> None:
     """[2K+1]: of the draft tokens, then of the corrections."""
 

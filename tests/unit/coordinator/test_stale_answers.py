@@ -32,7 +32,7 @@ async def test_what_comes_too_late_is_counted_and_nothing_else() -> None:
     pool: ReplicaPool[Any, Any] = ReplicaPool("draft")
     pool.admit("d", link, TOY)
     box: Mailbox[Any] = Mailbox(1)
-    found = pool.find(b"", "", None)
+    found = pool.find(b"", "")
     assert found is not None
     found.open(SESSION, box)
     box.begin(2)
@@ -77,7 +77,7 @@ async def test_a_pool_is_full_when_all_seats_of_its_steps_are_taken() -> None:
     for number in range(2 * TOY.max_num_seqs):
         assert not pool.is_full
         office = min(
-            (pool.find(b"%d" % n, "", None) for n in range(8)),
+            (pool.find(b"%d" % n, "") for n in range(8)),
             key=lambda one: 99 if one is None else one.num_boxes,
         )
         assert office is not None

@@ -13,7 +13,7 @@ from outrider.limits import DEADLINE_MS_MAX, FINISHED_TTL_S, SESSION_LEASE_MS, S
 from outrider.sessions.lifetimes import Lifetimes
 from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.state import Session
-from outrider.sessions.store import Counters, FinishReason
+from outrider.sessions.store import Counters, Finish, FinishReason
 
 
 class MemoryMachine(StoreMachine):
@@ -141,6 +141,34 @@ async def test_a_lost_take_over_is_healed_by_its_owner(store: MemoryStore) -> No
     assert isinstance(answer, StaleEpoch)
     record = await store.load(IDS[0])
     assert (record.token_ids, record.owner) == ((*new_session().prompt_ids, 3, 4), OWNERS[1])
+
+
+async def test_tokens_that_are_sent_again_in_parts_uncover_no_shorter_session(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part is not read, and nothing is finished with it. What was never stored is not shown."""
+    monkeypatch.setattr("outrider.sessions.state.APPEND_TOKENS_MAX", 2)
+    await store.open(new_session())
+    before = store.snapshot()
+    new = Session.resumed(await store.take_over(await store.load(IDS[0]), OWNERS[1]))
+    store.restore(before)
+    new.decide([3, 4, 5], Counters(1))
+    seen = []
+    while (append := new.next_append()) is not None:
+        [answer] = await store.append([append])
+        assert isinstance(answer, int)
+        new.acknowledge(answer)
+        partial = Finish(IDS[0], 2, OWNERS[1], 2, FinishReason.STOP, Counters())
+        if answer == 2:
+            assert await store.finish(partial) == 2
+        record = await store.load(IDS[0])
+        assert record.finish_reason is None
+        assert new.showable_length == len(record.token_ids)
+        seen.append((answer, record.token_ids))
+    prompt = new_session().prompt_ids
+    assert seen == [
+        (0, prompt), (2, prompt), (4, (*prompt, 3)), (6, (*prompt, 3, 4, 5)),
+    ]  # fmt: skip
 
 
 async def test_one_epoch_given_twice_has_one_owner(store: MemoryStore) -> None:
