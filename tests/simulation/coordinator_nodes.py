@@ -244,7 +244,7 @@ class PortTransport:
     ) -> AsyncGenerator[Event]:
         world = self._world
         node = world.coordinator_at(self.address)
-        if node is None:
+        if node is None or world.is_barred(node):
             raise StreamBroken(f"nobody answers at {self.address}")
         call = Call(world.network, world.clients, node)
         world.calls.add(call)

@@ -9,6 +9,7 @@
 | `hang_up` | all clients' streams of a coordinator break |
 | `oust` | the same, and what it sends to Redis comes just after another took a session over |
 | `break` | all streams of a coordinator to a replica do, and are opened anew |
+| `unheard_take_over` | one takes a session over without hearing so; its clients ask others |
 | `cut_replica` | nothing goes between a coordinator and a replica |
 | `cut_store` | nothing goes between a coordinator and Redis |
 | `cut_registry` | nothing goes between a replica and Redis |

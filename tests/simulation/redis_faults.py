@@ -18,7 +18,8 @@ from .world import World
 Harm = tuple[str, Callable[[], Awaitable[None]]]
 """A kind, and what does it."""
 REDIS_FAULTS = (
-    "oust", "redis_pause", "restart", "flush", "two_primaries", "lost_take_over", "oom",
+    "oust", "unheard_take_over", "redis_pause", "restart", "flush", "two_primaries",
+    "lost_take_over", "oom",
 )  # fmt: skip
 PAUSE_S_MAX = 6.0
 AWAY_S_MAX = 3.0
@@ -68,6 +69,7 @@ class RedisFaults:
         if not self._ousts and len(list(self._world.nodes("coordinator"))) > 1:
             for one in busy:
                 found.append(("oust", lambda one=one: self._oust(one)))
+                found.append(("unheard_take_over", lambda one=one: self._unheard_take_over(one)))
                 if is_there:
                     found.append(("lost_take_over", lambda one=one: self._lost_take_over(one)))
         return found
@@ -221,6 +223,28 @@ class RedisFaults:
         await asyncio.sleep(LOOK_S)
         await self._until_taken_over(node)
         network.heal(cut)
+        self._ousts = False
+
+    async def _unheard_take_over(self, node: Any) -> None:
+        """Another coordinator takes a session over, and Redis answers with an error. Its clients
+        ask others from then on."""
+        world, server = self._world, self._world.redis.primary
+        others = [one for one in world.nodes("coordinator") if one is not node]
+        if not others:
+            return
+        taker, heard = self._rng.choice(others), asyncio.Event()
+        self._ousts = True
+        server.unheard = (taker.process, heard.set)
+        world.barred = {one.name for one in world.nodes("coordinator") if one is not taker}
+        world.break_calls(node)
+        try:
+            async with asyncio.timeout(OUSTED_S_MAX):
+                await heard.wait()
+            world.barred = {taker.name}
+            world.break_calls(taker)
+        except TimeoutError:
+            world.barred = set()
+        server.unheard = None
         self._ousts = False
 
     async def _oom(self) -> None:

@@ -21,7 +21,7 @@ from outrider.fleet.redis_registry import RedisRegistry
 from outrider.sessions.lifetimes import DEFAULT_LIFETIMES
 from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_fields import TOKEN_BYTES, decode_record, encode_tokens
-from outrider.sessions.redis_store import _LOAD, DEFAULT_KEY_PREFIX, RedisStore
+from outrider.sessions.redis_store import _LOAD, _TAKE_OVER, DEFAULT_KEY_PREFIX, RedisStore
 from outrider.sessions.refusals import not_found, verified
 from outrider.sessions.store import FinishReason, SessionRecord, SessionState
 
@@ -44,6 +44,9 @@ class RedisServer:
         self.process = Process("redis")
         self.data = RedisData(lambda: wall_clock_s(self.process) * 1e3)
         self.connections: list[SimulatedConnection] = []
+        self.unheard: tuple[Process, Callable[[], None]] | None = None
+        """A process whose take-overs are carried out, but answered with an error, and what hears
+        of each."""
         self._scripts = Scripts(self.data)
         self._history = history
         if snapshot is not None:
@@ -68,7 +71,15 @@ class RedisServer:
 
     def execute_for(self, client: Process, commands: Sequence[Command]) -> list[Reply]:
         """The answers to what a process has sent."""
-        return self.execute_all(commands)
+        answers = self.execute_all(commands)
+        if self.unheard is not None and client is self.unheard[0]:
+            for index, command in enumerate(commands):
+                done = answers[index]
+                is_carried_out = isinstance(done, list) and isinstance(done[0], list)
+                if command[1:2] == (_TAKE_OVER.sha.encode(),) and is_carried_out:
+                    answers[index] = ReplyError("LOADING the answer is lost")
+                    self.unheard[1]()
+        return answers
 
     def execute_all(self, commands: Sequence[Command]) -> list[Reply]:
         """The answers to commands that came together, errors included."""

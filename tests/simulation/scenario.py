@@ -14,8 +14,9 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator, Collection
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
+from unittest.mock import patch
 
 from outrider.errors import (
     DataLoss,
@@ -38,6 +39,14 @@ from .world import World
 
 STUCK_S = 60.0
 """Virtual seconds after the last fault after which a session counts as stuck."""
+IN_PARTS_SHARE = 0.3
+"""Of the seeds: there records are read, and lost tokens sent again, in several parts."""
+PARTS = {
+    "outrider.sessions.redis_store.RECORD_WHOLE_BYTES": 64,
+    "outrider.sessions.redis_store.RECORD_PART_BYTES": 32,
+    "outrider.sessions.state.APPEND_TOKENS_MAX": 8,
+}
+"""The bounds that hold in these seeds."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +84,12 @@ def run_seed(
     adversary = Adversary(random.Random(rng.getrandbits(64)), drawn)
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
+    in_parts = random.Random(f"in parts {seed}").random() < IN_PARTS_SHARE
     try:
-        return run_processes(_Seed(plans, adversary).run(rng, kinds))
+        with ExitStack() as bounds:
+            for name, bound in PARTS.items() if in_parts else ():
+                bounds.enter_context(patch(name, bound))
+            return run_processes(_Seed(plans, adversary).run(rng, kinds))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from errors
     finally:

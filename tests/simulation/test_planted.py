@@ -11,6 +11,7 @@ import pytest
 from coordinator.commits import Committer
 from coordinator.journal import Journal
 from coordinator.mailbox import Mailbox
+from coordinator.opening import Opener
 from coordinator.replicas import Berth
 from coordinator.roster import Roster
 from outrider.engine.sequences import Aligned, SequenceTable
@@ -89,6 +90,12 @@ def test_a_store_that_disregards_epochs(monkeypatch: pytest.MonkeyPatch) -> None
 
     change_arguments(monkeypatch, redis_store._APPEND, of_any_epoch)
     assert found(monkeypatch, "oust")
+
+
+def test_a_take_over_that_is_not_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease of the coordinator that did not hear of it never lapses."""
+    monkeypatch.setattr(Opener, "release_later", lambda *_: None)
+    assert found(monkeypatch, "unheard_take_over")
 
 
 def test_a_finish_that_asks_for_no_owner(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,8 @@ class World:
         self.redis = Redis(self.network)
         self.moves = CountedMoves()
         self.clients = Process("clients")
+        self.barred: set[str] = set()
+        """Names of coordinators that clients do not reach while another one serves."""
         self.calls: set[Call] = set()
         """Streams that clients read now."""
         self.broken: OutriderError | None = None
@@ -187,6 +189,11 @@ class World:
         """Who takes calls of clients there."""
         node = self._serving.get(address, (None, None))[0]
         return node if isinstance(node, CoordinatorNode) else None
+
+    def is_barred(self, node: Node) -> bool:
+        """Whether clients are to ask another coordinator."""
+        others = (one for one, _ in self._serving.values() if one.role == "coordinator")
+        return node.name in self.barred and any(one.name not in self.barred for one in others)
 
     def silence(self, node: Node) -> None:
         """Nobody answers at its address any more."""
