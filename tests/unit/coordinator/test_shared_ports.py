@@ -105,7 +105,7 @@ async def test_clients_notice_nothing_of_several_hand_overs() -> None:
         asyncio.create_task(ask_all_the_time(keeps=index % 2 == 0)) for index in range(NUM_CLIENTS)
     ]
     for _ in range(HAND_OVERS):
-        options = HttpOptions(port=port, shares_port=True)
+        options = HttpOptions(port=port, shares_port=True, takes_over=True)
         old, server = server, HttpServer(Service(), options)  # type: ignore[arg-type]
         await server.start()
         await asyncio.sleep(0.1)

@@ -33,7 +33,9 @@ class Connections:
 
     def __init__(self) -> None:
         self.opened: list[tuple[str, str]] = []
-        """Address and namespace of each."""
+        """Address and namespace of each ..."""
+        self.tokens: list[str | None] = []
+        """... and the file of the token that was shown."""
         self.num_open = 0
         self.num_lost = 0
         """Calls from now on that a reconciler answers only with its death."""
@@ -49,6 +51,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, answers: Answers) -> Connections:
 
         async def connect(self) -> None:
             seen.num_open += 1
+            seen.tokens.append(os.environ.get("RAY_AUTH_TOKEN_PATH"))
 
         async def disconnect(self) -> None:
             seen.num_open -= 1

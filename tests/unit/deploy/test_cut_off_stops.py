@@ -11,6 +11,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 import ray
+from kept_in_memory import KeptInMemory
 
 from deploy import launcher
 from deploy.blueprint import Blueprint
@@ -76,6 +77,7 @@ async def test_a_reconciler_logs_at_the_level_of_its_plan(
     """Also once that is another one."""
     is_first = SimpleNamespace(was_current_actor_reconstructed=False)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: is_first)
+    monkeypatch.setattr("deploy.reconciler.KeptByRay", lambda namespace: KeptInMemory())
     quiet = replace(config, coordinator=replace(config.coordinator, log_level="warning"))
     plans = [
         Blueprint(
@@ -103,6 +105,7 @@ async def test_a_reconciler_that_was_told_to_close_says_so_and_closes_once(
     """Also where whoever told it so has gone."""
     is_first = SimpleNamespace(was_current_actor_reconstructed=False)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: is_first)
+    monkeypatch.setattr("deploy.reconciler.KeptByRay", lambda namespace: KeptInMemory())
     plan = Blueprint(
         placement=plan_placement(config, {}), deployment="d", log_directory="", local=False,
         given=config,

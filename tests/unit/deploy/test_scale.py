@@ -158,9 +158,9 @@ def test_settings_name_a_deployment_elsewhere(
     file = tmp_path / "outrider.yaml"
     file.write_text("address: far:1\ndeployment_name: there\nengine: 'emulated:vocab_size=7'\n")
     assert main(["scale", "draft=3", "--config", str(file)]) == 0
-    assert os.environ["RAY_AUTH_TOKEN_PATH"] == theirs
     assert main(["scale", "draft=3", "--deployment-name", "d"]) == 0
-    assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(token)
+    assert ray.tokens == [theirs, str(token)]
+    assert os.environ["RAY_AUTH_TOKEN_PATH"] == theirs
     assert ray.opened == [("far:1", "outrider-there"), (RAY, "outrider-d")]
 
 
