@@ -404,5 +404,6 @@ def test_generate_starts_and_stops_its_own_deployment(tmp_path: Path) -> None:
 def test_redis_that_does_not_answer_ends_serve(tmp_path: Path) -> None:
     """Exit code 2 and one line, which the detached process said and this one repeats."""
     shell = Shell(tmp_path / "state")
-    line = _one_line(shell.run("serve", "--redis-url", "redis://127.0.0.1:1", "--detach"), 2)
+    words = ("--grpc-port", "0", "--port", "0", "--redis-url", "redis://127.0.0.1:1", "--detach")
+    line = _one_line(shell.run("serve", *words), 2)
     assert "127.0.0.1:1" in line

@@ -148,9 +148,10 @@ def test_what_is_wrong_before_a_start_is_called_what_it_was_set_by(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A port that is taken, and a model that is not there."""
+    monkeypatch.setenv("OUTRIDER_PORT", "0")  # A deployment may run beside this test.
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main(["serve", "--target-port", str(port)]) == 2
+        assert main(["serve", "--grpc-port", "0", "--target-port", str(port)]) == 2
         assert "error: --target-port: cannot listen on" in capsys.readouterr().err
         monkeypatch.setenv("OUTRIDER_GRPC_PORT", str(port))
         assert main(["serve"]) == 2
