@@ -121,7 +121,7 @@ async def test_no_script_touches_keys_of_two_slots(
 async def test_a_full_server_renews_leases(store: RedisStore, admin: redis.Redis) -> None:
     """Else others took the sessions of a coordinator over that runs them."""
     await store.hold_lease(OWNERS[0])
-    [lease] = [key for key in admin.scan_iter("*") if admin.pttl(key) > 0]
+    [lease] = admin.scan_iter(f"{store._key_prefix}lease:*")
     admin.pexpire(lease, 100_000)
     admin.config_set("maxmemory", 1)
     try:
