@@ -95,8 +95,11 @@ def test_the_target_as_its_own_draft_needs_one_rank_and_a_real_model() -> None:
         DraftConfig(model="hybrid:ngram,quantized:8", engine="emulated:vocab_size=8")
 
 
-def test_every_kind_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_kind_is_listed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As one object, and as a table without a word cut."""
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["drafters", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["drafters"]
     assert [entry["draft_model"] for entry in listed] == [d.draft_model for d in DRAFTERS]
