@@ -19,7 +19,7 @@ from outrider.errors import (
     check,
     error_from_code,
 )
-from outrider.limits import LOOK_AHEAD_BYTES_MAX, SILENT_DRAFT_S, STEP_S_MAX
+from outrider.limits import LOOK_AHEAD_BYTES_MAX, SILENT_DRAFT_S, UNTIMED_DRAFT_S
 from outrider.messages import (
     DraftAnswer,
     DraftItem,
@@ -140,7 +140,7 @@ class DraftSide:
         is_late = False
         if self._present or self._heard_again():
             budget_s = min(patience_s, self._patience.draft_answer_s) if is_timed else math.inf
-            wait_s = (budget_s if is_timed else STEP_S_MAX) + SILENT_DRAFT_S
+            wait_s = (budget_s if is_timed else UNTIMED_DRAFT_S) + SILENT_DRAFT_S
             try:
                 async with asyncio.timeout(wait_s):
                     reply = await self._ask(number, num_draft_tokens, siblings, start + budget_s)

@@ -35,6 +35,9 @@ SILENT_DRAFT_S: Final = 5.0
 """A draft that has not answered so long after the time that a round gave it is lost or silent. This
 assumes that a healthy one has answered by then with what it has drawn, whatever that is: that the
 pass which runs when the time is over, the rest of its step and the way of the answer take less."""
+UNTIMED_DRAFT_S: Final = 20
+"""The same, beside `SILENT_DRAFT_S`, of a round that gives its draft no time: it bounds what a lost
+answer costs."""
 
 CONSTRAINT_BYTES_MAX: Final = 64 * 2**10
 """Of a JSON schema, or of all choices together."""
