@@ -285,6 +285,8 @@ REDIS_TIMEOUT_SLICES: Final = 9
 """... in so many parts: a pause of this process lasts for one part at most, however long it is."""
 REDIS_SENTINEL_TIMEOUT_MS: Final = 200
 """How long one Sentinel may take to say where the primary is before the next one is asked."""
+REDIS_ELECTION_MS_MAX: Final = 3_000
+"""How long a starting process waits for a Sentinel to name a primary that is up."""
 REDIS_WAIT_MS: Final = 500
 """How long a write may take to reach `redis_wait_replicas` replicas before it is tried again."""
 REDIS_WAIT_REPLICAS_MAX: Final = 16

@@ -40,6 +40,7 @@ from outrider.errors import (
 )
 from outrider.limits import (
     REDIS_CONNECTIONS_MAX,
+    REDIS_ELECTION_MS_MAX,
     REDIS_LOADING_MS_MAX,
     REDIS_TIMEOUT_MS,
     REDIS_TIMEOUT_SLICES,
@@ -204,18 +205,22 @@ def new_client(address: RedisAddress) -> redis.asyncio.Redis:
 
 async def check_server(client: redis.asyncio.Redis, url: str) -> None:
     """Raises `ConfigError` unless a server answers that can keep sessions: new enough, writable,
-    and one that never evicts. A server that is loading its file is waited for. Of a URL of
-    Sentinels the primary is checked that they name."""
+    and one that never evicts. A server that is loading its file is waited for. With a URL of
+    Sentinels, checks the primary that they name, and waits while they elect one."""
     name = f"Redis at {masked_url(url)}"
     loop = asyncio.get_running_loop()
-    give_up_at = loop.time() + REDIS_LOADING_MS_MAX / 1000
+    began_at = loop.time()
+
+    def may_wait(most_ms: int) -> bool:
+        return loop.time() < began_at + most_ms / 1000
+
     while True:
         try:
             async with calling(client):
                 info = await client.info()
             break
         except BusyLoadingError:
-            if loop.time() >= give_up_at:
+            if not may_wait(REDIS_LOADING_MS_MAX):
                 raise ConfigError(
                     f"{name} is still loading its data after {REDIS_LOADING_MS_MAX} ms; "
                     f"start again when it is ready"
@@ -228,6 +233,9 @@ async def check_server(client: redis.asyncio.Redis, url: str) -> None:
                 f"{name} does not say what it is and can do: {_first_line(error)}"
             ) from error
         except (RedisError, OSError, TimeoutError) as error:
+            if isinstance(error, MasterNotFoundError) and may_wait(REDIS_ELECTION_MS_MAX):
+                await asyncio.sleep(_LOADING_POLL_S)
+                continue
             raise ConfigError(
                 f"{name} cannot be reached ({_first_line(error)}); "
                 f"start it, or give another with --redis-url"

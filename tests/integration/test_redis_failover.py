@@ -22,7 +22,7 @@ from deploy.cli.collect_env import collect
 from outrider.errors import ConfigError, DataLoss, StoreUnavailable
 from outrider.fleet.redis_registry import RedisRegistry
 from outrider.fleet.registry import ReplicaRecord
-from outrider.limits import REDIS_TIMEOUT_MS
+from outrider.limits import REDIS_SENTINEL_TIMEOUT_MS, REDIS_TIMEOUT_MS
 from outrider.security.callers import Caller
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_address import RedisAddress
@@ -355,6 +355,19 @@ async def test_all_that_take_a_redis_url_take_sentinels(
     monkeypatch.setenv("OUTRIDER_REDIS_URL", servers.url)
     found = (await asyncio.to_thread(collect))["redis"]
     assert found["named_server_version"] == found["server_version"]
+
+
+async def test_a_start_waits_for_a_sentinel_that_is_slow_to_answer(servers: RedisServers) -> None:
+    """One that answers none of the first calls in time, as while it elects a primary."""
+    pid = servers.sentinel.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        connecting = asyncio.create_task(RedisStore.connect(servers.url))
+        await asyncio.sleep(5 * REDIS_SENTINEL_TIMEOUT_MS / 1000)
+        assert not connecting.done()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await (await connecting).close()
 
 
 async def test_what_is_wrong_with_sentinels_is_said(tmp_path: Path) -> None:
