@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
-SEEDS ?= 200
+SEEDS ?= 1000
 MINUTES ?= 10
 SECONDS ?= 300
 # Tests run side by side; those that start processes of their own stay together.
@@ -48,14 +48,13 @@ demo: $(STAMP) ## Start, generate with the real model, and print the speed-up ag
 	$(BIN)/outrider bench speedup --temperature 0 --no-reference \
 		--prompts benchmarks/prompts/rewrite.jsonl --num-prompts 3 --max-tokens 96
 
-test: $(STAMP) ## Run every test but the whole grids, and 200 seeds of the simulation.
+test: $(STAMP) ## Run every test but the whole grids, and 1,000 seeds of the simulation.
 	$(PYTEST) -m "not full" --durations 40
 	PYTHONOPTIMIZE=1 $(PYTEST) -m "not full and not long" -q tests/unit tests/exactness/core
-	$(BIN)/python -m tests.simulation --seeds 200
-
-test-full: $(STAMP) ## Run every test, the whole grids included, and 1,000 seeds.
-	$(PYTEST)
 	$(BIN)/python -m tests.simulation --seeds 1000
+
+test-full: $(STAMP) ## Run every test, the whole grids included.
+	$(PYTEST)
 
 test-page: $(STAMP) ## Look at the window in a real browser, which must be installed.
 	@$(BIN)/python tests/page/browser.py

@@ -80,6 +80,8 @@ class Network:
         self._slow: dict[tuple[str, str], SlowLink] = {}
         self._cuts: dict[tuple[str, str], list[Cut]] = defaultdict(list)
         """By the names of (from, to): who is started anew under one is as cut off."""
+        self.last_arrival_at = 0.0
+        """When the last of the messages under way arrives, on the loop's clock."""
 
     def cut(self, cut: Cut) -> None:
         """From now on, until it is healed."""
@@ -158,6 +160,7 @@ class Network:
     def _arrive(self, receiver: Process, message: Message, travel_s: float) -> None:
         if not receiver.is_dead:
             loop = asyncio.get_running_loop()
+            self.last_arrival_at = max(self.last_arrival_at, loop.time() + travel_s)
             loop.call_later(travel_s, deliver, message, context=receiver.context)
 
 

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
 from outrider.engine.executor import InlineExecutor
 from outrider.errors import InvariantError, OutriderError
 from outrider.fleet.announcing import Announcer
 from outrider.fleet.membership import Engagement
 from outrider.fleet.registry import ReplicaRecord, Role
+from outrider.messages import ProposalReply
 from outrider.replica_host import MeteredService, Traffic
 from target_service.service import TargetService
 
@@ -99,6 +101,8 @@ class ReplicaNode:
         """Serves, and says so."""
         self.service = self._build()
         self._watch_steps(world)
+        if self.role == "draft" and not world.looks_ahead:
+            self._watch_draws(world)
         self._metered = MeteredService(self.service)
         self.address = f"host:{config.port}" if config.port else f"{self.name}:1"
         world.serve(self, self._metered)
@@ -128,6 +132,37 @@ class ReplicaNode:
                 raise
 
         worker.step = watched
+
+    def _watch_draws(self, world: Any) -> None:
+        """Every token that a model draws must be in its proposal, whatever the time is: one that
+        is dropped for being late biases the output."""
+        proposer = self.service._worker
+        drafter, step = proposer._drafter, proposer.step
+        if not isinstance(drafter, ModelDrafter):
+            return
+        draw = drafter._drawn
+        num_drawn: dict[tuple[str, int], int] = {}
+
+        def counted(branches: Any, rows: Any) -> Any:
+            drawn = draw(branches, rows)
+            for branch in branches:
+                request = branch.request
+                key = request.session_id, request.noise.committed_length
+                num_drawn[key] = len(branch.token_ids) + 1
+            return drawn
+
+        def compared(items: Any) -> Any:
+            answers = step(items)
+            for answer in answers:
+                if isinstance(answer, ProposalReply):
+                    drawn = num_drawn.pop((answer.key.session_id, answer.base_length), 0)
+                    depth = answer.proposal.tree.num_depths
+                    if depth < drawn:
+                        found = f"{self.name} proposes {depth} of {drawn} tokens that it drew"
+                        world.hear_failure(InvariantError(found))
+            return answers
+
+        drafter._drawn, proposer.step = counted, compared  # type: ignore[method-assign]
 
     def _record(self) -> ReplicaRecord:
         runs = self.service.describe()

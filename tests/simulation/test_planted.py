@@ -14,6 +14,7 @@ from coordinator.mailbox import Mailbox
 from coordinator.opening import Opener
 from coordinator.replicas import Berth
 from coordinator.roster import Roster
+from draft_service.model_drafter import Branch
 from outrider.engine.sequences import Aligned, SequenceTable
 from outrider.errors import OutriderError, StoreUnavailable
 from outrider.sessions import redis_store
@@ -143,6 +144,21 @@ def change_arguments(
         return execute(self, transaction, command)
 
     planted.setattr(RedisServer, "execute", changed)
+
+
+def test_a_deadline_that_is_asked_after_the_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was drawn too late is dropped, so the length of a proposal depends on its tokens."""
+    add = Branch.add
+
+    def in_time(self: Branch, token_ids: tuple[int, ...], q: Any) -> None:
+        if self.deadline.allows_draw():
+            add(self, token_ids, q)
+        else:
+            self.num_wanted = len(self.token_ids)
+
+    monkeypatch.setattr(Branch, "goes_on", lambda self: not self.is_whole)
+    monkeypatch.setattr(Branch, "add", in_time)
+    assert found(monkeypatch)
 
 
 def test_a_mailbox_that_is_left_behind_by_a_move(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,7 @@ class World:
         is_hasty = rng.random() < HASTY_SHARE
         self._services = HASTY_KIND if is_hasty else rng.choice(KINDS)
         look_ahead = rng.choice((0, 0, 3))
+        self.looks_ahead = look_ahead > 0
         self._shape = {
             "patience": HASTY if is_hasty else PATIENCE,
             "length_control": rng.random() < 0.5,
@@ -310,7 +311,9 @@ class World:
             self._fleet_task = None
         await self._server.start(self.fleet.close())
         self.check()
-        await asyncio.sleep(LEASE_S)
+        # An announcement on a slow link may reach Redis after the withdrawal that followed it.
+        now = asyncio.get_running_loop().time()
+        await asyncio.sleep(max(0.0, self.network.last_arrival_at - now) + LEASE_S)
         left = await self._operator.start(self._announced())
         if left:
             raise InvariantError(f"still announced: {left}")
