@@ -169,9 +169,12 @@ class Adversary:
 
     def _some_others(self) -> list[tuple[str, str]]:
         """Each comes once before one comes again."""
-        if not self._others:
-            self._others = self._random.sample(OTHERS, len(OTHERS))
-        return [self._others.pop() for _ in range(OTHERS_PER_ROUND)]
+        found = []
+        for _ in range(OTHERS_PER_ROUND):
+            if not self._others:
+                self._others = self._random.sample(OTHERS, len(OTHERS))
+            found.append(self._others.pop())
+        return found
 
     def _victims(self, role: str) -> Sequence[ReplicaView | int]:
         """Replicas of the role, or nodes, of which one can be missing; for others anything."""
