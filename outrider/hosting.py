@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from outrider.constraints.grammars import Grammars
     from outrider.drafting.lookup import LookupDrafter
     from outrider.engine.costs import StepCosts
+    from outrider.engine.cpu.kernels import Kernels
     from outrider.engine.interface import Engine, ModelInfo
     from outrider.engine.parallel.sharding import Ranks
     from outrider.engine.trained_eagle import LoadedEagle
@@ -154,8 +155,9 @@ def build_engine(
         records = ranks is None and not _shows_features(config)
         acceleration = find_acceleration(device, weight.dtype, graphs=records)
     heads, exit_head = _heads(config, module), _exit_head(config, module)
+    kernels = _kernels(config, device, weight.dtype, ranks)
     with blaming("draft_model"):
-        speed_up(module, bits=_bits(config))
+        speed_up(module, bits=_bits(config), kernels=kernels)
     for own in (heads, exit_head):
         if own is not None:
             speed_up(own.module)
@@ -187,6 +189,7 @@ def build_engine(
             draft_heads=heads,
             shows_features=_shows_features(config),
             exit_head=exit_head,
+            kernels=kernels,
         )
         if engine.info.max_model_len < config.max_model_len:
             raise SettingError(
@@ -195,6 +198,30 @@ def build_engine(
                 f"holds, which is {engine.info.max_model_len}",
             )
     return engine
+
+
+def _kernels(
+    config: TargetConfig | DraftConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks: Ranks | None,
+) -> Kernels | None:
+    """The fused kernels for a model's steps; None, and a line in the log, where there are none."""
+    from outrider.engine.cpu.kernels import KernelsUnavailable
+    from outrider.engine.cpu.pace import load_pace
+
+    if device.type != "cpu":
+        return None
+    try:
+        if ranks is not None or _bits(config) is not None:
+            raise KernelsUnavailable("ranks and rounded weights have steps of their own")
+        kernels = load_pace()
+        if dtype != kernels.dtype:
+            raise KernelsUnavailable(f"they are for bfloat16, and the model is in {dtype}")
+    except KernelsUnavailable as error:
+        logging.getLogger(__name__).info("no fused CPU kernels: %s", error)
+        return None
+    return kernels
 
 
 def _load(

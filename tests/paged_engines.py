@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from models import MAX_MODEL_LEN
+from reference_kernels import ReferenceKernels
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from outrider.engine.cuda.acceleration import Acceleration
 from outrider.engine.fixed_shapes import SPLIT_SLOTS
 from outrider.engine.interface import ModelInfo, SequenceStep
+from outrider.engine.modules.swaps import speed_up
 from outrider.engine.paged_engine import PagedEngine
 from outrider.engine.ragged import _SEGMENT_TOKENS_MAX, _SLOTS_UNIT, tree_of
 from outrider.limits import KV_CACHE_BYTES_DEFAULT
@@ -28,7 +30,7 @@ class _Copies(TorchDispatchMode):
     def __init__(self, origins: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._origins = {tensor.untyped_storage().data_ptr() for tensor in origins}
-        self._found: list[tuple[StorageWeakRef, int]] = []
+        self._found: dict[StorageWeakRef, int] = {}
         self.most_bytes = 0
 
     def __torch_dispatch__(
@@ -37,13 +39,13 @@ class _Copies(TorchDispatchMode):
         result = operator(*args, **(kwargs or {}))
         if self._reads(args) and isinstance(result, torch.Tensor) and not self._reads(result):
             storage = result.untyped_storage()
-            self._found.append((StorageWeakRef(storage), storage.nbytes()))
+            self._found[StorageWeakRef(storage)] = storage.nbytes()
             self.most_bytes = max(self.most_bytes, self.bytes_left())
         return result
 
     def bytes_left(self) -> int:
-        self._found = [entry for entry in self._found if not entry[0].expired()]
-        return sum(num_bytes for _, num_bytes in self._found)
+        self._found = {key: num for key, num in self._found.items() if not key.expired()}
+        return sum(self._found.values())
 
     def _reads(self, values: Any) -> bool:
         tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
@@ -79,12 +81,13 @@ class WatchedEngine(PagedEngine):
         assert held == expected, f"{held} bytes are held; the pages have {expected}"
 
     def _tensors(self) -> list[torch.Tensor]:
-        return [tensor for layer in self._cache.layers for tensor in vars(layer).values()]
+        return [tensor for layer in self._cache.layers for tensor in (layer.keys, layer.values)]
 
     def _slot_bytes(self) -> list[int]:
         """Of each layer."""
+        num_pages = self.page_counts().num_pages + self._num_spare_pages
         return [
-            sum(t.shape[0] * t.shape[2] * t.element_size() for t in vars(layer).values())
+            (layer.keys.nbytes + layer.values.nbytes) // (num_pages * self._page_size)
             for layer in self._cache.layers
         ]
 
@@ -97,7 +100,16 @@ class WatchedEngine(PagedEngine):
             for step in steps
             for _ in range(0, len(step.token_ids), _SEGMENT_TOKENS_MAX)
         ]
-        return max(self._slot_bytes()) * sum(min(2 * num, max(slots)) for num in slots)
+        num_slots = sum(min(2 * num, max(slots)) for num in slots)
+        if self.kernels_name:
+            num_slots += sum(map(self._path_slots, steps))
+        return max(self._slot_bytes()) * num_slots
+
+    def _path_slots(self, step: SequenceStep) -> int:
+        """Slots of the pages that the paths of a tree do not share."""
+        leaves = set(range(len(step.parents))) - set(step.parents)
+        num_pages = 1 + -(-len(step.parents) // self._page_size)
+        return len(leaves) * num_pages * self._page_size
 
 
 def _apart(step: SequenceStep) -> int:
@@ -108,8 +120,10 @@ def _apart(step: SequenceStep) -> int:
 class EngineMaker:
     """Remembers what it makes."""
 
-    def __init__(self) -> None:
+    def __init__(self, fused: bool = False) -> None:
+        """`fused`: engines run on `ReferenceKernels` where they can."""
         self.made: list[WatchedEngine] = []
+        self.fused = fused
 
     def __call__(
         self,
@@ -125,6 +139,10 @@ class EngineMaker:
         logit_token_ids: tuple[int, ...] = (),
     ) -> WatchedEngine:
         dtype = str(module.dtype).removeprefix("torch.")
+        kernels = None
+        if self.fused:
+            kernels = ReferenceKernels(module.dtype)
+            speed_up(module, kernels=kernels)
         info = ModelInfo("tiny", VOCAB, max_model_len, dtype, (), "", "", logit_token_ids)
         engine = WatchedEngine(
             module,
@@ -135,15 +153,16 @@ class EngineMaker:
             narrow_threads=narrow_threads,
             deterministic=deterministic,
             acceleration=acceleration,
+            kernels=kernels,
         )
         self.made.append(engine)
         return engine
 
 
 @contextmanager
-def checked_engines() -> Iterator[EngineMaker]:
+def checked_engines(fused: bool = False) -> Iterator[EngineMaker]:
     """In the end every engine's pages are in order."""
-    maker = EngineMaker()
+    maker = EngineMaker(fused)
     yield maker
     for engine in maker.made:
         engine.check_integrity()

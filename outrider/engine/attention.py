@@ -41,6 +41,10 @@ class AttentionLayer:
     query_heads: int
     window: int | None
     """Tokens that a token sees, itself included; None = all before it."""
+    scaling: float | None
+    """What scores are multiplied by; None = 1 / sqrt(key width)."""
+    softcap: float | None
+    """A bound on scores, s -> cap tanh(s / cap)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +151,8 @@ def _noted_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """Notes the block; what it returns has the shape of attention's output and no meaning."""
@@ -164,7 +170,8 @@ def _noted_attention(
     check(query.shape[1] % key.shape[1] == 0, "query heads are no multiple of key heads")
     shape = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
     window = _window(allows, found.max_model_len)
-    found.layers.append(AttentionLayer(block, shape, query.shape[1], window))
+    layer = AttentionLayer(block, shape, query.shape[1], window, scaling, softcap)
+    found.layers.append(layer)
     return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3])), None
 
 

@@ -5,13 +5,14 @@
 
 Slot p * page_size + i is place i of page p. Heads come first, so that gathered slots are a batch of
 matrices that needs no transposing: with bfloat16 on CPU the products then take a third of what they
-take on [slots, heads, width].
+take on [slots, heads, width]. Fused CPU kernels read another layout, see `BlockedKeysAndValues`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -102,13 +103,72 @@ class KeysAndValues:
         self.keys.index_copy_(1, slots, keys)
         self.values.index_copy_(1, slots, values)
 
+    def copy(self, sources: torch.Tensor, targets: torch.Tensor, unit: int) -> None:
+        """Copies runs of `unit` slots, numbered in such units, all at once."""
+        for tensor in (self.keys, self.values):
+            units = tensor.view(tensor.shape[0], -1, unit, tensor.shape[2])
+            # `index_select` copies first, so that sources and targets may overlap.
+            units.index_copy_(1, targets, units.index_select(1, sources))
+
+
+class BlockedKeysAndValues:
+    """The cache of one layer, page by page, as vLLM's attention for CPUs and its relatives read it.
+    Keys and values have the same width."""
+
+    def __init__(self, shape: LayerShape, num_pages: int, page_size: int) -> None:
+        check(shape.key_width == shape.value_width, "keys and values have the same width")
+        size = (num_pages, shape.num_heads, page_size, shape.key_width)
+        self.keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+        """[pages, heads, page size, width] by shape, while the numbers of a page's head are stored
+        as [width, page size]: a column for each slot."""
+        self.values = torch.zeros_like(self.keys)
+        """[pages, heads, page size, width]."""
+        self._columns = self.keys.view(*size[:2], size[3], size[2])
+        self._page_size = page_size
+
+    def with_pages(self, num_pages: int) -> BlockedKeysAndValues:
+        """An empty cache of the same layer."""
+        _, num_heads, page_size, width = self.keys.shape
+        shape = LayerShape(num_heads, width, width, self.keys.dtype, self.keys.device)
+        return BlockedKeysAndValues(shape, num_pages, page_size)
+
+    def copy_from(self, other: BlockedKeysAndValues, pages: torch.Tensor) -> None:
+        """Makes its pages copies of another cache's pages [n], of which it has as many."""
+        torch.index_select(other.keys, 0, pages, out=self.keys)
+        torch.index_select(other.values, 0, pages, out=self.values)
+
+    def copy(self, sources: torch.Tensor, targets: torch.Tensor, unit: int) -> None:
+        """See `KeysAndValues.copy`; a unit is a page or a slot."""
+        if unit == self._page_size:
+            for tensor in (self.keys, self.values):
+                tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+            return
+        check(unit == 1, "whole pages are copied, or single slots")
+        (from_page, from_place), (to_page, to_place) = (
+            (slots // self._page_size, slots % self._page_size) for slots in (sources, targets)
+        )
+        self._columns[to_page, :, :, to_place] = self._columns[from_page, :, :, from_place]
+        self.values[to_page, :, to_place] = self.values[from_page, :, from_place]
+
 
 class KVCache:
     """The caches of all layers; holds exactly the bytes of its pages."""
 
-    def __init__(self, shapes: Sequence[LayerShape], num_pages: int, page_size: int) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        num_pages: int,
+        page_size: int,
+        is_blocked: bool = False,
+    ) -> None:
+        """`is_blocked`: layers are `BlockedKeysAndValues`."""
         self._page_size = page_size
-        self.layers = [KeysAndValues(shape, num_pages * page_size) for shape in shapes]
+        self.layers: list[Any] = [
+            BlockedKeysAndValues(shape, num_pages, page_size)
+            if is_blocked
+            else KeysAndValues(shape, num_pages * page_size)
+            for shape in shapes
+        ]
         slot_bytes = sum(shape.slot_bytes for shape in shapes)
         check(
             self.num_bytes == num_pages * page_size * slot_bytes,
@@ -135,8 +195,5 @@ class KVCache:
         """Copies runs of `unit` slots, numbered in such units."""
         places = torch.tensor(copies)
         for layer in self.layers:
-            for tensor in (layer.keys, layer.values):
-                sources, targets = places.to(tensor.device).unbind(1)
-                units = tensor.view(tensor.shape[0], -1, unit, tensor.shape[2])
-                # `index_select` copies first, so that sources and targets may overlap.
-                units.index_copy_(1, targets, units.index_select(1, sources))
+            sources, targets = places.to(layer.keys.device).unbind(1)
+            layer.copy(sources, targets, unit)

@@ -4,6 +4,7 @@ step in one forward pass, their keys and values in shared pages.
     PagePool   decides which page is whose                                page_pool.py
     KVCache    has the tensors                                            kv_cache.py
     Steps      turns steps into index tensors and calls the module        gathered_steps.py
+               or calls fused CPU kernels in its place                    cpu/fused_steps.py
                or, on a CUDA device, into tables and recordings of them   cuda/tabled_steps.py
 """
 
@@ -22,6 +23,10 @@ import torch
 
 from outrider.engine.attention import AttentionLayer, LayerPages, find_layers
 from outrider.engine.chains import Chain, Draws
+from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder, fused_decoder
+from outrider.engine.cpu.fused_steps import NO_LIMITS, FusedSteps
+from outrider.engine.cpu.kernels import Kernels
+from outrider.engine.cpu.row_invariance import find_span_limits
 from outrider.engine.cuda.acceleration import Acceleration
 from outrider.engine.cuda.tabled_steps import TabledSteps
 from outrider.engine.first_layers import first_layers, watched_layer
@@ -80,6 +85,7 @@ class PagedEngine:
         draft_heads: LoadedHeads | None = None,
         shows_features: bool = False,
         exit_head: LoadedExit | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         """At most `max_num_seqs` sequences in one step; pages for at most
         `kv_cache_memory_bytes`, and no more than so many sequences of full length fill. A step of
@@ -91,7 +97,8 @@ class PagedEngine:
         the model do the same then: `all_agree` is whether all of them say yes. With `draft_heads`,
         or if it `shows_features`, it has `features`, and `acceleration` may record no steps:
         replays show none. With an `exit_head` it has `forward_shallow` for it, whose steps are
-        never recorded.
+        never recorded. `kernels` are those that the modules were replaced for (`speed_up`): where
+        they fit the whole model, and the trial passes with them, all steps run on them.
 
         `info.max_model_len` of the engine is what fits all pages, if that is less. Raises
         `ConfigError` for a model that cannot be run on pages, or not deterministically."""
@@ -107,6 +114,10 @@ class PagedEngine:
         self._deterministic = deterministic
         self._acceleration = None if deterministic else acceleration
         self._all_agree = all_agree
+        self._kernels = kernels
+        self._decoder: FusedDecoder | None = None
+        self._span_limits = NO_LIMITS
+        self._thread_counts = {self.num_threads, narrow_threads or self.num_threads}
         self.draft_heads = draft_heads
         self.exit_head = exit_head
         self._head = watch_head(module) if shows_features or draft_heads is not None else None
@@ -114,6 +125,8 @@ class PagedEngine:
             self._head is None or acceleration is None or acceleration.new_recorder is None,
             "recorded steps show no features",
         )
+        self.rows_are_equal = False
+        """Whether a row's logits are bit-equal whatever else is in its step."""
         self._seen = torch.empty(0)
         self._features: list[torch.Tensor] = []
         self._selects_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
@@ -134,13 +147,14 @@ class PagedEngine:
         shapes = [layer.shape for layer in layers]
         pages_of_longest = -(-info.max_model_len // self._page_size)
         self._info, self._max_num_seqs = info, TRIAL_SEQUENCES
+        self._decoder = self._fused(layers, info)
         self._try(layers, expected)
         num_pages = min(
             pages_in(kv_cache_memory_bytes, shapes, self._page_size, self._num_spare_pages),
             max_num_seqs * pages_of_longest,
         )
         self._max_num_seqs = max_num_seqs
-        if self._deterministic:
+        if self._deterministic and self._decoder is None:
             self._make_independent(layers, num_pages)
         self._use_pages(layers, num_pages)
         self._info = replace(
@@ -161,6 +175,30 @@ class PagedEngine:
             logits = dense_logits(self._module, ids)
         return logits, None if watched.output is None else watched.output[0]
 
+    def _fused(self, layers: Sequence[AttentionLayer], info: ModelInfo) -> FusedDecoder | None:
+        """The model on fused kernels, with spans by which its rows are bit-equal; None where that
+        cannot be."""
+        kernels = self._kernels
+        if kernels is None:
+            return None
+        try:
+            if self._page_size != kernels.page_size:
+                raise CannotFuse(f"its pages have {self._page_size} tokens")
+            decoder = fused_decoder(self._module, layers, info.max_model_len, kernels)
+        except CannotFuse as error:
+            _log.info("model %s: its steps do not run on %s: %s", info.name, kernels.name, error)
+            return None
+        limits = find_span_limits(
+            decoder, self._page_size, info.max_model_len, sorted(self._thread_counts)
+        )
+        self.rows_are_equal = limits is not None
+        self._span_limits = limits or NO_LIMITS
+        _log.info(
+            "model %s: its steps run on %s; %s", info.name, kernels.name,
+            f"rows are bit-equal in spans of {limits}" if limits else "rows depend on others",
+        )  # fmt: skip
+        return None if self._deterministic and limits is None else decoder
+
     def _make_independent(self, layers: Sequence[AttentionLayer], num_pages: int) -> None:
         """Raises `SettingError` where rows depend on others, even in blocks of few."""
         num_pages = min(num_pages, -(-CROWD_SLOTS // self._page_size))
@@ -178,6 +216,11 @@ class PagedEngine:
         """Runs the trial, with what accelerates steps or, where that fails, without."""
         num_pages = TRIAL_SEQUENCES * -(-len(expected[0]) // self._page_size)
         self._use_pages(layers, num_pages)
+        if self._decoder is not None:
+            if self._passes(partial(self._check_trial, *expected)):
+                return
+            self._decoder, self.rows_are_equal = None, False
+            self._use_pages(layers, num_pages)
         if isinstance(self._steps, TabledSteps):
             # Of the ranks that share a model, only the leader has logits to look at.
             trials = (self._steps.try_kernel, partial(self._check_trial, *expected))
@@ -210,13 +253,24 @@ class PagedEngine:
         """Begins anew with so many empty pages."""
         self._pool = PagePool(num_pages, self._page_size)
         shapes = [layer.shape for layer in layers]
-        self._cache = KVCache(shapes, num_pages + self._num_spare_pages, self._page_size)
+        decoder = self._decoder
+        self._cache = KVCache(
+            shapes, num_pages + self._num_spare_pages, self._page_size, decoder is not None
+        )
+        self._shallow_steps: Steps | None = None
+        if decoder is not None:
+            steps = partial(
+                FusedSteps, decoder, self._cache.layers, self._page_size, self._span_limits
+            )
+            self._steps: Steps = steps()
+            if self.exit_head is not None:
+                self._shallow_steps = steps(num_layers=self.exit_head.num_layers)
+            return
         pages = {
             layer.block: LayerPages(cache, layer.window)
             for layer, cache in zip(layers, self._cache.layers, strict=True)
         }
         self._steps = self._new_steps(self._call, layers, pages, self._acceleration)
-        self._shallow_steps: Steps | None = None
         if self.exit_head is not None:
             shallow = first_layers(self._module, self.exit_head.num_layers)
             blocks = set(shallow.modules())
@@ -252,6 +306,11 @@ class PagedEngine:
         return self._info
 
     @property
+    def kernels_name(self) -> str:
+        """The library of fused kernels that steps run on; empty without one."""
+        return "" if self._decoder is None else self._decoder.kernels.name
+
+    @property
     def kv_cache_bytes(self) -> int:
         """Bytes that are held for keys and values; constant."""
         return self._cache.num_bytes
@@ -272,6 +331,8 @@ class PagedEngine:
         # The copy is made outside of inference mode, so that callers may change it in place.
         sizes = [step.num_logits for step in steps]
         if self._head is not None:
+            if self._decoder is not None:
+                self._seen = self._head.rows[0]  # type: ignore[index]
             self._features = list(torch.split(self._seen[: sum(sizes)], sizes))
         return list(torch.split(rows.to(self._logits_dtype, copy=True), sizes))
 

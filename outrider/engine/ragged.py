@@ -181,7 +181,7 @@ def plan_step(
         num = len(held.step.token_ids)
         tree = tree_of(held.step.parents) if held.step.parents else None
         offsets = np.arange(num) if tree is None else tree.depths
-        slots = _slots(held, page_size)
+        slots = slots_of(held, page_size)
         ids.append(np.array(held.step.token_ids, dtype=np.int64))
         positions.append(held.length + offsets)
         new_slots.append(slots[held.length :])
@@ -207,7 +207,7 @@ def _padded(array: _Ints) -> _Ints:
     return np.pad(array, (0, padded_rows(len(array)) - len(array)))
 
 
-def _slots(held: HeldSequence, page_size: int) -> _Ints:
+def slots_of(held: HeldSequence, page_size: int) -> _Ints:
     """The slots of a sequence with its new tokens, in order."""
     firsts = np.array(held.pages, dtype=np.int64) * page_size
     slots = (firsts[:, None] + np.arange(page_size)).reshape(-1)

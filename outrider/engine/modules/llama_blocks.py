@@ -31,18 +31,19 @@ class NativeRMSNorm(nn.Module):
     def __init__(self, weight: nn.Parameter, eps: float, offset: float) -> None:
         super().__init__()
         self.weight = weight
-        self._eps = eps
+        self.eps = eps
         self._inside = torch.promote_types(weight.dtype, torch.float32)
-        scale = weight.detach().to(self._inside) + offset
-        self._scale = scale * scale.numel() ** 0.5
-        self._floor = self._scale.new_tensor((scale.numel() * eps) ** 0.5)
+        self.factor = weight.detach().to(self._inside) + offset
+        """[D]: weight + offset, at least in float32."""
+        self._scale = self.factor * self.factor.numel() ** 0.5
+        self._floor = self._scale.new_tensor((self.factor.numel() * eps) ** 0.5)
         self._has_kernel = weight.is_cuda and offset == 0
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Of [..., D], in its dtype."""
         if self._has_kernel:
             shape = tuple(self.weight.shape)
-            normed: torch.Tensor = functional.rms_norm(hidden_states, shape, self.weight, self._eps)
+            normed: torch.Tensor = functional.rms_norm(hidden_states, shape, self.weight, self.eps)
             return normed
         inside = hidden_states.to(self._inside, copy=True)
         norms: torch.Tensor = torch.linalg.vector_norm(inside, dim=-1, keepdim=True)
@@ -75,9 +76,10 @@ class FusedMLP(nn.Module):
 class DirectLayer(nn.Module):
     """A layer of a model with less between its blocks: [..., D] -> [..., D].
 
-    h + attention(norm(h)), and then to that + mlp(norm(.)). Takes from the library's `layer` its
-    `input_layernorm`, `self_attn`, `post_attention_layernorm` and `mlp`, and all that it knows of
-    itself. What it is called with goes to its attention.
+    h + attention(norm(h)), and then to that + mlp(norm(.)); in a layer of four norms (Gemma's) what
+    attention and MLP put out is normed, too. Takes from the library's `layer` its blocks under
+    their names there, and all that it knows of itself. What it is called with goes to its
+    attention.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -87,12 +89,39 @@ class DirectLayer(nn.Module):
         self.self_attn: Any = layer.self_attn
         self.post_attention_layernorm: Any = layer.post_attention_layernorm
         self.mlp: Any = layer.mlp
+        self._has_four_norms = hasattr(layer, "pre_feedforward_layernorm")
+        if self._has_four_norms:
+            self.pre_feedforward_layernorm: Any = layer.pre_feedforward_layernorm
+            self.post_feedforward_layernorm: Any = layer.post_feedforward_layernorm
+
+    @property
+    def attention_norm(self) -> Any:
+        """The norm of what attention puts out, or None."""
+        return self.post_attention_layernorm if self._has_four_norms else None
+
+    @property
+    def mlp_input_norm(self) -> Any:
+        """The norm of what the MLP reads."""
+        if self._has_four_norms:
+            return self.pre_feedforward_layernorm
+        return self.post_attention_layernorm
+
+    @property
+    def mlp_output_norm(self) -> Any:
+        """The norm of what the MLP puts out, or None."""
+        return self.post_feedforward_layernorm if self._has_four_norms else None
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Of [..., D], in its dtype."""
-        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = hidden_states + attended
-        output: torch.Tensor = self.mlp(self.post_attention_layernorm(hidden_states))
+        output: torch.Tensor
+        rows, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        if not self._has_four_norms:
+            hidden_states = hidden_states + rows
+            output = self.mlp(self.post_attention_layernorm(hidden_states))
+            return hidden_states + output
+        hidden_states = hidden_states + self.post_attention_layernorm(rows)
+        rows = self.mlp(self.pre_feedforward_layernorm(hidden_states))
+        output = self.post_feedforward_layernorm(rows)
         return hidden_states + output
 
     __call__ = forward

@@ -101,6 +101,10 @@ def _call_layer(layer: nn.Module) -> tuple[list[float], list[dict[str, Any]]]:
         "input_layernorm": _Affine(5), "self_attn": Attention(),
         "post_attention_layernorm": _Affine(7), "mlp": _Affine(11),
     }  # fmt: skip
+    if hasattr(layer, "pre_feedforward_layernorm"):
+        blocks |= {
+            "pre_feedforward_layernorm": _Affine(13), "post_feedforward_layernorm": _Affine(17),
+        }  # fmt: skip
     with _replaced(layer, **blocks):
         output = layer(torch.arange(4.0, dtype=torch.float64).view(1, 2, 2), **given)
     return output.flatten().tolist(), calls

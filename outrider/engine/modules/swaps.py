@@ -6,7 +6,8 @@ what                          stands in for                          where
 `FusedMLP`                    gated MLPs                             everywhere
 `FusedAttention`              attention with rotary positions        everywhere
 `DirectLayer`                 layers of norm, attention, norm, MLP   everywhere
-`PackedLinear`                linear layers, what is fused included  CPU, bfloat16 and float32
+`FusedLinear`                 linear layers, what is fused included  CPU with fused kernels
+`PackedLinear`                the same                               CPU, bfloat16 and float32
 `WidenedLinear`               the same                               CPU that has no bfloat16
 `Int8Linear`, `Int4Linear`    the same, where rounding is wanted     8 bits anywhere, 4 on CPU
 
@@ -30,6 +31,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from outrider.engine.cpu.fused_linear import FusedLinear, can_fuse
+from outrider.engine.cpu.kernels import Kernels
 from outrider.engine.modules.llama_blocks import (
     DirectLayer,
     FusedAttention,
@@ -54,6 +57,7 @@ _ATTENTION_NORMS: Final = {"q_norm", "k_norm"}
 _LAYER_CHILDREN: Final = {
     "input_layernorm", "self_attn", "post_attention_layernorm", "mlp",
 }  # fmt: skip
+_MLP_NORMS: Final = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 _ATTENTION_PARAMETERS: Final = {
     "hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs",
 }  # fmt: skip
@@ -62,9 +66,10 @@ _PLAIN_OPTION: Final = (bool, int, float, str, type(None))
 _log = logging.getLogger(__name__)
 
 
-def speed_up(module: nn.Module, bits: int | None = None) -> None:
+def speed_up(module: nn.Module, bits: int | None = None, kernels: Kernels | None = None) -> None:
     """Swaps what it can of a causal language model in evaluation mode, for inference alone. With
     `bits` of 8 or 4 its linear layers are rounded to so many; raises `ConfigError` where none can.
+    Others have the product of the `kernels`, where that fits.
 
     The weights that a stand-in has taken over, in its own order or layout, are given back as it
     takes them: beyond the model's size this needs the room of one block. Only a head that shares
@@ -85,7 +90,7 @@ def speed_up(module: nn.Module, bits: int | None = None) -> None:
                     "device; 8 bits need an 8-bit kernel there, 4 bits a CPU and widths that are "
                     "multiples of 32"
                 )
-        _swap(module, _quick_linear, swapped)
+        _swap(module, partial(_quick_linear, kernels=kernels), swapped)
     _log.info("modules swapped: %s", dict(swapped) or "none")
 
 
@@ -155,16 +160,21 @@ def _fused_attention(block: Any) -> nn.Module | None:
 
 
 def _direct_layer(layer: Any) -> nn.Module | None:
-    if layer._modules.keys() != _LAYER_CHILDREN or list(_tensors(layer)):
+    children = layer._modules.keys()
+    if children not in (_LAYER_CHILDREN, _LAYER_CHILDREN | _MLP_NORMS) or list(_tensors(layer)):
         return None
     direct = DirectLayer(layer)
     return direct if same_wiring(layer, direct) else None
 
 
-def _quick_linear(layer: Any) -> nn.Module | None:
+def _quick_linear(layer: Any, kernels: Kernels | None) -> nn.Module | None:
     weight = _linear_weight(layer)
     if weight is None:
         return None
+    if kernels is not None and can_fuse(kernels, weight):
+        fused = FusedLinear(kernels, weight, layer.bias)
+        if same_rows(layer, fused, weight.shape[1], weight):
+            return fused
     if can_pack(weight):
         return PackedLinear(weight, layer.bias)
     return WidenedLinear(weight, layer.bias) if must_widen(weight) else None

@@ -30,9 +30,9 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture
-def make_engine() -> Iterator[EngineMaker]:
-    with checked_engines() as maker:
+@pytest.fixture(params=["library", "fused"])
+def make_engine(request: pytest.FixtureRequest) -> Iterator[EngineMaker]:
+    with checked_engines(fused=request.param == "fused") as maker:
         yield maker
 
 
@@ -329,7 +329,8 @@ def test_bfloat16_gives_float32_logits(make_engine: EngineMaker) -> None:
     """And about those of the same weights in float64: within 3 times what the library's own
     attention is off by."""
     module = llama(torch.bfloat16)
-    engine, library, exact_module = make_engine(module), twin(module), twin(module).double()
+    library, exact_module = twin(module), twin(module).double()
+    engine = make_engine(module)
     expected = dense(exact_module, ids(40))
     rows = run(engine, "s", ids(40), 40)
     assert rows.dtype == torch.float32
@@ -405,9 +406,11 @@ def test_slots_that_are_not_there_cannot_be_kept(
     assert engine.length("a") == 4
 
 
-def test_a_step_that_fails_midway_is_undone(make_engine: EngineMaker) -> None:
-    """A failure in the second layer leaves all as before the call, and nobody takes what was to be
-    written for a prefix that is there."""
+def test_a_step_that_fails_midway_is_undone(
+    make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure behind the first layer leaves all as before the call, and what was to be written is
+    no prefix for others."""
     module = llama()
     engine, library = make_engine(module), twin(module)
     for name in ("a", "b"):
@@ -419,7 +422,9 @@ def test_a_step_that_fails_midway_is_undone(make_engine: EngineMaker) -> None:
 
     handle = module.model.layers[1].mlp.register_forward_pre_hook(fail)
     steps = [SequenceStep(name, ids(40, 9), 1) for name in ("a", "b", "c", "d")]
-    with pytest.raises(MemoryError):
+    with pytest.raises(MemoryError), monkeypatch.context() as patch:
+        if make_engine.fused:
+            patch.setattr(engine._decoder, "logits_of", fail)
         engine.forward(steps)
     handle.remove()
     assert [engine.length(name) for name in "abcd"] == [6, 6, 0, 0]
@@ -470,7 +475,8 @@ def test_what_cannot_be_copied_is_forgotten_and_nothing_else(
 def test_a_step_of_few_tokens_leaves_a_core_to_others(make_engine: EngineMaker) -> None:
     """But not the trial before: it says how many threads there are."""
     module, threads = tiny_module(tiny_config("llama")), []
-    module.register_forward_pre_hook(lambda *_: threads.append(torch.get_num_threads()))
+    embedding = module.get_input_embeddings()
+    embedding.register_forward_pre_hook(lambda *_: threads.append(torch.get_num_threads()))
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:

@@ -1,0 +1,1 @@
+"""Steps on the fused kernels of a CPU library."""

@@ -1,0 +1,130 @@
+"""What a library of fused CPU kernels offers to a decoder of the Llama family."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from outrider.engine.kv_cache import BlockedKeysAndValues
+from outrider.errors import OutriderError
+
+
+class KernelsUnavailable(OutriderError):
+    """Why a library's kernels cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """The new tokens of a step, cut into S spans of consecutive tokens of one sequence."""
+
+    starts: torch.Tensor
+    """[S + 1], int32: the row of the step that each begins with, and the number of rows."""
+    ends: torch.Tensor
+    """[S], int32: the length of its sequence up to and with its last token."""
+    pages: torch.Tensor
+    """[S, any], int32: the page table of its sequence."""
+
+
+class Kernels(Protocol):
+    """The operators of one library, for rows of one dtype. Rows are [1, T, width], contiguous."""
+
+    @property
+    def name(self) -> str:
+        """The library and its version."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of rows, weights, keys and values."""
+        ...
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page of the caches that `write` and `attend` take."""
+        ...
+
+    @property
+    def activations(self) -> Sequence[str]:
+        """Those of `mlp`."""
+        ...
+
+    def can_pack(self, num_out: int, num_in: int) -> bool:
+        """Whether a weight [out, in] can be packed."""
+        ...
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """A weight [out, in], in the layout of `linear`; the first axis of the result goes over
+        parts of the output."""
+        ...
+
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        """The weight [out, in] again."""
+        ...
+
+    def linear(
+        self, rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """rows @ weight.T + bias: [1, T, out]."""
+        ...
+
+    def mlp(
+        self,
+        rows: torch.Tensor,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        down: torch.Tensor,
+        activation: str,
+    ) -> torch.Tensor:
+        """down(activation(gate(rows)) * up(rows)), of packed weights."""
+        ...
+
+    def norm(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """rows / sqrt(mean(rows^2) + eps) * weight, over the last axis of any number of axes."""
+        ...
+
+    def add_norm(
+        self, rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`norm` of rows + residual, and that sum."""
+        ...
+
+    def rotate(
+        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotary positions of queries and keys [1, T, heads, width], by the cosines and sines
+        [1, T, width / 2] of the angles: (a, b) -> (a cos - b sin, b cos + a sin), with halves a
+        and b of a head's width."""
+        ...
+
+    def write(
+        self,
+        cache: BlockedKeysAndValues,
+        slots: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        """Puts keys and values [T, heads, width] into slots [T] of a cache."""
+        ...
+
+    def schedule(
+        self, spans: Spans, query_heads: int, key_heads: int, width: int, window: int | None
+    ) -> torch.Tensor:
+        """How `attend` shares its work among threads, for all layers of one kind."""
+        ...
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        cache: BlockedKeysAndValues,
+        spans: Spans,
+        schedule: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Causal attention [T, heads, width] of queries [T, heads, width] to their own sequences'
+        slots, their own included; to the last `window` of these, if it is given."""
+        ...

@@ -1,0 +1,149 @@
+"""The fused CPU kernels of `amd-pace`: bfloat16, on processors with AVX-512 BF16.
+
+`amd-pace` pins versions of packages that its own server needs, so it is installed without its
+dependencies, and its package is not imported here: its shared library alone is loaded, which
+registers the operators `torch.ops.pace`. The library is built for one version of torch.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import metadata
+from typing import Any, Final
+
+import torch
+
+from outrider.engine.cpu.kernels import KernelsUnavailable, Spans
+from outrider.engine.kv_cache import BlockedKeysAndValues
+
+PACKAGE: Final = "amd-pace"
+VERSION: Final = "1.3.0"
+TORCH_VERSION: Final = "2.13"
+"""What `VERSION` of the library is built for."""
+_LIBRARY: Final = "pace/lib/libpace_cpp.so"
+_OUT_UNIT: Final = 32
+_IN_UNIT: Final = 64
+"""Widths of a packed weight are multiples of these."""
+_ISA: Final = "vec16"
+"""The attention for pages of 16 tokens."""
+
+
+class PaceKernels:
+    """Implements `Kernels`."""
+
+    name: Final = f"{PACKAGE} {VERSION}"
+    dtype: Final = torch.bfloat16
+    page_size: Final = 16
+    activations: Final = ("silu", "gelu")
+
+    def __init__(self) -> None:
+        """The operators must be registered; see `load_pace`."""
+        operators: Any = torch.ops.pace
+        self._linear = operators.libxsmmlinear_plain.default
+        self._mlp = operators.libxsmm_fused_mlp.default
+        self.norm = operators.rmsnorm.default
+        self.add_norm = operators.fused_add_rmsnorm.default
+        self._rotate = operators.fused_rope_apply.default
+        self._write = operators.paged_attention_reshape_and_cache.default
+        self._schedule = operators.get_paged_attention_scheduler_metadata.default
+        self._attend = operators.paged_attention_with_kv_cache.default
+        self.linear = self._linear
+
+    def can_pack(self, num_out: int, num_in: int) -> bool:
+        """See `Kernels.can_pack`."""
+        return num_out % _OUT_UNIT == 0 and num_in % _IN_UNIT == 0
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """See `Kernels.pack`: [out / 32, in / 64, 32, 32, 2]."""
+        num_out, num_in = weight.shape
+        tiles = weight.view(num_out // _OUT_UNIT, _OUT_UNIT, num_in // _IN_UNIT, _IN_UNIT // 2, 2)
+        return tiles.permute(0, 2, 3, 1, 4).contiguous()
+
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        """See `Kernels.unpack`."""
+        num_out, num_in = packed.shape[0] * _OUT_UNIT, packed.shape[1] * _IN_UNIT
+        return packed.permute(0, 3, 1, 2, 4).reshape(num_out, num_in)
+
+    def mlp(
+        self,
+        rows: torch.Tensor,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        down: torch.Tensor,
+        activation: str,
+    ) -> torch.Tensor:
+        """See `Kernels.mlp`."""
+        output: torch.Tensor = self._mlp(rows, gate, up, down, None, None, None, activation)
+        return output
+
+    def rotate(
+        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Kernels.rotate`."""
+        rotated: tuple[torch.Tensor, torch.Tensor] = self._rotate(query, key, cos, sin, 2)
+        return rotated
+
+    def write(
+        self,
+        cache: BlockedKeysAndValues,
+        slots: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        """See `Kernels.write`."""
+        self._write(keys, values, cache.keys, cache.values, slots, _ISA)
+
+    def schedule(
+        self, spans: Spans, query_heads: int, key_heads: int, width: int, window: int | None
+    ) -> torch.Tensor:
+        """See `Kernels.schedule`. Work is never split along the context, where the number of
+        splits, and with it the order of a row's sums, would depend on the rest of the step."""
+        found: torch.Tensor = self._schedule(
+            len(spans.ends), query_heads, key_heads, width, spans.ends, self.dtype, spans.starts,
+            True, -1 if window is None else window, _ISA, False,
+        )  # fmt: skip
+        return found
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        cache: BlockedKeysAndValues,
+        spans: Spans,
+        schedule: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """See `Kernels.attend`."""
+        output = torch.empty_like(query)
+        left, right = (-1, 0) if window is None else (window - 1, 0)
+        self._attend(
+            query, cache.keys, cache.values, output, spans.starts, spans.ends, scaling, True, None,
+            left, right, spans.pages, softcap or 0.0, schedule, None,
+        )  # fmt: skip
+        return output
+
+
+@cache
+def load_pace() -> PaceKernels:
+    """The kernels, once for the process. Raises `KernelsUnavailable` with the reason."""
+    capabilities = torch.cpu.get_capabilities()
+    if not (capabilities.get("avx512_f") and capabilities.get("avx512_bf16")):
+        raise KernelsUnavailable("this processor has no AVX-512 BF16")
+    try:
+        distribution = metadata.distribution(PACKAGE)
+    except metadata.PackageNotFoundError:
+        raise KernelsUnavailable(f"{PACKAGE} is not installed") from None
+    if distribution.version != VERSION:
+        raise KernelsUnavailable(f"{PACKAGE} {distribution.version} is installed, not {VERSION}")
+    if not torch.__version__.startswith(f"{TORCH_VERSION}."):
+        raise KernelsUnavailable(
+            f"{PACKAGE} {VERSION} is built for torch {TORCH_VERSION}; this is {torch.__version__}"
+        )
+    try:
+        path = str(distribution.locate_file(_LIBRARY))
+        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+        return PaceKernels()
+    except (OSError, AttributeError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise KernelsUnavailable(f"{PACKAGE}'s library cannot be loaded: {reason}") from error
