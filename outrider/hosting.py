@@ -213,6 +213,8 @@ def _kernels(
     if device.type != "cpu":
         return None
     try:
+        if config.cpu_kernels != "auto":
+            raise KernelsUnavailable(f"cpu_kernels is {config.cpu_kernels}")
         if ranks is not None or _bits(config) is not None:
             raise KernelsUnavailable("ranks and rounded weights have steps of their own")
         kernels = load_pace()

@@ -251,6 +251,9 @@ class ReplicaDescription:
     """Whether a target says what its head read ..."""
     reads_features: bool = False
     """... and a draft proposes from that."""
+    numerics: str = ""
+    """Names how logits are computed, where those of a token are bit-equal whatever else is in its
+    step: equal names beside equal weights mean equal logits. Empty where they depend on the step."""
 
     @property
     def weights(self) -> str:

@@ -255,4 +255,5 @@ def describe_model(
         eos_token_ids=info.eos_token_ids,
         max_num_seqs=max_num_seqs,
         step_costs=costs,
+        numerics=info.numerics,
     )

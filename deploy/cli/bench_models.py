@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from outrider.text import TokenizerText
 
 TARGET_FLAGS: Final = (
-    "device", "dtype", "model", "deterministic", "trust_remote_code", "target_num_threads",
+    "device", "dtype", "model", "deterministic", "cpu_kernels", "trust_remote_code",
+    "target_num_threads",
 )  # fmt: skip
 """Settings of a measurement without a deployment."""
 DRAFT_FLAGS: Final = (

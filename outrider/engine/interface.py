@@ -24,6 +24,8 @@ class ModelInfo:
     """Empty for a model without a tokenizer."""
     logit_token_ids: tuple[int, ...] = field(default=(), repr=False)
     """... a head over a part of the vocabulary: the token of each of its columns, ascending."""
+    numerics: str = ""
+    """See `ReplicaDescription.numerics`."""
 
 
 @dataclass(frozen=True, slots=True)

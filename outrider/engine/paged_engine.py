@@ -30,6 +30,7 @@ from outrider.engine.cpu.row_invariance import find_span_limits
 from outrider.engine.cuda.acceleration import Acceleration
 from outrider.engine.cuda.tabled_steps import TabledSteps
 from outrider.engine.first_layers import first_layers, watched_layer
+from outrider.engine.fingerprints import numerics_fingerprint
 from outrider.engine.gathered_steps import Forward, GatheredSteps, Steps
 from outrider.engine.head_inputs import watch_head
 from outrider.engine.interface import FoundPrefix, ModelInfo, PageCounts, SequenceStep
@@ -158,7 +159,9 @@ class PagedEngine:
             self._make_independent(layers, num_pages)
         self._use_pages(layers, num_pages)
         self._info = replace(
-            info, max_model_len=min(info.max_model_len, num_pages * self._page_size)
+            info,
+            max_model_len=min(info.max_model_len, num_pages * self._page_size),
+            numerics=self._numerics(layers[0]) if self.rows_are_equal else "",
         )
         _log.info(
             "model %s: %d pages of %d tokens for keys and values, %.1f MiB",
@@ -209,6 +212,14 @@ class PagedEngine:
             block_rows(self._module)
             self._use_pages(layers, num_pages)
             check_independent(self, self._max_num_seqs)
+        self.rows_are_equal = True
+
+    def _numerics(self, layer: AttentionLayer) -> str:
+        """See `ModelInfo.numerics`."""
+        return numerics_fingerprint(
+            self._device, self._dtype, self.kernels_name, self._span_limits,
+            sorted(self._thread_counts), layer.query_heads, self._page_size,
+        )  # fmt: skip
 
     def _try(
         self, layers: Sequence[AttentionLayer], expected: tuple[torch.Tensor, torch.Tensor | None]

@@ -28,6 +28,7 @@ def description_to_proto(description: ReplicaDescription) -> types_pb2.ReplicaDe
         drafts_itself=description.drafts_itself,
         shows_features=description.shows_features,
         reads_features=description.reads_features,
+        numerics=description.numerics,
     )
 
 
@@ -46,6 +47,7 @@ def description_from_proto(message: types_pb2.ReplicaDescription) -> ReplicaDesc
         drafts_itself=message.drafts_itself,
         shows_features=message.shows_features,
         reads_features=message.reads_features,
+        numerics=message.numerics,
     )
 
 

@@ -170,6 +170,24 @@ def test_a_session_stays_with_the_weights_that_it_began_with() -> None:
     with_targets(lambda: berth(first, second, weights=TOY.weights), test)
 
 
+def test_a_session_goes_on_where_logits_are_bit_equal() -> None:
+    """Even where another replica has fewer sessions, or is preferred by its pages."""
+    for alike in (1, 2):
+        links = [ScriptedLink(verdict, LinkLost("down")), *(ScriptedLink(verdict) for _ in "ab")]
+        for link in (links[0], links[alike]):
+            link.description = replace(TOY, numerics="avx")
+        links[3 - alike].description = replace(TOY, numerics="sse")
+
+        async def test(target: Any, one: Any, links: Any = links, alike: int = alike) -> None:
+            await target.verify(0, NOTHING_SEALED, 0, None)
+            one.decide((9,), Counters())
+            await target.verify(1, NOTHING_SEALED, 0, None)
+            assert links[alike].sent
+            assert not links[3 - alike].sent
+
+        with_targets(lambda links=links: berth(*links, weights=TOY.weights), test)
+
+
 def test_a_replica_that_comes_back_with_other_weights_is_sent_nothing() -> None:
     """It is asked what it runs before anything else."""
     link = ScriptedLink(verdict, verdict)
