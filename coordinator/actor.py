@@ -22,6 +22,7 @@ from outrider.hosting import Place, advertised, build_lookup, log_at, log_to, us
 from outrider.limits import SEED_BITS
 from outrider.sessions.redis_password import with_password
 from outrider.settings import blaming
+from outrider.speculation.sampling import Rule
 
 if TYPE_CHECKING:
     from grpc import ServerCredentials
@@ -336,7 +337,12 @@ async def _build(
             name=_owner(config),
             announced_as="" if config.membership is None else config.membership.name,
             served_model_name=config.served_model_name,
-            defaults=RequestDefaults(config.num_draft_tokens, config.deadline_ms),
+            defaults=RequestDefaults(
+                config.num_draft_tokens,
+                config.deadline_ms,
+                # Of a chain block verification accepts no fewer tokens; it has no trees.
+                Rule.TOKEN if config.draft_siblings and not config.look_ahead else Rule.BLOCK,
+            ),
             length_control=config.length_control,
             run_ahead_rounds=config.run_ahead_rounds,
             max_sessions=config.max_sessions,

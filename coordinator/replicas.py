@@ -380,9 +380,7 @@ class Berth(Generic[Item, Answer]):
         is one. Nothing that was asked for is answered then, and what the new one holds is not
         known."""
         without = [*self._rejected] if self._office is None else [*self._rejected, self._office]
-        found = self._pool.find(
-            self._affinity, self._weights, without, numerics=self._numerics
-        )
+        found = self._pool.find(self._affinity, self._weights, without, numerics=self._numerics)
         if found is None:
             return False
         _log.debug("session %s moves: %s, %s", self._session_id, self.replica, found.replica)

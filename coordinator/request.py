@@ -99,6 +99,8 @@ class RequestDefaults:
 
     num_draft_tokens: int
     deadline_ms: int
+    unseeded_rule: Rule = Rule.TOKEN
+    """Of a request at a temperature that names neither rule nor seed."""
 
 
 def check_fields(request: GenerateRequest, model: ServedModel) -> None:
@@ -149,7 +151,9 @@ def resolve(
         stop=request.stop,
         ignore_eos=request.ignore_eos,
         seed=_default(request.seed, random_seed),
-        rule=resolve_rule(request.sampling, request.rule, request.seed is not None),
+        rule=resolve_rule(
+            request.sampling, request.rule, request.seed is not None, defaults.unseeded_rule
+        ),
         num_draft_tokens=_default(request.num_draft_tokens, defaults.num_draft_tokens),
         deadline_ms=_default(request.deadline_ms, defaults.deadline_ms),
         logprobs=request.logprobs,

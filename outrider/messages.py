@@ -253,7 +253,7 @@ class ReplicaDescription:
     """... and a draft proposes from that."""
     numerics: str = ""
     """Names how logits are computed, where those of a token are bit-equal whatever else is in its
-    step: equal names beside equal weights mean equal logits. Empty where they depend on the step."""
+    step: with equal names and weights logits are equal. Empty where they depend on the step."""
 
     @property
     def weights(self) -> str:

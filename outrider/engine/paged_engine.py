@@ -29,8 +29,8 @@ from outrider.engine.cpu.kernels import Kernels
 from outrider.engine.cpu.row_invariance import find_span_limits
 from outrider.engine.cuda.acceleration import Acceleration
 from outrider.engine.cuda.tabled_steps import TabledSteps
-from outrider.engine.first_layers import first_layers, watched_layer
 from outrider.engine.fingerprints import numerics_fingerprint
+from outrider.engine.first_layers import first_layers, watched_layer
 from outrider.engine.gathered_steps import Forward, GatheredSteps, Steps
 from outrider.engine.head_inputs import watch_head
 from outrider.engine.interface import FoundPrefix, ModelInfo, PageCounts, SequenceStep

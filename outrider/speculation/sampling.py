@@ -75,14 +75,16 @@ class SamplingParams:
         )
 
 
-def resolve_rule(params: SamplingParams, rule: Rule | None, seeded: bool) -> Rule:
+def resolve_rule(
+    params: SamplingParams, rule: Rule | None, seeded: bool, unseeded: Rule = Rule.TOKEN
+) -> Rule:
     """The rule a request gets: greedy at temperature 0, else the one asked for, else coupled
-    where the caller gave a seed (its tokens then do not depend on the drafter), else token."""
+    where the caller gave a seed (its tokens then do not depend on the drafter), else `unseeded`."""
     if params.greedy:
         return Rule.GREEDY
     if rule is not None and rule is not Rule.GREEDY:
         return rule
-    return Rule.COUPLED if seeded else Rule.TOKEN
+    return Rule.COUPLED if seeded else unseeded
 
 
 _RANGES: tuple[tuple[str, float, float], ...] = (

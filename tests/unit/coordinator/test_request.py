@@ -55,6 +55,21 @@ def test_defaults() -> None:
     assert parameters.rule is Rule.TOKEN
 
 
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [
+        ({}, Rule.BLOCK),
+        ({"rule": Rule.TOKEN}, Rule.TOKEN),
+        ({"seed": 1}, Rule.COUPLED),
+        ({"sampling": SamplingParams(temperature=0.0)}, Rule.GREEDY),
+    ],
+)
+def test_the_rule_of_requests_that_name_none(fields: dict[str, Any], rule: Rule) -> None:
+    defaults = replace(DEFAULTS, unseeded_rule=Rule.BLOCK)
+    request = GenerateRequest(prompt=PROMPT, **fields)
+    assert resolve(request, "token_ids", PROMPT, MODEL, defaults, random_seed=7).rule is rule
+
+
 def test_a_seed_without_a_rule_means_coupled_and_temperature_0_always_greedy() -> None:
     assert checked(seed=0).rule is Rule.COUPLED
     assert checked(seed=0, rule=Rule.BLOCK).rule is Rule.BLOCK
