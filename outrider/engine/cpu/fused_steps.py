@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Final
 
 import numpy as np
@@ -25,6 +26,9 @@ from outrider.engine.kv_cache import BlockedKeysAndValues
 from outrider.engine.ragged import HeldSequence, slots_of, tree_of
 
 _Ints = npt.NDArray[np.int64]
+_ONE_STEP: Final = Lock()
+"""Held during a step: attention of the kernels has one working memory for the whole process, and
+two engines may run in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +123,10 @@ class FusedSteps:
             return self._attend(plan, index, query, keys, values)
 
         given = (plan.token_ids, plan.positions, plan.wanted_rows, attend)
-        if self._num_layers is None:
-            return self._decoder.logits(*given)
-        return self._decoder.hidden(self._num_layers, *given)
+        with _ONE_STEP:
+            if self._num_layers is None:
+                return self._decoder.logits(*given)
+            return self._decoder.hidden(self._num_layers, *given)
 
     def _attend(
         self, plan: _Plan, index: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor

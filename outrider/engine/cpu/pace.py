@@ -97,7 +97,10 @@ class PaceKernels:
         self, spans: Spans, query_heads: int, key_heads: int, width: int, window: int | None
     ) -> torch.Tensor:
         """See `Kernels.schedule`. Work is never split along the context, where the number of
-        splits, and with it the order of a row's sums, would depend on the rest of the step."""
+        splits, and with it the order of a row's sums, would depend on the rest of the step. The
+        kernels ask OpenMP for the number of threads, which torch sets on a thread that is new when
+        it is first asked for it."""
+        torch.get_num_threads()
         found: torch.Tensor = self._schedule(
             len(spans.ends), query_heads, key_heads, width, spans.ends, self.dtype, spans.starts,
             True, -1 if window is None else window, _ISA, False,

@@ -1,5 +1,5 @@
-"""Bfloat16 through the services, with deterministic engines: a request's tokens are those that it
-gets alone and without a draft."""
+"""Bfloat16 through the services, with deterministic engines and with fused kernels: a request's
+tokens are those that it gets alone and without a draft."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from models import depth_cut, tiny_config, tiny_module
 from paged_engines import WatchedEngine
 from stack import Stack, running_stack
 
-from outrider.engine.interface import ModelInfo
+from outrider.engine.cpu.kernels import KernelsUnavailable
+from outrider.engine.cpu.pace import load_pace
+from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.loading import load_model
 from outrider.engine.modules.swaps import speed_up
+from outrider.engine.paged_engine import PagedEngine
 from outrider.engine.sources import resolve_model
 from outrider.generation import GenerateRequest
 from outrider.speculation.sampling import SamplingParams
@@ -32,6 +35,18 @@ Prompt = tuple[int, ...]
 def engine_of(module: Any, info: ModelInfo) -> WatchedEngine:
     speed_up(module)
     return WatchedEngine(module, info, max_num_seqs=NUM_SESSIONS, deterministic=True)
+
+
+def fused_engine_of(module: Any, info: ModelInfo) -> PagedEngine:
+    """Skips where this machine has no fused kernels."""
+    try:
+        kernels = load_pace()
+    except KernelsUnavailable as error:
+        pytest.skip(f"no fused kernels: {error}")
+    speed_up(module, kernels=kernels)
+    engine = PagedEngine(module, info, max_num_seqs=NUM_SESSIONS, kernels=kernels)
+    assert engine.kernels_name == kernels.name
+    return engine
 
 
 def tiny_engine(family: str, seed: int) -> WatchedEngine:
@@ -81,16 +96,52 @@ async def test_tokens_depend_on_neither_k_nor_the_batch(family: str, tmp_path: P
 @pytest.mark.real_model
 @pytest.mark.xdist_group("identity")
 @pytest.mark.timeout(600)
-async def test_the_real_target_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fused", "num_tokens"), [(False, 7), (True, 48)])
+async def test_the_real_target_too(fused: bool, num_tokens: int, tmp_path: Path) -> None:
     """The demo target, a 4-layer cut of it as draft, 4 sessions."""
     torch.set_num_threads(1)
     directory = resolve_model("demo")
     cut = depth_cut(directory, tmp_path / "cut", 4)
-    engines = [
-        engine_of(*load_model(path, name="demo", dtype="bfloat16")) for path in (directory, cut)
-    ]
+    build = fused_engine_of if fused else engine_of
+    engines = [build(*load_model(path, name="demo", dtype="bfloat16")) for path in (directory, cut)]
     text = TokenizerText.load(directory)
     subjects = ("rain", "bread", "a mule", "the moon")
     prompts = [tuple(text.encode(f"Write two sentences about {about}.")) for about in subjects]
     async with running_stack(engines[0], engines[1], tmp_path) as stack:
-        await check_tokens(stack, prompts, num_tokens=7, num_alone=1)
+        await check_tokens(stack, prompts, num_tokens, num_alone=1)
+
+
+@pytest.mark.real_model
+@pytest.mark.xdist_group("identity")
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_rows_of_fused_steps_are_bit_equal(num_threads: int) -> None:
+    """The demo target's logits of the end of a context of 3,000 tokens: token by token, in chunks,
+    as the path of a tree, beside others, and behind a shared prefix."""
+    torch.set_num_threads(num_threads)
+    engine = fused_engine_of(*load_model(resolve_model("demo"), name="demo", dtype="bfloat16"))
+    assert engine.info.numerics
+    context = tuple((7919 * i + 1) % 40_000 for i in range(3_008))
+    begun, rest = context[:2_960], context[2_960:]
+    engine.forward([SequenceStep("alone", begun, 1)])
+    alone = torch.cat([engine.forward([SequenceStep("alone", (i,), 1)])[0] for i in rest])
+    for name, size in (("pairs", 2), ("fives", 5), ("chunk", 48)):
+        for start in range(0, len(begun), 1000 + size):
+            engine.forward([SequenceStep(name, begun[start : start + 1000 + size], 0)])
+        others = [SequenceStep(f"beside {name} {i}", context[: 9 * i + 1], 1) for i in range(4)]
+        rows = []
+        for start in range(0, len(rest), size):
+            own = SequenceStep(name, rest[start : start + size], min(size, len(rest) - start))
+            rows.append(engine.forward([*others, own])[-1])
+            for other in others:
+                engine.release(other.sequence_id)
+        assert torch.equal(torch.cat(rows), alone), name
+    assert engine.attach("shared", context) > 2_900
+    held = engine.length("shared")
+    assert torch.equal(
+        engine.forward([SequenceStep("shared", context[held:], len(context) - held)])[0],
+        alone[held - len(begun) :],
+    )
+    engine.keep("shared", 2_960)
+    tree = [rest[0], 5, rest[1], 6, 7, rest[2]]
+    [found] = engine.forward([SequenceStep("shared", tuple(tree), 6, (-1, -1, 0, 0, 1, 2))])
+    assert torch.equal(found[[0, 2, 5]], alone[:3])
