@@ -22,8 +22,11 @@ DEMO_STATE := $(abspath $(VENV))/demo-state
 # Other people's load generators, each in an environment of its own.
 CLIENTS := guidellm aiperf
 CLIENT_STAMPS := $(CLIENTS:%=$(VENV)/clients/%/installed)
+# The systems that `outrider bench peers` measures, likewise.
+PEERS := $(basename $(notdir $(wildcard benchmarks/peer_environments/*.txt)))
+PEER_STAMPS := $(PEERS:%=$(VENV)/peers/%/installed)
 
-.PHONY: help install demo test test-full test-page test-clients check proto bench chaos sim fuzz
+.PHONY: help install demo test test-full test-page test-clients check proto bench peers chaos sim fuzz
 
 help: ## List the jobs.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -87,6 +90,18 @@ proto: $(STAMP) ## Generate outrider/v1 from protos/.
 
 bench: $(STAMP) ## Measure the speed-up on the built-in prompts.
 	$(BIN)/outrider bench speedup --temperature 0
+
+peers: $(PEER_STAMPS) ## Install the systems that `outrider bench peers` measures Outrider against.
+
+# One that cannot be installed here is left out of the measurement. For text vLLM does without
+# torchvision and its like, which pip may find for another torch, so that they do not load.
+$(PEER_STAMPS): $(VENV)/peers/%/installed: benchmarks/peer_environments/%.txt
+	@rm -rf $(@D)
+	@$(PYTHON) -m venv $(@D)
+	@echo "installing $* into $(@D), once; this takes some minutes" >&2
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --requirement $< \
+		&& $(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec && touch $@ \
+		|| echo "$* cannot be installed here; bench peers leaves it out" >&2
 
 chaos: $(STAMP) ## Kill and stop everything under load for MINUTES minutes; then 10 kills with a real model.
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --report $(VENV)/chaos.json

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from outrider.errors import check
 from outrider.limits import SEED_MAX
@@ -40,10 +40,6 @@ class Side(StrEnum):
     """The same, with the draft as its assistant."""
     PROMPT_LOOKUP = "transformers prompt lookup"
     """The same, which copies from the text so far."""
-    LLAMA_CPP = "llama.cpp plain"
-    """llama.cpp in a process, with the target alone."""
-    LLAMA_CPP_LOOKUP = "llama.cpp prompt lookup"
-    """The same, which copies from the text so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +59,7 @@ class Completion:
     """What came out, and what it took."""
 
     token_ids: tuple[int, ...]
-    """With the EOS, if there is one; at least one token."""
+    """With the EOS, if there is one; empty where they are not known."""
     started_s: float
     """When the request was sent, on a clock that all completions of a side share."""
     seconds: float
@@ -72,11 +68,20 @@ class Completion:
     num_draft_tokens: int
     """Proposed in all."""
     num_accepted_draft_tokens: int
+    first_token_s: float | None = None
+    """Seconds from the request to the first token; None where a side does not say."""
+    counted_tokens: int = 0
+    """Tokens of a completion whose ids are not known, as by HTTP."""
+
+    @property
+    def num_tokens(self) -> int:
+        """With the EOS, if there is one."""
+        return len(self.token_ids) or self.counted_tokens
 
     @property
     def tokens_per_second(self) -> float:
         """Of this completion alone."""
-        return len(self.token_ids) / self.seconds
+        return self.num_tokens / self.seconds
 
 
 class BenchClient(Protocol):
@@ -87,11 +92,23 @@ class BenchClient(Protocol):
         ...
 
 
+@runtime_checkable
+class BatchClient(BenchClient, Protocol):
+    """A side that schedules many requests itself."""
+
+    async def generate_all(
+        self, prompts: Sequence[BenchPrompt], decoding: Decoding, concurrency: int
+    ) -> list[Completion]:
+        """Decodes prompts to their ends, `concurrency` at a time; fails as `generate` does."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Contestant:
     """One side, and how it is called."""
 
-    side: Side
+    side: str
+    """Its name: a `Side`, or another one."""
     client: BenchClient
     decoding: Decoding
     """The seed is that of the first prompt; the prompt with index i has the i-th after it."""
@@ -110,7 +127,7 @@ class SideResult:
     @property
     def num_tokens(self) -> int:
         """Of all completions."""
-        return sum(len(completion.token_ids) for completion in self.completions)
+        return sum(completion.num_tokens for completion in self.completions)
 
     @property
     def tokens_per_second(self) -> float:
@@ -120,19 +137,19 @@ class SideResult:
 
 async def measure(
     prompts: Sequence[BenchPrompt], contestants: Sequence[Contestant], progress: Progress
-) -> dict[Side, SideResult]:
+) -> dict[str, SideResult]:
     """Warms every side up, then measures all of them. Raises what a side raises; requests that
     still run are then cancelled."""
     check(bool(prompts) and bool(contestants), "nothing to measure")
     for contestant in contestants:
-        progress(f"warming up: {contestant.side.value}")
+        progress(f"warming up: {contestant.side}")
         short = min(WARM_UP_TOKENS_MAX, contestant.decoding.max_tokens)
         for index, prompt in enumerate(WARM_UP_PROMPTS, start=1):
             # Seeds that no prompt has: the second session of a seed may be drafted otherwise.
             seed = (contestant.decoding.seed - index) & SEED_MAX
             decoding = replace(contestant.decoding, max_tokens=short, seed=seed)
             await contestant.client.generate(prompt, decoding)
-    completions: dict[Side, dict[int, Completion]] = {c.side: {} for c in contestants}
+    completions: dict[str, dict[int, Completion]] = {c.side: {} for c in contestants}
     seconds = dict.fromkeys(completions, 0.0)
     num_done = 0
     for turn, block in enumerate(_blocks(len(prompts), max(c.concurrency for c in contestants))):
@@ -170,7 +187,13 @@ async def _decode_block(
 ) -> dict[int, Completion]:
     """The completions of those of `prompts` that are in the block, by their index, `concurrency`
     at a time."""
-    completions: dict[int, Completion] = {}
+    client, completions = contestant.client, dict[int, Completion]()
+    if contestant.concurrency > 1 and isinstance(client, BatchClient):
+        chosen = [prompts[index] for index in block]
+        found = await client.generate_all(chosen, contestant.decoding, contestant.concurrency)
+        for index, completion in zip(block, found, strict=True):
+            completions[index] = _checked(completion, contestant.side)
+        return completions
     waiting = iter(block)
     workers = [
         asyncio.create_task(_work(contestant, prompts, waiting, completions))
@@ -196,9 +219,12 @@ async def _work(
         seed = (contestant.decoding.seed + index) & SEED_MAX
         decoding = replace(contestant.decoding, seed=seed)
         completion = await contestant.client.generate(prompts[index], decoding)
-        check(
-            bool(completion.token_ids) and completion.seconds > 0,
-            f"{contestant.side.value} decoded {len(completion.token_ids)} tokens in "
-            f"{completion.seconds} s",
-        )
-        completions[index] = completion
+        completions[index] = _checked(completion, contestant.side)
+
+
+def _checked(completion: Completion, side: str) -> Completion:
+    check(
+        completion.num_tokens > 0 and completion.seconds > 0,
+        f"{side} decoded {completion.num_tokens} tokens in {completion.seconds} s",
+    )
+    return completion

@@ -1,225 +1,356 @@
-"""`outrider bench peers`: speculative decoding through the services beside other systems, with the
-same target and, where they take one, the same drafter, on the same prompts and threads."""
+"""`outrider bench peers`: Outrider beside other inference systems, with the same weights, prompts
+and threads: plain and speculative, at each temperature and number of requests at a time."""
 
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-from outrider.drafting.registry import parse_drafter
-from outrider.errors import SettingError
+from outrider.errors import ConfigError, SettingError, Unavailable
+from outrider.limits import SESSIONS_PER_COORDINATOR_MAX
+from outrider.settings import check_range
+from outrider.speculation.sampling import Rule
 
-from .decoding_options import DecodingOptions, add_decoding_arguments, decoding_values
-from .llama_cpp_side import (
-    LLAMA_CPP_LOOKUP_TOKENS,
-    LlamaCppModel,
-    LlamaCppProcess,
-    llama_cpp_version,
+from .decoding_options import RULES, DecodingOptions
+from .measurement import BenchClient, Contestant, Decoding, Progress, Side, measure
+from .number_options import numbers, whole_numbers
+from .peers_libraries import (
+    PEERS,
+    SWEEP_TOKENS,
+    LibraryModel,
+    LibraryProcess,
+    Peer,
+    Sweep,
+    sweep_prompts,
 )
-from .measurement import BenchClient, Contestant, Progress, Side, measure
-from .peers_report import PeersReport, PeersSetup, summarise
+from .peers_report import OURS_PLAIN, OURS_SPECULATIVE, Level, PeersReport, PeersSetup, level_of
+from .peers_servers import HttpSide, ServerProcess
+from .prompt_options import PromptOptions, add_prompt_arguments, prompt_values
 from .prompts import WARM_UP_PROMPTS, BenchPrompt
-from .references import PROMPT_LOOKUP_TOKENS, ReferenceModel, ReferenceProcess
+from .references import PROMPT_LOOKUP_TOKENS, ReferenceProcess
+from .serving import words
 from .speedup import Subject
 
-LLAMA_CPP_SIDES: Final = (Side.LLAMA_CPP, Side.LLAMA_CPP_LOOKUP)
+TRANSFORMERS: Final = "transformers"
+NAMES: Final = (*(peer.name for peer in PEERS), TRANSFORMERS)
+NOT_INSTALLED: Final = "not installed; `make peers` installs it"
+SPARE_TOKENS: Final = 16
+"""Room in a peer's context for drafts behind the longest completion."""
+
+_Process = LibraryProcess | ReferenceProcess | ServerProcess
+StartSubjects = Callable[[], AbstractAsyncContextManager[tuple[Subject, Subject]]]
+"""Starts a deployment to measure, or finds the one that runs: for plain and for speculative
+decoding, which share no cache where they can be kept apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeersOptions(DecodingOptions):
+class PeersOptions(PromptOptions):
     """What `bench peers` is asked for. Wrong values raise `SettingError`."""
 
-    llama_cpp_python: Path | None = None
-    """The interpreter of an environment with `llama_cpp`; None = llama.cpp is left out."""
+    num_prompts: int | None = 16
+    max_tokens: int = 96
+    temperature: tuple[float, ...] = (0.0, 1.0)
+    concurrency: tuple[int, ...] = (1, 8)
+    """Requests at a time."""
+    rule: Rule = Rule.TOKEN
+    """Of a temperature above 0."""
+    num_draft_tokens: int | None = None
+    """Bound K; None = the deployment's own."""
+    peers: tuple[str, ...] = NAMES
+    """Which of `NAMES`."""
+    environments: Path = Path(".venv/peers")
+    """Where `make peers` has installed them."""
+    sweep: bool = False
+    """Whether settings are tried anew that an earlier run has found."""
+    servers: bool = False
+    """Whether servers are measured by HTTP, those of peers and Outrider's."""
 
     def __post_init__(self) -> None:
-        DecodingOptions.__post_init__(self)
-        python = self.llama_cpp_python
-        if python is not None and not (python.is_file() and os.access(python, os.X_OK)):
+        PromptOptions.__post_init__(self)
+        for number in self.concurrency:
+            check_range("concurrency", number, 1, SESSIONS_PER_COORDINATOR_MAX)
+        if not self.peers or not set(self.peers) <= set(NAMES):
             raise SettingError(
-                "llama_cpp_python", f"{python} is wrong; it must be a Python interpreter's path"
+                "peers",
+                f"{','.join(self.peers)!r} is wrong; it must be some of {', '.join(NAMES)}",
             )
+        for _ in self.levels():
+            pass  # Raises for a temperature, rule or number of draft tokens that is wrong.
 
     @classmethod
     def from_arguments(
         cls, arguments: argparse.Namespace, *, num_draft_tokens: int | None = None
     ) -> PeersOptions:
         """From what a parser with `add_arguments` returned, and the bound K."""
+        own = ("temperature", "concurrency", "peers", "environments", "sweep", "servers")
         return cls(
-            **decoding_values(arguments),
+            **prompt_values(arguments),
+            **{name: getattr(arguments, name) for name in own},
+            rule=Rule(arguments.rule),
             num_draft_tokens=num_draft_tokens,
-            llama_cpp_python=arguments.llama_cpp_python,
         )
 
-    def check_llama_cpp(self) -> None:
-        """Raises `SettingError` where the interpreter that was given cannot import `llama_cpp`."""
-        if self.llama_cpp_python is not None:
-            llama_cpp_version(self.llama_cpp_python)
+    def levels(self) -> Iterator[tuple[DecodingOptions, int]]:
+        """Every temperature with every number of requests at a time."""
+        for temperature in self.temperature:
+            options = DecodingOptions(
+                max_tokens=self.max_tokens,
+                seed=self.seed,
+                raw=self.raw,
+                temperature=temperature,
+                rule=self.rule,
+                num_draft_tokens=self.num_draft_tokens,
+            )
+            for concurrency in self.concurrency:
+                yield options, concurrency
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench peers`, but for those that describe a deployment."""
-    add_decoding_arguments(parser)
+    defaults = PeersOptions()
+    add_prompt_arguments(parser, defaults)
+    parser.set_defaults(num_prompts=defaults.num_prompts)
     parser.add_argument(
-        "--llama-cpp-python", type=Path, metavar="PYTHON",
-        help="measure llama.cpp, too, by this interpreter of an environment of its own, made by "
-        "python3 -m venv DIR && DIR/bin/pip install llama-cpp-python (it builds llama.cpp, which "
-        "takes a C++ compiler and some minutes): DIR/bin/python",
+        "--temperature", type=numbers, default=defaults.temperature, metavar="T[,T..]",
+        help="0 = always the likeliest token [0,1]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--concurrency", type=whole_numbers, default=defaults.concurrency, metavar="N[,N..]",
+        help="requests at a time [1,8]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rule", choices=[rule.value for rule in RULES], default=defaults.rule.value,
+        help="how Outrider accepts drafts at a temperature above 0 [%(default)s]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--peers", type=words, default=defaults.peers, metavar="NAMES",
+        help=f"which systems [{','.join(NAMES)}]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--environments", type=Path, default=defaults.environments, metavar="DIR",
+        help="where `make peers` has installed them [%(default)s]",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sweep", action="store_true",
+        help="find each peer's fastest settings anew, though an earlier run has found them",
+    )  # fmt: skip
+    parser.add_argument(
+        "--servers", action="store_true",
+        help="measure servers, by one HTTP client: of Outrider, and of the peers that have one",
     )  # fmt: skip
 
 
-async def run(options: PeersOptions, subject: Subject, progress: Progress) -> PeersReport:
-    """Measures `subject` and its peers. Raises `SettingError` for options that are wrong, and what
-    a side refuses a request with."""
+async def run(
+    options: PeersOptions, start_subjects: StartSubjects, progress: Progress
+) -> PeersReport:
+    """Measures Outrider and its peers. Raises `SettingError` for options that are wrong, and what
+    Outrider refuses a request with.
+
+    Every level has a deployment of its own, so that no side finds a prompt or an answer cached."""
     prompts = options.load_prompts()
-    drafted = options.drafted(subject.num_draft_tokens)
-    if subject.reference is None:
-        raise SettingError("server", "the target's files are not known here; its peers need them")
-    for warning in subject.replay_warnings(prompts):
-        progress(warning)
+    levels: list[Level] = []
     async with AsyncExitStack() as stack:
-        peers = _Peers(options, subject, subject.reference, stack, progress)
-        eos_token_ids = await peers.start_library()
-        await peers.start_llama_cpp(prompts, eos_token_ids)
-        plain = replace(drafted, num_draft_tokens=0)
-        contestants = [
-            Contestant(Side.SPECULATIVE, subject.client, drafted, 1),
-            *(Contestant(side, client, plain, 1) for side, client in peers.clients.items()),
-        ]
-        results = await measure(prompts, contestants, progress)
-    setup = PeersSetup(
-        model=subject.model,
-        draft_model=subject.draft_model,
-        dtype=subject.dtype,
-        num_draft_tokens=drafted.num_draft_tokens,
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        rule=drafted.rule.value,
-        threads=subject.reference.num_threads,
+        peers: _Peers | None = None
+        for decoding, concurrency in options.levels():
+            async with (
+                start_subjects() as (plain, speculative),
+                _our_clients(options, plain, speculative) as ours,
+            ):
+                drafted = decoding.drafted(speculative.num_draft_tokens)
+                undrafted = replace(drafted, num_draft_tokens=0)
+                if peers is None:
+                    peers = _Peers(options, speculative, prompts, stack, progress)
+                    setup = peers.setup(drafted)
+                    await peers.start()
+                for warning in speculative.replay_warnings(prompts):
+                    progress(warning)
+                progress(f"temperature {decoding.temperature:g}, {concurrency} at a time")
+                contestants = [
+                    Contestant(OURS_PLAIN, ours[0], undrafted, concurrency),
+                    Contestant(OURS_SPECULATIVE, ours[1], drafted, concurrency),
+                    *(
+                        Contestant(side, client, undrafted, concurrency)
+                        for side, client in peers.clients.items()
+                        if concurrency == 1 or not isinstance(client, ReferenceProcess)
+                    ),
+                ]
+                results = await measure(prompts, contestants, progress)
+                levels.append(level_of(drafted, concurrency, results))
+    if peers is None:
+        raise SettingError("temperature", "there must be one, and a number of requests at a time")
+    return PeersReport(
+        setup=setup, settings=peers.settings, missing=peers.missing, levels=tuple(levels)
     )
-    return summarise(setup, prompts, results, peers.notes)
 
 
-def assisted_note(draft_model: str) -> str:
-    """What the library has of a drafter, and how it is set up."""
-    choice = parse_drafter(draft_model)
-    given = f"the drafter {draft_model}"
-    if choice.lookup is not None and choice.model is not None:
-        given = f"of {draft_model} the model {choice.model.name} alone, without the look-up,"
-    return (
-        f"{given} as assistant_model, its logits widened to the target's vocabulary; the library's "
-        "own number of assistant tokens, schedule and confidence threshold"
-    )
+@asynccontextmanager
+async def _our_clients(
+    options: PeersOptions, plain: Subject, speculative: Subject
+) -> AsyncIterator[tuple[BenchClient, BenchClient]]:
+    """How Outrider is asked for plain and for speculative decoding."""
+    if not options.servers:
+        yield plain.client, speculative.client
+        return
+    if not (plain.http_url and speculative.http_url):
+        raise SettingError("servers", "the deployment that runs has no HTTP interface")
+    undrafted = {"speculation": {"num_draft_tokens": 0}}
+    async with (
+        HttpSide(plain.http_url, raw=options.raw, api_key=plain.api_key, extra_body=undrafted) as p,
+        HttpSide(speculative.http_url, raw=options.raw, api_key=speculative.api_key) as s,
+    ):
+        yield p, s
 
 
 class _Peers:
-    """Starts the sides beside the services; they end with the stack."""
+    """Starts the systems beside Outrider; they end with the stack."""
 
     def __init__(
         self,
         options: PeersOptions,
         subject: Subject,
-        model: ReferenceModel,
+        prompts: Sequence[BenchPrompt],
         stack: AsyncExitStack,
         progress: Progress,
     ) -> None:
+        """Raises `SettingError` where the target's files are not on this machine."""
+        if subject.reference is None:
+            raise SettingError(
+                "server", "the target's files are not known here; its peers need them"
+            )
         self._options = options
         self._subject = subject
-        self._model = model
+        self._reference = subject.reference
+        self._prompts = prompts
         self._stack = stack
         self._progress = progress
-        self.clients: dict[Side, BenchClient] = {}
-        self.notes: dict[Side, str] = {}
-        """Of every peer: how it is set up, or why it is not there."""
+        self.clients: dict[str, BenchClient] = {}
+        self.settings: dict[str, Mapping[str, object]] = {}
+        """How each side is set up."""
+        self.missing: dict[str, str] = {}
+        """Why a system, or one of its modes, is not measured."""
 
-    async def start_library(self) -> tuple[int, ...]:
-        """Starts the library's two, of which the look-up is always there; what ends a text."""
-        missing = self._no_assistant()
-        if missing is None:
-            self.notes[Side.ASSISTED] = assisted_note(self._subject.draft_model)
-            await self._start(self._library(Side.ASSISTED), Side.ASSISTED)
-        else:
-            self.notes[Side.ASSISTED] = f"not measured: {missing}"
-        self.notes[Side.PROMPT_LOOKUP] = f"prompt_lookup_num_tokens={PROMPT_LOOKUP_TOKENS}"
-        lookup = self._library(Side.PROMPT_LOOKUP)
-        await self._start(lookup, Side.PROMPT_LOOKUP)
-        return lookup.eos_token_ids
+    def setup(self, drafted: Decoding) -> PeersSetup:
+        """What all sides share."""
+        return PeersSetup(
+            model=self._subject.model,
+            draft_model=self._subject.draft_model,
+            dtype=self._subject.dtype,
+            num_draft_tokens=drafted.num_draft_tokens,
+            num_prompts=len(self._prompts),
+            max_tokens=self._options.max_tokens,
+            rule=self._options.rule.value,
+            threads=self._reference.num_threads,
+        )
 
-    async def start_llama_cpp(
-        self, prompts: Sequence[BenchPrompt], eos_token_ids: tuple[int, ...]
-    ) -> None:
-        """Starts llama.cpp's two, or says in their notes why not."""
-        files = self._llama_cpp_files()
-        if isinstance(files, str):
-            self.notes |= dict.fromkeys(LLAMA_CPP_SIDES, f"not measured: {files}")
+    async def start(self) -> None:
+        """Starts those that are wanted and installed."""
+        for peer in PEERS:
+            if peer.name not in self._options.peers:
+                continue
+            if not peer.is_installed(self._options.environments):
+                self.missing[peer.name] = NOT_INSTALLED
+            elif self._options.servers and not peer.server:
+                self.missing[peer.name] = "it has no server"
+            elif peer.needs_gguf and not self._model.gguf:
+                self.missing[peer.name] = "the target does not come from a GGUF file"
+            else:
+                await self._start_library(peer)
+        if TRANSFORMERS in self._options.peers and not self._options.servers:
+            await self._start_transformers()
+
+    async def _start_library(self, peer: Peer) -> None:
+        """Both modes, with the fastest settings."""
+        environments = self._options.environments
+        sweep = Sweep(self._model, self._token_ids, environments, self._progress)
+        try:
+            found = await sweep.settings(peer, again=self._options.sweep)
+        except (ConfigError, Unavailable) as error:
+            self.missing[peer.name] = error.message
             return
-        from outrider.engine.sources import cache_dir
+        for mode, setting in found.items():
+            side = f"{peer.name} {mode}"
+            process: LibraryProcess | ServerProcess
+            if self._options.servers:
+                process = ServerProcess(
+                    peer, setting, self._model, environments, raw=self._options.raw
+                )
+            else:
+                process = LibraryProcess(peer, setting, self._model, self._token_ids, environments)
+            if await self._enter(side, process):
+                self.settings[side] = {
+                    "versions": peer.versions(environments),
+                    "precision": peer.precision,
+                    "environment": process.environment,
+                    "options": setting.options,
+                }
 
-        from .bfloat16_gguf import bfloat16_gguf
+    async def _start_transformers(self) -> None:
+        """The library's plain decoding, prompt lookup and, with a model as drafter, assistant."""
+        lookup = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
+        settings: dict[Side, Mapping[str, object]] = {
+            Side.TRANSFORMERS: {},
+            Side.PROMPT_LOOKUP: lookup,
+        }
+        if self._reference.drafter is not None:
+            settings[Side.ASSISTED] = {"assistant_model": self._reference.drafter.name}
+        for side, options in settings.items():
+            process = ReferenceProcess(side, self._reference, raw=self._options.raw)
+            if await self._enter(side, process):
+                self.settings[side] = {
+                    "versions": {"transformers": version("transformers")},
+                    "options": options,
+                }
 
-        python, gguf = files
-        built = f"llama-cpp-python {llama_cpp_version(python)}, weights in bfloat16"
-        lookup = f"LlamaPromptLookupDecoding(num_pred_tokens={LLAMA_CPP_LOOKUP_TOKENS})"
-        self.notes |= {Side.LLAMA_CPP: built, Side.LLAMA_CPP_LOOKUP: f"{built}, {lookup}"}
-        self._progress("the target's weights for llama.cpp")
-        encode = self._encoder()
-        longest = max(len(encode(prompt)) for prompt in (*prompts, *WARM_UP_PROMPTS))
-        model = LlamaCppModel(
-            python=python,
-            gguf=bfloat16_gguf(gguf, cache_dir()),
-            num_threads=self._model.num_threads,
-            context_tokens=longest + self._options.max_tokens + LLAMA_CPP_LOOKUP_TOKENS,
-            eos_token_ids=eos_token_ids,
-        )
-        for side in LLAMA_CPP_SIDES:
-            await self._start(LlamaCppProcess(side, model, encode), side)
-
-    async def _start(self, process: ReferenceProcess | LlamaCppProcess, side: Side) -> None:
-        self._progress(f"loading the model once more: {side.value}")
-        await self._stack.enter_async_context(process)
+    async def _enter(self, side: str, process: _Process) -> bool:
+        """Whether it has started."""
+        self._progress(f"loading the model once more: {side}")
+        try:
+            await self._stack.enter_async_context(process)
+        except (ConfigError, Unavailable) as error:
+            self.missing[side] = error.message
+            return False
         self.clients[side] = process
+        return True
 
-    def _library(self, side: Side) -> ReferenceProcess:
-        return ReferenceProcess(side, self._model, raw=self._options.raw)
-
-    def _no_assistant(self) -> str | None:
-        """Why the library has no assistant; None where it has one."""
-        if self._model.drafter is not None:
-            return None
-        name = self._subject.draft_model
-        if parse_drafter(name).model is None:
-            return f"the drafter {name} is no model"
-        return f"the library has nothing like the drafter {name}"
-
-    def _llama_cpp_files(self) -> tuple[Path, Path] | str:
-        """The interpreter, and the target's GGUF file; else why llama.cpp is left out."""
-        from outrider.engine.loading import resolve_device
-        from outrider.engine.sources import gguf_file
-
-        python, target = self._options.llama_cpp_python, self._subject.model
-        if python is None:
-            return "--llama-cpp-python is not given"
-        if resolve_device(self._model.device).type != "cpu":
-            return "it runs on the CPU, and the target does not"
-        gguf = gguf_file(target)
-        return (
-            f"the target {target} does not come from a GGUF file"
-            if gguf is None
-            else (python, gguf)
-        )
-
-    def _encoder(self) -> Callable[[BenchPrompt], list[int]]:
-        """The tokens of a prompt, as the other sides make them."""
+    @cached_property
+    def _token_ids(self) -> dict[str, list[int]]:
+        """The tokens of every prompt's text, as Outrider makes them."""
         from outrider.text import TokenizerText
 
         text = TokenizerText.load(
-            Path(self._model.directory), trust_remote_code=self._model.trust_remote_code
+            Path(self._reference.directory), trust_remote_code=self._reference.trust_remote_code
         )
-        if self._options.raw:
-            return lambda prompt: text.encode(prompt.text)
-        return lambda prompt: text.encode_chat([{"role": "user", "content": prompt.text}])
+
+        def encode(prompt: str) -> list[int]:
+            if self._options.raw:
+                return text.encode(prompt)
+            return text.encode_chat([{"role": "user", "content": prompt}])
+
+        asked = (*self._prompts, *WARM_UP_PROMPTS, *sweep_prompts())
+        return {prompt.text: encode(prompt.text) for prompt in asked}
+
+    @cached_property
+    def _model(self) -> LibraryModel:
+        from outrider.engine.loading import load_tokenizer, stated_eos_token_ids
+        from outrider.engine.sources import cache_dir, gguf_file
+
+        from .bfloat16_gguf import bfloat16_gguf
+
+        directory = Path(self._reference.directory)
+        gguf = gguf_file(self._subject.model)
+        return LibraryModel(
+            directory=self._reference.directory,
+            gguf="" if gguf is None else str(bfloat16_gguf(gguf, cache_dir())),
+            num_threads=self._reference.num_threads,
+            context_tokens=max(map(len, self._token_ids.values()))
+            + max(self._options.max_tokens, SWEEP_TOKENS)
+            + SPARE_TOKENS,
+            batch=max(self._options.concurrency),
+            eos_token_ids=stated_eos_token_ids(directory, load_tokenizer(directory)),
+        )

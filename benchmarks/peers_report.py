@@ -1,92 +1,102 @@
-"""What `bench peers` says: statistics over finished completions, as JSON and as a table."""
+"""What `bench peers` says: one table, and JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from statistics import median
+from typing import Final
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from outrider.errors import check
 from outrider.speculation.sampling import Rule
 
 from .figures import to_json
-from .measurement import Side, SideResult
-from .prompts import BenchPrompt
-from .report import compare, part, places_by_category
+from .measurement import Decoding, SideResult
 
-PEERS: Final = {
-    Side.ASSISTED: "transformers_assisted",
-    Side.PROMPT_LOOKUP: "transformers_prompt_lookup",
-    Side.LLAMA_CPP: "llama_cpp_plain",
-    Side.LLAMA_CPP_LOOKUP: "llama_cpp_prompt_lookup",
-}
-"""Every peer, by its key in the JSON report."""
-_HEADINGS: Final = {
-    Side.ASSISTED: "assisted generation",
-    Side.PROMPT_LOOKUP: "prompt lookup",
-    Side.LLAMA_CPP: "llama.cpp plain",
-    Side.LLAMA_CPP_LOOKUP: "llama.cpp prompt lookup",
-}
-"""Of words so short that the table fits a terminal."""
+OURS_PLAIN: Final = "outrider plain"
+OURS_SPECULATIVE: Final = "outrider speculative"
+_PLAIN: Final = (" plain", "transformers")
+"""Ends the names of sides without drafts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeersSetup:
-    """What was measured."""
+    """What all sides share."""
 
     model: str
     draft_model: str
     dtype: str
     num_draft_tokens: int
-    """The bound K of the services."""
+    """The bound K of Outrider."""
+    num_prompts: int
     max_tokens: int
-    temperature: float
     rule: str
+    """Of Outrider above temperature 0."""
     threads: int
-    """Of each peer, and those that the services have in all."""
+    """Of each peer, and of Outrider's services in all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ours:
-    """Speculative decoding through the services on some of the prompts."""
+class Figures:
+    """One side at one level."""
 
     tokens_per_second: float
     """All tokens / all wall time, prefill included."""
     num_tokens: int
-    acceptance_rate: float | None
-    """Accepted / proposed draft tokens; None where none were proposed."""
-    tokens_per_round: float
-    """Committed tokens / rounds."""
+    time_to_first_token_ms: float | None
+    """Median over the prompts, one at a time; None where it is not known."""
+    same_tokens: int | None
+    """Prompts on which it wrote the tokens of Outrider's plain decoding: at temperature 0 all, but
+    for near ties, which bfloat16 may break either way. None above it, and where ids are not
+    known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
-    """Another system on the same prompts; None throughout where it was not measured."""
+class Level:
+    """All sides at one temperature and number of requests at a time."""
 
-    tokens_per_second: float | None = None
-    """As ours."""
-    num_tokens: int | None = None
-    ratio: float | None = None
-    """Median over the prompts of the ratio of our tokens/s to its."""
-    ratio_of_totals: float | None = None
-    """Our `tokens_per_second` over its."""
-    same_tokens: int | None = None
-    """Prompts on which it wrote the tokens that we wrote: at temperature 0 all, but for near ties,
-    which bfloat16 may break either way. None above it."""
+    temperature: float
+    concurrency: int
+    sides: Mapping[str, Figures]
 
+    def best(self, *, plain: bool) -> str | None:
+        """The fastest peer's side, of those without drafts or of all; None without a peer."""
+        rates = {
+            name: found.tokens_per_second
+            for name, found in self.sides.items()
+            if name not in (OURS_PLAIN, OURS_SPECULATIVE) and (not plain or name.endswith(_PLAIN))
+        }
+        return max(rates, key=rates.__getitem__, default=None)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeersComparison:
-    """All systems on some of the prompts."""
+    def ratio(self, ours: str, theirs: str | None) -> float | None:
+        """Our tokens/s over theirs."""
+        if theirs is None:
+            return None
+        return self.sides[ours].tokens_per_second / self.sides[theirs].tokens_per_second
 
-    num_prompts: int
-    ours: Ours
-    peers: Mapping[Side, Peer]
-    """Of all `PEERS`."""
+    def values(self) -> dict[str, object]:
+        """By names in JSON."""
+        plain, fastest = self.best(plain=True), self.best(plain=False)
+        return {
+            "temperature": self.temperature,
+            "concurrency": self.concurrency,
+            "fastest_plain_peer": plain,
+            "plain_ratio": self.ratio(OURS_PLAIN, plain),
+            "fastest_peer": fastest,
+            "speculative_ratio": self.ratio(OURS_SPECULATIVE, fastest),
+            "first_token_ratio": self._first_token_ratio(),
+            "sides": {name: asdict(found) for name, found in self.sides.items()},
+        }
+
+    def _first_token_ratio(self) -> float | None:
+        """Our time to the first token over the shortest of a peer, plain."""
+        times = {name: found.time_to_first_token_ms for name, found in self.sides.items()}
+        ours, _ = times.pop(OURS_PLAIN), times.pop(OURS_SPECULATIVE)
+        known = [time for time in times.values() if time]
+        return ours / min(known) if ours and known else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,75 +104,45 @@ class PeersReport:
     """The result of one `bench peers`."""
 
     setup: PeersSetup
-    overall: PeersComparison
-    categories: Mapping[str, PeersComparison]
-    """In the order of the prompts."""
-    notes: Mapping[Side, str]
-    """Of all `PEERS`: how a peer is set up, or why it was not measured."""
+    settings: Mapping[str, Mapping[str, object]]
+    """Of each peer's side: versions, precision, variables and options."""
+    missing: Mapping[str, str]
+    """Why a peer, or one of its modes, was not measured."""
+    levels: tuple[Level, ...]
 
     def to_json(self) -> str:
         """One JSON object on one line."""
-        setup, overall = asdict(self.setup), _figures(self.overall)
-        overall["ours"] |= {"num_draft_tokens": setup.pop("num_draft_tokens")}
-        for side, key in PEERS.items():
-            overall[key] |= {"note": self.notes[side]}
-        categories = {name: _figures(found) for name, found in self.categories.items()}
-        return to_json({**setup, **overall, "categories": categories})
+        return to_json(
+            {
+                **asdict(self.setup),
+                "levels": [level.values() for level in self.levels],
+                "settings": self.settings,
+                "missing": self.missing,
+            }
+        )
 
 
-def summarise(
-    setup: PeersSetup,
-    prompts: Sequence[BenchPrompt],
-    results: Mapping[Side, SideResult],
-    notes: Mapping[Side, str],
-) -> PeersReport:
-    """The report on the results of all sides over the same prompts. `notes` are on every peer."""
-    check(notes.keys() == PEERS.keys(), "there is a note on every peer")
-    check(
-        all(len(found.completions) == len(prompts) > 0 for found in results.values()),
-        "every side must have decoded every prompt",
+def level_of(decoding: Decoding, concurrency: int, results: Mapping[str, SideResult]) -> Level:
+    """The figures of all sides, which decoded the same prompts."""
+    exact = decoding.rule is Rule.GREEDY
+    ours = results[OURS_PLAIN]
+
+    def figures(found: SideResult) -> Figures:
+        times = [each.first_token_s for each in found.completions if each.first_token_s is not None]
+        pairs = zip(found.completions, ours.completions, strict=True)
+        known = exact and all(each.token_ids for each in (*found.completions, *ours.completions))
+        return Figures(
+            tokens_per_second=found.tokens_per_second,
+            num_tokens=found.num_tokens,
+            time_to_first_token_ms=median(times) * 1000 if times and concurrency == 1 else None,
+            same_tokens=sum(a.token_ids == b.token_ids for a, b in pairs) if known else None,
+        )
+
+    return Level(
+        temperature=decoding.temperature,
+        concurrency=concurrency,
+        sides={name: figures(found) for name, found in results.items()},
     )
-    exact = setup.rule == Rule.GREEDY.value
-    categories = {
-        name: _compare_all({side: part(found, chosen) for side, found in results.items()}, exact)
-        for name, chosen in places_by_category(prompts).items()
-    }
-    return PeersReport(
-        setup=setup, overall=_compare_all(results, exact), categories=categories, notes=notes
-    )
-
-
-def _compare_all(results: Mapping[Side, SideResult], exact: bool) -> PeersComparison:
-    ours = results[Side.SPECULATIVE]
-    alone = compare(ours, ours, several=False)
-    return PeersComparison(
-        num_prompts=alone.num_prompts,
-        ours=Ours(
-            tokens_per_second=alone.speculative_tokens_per_second,
-            num_tokens=alone.num_tokens_speculative,
-            acceptance_rate=alone.acceptance_rate,
-            tokens_per_round=alone.tokens_per_round,
-        ),
-        peers={side: _compare(results.get(side), ours, exact) for side in PEERS},
-    )
-
-
-def _compare(theirs: SideResult | None, ours: SideResult, exact: bool) -> Peer:
-    if theirs is None:
-        return Peer()
-    found = compare(theirs, ours, several=False)
-    return Peer(
-        tokens_per_second=found.plain_tokens_per_second,
-        num_tokens=found.num_tokens_plain,
-        ratio=found.speedup,
-        ratio_of_totals=found.speculative_tokens_per_second / found.plain_tokens_per_second,
-        same_tokens=found.num_identical if exact else None,
-    )
-
-
-def _figures(found: PeersComparison) -> dict[str, Any]:
-    peers = {key: asdict(found.peers[side]) for side, key in PEERS.items()}
-    return {"num_prompts": found.num_prompts, "ours": asdict(found.ours), **peers}
 
 
 def render(report: PeersReport) -> Group:
@@ -170,40 +150,28 @@ def render(report: PeersReport) -> Group:
     setup = report.setup
     table = Table(
         title=f"{setup.model} with {setup.draft_model}, K <= {setup.num_draft_tokens}, "
-        f"{setup.dtype}, temperature {setup.temperature:g}, rule {setup.rule}, at most "
-        f"{setup.max_tokens} tokens, {setup.threads} threads; tokens/s, and ours over it"
+        f"{setup.dtype}, rule {setup.rule}, {setup.num_prompts} prompts of at most "
+        f"{setup.max_tokens} tokens, {setup.threads} threads; tokens/s (ms to the first token)"
     )
-    table.add_column("prompts")
-    table.add_column("number", justify="right")
-    table.add_column("ours", justify="right", style="bold")
-    for heading in _HEADINGS.values():
-        table.add_column(heading, justify="right")
-    for name, found in report.categories.items():
-        table.add_row(*_row(name, found))
+    table.add_column("")
+    for level in report.levels:
+        table.add_column(f"T {level.temperature:g}, {level.concurrency} at a time", justify="right")
+    for name in dict.fromkeys(name for level in report.levels for name in level.sides):
+        table.add_row(name, *(_cell(level.sides.get(name)) for level in report.levels))
+    for name in report.missing:
+        table.add_row(name, *("missing" for _ in report.levels))
     table.add_section()
-    table.add_row(*_row("all", report.overall))
-    return Group(table, *(Text(line) for line in _note_lines(report)))
+    for title, side, plain in (
+        ("plain / fastest plain peer", OURS_PLAIN, True),
+        ("speculative / fastest peer", OURS_SPECULATIVE, False),
+    ):
+        ratios = [level.ratio(side, level.best(plain=plain)) for level in report.levels]
+        table.add_row(title, *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios))
+    return Group(table, *(Text(f"{name}: {why}") for name, why in report.missing.items()))
 
 
-def _row(name: str, found: PeersComparison) -> tuple[str, ...]:
-    cells = (name, str(found.num_prompts), f"{found.ours.tokens_per_second:.1f}")
-    return (*cells, *(_cell(found.peers[side]) for side in PEERS))
-
-
-def _cell(peer: Peer) -> str:
-    if peer.ratio is None:
+def _cell(found: Figures | None) -> str:
+    if found is None:
         return "-"
-    return f"{peer.tokens_per_second:.1f} {peer.ratio:.2f}x"
-
-
-def _note_lines(report: PeersReport) -> list[str]:
-    lines = []
-    for side in PEERS:
-        same = report.overall.peers[side].same_tokens
-        alike = (
-            ""
-            if same is None
-            else f"; our tokens on {same} of {report.overall.num_prompts} prompts"
-        )
-        lines.append(f"{side.value}: {report.notes[side]}{alike}")
-    return lines
+    first = found.time_to_first_token_ms
+    return f"{found.tokens_per_second:.1f}" + ("" if first is None else f" ({first:.0f})")

@@ -107,7 +107,7 @@ def to_json(reports: Sequence[SpeedupReport]) -> str:
 
 
 def summarise(
-    setup: Setup, prompts: Sequence[BenchPrompt], results: Mapping[Side, SideResult]
+    setup: Setup, prompts: Sequence[BenchPrompt], results: Mapping[str, SideResult]
 ) -> SpeedupReport:
     """The report on the results of all sides over the same prompts."""
     plain, speculative = results[Side.PLAIN], results[Side.SPECULATIVE]

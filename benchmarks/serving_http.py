@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -46,6 +46,8 @@ class HttpServer:
     """What requests call it; empty = the first that the server lists."""
     api_key: str = field(default="", repr=False)
     """Sent as a bearer token; empty = none."""
+    extra_body: Mapping[str, object] = field(default_factory=dict)
+    """Added to the body of every request."""
 
     def __post_init__(self) -> None:
         if not _is_base_url(self.base_url):
@@ -149,6 +151,7 @@ class HttpServingClient:
             "temperature": options.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **self._server.extra_body,
         }
         if self._server.endpoint == CHAT:
             body["messages"] = [{"role": "user", "content": prompt.text}]

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from outrider.client import Client
@@ -131,6 +131,9 @@ class Subject:
     """Whether its drafts may copy from what it answered before, as suffix decoding does."""
     asked: AskedPrompts | None
     """What measurements have asked it before; None where that is not known."""
+    http_url: str = ""
+    """Where it answers by HTTP; empty where it does not, or that is not known."""
+    api_key: str = field(default="", repr=False)
 
     def replay_warnings(self, prompts: Sequence[BenchPrompt]) -> list[str]:
         """Why its speed may be that of repeating itself, a line each. Notes that it is asked these
@@ -192,6 +195,7 @@ class ServiceClient:
             num_rounds=found.metrics.num_rounds,
             num_draft_tokens=found.metrics.num_draft_tokens,
             num_accepted_draft_tokens=found.metrics.num_accepted_draft_tokens,
+            first_token_s=found.metrics.time_to_first_token_ms / 1000,
         )
 
 

@@ -13,21 +13,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from benchmarks import capacity, emulate, peers, scaling, speedup
-from deploy.state import state_directory
+from deploy.state import running_deployment, state_directory
 from outrider.config import CoordinatorConfig
 from outrider.drafting.registry import LookupKind, parse_drafter
 from outrider.hosting import available_cores
+from outrider.security.keys import new_key
 
 from . import bench_front_door, bench_models, bench_serve
 from .connection import Connection, add_connection_flags, connected
 from .measuring import Measure
 from .progress import add_common_flags, progress
+from .settings import given_flags, with_flags
 from .tables import show
 
 if TYPE_CHECKING:
-    from benchmarks.peers_report import PeersReport
     from benchmarks.references import ReferenceModel
     from benchmarks.report import SpeedupReport
+    from outrider.client import Client
 
 ASKED_NAME: Final = "measured-prompts.json"
 """In the state directory: what measurements have asked the deployment that runs."""
@@ -54,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_deployment_flags(parser)
     parser = measurement(
         "peers",
-        "speculative decoding beside transformers' assisted generation and prompt lookup, and "
-        "beside llama.cpp, with the same models, prompts and threads",
+        "Outrider beside vLLM, OpenVINO, llama.cpp, amd-pace and transformers, with the same "
+        "weights, prompts and threads",
         _run_peers,
     )
     peers.add_arguments(parser)
@@ -123,8 +125,9 @@ def _run_peers(arguments: argparse.Namespace) -> int:
         arguments, num_draft_tokens=arguments.num_draft_tokens
     )
     options.load_prompts()  # What is wrong with them shows before anything is started.
-    options.check_llama_cpp()
-    report = asyncio.run(_peers(options, arguments))
+    if options.servers:
+        arguments = with_flags(arguments, http="true", port="0")
+    report = asyncio.run(peers.run(options, lambda: _two_tenants(arguments, options.raw), progress))
     from benchmarks.peers_report import render
 
     if arguments.json:
@@ -179,11 +182,6 @@ async def _speedup(
     return reports
 
 
-async def _peers(options: peers.PeersOptions, arguments: argparse.Namespace) -> PeersReport:
-    async with _subject(arguments, options.raw, _drafting_reference) as subject:
-        return await peers.run(options, subject, progress)
-
-
 @asynccontextmanager
 async def _subject(
     arguments: argparse.Namespace,
@@ -192,19 +190,54 @@ async def _subject(
 ) -> AsyncIterator[speedup.Subject]:
     """The deployment that is measured: the one that is named, the one that runs, or an own one."""
     async with connected(arguments) as connection, connection.client() as client:
-        settings = connection.settings
-        yield speedup.Subject(
-            client=speedup.ServiceClient(client, raw=raw),
-            model=str(settings.get("model", connection.address)),
-            draft_model=str(settings.get("draft_model", "its own")),
-            dtype=_dtype(connection),
-            num_draft_tokens=int(
-                settings.get("num_draft_tokens") or CoordinatorConfig().num_draft_tokens
-            ),
-            reference=reference(connection),
-            keeps_answers=_keeps_answers(connection),
-            asked=_asked(connection),
-        )
+        yield _subject_of(connection, client, raw, reference)
+
+
+@asynccontextmanager
+async def _two_tenants(
+    arguments: argparse.Namespace, raw: bool
+) -> AsyncIterator[tuple[speedup.Subject, speedup.Subject]]:
+    """One deployment twice: where this command starts it as two tenants, neither of which finds
+    cached what the other one asked."""
+    key = new_key()
+    is_own = (
+        not arguments.server
+        and "api_key" not in given_flags(arguments)
+        and running_deployment(state_directory(os.environ)) is None
+    )
+    if is_own:
+        arguments = with_flags(arguments, api_key=key)
+    async with connected(arguments) as connection, connection.client() as client:
+        subject = _subject_of(connection, client, raw, _drafting_reference)
+        if not is_own:
+            yield subject, subject
+            return
+        other = replace(connection, api_key=key)
+        async with other.client() as other_client:
+            yield _subject_of(other, other_client, raw, _drafting_reference), subject
+
+
+def _subject_of(
+    connection: Connection,
+    client: Client,
+    raw: bool,
+    reference: Callable[[Connection], ReferenceModel | None],
+) -> speedup.Subject:
+    settings = connection.settings
+    return speedup.Subject(
+        client=speedup.ServiceClient(client, raw=raw),
+        model=str(settings.get("model", connection.address)),
+        draft_model=str(settings.get("draft_model", "its own")),
+        dtype=_dtype(connection),
+        num_draft_tokens=int(
+            settings.get("num_draft_tokens") or CoordinatorConfig().num_draft_tokens
+        ),
+        reference=reference(connection),
+        keeps_answers=_keeps_answers(connection),
+        asked=_asked(connection),
+        http_url=connection.http_address and f"http://{connection.http_address}",
+        api_key=connection.api_key,
+    )
 
 
 def _asked(connection: Connection) -> speedup.AskedPrompts | None:

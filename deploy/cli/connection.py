@@ -68,6 +68,9 @@ class Connection:
     trust: Trust | None = field(default=None, repr=False)
     """How it is known; None = it has no TLS."""
 
+    http_address: str = ""
+    """HOST:PORT of a coordinator's HTTP interface; empty where it has none, or none is known."""
+
     find: Callable[[], str] | None = None
     """Says where coordinators are by now; None where only an address is known."""
 
@@ -163,6 +166,7 @@ async def connected(arguments: argparse.Namespace) -> AsyncIterator[Connection]:
             record.tokenizer_directory,
             record.settings,
             deployment=f"{record.deployment} {record.started_at}",
+            http_address=record.http_address.partition(",")[0],
             api_key=shown_key(arguments) or local_key(state),
             trust=trust_of(arguments, record.settings),
             find=partial(recorded_address, state),
@@ -274,6 +278,7 @@ async def _own_deployment(
                     found.coordinator.tokenizer_directory,
                     public_settings(found),
                     is_own=True,
+                    http_address=deployment.endpoints.http[0] if found.coordinator.http else "",
                     api_key=deployment.api_key,
                     trust=trust_of(arguments, public_settings(found)),
                     find=lambda: deployment.endpoints.coordinator,

@@ -249,33 +249,32 @@ def test_bench_speedup_prints_one_json_object(served: Shell, tmp_path: Path) -> 
 
 
 def test_bench_peers_prints_one_json_object(served: Shell, tmp_path: Path) -> None:
-    """It measures the deployment that runs beside the library's prompt lookup on the same target,
-    and says why the other peers are not there."""
+    """It measures the deployment that runs beside the library's plain decoding and prompt lookup
+    on the same target, and says why another peer is not there."""
     prompts = tmp_path / "prompts.jsonl"
     text = "Repeat this: one two three four five six seven eight."
     prompts.write_text(json.dumps({"prompt": text, "category": "rewrite"}) + "\n", "utf-8")
     completed = served.run(
         "bench", "peers", "--json", "--prompts", str(prompts), "--max-tokens", "12",
+        "--temperature", "0", "--concurrency", "1", "--peers", "vllm,transformers",
+        "--environments", str(tmp_path),
     )  # fmt: skip
     assert completed.returncode == 0, completed.stderr
     found = json.loads(completed.stdout)
-    assert found["ours"]["tokens_per_second"] > 0
-    assert found["transformers_prompt_lookup"]["ratio"] > 0
-    assert 0 < found["ours"]["num_tokens"] <= 12
-    assert 0 < found["transformers_prompt_lookup"]["num_tokens"] <= 12
-    for key, reason in (
-        ("transformers_assisted", "the drafter ngram is no model"),
-        ("llama_cpp_plain", "--llama-cpp-python is not given"),
-        ("llama_cpp_prompt_lookup", "--llama-cpp-python is not given"),
-    ):
-        assert found[key]["ratio"] is None
-        assert reason in found[key]["note"]
+    [level] = found["levels"]
+    assert set(level["sides"]) == {
+        "outrider plain", "outrider speculative", "transformers", "transformers prompt lookup",
+    }  # fmt: skip
+    assert all(0 < side["num_tokens"] <= 12 for side in level["sides"].values())
+    assert level["plain_ratio"] > 0
+    assert level["speculative_ratio"] > 0
+    assert found["missing"] == {"vllm": "not installed; `make peers` installs it"}
 
 
-def test_bench_peers_refuses_an_interpreter_without_llama_cpp(served: Shell) -> None:
+def test_bench_peers_refuses_a_peer_that_it_does_not_know(served: Shell) -> None:
     """By its flag, before anything is measured."""
-    completed = served.run("bench", "peers", "--llama-cpp-python", sys.executable)
-    assert "error: --llama-cpp-python: " in _one_line(completed, 2)
+    completed = served.run("bench", "peers", "--peers", "unknown")
+    assert "error: --peers: 'unknown' is wrong" in _one_line(completed, 2)
 
 
 def test_plan_runs_beside_a_deployment(served: Shell, tmp_path: Path) -> None:

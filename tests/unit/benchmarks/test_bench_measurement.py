@@ -1,11 +1,12 @@
 """The order in which sides take turns, and what is kept of it."""
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 from bench_sides import ScriptedSide
 
-from benchmarks.measurement import Contestant, Decoding, Side, measure
+from benchmarks.measurement import Completion, Contestant, Decoding, Side, measure
 from benchmarks.prompts import WARM_UP_PROMPTS, BenchPrompt
 from outrider.errors import InvariantError, Unavailable
 from outrider.limits import SEED_MAX
@@ -152,3 +153,31 @@ async def test_progress_names_every_turn() -> None:
         "prompt 1 of 2: a",
         "prompt 2 of 2: a",
     ]
+
+
+class _Batching(ScriptedSide):
+    """Takes all prompts of a turn at once."""
+
+    async def generate_all(
+        self, prompts: Sequence[BenchPrompt], decoding: Decoding, concurrency: int
+    ) -> list[Completion]:
+        assert concurrency == 2
+        self.log.append(("all", " ".join(prompt.text for prompt in prompts)))
+        return [await self.generate(prompt, decoding) for prompt in reversed(prompts)][::-1]
+
+
+async def test_a_side_that_schedules_itself_gets_all_prompts_of_a_turn() -> None:
+    """Above one at a time; its completions are those of their prompts."""
+    prompts = tuple(BenchPrompt(f"p{index}", "a") for index in range(4))
+    lengths = {prompt: number for number, prompt in enumerate(prompts, start=1)}
+    side = _Batching(lambda prompt, decoding: (lengths.get(prompt, 1), 1.0))
+    results = await measure(prompts, [Contestant("batch", side, decoding(0), 2)], silent)
+    assert [entry for entry in side.log if entry[0] == "all"] == [
+        ("all", "p0 p2"),
+        ("all", "p1 p3"),
+    ]
+    assert [each.num_tokens for each in results["batch"].completions] == [1, 2, 3, 4]
+    assert results["batch"].seconds == 4.0
+    side.log.clear()
+    await measure(prompts[:1], [Contestant("batch", side, decoding(0), 1)], silent)
+    assert not [entry for entry in side.log if entry[0] == "all"]

