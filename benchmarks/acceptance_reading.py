@@ -23,8 +23,8 @@ from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import COUNT_TOTAL, EMPTY_PROPOSAL, DraftDistribution
 from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.scoring import score
 from outrider.speculation.transforms import target_probabilities
+from outrider.speculation.verification import score
 
 from .acceptance import AcceptanceOptions, AcceptanceReport, PromptAcceptance, summarise
 from .measurement import Progress

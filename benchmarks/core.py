@@ -25,7 +25,7 @@ from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.transforms import NO_HISTORY
 from outrider.speculation.verdict import Verdict
-from outrider.speculation.verdicts import verdict_from_logits
+from outrider.speculation.verification import verdict_from_logits
 
 from .figures import figures_table, to_json
 from .measurement import Progress

@@ -19,7 +19,7 @@ from outrider.speculation.proposal import Proposal
 from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.transforms import NO_HISTORY
-from outrider.speculation.verdicts import verdict_from_logits
+from outrider.speculation.verification import verdict_from_logits
 
 from .acceptance_reading import Encode
 from .hits import WAYS, GuessedRound, HitOptions, HitReport, Way, way_figures

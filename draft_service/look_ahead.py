@@ -214,7 +214,7 @@ class LookAhead:
             drafted = tuple(branch.token_ids[: len(now.drafted)])
             if found.assumed == outcome and drafted == now.drafted and self._stands(branch):
                 before.kept.remove(found)
-                now.basis = Basis(found.name, branch.seen[: len(drafted)])
+                now.basis = Basis(found.name, branch.rows[: len(drafted)])
 
     def _answer(
         self, now: RoundAhead, proposal: SealedProposal, out_of_time: bool = False
@@ -346,7 +346,7 @@ class LookAhead:
             return refusal(now.item.head.key, result)
         answer = self._answer(now, SealedProposal.of(result), branch.deadline.has_cut)
         if branch.is_seen and self._stands(branch):
-            now.basis = Basis(name, branch.seen[: len(now.drafted)])
+            now.basis = Basis(name, branch.rows[: len(now.drafted)])
         elif name != now.session_id:
             self._engine.release(name)
         elif branch.token_ids or not branch.deadline.has_cut:  # Else nothing was run.

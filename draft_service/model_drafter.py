@@ -18,18 +18,18 @@ from outrider.engine.interface import Engine, SequenceStep
 from outrider.errors import OutriderError, check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.speculation.device_draws import DeviceDraws, Drawing, can_draw
-from outrider.speculation.drafting import DraftedGroup, draw_from_logits, draw_siblings
+from outrider.speculation.drafting import (
+    DraftedGroup,
+    LikelyTokens,
+    draw_from_logits,
+    draw_siblings,
+)
 from outrider.speculation.masking import draft_mask, masked_logits
 from outrider.speculation.proposal import EMPTY_PROPOSAL, DraftDistribution, Proposal
 from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.sparse_rows import SparseRows
-from outrider.speculation.supports import Support
 from outrider.speculation.transforms import NO_HISTORY, TokenHistory
 from outrider.speculation.trees import comb
-
-_ROW_ENTRIES_MAX: Final = 1024
-"""Of a row that is kept; a longer one is cut to what a guess looks at."""
 
 _UNSEEN_OF_A_ROUND: Final = 2
 """Tokens of a prefix that a call may run in the time of its draws."""
@@ -64,8 +64,8 @@ class Branch:
         self.beside: list[tuple[int, ...]] = []
         """The other candidates for the place of each."""
         self.q: list[DraftDistribution | None] = []
-        self.rows: list[tuple[SparseRows, int]] = []
-        """What its tokens were drawn from, where that is kept: which row of which."""
+        self.rows: list[LikelyTokens] = []
+        """What each of its tokens was drawn from, where that is kept."""
         self.error: OutriderError | None = None
         """Why nothing could be drawn."""
 
@@ -94,11 +94,6 @@ class Branch:
     def is_seen(self) -> bool:
         """Whether it has tokens, and what all of them were drawn from is known."""
         return 0 < len(self.token_ids) == len(self.rows)
-
-    @property
-    def seen(self) -> list[Support]:
-        """What each token was drawn from, where that is known."""
-        return [rows.row(index) for rows, index in self.rows]
 
     def add(self, token_ids: tuple[int, ...], q: DraftDistribution | None) -> None:
         """Goes on with the first of these; the others are candidates for its place."""
@@ -325,10 +320,10 @@ class ModelDrafter:
 
     def _drawn(
         self, branches: Sequence[Branch], rows: Sequence[torch.Tensor]
-    ) -> list[tuple[DraftedGroup, tuple[SparseRows, int] | None]]:
+    ) -> list[tuple[DraftedGroup, LikelyTokens | None]]:
         """A token of each branch, or candidates for its place, and the row that a single one was
         drawn from."""
-        drawn: dict[int, tuple[DraftedGroup, tuple[SparseRows, int] | None]] = {}
+        drawn: dict[int, tuple[DraftedGroup, LikelyTokens | None]] = {}
         for indices in _drawn_together(branches):
             together = [branches[index] for index in indices]
             sampling = together[0].request.sampling
@@ -353,10 +348,8 @@ class ModelDrafter:
                 _history(together[0]) if sampling.penalised else NO_HISTORY,
                 self.vocabulary,
             )
-            if drawn_from is not None and drawn_from.sizes.max() > _ROW_ENTRIES_MAX:
-                drawn_from = drawn_from.largest(DRAFT_SUPPORT_ENTRIES)
             for place, (index, (token_id, q)) in enumerate(zip(indices, tokens, strict=True)):
-                row = None if drawn_from is None else (drawn_from, place)
+                row = None if drawn_from is None else drawn_from.row(place)
                 drawn[index] = ((token_id,), q), row
         return [drawn[index] for index in range(len(branches))]
 

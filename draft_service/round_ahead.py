@@ -9,11 +9,11 @@ from draft_service.model_drafter import Branch
 from outrider.drafting.drafter import DraftRequest
 from outrider.engine.interface import SequenceStep
 from outrider.messages import DraftItem
+from outrider.speculation.drafting import LikelyTokens
 from outrider.speculation.guesses import RoundGuesses
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import SealedProposal
 from outrider.speculation.sampling import SamplingParams
-from outrider.speculation.supports import Support
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +36,7 @@ class Basis:
     what each x was drawn from."""
 
     name: str
-    seen: Sequence[Support]
+    seen: Sequence[LikelyTokens]
 
 
 class RoundAhead:

@@ -39,7 +39,7 @@ from outrider.speculation.proposal import Proposal, SealedProposal, require_q
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.transforms import TokenHistory, raw_logprobs
 from outrider.speculation.verdict import Verdict
-from outrider.speculation.verdicts import verdict_from_logits
+from outrider.speculation.verification import verdict_from_logits
 from outrider.work import StepFigures, Unfinished, refusal
 from target_service.self_drafting import NO_FEATURES, NextRound, SelfDrafter
 from target_service.shown_features import sealed_features, shown_by

@@ -1,9 +1,8 @@
 """Draft draws of several depths that nobody looks at in between: all work is queued on the device
 of the logits, and what was drawn is read in the end.
 
-The transforms, the truncation, the quantisation and the race are those of `transforms.py` and
-`drafting.py`, as operators whose shapes depend on no value. Where sums are added up in another
-order, they round differently in the last place.
+The filters, the truncation, the quantisation and the race are those of `transforms.py`,
+`drafting.py` and `race.py`, in operators whose shapes depend on no value.
 """
 
 from __future__ import annotations
@@ -16,24 +15,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from outrider.speculation.drafting import DraftedToken
-from outrider.speculation.noise import RoundNoise
-from outrider.speculation.philox_rows import all_uniforms_on_device, uniforms_on_device
-from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution
+from outrider.speculation.drafting import DraftedToken, count_levels, place_of
+from outrider.speculation.noise import RoundNoise, row_keys
+from outrider.speculation.proposal import DraftDistribution
+from outrider.speculation.race import speeds, token_keys, uniforms
 from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import check_maxima
+from outrider.speculation.transforms import check_maxima, keep_likely_on_device, largest
 
 _Ints = npt.NDArray[np.int64]
 _REALS: Final = 3
 """Words of a row that are float64: temperature, min-p, top-p. Then follow: which token is drawn
-(`_LIKELIEST`, ...), top-k, seed low and high, stream, and both words of each depth's place."""
-_FIXED: Final = 8
+(`_LIKELIEST`, ...), top-k, and both keys of each depth's noise."""
+_FIXED: Final = 5
 _LIKELIEST, _COUPLED, _QUANTISED = range(3)
-_WORD_MASK: Final = 0xFFFFFFFF
 _TOKEN, _LARGEST, _SUPPORT = range(3)
 """Words of what was drawn: the token, the bits of the row's largest logit, and, where any row is
-quantised, the ids of its support, ascending, and their counts."""
+quantised, the ids of its support and their counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,7 @@ class DeviceDraws:
         kinds = {drawing.kind for drawing in drawings}
         self._any_coupled = _COUPLED in kinds
         self._any_quantised = _QUANTISED in kinds
-        self._any_filter = any(_filters(drawing.sampling) for drawing in drawings)
+        self._any_filter = any(drawing.sampling.filtered for drawing in drawings)
 
     @property
     def key(self) -> Hashable:
@@ -95,28 +93,34 @@ class DeviceDraws:
         """See `Draws.draw`."""
         rows = words.view(len(logits), -1)
         kinds = rows[:, _REALS]
-        largest = logits.double().amax(dim=1)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        maxima = logits.amax(dim=1, keepdim=True)
         token = self._token_ids(logits.argmax(dim=1))
-        drawn = [token, largest.view(torch.int64)]
+        drawn = [token, maxima[:, 0].double().view(torch.int64)]
         if self._any_coupled or self._any_quantised:
-            temperature, min_p, top_p = rows[:, :_REALS].contiguous().view(torch.float64).unbind(1)
-            ids, weights = self._ranked(
-                (logits.double() - largest[:, None]).div_(temperature[:, None]).exp_(),
-                min_p, top_p, rows[:, _REALS + 1],
-            )  # fmt: skip
-            place = rows[:, _FIXED + 2 * depth : _FIXED + 2 * depth + 2]
-            low, high, stream = rows[:, _REALS + 2 : _FIXED].unbind(1)
-            keys = (low[:, None], high[:, None], place[:, :1], place[:, 1:], stream[:, None])
+            reals = rows[:, :_REALS].contiguous().view(torch.float64)
+            temperature, min_p, top_p = reals[:, :, None].unbind(1)
+            weights = ((logits - maxima) / temperature.to(logits.dtype)).softmax(dim=1)
+            if self._any_filter:
+                keep_likely_on_device(weights, min_p, rows[:, _REALS + 1 : _FIXED], top_p)
+            first = _FIXED + 2 * depth
+            keys = (rows[:, first : first + 1], rows[:, first + 1 : first + 2])
             if self._any_coupled:
-                numbers = self._uniforms(keys, ids)
-                token = torch.where(kinds == _COUPLED, _winner(ids, weights, numbers), token)
+                every = torch.arange(weights.shape[1], device=weights.device)[None]
+                winner = speeds(weights, self._token_ids(every), keys).argmax(dim=1)
+                token = torch.where(kinds == _COUPLED, self._token_ids(winner), token)
             if self._any_quantised:
-                ids, counts = _quantised(
-                    ids[:, : self._entries_max], weights[:, : self._entries_max]
+                values, columns = largest(
+                    weights if self._any_filter else logits, self._entries_max
                 )
-                winner = _winner(ids, counts, uniforms_on_device(keys, ids))
+                if not self._any_filter:
+                    values = ((values - maxima).double() / temperature).exp()
+                ids, levels = self._token_ids(columns), count_levels(values.double())
+                zeros = levels.new_zeros((len(levels), 1))
+                uniform = uniforms(keys, torch.zeros_like(keys[0]))
+                winner = ids.gather(1, place_of(levels, uniform)[:, None])[:, 0]
                 token = torch.where(kinds == _QUANTISED, winner, token)
-                drawn += [*ids.unbind(1), *counts.long().unbind(1)]
+                drawn += [*ids.unbind(1), *levels.diff(prepend=zeros, dim=1).long().unbind(1)]
         drawn[_TOKEN] = token
         return torch.stack(drawn, dim=1)
 
@@ -139,63 +143,13 @@ class DeviceDraws:
             return columns
         return self._vocabulary.table(columns.device)[columns]
 
-    def _uniforms(self, keys: tuple[torch.Tensor, ...], ids: torch.Tensor) -> torch.Tensor:
-        """Numbers of the tokens `ids`, all that have a column: [S, N]."""
-        if self._vocabulary is None:
-            return all_uniforms_on_device(keys, ids.shape[1]).gather(1, ids)
-        return uniforms_on_device(keys, ids)
-
-    def _ranked(
-        self, weights: torch.Tensor, min_p: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and `weights` [S, V] after all filters, the largest first (ties: lowest id)."""
-        if self._any_filter:
-            weights = weights.masked_fill(weights < min_p[:, None], 0.0)
-        weights, columns = weights.sort(dim=1, descending=True, stable=True)
-        ids = self._token_ids(columns)
-        if not self._any_filter:
-            return ids, weights
-        ranks = torch.arange(weights.shape[1], device=weights.device)
-        weights.masked_fill_((ranks >= top_k[:, None]) & (top_k > 0)[:, None], 0.0)
-        reached = weights.cumsum(dim=1) >= (top_p * weights.sum(dim=1))[:, None]
-        # The token with which the goal is reached is kept.
-        beyond = reached.roll(1, dims=1) & (ranks > 0) & (top_p < 1.0)[:, None]
-        return ids, weights.masked_fill_(beyond, 0.0)
-
-
-def _filters(sampling: SamplingParams) -> bool:
-    return sampling.min_p > 0.0 or sampling.top_k > 0 or sampling.top_p < 1.0
-
 
 def _row(drawing: Drawing, num_depths: int) -> _Ints:
     """The words of one session."""
     sampling, noise = drawing.sampling, drawing.noise
     temperature = 1.0 if drawing.kind == _LIKELIEST else sampling.temperature
     reals = np.array([temperature, sampling.min_p, sampling.top_p]).view(np.int64)
-    stream = int(noise.draft_stream)
     places = [noise.place(depth) for depth in range(num_depths)]
-    others = [drawing.kind, sampling.top_k, noise.seed & _WORD_MASK, noise.seed >> 32, stream]
-    inner = [word for place in places for word in (place.a, place.b)]
-    return np.concatenate([reals, np.array([*others, *inner], dtype=np.int64)])
-
-
-def _quantised(ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`drafting.quantise` of the largest weights: ids [S, M], ascending, and counts, float64; 0 for
-    tokens that get none."""
-    ids, order = ids.sort(dim=1)
-    mass = weights.gather(1, order)
-    shares = mass / mass.sum(dim=1, keepdim=True)
-    shares *= COUNT_TOTAL
-    counts = shares.floor()
-    missing = COUNT_TOTAL - counts.sum(dim=1, keepdim=True)
-    remainders = torch.where(mass > 0, counts - shares, 1.0)
-    by_remainder = remainders.argsort(dim=1, stable=True)
-    ranks = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    places = torch.empty_like(by_remainder).scatter_(1, by_remainder, ranks)
-    return ids, counts + (places < missing)
-
-
-def _winner(ids: torch.Tensor, weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The race of `race.race` among listed ids: [S]."""
-    first = (weights / uniforms.log_().neg_()).argmax(dim=1, keepdim=True)
-    return ids.gather(1, first)[:, 0]
+    keys = token_keys(row_keys(noise.seed, places, [noise.draft_stream] * num_depths))
+    others = np.array([drawing.kind, max(sampling.top_k, 0)], dtype=np.int64)
+    return np.concatenate([reals, others, np.concatenate(keys, axis=1).ravel()])

@@ -27,19 +27,17 @@ import torch
 
 from outrider.errors import check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
-from outrider.speculation.drafting import draft_rows
+from outrider.speculation.drafting import LikelyTokens, arrival_order, likely_tokens
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.noise_rows import NoiseBatch
 from outrider.speculation.philox import RowKeys
 from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.sampling import SamplingParams
-from outrider.speculation.sparse_rows import SparseRows
-from outrider.speculation.supports import IdArray, Support
-from outrider.speculation.transforms import largest_ids, target_probabilities
 
 EVIDENCE_MAX: Final = 16.0
 """Of a draft token's acceptance: e^-16 is as good as never."""
 _Scores: TypeAlias = npt.NDArray[np.float64]
+_Ids: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +73,7 @@ def guess_round(
     drafted: Sequence[int],
     count: int,
     vocabulary: ReducedVocabulary | None = None,
-    seen: Sequence[Support] = (),
+    seen: Sequence[LikelyTokens] = (),
 ) -> RoundGuesses:
     """Guesses up to `count` corrections for each number of tokens that may be accepted of those
     that were `drafted` in the round of `noise`. `logits` [K + 1, V] are the draft's: row n says
@@ -83,8 +81,9 @@ def guess_round(
     returned has the target's ids. Parameters without penalties. Raises what
     `target_probabilities` does.
 
-    Where the K draft tokens were drawn from rows that are still there, these are `seen`; `logits`
-    are the last row alone then, or None, and the bonus is not guessed. Not under greedy."""
+    Where the rows that the K draft tokens were drawn from are still there, they are `seen`;
+    `logits` are the last row alone then, or None, and the bonus is not guessed. Not under greedy.
+    """
     num_rows = len(seen) + (0 if logits is None else len(logits))
     check(len(seen) in (0, len(drafted)) and not (seen and params.greedy), "rows are seen or run")
     check(num_rows in (len(seen), len(drafted) + 1), "one row of logits for each outcome")
@@ -96,11 +95,11 @@ def guess_round(
         if vocabulary is not None:
             ids = vocabulary.token_ids[ids]
     else:
-        found = [row.largest(DRAFT_SUPPORT_ENTRIES) for row in seen]
+        found = [row.first(DRAFT_SUPPORT_ENTRIES) for row in seen]
         if logits is not None:
-            found += _rows(logits, params, vocabulary)
+            found.append(likely_tokens(logits, params, vocabulary=vocabulary))
         keys = NoiseBatch.of([noise]).correction_keys(len(drafted))
-        ids, scores = _by_arrival(SparseRows.of(found), keys.of(range(num_rows)), count + 1)
+        ids, scores = _by_arrival(LikelyTokens.joined(found), keys.of(range(num_rows)), count + 1)
     own, ids, scores = _apart(drafted, ids, scores)
     evidence = _evidence(noise, drafted, own, scores[: len(drafted), 0])
     return RoundGuesses(_listed(ids, scores, count), scores[:, :count], evidence)
@@ -120,7 +119,7 @@ def with_bonus(
     check(len(guesses.corrections) == guesses.num_drafted, "the bonus is guessed already")
     if vocabulary is not None:
         params = vocabulary.params(params)
-    rows = SparseRows.of(_rows(logits, params, vocabulary))
+    rows = likely_tokens(logits, params, vocabulary=vocabulary)
     keys = NoiseBatch.of([noise]).correction_keys(guesses.num_drafted)
     ids, scores = _by_arrival(rows, keys.of([guesses.num_drafted]), count)
     return RoundGuesses(
@@ -130,50 +129,29 @@ def with_bonus(
     )
 
 
-def _listed(ids: IdArray, scores: _Scores, count: int) -> list[list[int]]:
+def _listed(ids: _Ids, scores: _Scores, count: int) -> list[list[int]]:
     """The first `count` of the ids of each row that has so many."""
     sizes = np.isfinite(scores[:, :count]).sum(axis=1).tolist()
     return [row[:size] for row, size in zip(ids.tolist(), sizes, strict=True)]
 
 
-def _by_logit(logits: torch.Tensor, count: int) -> tuple[IdArray, _Scores]:
+def _by_logit(logits: torch.Tensor, count: int) -> tuple[_Ids, _Scores]:
     found = logits.topk(min(count, logits.shape[1]), dim=1)
     return found.indices.cpu().numpy(), found.values.cpu().double().numpy()
 
 
-def _rows(
-    logits: torch.Tensor, params: SamplingParams, vocabulary: ReducedVocabulary | None
-) -> list[Support]:
-    """The likeliest tokens of each row, with their probability up to a factor."""
-    if logits.device.type == "cpu":
-        rows = draft_rows(logits, params, vocabulary=vocabulary).largest(DRAFT_SUPPORT_ENTRIES)
-        return [rows.row(index) for index in range(len(rows))]
-    found = []
-    for row in target_probabilities(logits, params):
-        largest = largest_ids(row, DRAFT_SUPPORT_ENTRIES)
-        ids, mass = largest.cpu().numpy(), row[largest].cpu().numpy()
-        found.append(Support(ids if vocabulary is None else vocabulary.token_ids[ids], mass))
-    return found
-
-
-def _by_arrival(rows: SparseRows, keys: RowKeys, count: int) -> tuple[IdArray, _Scores]:
+def _by_arrival(rows: LikelyTokens, keys: RowKeys, count: int) -> tuple[_Ids, _Scores]:
     """The first tokens of each row in the order in which they would win the round's race, and
     their log q + g, up to a number for each row; -1 and -inf behind the last: [R, count]."""
-    speeds = rows.speeds(keys)
-    places = np.arange(len(rows)).repeat(rows.sizes)
-    order = np.lexsort((-speeds, places))
-    rank = np.arange(len(order)) - rows.starts.repeat(rows.sizes)
-    first = rank < count
+    found_ids, found = arrival_order(rows, keys)
     ids = np.full((len(rows), count), -1, dtype=np.int64)
     scores = np.full((len(rows), count), -np.inf)
-    ids[places[first], rank[first]] = rows.ids[order[first]]
-    scores[places[first], rank[first]] = np.log(speeds[order[first]])
+    ids[:, : found.shape[1]] = found_ids[:, :count]
+    scores[:, : found.shape[1]] = found[:, :count]
     return ids, scores
 
 
-def _apart(
-    drafted: Sequence[int], ids: IdArray, scores: _Scores
-) -> tuple[_Scores, IdArray, _Scores]:
+def _apart(drafted: Sequence[int], ids: _Ids, scores: _Scores) -> tuple[_Scores, _Ids, _Scores]:
     """Takes the draft tokens out of their rows, the first K: their scores [K], -inf where they are
     not listed, and the rows without them."""
     num_drafted = len(drafted)

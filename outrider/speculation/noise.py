@@ -6,9 +6,11 @@
 | coupled        | TARGET, position | -             | TARGET, position | TARGET, position     |
 | greedy         | -                | -             | -                | -                    |
 
-In a tree i is a draft token's depth, and its rank among all of that depth tells its numbers from
-theirs. Siblings share the draw that puts them in order; what follows a token that has children is
-a RESIDUAL, and what follows one without them a TARGET draw, at its depth + 1.
+A draft's draw under token and block takes number 0 of its place as a uniform, and number j for
+sibling j. Every other draw is a race over the numbers of all tokens (`race.py`), so that a draft
+can guess corrections by running the same race. In a tree i is a draft token's depth, and its rank
+among all of that depth tells its numbers from theirs. What follows a token that has children is a
+RESIDUAL, and what follows one without them a TARGET draw, at its depth + 1.
 
 A position is absolute: committed length at the round's start + index. Index places hold that
 committed length and the index apart. Token and block verification must not use positions: a slot

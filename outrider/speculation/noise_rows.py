@@ -1,4 +1,4 @@
-"""The noise (`noise.py`) of many sessions or of many tokens at once, as arrays and tensors."""
+"""The noise (`noise.py`) of one round in each of many sessions, as arrays."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from outrider.speculation.noise import (
     NO_ACCEPT_NOISE,
     SIBLING_SHIFT,
     WORD_MASK,
-    Place,
     RoundNoise,
     Stream,
-    row_keys,
 )
 from outrider.speculation.philox import RowKeys, WordArray
-from outrider.speculation.philox_rows import row_uniforms, row_uniforms_at
 from outrider.speculation.sampling import Rule
 
 
@@ -43,11 +40,11 @@ class NoiseBatch:
     def __len__(self) -> int:
         return len(self.seeds)
 
-    def draft_keys(self, indices: Sequence[int] | WordArray, sibling: int = 0) -> RowKeys:
+    def draft_keys(self, indices: Sequence[int] | WordArray) -> RowKeys:
         """Of the draft's draw in session b at depth indices[b]: B rows."""
         stream = RoundNoise(0, self.rule, 0).draft_stream
         streams = np.full(len(self), int(stream), dtype=np.uint64)
-        return self._keys(np.asarray(indices, dtype=np.uint64), streams, sibling)
+        return self._keys(np.asarray(indices, dtype=np.uint64), streams)
 
     def correction_keys(self, num_draft_tokens: int) -> RowKeys:
         """Of the corrections n = 0..K of every session: B * (K + 1) rows, session by session."""
@@ -65,7 +62,8 @@ class NoiseBatch:
             return torch.full(shape, NO_ACCEPT_NOISE, dtype=torch.float64)
         indices = np.arange(num_draft_tokens, dtype=np.uint64)[None].repeat(len(self), axis=0)
         streams = np.full(shape, int(Stream.ACCEPT), dtype=np.uint64)
-        return row_uniforms(self._keys(indices, streams, sibling), 1, "cpu").view(shape)
+        words = self._keys(indices, streams, sibling).words()[0]
+        return torch.from_numpy((words + 0.5) * 2.0**-32).view(shape)
 
     def _keys(self, indices: WordArray, streams: WordArray, sibling: int = 0) -> RowKeys:
         """Keys of the places of `indices` ([B] or [B, N]) in every session, row-major."""
@@ -90,21 +88,3 @@ class NoiseBatch:
             positions = lengths + indices
             return positions & np.uint64(WORD_MASK), positions >> np.uint64(32)
         return lengths, indices | np.uint64(INDEX_TAG | sibling << SIBLING_SHIFT)
-
-
-def uniforms(
-    seed: int,
-    places: Sequence[Place],
-    stream: Stream,
-    num_tokens: int,
-    device: torch.device | str = "cpu",
-) -> torch.Tensor:
-    """Numbers in (0, 1) of tokens 0..num_tokens-1 at every place: [len(places), num_tokens],
-    float64."""
-    return row_uniforms(row_keys(seed, places, [stream] * len(places)), num_tokens, device)
-
-
-def uniforms_at(seed: int, place: Place, stream: Stream, token_ids: Sequence[int]) -> torch.Tensor:
-    """Numbers in (0, 1) of the listed tokens at one place: [len(token_ids)], float64."""
-    ids = torch.tensor(token_ids, dtype=torch.int64)[None]
-    return row_uniforms_at(row_keys(seed, [place], [stream]), ids)[0]

@@ -1,46 +1,176 @@
-"""Sampling by an exponential race: argmax over v of w_v / -log u_v is v with probability
-w_v / sum w, for any weights that need not be normalised (equivalently Gumbel-argmax over log w)."""
+"""Noise for each token of a row, and sampling with it.
+
+A row's place and stream give four Philox words (`philox.py`), hence two 64-bit keys. Number i of
+the row is 64 bits from its keys by the finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable
+Pseudorandom Number Generators, OOPSLA 2014), with the second key xored in between its products.
+
+Race: argmax over v of w_v / t_v, where the waits t_v are independent Exp(1), is v with probability
+w_v / sum w, for any weights that need not be normalised (equivalently Gumbel-argmax over log w).
+Draft and target that race with the same keys mostly draw the same token.
+
+The waits have two levels, so that a race over a large vocabulary needs few of them. Tokens
+128 b .. 128 b + 127 are block b. The least of 128 independent Exp(1) is Exp(128), is each of them
+with equal chance, and by lack of memory the others are later by an Exp(1) of their own:
+
+    number 2^32 + b   m_b = E / 128 from its upper 52 bits, and from its lower 7 the token that
+                      waits so long
+    number v          every other token of the block waits m_b + E
+
+A token can win only if w_v / m_b exceeds the score of some other token.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+from functools import lru_cache
+from typing import Any, Final, TypeAlias, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from outrider.speculation.philox import RowKeys
-from outrider.speculation.philox_rows import row_uniforms, row_uniforms_at
 
-_SPARSE_SHARE: Final = 8
-"""Rows of which at most one weight in so many is positive get noise at those alone: a token on its
-own costs four times as much as one of a full row."""
-_SMALL_VOCABULARY: Final = 256
-"""Below it looking for zeros costs more than it saves."""
+BLOCK: Final = 128
+"""Tokens that share a least wait."""
+_BLOCK_BITS: Final = 7
+_BLOCK_NUMBERS: Final = 2**32
+"""The number of block 0; token ids are below."""
+_DENSE_WIDTH: Final = 4 * BLOCK
+"""Rows up to this width get all of their waits."""
+_GAMMA: Final = 0x9E3779B97F4A7C15 - 2**64
+_FIRST: Final = 0xBF58476D1CE4E5B9 - 2**64
+_SECOND: Final = 0x94D049BB133111EB - 2**64
+_FRACTION_BITS: Final = 52
+"""Of a uniform (n + 0.5) * 2^-52: a float64 holds each exactly, and none is 0 or 1."""
+IntArray: TypeAlias = npt.NDArray[np.int64]
+RealArray: TypeAlias = npt.NDArray[np.float64]
+_Ints = TypeVar("_Ints", IntArray, torch.Tensor)
+
+
+def token_keys(keys: RowKeys) -> tuple[IntArray, IntArray]:
+    """The two 64-bit keys of each row, as columns [R, 1]."""
+    first, second, third, fourth = keys.words()
+    return _column(first, second), _column(third, fourth)
+
+
+def numbers(keys: tuple[_Ints, _Ints], indices: _Ints) -> _Ints:
+    """Numbers `indices` [R, M] or [1, M] of each row: [R, M], int64 of 64 random bits. `keys` are
+    columns [R, 1]. On arrays, or on tensors of any device."""
+    first, second = keys
+    bits = indices * _GAMMA + first
+    bits ^= (bits >> 30) & (2**34 - 1)  # the mask clears the sign bits of the shift
+    bits *= _FIRST
+    bits ^= second
+    bits ^= (bits >> 27) & (2**37 - 1)
+    bits *= _SECOND
+    bits ^= (bits >> 31) & (2**33 - 1)
+    return bits
+
+
+def uniforms(keys: tuple[_Ints, _Ints], indices: _Ints) -> _Ints:
+    """`numbers` as float64 in (0, 1)."""
+    drawn: _Ints = _uniforms(numbers(keys, indices))
+    return drawn
 
 
 def race(weights: torch.Tensor, keys: RowKeys) -> torch.Tensor:
-    """One token a row: [R], int64. `weights` [R, V], float64, >= 0, unchanged; a row without any
-    positive weight gives 0. Ties: lowest id. Works on the device of `weights`."""
-    vocab_size = weights.shape[1]
-    if vocab_size > _SMALL_VOCABULARY:
-        num_positive = int(weights.count_nonzero())
-        if num_positive * _SPARSE_SHARE <= weights.numel():
-            return _race_at_nonzero(weights, keys)
-    waits = row_uniforms(keys, vocab_size, weights.device).log_().neg_()
-    return torch.div(weights, waits, out=waits).argmax(dim=1)
+    """One token a row: [R], int64, on the device of `weights` [R, V], which are float32 or float64,
+    >= 0 and unchanged. A row without any positive weight gives 0. Ties: lowest id."""
+    num_rows, width = weights.shape
+    if weights.device.type != "cpu":
+        columns = tuple(torch.from_numpy(key).to(weights.device) for key in token_keys(keys))
+        return dense_race(weights, columns)
+    if width <= _DENSE_WIDTH:
+        return dense_race(weights, tuple(map(torch.from_numpy, token_keys(keys))))
+    if width % BLOCK:
+        weights = torch.nn.functional.pad(weights, (0, -width % BLOCK))
+    tops = weights.view(-1, BLOCK).amax(dim=1).view(num_rows, -1)
+    return torch.from_numpy(_pruned_race(weights.numpy(), tops.numpy(), token_keys(keys)))
 
 
-def race_at(token_ids: torch.Tensor, weights: torch.Tensor, keys: RowKeys) -> torch.Tensor:
-    """The same race among listed tokens: `token_ids` [R, M] ascending in each row, `weights`
-    [R, M] float64 (0 where a row lists fewer): [R], int64."""
-    waits = row_uniforms_at(keys, token_ids).log_().neg_()
-    first = (weights / waits).argmax(dim=1, keepdim=True)
-    return token_ids.gather(1, first)[:, 0]
+def dense_race(weights: torch.Tensor, keys: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """`race` with the wait of every token; `keys` are columns on the device of `weights`."""
+    every = torch.arange(weights.shape[1], device=weights.device)[None]
+    low, high = keys
+    winners: torch.Tensor = speeds(weights, every, (low, high)).argmax(dim=1)
+    return winners
 
 
-def _race_at_nonzero(weights: torch.Tensor, keys: RowKeys) -> torch.Tensor:
-    rows, ids = weights.nonzero(as_tuple=True)
-    each = keys.of(rows.cpu().numpy())
-    waits = row_uniforms_at(each, ids[:, None])[:, 0].log_().neg_()
-    scores = torch.zeros_like(weights)
-    scores[rows, ids] = weights[rows, ids] / waits
-    return scores.argmax(dim=1)
+def speeds(
+    weights: torch.Tensor, token_ids: torch.Tensor, keys: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """The scores w / t of listed tokens, [R, M] or [1, M] (int64, >= 0), which `weights` [R, M]
+    belong to: [R, M], float64. The largest of all tokens wins the row's race."""
+    blocks = numbers(keys, (token_ids >> _BLOCK_BITS) + _BLOCK_NUMBERS)
+    later = _exponentials(numbers(keys, token_ids))
+    is_least = (blocks & (BLOCK - 1)) == (token_ids & (BLOCK - 1))
+    waits: torch.Tensor = _exponentials(blocks) / BLOCK + later.masked_fill_(is_least, 0.0)
+    return weights / waits
+
+
+def scores(weights: torch.Tensor, token_ids: torch.Tensor, keys: RowKeys) -> torch.Tensor:
+    """`speeds` of rows on the CPU, by their `RowKeys`."""
+    low, high = token_keys(keys)
+    return speeds(weights, token_ids, (torch.from_numpy(low), torch.from_numpy(high)))
+
+
+def _pruned_race(
+    weights: npt.NDArray[Any], tops: npt.NDArray[Any], keys: tuple[IntArray, IntArray]
+) -> IntArray:
+    """`race` for rows of whole blocks, [R, V]; `tops` [R, V / 128] is the largest weight of each.
+
+    Looks first at the token of least wait in every block, then at those tokens alone that could
+    still beat the best of these."""
+    num_rows, num_blocks = tops.shape
+    blocks = weights.reshape(-1, BLOCK)
+    bits = numbers(keys, _block_numbers(num_blocks))
+    least = _exponentials(bits).ravel() / BLOCK
+    inner = (bits & (BLOCK - 1)).ravel()
+    scores = (blocks[np.arange(len(blocks)), inner] / least).reshape(num_rows, num_blocks)
+    winners: IntArray = scores.argmax(axis=1)
+    rows = np.arange(num_rows)
+    best = scores[rows, winners]
+    winners = winners * BLOCK + inner[rows * num_blocks + winners]
+    winners[best <= 0.0] = 0
+    needed = best.repeat(num_blocks) * least
+    open_blocks = np.flatnonzero(tops.ravel() > needed)
+    if not len(open_blocks):
+        return winners
+    places = np.flatnonzero(blocks[open_blocks] > needed[open_blocks, None])
+    block, offset = open_blocks[places >> _BLOCK_BITS], places & (BLOCK - 1)
+    row, token_ids = block // num_blocks, block % num_blocks * BLOCK + offset
+    low, high = keys
+    later = _exponentials(numbers((low[row, 0], high[row, 0]), token_ids))
+    later[offset == inner[block]] = 0.0
+    score = blocks[block, offset] / (least[block] + later)
+    for place in np.flatnonzero(score > best[row]).tolist():  # a few for each row
+        if score[place] > best[row[place]]:
+            best[row[place]], winners[row[place]] = score[place], token_ids[place]
+    return winners
+
+
+@lru_cache(maxsize=8)
+def _block_numbers(num_blocks: int) -> IntArray:
+    indices: IntArray = (_BLOCK_NUMBERS + np.arange(num_blocks, dtype=np.int64))[None]
+    indices.flags.writeable = False
+    return indices
+
+
+def _column(low: npt.NDArray[Any], high: npt.NDArray[Any]) -> IntArray:
+    """64-bit keys from words of 32 bits, as a column."""
+    key: IntArray = ((high << np.uint64(32)) | low).view(np.int64)[:, None]
+    return key
+
+
+def _uniforms(bits: Any) -> Any:
+    fraction = (bits >> (64 - _FRACTION_BITS)) & (2**_FRACTION_BITS - 1)
+    is_tensor = isinstance(fraction, torch.Tensor)
+    drawn = fraction.double() if is_tensor else fraction.astype(np.float64)
+    drawn += 0.5
+    drawn *= 2.0**-_FRACTION_BITS
+    return drawn
+
+
+def _exponentials(bits: Any) -> Any:
+    drawn = _uniforms(bits)
+    return drawn.log_().neg_() if isinstance(drawn, torch.Tensor) else -np.log(drawn)

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from outrider.errors import check
 from outrider.speculation.sampling import SamplingParams
-from outrider.speculation.supports import IdArray
 from outrider.speculation.transforms import TokenHistory
 
 
@@ -23,7 +23,7 @@ from outrider.speculation.transforms import TokenHistory
 class ReducedVocabulary:
     """The tokens that have a column."""
 
-    token_ids: IdArray
+    token_ids: npt.NDArray[np.int64]
     """[N], ascending: so the lowest column of a tie is the lowest id, and lists stay in order."""
     _tables: dict[torch.device, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
 
@@ -42,7 +42,9 @@ class ReducedVocabulary:
             self._tables[device] = torch.from_numpy(self.token_ids).to(device)
         return self._tables[device]
 
-    def columns(self, token_ids: Sequence[int]) -> tuple[IdArray, IdArray]:
+    def columns(
+        self, token_ids: Sequence[int]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Which of `token_ids` have a column, by their index, and those columns."""
         wanted = np.asarray(token_ids, dtype=np.int64)
         places = self.token_ids.searchsorted(wanted)

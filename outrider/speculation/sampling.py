@@ -65,8 +65,12 @@ class SamplingParams:
     @property
     def tempered_alone(self) -> bool:
         """Whether nothing but the temperature stands between logits and distribution."""
-        filtered = self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
-        return not (filtered or self.logit_bias or self.penalised)
+        return not (self.filtered or self.logit_bias or self.penalised)
+
+    @property
+    def filtered(self) -> bool:
+        """Whether some tokens are dropped for being unlikely."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     def hash(self) -> int:
         """A 64-bit name for these parameters, the same in every process."""

@@ -20,8 +20,8 @@ from outrider.generation import GenerateRequest
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.noise_rows import NoiseBatch
 from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.scoring import DraftRows, score_rows
 from outrider.speculation.transforms import target_probabilities
+from outrider.speculation.verification import DraftRows, score_rows
 
 SPEC = EmulatedSpec(
     vocab_size=6,

@@ -11,8 +11,8 @@ from core_toys import ToyPair
 
 from outrider.speculation.decision import count_accepted, decide
 from outrider.speculation.sampling import Rule
-from outrider.speculation.scoring import verdict_law
 from outrider.speculation.verdict import Verdict
+from outrider.speculation.verification import verdict_law
 
 EXACT = 1e-12
 """How far rounding may take an exact law from its closed form."""

@@ -14,10 +14,11 @@ import torch
 from core_toys import ToyPair
 
 from outrider.speculation.decision import count_accepted
+from outrider.speculation.drafting import count_levels, draw_quantised
 from outrider.speculation.noise_rows import NoiseBatch
-from outrider.speculation.race import race, race_at
+from outrider.speculation.race import race
 from outrider.speculation.sampling import Rule
-from outrider.speculation.scoring import score_rows
+from outrider.speculation.verification import score_rows
 
 K_MAX = 3
 PROMPT_LENGTH = 5
@@ -154,7 +155,8 @@ def _draw(
         return race(pair.q[drafter][states], keys)
     mass = pair.mass if broken.drawn_from is None else broken.drawn_from
     every = torch.arange(mass.shape[2]).expand(len(states), -1)
-    return race_at(every, mass[drafter][states], keys)
+    levels = count_levels(mass[drafter][states].numpy())
+    return torch.from_numpy(draw_quantised(every.numpy(), levels, keys))
 
 
 def accepted_of(rule: Rule, passes: torch.Tensor) -> torch.Tensor:

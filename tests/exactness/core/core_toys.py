@@ -10,7 +10,7 @@ import torch
 
 from outrider.speculation.drafting import quantise
 from outrider.speculation.proposal import COUNT_TOTAL
-from outrider.speculation.scoring import DraftRows
+from outrider.speculation.verification import DraftRows
 
 
 @dataclass(frozen=True)

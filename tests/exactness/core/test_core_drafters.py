@@ -31,8 +31,8 @@ from outrider.speculation.noise import RoundNoise
 from outrider.speculation.noise_rows import NoiseBatch
 from outrider.speculation.proposal import COUNT_TOTAL, Proposal
 from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.scoring import DraftRows, score_rows
 from outrider.speculation.transforms import NO_HISTORY, target_probabilities
+from outrider.speculation.verification import DraftRows, score_rows
 
 V, END = 3, 2
 PROMPT = (0, 1, 1)

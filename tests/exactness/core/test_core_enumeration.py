@@ -20,9 +20,9 @@ from outrider.speculation.noise import RoundNoise
 from outrider.speculation.noise_rows import NoiseBatch
 from outrider.speculation.race import race
 from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.scoring import score_rows, verdict_law
 from outrider.speculation.transforms import target_probabilities
 from outrider.speculation.verdict import Verdict
+from outrider.speculation.verification import score_rows, verdict_law
 
 RATIO_RULES = [Rule.TOKEN, Rule.BLOCK]
 CELLS = [(3, 0), (3, 1), (3, 2), (3, 3), (4, 3), (5, 2), (8, 2)]

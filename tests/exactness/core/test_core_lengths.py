@@ -20,10 +20,10 @@ from coordinator.shared_learning import SeedsInUse
 from outrider.engine.costs import StepCosts
 from outrider.messages import ReplicaDescription
 from outrider.speculation.decision import survival
+from outrider.speculation.drafting import count_levels, draw_quantised
 from outrider.speculation.noise_rows import NoiseBatch
-from outrider.speculation.race import race_at
 from outrider.speculation.sampling import Rule
-from outrider.speculation.scoring import DraftRows, score_rows
+from outrider.speculation.verification import DraftRows, score_rows
 
 PAIR = flat_pair([0.2, 0.3, 0.5], [0.6, 0.3, 0.1])
 TARGET_S, DRAFT_S = 1.0, 0.6
@@ -50,8 +50,13 @@ class FirstRound:
         noise = NoiseBatch(seeds, rule, begun_at)
         mass = PAIR.mass[0, 0].expand(len(seeds), K_MAX, -1)
         every = torch.arange(3).expand(len(seeds), -1)
+        depths = [np.full(len(seeds), i, dtype=np.uint64) for i in range(K_MAX)]
         drafted = [
-            race_at(every, mass[:, i], noise.draft_keys(np.full(len(seeds), i, dtype=np.uint64)))
+            torch.from_numpy(
+                draw_quantised(
+                    every.numpy(), count_levels(mass[:, i].numpy()), noise.draft_keys(depths[i])
+                )
+            )
             for i in range(K_MAX)
         ]
         self.drafted = drafted[0].tolist()

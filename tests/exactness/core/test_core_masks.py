@@ -22,10 +22,9 @@ from outrider.speculation.masking import draft_mask, masked_logits, row_masks
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.scoring import DraftRows, verdict_law
 from outrider.speculation.transforms import TokenHistory, target_probabilities
 from outrider.speculation.verdict import Verdict
-from outrider.speculation.verdicts import verdict_from_logits
+from outrider.speculation.verification import DraftRows, verdict_from_logits, verdict_law
 
 V = 3
 OVER = 2

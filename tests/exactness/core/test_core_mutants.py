@@ -24,12 +24,12 @@ from core_rounds import (
 from core_toys import ToyPair, flat_pair, sampling_pair
 
 from outrider.errors import InvariantError
-from outrider.speculation import scoring
+from outrider.speculation import verification
 from outrider.speculation.decision import decide
+from outrider.speculation.drafting import count_levels, draw_quantised
 from outrider.speculation.noise import Stream
 from outrider.speculation.noise_rows import NoiseBatch
 from outrider.speculation.philox import RowKeys, WordArray
-from outrider.speculation.race import race_at
 from outrider.speculation.sampling import Rule
 from outrider.speculation.verdict import Verdict
 
@@ -133,7 +133,9 @@ class ReadsItsOwnRound:
         if self._by_token:
             every = torch.arange(3).expand(len(self._seeds), -1)
             first = np.zeros(len(self._seeds), dtype=np.uint64)
-            is_bad = race_at(every, self._mass, noise.draft_keys(first)) == 0
+            keys = noise.draft_keys(first)
+            levels = count_levels(self._mass.numpy())
+            is_bad = torch.from_numpy(draw_quantised(every.numpy(), levels, keys) == 0)
         else:
             is_bad = noise.accept_uniforms(1)[:, 0] > 0.5
         return torch.where(is_bad, 0, K_MAX), torch.zeros_like(seen.num_accepted)
@@ -180,12 +182,12 @@ def test_mutant_residual_without_the_padded_vocabulary(rule, monkeypatch):
     """The draft knows two tokens of three; a residual over those two loses the third."""
     pair = flat_pair([0.5, 0.3, 0.2], [0.7, 0.3, 0.0])
     assert not run(rule, EXACT, pair).rejects
-    whole = scoring.correction_weights
+    whole = verification._Places.subtract
 
-    def narrow(p: torch.Tensor, scale: torch.Tensor | None, drafts: scoring.DraftRows):
-        weights = whole(p, scale, drafts)
-        weights[:, :-1, 2:] = 0.0
-        return weights
+    def narrow(places, weights: torch.Tensor, sums: np.ndarray, rows: np.ndarray, amounts):
+        left = whole(places, weights, sums, rows, amounts)
+        weights[torch.from_numpy(rows.ravel()), 2:] = 0.0
+        return left
 
-    monkeypatch.setattr(scoring, "correction_weights", narrow)
+    monkeypatch.setattr(verification._Places, "subtract", narrow)
     assert run(rule, EXACT, pair).rejects

@@ -14,7 +14,7 @@ from outrider.speculation.decision import decide
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.scoring import score
+from outrider.speculation.verification import score
 
 PROMPT = (7, 8, 9)
 P = (0.2, 0.3, 0.5)

@@ -24,17 +24,16 @@ from core_toys import ToyPair, flat_pair, make_pair, random_pair, sampling_pair
 
 from outrider.errors import BadRequest, InvariantError
 from outrider.speculation.decision import decide
-from outrider.speculation.drafting import draft_token, draft_tokens
-from outrider.speculation.noise import RoundNoise, Stream
-from outrider.speculation.noise_rows import NoiseBatch, uniforms
+from outrider.speculation.drafting import draft_token, draft_tokens, place_of
+from outrider.speculation.noise import RoundNoise, Stream, row_keys
+from outrider.speculation.noise_rows import NoiseBatch
 from outrider.speculation.philox import uniform
-from outrider.speculation.philox_rows import row_uniforms
 from outrider.speculation.proposal import COUNT_TOTAL, Proposal, SealedProposal, require_q
-from outrider.speculation.race import race, race_at
+from outrider.speculation.race import _exponentials, numbers, race, token_keys, uniforms
 from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.scoring import score, verdict_law
 from outrider.speculation.transforms import TokenHistory, target_probabilities
 from outrider.speculation.verdict import Verdict
+from outrider.speculation.verification import score, verdict_law
 from outrider.tokens import TokenSequence
 
 RATIO_RULES = [Rule.TOKEN, Rule.BLOCK]
@@ -107,8 +106,11 @@ def test_trap_05_draft_accept_and_residual_share_no_noise(rule):
     num = 100_000
     places = [RoundNoise(0, rule, length).place(0) for length in range(num)]
     streams = (Stream.TARGET, Stream.DRAFT, Stream.ACCEPT, Stream.RESIDUAL)
-    drawn = [uniforms(77, places, stream, 1)[:, 0] for stream in streams]
-    grid = np.stack([(u * 4).long().numpy() for u in drawn], axis=1)
+    keys = [row_keys(77, places, [stream] * num) for stream in streams]
+    first = np.zeros((1, 1), dtype=np.int64)
+    drawn = [uniforms(token_keys(each), first)[:, 0] for each in keys]
+    drawn[2] = uniform(keys[2].words()[0].astype(np.float64))
+    grid = np.stack([(u * 4).astype(np.int64) for u in drawn], axis=1)
     assert not chi_square(cells_of(grid, 4), np.full(256, 1 / 256)).rejects
     pair = flat_pair([0.1, 0.6, 0.3], [0.3, 0.4, 0.3])
     tokens = generate(pair, rule, fixed(1), seeds_of(NUM_SEQUENCES, 5), 1)
@@ -163,14 +165,12 @@ def test_trap_08_a_draft_token_is_not_dropped_for_what_it_is():
 
 
 def test_trap_09_the_tail_of_the_noise_is_resolved():
-    """Waiting times -log u reach down to 2^-33 without becoming 0, so a Gumbel number reaches 22.9
-    where float32 would stop at 16.6; the smallest ones stay distinct, and unlikely tokens win as
-    often as they should."""
-    ends = torch.tensor([uniform(word) for word in (2**32 - 1, 2**32 - 2, 0)], dtype=torch.float64)
-    waits = -ends.log()
-    assert -math.log(float(waits[0])) > 22.8
-    assert 0 < waits[0] < waits[1]
-    assert float(-ends[:1].float().log()) == 0.0
+    """Waiting times reach down to 2^-53 without becoming 0, so a Gumbel number reaches 36.7 where
+    float32 would stop at 16.6; the smallest ones stay distinct, and unlikely tokens win as often as
+    they should."""
+    waits = _exponentials(np.array([-1, -1 - 2**12, 0]))
+    assert -math.log(waits[0]) > 36.7
+    assert 0 < waits[0] < waits[1] < waits[2] < 37
     num = 400_000
     weights = torch.tensor([1.0, 1e-3, 1e-4, 1e-4], dtype=torch.float64).expand(num, -1)
     noise = NoiseBatch(seeds_of(num, 9), Rule.TOKEN, np.full(num, 3, dtype=np.uint64))
@@ -254,11 +254,11 @@ def siblings_law(own_noise: bool) -> np.ndarray:
     q = torch.tensor([0.8, 0.1, 0.1], dtype=torch.float64).expand(NUM_SEQUENCES, -1)
     lengths = np.full(NUM_SEQUENCES, 4, dtype=np.uint64)
     noise = NoiseBatch(seeds_of(NUM_SEQUENCES, 14), Rule.TOKEN, lengths)
-    every = torch.arange(3).expand(NUM_SEQUENCES, -1)
     result = torch.full((NUM_SEQUENCES,), -1)
     for sibling in (0, 1):
-        keys = noise.draft_keys(np.zeros(NUM_SEQUENCES, dtype=np.uint64), sibling)
-        drafted = race_at(every, q, keys)[:, None]
+        keys = noise.draft_keys(np.zeros(NUM_SEQUENCES, dtype=np.uint64))
+        number = uniforms(token_keys(keys), np.full((1, 1), sibling))
+        drafted = place_of(q.cumsum(1) * COUNT_TOTAL, torch.from_numpy(number))[:, None]
         u = noise.accept_uniforms(1, sibling if own_noise else 0)
         passes = (u <= p.gather(1, drafted) / q.gather(1, drafted))[:, 0]
         result = torch.where((result < 0) & passes, drafted[:, 0], result)
@@ -266,7 +266,7 @@ def siblings_law(own_noise: bool) -> np.ndarray:
         p = p / p.sum(dim=1, keepdim=True)
         q = q.scatter(1, drafted, 0.0)
         q = q / q.sum(dim=1, keepdim=True)
-    last = race_at(every, p, noise.correction_keys(0))
+    last = race(p, noise.correction_keys(0))
     return torch.where(result < 0, last, result).numpy()
 
 
@@ -279,7 +279,5 @@ def test_trap_14_siblings_have_noise_of_their_own():
     assert not chi_square(shared, np.array([0.2, 2 / 3, 2 / 15])).rejects
     rows = [RoundNoise(0, Rule.TOKEN, 4).place(1, sibling) for sibling in range(100)]
     assert len(set(rows)) == 100
-    first, second = (
-        NoiseBatch.of([RoundNoise(0, Rule.TOKEN, 4)]).draft_keys([1], sibling) for sibling in (0, 1)
-    )
-    assert not torch.equal(row_uniforms(first, 8, "cpu"), row_uniforms(second, 8, "cpu"))
+    keys = token_keys(NoiseBatch.of([RoundNoise(0, Rule.TOKEN, 4)]).draft_keys([1]))
+    assert len(set(numbers(keys, np.arange(100)[None])[0].tolist())) == 100

@@ -21,11 +21,10 @@ from outrider.speculation.drafting import draw_from_logits, draw_siblings
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
 from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.scoring import score, tree_law
 from outrider.speculation.transforms import NO_HISTORY
 from outrider.speculation.trees import DraftTree, comb, draft_tree
 from outrider.speculation.verdict import Verdict
-from outrider.speculation.verdicts import verdict_from_logits
+from outrider.speculation.verification import score, tree_law, verdict_from_logits
 
 SAMPLED = SamplingParams()
 SHAPES = {

@@ -28,7 +28,7 @@ from outrider.sessions.memory_store import MemoryStore
 from outrider.speculation.audit_sums import NOTHING_AUDITED, AuditSums
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
-from outrider.speculation.verdicts import verdict_from_logits
+from outrider.speculation.verification import verdict_from_logits
 from outrider.telemetry.observer import AuditOutcome, Observation
 from outrider.wire.memory_link import MemoryLink
 from target_service.service import TargetService

@@ -38,7 +38,7 @@ from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.transforms import NO_HISTORY, target_probabilities
-from outrider.speculation.verdicts import verdict_from_logits
+from outrider.speculation.verification import verdict_from_logits
 from outrider.wire.memory_link import MemoryLink
 
 PROMPT, VOCAB, END, K = (0, 1, 2), 3, 2, 4

@@ -21,8 +21,8 @@ from benchmarks.core import (
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.errors import ConfigError
 from outrider.speculation.sampling import Rule
-from outrider.speculation.scoring import score
 from outrider.speculation.transforms import target_probabilities
+from outrider.speculation.verification import score
 
 VOCAB_SIZE = 512
 

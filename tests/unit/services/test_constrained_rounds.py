@@ -37,7 +37,7 @@ from outrider.speculation.proposal import (
 from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.transforms import NO_HISTORY, TokenHistory
-from outrider.speculation.verdicts import verdict_from_logits
+from outrider.speculation.verification import verdict_from_logits
 from outrider.wire.memory_link import MemoryLink
 from target_service.service import TargetService
 

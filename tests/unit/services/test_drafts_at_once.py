@@ -12,9 +12,7 @@ import torch
 from models import tiny_config, tiny_drafter, tiny_module, twin
 from paged_engines import VOCAB, EngineMaker, checked_engines, gap, ids, run
 from recorded_work import CountingRecorder, acceleration_on, attend_by_tables
-from toy_engine import ToyEngine
 
-from draft_service import model_drafter
 from draft_service.model_drafter import ModelDrafter
 from outrider.drafting.drafter import DraftRequest
 from outrider.engine.cuda.acceleration import Acceleration
@@ -270,8 +268,8 @@ def test_a_session_whose_logits_are_no_numbers(pair: Pair) -> None:
     """It ends where they begin, as it would by step; the others go on."""
     asked = [each for each in requests() if len(each.token_ids) < 20]
     proposals = pair.propose(asked)
-    bad = proposals[0].token_ids[1]
-    assert all(bad not in each.token_ids for each in asked)
+    prompts = {token_id for each in asked for token_id in each.token_ids}
+    bad = next(token_id for token_id in proposals[0].token_ids[:4] if token_id not in prompts)
     for engine in (pair.at_once, pair.by_step):
         for each in asked:
             engine.release(each.session_id)
@@ -306,25 +304,3 @@ def test_of_like_shapes_one_recording(make_engine: EngineMaker) -> None:
         sampling = SamplingParams(temperature=0.5 + index / 4)
         drafter.propose([request(f"s{index}", ids(5 + index, index), count, Rule.TOKEN, sampling)])
     assert recorder.num_recorded - before == 2
-
-
-@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.COUPLED])
-def test_what_is_kept_of_a_row_is_what_a_guess_looks_at(
-    rule: Rule, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not all that a flat row has: many outcomes each keep one for every token."""
-
-    def seen() -> list[int]:
-        drafter = ModelDrafter(ToyEngine(salt=2, max_model_len=256))
-        branch = drafter.begin(request("a", (1, 2, 3), 3, rule, SamplingParams(temperature=0.9)))
-        assert branch is not None
-        while not branch.is_whole:
-            drafter.advance([branch])
-        return [len(row.ids) for row in branch.seen]
-
-    whole = seen()
-    assert len(whole) == 3
-    assert min(whole) > 5
-    monkeypatch.setattr(model_drafter, "_ROW_ENTRIES_MAX", 5)
-    monkeypatch.setattr(model_drafter, "DRAFT_SUPPORT_ENTRIES", 4)
-    assert seen() == [4, 4, 4]

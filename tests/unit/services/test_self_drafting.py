@@ -204,7 +204,7 @@ async def test_siblings_stand_beside_what_is_drawn(kind: str, rule: Rule) -> Non
     sampling = GREEDY if rule is Rule.GREEDY else SamplingParams()
     async with running(kind=kind) as target:
         tokens, proposal, beside = list(PROMPT), NOTHING_SEALED, 0
-        for index in range(9):
+        for index in range(14):
             reply = await target.verify(
                 tokens, proposal, 2, rule=rule, sampling=sampling, round_index=index,
                 next_siblings=(2, 1),

@@ -72,25 +72,6 @@ def test_the_same_tokens_and_the_same_q(
             assert found[index][depth] == expected
 
 
-def test_ties_go_to_the_lowest_ids(device: str) -> None:
-    """At the end of top-k, of top-p and of the entries that are kept."""
-    logits = torch.zeros((1, 3, 40), device=device)
-    logits[:, :, 30:] = 1.0
-    drawings = [
-        Drawing(SamplingParams(top_k=4), Rule.TOKEN, RoundNoise(1, Rule.TOKEN, 5)),
-        Drawing(SamplingParams(top_p=0.2), Rule.TOKEN, RoundNoise(1, Rule.TOKEN, 5)),
-        Drawing(SamplingParams(), Rule.TOKEN, RoundNoise(1, Rule.TOKEN, 5)),
-    ]
-    kept = []
-    for row in draw(logits, drawings, 12, num_rows=4):
-        q = row[0][1]
-        assert q is not None
-        kept.append(q.token_ids)
-    assert kept[0] == (30, 31, 32, 33)
-    assert kept[1] == tuple(range(30, 30 + len(kept[1])))
-    assert kept[2] == (0, 1, *range(30, 40))
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_no_numbers(bad: float) -> None:
     """They are one session's own, and are found when its row is read."""

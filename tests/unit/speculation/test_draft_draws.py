@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import InvariantError
-from outrider.speculation.drafting import draft_token, draft_tokens, quantise
-from outrider.speculation.noise import RoundNoise, Stream
-from outrider.speculation.noise_rows import NoiseBatch, uniforms, uniforms_at
+from outrider.speculation.drafting import draft_token, draft_tokens, place_of, quantise
+from outrider.speculation.noise import RoundNoise, Stream, row_keys
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, decode_q, encode_q
-from outrider.speculation.race import race, race_at
+from outrider.speculation.race import race, token_keys, uniforms
 from outrider.speculation.sampling import Rule
 
 
@@ -33,14 +35,12 @@ def test_quantise(weights, entries_max):
     q = quantise(probabilities, entries_max)
     assert sum(q.counts) == COUNT_TOTAL
     assert min(q.counts) > 0
-    assert list(q.token_ids) == sorted(set(q.token_ids))
-    ranked = sorted(range(len(weights)), key=lambda v: (-weights[v], v))
-    assert set(q.token_ids) <= set(ranked[:entries_max])
-    mass = sum(weights[v] for v in ranked[:entries_max])
-    for token_id in ranked[:entries_max]:
-        share = weights[token_id] / mass * COUNT_TOTAL
-        listed = dict(zip(q.token_ids, q.counts, strict=True)).get(token_id, 0)
-        assert abs(listed - share) < 1 + 1e-6
+    assert len(set(q.token_ids)) == len(q.token_ids)
+    ranked = sorted(weights, reverse=True)[:entries_max]
+    counts = [*q.counts, *[0] * len(ranked)]
+    for token_id, weight, count in zip(q.token_ids, ranked, counts, strict=False):
+        assert weights[token_id] == weight
+        assert abs(count - weight / sum(ranked) * COUNT_TOTAL) < 1 + 1e-6
 
 
 def test_quantise_drops_what_gets_no_count():
@@ -51,17 +51,40 @@ def test_quantise_drops_what_gets_no_count():
         quantise(distribution(1.0), 0)
 
 
+def test_a_row_without_mass_is_no_distribution():
+    for bad in (torch.nan, 0.0):
+        with pytest.raises(InvariantError):
+            quantise(torch.full((3,), bad, dtype=torch.float64), 3)
+
+
+def test_a_uniform_falls_on_each_count_as_often_as_it_says():
+    """By every level that there is, and at the ends of each; on arrays and on tensors."""
+    counts = np.array([[60_000.0, 5_000.0, 0.0, 536.0]])
+    levels = np.repeat(counts.cumsum(1), COUNT_TOTAL, axis=0)
+    for inside in (0.5**40, 0.5, 1 - 0.5**30):
+        uniform = (np.arange(COUNT_TOTAL)[:, None] + inside) / COUNT_TOTAL
+        places = place_of(levels, uniform)
+        assert np.bincount(places, minlength=4).tolist() == counts[0].tolist()
+        on_device = place_of(torch.from_numpy(levels), torch.from_numpy(uniform))
+        assert on_device.tolist() == places.tolist()
+
+
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK])
-def test_the_draw_is_a_race_over_the_counts(rule):
+def test_the_draw_is_where_a_uniform_falls_on_the_counts(rule):
     """Token and block draw by DRAFT noise from the very numbers that go on the wire."""
     probabilities = torch.rand(500, dtype=torch.float64) ** 4
-    noise = RoundNoise(11, rule, 40)
-    token_id, q = draft_token(probabilities, noise, 3, entries_max=8)
-    assert q == quantise(probabilities, 8)
-    u = uniforms_at(11, noise.place(3), Stream.DRAFT, q.token_ids)
-    scores = torch.tensor(q.counts) / -u.log()
-    assert token_id == q.token_ids[int(scores.argmax())]
-    assert decode_q(encode_q([q]), [(token_id,)]) == (q,)
+    seen = set()
+    for index in range(40):
+        noise = RoundNoise(11, rule, 40)
+        token_id, q = draft_token(probabilities, noise, index, entries_max=8)
+        assert q == quantise(probabilities, 8)
+        keys = token_keys(row_keys(11, [noise.place(index)], [Stream.DRAFT]))
+        level = float(uniforms(keys, np.array([[0]]))[0, 0]) * COUNT_TOTAL
+        place = sum(total <= level for total in itertools.accumulate(q.counts))
+        assert token_id == q.token_ids[place]
+        assert decode_q(encode_q([q]), [(token_id,)]) == (q,)
+        seen.add(token_id)
+    assert len(seen) > 3
 
 
 def test_coupled_draws_as_the_target_does():
@@ -69,8 +92,8 @@ def test_coupled_draws_as_the_target_does():
     absolute position; no q is sent."""
     probabilities = distribution(*range(1, 301))
     noise = RoundNoise(11, Rule.COUPLED, 40)
-    u = uniforms(11, [noise.place(2)], Stream.TARGET, 300)[0]
-    expected = int((probabilities / -u.log()).argmax())
+    keys = row_keys(11, [noise.place(2)], [Stream.TARGET])
+    expected = int(race(probabilities[None], keys))
     assert draft_token(probabilities, noise, 2) == (expected, None)
     moved = RoundNoise(11, Rule.COUPLED, 42)
     assert draft_token(probabilities, moved, 0) == (expected, None)
@@ -98,16 +121,3 @@ def test_a_batch_draws_what_each_session_would_alone(rule):
     alone = [draft_token(row, n, i, 16) for row, n, i in zip(rows, noises, indices, strict=True)]
     assert together == alone
     assert draft_tokens(rows[:0], [], [], 16) == []
-
-
-def test_a_race_over_sparse_rows_equals_the_race_over_full_ones():
-    """Noise at the positive weights alone picks the same winners as noise for every token."""
-    torch.manual_seed(3)
-    weights = torch.rand(6, 4000, dtype=torch.float64)
-    weights *= torch.rand(6, 4000) < 0.01
-    keys = NoiseBatch.of([RoundNoise(5, Rule.TOKEN, 3)]).correction_keys(5)
-    sparse = race(weights, keys)
-    every = torch.arange(4000).repeat(6, 1)
-    assert torch.equal(sparse, race_at(every, weights, keys))
-    dense = race(weights + 1e-300, keys)
-    assert torch.equal(sparse, dense)

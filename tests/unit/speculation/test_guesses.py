@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.speculation.drafting import draft_rows
+from outrider.speculation.drafting import likely_tokens
 from outrider.speculation.guesses import EVIDENCE_MAX, guess_round, with_bonus
-from outrider.speculation.noise import RoundNoise
-from outrider.speculation.noise_rows import uniforms
+from outrider.speculation.noise import RoundNoise, Stream, row_keys
 from outrider.speculation.proposal import Proposal
+from outrider.speculation.race import scores as scores_of
 from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.transforms import NO_HISTORY, target_probabilities
-from outrider.speculation.verdicts import verdict_from_logits
+from outrider.speculation.verification import verdict_from_logits
 
 V, K = 50, 3
 DRAFTED = (7, 3, 11)
@@ -25,6 +25,13 @@ def logits(seed: int = 0) -> torch.Tensor:
     return torch.randn(K + 1, V, generator=torch.Generator().manual_seed(seed)) * 2
 
 
+def waits(noise: RoundNoise, index: int, stream: Stream) -> np.ndarray:
+    """Of the tokens at one place."""
+    keys = row_keys(noise.seed, [noise.place(index)], [stream])
+    ones = torch.ones(1, V, dtype=torch.float64)
+    return 1 / scores_of(ones, torch.arange(V)[None], keys)[0].numpy()
+
+
 @pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.BLOCK, Rule.COUPLED])
 @pytest.mark.parametrize("params", [HOT, SamplingParams(temperature=0.7, top_k=20)])
 def test_the_order_is_by_log_q_and_the_rounds_noise(rule: Rule, params: SamplingParams) -> None:
@@ -33,9 +40,8 @@ def test_the_order_is_by_log_q_and_the_rounds_noise(rule: Rule, params: Sampling
     q = target_probabilities(logits(), params, NO_HISTORY).numpy()
     for n in range(K + 1):
         stream = noise.draft_stream.TARGET if n == K else noise.residual_stream
-        numbers = uniforms(noise.seed, [noise.place(n)], stream, V)[0].numpy()
         with np.errstate(divide="ignore"):
-            scores = np.log(q[n]) - np.log(-np.log(numbers))
+            scores = np.log(q[n]) - np.log(waits(noise, n, stream))
         if n < K:
             scores[DRAFTED[n]] = -np.inf
         expected = [int(v) for v in np.argsort(-scores) if scores[v] > -np.inf][:5]
@@ -52,8 +58,8 @@ def test_what_won_by_much_is_likely_to_win_again(rule: Rule) -> None:
     noise = RoundNoise(5, rule, 40)
     scores = []
     for n, row in enumerate(logits()[:K].double().numpy()):
-        numbers = uniforms(noise.seed, [noise.place(n)], noise.residual_stream, V)[0].numpy()
-        scores.append(row if rule is Rule.GREEDY else row - np.log(-np.log(numbers)))
+        late = np.log(waits(noise, n, noise.residual_stream))
+        scores.append(row if rule is Rule.GREEDY else row - late)
     order = [np.argsort(-row) for row in scores]
     drafted = (int(order[0][0]), int(order[1][2]), int(order[2][-1]))
     found = guess_round(logits(), params, noise, drafted, 5)
@@ -111,7 +117,7 @@ def test_rows_that_were_seen_need_not_be_run_again(rule: Rule) -> None:
     """Refusals by them alone, and then the bonus by its own row, are what all rows give."""
     noise = RoundNoise(5, rule, 40)
     whole = guess_round(logits(), HOT, noise, DRAFTED, 5)
-    rows = draft_rows(logits(), HOT)
+    rows = likely_tokens(logits(), HOT)
     seen = [rows.row(index) for index in range(K)]
     refusals = guess_round(None, HOT, noise, DRAFTED, 5, seen=seen)
     assert refusals.corrections == whole.corrections[:K]

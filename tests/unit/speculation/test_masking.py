@@ -16,9 +16,8 @@ from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
 from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.scoring import score
 from outrider.speculation.transforms import TokenHistory, target_probabilities
-from outrider.speculation.verdicts import verdict_from_logits
+from outrider.speculation.verification import score, verdict_from_logits
 
 V = 300
 
@@ -151,7 +150,7 @@ def test_the_quick_verdict_on_masked_logits_is_the_reference_ones(
     and penalties bring nothing forbidden back."""
     random = np.random.default_rng([num_allowed, len(rule)])
     for seed in range(6):
-        logits = torch.from_numpy(random.normal(0, 2, (4, V))).float()
+        logits = torch.from_numpy(random.normal(0, 2, (4, V)))
         ids = [random.permutation(V)[:num_allowed].tolist() for _ in range(3)]
         masks = [mask_of(ids[0]), mask_of(ids[1]), None, None]
         forbidden = next(v for v in range(V) if v not in ids[1])

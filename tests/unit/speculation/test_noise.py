@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import InvariantError
-from outrider.speculation import philox_rows
 from outrider.speculation.noise import (
     INDEX_MAX,
     SIBLING_MAX,
@@ -17,15 +16,11 @@ from outrider.speculation.noise import (
     RoundNoise,
     Stream,
     choice_seed,
+    row_keys,
 )
-from outrider.speculation.noise_rows import NoiseBatch, uniforms, uniforms_at
+from outrider.speculation.noise_rows import NoiseBatch
 from outrider.speculation.philox import RowKeys, philox4x32, uniform
-from outrider.speculation.philox_rows import (
-    all_uniforms_on_device,
-    row_uniforms,
-    row_uniforms_at,
-    uniforms_on_device,
-)
+from outrider.speculation.race import numbers
 from outrider.speculation.sampling import Rule
 
 FULL = 0xFFFFFFFF
@@ -54,75 +49,38 @@ def test_known_answers(counter, key, words):
     assert " ".join(f"{word:08x}" for word in philox4x32(counter, key)) == words
 
 
-@pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS[::2])
-def test_known_answers_as_uniforms(counter, key, words, device):
-    """Token v takes word v % 4 of counter (v // 4, a, b, stream)."""
-    first, a, b, stream = counter
-    seed = key[1] << 32 | key[0]
-    ids = [first * 4 + i for i in range(4)]
-    drawn = row_uniforms_at(keys_of((seed, a, b, stream)), torch.tensor([ids], device=device))
-    assert drawn[0].tolist() == [(int(word, 16) + 0.5) / 2**32 for word in words.split()]
-
-
 @settings(deadline=None)
-@given(
-    rows=st.lists(st.tuples(SEEDS, WORDS, WORDS, st.integers(0, 4)), min_size=1, max_size=4),
-    num_tokens=st.integers(1, 41),
-)
-def test_vectorised_equals_scalar(rows, num_tokens, device):
-    """Rows of numbers are what the scalar generator gives, whatever the shape."""
-    expected = [
-        [
-            uniform(philox4x32((v // 4, a, b, stream), (seed & FULL, seed >> 32))[v % 4])
-            for v in range(num_tokens)
-        ]
+@given(rows=st.lists(st.tuples(SEEDS, WORDS, WORDS, st.integers(0, 4)), min_size=1, max_size=20))
+def test_words_of_rows_are_those_of_single_counters(rows):
+    """Few rows and many, which are computed one by one and as arrays."""
+    words = np.stack(keys_of(*rows).words(), axis=1).tolist()
+    assert words == [
+        list(philox4x32((0, a, b, stream), (seed & FULL, seed >> 32)))
         for seed, a, b, stream in rows
     ]
-    keys = keys_of(*rows)
-    assert row_uniforms(keys, num_tokens, device).tolist() == expected
-    every = torch.arange(num_tokens, device=device).repeat(len(rows), 1)
-    assert row_uniforms_at(keys, every).tolist() == expected
-    columns = philox_rows._to_torch(keys, device)
-    # What other devices run, on the CPU: torch int64, which wraps and extends signs.
-    assert all_uniforms_on_device(columns, num_tokens).tolist() == expected
-    assert uniforms_on_device(columns, every).tolist() == expected
 
 
-def test_int64_arithmetic_of_other_devices_gives_the_same_numbers(device):
-    """What runs on CUDA (torch int64, wrapping and sign-extending) agrees with uint64."""
-    keys = keys_of((2**64 - 1, FULL, FULL, 4), (7, 5, 0x80000003, 2))
-    expected = row_uniforms(keys, 1199, "cpu")
-    columns = philox_rows._to_torch(keys, device)
-    assert torch.equal(all_uniforms_on_device(columns, 1199).cpu(), expected)
-    listed = torch.tensor([[1198, 5, 6, 0], [3, 3, 700, 1]])
-    drawn = uniforms_on_device(columns, listed.to(device))
-    assert torch.equal(drawn.cpu(), expected.gather(1, listed))
-
-
-def test_blocks_do_not_show(monkeypatch):
-    """Rows and counters are worked on in blocks; the numbers do not depend on their size."""
-    keys = keys_of(*[(3, i, 0, 1) for i in range(7)])
-    whole = row_uniforms(keys, 61, "cpu")
-    monkeypatch.setattr(philox_rows, "_BLOCK", 5)
-    assert torch.equal(row_uniforms(keys, 61, "cpu"), whole)
-    assert torch.equal(row_uniforms(keys, 9, "cpu"), whole[:, :9])
+def test_numbers_have_the_finaliser_of_splitmix64(device):
+    """Known answers, of the seed 1234567; and the same from tensors, whose shifts extend signs."""
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    first, second = np.array([[1234567]]), np.array([[0]])
+    found = numbers((first, second), np.array([[1, 2, 3]]))
+    assert found.view(np.uint64)[0].tolist() == expected
+    random = np.random.default_rng(1)
+    first, second = random.integers(-(2**63), 2**63, (2, 5, 1))
+    indices = random.integers(0, 2**33, (5, 40))
+    on_device = numbers(
+        (torch.from_numpy(first).to(device), torch.from_numpy(second).to(device)),
+        torch.from_numpy(indices).to(device),
+    )
+    assert np.array_equal(on_device.cpu().numpy(), numbers((first, second), indices))
+    other = numbers((first, second + 1), indices)
+    assert (other != numbers((first, second), indices)).all()
 
 
 def test_a_uniform_is_never_0_and_never_1():
     """Both ends of the words map strictly inside (0, 1), and so does any sum around them."""
     assert 0.0 < uniform(0) < uniform(1) < uniform(FULL - 1) < uniform(FULL) < 1.0
-
-
-def test_public_forms_agree():
-    """`uniforms`, `uniforms_at` and row keys are three ways to ask for the same numbers."""
-    places = [Place(3, 0), Place(9, 0x80000001)]
-    table = uniforms(2**63 + 5, places, Stream.RESIDUAL, 10)
-    assert table.shape == (2, 10)
-    assert table.dtype == torch.float64
-    assert uniforms_at(2**63 + 5, places[1], Stream.RESIDUAL, [7, 2]).tolist() == [
-        table[1, 7],
-        table[1, 2],
-    ]
 
 
 @pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.GREEDY])
@@ -143,8 +101,8 @@ def test_round_places(rule):
     assert noise.place(5, sibling=2) == Place(77, 0x80020005)
     assert noise.place(INDEX_MAX, SIBLING_MAX) == Place(77, FULL)
     assert (noise.draft_stream, noise.residual_stream) == (Stream.DRAFT, Stream.RESIDUAL)
-    expected = uniforms(1, [noise.place(i) for i in range(4)], Stream.ACCEPT, 1)[:, 0]
-    assert list(noise.accept_uniforms(4)) == expected.tolist()
+    words = row_keys(1, [noise.place(i) for i in range(4)], [Stream.ACCEPT] * 4).words()[0]
+    assert list(noise.accept_uniforms(4)) == [uniform(int(word)) for word in words]
 
 
 @settings(deadline=None)
@@ -153,10 +111,9 @@ def test_a_batch_has_the_noise_of_its_rounds(rule, seed, length, k):
     """Every row of `NoiseBatch` carries the seed, place and stream that `RoundNoise` names."""
     noises = [RoundNoise(seed, rule, length), RoundNoise(5, rule, 3)]
     batch = NoiseBatch.of(noises)
-    draft = batch.draft_keys([k, 1], sibling=3 if rule.needs_q else 0)
-    sibling = 3 if rule.needs_q else 0
+    draft = batch.draft_keys([k, 1])
     expected_draft = [
-        (noise.seed, *place_words(noise, index, sibling), noise.draft_stream)
+        (noise.seed, *place_words(noise, index), noise.draft_stream)
         for noise, index in zip(noises, (k, 1), strict=True)
     ]
     assert rows_of(draft) == expected_draft
@@ -169,8 +126,8 @@ def test_a_batch_has_the_noise_of_its_rounds(rule, seed, length, k):
     assert batch.accept_uniforms(k).tolist() == [list(n.accept_uniforms(k)) for n in noises]
 
 
-def place_words(noise: RoundNoise, index: int, sibling: int = 0) -> tuple[int, int]:
-    place = noise.place(index, sibling)
+def place_words(noise: RoundNoise, index: int) -> tuple[int, int]:
+    place = noise.place(index)
     return place.a, place.b
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -207,6 +208,5 @@ def test_raw_logprobs():
 
 def test_the_bucket_search_reaches_the_end_of_a_row():
     """Where rounding leaves the goal above the whole mass, everything is kept."""
-    weights = torch.tensor([1.0, 0.5, 1e-30, 0.0], dtype=torch.float64)
-    threshold, kept = transforms._long_head_end(weights, torch.tensor([1.6], dtype=torch.float64))
+    threshold, kept = transforms._long_head_end(np.array([1.0, 0.5, 1e-30, 0.0]), 1.6)
     assert (float(threshold), int(kept)) == (0.0, 4)

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from outrider.errors import InvariantError
-from outrider.speculation.noise import RoundNoise, Stream
-from outrider.speculation.noise_rows import NoiseBatch, uniforms
+from outrider.speculation.noise import RoundNoise, Stream, row_keys
+from outrider.speculation.noise_rows import NoiseBatch
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
+from outrider.speculation.race import race
 from outrider.speculation.sampling import Rule
-from outrider.speculation.scoring import DraftRows, score, score_rows, verdict_law
 from outrider.speculation.verdict import Verdict
+from outrider.speculation.verification import DraftRows, score, score_rows, verdict_law
 
 P = torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.4, 0.0], [0.1, 0.1, 0.8]], dtype=torch.float64)
 HALF = COUNT_TOTAL // 2
@@ -20,8 +21,7 @@ Q2 = DraftDistribution((0, 1), (COUNT_TOTAL // 4, 3 * COUNT_TOTAL // 4))
 
 
 def winner(weights: torch.Tensor, noise: RoundNoise, index: int, stream: Stream) -> int:
-    u = uniforms(noise.seed, [noise.place(index)], stream, len(weights))[0]
-    return int((weights / -u.log()).argmax())
+    return int(race(weights[None], row_keys(noise.seed, [noise.place(index)], [stream])))
 
 
 def test_token_rule_by_hand(device):

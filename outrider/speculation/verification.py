@@ -1,0 +1,422 @@
+"""What the target says of a proposal. Rows are p_1..p_{K+1}; row n (from 0) follows n draft tokens.
+
+| rule    | acceptance probability of x_i       | law of correction n < K     | source         |
+| ------- | ----------------------------------- | --------------------------- | -------------- |
+| token   | min(1, p_i(x_i) / q_i(x_i))         | pos(p_{n+1} - q_{n+1})      | Leviathan 2023 |
+| block   | h_i = Z_i / (Z_i + 1 - pi_i), i < K | pos(pi_n p_{n+1} - q_{n+1}) | Sun, ICLR 2025 |
+|         | h_K = pi_K                          | with sum Z_n                |                |
+| coupled | 1 if x_i is the target's own draw   | the target's own draw       | Daliri 2024    |
+| greedy  | 1 if x_i is the likeliest token     | the likeliest token         |                |
+
+Correction K is a draw from p_{K+1} under every rule. pi_0 = 1, and
+pi_i = min(1, pi_{i-1} p_i(x_i) / q_i(x_i)); pos(z) = max(z, 0).
+
+Of a tree row 0 follows the last committed token and row i + 1 draft token i. Under coupled and
+greedy a draft token is accepted that is the row's own token before it. Under token siblings
+s_1, s_2, .. behind a row p, drawn from q without replacement, are tried in turn: with p^1 = p and
+q^1 = q, s_j is accepted with min(1, p^j(s_j) / q^j(s_j)), and then p^{j+1} = norm(pos(p^j - q^j)),
+q^{j+1} = norm(q^j without s_j); what follows if all are refused is drawn from the last p^{j+1}, and
+what follows a leaf from p (recursive rejection: SpecInfer, arXiv 2305.09781; without replacement:
+Sequoia, arXiv 2402.12374). Block has no tree.
+
+Rows come as weights: p up to a factor, with the sum of each row. A token beyond the width of p has
+p = 0, a token outside a q's support q = 0: the vocabularies of draft and target may be padded
+differently, and a residual always covers the target's whole one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Final
+
+import numpy as np
+import torch
+
+from outrider.errors import check
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.noise_rows import NoiseBatch
+from outrider.speculation.philox import RowKeys
+from outrider.speculation.proposal import COUNT_TOTAL, Proposal
+from outrider.speculation.race import BLOCK, IntArray, RealArray, race
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.transforms import (
+    TokenHistory,
+    check_weights,
+    likeliest,
+    row_sums,
+    write_weights,
+)
+from outrider.speculation.verdict import Verdict
+
+_NEARLY_EMPTY: Final = 1e-4
+"""Part of a row's mass; only where less than this is left of it, all of it may be gone."""
+
+_PI_MIN: Final = 1e-290
+"""A path whose ratio is less is not taken; its reciprocal times any mass is a finite number."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """B proposals of K tokens each, with sparse q of at most M entries a position.
+
+    `token_ids` [B, K] int64; `support` [B, K, M] int64 ids, distinct among those with mass;
+    `mass` [B, K, M] float64, q of each (0 pads). Under rules without q, M = 0."""
+
+    token_ids: torch.Tensor
+    support: torch.Tensor
+    mass: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictLaw:
+    """`accept` [B, K] float64, and `weights` [B, K+1, V] float64: correction n of proposal b is
+    token v with probability weights[b, n, v] / weights[b, n].sum()."""
+
+    accept: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Question:
+    """What a verdict is made from."""
+
+    logits: torch.Tensor
+    """[N + 1, V] of any float type on any device; unchanged."""
+    params: SamplingParams
+    history: TokenHistory
+    """What penalties count; a tree has none."""
+    proposal: Proposal
+    noise: RoundNoise
+
+    def check(self) -> None:
+        """Raises `InvariantError` for parts that do not fit together."""
+        proposal = self.proposal
+        _check_rows(self.logits, proposal)
+        is_chain = not (self.params.penalised and proposal.parents)
+        check(is_chain, "penalties count the tokens of a chain")
+        check_q(proposal, self.noise.rule)
+
+
+def verdicts_from_logits(questions: Sequence[Question]) -> list[Verdict]:
+    """Verdicts on the proposals of several sessions, whose logits are of one width, type and
+    device, in one pass over all their rows. Each is what it would be alone, bit for bit. Raises
+    `InvariantError` for a q that is missing where the rule needs it, for a draft token outside it,
+    and where `target_probabilities` does."""
+    for question in questions:
+        question.check()
+    verdicts: dict[int, Verdict] = {}
+    drawn: list[int] = []
+    for index, question in enumerate(questions):
+        if question.params.greedy and question.noise.rule is Rule.GREEDY:
+            own = likeliest(question.logits, question.params, question.history)
+            verdicts[index] = _own_tokens(own, question.proposal)
+        else:
+            drawn.append(index)
+    if drawn:
+        chosen = [questions[index] for index in drawn]
+        weights = _weights(chosen)
+        sums = check_weights(weights, [question.logits for question in chosen]).cpu().numpy()
+        found = _verdicts(weights, sums, [(each.proposal, each.noise) for each in chosen])
+        verdicts |= dict(zip(drawn, found, strict=True))
+    return [verdicts[index] for index in range(len(questions))]
+
+
+def verdict_from_logits(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    history: TokenHistory,
+    proposal: Proposal,
+    noise: RoundNoise,
+) -> Verdict:
+    """The verdict on one proposal."""
+    return verdicts_from_logits([Question(logits, params, history, proposal, noise)])[0]
+
+
+def score(probabilities: torch.Tensor, proposal: Proposal, noise: RoundNoise) -> Verdict:
+    """The verdict on one proposal under `noise.rule`. `probabilities` [N + 1, V] float64, after
+    every sampling transform, rows summing to 1; unchanged. Raises `InvariantError` for other shapes
+    or a q that is missing where the rule needs it (`require_q` refuses such a request)."""
+    _check_rows(probabilities, proposal)
+    check_q(proposal, noise.rule)
+    weights = _padded(probabilities)
+    return _verdicts(weights, row_sums(weights).cpu().numpy(), [(proposal, noise)])[0]
+
+
+def _check_rows(rows: torch.Tensor, proposal: Proposal) -> None:
+    num_rows = len(proposal) + 1
+    check(
+        rows.dim() == 2 and rows.shape[1] > 0 and len(rows) == num_rows,
+        f"a proposal of {num_rows - 1} tokens needs rows [{num_rows}, vocabulary], got "
+        f"{tuple(rows.shape)}",
+    )
+
+
+def check_q(proposal: Proposal, rule: Rule) -> None:
+    """Raises `InvariantError` for a q that is missing where the rule needs it, and for a tree where
+    the rule has none."""
+    check(rule is not Rule.BLOCK or not proposal.parents, "block verification has no tree")
+    check(
+        not rule.needs_q or len(proposal.q) == len(proposal.tree.groups),
+        f"rule {rule.value} needs q for each of {len(proposal)} tokens",
+    )
+
+
+def _weights(questions: Sequence[Question]) -> torch.Tensor:
+    """The rows of all questions, one after another, [R, V] rounded up to whole blocks."""
+    first = questions[0].logits
+    num_rows = sum(len(question.logits) for question in questions)
+    width = -(-first.shape[1] // BLOCK) * BLOCK
+    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+    weights = torch.empty((num_rows, width), dtype=dtype, device=first.device)
+    start = 0
+    for question in questions:
+        end = start + len(question.logits)
+        write_weights(question.logits, question.params, question.history, weights[start:end])
+        start = end
+    return weights
+
+
+def _padded(probabilities: torch.Tensor) -> torch.Tensor:
+    """A copy, as wide as whole blocks."""
+    return torch.nn.functional.pad(probabilities, (0, -probabilities.shape[1] % BLOCK)).contiguous()
+
+
+def _verdicts(
+    weights: torch.Tensor, sums: RealArray, entries: Sequence[tuple[Proposal, RoundNoise]]
+) -> list[Verdict]:
+    """From the rows of all proposals, one after another; `weights` and `sums` change."""
+    accept: dict[int, tuple[float, ...]] = {}
+    chains: dict[tuple[Rule, int], list[tuple[int, int]]] = {}
+    starts: list[int] = []
+    start = 0
+    for index, (proposal, noise) in enumerate(entries):
+        starts.append(start)
+        if noise.rule is Rule.TOKEN and proposal.parents:
+            end = start + len(proposal) + 1
+            accept[index] = _to_tree_law(weights[start:end], sums[start:end], proposal)
+        elif noise.rule.needs_q:
+            chains.setdefault((noise.rule, len(proposal)), []).append((index, start))
+        start += len(proposal) + 1
+    for (rule, num_draft_tokens), places in chains.items():
+        drafts = _drafts([entries[index][0] for index, _ in places])
+        rows = np.array([[at] for _, at in places]) + np.arange(num_draft_tokens)
+        law = _to_chain_law(rule, weights, sums, rows, drafts)
+        for (index, _), row in zip(places, law.tolist(), strict=True):
+            accept[index] = tuple(row)
+    drawn = race(weights, RowKeys.joined([_keys(*entry) for entry in entries])).tolist()
+    verdicts = []
+    for index, (at, (proposal, noise)) in enumerate(zip(starts, entries, strict=True)):
+        end = at + len(proposal) + 1
+        own = drawn[at:end]
+        if noise.rule is Rule.GREEDY:
+            own = weights[at:end].argmax(dim=1).tolist()
+        if noise.rule.needs_q:
+            verdicts.append(Verdict(accept[index], tuple(own)))
+        else:
+            verdicts.append(_own_tokens(own, proposal))
+    return verdicts
+
+
+def _keys(proposal: Proposal, noise: RoundNoise) -> RowKeys:
+    """Of what follows the last committed token and each draft token."""
+    return noise.tree_keys(proposal.tree)
+
+
+def _own_tokens(own: list[int], proposal: Proposal) -> Verdict:
+    """Each draft token is accepted iff it is what the target takes itself there: `own` [N + 1]."""
+    pairs = zip(proposal.tree.parents, proposal.token_ids, strict=True)
+    return Verdict(tuple(float(own[parent + 1] == ids) for parent, ids in pairs), tuple(own))
+
+
+def tree_law(
+    probabilities: torch.Tensor, proposal: Proposal
+) -> tuple[tuple[float, ...], torch.Tensor]:
+    """The verdict on a tree before any noise, under token: accept [N] and weights [N + 1, V] of
+    what follows, see `VerdictLaw`. `probabilities` [N + 1, V] unchanged."""
+    weights = probabilities.clone()
+    return _to_tree_law(weights, row_sums(weights).cpu().numpy(), proposal), weights
+
+
+def _to_tree_law(weights: torch.Tensor, sums: RealArray, proposal: Proposal) -> tuple[float, ...]:
+    """`tree_law` in place: the rows of siblings become the weights of what follows if all of these
+    are refused."""
+    tree = proposal.tree
+    accept = [0.0] * len(proposal)
+    for group, entry in zip(tree.groups, proposal.q, strict=True):
+        row = np.array([[tree.parents[group[0]] + 1]])
+        left = {} if entry is None else dict(zip(entry.token_ids, entry.counts, strict=True))
+        for index in group:
+            token_id = proposal.token_ids[index]
+            if entry is None:
+                left = {token_id: 1}
+            support = np.array([[list(left)]], dtype=np.int64)
+            mass = np.array([[list(left.values())]], dtype=np.float64) / sum(left.values())
+            places = _Places.of(weights, row, np.array([[token_id]]), support, mass)
+            accept[index] = min(1.0, float(places.p[0, 0] / sums[row[0, 0]] / places.q[0, 0]))
+            left_over = places.subtract(weights, sums, row, sums[row])
+            sums[row] = np.where(left_over > 0, left_over, sums[row])
+            del left[token_id]
+    return tuple(accept)
+
+
+def score_rows(
+    probabilities: torch.Tensor, drafts: DraftRows, noise: NoiseBatch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Verdicts on B proposals of K tokens: accept [B, K] float64 and correction [B, K+1] int64.
+    `probabilities` [B, K+1, V], unchanged."""
+    shape = probabilities.shape[:2]
+    if noise.rule is Rule.GREEDY:
+        own = probabilities.argmax(dim=2)
+        return (own[:, :-1] == drafts.token_ids).double(), own
+    keys = noise.correction_keys(shape[1] - 1)
+    if noise.rule.needs_q:
+        law = verdict_law(noise.rule, probabilities, drafts)
+        return law.accept, race(law.weights.flatten(0, 1), keys).view(shape)
+    own = race(probabilities.flatten(0, 1), keys).view(shape)
+    return (own[:, :-1] == drafts.token_ids).double(), own
+
+
+def verdict_law(rule: Rule, probabilities: torch.Tensor, drafts: DraftRows) -> VerdictLaw:
+    """The verdict before any noise, under token or block. `probabilities` [B, K+1, V] unchanged."""
+    check(rule.needs_q, f"under rule {rule.value} a verdict is not a law but a draw")
+    num, width = probabilities.shape[:2]
+    weights = probabilities.flatten(0, 1).clone()
+    rows = np.arange(num * width).reshape(num, width)[:, :-1]
+    host = DraftRows(*(each.cpu() for each in (drafts.token_ids, drafts.support, drafts.mass)))
+    accept = _to_chain_law(rule, weights, row_sums(weights).cpu().numpy(), rows, host)
+    return VerdictLaw(
+        torch.from_numpy(accept).to(weights.device), weights.view(probabilities.shape)
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Places:
+    """The places [B, K, M] of q in some rows of weights, on the CPU, where arithmetic on so few
+    numbers takes less time than its calls on a device."""
+
+    flat: torch.Tensor
+    """[B * K * M], of weights in one dimension."""
+    before: RealArray
+    """[B, K, M]: the weights there; 0 beyond their width."""
+    mass: RealArray
+    """[B, K, M]: q; 0 beyond the width of the weights."""
+    p: RealArray
+    """[B, K]: the weight of each draft token ..."""
+    q: RealArray
+    """... and its q."""
+
+    @classmethod
+    def of(
+        cls,
+        weights: torch.Tensor,
+        rows: IntArray,
+        token_ids: IntArray,
+        support: IntArray,
+        mass: RealArray,
+    ) -> _Places:
+        """Of draft tokens [B, K] and their q [B, K, M] in `rows` [B, K] of `weights` [R, V]."""
+        width = weights.shape[1]
+        inside = support < width
+        flat = torch.from_numpy((rows[..., None] * width + np.where(inside, support, 0)).ravel())
+        flat = flat.to(weights.device)
+        found = weights.view(-1).take(flat).double().cpu().numpy().reshape(support.shape)
+        before = np.where(inside, found, 0.0)
+        is_drafted = (support == token_ids[..., None]) & (mass > 0)
+        p, q = (before * is_drafted).sum(axis=2), (mass * is_drafted).sum(axis=2)
+        check(bool((q > 0).all()), "a draft token lies outside the distribution it was drawn from")
+        return cls(flat, before, np.where(inside, mass, 0.0), p, q)
+
+    def subtract(
+        self, weights: torch.Tensor, sums: RealArray, rows: IntArray, amounts: RealArray
+    ) -> RealArray:
+        """Takes `amounts` [B, K] times q from the rows, down to 0, and returns the sums of what is
+        left: [B, K]. A row of which nothing is left stays as it was, and its sum is 0: nobody asks
+        for its token but through a rounding error, as its draft token is accepted, or none of the
+        path up to it is."""
+        change = np.maximum(self.before - self.mass * amounts[..., None], 0.0) - self.before
+        self._add(weights, change)
+        left: RealArray = np.maximum(sums[rows] + change.sum(axis=2), 0.0)
+        suspects = np.nonzero(left <= _NEARLY_EMPTY * sums[rows])
+        if len(suspects[0]):
+            tops = weights[torch.from_numpy(rows[suspects]).to(weights.device)].amax(dim=1)
+            is_empty = np.zeros(left.shape, dtype=bool)
+            is_empty[suspects] = (tops <= 0).cpu().numpy()
+            self._add(weights, np.where(is_empty[..., None], -change, 0.0))
+            left[is_empty] = 0.0
+        return left
+
+    def _add(self, weights: torch.Tensor, change: RealArray) -> None:
+        values = torch.from_numpy(change.ravel()).to(weights.device, weights.dtype)
+        weights.view(-1).index_add_(0, self.flat, values)
+
+
+def _to_chain_law(
+    rule: Rule, weights: torch.Tensor, sums: RealArray, rows: IntArray, drafts: DraftRows
+) -> RealArray:
+    """Acceptance [B, K] of B chains, whose draft token i is judged by row `rows[b, i]` of `weights`
+    [R, V] with their `sums` [R]; these rows become the weights of the corrections."""
+    token_ids, support, mass = (
+        each.numpy() for each in (drafts.token_ids, drafts.support, drafts.mass)
+    )
+    places = _Places.of(weights, rows, token_ids, support, mass)
+    totals = sums[rows]
+    p, q = places.p / totals, places.q
+    if rule is Rule.TOKEN:
+        places.subtract(weights, sums, rows, totals)
+        accept: RealArray = np.minimum(p / q, 1.0)
+        return accept
+    pi = _path_ratios(p, q)
+    before = pi[:, :-1]
+    # pos(pi p - q) is in proportion to pos(p - q / pi); a path with pi = 0 is never taken.
+    is_possible = before > _PI_MIN
+    amounts = np.where(is_possible, totals / np.where(is_possible, before, 1.0), 0.0)
+    left = places.subtract(weights, sums, rows, amounts)
+    return _block_acceptance(pi, before * left / totals)
+
+
+def _path_ratios(p: RealArray, q: RealArray) -> RealArray:
+    """pi_0..pi_K, [B, K+1], from p and q at the draft tokens, [B, K]; summed as logarithms, so that
+    a long path of small ratios does not vanish before a large one comes."""
+    with np.errstate(divide="ignore"):
+        log_ratio = np.log(p) - np.log(q)
+    log_pi = np.zeros((len(p), p.shape[1] + 1))
+    for i in range(p.shape[1]):
+        np.minimum(log_pi[:, i] + log_ratio[:, i], 0.0, out=log_pi[:, i + 1])
+    pi: RealArray = np.exp(log_pi)
+    return pi
+
+
+def _block_acceptance(pi: RealArray, z: RealArray) -> RealArray:
+    """h_1..h_K, [B, K], from pi_0..pi_K, [B, K+1], and Z_0..Z_K-1, [B, K]."""
+    accept = pi[:, 1:].copy()
+    inner, after = pi[:, 1:-1], z[:, 1:]
+    room = after + (1.0 - inner)
+    np.divide(after, room, out=accept[:, :-1], where=room > 0)
+    accept[:, :-1][room <= 0] = 1.0
+    return accept
+
+
+def _drafts(proposals: Sequence[Proposal]) -> DraftRows:
+    """Chains of one length as rows; a one-hot position is a support of its own token."""
+    supports, counts, sizes = [], [], []
+    for proposal in proposals:
+        for token_id, entry in zip(proposal.token_ids, proposal.q, strict=True):
+            supports.append((token_id,) if entry is None else entry.token_ids)
+            counts.append((COUNT_TOTAL,) if entry is None else entry.counts)
+            sizes.append(len(supports[-1]))
+    shape = (len(proposals), len(proposals[0]))
+    num, width = sum(sizes), max(sizes, default=0)
+    filled = np.arange(width) < np.array(sizes, dtype=np.int64)[:, None]
+    support = np.zeros(filled.shape, dtype=np.int64)
+    support[filled] = np.fromiter(chain.from_iterable(supports), np.int64, num)
+    mass = np.zeros(filled.shape)
+    mass[filled] = np.fromiter(chain.from_iterable(counts), np.float64, num)
+    mass /= COUNT_TOTAL
+    token_ids = np.array([proposal.token_ids for proposal in proposals], dtype=np.int64)
+    return DraftRows(
+        token_ids=torch.from_numpy(token_ids),
+        support=torch.from_numpy(support.reshape(*shape, width)),
+        mass=torch.from_numpy(mass.reshape(*shape, width)),
+    )

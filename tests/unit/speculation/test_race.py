@@ -1,0 +1,144 @@
+"""The race, its waits, and that most of them need not be made."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from outrider.speculation.noise import Place, RoundNoise, Stream, row_keys
+from outrider.speculation.noise_rows import NoiseBatch
+from outrider.speculation.philox import RowKeys
+from outrider.speculation.race import BLOCK, dense_race, numbers, race, scores, token_keys
+from outrider.speculation.sampling import Rule
+
+ALPHA = 1e-6
+
+
+def keys_of(num_rows: int, seed: int = 5) -> RowKeys:
+    places = [Place(row, 0) for row in range(num_rows)]
+    return row_keys(seed, places, [Stream.TARGET] * num_rows)
+
+
+def waits(num_rows: int, width: int, seed: int = 5) -> np.ndarray:
+    ones = torch.ones(num_rows, width, dtype=torch.float64)
+    return 1 / scores(ones, torch.arange(width)[None], keys_of(num_rows, seed)).numpy()
+
+
+def every_wait(weights: torch.Tensor, keys: RowKeys) -> torch.Tensor:
+    first, second = map(torch.from_numpy, token_keys(keys))
+    return dense_race(weights, (first, second))
+
+
+def test_waits_by_hand():
+    """Two of one block, one of them the first of it, and one of another block."""
+    keys = keys_of(1, seed=77)
+
+    def exponential(number: int) -> float:
+        return -math.log(((number >> 12) + 0.5) / 2**52)
+
+    def number(index: int) -> int:
+        found = numbers(token_keys(keys), np.array([[index]]))
+        return int(found.view(np.uint64)[0, 0])
+
+    block = number(2**32 + 3)
+    least, first = exponential(block) / BLOCK, 3 * BLOCK + block % BLOCK
+    other = 3 * BLOCK + (block + 1) % BLOCK
+    ids = torch.tensor([[first, other]])
+    found = 1 / scores(torch.ones(1, 2, dtype=torch.float64), ids, keys)
+    assert found[0].tolist() == pytest.approx([least, least + exponential(number(other))])
+
+
+def test_waits_are_independent_and_exponential():
+    """Of 4,000 rows by 300 tokens: each wait is Exp(1) (Kolmogorov-Smirnov), no two tokens of a
+    block, of neighbouring blocks or of neighbouring rows are correlated, and the least wait of a
+    block is as likely at each token. False alarm: 1e-6 each."""
+    drawn = waits(4000, 300)
+    assert stats.kstest(drawn.ravel()[::7], "expon").pvalue > ALPHA
+    assert stats.kstest(drawn[:, 5], "expon").pvalue > ALPHA
+    uniform = np.exp(-drawn)
+    for one, other in (
+        (uniform[:, :-1], uniform[:, 1:]),
+        (uniform[:, :BLOCK], uniform[:, BLOCK : 2 * BLOCK]),
+        (uniform[:-1], uniform[1:]),
+    ):
+        assert stats.pearsonr(one.ravel(), other.ravel()).pvalue > ALPHA
+    pairs = stats.contingency.crosstab(*(np.minimum(uniform[:, [3, 9]] * 8, 7).astype(int).T))
+    assert stats.chi2_contingency(pairs.count).pvalue > ALPHA
+    first = np.bincount(drawn[:, :BLOCK].argmin(axis=1), minlength=BLOCK)
+    assert stats.chisquare(first).pvalue > ALPHA
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    width=st.sampled_from([1, 700, 4 * BLOCK + 1, 40 * BLOCK, 5000]),
+    spread=st.sampled_from([0.0, 1.0, 4.0, 20.0]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    zeros=st.sampled_from([0.0, 0.5, 0.999]),
+)
+def test_the_winner_is_that_of_all_waits(seed, width, spread, dtype, zeros):
+    """Flat, peaked and sparse rows, of whole blocks or not; weights stay as they were."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = (torch.randn(4, width, generator=generator, dtype=dtype) * spread).softmax(dim=1)
+    weights[torch.rand(4, width, generator=generator) < zeros] = 0.0
+    weights[3] = 0.0
+    before, keys = weights.clone(), keys_of(4, seed)
+    won = race(weights, keys)
+    assert torch.equal(won, every_wait(weights, keys))
+    assert won[3] == 0
+    assert torch.equal(weights, before)
+    for row in range(4):
+        assert race(weights[row : row + 1], keys.of([row])) == won[row]
+
+
+def test_few_waits_are_made(monkeypatch):
+    """Of a vocabulary of 49,152 one number for each block, and fewer than 500 others a row."""
+    made = []
+
+    def counted(keys, indices):
+        made.append(indices.size)
+        return numbers(keys, indices)
+
+    monkeypatch.setattr("outrider.speculation.race.numbers", counted)
+    logits = torch.randn(8, 49152, generator=torch.Generator().manual_seed(3))
+    for spread in (0.0, 1.0, 3.0, 8.0):
+        made.clear()
+        race((logits * spread).softmax(dim=1), keys_of(8))
+        assert made[0] == 49152 // BLOCK
+        assert sum(made[1:]) < 8 * 500
+
+
+def test_winners_have_the_law_of_the_weights():
+    """20,000 rows of 3,000 tokens, twenty of which have most of the mass, by the pruned race:
+    Pearson's chi-square over these and the rest. False alarm: 1e-6."""
+    num = 20_000
+    weights = torch.full((3000,), 1e-4)
+    weights[::150] = torch.arange(1.0, 21.0)
+    noise = NoiseBatch(
+        np.arange(num, dtype=np.uint64), Rule.COUPLED, np.full(num, 3, dtype=np.uint64)
+    )
+    keys = noise.correction_keys(0)
+    won = np.concatenate([
+        race(weights.expand(500, -1), keys.of(slice(start, start + 500))).numpy()
+        for start in range(0, num, 500)
+    ])  # fmt: skip
+    p = (weights.double() / weights.double().sum()).numpy()
+    cells = np.where(np.arange(3000) % 150 == 0, np.arange(3000) // 150, 20)
+    counts = np.bincount(cells[won], minlength=21)
+    assert stats.chisquare(counts, np.bincount(cells, weights=p) * num).pvalue > ALPHA
+
+
+def test_draft_and_target_race_alike():
+    """Nearly equal rows, of vocabularies that are padded differently, have mostly one winner."""
+    logits = torch.randn(400, 3000, generator=torch.Generator().manual_seed(4)) * 2
+    noises = [RoundNoise(seed, Rule.COUPLED, 9) for seed in range(400)]
+    keys = NoiseBatch.of(noises).draft_keys([0] * 400)
+    target = race(logits.softmax(dim=1), keys)
+    draft = race((logits + 0.1 * torch.randn_like(logits))[:, :2900].softmax(dim=1), keys)
+    assert (target == draft).double().mean() > 0.8
