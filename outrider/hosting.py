@@ -169,10 +169,6 @@ def build_engine(
     )
     if ranks is not None:  # they hold the same pages
         num_bytes = least(ranks, num_bytes, device)
-    shares_cores = (
-        role == "target" and ranks is None and not (config.num_threads or config.deterministic)
-    )
-
     def all_agree(fine: bool) -> bool:
         return fine if ranks is None else bool(least(ranks, fine, device))
 
@@ -182,7 +178,7 @@ def build_engine(
             info,
             max_num_seqs=config.step_sessions,
             kv_cache_memory_bytes=num_bytes,
-            narrow_threads=max(1, num_threads - 1) if shares_cores else None,
+            narrow_threads=_narrow_threads(config, role, num_threads, ranks),
             deterministic=config.deterministic,
             acceleration=acceleration,
             all_agree=all_agree,
@@ -198,6 +194,15 @@ def build_engine(
                 f"holds, which is {engine.info.max_model_len}",
             )
     return engine
+
+
+def _narrow_threads(
+    config: TargetConfig | DraftConfig, role: str, num_threads: int, ranks: Ranks | None
+) -> int | None:
+    """Threads of a target's small steps, beside which a core is left to messages; None = all."""
+    if role != "target" or ranks is not None or config.num_threads or config.deterministic:
+        return None
+    return max(1, num_threads - 1)
 
 
 def _kernels(

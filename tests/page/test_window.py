@@ -204,7 +204,7 @@ async def test_speed_is_told_without_the_first_token(window: Browser, stack: Sta
 
 
 async def test_what_was_refused_can_be_kept_and_replayed(window: Browser, stack: Stack) -> None:
-    await off(generate, window, prompt="x y", seed=9, temperature=1, max_tokens=30, compare=False)
+    await off(generate, window, prompt="x y", seed=9, temperature=1, max_tokens=100, compare=False)
     ids, text = await off(window.run, IDS), await off(window.run, TEXT)
     await off(window.run, "document.getElementById('keep').click()")
     refused = "return [...document.querySelectorAll('#text .refused')].map(one => one.textContent)"

@@ -283,7 +283,8 @@ def test_a_session_that_has_an_owner_is_asked_for_when_that_ones_lease_is_over()
         each: Any = [gone, other]
         found = [event async for event in ResumingTransport(each).generate(REQUEST, 600.0)]
         assert found == [STARTED, FIRST, SECOND, FINISHED]
-        assert 1.7 <= asyncio.get_running_loop().time() < 1.7 + LEASE_WAIT_SPREAD_MS / 1e3
+        # The first question is put a moment after the stream broke.
+        assert 1.7 <= asyncio.get_running_loop().time() < 1.8 + LEASE_WAIT_SPREAD_MS / 1e3
         assert len(gone.asked) == 2
 
     run_virtually(main())
