@@ -28,14 +28,15 @@ _VOLATILE_CONFIG_KEYS: Final = frozenset(
 
 
 def numerics_fingerprint(device: torch.device, *details: object) -> str:
-    """Of the versions of torch and transformers, the instructions and caches of the processor or
+    """Of the versions of torch, transformers and this project, whose noise may change, the instructions and caches of the processor or
     the model of the device, and of what else logits depend on beside the weights."""
     if device.type == "cuda":
         machine: object = torch.cuda.get_device_name(device)
     else:
         found = torch.cpu.get_capabilities()
         machine = sorted((name, found[name]) for name in found.keys() - _COUNTS)
-    text = repr((torch.__version__, version("transformers"), machine, details))
+    versions = (torch.__version__, version("transformers"), version("outrider"))
+    text = repr((versions, machine, details))
     return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 

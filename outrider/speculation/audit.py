@@ -8,8 +8,8 @@ more tokens there are. Its mean is the cross entropy of what was drawn from less
 tokens of another distribution are mostly more surprising, those of one that is sharper less. A
 distribution that differs from p and has the same mean surprise is not seen.
 
-Greedy tokens are compared with the likeliest one. The transforms are those of `transforms`, which
-verdicts on a CPU are not made with: what is wrong in one of them shows.
+Greedy tokens are compared with the likeliest one. The transforms are those that verdicts are made
+with, in float64: an audit finds wrong noise, acceptance or residuals, and not a wrong transform.
 """
 
 from __future__ import annotations
