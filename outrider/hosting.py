@@ -169,6 +169,7 @@ def build_engine(
     )
     if ranks is not None:  # they hold the same pages
         num_bytes = least(ranks, num_bytes, device)
+
     def all_agree(fine: bool) -> bool:
         return fine if ranks is None else bool(least(ranks, fine, device))
 

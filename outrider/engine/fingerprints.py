@@ -28,8 +28,9 @@ _VOLATILE_CONFIG_KEYS: Final = frozenset(
 
 
 def numerics_fingerprint(device: torch.device, *details: object) -> str:
-    """Of the versions of torch, transformers and this project, whose noise may change, the instructions and caches of the processor or
-    the model of the device, and of what else logits depend on beside the weights."""
+    """Of the versions of torch, transformers and this project, whose noise may change, the
+    instructions and caches of the processor or the model of the device, and of what else logits
+    depend on beside the weights."""
     if device.type == "cuda":
         machine: object = torch.cuda.get_device_name(device)
     else:
