@@ -2,19 +2,22 @@
 
 All of Outrider reads the time from `asyncio.get_running_loop().time()` and waits with asyncio, so
 the same code runs on either. Here a wait costs nothing: when every task waits, the clock jumps to
-the next timer. Threads and sockets are not awaited; work on other threads has no place here.
+the next timer. Sockets are not awaited, and what is meant for another thread runs in place, in no
+time: how long a thread takes would otherwise decide how much virtual time passes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 from outrider.errors import InvariantError
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class _VirtualSelector(selectors.DefaultSelector):
@@ -54,6 +57,17 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def wait(self, seconds: float | None) -> None:
         """Moves the clock. Raises `InvariantError` for None: nothing could ever happen again."""
         self._virtual.wait(seconds)
+
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: Unpack[Ts]
+    ) -> asyncio.Future[T]:
+        """Calls `func` at once, on this thread."""
+        done: asyncio.Future[T] = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001 - it belongs to the caller that awaits the future
+            done.set_exception(error)
+        return done
 
 
 def run_virtually(main: Coroutine[Any, Any, T]) -> T:
