@@ -3,10 +3,12 @@ machine. A row's result does not depend on others: each is worked out alone."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
-from outrider.engine.cpu.kernels import Spans
+from outrider.engine.cpu.kernels import LayerParts, RunLayers, Spans
 from outrider.engine.kv_cache import BlockedKeysAndValues
 
 
@@ -114,6 +116,9 @@ class ReferenceKernels:
                     query[row], cache, spans.pages[index], first, seen, scaling, softcap
                 )
         return output
+
+    def at_once(self, layers: Sequence[LayerParts]) -> RunLayers | None:
+        return None
 
     def _attend_row(
         self,

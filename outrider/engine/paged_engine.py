@@ -23,6 +23,7 @@ import torch
 
 from outrider.engine.attention import AttentionLayer, LayerPages, find_layers
 from outrider.engine.chains import Chain, Draws
+from outrider.engine.contended_threads import ContendedThreads
 from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder, fused_decoder
 from outrider.engine.cpu.fused_steps import NO_LIMITS, FusedSteps
 from outrider.engine.cpu.kernels import Kernels
@@ -57,13 +58,8 @@ from outrider.errors import ConfigError, InvariantError, check
 from outrider.limits import ENGINE_SEQUENCES_MAX, KV_CACHE_BYTES_DEFAULT, PAGE_SIZE
 
 WIDE_STEP_ROWS: Final = 16
-"""From so many tokens on a step gains more by another thread than it loses where the thread must
-share its core with messages, a coordinator or a store: then all threads of a step wait for it.
-Measured on two cores of an AMD EPYC with 135M weights in bfloat16, on one thread and on two: 16.4
-and 14.9 ms for 1 token, 26 and 21 for 16, 39 and 28 for 1 of 16 sessions, 187 and 107 for 256;
-through the services plain decoding had 0.98 of the speed of the engine alone with one thread, and
-0.67 with two. Of an Intel Xeon 36 and 23 ms for 1 token: there two are quicker throughout, see
-`settle_narrow_threads`."""
+"""Steps of fewer tokens are timed against each other, to notice that other processes use the
+cores; longer ones take too different times for that."""
 _log = logging.getLogger(__name__)
 
 
@@ -79,7 +75,7 @@ class PagedEngine:
         max_num_seqs: int = ENGINE_SEQUENCES_MAX,
         kv_cache_memory_bytes: int = KV_CACHE_BYTES_DEFAULT,
         page_size: int = PAGE_SIZE,
-        narrow_threads: int | None = None,
+        contended_threads: int | None = None,
         deterministic: bool = False,
         acceleration: Acceleration | None = None,
         all_agree: Callable[[bool], bool] = bool,
@@ -88,29 +84,28 @@ class PagedEngine:
         exit_head: LoadedExit | None = None,
         kernels: Kernels | None = None,
     ) -> None:
-        """At most `max_num_seqs` sequences in one step; pages for at most
-        `kv_cache_memory_bytes`, and no more than so many sequences of full length fill. A step of
-        fewer than `WIDE_STEP_ROWS` tokens has `narrow_threads`, if given; others have those that
-        the numeric library is set to now. `deterministic`: the logits of a chain's tokens are
-        bit-equal however they come to be run, alone or beside others, at once or in parts, or
-        after a prefix that others ran. `acceleration` is what steps are run with where they are
-        not deterministic; where the trial fails with it, steps are run without. Ranks that share
-        the model do the same then: `all_agree` is whether all of them say yes. With `draft_heads`,
-        or if it `shows_features`, it has `features`, and `acceleration` may record no steps:
-        replays show none. With an `exit_head` it has `forward_shallow` for it, whose steps are
-        never recorded. `kernels` are those that the modules were replaced for (`speed_up`): where
-        they fit the whole model, and the trial passes with them, all steps run on them.
+        """At most `max_num_seqs` sequences in one step; pages for at most `kv_cache_memory_bytes`,
+        and no more than so many sequences of full length fill. Steps have the threads
+        that the numeric library is set to now; with `contended_threads`, those of fewer than
+        `WIDE_STEP_ROWS` tokens have so many while other processes use the cores.
+        `deterministic`: the logits of a chain's tokens are bit-equal however they come to be run,
+        alone or beside others, at once or in parts, or after a prefix that others ran.
+        `acceleration` is what other steps are run with, unless the trial fails with it: of ranks
+        that share the model, unless one's does, by `all_agree`. With `draft_heads`, or if it
+        `shows_features`, it has `features`, and `acceleration` may record no steps: replays show
+        none. With an `exit_head` it has `forward_shallow` for it, whose steps are never recorded.
+        `kernels` are those that the modules were replaced for (`speed_up`): where they fit the
+        whole model, and the trial passes with them, all steps run on them.
 
-        `info.max_model_len` of the engine is what fits all pages, if that is less. Raises
-        `ConfigError` for a model that cannot be run on pages, or not deterministically."""
+        Its `info.max_model_len` is what fits all pages, if that is less. Raises `ConfigError` for
+        a model that cannot be run on pages, or not deterministically."""
         check(max_num_seqs > 0, "max_num_seqs must be positive")
         self._module: Any = module
         self._page_size = page_size
         parameter = next(module.parameters())
-        self._device = parameter.device
-        self.num_threads = torch.get_num_threads()
-        self.narrow_threads: int | None = None  # not in a trial, whose threads serve nobody
-        self._dtype = parameter.dtype
+        self._device, self._dtype = parameter.device, parameter.dtype
+        num_threads = torch.get_num_threads()
+        self._contended: ContendedThreads | None = None  # Not in the trial.
         self._logits_dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
         self._deterministic = deterministic
         self._acceleration = None if deterministic else acceleration
@@ -118,7 +113,7 @@ class PagedEngine:
         self._kernels = kernels
         self._decoder: FusedDecoder | None = None
         self._span_limits = NO_LIMITS
-        self._thread_counts = {self.num_threads, narrow_threads or self.num_threads}
+        self._thread_counts = {num_threads, contended_threads or num_threads}
         self.draft_heads = draft_heads
         self.exit_head = exit_head
         self._head = watch_head(module) if shows_features or draft_heads is not None else None
@@ -140,7 +135,8 @@ class PagedEngine:
             if type(error) is not ConfigError:  # it names a setting
                 raise
             raise ConfigError(f"model {info.name}: {error}") from error
-        self.narrow_threads = narrow_threads
+        if contended_threads is not None:
+            self._contended = ContendedThreads(contended_threads, num_threads)
 
     def _build(self, info: ModelInfo, max_num_seqs: int, kv_cache_memory_bytes: int) -> None:
         expected = self._dense_answers(info)
@@ -503,11 +499,15 @@ class PagedEngine:
             HeldSequence(step, length, self._pool.pages(step.sequence_id))
             for step, length in zip(steps, lengths, strict=True)
         ]
-        if self.narrow_threads is not None:
-            is_wide = sum(len(step.token_ids) for step in steps) >= WIDE_STEP_ROWS
-            torch.set_num_threads(self.num_threads if is_wide else self.narrow_threads)
+        num_tokens = sum(len(step.token_ids) for step in steps)
         with torch.inference_mode():
-            rows = runner.run(sequences)
+            if self._contended is None:
+                rows = runner.run(sequences)
+            else:
+                narrow = num_tokens < WIDE_STEP_ROWS
+                kind = (runner is self._steps, num_tokens.bit_length()) if narrow else None
+                with self._contended.step(kind):
+                    rows = runner.run(sequences)
         return rows[: sum(step.num_logits for step in steps)]
 
     def _call(

@@ -21,8 +21,9 @@ from torch.nn import functional
 
 from outrider.engine.attention import AttentionLayer
 from outrider.engine.cpu.fused_linear import FusedLinear
-from outrider.engine.cpu.kernels import Kernels
+from outrider.engine.cpu.kernels import Kernels, LayerParts
 from outrider.engine.first_layers import layers_of
+from outrider.engine.kv_cache import BlockedKeysAndValues
 from outrider.engine.modules.llama_blocks import (
     DirectLayer,
     FusedAttention,
@@ -39,6 +40,11 @@ _CHANGING_ROTATIONS: Final = frozenset({"dynamic", "longrope"})
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(number of the layer, queries, keys and values [T, heads, width]) -> output [T, heads, width]."""
 
+Layers = Callable[
+    [torch.Tensor, list[torch.Tensor], list[torch.Tensor]], tuple[torch.Tensor, torch.Tensor]
+]
+"""(embeddings [1, T, D], cosines and sines [1, T, width / 2] of each of the decoder's rotations) ->
+what the last layer's MLP puts out, and what it is yet to be added to: [1, T, D]."""
 
 _Rows = Callable[[torch.Tensor], torch.Tensor]
 _Rotation = tuple[torch.Tensor, torch.Tensor]
@@ -54,14 +60,14 @@ class _KernelNorm:
 
     def __init__(self, kernels: Kernels, weight: torch.Tensor, eps: float) -> None:
         self._kernels = kernels
-        self._weight = weight
-        self._eps = eps
+        self.weight = weight
+        self.eps = eps
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._kernels.norm(rows, self._weight, self._eps)
+        return self._kernels.norm(rows, self.weight, self.eps)
 
     def add(self, rows: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._kernels.add_norm(rows, residual, self._weight, self._eps)
+        return self._kernels.add_norm(rows, residual, self.weight, self.eps)
 
 
 class _PlainNorm:
@@ -82,28 +88,98 @@ class _PlainNorm:
 _Norm = _KernelNorm | _PlainNorm
 
 
+class _Product:
+    """A linear layer's product, without the call of its module."""
+
+    def __init__(self, kernels: Kernels, packed: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._linear, self.packed, self.bias = kernels.linear, packed, bias
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._linear(rows, self.packed, self.bias)
+
+
+class _OneMLP:
+    """A gated MLP in one operator."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        down: torch.Tensor,
+        activation: str,
+    ) -> None:
+        self._mlp, self.gate, self.up, self.down = kernels.mlp, gate, up, down
+        self.activation = activation
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._mlp(rows, self.gate, self.up, self.down, self.activation)
+
+
 @dataclass(frozen=True, slots=True)
 class FusedLayer:
     """One layer of the decoder."""
 
     first_norm: _Norm
-    qkv: _Rows
+    qkv: _Product
     heads: tuple[int, int, int]
     """Of queries, keys and values."""
     width: int
-    query_norm: _Rows | None
-    key_norm: _Rows | None
+    query_norm: _Norm | None
+    key_norm: _Norm | None
     rotation: int
     """Which of the decoder's tables of cosines and sines."""
-    output: _Rows
-    attention_norm: _Rows | None
+    output: _Product
+    attention_norm: _Norm | None
     """Of what attention puts out, in layers of four norms."""
     second_norm: _Norm
-    mlp: _Rows
-    mlp_norm: _Rows | None
+    mlp: _OneMLP | _Rows
+    mlp_norm: _Norm | None
     scaling: float
     softcap: float | None
     window: int | None
+
+    def parts(self, cache: BlockedKeysAndValues, kind: int) -> LayerParts | None:
+        """With its cache and the number of its kind of schedule; None for a layer that is not made
+        of the kernels' operators alone."""
+        first, second, mlp = self.first_norm, self.second_norm, self.mlp
+        if not (
+            isinstance(first, _KernelNorm)
+            and isinstance(second, _KernelNorm)
+            and isinstance(mlp, _OneMLP)
+        ):
+            return None
+        others = (self.query_norm, self.key_norm, self.attention_norm, self.mlp_norm)
+        for norm in (second, *(norm for norm in others if norm is not None)):
+            if not isinstance(norm, _KernelNorm) or norm.eps != first.eps:
+                return None
+        return LayerParts(
+            keys=cache.keys,
+            values=cache.values,
+            query_heads=self.heads[0],
+            key_heads=self.heads[1],
+            width=self.width,
+            eps=first.eps,
+            first_norm=first.weight,
+            qkv=self.qkv.packed,
+            qkv_bias=self.qkv.bias,
+            query_norm=_weight(self.query_norm),
+            key_norm=_weight(self.key_norm),
+            rotation=self.rotation,
+            kind=kind,
+            scaling=self.scaling,
+            window=self.window,
+            softcap=self.softcap,
+            output=self.output.packed,
+            output_bias=self.output.bias,
+            attention_norm=_weight(self.attention_norm),
+            second_norm=second.weight,
+            gate=mlp.gate,
+            up=mlp.up,
+            down=mlp.down,
+            activation=mlp.activation,
+            mlp_norm=_weight(self.mlp_norm),
+        )
 
 
 class FusedDecoder:
@@ -133,10 +209,10 @@ class FusedDecoder:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         logit_rows: torch.Tensor,
-        attend: Attend,
+        layers: Layers,
     ) -> torch.Tensor:
         """Logits [L, V] of rows [L] among the tokens [T] at these positions [T]."""
-        rows, residual = self._run(self.layers, token_ids, positions, attend)
+        rows, residual = self._run(token_ids, positions, layers)
         rows, residual = rows.index_select(1, logit_rows), residual.index_select(1, logit_rows)
         return self.logits_of(rows, residual)[0]
 
@@ -148,51 +224,52 @@ class FusedDecoder:
 
     def hidden(
         self,
-        num_layers: int,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         wanted_rows: torch.Tensor,
-        attend: Attend,
+        layers: Layers,
     ) -> torch.Tensor:
-        """What layer `num_layers`, counted from 1, puts out of these rows: [L, D]."""
-        rows, residual = self._run(self.layers[:num_layers], token_ids, positions, attend)
+        """What the last of these layers puts out of these rows: [L, D]."""
+        rows, residual = self._run(token_ids, positions, layers)
         return (rows + residual)[0].index_select(0, wanted_rows)
 
     def _run(
-        self,
-        layers: Sequence[FusedLayer],
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attend: Attend,
+        self, token_ids: torch.Tensor, positions: torch.Tensor, layers: Layers
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[1, T, D] twice: what the last layer's MLP puts out, and what it is yet to be added
-        to."""
-        rotate = self.kernels.rotate
-        rotations = [
-            (cos.index_select(0, positions)[None], sin.index_select(0, positions)[None])
-            for cos, sin in self.rotations
-        ]
-        rows = residual = self._embed(token_ids[None])
-        num_tokens = len(token_ids)
-        for index, layer in enumerate(layers):
-            if index:
-                normed, residual = layer.first_norm.add(rows, residual)
-            else:
-                normed = layer.first_norm(residual)
-            heads = layer.qkv(normed).view(1, num_tokens, -1, layer.width)
-            query, key, value = heads.split_with_sizes(layer.heads, 2)
-            if layer.query_norm is not None and layer.key_norm is not None:
-                query, key = layer.query_norm(query), layer.key_norm(key)
-            query, key = rotate(query, key, *rotations[layer.rotation])
-            attended = attend(index, query[0], key[0], value[0])
-            rows = layer.output(attended.view(1, num_tokens, -1))
-            if layer.attention_norm is not None:
-                rows = layer.attention_norm(rows)
-            normed, residual = layer.second_norm.add(rows, residual)
-            rows = layer.mlp(normed)
-            if layer.mlp_norm is not None:
-                rows = layer.mlp_norm(rows)
-        return rows, residual
+        cos, sin = (
+            [table.index_select(0, positions)[None] for table in tables]
+            for tables in zip(*self.rotations, strict=True)
+        )
+        return layers(self._embed(token_ids[None]), cos, sin)
+
+    def one_by_one(self, attend: Attend, num_layers: int | None = None) -> Layers:
+        """The layers, or the first of them, operator by operator."""
+
+        def run(
+            rows: torch.Tensor, cos: list[torch.Tensor], sin: list[torch.Tensor]
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            rotate, num_tokens, residual = self.kernels.rotate, rows.shape[1], rows
+            for index, layer in enumerate(self.layers[:num_layers]):
+                if index:
+                    normed, residual = layer.first_norm.add(rows, residual)
+                else:
+                    normed = layer.first_norm(residual)
+                heads = layer.qkv(normed).view(1, num_tokens, -1, layer.width)
+                query, key, value = heads.split_with_sizes(layer.heads, 2)
+                if layer.query_norm is not None and layer.key_norm is not None:
+                    query, key = layer.query_norm(query), layer.key_norm(key)
+                query, key = rotate(query, key, cos[layer.rotation], sin[layer.rotation])
+                attended = attend(index, query[0], key[0], value[0])
+                rows = layer.output(attended.view(1, num_tokens, -1))
+                if layer.attention_norm is not None:
+                    rows = layer.attention_norm(rows)
+                normed, residual = layer.second_norm.add(rows, residual)
+                rows = layer.mlp(normed)
+                if layer.mlp_norm is not None:
+                    rows = layer.mlp_norm(rows)
+            return rows, residual
+
+        return run
 
 
 def fused_decoder(
@@ -238,17 +315,15 @@ def _layer(block: Any, layer: AttentionLayer, rotation: int, kernels: Kernels) -
             f"its keys and values are of {shape.key_width} and {shape.value_width} numbers in "
             f"{shape.dtype}"
         )
-    norms = [attention.q_norm, attention.k_norm]
-    query_norm, key_norm = (None if one is None else _norm(one, kernels) for one in norms)
     return FusedLayer(
         first_norm=_norm(block.input_layernorm, kernels),
-        qkv=_linear(attention.qkv_proj),
+        qkv=_product(attention.qkv_proj),
         heads=(layer.query_heads, shape.num_heads, shape.num_heads),
         width=shape.key_width,
-        query_norm=query_norm,
-        key_norm=key_norm,
+        query_norm=_optional_norm(attention.q_norm, kernels),
+        key_norm=_optional_norm(attention.k_norm, kernels),
         rotation=rotation,
-        output=_linear(attention.o_proj),
+        output=_product(attention.o_proj),
         attention_norm=_optional_norm(block.attention_norm, kernels),
         second_norm=_norm(block.mlp_input_norm, kernels),
         mlp=_mlp(mlp, kernels),
@@ -259,19 +334,17 @@ def _layer(block: Any, layer: AttentionLayer, rotation: int, kernels: Kernels) -
     )
 
 
-def _linear(layer: Any) -> _Rows:
-    """A linear layer's product, without the call of its module."""
+def _product(layer: Any) -> _Product:
     if not isinstance(layer, FusedLinear):
         raise CannotFuse(f"a linear layer's shape or build does not fit ({layer})")
-    product, packed, bias = layer.kernels.linear, layer.packed, layer.bias
-    return lambda rows: product(rows, packed, bias)
+    return _Product(layer.kernels, layer.packed, layer.bias)
 
 
-def _mlp(block: Any, kernels: Kernels) -> _Rows:
+def _mlp(block: Any, kernels: Kernels) -> _OneMLP | _Rows:
     if not isinstance(block, FusedMLP):
         raise CannotFuse(f"it has an MLP of another build, {type(block).__name__}")
     gate_up, down = block.gate_up_proj, block.down_proj
-    both, last = _linear(gate_up), _linear(down)
+    both, last = _product(gate_up), _product(down)
     activation = _activation(block.act_fn, kernels)
     if activation is None or gate_up.bias is not None or down.bias is not None:
         act, half = block.act_fn, gate_up.out_features // 2
@@ -281,10 +354,7 @@ def _mlp(block: Any, kernels: Kernels) -> _Rows:
             return last(act(gate).mul_(up))
 
         return in_parts
-    fused = kernels.mlp
-    gate, up = gate_up.packed.chunk(2)
-    packed_down = down.packed
-    return lambda rows: fused(rows, gate, up, packed_down, activation)
+    return _OneMLP(kernels, *both.packed.chunk(2), last.packed, activation)
 
 
 def _activation(function: Any, kernels: Kernels) -> str | None:
@@ -293,7 +363,9 @@ def _activation(function: Any, kernels: Kernels) -> str | None:
     rows = torch.linspace(-8, 8, 1025, dtype=kernels.dtype)
     known: dict[str, _Rows] = {"silu": functional.silu, "gelu": functional.gelu}
     for name in kernels.activations:
-        if agree(function(rows), known[name](rows)):
+        expected = known[name](rows)
+        tolerance = torch.finfo(rows.dtype).eps * expected.abs().clamp(min=1)
+        if bool(((function(rows) - expected).abs() <= tolerance).all()):
             return name
     return None
 
@@ -307,6 +379,10 @@ def _norm(norm: Any, kernels: Kernels) -> _Norm:
     fused = _KernelNorm(kernels, weight.contiguous(), norm.eps)
     probe = probe_rows(len(weight), weight)
     return fused if agree(norm(probe), fused(probe)) else _PlainNorm(norm)
+
+
+def _weight(norm: _Norm | None) -> torch.Tensor | None:
+    return norm.weight if isinstance(norm, _KernelNorm) else None
 
 
 def _optional_norm(norm: Any, kernels: Kernels) -> _Norm | None:

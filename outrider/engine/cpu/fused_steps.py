@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock
 from typing import Final
 
@@ -20,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from outrider.engine.cpu.decoder import FusedDecoder, FusedLayer
-from outrider.engine.cpu.kernels import Spans
+from outrider.engine.cpu.decoder import FusedDecoder, FusedLayer, Layers
+from outrider.engine.cpu.kernels import RunLayers, Spans
 from outrider.engine.kv_cache import BlockedKeysAndValues
 from outrider.engine.ragged import HeldSequence, slots_of, tree_of
 
@@ -112,21 +113,37 @@ class FusedSteps:
         kinds = [_kind(layer) for layer in layers]
         self._kinds = list(dict.fromkeys(kinds))
         self._kind_of = [self._kinds.index(kind) for kind in kinds]
+        self._at_once = None if num_layers else self._layers_at_once()
 
     def run(self, sequences: Sequence[HeldSequence]) -> torch.Tensor:
         """See `Steps.run`."""
         plan = self._plan(sequences)
 
-        def attend(
-            index: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-        ) -> torch.Tensor:
-            return self._attend(plan, index, query, keys, values)
-
-        given = (plan.token_ids, plan.positions, plan.wanted_rows, attend)
+        given = (plan.token_ids, plan.positions, plan.wanted_rows, self._layers(plan))
         with _ONE_STEP:
             if self._num_layers is None:
                 return self._decoder.logits(*given)
-            return self._decoder.hidden(self._num_layers, *given)
+            return self._decoder.hidden(*given)
+
+    def _layers_at_once(self) -> RunLayers | None:
+        parts = [
+            layer.parts(cache, kind)
+            for layer, cache, kind in zip(
+                self._decoder.layers, self._caches, self._kind_of, strict=True
+            )
+        ]
+        whole = [part for part in parts if part is not None]
+        return self._kernels.at_once(whole) if len(whole) == len(parts) else None
+
+    def _layers(self, plan: _Plan) -> Layers:
+        """In one call where that is possible and no attention goes to copies of pages."""
+        at_once, chains = self._at_once, plan.chains
+        if at_once is None or chains is None or plan.paths is not None:
+            return self._decoder.one_by_one(partial(self._attend, plan), self._num_layers)
+        spans = chains.spans
+        return lambda rows, cos, sin: at_once(
+            rows, cos, sin, plan.slots, spans.starts, spans.ends, spans.pages, chains.schedules
+        )
 
     def _attend(
         self, plan: _Plan, index: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +26,55 @@ class Spans:
     """[S], int32: the length of its sequence up to and with its last token."""
     pages: torch.Tensor
     """[S, any], int32: the page table of its sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerParts:
+    """A layer's cache, packed weights and biases, weights of norms, and numbers. What it may lack
+    is None."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    query_heads: int
+    key_heads: int
+    width: int
+    eps: float
+    """Of its norms."""
+    first_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    rotation: int
+    """Which of a step's cosines and sines."""
+    kind: int
+    """Which of a step's schedules."""
+    scaling: float
+    window: int | None
+    softcap: float | None
+    output: torch.Tensor
+    output_bias: torch.Tensor | None
+    attention_norm: torch.Tensor | None
+    """Of what attention puts out."""
+    second_norm: torch.Tensor
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+    activation: str
+    mlp_norm: torch.Tensor | None
+    """Of what the MLP puts out."""
+
+
+RunLayers = Callable[
+    [
+        torch.Tensor, list[torch.Tensor], list[torch.Tensor], torch.Tensor, torch.Tensor,
+        torch.Tensor, torch.Tensor, list[torch.Tensor],
+    ],
+    tuple[torch.Tensor, torch.Tensor],
+]  # fmt: skip
+"""(embeddings [1, T, D], cosines and sines [1, T, width / 2] of each rotation, slots [T], the
+`starts`, `ends` and `pages` of `Spans`, a schedule of each kind) -> what the last layer puts out,
+and what that is yet to be added to: [1, T, D]."""
 
 
 class Kernels(Protocol):
@@ -127,4 +176,9 @@ class Kernels(Protocol):
     ) -> torch.Tensor:
         """Causal attention [T, heads, width] of queries [T, heads, width] to their own sequences'
         slots, their own included; to the last `window` of these, if it is given."""
+        ...
+
+    def at_once(self, layers: Sequence[LayerParts]) -> RunLayers | None:
+        """All layers in one call, bit for bit what their operators make one by one; None where
+        the library has no such call for them."""
         ...

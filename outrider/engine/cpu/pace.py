@@ -7,13 +7,15 @@ registers the operators `torch.ops.pace`. The library is built for one version o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 from typing import Any, Final
 
 import torch
 
-from outrider.engine.cpu.kernels import KernelsUnavailable, Spans
+from outrider.engine.cpu.kernels import KernelsUnavailable, LayerParts, RunLayers, Spans
+from outrider.engine.cpu.pace_layers import pace_layers
 from outrider.engine.kv_cache import BlockedKeysAndValues
 
 PACKAGE: Final = "amd-pace"
@@ -125,6 +127,10 @@ class PaceKernels:
             left, right, spans.pages, softcap or 0.0, schedule, None,
         )  # fmt: skip
         return output
+
+    def at_once(self, layers: Sequence[LayerParts]) -> RunLayers | None:
+        """See `Kernels.at_once`."""
+        return pace_layers(layers, _ISA)
 
 
 @cache

@@ -9,7 +9,6 @@ it is alone. So the most tokens of a span are found for contexts up to the longe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Final
 
 import torch
@@ -18,6 +17,7 @@ from outrider.engine.cpu.decoder import FusedDecoder, FusedLayer
 from outrider.engine.cpu.fused_steps import SpanLimits
 from outrider.engine.cpu.kernels import Spans
 from outrider.engine.kv_cache import BlockedKeysAndValues, LayerShape
+from outrider.engine.threads import on_threads
 
 _ROW_COUNTS: Final = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65, 96)
 _NUM_ROWS: Final = 96
@@ -82,7 +82,7 @@ def _has_equal_rows(decoder: FusedDecoder, layer: FusedLayer, thread_counts: Seq
 
     whole = list(results(slice(0, _NUM_ROWS)))
     for num_threads in thread_counts:
-        with _threads(num_threads):
+        with on_threads(num_threads):
             for place, num in enumerate(_ROW_COUNTS):
                 first = (7 * place) % (_NUM_ROWS - num + 1)
                 rows = slice(first, first + num)
@@ -140,7 +140,7 @@ def _attention_limits(
         num = min(_SPAN_SIZES[0], length)
         expected = alone(length, num)
         for num_threads in thread_counts:
-            with _threads(num_threads):
+            with on_threads(num_threads):
                 if not torch.equal(attended(length, [1] * num), expected):
                     return None
                 while size > 1 and not all(
@@ -162,13 +162,3 @@ def _attention_limits(
 def _parts(num: int, size: int) -> list[int]:
     rest = num % size
     return [size] * (num // size) + ([rest] if rest else [])
-
-
-@contextmanager
-def _threads(num: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(num)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

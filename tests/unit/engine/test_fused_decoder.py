@@ -9,9 +9,10 @@ import torch
 from models import tiny_config, tiny_module, twin
 from paged_engines import VOCAB, checked_engines, dense, gap, ids, run
 from reference_kernels import ReferenceKernels
+from transformers.activations import ACT2FN
 
 from outrider.engine.attention import find_layers
-from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder, fused_decoder
+from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder, _activation, fused_decoder
 from outrider.engine.cpu.fused_steps import SpanLimits
 from outrider.engine.cpu.kernels import KernelsUnavailable, Spans
 from outrider.engine.cpu.pace import load_pace
@@ -63,6 +64,21 @@ def test_the_llama_family_is_fused(family: str) -> None:
 def test_others_are_refused_by_name(family: str, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(CannotFuse, match=reason):
         decoder_of(ReferenceKernels(torch.float32), family, **changes)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "activation", "name"),
+    [
+        (torch.bfloat16, "silu", "silu"),
+        (torch.bfloat16, "gelu", "gelu"),
+        (torch.bfloat16, "gelu_pytorch_tanh", "gelu"),
+        (torch.bfloat16, "quick_gelu", None),
+        (torch.bfloat16, "relu", None),
+        (torch.float32, "gelu_pytorch_tanh", None),
+    ],
+)
+def test_activations_are_told_apart(dtype: torch.dtype, activation: str, name: str | None) -> None:
+    assert _activation(ACT2FN[activation], ReferenceKernels(dtype)) == name
 
 
 def test_a_layer_that_was_not_replaced_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from models import MAX_MODEL_LEN, tiny_config, tiny_module, twin
 from paged_engines import VOCAB, EngineMaker, checked_engines, dense, gap, ids, run
 
+from outrider.engine.contended_threads import SLOW_STEPS, TRIAL_STEPS, ContendedThreads
 from outrider.engine.interface import SequenceStep
 from outrider.engine.paged_engine import WIDE_STEP_ROWS
 from outrider.errors import BadRequest, InvariantError, OutOfPages, SettingError
@@ -472,23 +474,42 @@ def test_what_cannot_be_copied_is_forgotten_and_nothing_else(
         assert gap(rows, dense(library, tokens)[-3:]) <= EXACT
 
 
-def test_a_step_of_few_tokens_leaves_a_core_to_others(make_engine: EngineMaker) -> None:
-    """But not the trial before: it says how many threads there are."""
+def test_a_step_of_few_tokens_leaves_a_core_while_others_use_them(
+    make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in the trial, and steps of many tokens have all threads whatever they take."""
     module, threads = tiny_module(tiny_config("llama")), []
-    embedding = module.get_input_embeddings()
-    embedding.register_forward_pre_hook(lambda *_: threads.append(torch.get_num_threads()))
+    times, now = {2: 0.012, 3: 0.010}, 0.0
+
+    def pass_time(*_: object) -> None:
+        nonlocal now
+        threads.append(torch.get_num_threads())
+        now += times[threads[-1]]
+
+    module.get_input_embeddings().register_forward_pre_hook(pass_time)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        engine = make_engine(module, narrow_threads=2)
+        monkeypatch.setattr(
+            "outrider.engine.paged_engine.ContendedThreads",
+            partial(ContendedThreads, clock=lambda: now),
+        )
+        engine = make_engine(module, contended_threads=2)
         assert set(threads) == {3}
-        threads.clear()
-        for index, num_tokens in enumerate((WIDE_STEP_ROWS - 1, WIDE_STEP_ROWS, 1)):
-            engine.forward([SequenceStep(str(index), (1,) * num_tokens, num_logits=1)])
-        assert threads == [2, 3, 2]
+        for seconds in (0.010, 0.5):
+            times[3] = seconds
+            threads.clear()
+            for _ in range(16):
+                engine.forward([SequenceStep("a", (1,), num_logits=1)])
+        begun = [3] * SLOW_STEPS + [2, 3] * TRIAL_STEPS
+        assert threads == begun + [2] * (16 - len(begun))
+        engine.forward([SequenceStep("b", (1,) * WIDE_STEP_ROWS, num_logits=1)])
+        assert threads[-1] == 3
         steps = [SequenceStep(f"one of {i}", (1,), 1) for i in range(15)]
         steps.append(SequenceStep("another", (1,) * (WIDE_STEP_ROWS - 15), 1))
         engine.forward(steps)
         assert threads[-1] == 3
+        engine.forward([SequenceStep("a", (1,), num_logits=1)])
+        assert threads[-1] == 2
     finally:
         torch.set_num_threads(before)

@@ -1,0 +1,89 @@
+"""All layers in one call are what their operators make one by one, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import tiny_config, tiny_module
+from pace_operators import pace_kernels
+
+from outrider.engine.attention import find_layers
+from outrider.engine.cpu.decoder import FusedDecoder, fused_decoder
+from outrider.engine.cpu.fused_steps import FusedSteps
+from outrider.engine.interface import SequenceStep
+from outrider.engine.kv_cache import BlockedKeysAndValues
+from outrider.engine.modules.swaps import speed_up
+from outrider.engine.ragged import HeldSequence
+
+VOCAB = 64
+NUM_PAGES = 8
+PAGE = 16
+MAX_MODEL_LEN = NUM_PAGES * PAGE
+
+
+def decoder_of(family: str, **changes: Any) -> tuple[FusedDecoder, list[BlockedKeysAndValues]]:
+    config = tiny_config(family, VOCAB, MAX_MODEL_LEN)
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2}
+    for name, value in (sizes | {"num_key_value_heads": 1, "head_dim": 64} | changes).items():
+        setattr(config, name, value)
+    kernels, module = pace_kernels(), tiny_module(config, dtype=torch.bfloat16)
+    speed_up(module, kernels=kernels)
+    layers = find_layers(module, MAX_MODEL_LEN)
+    caches = [BlockedKeysAndValues(layer.shape, NUM_PAGES, PAGE) for layer in layers]
+    return fused_decoder(module, layers, MAX_MODEL_LEN, kernels), caches
+
+
+@torch.inference_mode()
+def outputs(steps: FusedSteps) -> list[torch.Tensor]:
+    """Of a prompt in two parts, beside another one, and of a token of each."""
+    first, second = [3, 1, 5], [0, 4, 2]
+    ids = [int(number) for number in torch.arange(60) * 7 % VOCAB]
+    return [
+        steps.run([held("a", ids[:20], 0, first), held("b", ids[20:50], 0, second)]),
+        steps.run([held("a", ids[:5], 20, first)]),
+        steps.run([held("a", ids[:1], 25, first), held("b", ids[7:8], 30, second)]),
+    ]
+
+
+def held(name: str, ids: list[int], length: int, pages: list[int]) -> HeldSequence:
+    return HeldSequence(SequenceStep(name, tuple(ids), len(ids)), length, pages)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3"])
+def test_one_call_is_what_operators_make_one_by_one(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With windows, with a bias, with norms of queries and keys, with four norms."""
+    decoder, caches = decoder_of(family)
+    at_once = outputs(FusedSteps(decoder, caches, PAGE))
+    written = [torch.cat([cache.keys, cache.values]) for cache in caches]
+    for cache in caches:
+        cache.keys.zero_()
+        cache.values.zero_()
+    called: list[int] = []
+    attend = FusedSteps._attend
+
+    def counted(*given: Any) -> torch.Tensor:
+        called.append(given[2])
+        return attend(*given)
+
+    monkeypatch.setattr(FusedSteps, "_attend", counted)
+    assert [row.isfinite().all() for row in at_once] == [True] * 3
+    outputs(FusedSteps(decoder, caches, PAGE))
+    assert not called
+    monkeypatch.setattr(pace_kernels(), "at_once", lambda layers: None)
+    one_by_one = outputs(FusedSteps(decoder, caches, PAGE))
+    assert called == [0, 1] * 3
+    for mine, theirs in zip(at_once, one_by_one, strict=True):
+        assert torch.equal(mine, theirs)
+    for cache, before in zip(caches, written, strict=True):
+        assert torch.equal(torch.cat([cache.keys, cache.values]), before)
+
+
+def test_layers_that_are_not_made_of_operators_alone_run_one_by_one() -> None:
+    """As with an activation that the operators do not know."""
+    decoder, caches = decoder_of("llama", hidden_act="relu")
+    assert decoder.layers[0].parts(caches[0], 0) is None
+    assert len(outputs(FusedSteps(decoder, caches, PAGE))) == 3
