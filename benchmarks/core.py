@@ -7,8 +7,7 @@ between its logits and its answer; a draft draw all that a draft does between lo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
@@ -18,14 +17,14 @@ import torch
 from rich.table import Table
 
 from outrider.engine.interface import Engine, SequenceStep
+from outrider.engine.threads import on_threads
 from outrider.errors import SettingError
 from outrider.speculation.drafting import draw_from_logits
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.transforms import NO_HISTORY
-from outrider.speculation.verdict import Verdict
-from outrider.speculation.verification import verdict_from_logits
+from outrider.speculation.verification import Question, verdicts_from_logits
 
 from .figures import figures_table, to_json
 from .measurement import Progress
@@ -43,17 +42,8 @@ SAMPLED: Final = SamplingParams(temperature=1.0, top_p=0.95)
 GREEDY: Final = SamplingParams(temperature=0.0)
 DRAFTED: Final = SamplingParams(temperature=1.25, top_p=0.95)
 """Takes the draft's distribution from the target's logits, a little flatter."""
+SESSIONS: Final = 8
 _SEQUENCE: Final = "bench"
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Logits [K+1, V] of one verdict, and the proposal that it judges."""
-
-    logits: torch.Tensor
-    proposal: Proposal
-    noise: RoundNoise
-    params: SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +56,8 @@ class CoreReport:
     repetitions: int
     verdict_ms: Mapping[str, float]
     """By rule: from logits [K+1, V] to the verdict."""
+    verdict_of_several_ms: Mapping[str, float]
+    """Likewise, of each of `SESSIONS` that are judged at once."""
     draft_sampling_ms: float
     """From logits [`draft_entries`] to a drawn token and its q."""
     draft_entries: int
@@ -103,7 +95,7 @@ def record_rows(engine: Engine, texts: Sequence[Sequence[int]], num_rows: int) -
     return torch.stack([row for pair in pairs for row in pair])[:num_rows].contiguous()
 
 
-def make_cases(rows: torch.Tensor, rule: Rule) -> list[Case]:
+def make_cases(rows: torch.Tensor, rule: Rule) -> list[Question]:
     """Verdicts to take over `rows` [N, V], K + 1 at a time; what is left over is not used."""
     params = GREEDY if rule is Rule.GREEDY else SAMPLED
     cases = []
@@ -120,7 +112,7 @@ def make_cases(rows: torch.Tensor, rule: Rule) -> list[Case]:
         )
         q = tuple(q for _, q in drawn) if rule.needs_q else ()
         proposal = Proposal(tuple(token_id for token_id, _ in drawn), q)
-        cases.append(Case(logits.clone(), proposal, noise, params))
+        cases.append(Question(logits.clone(), params, NO_HISTORY, proposal, noise))
     return cases
 
 
@@ -137,50 +129,36 @@ def measure(
     with torch.inference_mode():
         rows = record_rows(engine, texts, num_cases * (NUM_DRAFT_TOKENS + 1))
         progress("timing")
-        with one_thread():
+        with on_threads(1):
             cases = {rule: make_cases(rows, rule) for rule in Rule}
-            times = _time_verdicts(cases, repetitions)
+            alone, several = (_time_verdicts(cases, repetitions, num) for num in (1, SESSIONS))
             draws = _time_draws(rows[:, :DRAFT_ENTRIES].contiguous(), repetitions)
     return CoreReport(
         model=engine.info.name,
         vocab_size=rows.shape[1],
         num_draft_tokens=NUM_DRAFT_TOKENS,
         repetitions=repetitions,
-        verdict_ms={rule.value: median(values) for rule, values in times.items()},
+        verdict_ms=alone,
+        verdict_of_several_ms=several,
         draft_sampling_ms=median(draws),
         draft_entries=min(DRAFT_ENTRIES, rows.shape[1]),
     )
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Lets the numeric library use one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _time_verdicts(
-    cases: Mapping[Rule, Sequence[Case]], repetitions: int
-) -> dict[Rule, list[float]]:
-    """ms of each verdict. The rules take turns, so that what the machine does beside this hits
-    all of them."""
+    cases: Mapping[Rule, Sequence[Question]], repetitions: int, num_sessions: int
+) -> dict[str, float]:
+    """ms of a verdict by rule, the median, where so many sessions are judged at once. The rules
+    take turns, so that what the machine does beside this hits all of them."""
     times: dict[Rule, list[float]] = {rule: [] for rule in cases}
     for index in range(-WARM_UP, repetitions):
         for rule, own in cases.items():
-            case = own[index % len(own)]
-            taken = _milliseconds(partial(take_verdict, case))
+            first = index * num_sessions
+            asked = [own[(first + place) % len(own)] for place in range(num_sessions)]
+            taken = _milliseconds(partial(verdicts_from_logits, asked)) / num_sessions
             if index >= 0:
                 times[rule].append(taken)
-    return times
-
-
-def take_verdict(case: Case) -> Verdict:
-    """What a target replica does with its logits, and what is timed."""
-    return verdict_from_logits(case.logits, case.params, NO_HISTORY, case.proposal, case.noise)
+    return {rule.value: median(values) for rule, values in times.items()}
 
 
 def _time_draws(rows: torch.Tensor, repetitions: int) -> list[float]:
@@ -207,12 +185,11 @@ def _milliseconds(work: Callable[[], object]) -> float:
 
 def render(report: CoreReport) -> Table:
     """The report for people."""
+    shape = f"K = {report.num_draft_tokens}, V = {report.vocab_size}"
     rows = [
-        (
-            f"verdict, {rule} (K = {report.num_draft_tokens}, V = {report.vocab_size})",
-            f"{ms:.3f} ms",
-        )
-        for rule, ms in report.verdict_ms.items()
+        (f"verdict, {rule}, {num} at once ({shape})", f"{ms:.3f} ms")
+        for num, times in ((1, report.verdict_ms), (SESSIONS, report.verdict_of_several_ms))
+        for rule, ms in times.items()
     ]
     name = f"draft draw over {report.draft_entries} entries"
     rows.append((name, f"{report.draft_sampling_ms:.3f} ms"))

@@ -10,19 +10,16 @@ import torch
 from benchmarks.core import (
     HIGH_NATS,
     NUM_DRAFT_TOKENS,
-    Case,
     make_cases,
     measure,
-    one_thread,
     record_rows,
     render,
-    take_verdict,
 )
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.errors import ConfigError
 from outrider.speculation.sampling import Rule
 from outrider.speculation.transforms import target_probabilities
-from outrider.speculation.verification import score
+from outrider.speculation.verification import Question, score, verdicts_from_logits
 
 VOCAB_SIZE = 512
 
@@ -65,7 +62,7 @@ def nats(rows: torch.Tensor) -> torch.Tensor:
     return torch.distributions.Categorical(logits=rows.double()).entropy()
 
 
-def cases(rule: Rule) -> list[Case]:
+def cases(rule: Rule) -> list[Question]:
     return make_cases(record_rows(RowsEngine(), [tuple(range(64))], 21), rule)
 
 
@@ -100,16 +97,15 @@ def test_what_is_timed_is_the_verdict(rule: Rule) -> None:
         assert case.logits.shape == (NUM_DRAFT_TOKENS + 1, VOCAB_SIZE)
         assert len(case.proposal.q) == (NUM_DRAFT_TOKENS if rule.needs_q else 0)
         expected = score(target_probabilities(case.logits, case.params), case.proposal, case.noise)
-        verdict = take_verdict(case)
+        (verdict,) = verdicts_from_logits([case])
         assert verdict.correction == expected.correction
         assert verdict.accept_probability == pytest.approx(expected.accept_probability, abs=1e-6)
 
 
 def test_drafts_are_neither_all_accepted_nor_all_refused() -> None:
     """Else half of a verdict's work would be left out."""
-    shares = [
-        share for case in cases(Rule.TOKEN) for share in take_verdict(case).accept_probability
-    ]
+    verdicts = verdicts_from_logits(cases(Rule.TOKEN))
+    shares = [share for verdict in verdicts for share in verdict.accept_probability]
     assert 0.2 < np.mean(shares) < 0.999
 
 
@@ -117,21 +113,11 @@ def test_a_report_has_every_rule_and_the_draft() -> None:
     lines: list[str] = []
     report = measure(RowsEngine(), [tuple(range(64))], lines.append, repetitions=3, num_cases=4)
     value = json.loads(report.to_json())
-    assert set(value["verdict_ms"]) == {"token", "block", "coupled", "greedy"}
-    assert all(ms > 0 for ms in value["verdict_ms"].values())
+    for times in (value["verdict_ms"], value["verdict_of_several_ms"]):
+        assert set(times) == {"token", "block", "coupled", "greedy"}
+        assert all(ms > 0 for ms in times.values())
     assert value["draft_sampling_ms"] > 0
     assert value["draft_entries"] == value["vocab_size"] == VOCAB_SIZE
     assert value["repetitions"] == 3
     assert lines
-    assert render(report).row_count == 5
-
-
-def test_one_thread_is_for_the_measurement_alone() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with one_thread():
-            assert torch.get_num_threads() == 1
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+    assert render(report).row_count == 9

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,13 +11,15 @@ from rounds import GREEDY, Listener, Player, ask, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
 
 from outrider.engine.executor import InlineExecutor
+from outrider.engine.threads import on_threads
 from outrider.errors import EngineLost
 from outrider.messages import Refused, Resync, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.transforms import TokenHistory, raw_logprobs, target_probabilities
-from outrider.speculation.verification import score
+from outrider.speculation.verdict import Verdict
+from outrider.speculation.verification import Question, score, verdicts_from_logits
 from outrider.tokens import EMPTY_DIGEST, TokenSequence
 from outrider.wire.memory_link import MemoryLink
 from target_service.service import TargetService
@@ -300,6 +302,34 @@ async def test_sessions_share_steps(setting: Setting) -> None:
             )
         await setting.listener.wait(6 * (round_index + 1))
     assert [len(batch) for batch in setting.engine.batches] == [6, 6]
+
+
+@pytest.mark.parametrize("bad", [None, 3])
+async def test_verdicts_of_a_step_are_made_at_once(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, bad: int | None
+) -> None:
+    """Of at most so many rows, on one thread; one by one where any of them cannot be made."""
+    made: list[int] = []
+    threads: set[int] = set()
+
+    def counted(questions: Sequence[Question]) -> list[Verdict]:
+        made.append(len(questions))
+        threads.add(torch.get_num_threads())
+        return verdicts_from_logits(questions)
+
+    monkeypatch.setattr("target_service.scoring.verdicts_from_logits", counted)
+    monkeypatch.setattr("target_service.scoring._ROWS_AT_ONCE", 8)
+    if bad is not None:
+        setting.engine.poisoned.add(session_name(bad))
+    proposal = SealedProposal.of(Proposal((4, 5), ()))
+    with on_threads(2):
+        for session in range(6):
+            setting.link.send(VerifyItem(make_head(PROMPT, session=session), proposal))
+        answers = await setting.listener.wait(6)
+    refused = [one.key.session_id for one in answers if isinstance(one, Refused)]
+    assert refused == ([] if bad is None else [session_name(bad)])
+    assert made == ([2, 2, 2] if bad is None else [2, 2, 1, 1, 2])
+    assert threads == {1}
 
 
 async def test_rounds_go_on_from_the_cache(setting: Setting) -> None:
