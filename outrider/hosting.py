@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,9 @@ the demo target on two cores: of an AMD EPYC 20 ms with 3,000 or the library's o
 when they are free, and beside two busy processes 70 ms against 1,500; of an Intel Xeon 31, 28, 23
 and 24 ms with 3,000, 5,000, 10,000 and 20,000, and beside two busy processes 124, -, 104 and
 108."""
+LOADING_NICENESS: Final = 10
+"""Of the thread that loads a model and of its helpers: less than a step's helpers (`NICENESS` in
+`outrider/engine/workers.py`), which share cores with it where a replica is added to a machine."""
 _CGROUP_CPU: Final = Path("/sys/fs/cgroup/cpu.max")
 _WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104 (recognised, not bound)
 _PACKAGES: Final = ("coordinator", "deploy", "draft_service", "outrider", "target_service")
@@ -96,6 +100,18 @@ async def on_passing_thread(work: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
     finally:
         pool.shutdown(wait=False)
+
+
+def give_way(niceness: int) -> None:
+    """Lowers the priority of the calling thread, and of threads that it starts from now on, below
+    that of the process. Elsewhere than on Linux threads have no priority of their own, and nothing
+    is done."""
+    if sys.platform != "linux":
+        return
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getpid()) + niceness)
+    except OSError as error:
+        logging.getLogger(__name__).info("a thread keeps its priority: %r", error)
 
 
 def log_to(directory: str, role: str) -> None:
@@ -179,7 +195,7 @@ def build_engine(
             info,
             max_num_seqs=config.step_sessions,
             kv_cache_memory_bytes=num_bytes,
-            narrow_threads=_narrow_threads(config, role, num_threads, ranks),
+            contended_threads=_contended_threads(config, role, device, num_threads, ranks),
             deterministic=config.deterministic,
             acceleration=acceleration,
             all_agree=all_agree,
@@ -197,13 +213,18 @@ def build_engine(
     return engine
 
 
-def _narrow_threads(
-    config: TargetConfig | DraftConfig, role: str, num_threads: int, ranks: Ranks | None
+def _contended_threads(
+    config: TargetConfig | DraftConfig,
+    role: str,
+    device: torch.device,
+    num_threads: int,
+    ranks: Ranks | None,
 ) -> int | None:
-    """Threads of a target's small steps, beside which a core is left to messages; None = all."""
-    if role != "target" or ranks is not None or config.num_threads or config.deterministic:
+    """Threads of a target's small steps while other processes use the cores; None = all."""
+    is_set = config.num_threads > 0 or config.deterministic
+    if role != "target" or device.type != "cpu" or ranks is not None or is_set or num_threads < 2:
         return None
-    return max(1, num_threads - 1)
+    return num_threads - 1
 
 
 def _kernels(
@@ -376,16 +397,11 @@ def step_costs(
     engine: Engine, config: TargetConfig | DraftConfig, role: Literal["target", "draft"]
 ) -> StepCosts:
     """How long the engine's steps take, measured on the thread that is to run them; for an engine
-    that nobody uses yet. First settles how many threads they have. Blocks for some seconds."""
-    from outrider.engine.cost_measurement import measure_step_costs, settle_narrow_threads
-    from outrider.engine.paged_engine import PagedEngine
+    that nobody uses yet. Blocks for some seconds."""
+    from outrider.engine.cost_measurement import measure_step_costs
 
-    log = logging.getLogger(__name__)
-    if isinstance(engine, PagedEngine) and engine.narrow_threads is not None:
-        settle_narrow_threads(engine, time.perf_counter)
-        log.info("steps of few tokens have %d threads", engine.narrow_threads)
     costs = measure_step_costs(
         engine, config.max_num_batched_tokens, config.step_sessions, time.perf_counter
     )
-    log.info("step costs of the %s: %s", role, costs)
+    logging.getLogger(__name__).info("step costs of the %s: %s", role, costs)
     return costs

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Literal
 from outrider.config import DraftConfig, TargetConfig
 from outrider.engine.parallel.meeting import LOOPBACK, Meeting, OpenMeeting
 from outrider.hosting import (
+    LOADING_NICENESS,
     Place,
     build_engine,
     cores_for,
+    give_way,
     log_at,
     log_to,
     on_passing_thread,
@@ -97,8 +99,11 @@ def engine_of_a_replica(
     leadership: Leadership | None,
 ) -> Engine:
     """The engine that a configuration names, on this process alone or on all ranks. Blocks; raises
-    as `build_engine` and `Leadership.engine`."""
+    as `build_engine` and `Leadership.engine`. Call it on a passing thread: without ranks the
+    calling thread gives way to replicas that serve on the same cores. Threads that ranks start for
+    their sums keep their priority."""
     if leadership is None:
+        give_way(LOADING_NICENESS)
         return build_engine(config, role, num_threads)
     return leadership.engine(config, role, num_threads)
 

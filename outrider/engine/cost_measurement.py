@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate, product
-from typing import Final, Protocol
+from itertools import accumulate
+from typing import Final
 
 from outrider.engine.costs import StepCosts
 from outrider.engine.interface import Engine, SequenceStep
@@ -28,43 +28,7 @@ TRIES: Final = 3
 TRIES_SHARE: Final = 0.05
 """... but none is begun when a measurement has taken this share of the time for all."""
 MANY_ROWS: Final = 64
-NARROW_ROWS: Final = (1, 5)
-"""Steps that say how many threads such steps have: of plain decoding, and of a verification ..."""
-NARROW_TRIES: Final = 3
-"""... so often on either number in turn ..."""
-NARROW_GAIN: Final = 1.3
-"""... and what all threads must gain over fewer, which leave a core to whatever else must answer
-soon."""
 _TOKEN_ID: Final = 0
-
-
-class ThreadedEngine(Engine, Protocol):
-    """An engine whose steps of few tokens may have fewer threads than others."""
-
-    num_threads: int
-    narrow_threads: int | None
-    """Of such steps; None = as many as the library is set to."""
-
-
-def settle_narrow_threads(
-    engine: ThreadedEngine, clock: Callable[[], float], limit_s: float = 3.0
-) -> None:
-    """Gives steps of few tokens all threads where these are `NARROW_GAIN` times as quick; to be
-    called as `measure_step_costs` is, and before it. What that takes longer than `limit_s` to tell
-    stays as it is."""
-    if engine.narrow_threads is None:
-        return
-    choices = (engine.narrow_threads, engine.num_threads)
-    _Bench(engine, clock, math.inf).time(1)  # Warms up.
-    bench = _Bench(engine, clock, limit_s)
-    best = dict.fromkeys(product(choices, NARROW_ROWS), math.inf)
-    for _ in range(NARROW_TRIES):
-        for engine.narrow_threads, rows in best:
-            took = bench.time(rows)
-            if took is not None:
-                best[engine.narrow_threads, rows] = min(took, best[engine.narrow_threads, rows])
-    few_s, all_s = (sum(best[threads, rows] for rows in NARROW_ROWS) for threads in choices)
-    engine.narrow_threads = choices[math.inf > few_s >= NARROW_GAIN * all_s]
 
 
 def measure_step_costs(

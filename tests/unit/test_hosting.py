@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from models import byte_level_tokenizer, save_tiny_model
@@ -19,9 +21,12 @@ from outrider.drafting.ngram import NgramDrafter
 from outrider.drafting.suffix import SuffixDrafter
 from outrider.engine.interface import SequenceStep
 from outrider.engine.modules import quantized_linear
+from outrider.engine.paged_engine import PagedEngine
 from outrider.engine.parallel.meeting import Meeting
+from outrider.engine.threads import on_threads
 from outrider.errors import BadRequest, ConfigError, SettingError, Unavailable
 from outrider.hosting import (
+    LOADING_NICENESS,
     STANDARD_ERROR,
     advertised,
     available_cores,
@@ -35,7 +40,7 @@ from outrider.hosting import (
     use_threads,
 )
 from outrider.messages import ReplicaDescription
-from outrider.rank_host import RankHost, Seat
+from outrider.rank_host import RankHost, Seat, engine_of_a_replica
 from outrider.replica_host import MeteredService, Traffic
 from outrider.wire.link import Connection
 
@@ -110,6 +115,24 @@ async def test_a_passing_thread_ends_with_its_work() -> None:
         assert thread is not threading.current_thread()
         thread.join(10)
         assert not thread.is_alive()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+async def test_a_thread_that_loads_a_model_gives_way_and_no_later_one_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Replicas that serve on the same cores go first; the new one's own steps do not give way."""
+    own = os.getpriority(os.PRIO_PROCESS, os.getpid())
+
+    def priority(*_: object) -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    monkeypatch.setattr("outrider.rank_host.build_engine", priority)
+    loading: Any = await on_passing_thread(
+        engine_of_a_replica, TargetConfig(), "target", 1, None
+    )  # fmt: skip
+    assert loading == own + LOADING_NICENESS
+    assert await on_passing_thread(priority) == own == priority()
 
 
 def test_an_address_for_all_is_not_advertised() -> None:
@@ -204,6 +227,19 @@ def test_a_rounded_draft_is_near_its_target_and_not_it(
     with pytest.raises(SettingError, match="rounded to 4 bits") as bad:
         build_engine(DraftConfig(model="quantized:4", directory=directory), "draft", 1)
     assert bad.value.key == "draft_model"
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_target_of_one_core_and_more_runs_short_steps(tmp_path: Path, num_threads: int) -> None:
+    """Also where steps take long for a while: only of several cores one can be left free."""
+    engine = build_engine(
+        TargetConfig(directory=str(save_tiny_model(tmp_path))), "target", num_threads
+    )
+    with on_threads(num_threads):
+        for token_id in range(32):
+            engine.forward([SequenceStep("s", (token_id,), 1)])
+    assert isinstance(engine, PagedEngine)
+    assert (engine._contended is not None) == (num_threads > 1)
 
 
 def test_too_little_memory_names_the_setting_of_its_role(tmp_path: Path) -> None:

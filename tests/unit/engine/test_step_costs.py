@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.engine.cost_measurement import measure_step_costs, settle_narrow_threads
+from outrider.engine.cost_measurement import measure_step_costs
 from outrider.engine.costs import StepCosts
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
@@ -74,48 +74,6 @@ class Clocked(EmulatedEngine):
         reads = sum(len(step.token_ids) * self.length(step.sequence_id) for step in steps)
         self.now += rows * 1e-3 + (len(steps) - 1) * 2e-3 + reads * 1e-5
         return super().forward(steps)
-
-
-class Threaded(Clocked):
-    """As quick as its threads say."""
-
-    num_threads = 4
-
-    def __init__(self, speeds: dict[int, float], narrow_threads: int | None) -> None:
-        super().__init__(EmulatedSpec(vocab_size=50, support=4, verify_ms=0.0), "target")
-        self.speeds = speeds
-        self.narrow_threads = narrow_threads
-        self.used: set[int | None] = set()
-
-    def forward(self, steps: list[SequenceStep]) -> list[torch.Tensor]:  # type: ignore[override]
-        before = self.now
-        found = super().forward(steps)
-        self.used.add(self.narrow_threads)
-        if self.narrow_threads is not None:
-            self.now = before + (self.now - before) / self.speeds[self.narrow_threads]
-        return found
-
-
-@pytest.mark.parametrize(
-    ("speed", "narrow", "settled"), [(1.2, 3, 3), (1.4, 3, 4), (0.5, 3, 3), (9.0, None, None)]
-)
-def test_few_tokens_get_all_threads_where_these_are_much_quicker(
-    speed: float, narrow: int | None, settled: int | None
-) -> None:
-    engine = Threaded({3: 1.0, 4: speed}, narrow)
-    settle_narrow_threads(engine, lambda: engine.now)
-    assert engine.narrow_threads == settled
-    assert engine.used == (set() if narrow is None else {3, 4})
-    counts = engine.page_counts()
-    assert counts.num_free + counts.num_evictable == counts.num_pages
-
-
-def test_an_engine_too_slow_to_tell_keeps_its_threads() -> None:
-    """And is not asked for minutes."""
-    engine = Threaded({3: 1e-3, 4: 1.0}, 3)
-    settle_narrow_threads(engine, lambda: engine.now, limit_s=2.0)
-    assert engine.narrow_threads == 3
-    assert engine.now < 20
 
 
 def test_rows_sessions_and_context_are_told_apart() -> None:
