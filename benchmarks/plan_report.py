@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
@@ -71,6 +72,8 @@ class PlanReport:
     target_costs: StepCosts
     draft_costs: StepCosts | None
     plans: tuple[TemperaturePlan, ...]
+    flags: tuple[str, ...] = ()
+    """Further ones of the deployment that was measured."""
 
     def to_json(
         self, validation: Validation | None, fleets: Sequence[Mapping[str, object]] = ()
@@ -107,7 +110,7 @@ def render(
     parts: list[Table | Text] = []
     for plan in report.plans:
         parts += [_acceptance(report, plan), _options(report, plan), *_bars(plan)]
-        parts.append(Text(_sentence(plan.choice.chosen), style="bold"))
+        parts.append(Text(_sentence(report, plan.choice.chosen), style="bold"))
         parts.append(Text(_certainty(plan)))
     if validation is not None:
         parts += validation.tables()
@@ -168,20 +171,30 @@ def _by_rule(options: Sequence[Option]) -> dict[str, list[Option]]:
     return found
 
 
-def _sentence(chosen: Option) -> str:
+def _sentence(report: PlanReport, chosen: Option) -> str:
+    """The command that deploys what was chosen, and what is expected of it."""
     if chosen.num_draft_tokens == 0:
+        command = _serve(report, "--num-draft-tokens", 0)
         return (
-            f"Decode plainly (--num-draft-tokens 0): {chosen.tokens_per_second:.1f} tokens/s are "
-            "expected, and no draft is faster."
+            f"Decode plainly by `{command}`: {chosen.tokens_per_second:.1f} tokens/s are expected, "
+            "and no draft is faster."
         )
-    ahead = f" --look-ahead {chosen.look_ahead}" if chosen.look_ahead else ""
+    flags: list[str | int] = ["--draft-model", report.draft_model]
+    flags += ["--num-draft-tokens", chosen.num_draft_tokens]
+    if chosen.look_ahead:
+        flags += ["--look-ahead", chosen.look_ahead]
+    if chosen.draft_replicas > 1:
+        flags += ["--num-drafts", chosen.draft_replicas]
     return (
-        f"Deploy --num-draft-tokens {chosen.num_draft_tokens}{ahead} with rule "
-        f"{chosen.rule.value} and {chosen.draft_replicas} draft "
-        f"{'replica' if chosen.draft_replicas == 1 else 'replicas'} for each target replica: "
-        f"{chosen.tokens_per_second:.1f} tokens/s are expected, {chosen.speedup:.2f} times plain "
-        "decoding."
+        f"Deploy by `{_serve(report, *flags)}`, with rule {chosen.rule.value} and "
+        f"{chosen.draft_replicas} draft {'replica' if chosen.draft_replicas == 1 else 'replicas'} "
+        f"for each target replica: {chosen.tokens_per_second:.1f} tokens/s are expected, "
+        f"{chosen.speedup:.2f} times plain decoding."
     )
+
+
+def _serve(report: PlanReport, *flags: str | int) -> str:
+    return shlex.join(["outrider", "serve", report.model, *map(str, flags), *report.flags])
 
 
 def _certainty(plan: TemperaturePlan) -> str:
@@ -197,12 +210,13 @@ def _certainty(plan: TemperaturePlan) -> str:
         lines.append("One prompt says nothing of how sure this is: take more (--prompts FILE).")
     else:
         (low, high), (least, most) = found.speedup, found.num_draft_tokens
+        found_k = f"K = {most}" if least == most else f"a K of {least} to {most}"
         lines.append(
             f"How sure this is: of {found.num_resamples} samples drawn from these "
             f"{found.num_texts} prompts, {found.level:.0%} have a speed-up of {low:.2f} to "
             f"{high:.2f} this way; {found.same_share:.0%} lead to the same rule and K, "
-            f"{found.level:.0%} to a K of {least} to {most}. What errors of the measured times add "
-            "is not in that."
+            f"{found.level:.0%} to {found_k}. What errors of the measured times add is not in "
+            "that."
         )
     return " ".join(lines)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Final, Protocol
 
 from outrider.constraints.constraint import Constraint
-from outrider.errors import BadRequest
+from outrider.errors import NO_TOKENIZER, BadRequest
 from outrider.generation import ChatMessage, Prompt
 from outrider.shared_calls import SharedCalls
 
@@ -103,7 +103,7 @@ class PromptEncoder:
     ) -> tuple[int, ...]:
         text = self._text
         if text is None:
-            raise BadRequest(field, "the model has no tokenizer; give token_ids")
+            raise BadRequest(field, NO_TOKENIZER)
         bytes_max = tokens_max * text.token_bytes_max
         if size > bytes_max:
             raise BadRequest(

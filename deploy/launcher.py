@@ -38,7 +38,7 @@ from .cluster import Actor, Cluster, resources
 from .locks import locked, own_trust, sealed, warnings
 from .models import resolve_models, tokenizer_warning
 from .overview import Endpoints, Overview, ReplicaView
-from .preflight import check_before_start
+from .preflight import check_before_start, check_ports
 from .ray_connection import RayConnection
 from .ray_token import check_asks_for_token
 from .reconciler import find_reconciler, start_reconciler
@@ -135,7 +135,7 @@ class Deployment:
             raise
 
     async def _start(self) -> Endpoints:
-        self._report("starting Ray and Redis, finding the models")
+        self._report(start_line(self.config))
         config = await self._prepare()
         warning = tokenizer_warning(config.coordinator.tokenizer_directory)
         for line in (*([warning] if warning else ()), *warnings(config)):
@@ -150,7 +150,7 @@ class Deployment:
         reconciler = self._reconciler = start_reconciler(blueprint, self.ray.namespace)
         self._report("waiting for a place for every actor")
         await reconciler.call("place")
-        self._report(f"loading {config.target.model}, and {config.draft.model} as its draft")
+        self._report(f"loading {config.target_name}, and {config.draft.model} as its draft")
         await reconciler.call("begin", "target", "draft")
         self._report("starting the coordinator")
         await reconciler.call("begin", "coordinator")
@@ -258,6 +258,8 @@ class Deployment:
             raise SettingError(
                 "redis_wait_replicas", "needs redis_url: an embedded server has no replicas"
             )
+        if self.ray.local:
+            check_ports(self.config)  # After what is wrong in itself: another port may be free.
         _, redis_url, config = await _all(
             self._connect(),
             asyncio.to_thread(self._start_redis),
@@ -342,6 +344,19 @@ class Deployment:
             await reconciler.kill()
         finally:
             await Cluster(self.ray.namespace, local=self.ray.local).clear()
+
+
+def start_line(config: DeploymentConfig) -> str:
+    """What a start-up does first, for people."""
+    own = {"Ray": not config.address, "Redis": not config.coordinator.redis_url}
+    found = [
+        f"{verb} {' and '.join(names)}"
+        for verb, is_own in (("starting", True), ("connecting to", False))
+        if (names := [name for name, starts in own.items() if starts is is_own])
+    ]
+    if config.target.emulated is None:
+        found.append("finding the models")
+    return ", ".join(found)
 
 
 async def _tend(redis: EmbeddedRedis) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from outrider.config import PATHS, CoordinatorConfig, DeploymentConfig, is_loopback
+from outrider.config import PATHS, CoordinatorConfig, DeploymentConfig, ServerConfig, is_loopback
 from outrider.errors import ConfigError
 from outrider.security.key_file import read_key_file
 from outrider.security.keys import KeyHash, hashed_keys, new_key
@@ -17,28 +17,20 @@ from outrider.settings import Value, blaming
 if TYPE_CHECKING:
     from outrider.wire.channel import Trust
 
+Server = TypeVar("Server", bound=ServerConfig)
+
 
 def locked(config: DeploymentConfig) -> tuple[DeploymentConfig, str]:
     """The configuration with hashes in place of keys, and one of its own among them: by that
     commands of this machine call what was started here. It is new each time; empty where no key is
     asked for."""
-    front = config.coordinator
-    front = replace(
-        front,
-        internal_tls_dir=_whole(front.internal_tls_dir),
-        api_key_file=_whole(front.api_key_file),
-        ssl_certfile=_whole(front.ssl_certfile),
-        ssl_keyfile=_whole(front.ssl_keyfile),
-        ssl_ca_certs=_whole(front.ssl_ca_certs),
-        redis_password_file=_whole(front.redis_password_file),
-    )
-    inner = _whole(config.target.internal_tls_dir)
     config = replace(
         config,
-        target=replace(config.target, internal_tls_dir=inner),
-        draft=replace(config.draft, internal_tls_dir=inner),
-        coordinator=front,
+        target=_with_whole_paths(config.target),
+        draft=_with_whole_paths(config.draft),
+        coordinator=_with_whole_paths(config.coordinator),
     )
+    front = config.coordinator
     if not front.asks_for_keys:
         return config, ""
     key = new_key()
@@ -61,6 +53,13 @@ def whole_paths(values: Mapping[str, Value]) -> dict[str, Value]:
         key: _whole(value) if key in PATHS and isinstance(value, str) else value
         for key, value in values.items()
     }
+
+
+def _with_whole_paths(config: Server) -> Server:
+    """The same server; see `whole_paths`."""
+    names = [one.name for one in fields(config) if one.name in PATHS]
+    paths: dict[str, Any] = {name: _whole(getattr(config, name)) for name in names}
+    return replace(config, **paths)
 
 
 def _whole(path: str) -> str:

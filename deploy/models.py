@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from outrider.config import DeploymentConfig, DraftConfig, TargetConfig
-from outrider.drafting.registry import DraftModel
-from outrider.engine.emulated_spec import EmulatedSpec
+from outrider.drafting.registry import DraftModel, check_model_name
+from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
 from outrider.errors import ConfigError, SettingError
 from outrider.settings import blaming
 
@@ -19,13 +19,38 @@ _log = logging.getLogger(__name__)
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
+def check_names(config: DeploymentConfig) -> None:
+    """What can be told of the models without fetching or reading much. Raises `SettingError` where
+    `resolve_models` certainly would, and for a draft model that is probably a slip."""
+    drafter = config.draft.drafter
+    name = drafter.on_target if drafter.model is None else drafter.model.name
+    is_head = drafter.reads_target
+    if name is not None and not is_head and not Path(name).expanduser().exists():
+        if config.target.emulated is None and name.lower() == SCHEME:
+            raise SettingError(
+                "draft_model",
+                f"{name!r} drafts for an emulated target alone (--engine {SCHEME}:SPEC)",
+            )
+        check_model_name(name)
+    if config.target.emulated is not None:
+        emulated_spec(config.target.emulated)
+        return
+    from outrider.engine.sources import check_name
+
+    with blaming("model"):
+        check_name(config.target.model)
+    if name is not None:
+        with blaming("draft_model"):
+            check_name(name, heads=is_head)
+
+
 def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
     """The configuration with the directories of models and tokenizer. Takes minutes where a model
     must be converted or fetched first. Raises `SettingError` for a model that is not to be had,
     for a length that one does not take, for ranks that one cannot be shared out among, and for a
     draft whose tokenizer differs from the target's."""
+    check_names(config)
     if config.target.emulated is not None:
-        emulated_spec(config.target.emulated)
         return config
     # Imports the model library, which takes seconds: only where it is needed.
     from outrider.engine.sources import resolve_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from outrider.fleet.registry import Role
+from outrider.fleet.registry import ROLES, Role
 from outrider.hosting import Place
 
 
@@ -39,8 +39,8 @@ class Overview:
     """A role of which there is none, and none can be started."""
     adopted: bool = True
     """Whether it is known which there are; not before a reconciler that has returned has looked."""
-    changes: str = ""
-    """Name of the settings that are others since the deployment was started; empty for none."""
+    upgrades: bool = False
+    """Whether another plan was made, by which there has not been the whole fleet yet."""
 
     def of(self, role: Role) -> list[ReplicaView]:
         """The replicas of a role."""
@@ -57,9 +57,14 @@ class Overview:
 
     @property
     def num_stale(self) -> int:
-        """How many are still to be replaced, or to come in the place of one that was."""
-        num_missing = sum(max(0, self.wanted[role] - len(self.of(role))) for role in self.wanted)
-        return num_missing + sum(one.stale or not one.address for one in self.replicas)
+        """Replicas that an upgrade has still to replace. One counts until it has ended and another
+        one, made by the plan that holds, serves in its place."""
+        return sum(self._num_stale(role) for role in ROLES) if self.upgrades else 0
+
+    def _num_stale(self, role: Role) -> int:
+        num_old = sum(one.stale for one in self.of(role))
+        num_new = sum(bool(one.address) and not one.stale for one in self.of(role))
+        return max(num_old, self.wanted.get(role, 0) - num_new)
 
     @property
     def endpoints(self) -> Endpoints:

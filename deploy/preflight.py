@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from typing import Final
 
-from outrider.config import PORT_MAX, DeploymentConfig
+from outrider.config import PORT_MAX, DeploymentConfig, deployment_settings
 from outrider.errors import SettingError
-from outrider.settings import blaming
 
 from .locks import check_locks
-from .models import emulated_spec
+from .models import check_names
 
 _ANY_FREE: Final = 0
+_PORT_ERRORS: Final = (errno.EADDRINUSE, errno.EACCES)
+"""Errors that another port on the same host may not have."""
 
 
 def check_before_start(config: DeploymentConfig) -> None:
-    """For a deployment on this machine. Raises `SettingError` for a host or a port that cannot be
-    listened on, for files of keys or certificates that are wrong, for a model that is certainly not
-    there, and for what is no emulated one."""
+    """For a deployment on this machine. Raises `SettingError` for wrong files of keys or
+    certificates, for ports that two roles count up to, for a model that is certainly not there, and
+    for what is no emulated one."""
     check_locks(config.coordinator)
+    _ports(config)
+    check_names(config)
+
+
+def check_ports(config: DeploymentConfig) -> None:
+    """For a deployment on this machine. Binds each port for a moment. Raises `SettingError` for a
+    host or a port that cannot be listened on."""
+    for key, host, port in _ports(config):
+        _check_listening(key, host, port)
+
+
+def _ports(config: DeploymentConfig) -> list[tuple[str, str, int]]:
+    """The setting, the host and the port of each listener; `_ANY_FREE` once for each role that has
+    no port of its own. Raises `SettingError` where there are none left or two roles share one."""
     listeners = (
         ("grpc_port", config.coordinator, config.coordinator.grpc_port, config.num_coordinators),
         ("port", config.coordinator, config.coordinator.port, _num_on_http(config)),
@@ -27,26 +43,15 @@ def check_before_start(config: DeploymentConfig) -> None:
         ("draft_port", config.draft, config.draft.port, config.num_drafts),
     )
     taken: dict[int, str] = {}
+    found = []
     for key, server, first, number in listeners:
         for port in range(first, first + number) if first else (_ANY_FREE,):
             if port > PORT_MAX:
                 raise SettingError(key, f"{first} leaves no ports for {number} replicas")
             if (other := taken.setdefault(port, key)) != key and port != _ANY_FREE:
                 raise SettingError(key, f"{port} is among the ports that {other} counts up to")
-            _check_listening(key, server.host, port)
-    if config.target.emulated is not None:
-        emulated_spec(config.target.emulated)
-        return
-    from outrider.engine.sources import check_name
-
-    with blaming("model"):
-        check_name(config.target.model)
-    draft = config.draft.drafter.model
-    on_target = config.draft.drafter.on_target
-    name = on_target if draft is None else draft.name
-    if name is not None:
-        with blaming("draft_model"):
-            check_name(name, heads=config.draft.drafter.reads_target)
+            found.append((key, server.host, port))
+    return found
 
 
 def _num_on_http(config: DeploymentConfig) -> int:
@@ -65,7 +70,10 @@ def _check_listening(key: str, host: str, port: int) -> None:
         try:
             probe.bind(address)
         except OSError as error:
+            reason = f"cannot listen on {host}:{port}: {error.strerror or error}"
+            if error.errno not in _PORT_ERRORS:
+                raise SettingError("host", reason) from error
+            flag = deployment_settings()[key].flag
             raise SettingError(
-                "host" if port == _ANY_FREE else key,
-                f"cannot listen on {host}:{port}: {error.strerror or error}",
+                key, f"{reason}; give another port with {flag}, where 0 means any free one"
             ) from error

@@ -26,6 +26,9 @@ OBJECT_STORE_BYTES: Final = 100 * 2**20
 """Nothing large goes through Ray."""
 _TEMPORARY_BYTES_MAX: Final = 40
 """Ray puts sockets some 60 bytes below its directory, and a socket's path has 107 at most."""
+_RAY_FOLDER: Final = "r"
+"""Ray's directory in the temporary one. Ray opens its own to all users (mode 0777); the one around
+it keeps them out (0700)."""
 ENVIRONMENT: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
@@ -80,7 +83,7 @@ class RayConnection:
             options |= {
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
-                "_temp_dir": self._temporary,
+                "_temp_dir": str(Path(self._temporary, _RAY_FOLDER)),
             }
         try:
             with _without_secrets():
@@ -137,10 +140,11 @@ def _without_secrets() -> Iterator[None]:
 
 
 def _short_directory() -> str:
-    """A new directory for Ray's sockets and logs, under the usual place or, where that has too
-    long a name, under /tmp. Raises `ConfigError`."""
+    """A new directory around Ray's, with sockets and logs, that no other user may enter: under the
+    usual place or, where that has too long a name, under /tmp. Raises `ConfigError`."""
     usual = tempfile.gettempdir()
-    short = len(os.fsencode(usual)) + len("/outrider-ray-12345678") <= _TEMPORARY_BYTES_MAX
+    longest = len(os.fsencode(usual)) + len(f"/outrider-ray-12345678/{_RAY_FOLDER}")
+    short = longest <= _TEMPORARY_BYTES_MAX
     try:
         return tempfile.mkdtemp(prefix="outrider-ray-", dir=usual if short else "/tmp")  # noqa: S108
     except OSError as error:

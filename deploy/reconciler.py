@@ -88,9 +88,10 @@ class Reconciler:
         self._version = uuid.uuid4().hex
         self._news = asyncio.Event()
         self._adopted = True
+        self._upgrades = False
         if ray.get_runtime_context().was_current_actor_reconstructed:
             _log.warning("the reconciler has died, and returns")
-            self._adopted, self._is_keeping = False, True
+            self._adopted, self._is_keeping, self._upgrades = False, True, True
             self._work = asyncio.create_task(self._keep(returns=True))
 
     async def ping(self) -> Place:
@@ -150,12 +151,14 @@ class Reconciler:
                     await self._news.wait()
             except TimeoutError:
                 pass
+        return self._overview()
+
+    def _overview(self) -> Overview:
         fleet = self._fleet
         views = tuple(one.view(fleet.blueprint.plan(one.role)) for one in fleet.replicas)
         return Overview(
-            self._version, dict(fleet.wanted), views, self._hopeless, self._adopted,
-            self._rollout.name,
-        )  # fmt: skip
+            self._version, dict(fleet.wanted), views, self._hopeless, self._adopted, self._upgrades
+        )
 
     async def ends(self) -> bool:
         """Whether it has been told to `close`: then there is nothing to be taken over."""
@@ -221,10 +224,12 @@ class Reconciler:
         log_at(plan.placement.config.coordinator.log_level)
         self._fleet.go_by(plan)
         self._autoscaling.go_by(plan.policy)
+        self._upgrades = True
         self._tell()
 
     def _tell(self) -> None:
         self._version = uuid.uuid4().hex
+        self._upgrades = self._overview().num_stale > 0
         self._news.set()
 
 

@@ -153,11 +153,6 @@ class Rollout:
         """Names of those that were made, so that none is made twice."""
         self._one_at_a_time = asyncio.Lock()
 
-    @property
-    def name(self) -> str:
-        """Of the changes that hold; empty for none."""
-        return self._holds.name
-
     async def begin(self) -> None:
         """There are no changes yet, whatever a deployment of this name had before. Raises
         `Unavailable`."""

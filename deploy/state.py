@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from outrider.errors import ConfigError
 from outrider.settings import Value
@@ -51,6 +51,8 @@ class DeploymentRecord:
     """Where the target's files are; empty for an emulated one."""
     tokenizer_directory: str
     """Empty where the model has none."""
+    redis: dict[str, Any]
+    """The fields of its `RedisAddress`, without passwords: at most the names of their files."""
     http_address: str = ""
     """HOST:PORT where they answer by HTTP, likewise; empty where they do not."""
     deployment: str = ""
@@ -59,8 +61,6 @@ class DeploymentRecord:
     """HOST:PORT of the Ray cluster that it runs on ..."""
     ray_token: str = ""
     """... and the file of its token; empty where that is a cluster elsewhere."""
-    redis_url: str = ""
-    """Of its embedded Redis; empty where it has another, whose URL may hold a password."""
     asks_for_keys: bool = False
     """Whether its callers need a key."""
     wanted: dict[str, int] = field(default_factory=dict)

@@ -24,6 +24,13 @@ An error says what was wrong, what was expected, and what to do.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+from typing import Final
+
+NO_TOKENIZER: Final = "the model has no tokenizer; give token_ids"
+"""Reason of a `BadRequest` for a text; the command line names its flag instead."""
+
 
 class OutriderError(Exception):
     """Base of all errors. `grpc_code` is a google.rpc.Code; `http_status` an HTTP status."""
@@ -167,6 +174,14 @@ def check(condition: bool, message: str) -> None:
     """Raises `InvariantError(message)` unless `condition`; stays on under `python -O`."""
     if not condition:
         raise InvariantError(message)
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The end of an error about a word that is none of those `known`: `; did you mean X?`, or
+    nothing where none is alike enough (`cutoff`, see `difflib`). Upper case does not count."""
+    by_lower = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
+    return f"; did you mean {by_lower[near[0]]}?" if near else ""
 
 
 def error_from_code(grpc_code: int, message: str) -> OutriderError:

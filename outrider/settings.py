@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from outrider.errors import ConfigError, InvariantError, SettingError, check
+from outrider.errors import ConfigError, InvariantError, SettingError, check, did_you_mean
 
 Value = str | int | float | bool | None
 Config = TypeVar("Config")
@@ -126,8 +126,9 @@ class Setting:
         if good and self.choices:
             good = value in self.choices
         if not good:
+            hint = did_you_mean(str(value), self.choices) if self.choices else ""
             shown = self._shown(value)
-            raise ConfigError(f"{source}: {shown} is wrong; it must be {self.allowed}")
+            raise ConfigError(f"{source}: {shown} is wrong; it must be {self.allowed}{hint}")
 
     def _shown(self, value: object) -> str:
         return "what it is set to" if self.secret else repr(value)
@@ -291,15 +292,10 @@ def _given(
 
 def _known(settings: Mapping[str, Setting], key: str, source: str) -> Setting:
     if key not in settings:
-        import difflib
-
-        near = difflib.get_close_matches(key, settings, n=1)
-        hint = ""
-        if near:
-            asked_by_variable = source == ENVIRONMENT_PREFIX + key.upper()
-            name = settings[near[0]].variable if asked_by_variable else near[0]
-            hint = f"; did you mean {name}?"
-        raise ConfigError(f"{source}: there is no such setting{hint}")
+        names = {one.key: one for one in settings.values()}
+        if source == ENVIRONMENT_PREFIX + key.upper():
+            key, names = source, {one.variable: one for one in settings.values()}
+        raise ConfigError(f"{source}: there is no such setting{did_you_mean(key, names)}")
     return settings[key]
 
 

@@ -21,6 +21,7 @@ from .connection import Connection, add_connection_flags, connected
 from .conversation import Conversation, Figures
 from .lines import LineReader
 from .naming import spoken
+from .progress import progress
 from .request import OWN_FLAGS, add_request_flags, request_fields
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ async def _run(arguments: argparse.Namespace, fields: dict[str, Any]) -> int:
     async with connected(arguments) as connection, connection.client() as client:
         serves = await client.describe()
         with LineReader(PROMPT) as lines:
-            if lines.interactive:
+            if lines.interactive and not progress.quiet:
                 _say(f"{serves.model} at {connection.address}; /help lists what else there is")
             chat = Chat(
                 client,
@@ -227,7 +228,8 @@ def _shower(connection: Connection) -> Callable[[], Callable[[Tokens], None]]:
     from .origins import OriginPainter, TokenLengths
 
     console, lengths = Console(), TokenLengths(connection.tokenizer_directory)
-    Console(stderr=True).print(OriginPainter(console, lengths).legend())
+    if not progress.quiet:
+        Console(stderr=True).print(OriginPainter(console, lengths).legend())
 
     def begin() -> Callable[[Tokens], None]:
         lengths.begin()

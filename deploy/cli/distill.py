@@ -145,12 +145,12 @@ def run(arguments: argparse.Namespace) -> int:
         _check_start(options.start_name)
     TargetConfig(device=arguments.device)  # Raises for one that is none.
     use_threads(available_cores())  # Before torch is imported.
+    progress(f"loading {arguments.target}")  # The libraries alone take seconds.
     from outrider.distillation.distilling import distill
     from outrider.distillation.output import check_out
     from outrider.engine.sources import cache_dir, resolve_model
 
     check_out(options.out)
-    progress(f"loading {arguments.target}")
     target, text = _target(arguments)
     start = None
     if options.start_name is not None:

@@ -14,6 +14,7 @@ from outrider.errors import BadRequest, ConfigError
 
 from .connection import Connection, add_connection_flags, connected
 from .logprobs import logprob_table, token_names
+from .progress import progress
 from .request import OWN_FLAGS, add_request_flags, request_fields
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ async def _run(arguments: argparse.Namespace, request: GenerateRequest) -> None:
         if completion.logprobs:
             names = token_names(connection.tokenizer_directory)
             print(logprob_table(completion, names), flush=True)
-        print(_closing_line(completion, seconds), file=sys.stderr)
+        if not progress.quiet:
+            print(_closing_line(completion, seconds), file=sys.stderr)
 
 
 def _silent(completion: Completion, arguments: argparse.Namespace) -> str:
@@ -153,7 +155,8 @@ def _printer(connection: Connection) -> Callable[[Any], None]:
     from .origins import OriginPainter, TokenLengths
 
     painter = OriginPainter(Console(), TokenLengths(connection.tokenizer_directory))
-    Console(stderr=True).print(painter.legend())
+    if not progress.quiet:
+        Console(stderr=True).print(painter.legend())
 
     def show_coloured(event: Any) -> None:
         if isinstance(event, Tokens):

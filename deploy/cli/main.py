@@ -7,7 +7,6 @@ Exit codes: 0 done; 2 bad arguments or settings (`ConfigError`, `BadRequest`); 1
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import logging
 import os
@@ -18,7 +17,7 @@ from importlib.metadata import version
 from typing import Any, Final, NoReturn, Protocol
 
 from deploy.state import ERROR_PREFIX
-from outrider.errors import BadRequest, ConfigError, OutriderError
+from outrider.errors import BadRequest, ConfigError, OutriderError, did_you_mean
 
 from . import secret_words
 from .naming import spoken
@@ -41,8 +40,8 @@ COMMANDS: Final = {
     "distill": "make a drafter for a target",
     "collect-env": "describe this machine and what is installed, for a report",
 }
-NEAR: Final = 0.7
-"""How alike a flag must be to what was typed to be suggested; see `difflib`."""
+NEAR: Final = 0.75
+"""How alike a flag must be to what was typed to be suggested; see `did_you_mean`."""
 EXIT_BAD_ARGUMENTS: Final = 2
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 
@@ -78,10 +77,15 @@ class _Parser(argparse.ArgumentParser):
         flag = word.partition("=")[0]
         if not flag.startswith("--") or " " in word or flag in self._option_string_actions:
             return
-        names = [known[2:] for known in self._option_string_actions if known.startswith("--")]
-        near = difflib.get_close_matches(flag[2:], names, n=1, cutoff=NEAR)
-        hint = f"; did you mean --{near[0]}?" if near else ""
-        self.error(f"unrecognized arguments: {flag}{hint}")
+        names = [known for known in self._option_string_actions if known.startswith("--")]
+        self.error(f"unrecognized arguments: {flag}{did_you_mean(flag, names, NEAR)}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            hint = did_you_mean(str(value), map(str, action.choices or ()))
+            raise argparse.ArgumentError(action, f"{error.message}{hint}") from None
 
     def error(self, message: str) -> NoReturn:
         _complain(f"{message} (see {self.prog} --help)")

@@ -23,7 +23,7 @@ from outrider.hosting import available_cores, build_engine, build_lookup, use_th
 
 from .connection import add_connection_flags, connected
 from .progress import progress
-from .settings import deployment_config, refuse_other_settings, with_flags
+from .settings import deployment_config, flags_again, refuse_other_settings, with_flags
 from .tables import show
 
 if TYPE_CHECKING:
@@ -39,12 +39,15 @@ if TYPE_CHECKING:
 
 OWN_FLAGS: Final = ("seed", "num_draft_tokens", "deadline_ms", "length_control", "look_ahead")
 """Settings that the plan is about, or that are a request's."""
+DECIDED: Final = ("model", "draft_model", "num_targets", "num_drafts")
+"""Those that the command that deploys has from the plan, which is of one target replica."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares its arguments."""
     parser.epilog = (
-        "The services run for a rehearsal of a minute; with --validate a deployment as `bench "
+        "The services run for a rehearsal of a minute; with the demo pair and the built-in prompts "
+        "all takes about two minutes on two free cores. With --validate a deployment as `bench "
         "speedup` uses it answers the prompts once more."
     )
     plan.add_arguments(parser)
@@ -74,7 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
     samples = _read(config, options, kind)
     gc.collect()  # The engines' memory is the services' from here on.
     report, validation = asyncio.run(_plan(arguments, config, options, kind, samples))
-    report = replace(report, num_prompts=len(prompts))
+    report = replace(
+        report, num_prompts=len(prompts), flags=flags_again(arguments, without=DECIDED)
+    )
     if options.plot is not None:
         options.plot.write_text(render_plot(report), encoding="utf-8")
     if simulation is None:
@@ -255,12 +260,11 @@ async def _plan(
 
     shares_device = not options.separate_draft and _shares_device(config)
     replays = [plan.Replays(kind, sample) for sample in samples]
-    plans: list[TemperaturePlan] = []
-    times: list[ServiceTimes] = []
-    for sample, replay in zip(samples, replays, strict=True):
-        found = await rehearse(config, kind, sample, shares_device=shares_device, progress=progress)
-        times.append(found)
-        plans.append(plan.choose(options, replay, sample, found))
+    times = await rehearse(config, kind, samples, shares_device=shares_device, progress=progress)
+    plans = [
+        plan.choose(options, replay, sample, found)
+        for sample, replay, found in zip(samples, replays, times, strict=True)
+    ]
     report = plan.report(
         options, plans, times[0], model=config.target.model, draft_model=config.draft.model,
         num_prompts=0,

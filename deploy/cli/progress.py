@@ -103,7 +103,7 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "-q", "--quiet", action="store_true", default=argparse.SUPPRESS,
-        help="no progress on standard error, where warnings and errors still are (as with --json)",
+        help="only warnings and errors on standard error: no progress, no figures (as with --json)",
     )  # fmt: skip
 
 

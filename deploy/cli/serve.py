@@ -34,7 +34,7 @@ from outrider.fleet.registry import Role
 from outrider.telemetry.log_files import LogFile
 
 from . import secret_words
-from .naming import program
+from .naming import program, typed
 from .progress import progress
 from .settings import (
     add_setting_flags,
@@ -102,11 +102,18 @@ def _bound_log(state: Path) -> None:
 async def _serve(
     deployment: Deployment, state: Path, arguments: argparse.Namespace, changed: asyncio.Event
 ) -> int:
-    """Until SIGINT or SIGTERM, or until there is none of a role that cannot be missed."""
+    """Until SIGINT or SIGTERM, or until there is none of a role that cannot be missed. The exit
+    code: 0, or that of an interrupted command where SIGINT came before it served."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    received: list[int] = []
+
+    def end(number: int) -> None:
+        received.append(number)
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, end, number)
     starting = asyncio.create_task(deployment.start())
     stopping = asyncio.create_task(stop.wait())
     dying: asyncio.Task[Role] | None = None
@@ -114,10 +121,10 @@ async def _serve(
     try:
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
-            return 0
+            return 128 + signal.SIGINT if received[0] == signal.SIGINT else 0
         await starting
         progress.rest()
-        record = _record(deployment)
+        record = record_of(deployment)
         publish_key(state, deployment.api_key)
         publish(state, record)
         _tell(record, as_json=arguments.json, ready_fd=arguments.ready_fd)
@@ -147,7 +154,7 @@ async def _keep_told(
         await changed.wait()
         changed.clear()
         try:
-            publish(state, replace(_record(deployment), started_at=record.started_at))
+            publish(state, replace(record_of(deployment), started_at=record.started_at))
         except OSError as error:
             _log.error("the record of what runs cannot be written: %s", error)
 
@@ -156,13 +163,14 @@ def _wanted(deployment: Deployment) -> dict[str, int]:
     return {str(role): count for role, count in deployment.overview.wanted.items()}
 
 
-def _record(deployment: Deployment) -> DeploymentRecord:
+def record_of(deployment: Deployment) -> DeploymentRecord:
+    """Of a deployment that has started, without secrets."""
     config, endpoints = deployment.config, deployment.endpoints
     return DeploymentRecord(
         pid=os.getpid(),
         process_start=process_start(os.getpid()) or 0,
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        model=config.target.model,
+        model=config.target_name,
         draft_model=config.draft.model,
         served_model_name=config.served_model_name,
         grpc_address=endpoints.coordinator,
@@ -174,7 +182,7 @@ def _record(deployment: Deployment) -> DeploymentRecord:
         deployment=deployment.name,
         ray_address=deployment.ray.found,
         ray_token=str(deployment.ray.token or ""),
-        redis_url="" if deployment.redis is None else deployment.redis.url,
+        redis=asdict(replace(config.coordinator.redis, password="", sentinel_password="")),
         asks_for_keys=config.coordinator.asks_for_keys,
         wanted=_wanted(deployment),
         settings=public_settings(config),
@@ -192,68 +200,46 @@ def _tell(record: DeploymentRecord, *, as_json: bool, ready_fd: int | None) -> N
 
 
 def endpoints_text(record: DeploymentRecord) -> str:
-    """Where a deployment answers, and what to try that it does not refuse."""
-    address = record.grpc_address
-    if record.asks_for_keys or record.settings.get("ssl_certfile"):
-        return _locked_endpoints_text(record)
-    first, *_ = address.split(",")  # Other programs than ours call one.
+    """Where a deployment answers, what callers need, and commands to try that it does not refuse.
+    Those of this user on this machine need nothing."""
+    first, *_ = record.grpc_address.split(",")  # Other programs than ours call one.
     words, field = '"The capital of France is"', '"text": "The capital of France is"'
     if not record.tokenizer_directory:
         words, field = "--token-ids 1,2,3", '"token_ids": {"ids": [1, 2, 3]}'
-    ours = shlex.quote(program())
-    by_grpc = []
-    if buf := program("buf"):
-        by_grpc.append(
-            f"          {shlex.quote(buf)} curl --protocol grpc --http2-prior-knowledge "
+    tries = [f"{typed()} generate {words}"]
+    needed = _needed(record)
+    if not needed and (buf := program("buf")):
+        tries.append(
+            f"{shlex.quote(buf)} curl --protocol grpc --http2-prior-knowledge "
             f"-d '{{{field}, \"max_tokens\": 16}}' http://{first}/outrider.v1.Coordinator/Generate"
         )
-    return "\n".join(
-        (
-            f"serving {record.served_model_name}, drafted by {record.draft_model}",
-            f"  gRPC    {address}",
-            *_http_lines(record),
-            f"  try     {ours} generate {words}",
-            *by_grpc,
-            f"  stop    {ours} stop",
-        )
-    )
+    scheme = "https" if record.settings.get("ssl_certfile") else "http"
+    by_http = [f"{scheme}://{one}" for one in record.http_address.split(",") if one]
+    sections = {
+        "gRPC": record.grpc_address.split(","),
+        "OpenAI": [f"{one}/v1" for one in by_http],
+        "window": [f"{one}/" for one in by_http],
+        "others": [f"need {' and '.join(needed)}"] if needed else [],
+        "try": tries,
+        "stop": [f"{typed()} stop"],
+    }
+    lines = [f"serving {record.served_model_name}, drafted by {record.draft_model}"]
+    for name, values in sections.items():
+        for place, value in enumerate(values):
+            lines.append(f"  {'' if place else name:6}  {value}")
+    return "\n".join(lines)
 
 
-def _locked_endpoints_text(record: DeploymentRecord) -> str:
-    """Likewise, of one that does not answer everybody: commands of this user here have what they
-    need."""
-    words = '"The capital of France is"' if record.tokenizer_directory else "--token-ids 1,2,3"
-    ours = shlex.quote(program())
+def _needed(record: DeploymentRecord) -> list[str]:
+    """What callers other than this user need."""
     needed = []
     if record.asks_for_keys:
         file = record.settings.get("api_key_file")
-        how = f" ({ours} keys --api-key-file {shlex.quote(str(file))} new NAME)" if file else ""
-        needed.append(f"an API key{how}")
+        keys = f"{typed()} keys --api-key-file {shlex.quote(str(file))} new NAME"
+        needed.append(f"an API key ({keys})" if file else "an API key")
     if certificate := record.settings.get("ssl_certfile"):
         needed.append(f"TLS, by {certificate}")
-    return "\n".join(
-        (
-            f"serving {record.served_model_name}, drafted by {record.draft_model}",
-            f"  gRPC    {record.grpc_address}",
-            *_http_lines(record),
-            f"  others  need {' and '.join(needed)}",
-            f"  try     {ours} generate {words}",
-            f"  stop    {ours} stop",
-        )
-    )
-
-
-def _http_lines(record: DeploymentRecord) -> list[str]:
-    """Where OpenAI's clients find it, and people the page: each coordinator is a base URL of its
-    own."""
-    scheme = "https" if record.settings.get("ssl_certfile") else "http"
-    each = [f"{scheme}://{one}" for one in record.http_address.split(",") if one]
-    if not each:
-        return []
-    return [
-        f"  OpenAI  {','.join(f'{one}/v1' for one in each)}",
-        f"  window  {' '.join(f'{one}/' for one in each)}",
-    ]
+    return needed
 
 
 def _serve_detached(state: Path, arguments: argparse.Namespace) -> int:

@@ -68,6 +68,22 @@ def given_flags(arguments: argparse.Namespace) -> dict[str, object]:
     }
 
 
+def flags_again(arguments: argparse.Namespace, without: Collection[str]) -> tuple[str, ...]:
+    """The words of the flags that were given for settings, but for secrets and those in
+    `without`."""
+    words = [] if arguments.config is None else ["--config", str(arguments.config)]
+    settings = deployment_settings()
+    for key, value in given_flags(arguments).items():
+        flag = settings[key].flag
+        if key in SECRETS or key in without:
+            continue
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            words += [flag, str(value)]
+    return tuple(words)
+
+
 def with_flags(arguments: argparse.Namespace, **values: object) -> argparse.Namespace:
     """The arguments as if these flags had been given too, by their settings' keys."""
     flags = {_PREFIX + key: value for key, value in values.items()}

@@ -28,6 +28,8 @@ from deploy.state import (
 )
 from outrider.errors import ConfigError, OutriderError, SettingError
 from outrider.fleet.registry import LEASE_S, ROLES
+from outrider.sessions.redis_address import RedisAddress
+from outrider.sessions.redis_password import with_password
 
 from .connection import (
     Connection,
@@ -37,7 +39,7 @@ from .connection import (
     trust_of,
 )
 from .masking import masked_settings
-from .own_redis import add_redis_flags, redis_of
+from .naming import told
 from .status_table import Facts, status_table
 from .tables import show
 
@@ -60,7 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"ask again and again, each S seconds [{WATCH_S:g}], until Ctrl-C",
     )  # fmt: skip
     add_caller_flags(parser)
-    add_redis_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -123,8 +124,8 @@ async def _status(arguments: argparse.Namespace) -> Facts:
         trust=trust_of(arguments, record.settings),
     )  # fmt: skip
     inner = str(record.settings.get("internal_tls_dir") or "")
-    known, coordinators, targets, drafts = await asyncio.gather(
-        _records(arguments, record),
+    (known, registry_error), coordinators, targets, drafts = await asyncio.gather(
+        ask_registry(record, timeout_s),
         asyncio.gather(
             *(
                 ask_coordinator(caller(one), timeout_s)
@@ -149,35 +150,43 @@ async def _status(arguments: argparse.Namespace) -> Facts:
         "coordinators": coordinators,
         "targets": targets,
         "drafts": drafts,
+        "registry_error": registry_error,
         "lease": lease(state),
     }
 
 
-async def _records(arguments: argparse.Namespace, record: DeploymentRecord) -> dict[str, Facts]:
-    """What replicas say of themselves in the deployment's Redis, by address; nothing where that
-    is not reached."""
+async def ask_registry(
+    record: DeploymentRecord, timeout_s: float
+) -> tuple[dict[str, Facts], str | None]:
+    """What replicas say of themselves in the deployment's Redis, by address, and why some of it is
+    missing. A password that is in no file of this machine is read from the variable that replicas
+    take it from."""
     from outrider.fleet.redis_registry import RedisRegistry
 
+    known: dict[str, Facts] = {}
+    failure = None
     try:
-        registry = RedisRegistry(redis_of(arguments, record), record.deployment)
-    except SettingError:
-        return {}
-    found: dict[str, Facts] = {}
+        address = with_password(RedisAddress(**record.redis), by_ray=False)
+        registry = RedisRegistry(address, record.deployment)
+    except SettingError as error:
+        return known, str(error)
     try:
-        async with asyncio.timeout(arguments.timeout):
+        async with asyncio.timeout(timeout_s):
             for role in ROLES:
                 for one, left_s in await registry.leases(role):
                     age_s = round(max(0.0, LEASE_S - left_s), 2)
-                    found[one.address] = {
+                    known[one.address] = {
                         "name": one.name, "host": one.host, "pid": one.pid, "device": one.device,
                         "leaving": one.leaving, "lease_age_s": age_s, "load": one.load,
                         "figures": asdict(one.figures),
                     }  # fmt: skip
-    except (TimeoutError, OutriderError):
-        return found
+    except TimeoutError:
+        failure = f"Redis has not answered within {timeout_s:g} s"
+    except OutriderError as error:
+        failure = error.message
     finally:
         await registry.close()
-    return found
+    return known, failure
 
 
 def _deployment(record: DeploymentRecord, state: Path) -> Facts:
@@ -242,5 +251,5 @@ async def _answer(address: str, serving: bool, describe: Callable[[], Awaitable[
     try:
         facts, error = asdict(await describe()), None
     except OutriderError as failure:
-        facts, error = {}, failure.message
+        facts, error = {}, told(failure)
     return {"address": address, "serving": serving, "error": error, **facts}

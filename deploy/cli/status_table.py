@@ -45,6 +45,8 @@ def status_table(found: Facts) -> RenderableType:
             table.add_row(*map(_cell, (facts.get("name", role), *_row(facts))))
         if len(replicas) != wanted.get(role, len(replicas)):
             table.add_row(role, "", "", f"{len(replicas)} of {wanted[role]} that are wanted")
+    if error := found.get("registry_error"):
+        foot.insert(0, Text(f"what replicas do is not known: {error}", style="yellow"))
     return Group(*head, table, *foot)
 
 

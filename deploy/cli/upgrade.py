@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from deploy.asking import Whereabouts, asked
@@ -54,24 +55,37 @@ def run(arguments: argparse.Namespace) -> int:
         merge(deployment_settings(), arguments.config, os.environ, given_flags(arguments))
     )
     where = find_deployment(arguments)
-    changes, num_stale = asyncio.run(_upgrade(where, values, arguments.wait))
+    upgrade = asyncio.run(_upgrade(where, values, arguments.wait))
     if arguments.json:
-        print(json.dumps({"changes": changes, "replicas_to_replace": num_stale}))
-    elif not changes:
+        num_stale = upgrade.num_stale
+        print(json.dumps({"changes": upgrade.changes, "replicas_to_replace": num_stale}))
+    elif not upgrade.runs:
         print("nothing changes")
     else:
-        left = f"replicas still to be replaced: {num_stale}" if num_stale else "done"
-        print(f"{', '.join(sorted(changes))}: {left}")
-    if arguments.wait and num_stale:
+        what = ", ".join(sorted(upgrade.changes)) or "the upgrade that runs already"
+        num_stale = upgrade.num_stale
+        print(f"{what}: {f'replicas still to be replaced: {num_stale}' if num_stale else 'done'}")
+    if arguments.wait and upgrade.num_stale:
         raise Unavailable(f"not done after {arguments.wait:g} s; see its logs")
     return 0
 
 
-async def _upgrade(
-    where: Whereabouts, values: dict[str, Value], wait_s: float
-) -> tuple[dict[str, Value], int]:
-    """What changes, and how many replicas are still to be replaced, once there are none or the time
-    is over. Raises `ConfigError` where the changes are refused."""
+@dataclass(frozen=True, slots=True)
+class _Upgrade:
+    """What has come of one `outrider upgrade`."""
+
+    changes: dict[str, Value]
+    """Settings that this command has changed."""
+    runs: bool
+    """Whether replicas are replaced: for these, or for changes that were asked for before."""
+    num_stale: int
+    """Replicas that are still to be replaced."""
+
+
+async def _upgrade(where: Whereabouts, values: dict[str, Value], wait_s: float) -> _Upgrade:
+    """Asks for what changes, and waits at most so long until all replicas are replaced; where
+    nothing changes, for an upgrade that runs already. Raises `ConfigError` where the changes are
+    refused."""
     progress("asking the deployment", at_once=False)
     async with asked(where) as reconciler:
         blueprint: Blueprint = await reconciler.call("blueprint")
@@ -88,9 +102,11 @@ async def _upgrade(
             await reconciler.change(changes)
         progress("replacing replicas", at_once=False)
         give_up_at = time.monotonic() + wait_s
-        while True:
-            overview: Overview = await reconciler.call("overview", "")
+        overview: Overview = await reconciler.call("overview", "")
+        if not changes and not overview.num_stale:
+            return _Upgrade({}, runs=False, num_stale=0)
+        while overview.num_stale and time.monotonic() < give_up_at:
             progress.update(f"replicas still to be replaced: {overview.num_stale}")
-            if not overview.num_stale or time.monotonic() >= give_up_at:
-                return changes, overview.num_stale
             await asyncio.sleep(_POLL_S)
+            overview = await reconciler.call("overview", "")
+        return _Upgrade(changes, runs=True, num_stale=overview.num_stale)

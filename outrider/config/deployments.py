@@ -25,7 +25,7 @@ from outrider.settings import (
 from .autoscaling import AutoscaleConfig
 from .coordinators import CoordinatorConfig
 from .drafts import DraftConfig
-from .models import LOOPBACK, TargetConfig
+from .models import EMULATED, LOOPBACK, TargetConfig
 
 WAIT_S_MAX: Final = 86_400
 _NAME: Final = re.compile("[A-Za-z0-9_-]{0,63}")
@@ -114,9 +114,14 @@ class DeploymentConfig:
         }
 
     @property
+    def target_name(self) -> str:
+        """What the target calls its model."""
+        return self.target.model if self.target.emulated is None else EMULATED.removesuffix(":")
+
+    @property
     def served_model_name(self) -> str:
         """What requests call the model."""
-        return self.coordinator.served_model_name or self.target.model
+        return self.coordinator.served_model_name or self.target_name
 
 
 def deployment_settings() -> dict[str, Setting]:

@@ -48,7 +48,7 @@ def ngram_max_setting() -> Any:
 def check_ngrams(ngram_min: int, ngram_max: int) -> None:
     """Raises `SettingError` where no match is possible."""
     if ngram_min > ngram_max:
-        raise SettingError("ngram_min", f"{ngram_min} is more than --ngram-max, {ngram_max}")
+        raise SettingError("ngram_min", f"{ngram_min} is more than ngram_max, {ngram_max}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

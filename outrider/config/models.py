@@ -195,8 +195,8 @@ class TargetConfig(ModelServerConfig):
         "one where the cluster has any.", key="target_num_gpus", minimum=0, maximum=THREADS_MAX,
     )  # fmt: skip
     num_threads: int = setting(
-        0, "Threads of the target's steps; 0 = all cores, and all but one in a step of a few "
-        "tokens unless that is found much slower at the start.",
+        0, "Threads of the target's steps; 0 = all cores, and all but one in steps of a few "
+        "tokens while other processes use the cores.",
         key="target_num_threads", minimum=0, maximum=THREADS_MAX,
     )  # fmt: skip
     tensor_parallel_size: int = setting(

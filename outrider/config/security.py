@@ -13,7 +13,7 @@ from .models import LOOPBACK, ServerConfig
 
 PATHS: Final = (
     "internal_tls_dir", "api_key_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs",
-    "redis_password_file",
+    "redis_password_file", "redis_ca_file",
 )  # fmt: skip
 """Settings that are paths of files that replicas read."""
 
@@ -72,8 +72,10 @@ class FrontConfig(ServerConfig):
     def __post_init__(self) -> None:
         ServerConfig.__post_init__(self)
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
-            missing = "ssl_keyfile" if self.ssl_certfile else "ssl_certfile"
-            raise SettingError(missing, "is missing; a certificate and its key go together")
+            given, missing = "ssl_certfile", "ssl_keyfile"
+            if self.ssl_keyfile:
+                given, missing = missing, given
+            raise SettingError(given, f"needs {missing}, too: a certificate goes with its key")
         if self.ssl_ca_certs and not self.ssl_certfile:
             raise SettingError("ssl_ca_certs", "needs --ssl-certfile and --ssl-keyfile, too")
         with blaming("api_key"):

@@ -115,8 +115,9 @@ stored here. Serve it with `outrider serve {facts.target} --draft-model {served}
 | --- | --- | --- | --- |
 {data}
 
-About one text in {HELD_OUT_EVERY} is held out, a conversation by its prompt, as a hash of that and
-nothing else says: so every run holds out the same ones.
+About one text in {HELD_OUT_EVERY} is held out, a conversation by its prompt, or by its first tokens
+where that says nothing, as a hash of these and nothing else says: so every run holds out the same
+ones.
 {before}
 The target's 64 likeliest tokens at every place were what was learned:
 {learned}.

@@ -25,6 +25,9 @@ from outrider.errors import SettingError
 HELD_OUT_EVERY: Final = 32
 """One text in so many is never learned from, with all its pieces: see `is_kept_back`."""
 _HELD_OUT_KEY: Final = b"outrider distill: held out"
+BEGINNING: Final = 16
+"""Tokens of an answer that tell it from others where its prompt does not. No more are looked at, so
+that one that was cut off behind them is held out as the whole one is."""
 DOCUMENT_TOKENS_MAX: Final = 1024
 """Longer texts are cut into pieces; of a conversation that is longer the end is left out. Targets
 may take less."""
@@ -86,11 +89,11 @@ def conversation(
 ) -> Document | None:
     """One that the target wrote, from `first` of the prompt on; None where nothing of the answer
     fits into `tokens_max`. It is held out by its prompt, for answers to the same one are alike; by
-    all of it where the prompt has `num_bare` tokens or fewer, which begin any text."""
+    its beginning where the prompt has `num_bare` tokens or fewer, which begin any text."""
     if len(prompt) >= tokens_max or not answer:
         return None
     token_ids = np.array([*prompt, *answer][:tokens_max], dtype=np.int32)
-    held = is_kept_back(prompt if len(prompt) > num_bare else [*prompt, *answer])
+    held = is_kept_back(prompt if len(prompt) > num_bare else [*prompt, *answer[:BEGINNING]])
     return Document(token_ids, max(1, first), len(prompt), temperature, held)
 
 

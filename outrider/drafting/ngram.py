@@ -13,7 +13,7 @@ from itertools import islice
 from outrider.drafting.drafter import DraftRequest
 from outrider.drafting.lookup import NO_GUESS, Guess, LookupDrafter, SessionTexts, share_of
 from outrider.drafting.text_index import TextIndex
-from outrider.errors import ConfigError
+from outrider.errors import SettingError
 from outrider.limits import SEQUENCES_PER_REPLICA_MAX
 
 
@@ -37,12 +37,12 @@ class NgramConfig:
 
     def __post_init__(self) -> None:
         if not 1 <= self.ngram_min <= self.ngram_max:
-            raise ConfigError(
-                f"ngram_min: {self.ngram_min} given; 1..ngram_max ({self.ngram_max}) is allowed"
+            raise SettingError(
+                "ngram_min", f"{self.ngram_min} given; 1..ngram_max ({self.ngram_max}) is allowed"
             )
         for name in ("occurrences_max", "tokens_per_match"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: {getattr(self, name)} given; at least 1 is needed")
+                raise SettingError(name, f"{getattr(self, name)} given; at least 1 is needed")
 
 
 class NgramIndex(TextIndex):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
-from outrider.errors import SettingError
+from outrider.errors import SettingError, did_you_mean
 
 AUTO: Final = "auto"
 """The drafter that is shipped for the target, behind suffix decoding; else prompt lookup."""
@@ -31,6 +30,11 @@ _FORMS: Final = (
 )
 
 
+NEAR_WORD: Final = 0.75
+"""How alike the name of a model must be to a word of `--draft-model` to be taken for a slip; see
+`difflib`."""
+
+
 class LookupKind(StrEnum):
     """Drafters that look up what was written before."""
 
@@ -39,6 +43,8 @@ class LookupKind(StrEnum):
 
 
 _LOOKUPS: Final = {kind.value: kind for kind in LookupKind}
+_WORDS: Final = (AUTO, *_LOOKUPS, *SHIPPED, *SHIPPED.values(), *_KINDS)
+"""What a name of `--draft-model` without a slash is, or begins with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +119,22 @@ def parse_drafter(name: str) -> DrafterChoice:
     if colon and form in _LOOKUPS:
         raise _wrong(name, f"`{form}` takes nothing after it")
     if colon and _KIND.fullmatch(form):
-        near = difflib.get_close_matches(form, _KINDS, n=1)
-        hint = f"; did you mean `{near[0]}`?" if near else ""
-        raise _wrong(name, f"there is no kind `{form}`{hint}")
+        raise _wrong(name, f"there is no kind `{form}`{did_you_mean(form, _KINDS)}")
     return DrafterChoice(None, DraftModel(name))
+
+
+def check_model_name(name: str) -> None:
+    """Of a draft model that is no file here, and so is looked for on the hub. A name without a
+    slash that is one of the words above, or nearly, is taken for a slip: a hub id can be written as
+    `OWNER/NAME`, a directory as `./NAME`. Raises `SettingError`."""
+    if "/" in name or name in SHIPPED or name in SHIPPED.values():
+        return
+    if hint := did_you_mean(name, _WORDS, NEAR_WORD):
+        raise SettingError(
+            "draft_model",
+            f"{name!r} is wrong: no directory has this name, and a model of the hub is written "
+            f"OWNER/NAME{hint}",
+        )
 
 
 def _parse_hybrid(name: str, parts: str) -> DrafterChoice:

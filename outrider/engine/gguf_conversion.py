@@ -52,6 +52,13 @@ def made_once(path: Path, make: Callable[[Path], None]) -> Path:
 
 
 def _convert(gguf: Path, directory: Path) -> None:
+    from transformers import modeling_gguf_pytorch_utils
+    from transformers.utils import logging as transformers_logging
+
+    # Commands report progress themselves. The reader of GGUF files has a bar of its own, which does
+    # not obey the library's switch.
+    transformers_logging.disable_progress_bar()
+    modeling_gguf_pytorch_utils.tqdm = transformers_logging.tqdm
     _log.info("converting %s to safetensors; this happens once", gguf.name)
     directory.mkdir()
     _write_model(gguf, directory)

@@ -162,11 +162,11 @@ def check_same_tokenizer(target: str, draft: str, *, trust_remote_code: bool = F
 
 
 def set_threads(num_threads: int | None) -> None:
-    """Operators of the whole process use so many threads; None leaves it. Raises `ConfigError`."""
+    """Operators of the whole process use so many threads; None leaves it. Raises `SettingError`."""
     if num_threads is None:
         return
     if num_threads < 1:
-        raise ConfigError(f"num_threads: {num_threads} given; at least 1 is needed")
+        raise SettingError("num_threads", f"{num_threads} given; at least 1 is needed")
     torch.set_num_threads(num_threads)
 
 
@@ -191,7 +191,7 @@ def resolve_dtype(dtype: str) -> torch.dtype | str:
         return dtype
     if dtype not in DTYPES:
         allowed = ", ".join(("auto", *DTYPES))
-        raise ConfigError(f"dtype: {dtype!r} given; one of {allowed} is allowed")
+        raise SettingError("dtype", f"{dtype!r} given; one of {allowed} is allowed")
     return DTYPES[dtype]
 
 
@@ -223,8 +223,8 @@ def _max_model_len(config: Any, override: int | None, name: str) -> int:
     if override is None:
         return stated or MAX_MODEL_LEN_DEFAULT
     if override < 1 or (stated is not None and override > stated):
-        raise ConfigError(
-            f"max_model_len: {override} given; model {name} allows 1..{stated or 'any'}"
+        raise SettingError(
+            "max_model_len", f"{override} given; model {name} allows 1..{stated or 'any'}"
         )
     return override
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
-from outrider.errors import ConfigError, SettingError
+from outrider.errors import SettingError
 from outrider.limits import PASSWORD_BYTES_MAX
 
 from .redis_address import RedisAddress
@@ -56,20 +56,25 @@ def without_password(address: RedisAddress) -> tuple[RedisAddress, Passwords]:
 
 
 def with_password(
-    address: RedisAddress, environment: Mapping[str, str] | None = None
+    address: RedisAddress, environment: Mapping[str, str] | None = None, *, by_ray: bool = True
 ) -> RedisAddress:
-    """The address as this process connects to it. Raises `SettingError` where a password is not to
-    be had on this machine."""
+    """The address as this process connects to it, which Ray has started (`by_ray`) or a user.
+    Raises `SettingError` where a password is not to be had on this machine."""
     environment = os.environ if environment is None else environment
     if not address.password and (address.password_file or address.asks_for_password):
-        found = _found("redis_password", VARIABLE, address.password_file, environment)
+        file = address.password_file
+        found = (
+            read_password(Path(file), "redis_password_file") if file
+            else _read_variable("redis_password", VARIABLE, environment, by_ray)
+        )  # fmt: skip
         address = replace(address, password=found, password_file="", asks_for_password=False)
     if not address.sentinel_password and (
         address.sentinel_password_file or address.asks_for_sentinel_password
     ):
-        found = _found(
-            "redis_sentinel_password", SENTINEL_VARIABLE, address.sentinel_password_file,
-            environment,
+        file, key = address.sentinel_password_file, "redis_sentinel_password"
+        found = (
+            read_password(Path(file), key) if file
+            else _read_variable(key, SENTINEL_VARIABLE, environment, by_ray)
         )  # fmt: skip
         address = replace(
             address, sentinel_password=found, sentinel_password_file="",
@@ -78,42 +83,37 @@ def with_password(
     return address
 
 
-def _found(key: str, variable: str, file: str, environment: Mapping[str, str]) -> str:
-    if file:
-        return read_password(Path(file))
+def _read_variable(key: str, variable: str, environment: Mapping[str, str], by_ray: bool) -> str:
     password = environment.get(variable, "")
     if not password:
-        raise SettingError(
-            key,
-            f"is not known on {socket.gethostname()}: passwords do not travel through Ray; give "
-            f"its processes {variable}"
-            + (", or --redis-password-file" if variable == VARIABLE else ""),
-        )
+        advice = f"; set {variable} for this command"
+        if by_ray:
+            advice = f": passwords do not travel through Ray; give its processes {variable}"
+            advice += ", or --redis-password-file" if variable == VARIABLE else ""
+        raise SettingError(key, f"is not known on {socket.gethostname()}{advice}")
     return password
 
 
-def read_password(path: Path) -> str:
-    """What stands in the file, without the line's end. Raises `SettingError`."""
+def read_password(path: Path, key: str) -> str:
+    """What stands in the file, without the line's end. Raises `SettingError` for `key`."""
     try:
         with path.open("rb") as file:
             text = file.read(PASSWORD_BYTES_MAX + 1).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
-        raise SettingError("redis_password_file", f"cannot read {path}: {reason}") from None
+        raise SettingError(key, f"cannot read {path}: {reason}") from None
     password = text.removesuffix("\n").removesuffix("\r")
     if not password or len(text) > PASSWORD_BYTES_MAX:
-        raise SettingError(
-            "redis_password_file", f"{path} is not one line of 1 to {PASSWORD_BYTES_MAX} bytes"
-        )
+        raise SettingError(key, f"{path} is not one line of 1 to {PASSWORD_BYTES_MAX} bytes")
     return password
 
 
 def _split(url: str) -> tuple[str, str, str]:
-    """The URL without user and password, and these. Raises `ConfigError`."""
+    """The URL without user and password, and these. Raises `SettingError`."""
     try:
         parts = urlsplit(url)
     except ValueError:
-        raise ConfigError("redis_url: is no URL") from None
+        raise SettingError("redis_url", "is no URL") from None
     user, has_user, place = parts.netloc.rpartition("@")
     username, _, password = user.partition(":")
     options = parse_qsl(parts.query, keep_blank_values=True)

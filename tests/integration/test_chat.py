@@ -185,6 +185,13 @@ async def test_a_terminal_shows_origins_and_asks_on(stack: Stack) -> None:
     assert await terminal.close() == 0
 
 
+async def test_a_quiet_terminal_has_the_prompt_alone(stack: Stack) -> None:
+    terminal = await Terminal.start(words(stack, "--quiet"))
+    assert await terminal.shows("> ") == "> "
+    terminal.type("\x04")
+    assert await terminal.close() == 0
+
+
 async def test_an_interrupt_breaks_the_answer_off_and_then_the_chat(slow_stack: Stack) -> None:
     """The session ends at the coordinator too; what had come stays in the conversation."""
     terminal = await Terminal.start(words(slow_stack, "--max-tokens", "4000"))

@@ -172,7 +172,10 @@ def test_status_says_what_replicas_say_of_themselves(served: Shell) -> None:
     assert served.run("generate", PROMPT, "--max-tokens", "24").returncode == 0
     watching = served.start("status", "--json", "--watch", "0.2")
     assert watching.stdout is not None
-    first, second = (json.loads(watching.stdout.readline()) for _ in range(2))
+    shown = (json.loads(line) for line in watching.stdout)
+    # Of its figures a replica tells each second.
+    first = next(one for one in shown if one["targets"][0]["figures"]["busy"])
+    second = next(shown)
     watching.terminate()
     watching.communicate()
     for found in (first, second):
@@ -181,10 +184,10 @@ def test_status_says_what_replicas_say_of_themselves(served: Shell) -> None:
         assert target["figures"]["busy"] > 0
         assert coordinator["figures"]["tokens_per_second"] > 0
         assert 0 <= target["lease_age_s"] <= 3
-    shown = served.run("status").stdout
-    assert "target-1" in shown
-    assert "% busy" in shown
-    assert "heard of" in shown
+    table = served.run("status").stdout
+    assert "target-1" in table
+    assert "% busy" in table
+    assert "heard of" in table
 
 
 def test_generate_streams_the_same_text(served: Shell) -> None:
@@ -387,6 +390,18 @@ def test_serve_in_the_foreground_ends_with_its_terminal(tmp_path: Path) -> None:
     assert out == ""
     assert "Traceback" not in err
     assert err.count("the target has no tokenizer: text, chat and stop strings") == 1
+    assert _sessions_of(shell.state) == set()
+
+
+def test_an_interrupt_while_models_load_is_told_by_the_exit_code(tmp_path: Path) -> None:
+    shell = Shell(tmp_path / "state")
+    process = shell.start("serve", "--engine", "emulated:vocab_size=100", "--no-http")
+    assert process.stderr is not None
+    assert process.stderr.readline() == "outrider: starting Ray and Redis\n"
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (128 + signal.SIGINT, ""), err
+    assert "Traceback" not in err
     assert _sessions_of(shell.state) == set()
 
 

@@ -60,7 +60,7 @@ async def test_calls_pass_are_held_and_break(proxy: FaultProxy) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await broken
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-        await asyncio.sleep(0.1)  # Until no call is put on the connection that broke.
+        await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
         again = asyncio.ensure_future(say(b"again", timeout=WAIT_S, wait_for_ready=True))
         await asyncio.sleep(0.3)
         assert not again.done(), "a new connection waits, too"

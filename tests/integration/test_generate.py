@@ -55,6 +55,8 @@ async def test_a_prompt_may_come_from_standard_input(stack: Stack) -> None:
     expected = (await stack.client.complete(request)).text
     code, out, err = await generate(stack, "--max-tokens", "5", "-", given=b"a\nb\n")
     assert (code, out) == (0, expected + "\n"), err
+    assert "tokens/s" in err
+    assert await generate(stack, "--max-tokens", "5", "a\nb", "--quiet") == (0, out, "")
     for deadline, expected_code in (("500", 0), ("0", 2)):
         words = ("a", "--max-tokens", "5", "--draft-deadline-ms", deadline)
         code, out, err = await generate(stack, *words)
@@ -81,7 +83,10 @@ async def test_a_model_without_a_tokenizer_takes_token_ids(tmp_path: Path) -> No
         assert err.startswith(f"outrider: error: --token-ids (number 2): {VOCAB} is not a token")
         code, out, err = await generate(stack, "text")
         assert (code, out) == (2, "")
-        assert err.startswith("outrider: error: PROMPT: the model has no tokenizer")
+        assert err == (
+            "outrider: error: PROMPT: the model has no tokenizer; give token ids by "
+            "`outrider generate --token-ids`\n"
+        )
 
 
 async def test_log_probabilities_stand_behind_the_text(stack: Stack) -> None:

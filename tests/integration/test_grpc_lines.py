@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from made_certificates import Made
 from models import byte_level_tokenizer
+from recorded import record
 from stack import Stack, running_stack
 from toy_engine import ToyEngine
 
 from coordinator.servicer import CoordinatorServicer
 from deploy.cli.serve import endpoints_text
-from deploy.state import DeploymentRecord
 from outrider.security.callers import Caller
 from outrider.security.gate import Gate
 from outrider.security.key_file import KeyFile, add_key
@@ -100,12 +100,8 @@ async def test_the_readmes_line(stack: Stack) -> None:
 
 @pytest.mark.parametrize("tokenizer_directory", ["/somewhere", ""])
 async def test_the_line_that_serve_prints(stack: Stack, tokenizer_directory: str) -> None:
-    record = DeploymentRecord(
-        pid=1, process_start=1, started_at="", model="m", draft_model="d", served_model_name="m",
-        grpc_address=stack.server.address, target_addresses=[], draft_addresses=[],
-        target_directory="", tokenizer_directory=tokenizer_directory,
-    )  # fmt: skip
-    (line,) = [line for line in endpoints_text(record).splitlines() if "buf curl " in line]
+    deployed = record(grpc_address=stack.server.address, tokenizer_directory=tokenizer_directory)
+    (line,) = [line for line in endpoints_text(deployed).splitlines() if "buf curl " in line]
     check_answer(await answered(line, PATH=os.environ["PATH"]), 16)
 
 

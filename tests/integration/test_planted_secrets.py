@@ -4,6 +4,8 @@ and Ray answers nobody without its token."""
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import os
 import re
 import secrets
@@ -12,13 +14,17 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 import redis
+from rich.console import Console
 
+from deploy.cli.serve import record_of
+from deploy.cli.status import ask_registry
+from deploy.cli.status_table import status_table
 from deploy.launcher import Deployment
 from deploy.ray_token import check_asks_for_token
 from outrider.client import Client, GenerateRequest
@@ -126,6 +132,26 @@ def processes() -> list[Process]:
         except OSError:
             continue
     return found
+
+
+async def test_status_reaches_the_redis_that_the_record_names(deployment: Deployment) -> None:
+    """By the file that the deployment has hidden; the record has no secret."""
+    record = record_of(deployment)
+    assert PASSWORD not in json.dumps(asdict(record))
+    known, error = await ask_registry(record, 5.0)
+    assert error is None
+    addresses = {record.grpc_address, *record.target_addresses, *record.draft_addresses}
+    assert set(known) == addresses
+    assert record.redis["password_file"]
+    without = replace(record, redis=record.redis | {"password_file": ""})
+    known, error = await ask_registry(without, 5.0)
+    assert known == {}
+    assert "OUTRIDER_REDIS_PASSWORD" in str(error)
+    table = io.StringIO()
+    facts = {"running": True, "deployment": None, "registry_error": "none is there"}
+    facts |= {"coordinators": [], "targets": [], "drafts": []}
+    Console(file=table).print(status_table(facts))
+    assert "what replicas do is not known: none is there" in table.getvalue()
 
 
 async def test_no_secret_stands_in_a_list_of_processes(deployment: Deployment) -> None:

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import recorded
 from stack import Stack, running_stack
 
-from deploy.state import LOCK_NAME, DeploymentRecord, process_start, publish
+from deploy.state import LOCK_NAME, DeploymentRecord, publish
 from outrider.client import GenerateRequest
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
@@ -37,18 +38,12 @@ def state(tmp_path: Path) -> Path:
 
 def record(stack: Stack) -> DeploymentRecord:
     """As if this process had started the services."""
-    return DeploymentRecord(
-        pid=os.getpid(),
-        process_start=process_start(os.getpid()) or 0,
-        started_at="2026-11-20T00:00:00+00:00",
-        model="emulated",
-        draft_model="ngram",
-        served_model_name="model",
+    return recorded.record(
         grpc_address=stack.client.address,
         target_addresses=[stack.target_server.address],
         draft_addresses=[stack.draft_server.address],
-        target_directory="",
-        tokenizer_directory="",
+        redis={"url": stack.redis.url, "key_prefix": "outrider:"},
+        ray_address="",
         settings={"max_num_seqs": 64, "redis_password": "swordfish"},
     )
 

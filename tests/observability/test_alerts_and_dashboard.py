@@ -33,6 +33,12 @@ ALERTS: list[dict[str, Any]] = yaml.safe_load((FOLDER / "alerts.yaml").read_text
 DASHBOARD: dict[str, Any] = json.loads((FOLDER / "dashboard.json").read_text("utf-8"))
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text("utf-8")
+DOCUMENTED = {
+    name
+    for text in (OPERATIONS, (ROOT / "docs" / "exactness.md").read_text("utf-8"))
+    for name in re.findall(r"`(outrider_\w+|http_server_\w+)`", text)
+} - {"outrider_coordinator", "outrider_draft", "outrider_target"}  # These are resources of Ray.
+"""Metrics that the documents name; a histogram by its base name."""
 BY_SCRAPES = {"namespace", "job", "instance", "le"}
 """Labels that are put there by whoever scrapes, or by histograms."""
 PROMTOOL = shutil.which("promtool")
@@ -163,6 +169,10 @@ async def test_what_they_name_is_on_a_live_deployment_s_pages(tmp_path: Path) ->
             by_http = Page.parse((await http.get("/metrics")).text)
         pages = [by_http, *[await watched.page(role) for role in ROLES if role != "coordinator"]]
     names = set().union(*(page.names for page in pages))
+    bases = {name.removesuffix("_bucket") for name in names if name.endswith("_bucket")}
+    missing = DOCUMENTED - names - bases
+    assert not missing, missing
+    assert "outrider_audits_total" in DOCUMENTED
     for title, expression in expressions().items():
         used = metric_names(expression)
         assert used, title

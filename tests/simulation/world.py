@@ -90,7 +90,6 @@ class World:
         is_hasty = rng.random() < HASTY_SHARE
         self._services = HASTY_KIND if is_hasty else rng.choice(KINDS)
         look_ahead = rng.choice((0, 0, 3))
-        self.looks_ahead = look_ahead > 0
         self._shape = {
             "patience": HASTY if is_hasty else PATIENCE,
             "length_control": rng.random() < 0.5,
@@ -253,6 +252,11 @@ class World:
         broken = self.broken or self.redis.history.broken
         if broken is not None:
             raise broken
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether drafts work out rounds before these begin."""
+        return bool(self._shape["look_ahead"])
 
     @property
     def actors(self) -> list[SimulatedActor]:

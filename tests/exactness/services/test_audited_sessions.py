@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,7 @@ from outrider.sessions.memory_store import MemoryStore
 from outrider.speculation.audit_sums import NOTHING_AUDITED, AuditSums
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
-from outrider.speculation.verification import verdict_from_logits
+from outrider.speculation.verification import Question, verdicts_from_logits
 from outrider.telemetry.observer import AuditOutcome, Observation
 from outrider.wire.memory_link import MemoryLink
 from target_service.service import TargetService
@@ -148,17 +148,23 @@ def test_honest_greedy_tokens_are_the_likeliest() -> None:
     assert sums == AuditSums(num_tokens=4 * NUM_TOKENS)
 
 
-def all_accepted(*given: Any) -> Verdict:
-    verdict = verdict_from_logits(*given)
-    return Verdict((1.0,) * len(verdict.accept_probability), verdict.correction)
+def all_accepted(questions: Sequence[Question]) -> list[Verdict]:
+    return [
+        Verdict((1.0,) * len(verdict.accept_probability), verdict.correction)
+        for verdict in verdicts_from_logits(questions)
+    ]
 
 
-def other_temperature(logits: Any, params: SamplingParams, *given: Any) -> Verdict:
-    return verdict_from_logits(logits, replace(params, temperature=0.6), *given)
+def other_temperature(questions: Sequence[Question]) -> list[Verdict]:
+    return verdicts_from_logits([_changed(one, temperature=0.6) for one in questions])
 
 
-def without_top_p(logits: Any, params: SamplingParams, *given: Any) -> Verdict:
-    return verdict_from_logits(logits, replace(params, top_p=1.0), *given)
+def without_top_p(questions: Sequence[Question]) -> list[Verdict]:
+    return verdicts_from_logits([_changed(one, top_p=1.0) for one in questions])
+
+
+def _changed(question: Question, **params: float) -> Question:
+    return replace(question, params=replace(question.params, **params))
 
 
 @pytest.mark.parametrize("fault", [all_accepted, other_temperature])
@@ -166,7 +172,7 @@ def without_top_p(logits: Any, params: SamplingParams, *given: Any) -> Verdict:
 def test_planted_faults_are_far_beyond_chance(
     rule: Rule, fault: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(target_service.scoring, "verdict_from_logits", fault)
+    monkeypatch.setattr(target_service.scoring, "verdicts_from_logits", fault)
     sums = audited(rule, SamplingParams(temperature=1.0))
     assert abs(z(sums)) > 8
 
@@ -174,13 +180,13 @@ def test_planted_faults_are_far_beyond_chance(
 def test_tokens_that_a_filter_should_have_cut_are_impossible(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(target_service.scoring, "verdict_from_logits", without_top_p)
+    monkeypatch.setattr(target_service.scoring, "verdicts_from_logits", without_top_p)
     sums = audited(Rule.TOKEN, SamplingParams(top_p=0.8), num=4)
     assert sums.num_impossible > 0.05 * sums.num_tokens
 
 
 def test_greedy_tokens_of_the_draft_are_unlikely(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target_service.scoring, "verdict_from_logits", all_accepted)
+    monkeypatch.setattr(target_service.scoring, "verdicts_from_logits", all_accepted)
     sums = audited(None, SamplingParams(temperature=0.0), num=4)
     assert sums.num_unlikely > 0.3 * sums.num_tokens
 

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 from models import byte_level_tokenizer, save_tiny_model
+from recorded import record
 
 from deploy.cli.main import main
-from deploy.cli.settings import deployment_config, public_settings, with_flags
-from deploy.state import DeploymentRecord, process_start, publish, state_directory
+from deploy.cli.plan import DECIDED, add_arguments
+from deploy.cli.settings import deployment_config, flags_again, public_settings, with_flags
+from deploy.state import publish, state_directory
 from outrider.config import load_config
 
 
@@ -62,12 +64,8 @@ def test_a_deployment_that_no_plan_can_be_held_against_is_refused_at_once(
     runs: dict[str, object], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And no flag is blamed that was not given."""
-    publish(state_directory(os.environ), DeploymentRecord(
-        pid=os.getpid(), process_start=process_start(os.getpid()) or 0, started_at="then",
-        model="m", draft_model="d", served_model_name="m", grpc_address="h:1",
-        target_addresses=[], draft_addresses=[], target_directory="", tokenizer_directory="",
-        settings=public_settings(load_config(runs, {})),
-    ))  # fmt: skip
+    runs_here = record(settings=public_settings(load_config(runs, {})))
+    publish(state_directory(os.environ), runs_here)
     drafter = ("--draft-model", "suffix") if runs else ()
     assert main(["plan", "--validate", *drafter]) == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -108,6 +106,8 @@ def test_the_command_reads_rehearses_and_prints_one_json_object(
     saved.write_text(shown.out)
     assert main(["plan", "--from-report", str(saved), *fleet]) == 0
     assert json.loads(capsys.readouterr().out)["fleets"] == report["fleets"]
+    threads = "--target-num-threads 1 --draft-num-threads 1"
+    assert " ".join(report["flags"]) == f"{threads} --device cpu"
     plan = report["temperatures"]["1"]
     assert {option["rule"] for option in plan["options"]} == {"token", "block", "coupled"}
     assert len(plan["options"]) == 24
@@ -125,3 +125,14 @@ def test_what_is_validated_has_rounds_of_one_length_that_wait_for_their_drafts()
     coordinator = deployment_config(fixed).coordinator
     assert (coordinator.length_control, coordinator.look_ahead) == (False, 0)
     assert deployment_config(arguments).coordinator.length_control
+
+
+def test_the_command_that_deploys_a_plan_has_the_flags_of_what_was_measured() -> None:
+    """But no key, and nothing that the plan decides."""
+    kept = ("--config", "a b.yaml", "--dtype", "float32", "--target-num-threads", "2", "--no-http")
+    decided = ("--model", "m", "--draft-model", "d", "--num-drafts", "2", "--num-targets", "2")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    given = parser.parse_args([*kept, *decided, "--redis-password", "p", "--api-key", "k" * 20])
+    assert flags_again(given, DECIDED) == kept
+    assert flags_again(parser.parse_args([]), DECIDED) == ()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
 from statistics import mean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +19,7 @@ from toy_engine import ToyEngine
 from benchmarks.acceptance_reading import ModelReader
 from benchmarks.plan import SWEEP, PlanOptions, Replays, choose, report
 from benchmarks.plan_reading import Reading, Sample, rules_at
-from benchmarks.plan_rehearsal import Rehearsed, Tables, unread_tokens
+from benchmarks.plan_rehearsal import Rehearsed, Tables, rehearse, unread_tokens
 from benchmarks.plan_report import render, render_plot
 from benchmarks.plan_script import DraftKind, scripted
 from benchmarks.plan_sessions import PlayedRound, PlayedSession
@@ -22,12 +27,14 @@ from benchmarks.plan_validation import Trial
 from benchmarks.prompts import BenchPrompt
 from draft_service.hybrid_drafter import HybridDrafter
 from draft_service.model_drafter import ModelDrafter
+from outrider.config import load_config
 from outrider.drafting.drafter import DraftRequest
 from outrider.drafting.ngram import NgramDrafter
 from outrider.drafting.suffix import SuffixDrafter
 from outrider.engine.costs import StepCosts
 from outrider.engine.interface import SequenceStep
 from outrider.errors import SettingError
+from outrider.planning.fitting import Line
 from outrider.planning.replay import total
 from outrider.planning.round_times import Load, ServiceTimes
 from outrider.speculation.decision import decide
@@ -181,6 +188,46 @@ def test_a_rehearsal_finds_what_rounds_take_beside_the_tables() -> None:
     assert times.first.at(TARGET.step_seconds(unread_tokens(5))) == pytest.approx(0.1, rel=0.02)
 
 
+def test_the_services_are_started_once_for_all_temperatures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind the first temperature they have read the prompts: the line of the first token is
+    that of the first."""
+    samples = [_sample(MODEL, temperature) for temperature in (0.0, 1.0)]
+    starts: list[object] = []
+    cached: dict[float, list[bool]] = {}
+
+    @asynccontextmanager
+    async def running_pair(*configs: object) -> AsyncIterator[Any]:
+        starts.append(configs)
+        yield SimpleNamespace(coordinator=lambda look_ahead: nullcontext())
+
+    async def tables(_: object) -> tuple[StepCosts, StepCosts]:
+        return TARGET, DRAFT
+
+    async def played(*_: object, num_draft_tokens: int, **others: Any) -> Any:
+        return _session(num_draft_tokens, 0.01, 0.02, 0.002, 12)
+
+    def fit(_: object, kind: object, temperature: float, played: Any, **__: Any) -> ServiceTimes:
+        cached[temperature] = [entry.is_cached for entry in played]
+        first = Line(factor=1.0 + temperature)
+        return ServiceTimes(target=TARGET, verify=TARGET, draft=DRAFT, wait=first, first=first)
+
+    for name, fake in (("running_pair", running_pair), ("_tables", tables), ("play", played)):
+        monkeypatch.setattr(f"benchmarks.plan_rehearsal.{name}", fake)
+    monkeypatch.setattr(Tables, "fit", fit)
+    found = asyncio.run(
+        rehearse(
+            load_config({}, {}), MODEL, samples, shares_device=True, progress=lambda line: None
+        )
+    )
+    assert (len(starts), len(found)) == (1, 2)
+    assert not all(cached[0.0])
+    assert all(cached[1.0])
+    assert [times.first.factor for times in found] == [1.0, 1.0]
+    assert [times.wait.factor for times in found] == [1.0, 2.0]
+
+
 def test_a_prompt_that_was_read_is_read_again_from_its_last_page_on() -> None:
     assert [unread_tokens(n) for n in (1, 16, 17, 33, 40)] == [1, 16, 1, 1, 8]
 
@@ -212,6 +259,37 @@ def test_the_report_has_all_that_was_asked_for() -> None:
     plot = render_plot(found)
     assert plot.startswith("<svg")
     assert plot.count("<polyline") == 3
+
+
+@pytest.mark.parametrize(
+    ("interval", "said"), [((12, 12), "90% to K = 12."), ((8, 12), "90% to a K of 8 to 12.")]
+)
+def test_a_plan_says_how_to_deploy_it(interval: tuple[int, int], said: str) -> None:
+    """By a whole command, whose drafter is the one that was planned for."""
+    sample = _sample(MODEL, 0.0)
+    times = ServiceTimes(target=TARGET, verify=TARGET, draft=DRAFT)
+    plan = choose(PlanOptions(), Replays(MODEL, sample), sample, times)
+    assert plan.spread is not None
+    plan = replace(plan, spread=replace(plan.spread, num_draft_tokens=interval))
+
+    def told(**chosen: int) -> str:
+        option = replace(plan.choice.chosen, **chosen)
+        changed = replace(plan, choice=replace(plan.choice, chosen=option))
+        whole = report(
+            PlanOptions(), [changed], times, model="t", draft_model="hybrid:suffix,a b",
+            num_prompts=4,
+        )  # fmt: skip
+        whole = replace(whole, flags=("--no-http", "--draft-device", "a b"))
+        text = io.StringIO()
+        Console(file=text, width=400).print(render(whole, None))
+        return text.getvalue()
+
+    words = told(num_draft_tokens=12, look_ahead=4, draft_replicas=2)
+    given = "--no-http --draft-device 'a b'"
+    flags = f"--num-draft-tokens 12 --look-ahead 4 --num-drafts 2 {given}"
+    assert f"`outrider serve t --draft-model 'hybrid:suffix,a b' {flags}`" in words
+    assert said in words
+    assert f"by `outrider serve t --num-draft-tokens 0 {given}`:" in told(num_draft_tokens=0)
 
 
 @pytest.mark.parametrize("bound", [4, 16])

@@ -12,8 +12,10 @@ import httpx
 import pytest
 
 from coordinator.http.app import build_app
+from coordinator.http.health import KEPT_S, SLOW_S, WELL_S, KeptHealth
 from coordinator.http.serving import Generations
 from coordinator.request import RequestDefaults, ServedModel
+from outrider.clock import run_virtually
 from outrider.errors import BadRequest, Overloaded, Unavailable
 from outrider.generation import Event, Finished, GenerateRequest, Metrics, Started, Tokens, Usage
 from outrider.limits import TRACEPARENT_CHARS_MAX
@@ -161,6 +163,35 @@ async def test_health_is_asked_for_once_a_second(monkeypatch: pytest.MonkeyPatch
             found = await asyncio.gather(*(http.get("/health") for _ in range(8)))
             assert {one.status_code for one in found} == {503}
             assert service.num_asked == number
+
+
+def test_a_slow_answer_does_not_keep_callers_who_were_told_that_all_is_well() -> None:
+    """For some seconds; then they wait for it."""
+
+    class Slow(Service):
+        takes_s, found = 0.1, ""
+
+        async def trouble(self) -> str:
+            await asyncio.sleep(self.takes_s)
+            return self.found
+
+    async def main() -> None:
+        service, loop = Slow(), asyncio.get_running_loop()
+        kept = KeptHealth(service)  # type: ignore[arg-type]
+
+        async def asked() -> tuple[str, float]:
+            start = loop.time()
+            return await kept.trouble(), pytest.approx(loop.time() - start)
+
+        assert await asked() == ("", 0.1)
+        service.takes_s, service.found = 6.0, "gone"
+        await asyncio.sleep(KEPT_S)
+        assert await asked() == ("", SLOW_S)
+        await asyncio.sleep(WELL_S - KEPT_S)
+        assert await asked() == ("gone", 6.0 - SLOW_S - (WELL_S - KEPT_S))
+        assert await asked() == ("gone", 0.0)
+
+    run_virtually(main())
 
 
 async def test_a_path_with_one_more_slash_is_not_there() -> None:

@@ -13,6 +13,7 @@ import pytest
 from toy_engine import ToyEngine
 
 from coordinator.asking import Patience
+from coordinator.health import TROUBLE_S
 from coordinator.options import CoordinatorOptions
 from coordinator.request import RequestDefaults
 from coordinator.service import CoordinatorService
@@ -184,6 +185,28 @@ def failing(call: Any, until: float) -> Any:
         return await call(*arguments)
 
     return wrapped
+
+
+@pytest.mark.parametrize(("silent_s", "is_healthy"), [(2.5, True), (60.0, False)])
+@pytest.mark.parametrize("what", ["store", "target"])
+def test_a_short_silence_is_no_trouble(what: str, silent_s: float, is_healthy: bool) -> None:
+    """As of a target or a store whose cores a replica that is loaded takes."""
+
+    async def main() -> None:
+        async with bench() as b:
+            loop = asyncio.get_running_loop()
+            if what == "store":
+                until = loop.time() + silent_s
+                b.store.load = failing(b.store.load, until)  # type: ignore[method-assign]
+            else:
+                b.target_link.sever(LinkLost("gone"), reachable=False)
+                loop.call_later(silent_s, b.target_link.restore)
+            start = loop.time()
+            found = await b.service.trouble()
+            assert (found == "") is is_healthy
+            assert loop.time() - start == pytest.approx(min(silent_s, TROUBLE_S), abs=0.3)
+
+    run_virtually(main())
 
 
 def test_a_store_that_is_away_when_a_session_ends_is_a_pause() -> None:

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from test_http_server import Service
 
 from coordinator.http.server import HttpOptions, HttpServer
-from deploy.preflight import check_before_start
+from deploy.preflight import check_ports
 from outrider.config import load_config
 from outrider.errors import ConfigError, SettingError
 from outrider.wire.server import RpcServer, ServerOptions
@@ -45,7 +45,7 @@ async def test_one_grpc_server_takes_the_port_over_from_another() -> None:
         with pytest.raises(ConfigError, match="the port is taken"):
             await RpcServer([], ServerOptions(port=port, shares_port=shares)).start()
     with pytest.raises(SettingError, match="cannot listen on"):
-        check_before_start(load_config({"engine": "emulated:", "grpc_port": port}, {}))
+        check_ports(load_config({"engine": "emulated:", "grpc_port": port}, {}))
     await old.stop()
     for _ in range(TIMES):
         assert await healthy(new.address)

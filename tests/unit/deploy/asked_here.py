@@ -7,25 +7,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import pytest
+from recorded import record
 
-from deploy.state import DeploymentRecord, process_start, publish, state_directory
+from deploy.state import publish, state_directory
 from outrider.errors import Unavailable
 
 Answers = Mapping[str, Callable[..., Awaitable[Any]]]
-RAY = "127.0.0.1:6379"
-
-
-def record(**others: Any) -> DeploymentRecord:
-    """Of a deployment of this process, with one replica of each role."""
-    known: dict[str, Any] = {
-        "pid": os.getpid(), "process_start": process_start(os.getpid()) or 0, "started_at": "",
-        "model": "m", "draft_model": "ngram", "served_model_name": "m", "grpc_address": "h:1",
-        "target_addresses": ["h:2"], "draft_addresses": ["h:3"], "target_directory": "",
-        "tokenizer_directory": "", "deployment": "d", "redis_url": "unix:///own.sock",
-        "wanted": {"coordinator": 1, "target": 1, "draft": 1}, "ray_address": RAY,
-        "settings": {"redis_key_prefix": "ours:"},
-    }  # fmt: skip
-    return DeploymentRecord(**(known | others))
 
 
 class Connections:

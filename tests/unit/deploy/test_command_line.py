@@ -10,24 +10,25 @@ import shlex
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from google.protobuf import json_format
 from models import byte_level_tokenizer
+from recorded import record
 
 from deploy.cli import generate
 from deploy.cli.connection import add_connection_flags, own_config
 from deploy.cli.logprobs import logprob_table, token_names
 from deploy.cli.main import main
-from deploy.cli.naming import spoken
+from deploy.cli.naming import program, spoken
 from deploy.cli.serve import endpoints_text
 from deploy.cli.settings import given_flags, public_settings
-from deploy.state import DeploymentRecord
 from outrider.client import Completion, Metrics, Usage
-from outrider.config import DeploymentConfig, load_config
-from outrider.errors import BadRequest, SettingError
+from outrider.config import CoordinatorConfig, DeploymentConfig, load_config
+from outrider.errors import BadRequest, SettingError, Unauthenticated
 from outrider.messages import PositionLogprobs
 from outrider.sessions.store import FinishReason
 from outrider.speculation.sampling import Rule
@@ -39,6 +40,11 @@ from outrider.v1.coordinator_pb2 import GenerateRequest
     [
         ((), "COMMAND"),
         (("fly",), "fly"),
+        (("servr",), "; did you mean serve? (see outrider --help)"),
+        (("bench", "speedpu"), "; did you mean speedup? (see outrider bench --help)"),
+        (("generate", "x", "--rule", "copled"), "; did you mean coupled? (see"),
+        (("serve", "--dtype", "bfloat"), "must be one of auto, "),
+        (("serve", "--dtype", "BFloat16"), "; did you mean bfloat16?"),
         (("serve", "--no-such-flag"), "--no-such-flag"),
         (("serve", "--max-num-seqs", "none"), "--max-num-seqs"),
         (("serve", "--dtype", "int3"), "--dtype"),
@@ -156,14 +162,33 @@ def test_what_is_wrong_before_a_start_is_called_what_it_was_set_by(
         monkeypatch.setenv("OUTRIDER_GRPC_PORT", str(port))
         assert main(["serve"]) == 2
         assert "error: OUTRIDER_GRPC_PORT: cannot listen on" in capsys.readouterr().err
+        # What is wrong in itself is told first.
+        words = ["--grpc-port", str(port), "--draft-model", "./nowhere"]
+        assert main(["serve", *words]) == 2
+        assert "error: --draft-model: model ./nowhere: " in capsys.readouterr().err
     assert main(["serve", "--grpc-port", "0", "--draft-model", "./nowhere"]) == 2
     assert "error: --draft-model: model ./nowhere: no such file" in capsys.readouterr().err
     assert main(["serve", "./nowhere", "--grpc-port", "0", "--no-http"]) == 2
     assert "error: TARGET: model ./nowhere: no such file" in capsys.readouterr().err
 
 
+def test_a_default_port_that_is_taken_is_told_with_its_flag(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = CoordinatorConfig().grpc_port
+    with ExitStack() as taken:
+        with suppress(OSError):  # Where another program has it already.
+            taken.enter_context(socket.create_server(("127.0.0.1", port)))
+        assert main(["serve", "--no-http"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"outrider: error: grpc_port (default): cannot listen on 127.0.0.1:{port}: Address already "
+        "in use; give another port with --grpc-port, where 0 means any free one"
+    )
+
+
 def test_no_error_names_a_flag_that_was_not_given() -> None:
-    """A setting that has its default is called by its name, and so is a field of a request."""
+    """A setting that has its default is called by its name, and so is a field of a request; that of
+    a deployment that runs may have another value than the default."""
     parser = argparse.ArgumentParser()
     add_connection_flags(parser, without=("seed",))
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -172,15 +197,23 @@ def test_no_error_names_a_flag_that_was_not_given() -> None:
 
     def said(*words: str) -> list[str]:
         arguments = parser.parse_args(words)
-        arguments.words = list(words)
+        arguments.command, arguments.words = "generate", list(words)
         return [spoken(error, arguments) for error in (taken, missing, long)]
 
     assert said() == [
-        "setting port (not given): is taken", "server: '' is wrong", "max_tokens: is too many",
+        "port (default): is taken", "server: '' is wrong", "max_tokens: is too many",
     ]  # fmt: skip
     assert said("--port", "1", "--server=h:1", "--max-tokens", "4") == [
         "--port: is taken", "--server: '' is wrong", "--max-tokens: is too many",
     ]  # fmt: skip
+    upgrade = argparse.Namespace(command="upgrade", words=[], config=None)
+    assert spoken(taken, upgrade) == "port (of the deployment that runs): is taken"
+
+
+def test_a_wrong_key_is_told_with_what_gives_another() -> None:
+    error = Unauthenticated("authorization: there is no such API key")
+    said = spoken(error, argparse.Namespace(command="generate", words=[]))
+    assert said == f"{error.message} (OUTRIDER_API_KEY, or --api-key)"
 
 
 @pytest.mark.parametrize(
@@ -269,16 +302,42 @@ def test_a_deployment_of_ones_own_is_as_serve_would_start_it(
 @pytest.mark.parametrize("tokenizer_directory", ["/somewhere", ""])
 def test_what_serve_says_to_try_is_not_refused(tokenizer_directory: str) -> None:
     """A prompt of a kind that the target takes, in a request that the protocol has."""
-    record = DeploymentRecord(
-        pid=1, process_start=1, started_at="", model="m", draft_model="d", served_model_name="m",
-        grpc_address="127.0.0.1:1", target_addresses=[], draft_addresses=[], target_directory="",
-        tokenizer_directory=tokenizer_directory,
-    )  # fmt: skip
-    words = shlex.split(endpoints_text(record).replace("\n", " "))
+    deployed = record(tokenizer_directory=tokenizer_directory)
+    words = shlex.split(endpoints_text(deployed).replace("\n", " "))
     assert ("--token-ids" in words) == (not tokenizer_directory)
     request = GenerateRequest()
     json_format.ParseDict(json.loads(words[words.index("-d") + 1]), request)
     assert request.WhichOneof("prompt") == ("text" if tokenizer_directory else "token_ids")
+
+
+def test_each_coordinator_has_a_line_of_its_own() -> None:
+    """What stands behind `OpenAI` is one base URL, as OpenAI's clients take it."""
+    deployed = record(grpc_address="h:1,h:2", http_address="h:3,h:4")
+    lines = endpoints_text(deployed).splitlines()
+    assert lines[1:7] == [
+        "  gRPC    h:1",
+        "          h:2",
+        "  OpenAI  http://h:3/v1",
+        "          http://h:4/v1",
+        "  window  http://h:3/",
+        "          http://h:4/",
+    ]
+
+
+def test_what_serve_says_to_type_finds_its_deployment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where its state directory is not the user's, as that of `make demo`."""
+    deployed = record()
+    ours = shlex.quote(program())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OUTRIDER_STATE_DIR", "a place")
+    before = f"OUTRIDER_STATE_DIR='{tmp_path}/a place' {ours}"
+    lines = endpoints_text(deployed).splitlines()
+    assert f"  try     {before} generate --token-ids 1,2,3" in lines
+    assert lines[-1] == f"  stop    {before} stop"
+    monkeypatch.delenv("OUTRIDER_STATE_DIR")
+    assert endpoints_text(deployed).splitlines()[-1] == f"  stop    {ours} stop"
 
 
 def test_log_probabilities_are_a_line_per_token(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ from deploy.cli.connection import shown_key, trust_of
 from deploy.cli.main import main
 from deploy.cli.masking import masked_environment, masked_settings
 from deploy.cli.settings import SECRETS, public_settings
-from deploy.locks import locked, own_trust, warnings
+from deploy.locks import locked, own_trust, warnings, whole_paths
 from deploy.preflight import check_before_start
 from deploy.rollout import changed
 from deploy.state import KEY_NAME, local_key, publish_key, withdraw
 from outrider.client import Trust
-from outrider.config import CoordinatorConfig, DeploymentConfig, TargetConfig, load_config, unlocked
+from outrider.config import CoordinatorConfig, DeploymentConfig, load_config, unlocked
 from outrider.errors import BadRequest, ConfigError, SettingError
 from outrider.security.keys import Keyring, given_keys, new_key
 from outrider.wire.channel import PLAIN
@@ -66,14 +66,14 @@ def test_with_keys_users_may_come_from_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
-        ({"ssl_certfile": "c"}, "ssl_keyfile"),
-        ({"ssl_keyfile": "k"}, "ssl_certfile"),
+        ({"ssl_certfile": "c"}, "ssl_certfile"),
+        ({"ssl_keyfile": "k"}, "ssl_keyfile"),
         ({"ssl_ca_certs": "a"}, "ssl_ca_certs"),
         ({"api_key": "short"}, "api_key"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, str], key: str) -> None:
-    """By the name of what is wrong or missing."""
+    """By the name of the one that was given."""
     with pytest.raises(SettingError) as caught:
         CoordinatorConfig(**settings)  # type: ignore[arg-type]
     assert caught.value.key == key
@@ -98,14 +98,18 @@ def test_a_deployment_is_told_hashes_and_a_key_of_its_own(tmp_path: Path) -> Non
     assert own not in str(config.values())
     assert own != locked(given)[1]
     assert locked(DeploymentConfig())[1] == ""
-    files = DeploymentConfig(
-        target=TargetConfig(internal_tls_dir="tls"),
-        coordinator=CoordinatorConfig(internal_tls_dir="tls", api_key_file="keys"),
-    )
-    config, _ = locked(files)
-    assert config.target.internal_tls_dir == str(Path.cwd() / "tls")
+    files = {
+        "internal_tls_dir": "tls", "api_key_file": "keys", "redis_ca_file": "ca.pem",
+        "redis_password_file": "~/redis",
+    }  # fmt: skip
+    config, _ = locked(load_config(files, {}))
+    for one in (config.target, config.draft, config.coordinator):
+        assert one.internal_tls_dir == str(Path.cwd() / "tls")
     assert config.coordinator.api_key_file == str(Path.cwd() / "keys")
+    assert config.coordinator.redis.ca_file == str(Path.cwd() / "ca.pem")
+    assert config.coordinator.redis.password_file == str(Path.home() / "redis")
     assert config.coordinator.ssl_certfile == ""
+    assert whole_paths(files)["redis_ca_file"] == str(Path.cwd() / "ca.pem")
 
 
 def test_files_are_read_before_anything_starts(tmp_path: Path) -> None:
@@ -310,7 +314,7 @@ def test_measurements_need_no_keys() -> None:
     """Whatever the settings of their user ask of a deployment."""
     settings = {
         "host": EVERYWHERE, "api_key": KEY, "api_key_file": "k", "internal_tls_dir": "t",
-        "ssl_certfile": "c", "ssl_keyfile": "k", "ssl_ca_certs": "a",
+        "ssl_certfile": "c", "ssl_keyfile": "k", "ssl_ca_certs": "a", "redis_ca_file": "a",
     }  # fmt: skip
     config = load_config(settings, {})
     for one in (unlocked(config.target), unlocked(config.draft)):

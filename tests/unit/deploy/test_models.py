@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +48,35 @@ def test_the_setting_of_a_bad_model_is_named(tiny: Path, tmp_path: Path) -> None
     with pytest.raises(SettingError, match="emulated") as bad:
         resolve_models(load_config({"engine": "emulated:size=3"}, {}))
     assert bad.value.key == "engine"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Ngram", "did you mean ngram?"),
+        ("n-gram", "did you mean ngram?"),
+        ("sufix", "did you mean suffix?"),
+        ("demo_drafter", "did you mean demo-drafter?"),
+        ("medussa", "did you mean medusa?"),
+        ("quantised", "did you mean quantized?"),
+        ("hybrid:suffix,Demo-Drafter", "did you mean demo-drafter?"),
+        ("emulated", "an emulated target alone"),
+    ],
+)
+def test_a_slip_in_a_drafters_name_is_not_asked_of_the_hub(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str
+) -> None:
+    """Unless a directory has that name. The hub keeps its names without a slash."""
+    monkeypatch.chdir(tmp_path)
+    models = {"model": str(tiny), "draft_model": name}
+    with pytest.raises(SettingError, match=re.escape(says)) as bad:
+        check_before_start(load_config(models, {}))
+    assert bad.value.key == "draft_model"
+    place = tmp_path / name.rpartition(",")[2]
+    shutil.copytree(tiny, place)
+    check_before_start(load_config(models, {}))
+    for known in ("gpt2", "distilgpt2", "openai-gpt", "t5-small", "ctrl", "owner/ngrams"):
+        check_before_start(load_config(models | {"draft_model": known}, {}))
 
 
 @pytest.mark.parametrize("draft_model", ["quantized:8", "hybrid:ngram,quantized:4"])

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from deploy.preflight import check_before_start
+from deploy.preflight import check_before_start, check_ports
 from outrider.config import load_config
 from outrider.errors import SettingError
 
@@ -21,11 +21,19 @@ EMULATED = {
 def test_every_port_that_a_role_counts_up_to_must_be_free() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        check_before_start(load_config(EMULATED | {"target_port": port - 2, "num_targets": 2}, {}))
+        check_ports(load_config(EMULATED | {"target_port": port - 2, "num_targets": 2}, {}))
         with pytest.raises(SettingError, match=f"cannot listen on 127.0.0.1:{port}") as bad:
             settings = {"target_port": port - 2, "num_targets": 3}
-            check_before_start(load_config(EMULATED | settings, {}))
+            check_ports(load_config(EMULATED | settings, {}))
     assert bad.value.key == "target_port"
+
+
+def test_a_host_of_another_machine_is_blamed_in_the_ports_place() -> None:
+    settings = {"host": "192.0.2.1", "insecure": True, "target_port": 47001}
+    with pytest.raises(SettingError, match=r"cannot listen on 192\.0\.2\.1:47002: ") as bad:
+        check_ports(load_config(EMULATED | settings | {"grpc_port": 47002}, {}))
+    assert bad.value.key == "host"
+    assert "another port" not in bad.value.reason
 
 
 @pytest.mark.parametrize(
@@ -50,7 +58,9 @@ def test_roles_count_up_to_ports_of_their_own(
 
 
 def test_any_free_port_is_everybodys() -> None:
-    check_before_start(load_config(EMULATED | {"num_targets": 3, "num_drafts": 2}, {}))
+    config = load_config(EMULATED | {"num_targets": 3, "num_drafts": 2}, {})
+    check_before_start(config)
+    check_ports(config)
 
 
 def test_what_is_no_emulated_engine_is_refused() -> None:

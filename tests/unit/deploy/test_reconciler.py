@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
-from fleet_world import World
+from fleet_world import World, play
 from kept_in_memory import KeptInMemory
 
 from deploy import reconciler as module
 from deploy.fleet import Fleet
 from deploy.reconciler import Reconciler
+from outrider.clock import run_virtually
 from outrider.errors import SettingError, Unavailable
 from outrider.fleet.registry import MemoryRegistry
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        ray, "get_runtime_context",
+        lambda: SimpleNamespace(was_current_actor_reconstructed=False),
+    )  # fmt: skip
+    monkeypatch.setattr(module, "log_to", lambda *_: None)
 
 
 async def test_what_an_earlier_deployment_kept_is_gone_before_anything_is_placed(
@@ -29,11 +40,6 @@ async def test_what_an_earlier_deployment_kept_is_gone_before_anything_is_placed
     async def place(self: Fleet) -> None:
         seen.append(dict(kept.texts))
 
-    monkeypatch.setattr(
-        ray, "get_runtime_context",
-        lambda: SimpleNamespace(was_current_actor_reconstructed=False),
-    )  # fmt: skip
-    monkeypatch.setattr(module, "log_to", lambda *_: None)
     monkeypatch.setattr(module, "KeptByRay", lambda namespace: kept)
     monkeypatch.setattr(module, "RedisRegistry", lambda *_: MemoryRegistry())
     monkeypatch.setattr(Fleet, "place", place)
@@ -54,11 +60,6 @@ async def test_a_machine_without_the_password_of_redis_is_told_by_a_method(
 ) -> None:
     """An error of the constructor would come as Ray's text of a traceback."""
     monkeypatch.delenv("OUTRIDER_REDIS_PASSWORD", raising=False)
-    monkeypatch.setattr(
-        ray, "get_runtime_context",
-        lambda: SimpleNamespace(was_current_actor_reconstructed=False),
-    )  # fmt: skip
-    monkeypatch.setattr(module, "log_to", lambda *_: None)
     blueprint = World(redis_url="redis://h:1").blueprint
     config = blueprint.placement.config
     asking = replace(config.coordinator.redis, asks_for_password=True)
@@ -67,3 +68,57 @@ async def test_a_machine_without_the_password_of_redis_is_told_by_a_method(
     found = Reconciler(blueprint, "outrider-d")
     with pytest.raises(SettingError, match="redis_password: is not known on"):
         await found.place()
+
+
+def reconciler_of(world: World, monkeypatch: pytest.MonkeyPatch) -> Reconciler:
+    monkeypatch.setattr(module, "Cluster", lambda *_, **__: world.machines)
+    monkeypatch.setattr(module, "KeptByRay", lambda namespace: KeptInMemory())
+    monkeypatch.setattr(module, "RedisRegistry", lambda *_: world.registry)
+    return Reconciler(world.blueprint, "outrider-d")
+
+
+def test_an_upgrade_is_over_once_the_fleet_was_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `scale` starts later, or what comes for a replica that has died, is none of it."""
+
+    async def main() -> None:
+        world = World()
+        found = reconciler_of(world, monkeypatch)
+        await found.place()
+        await found.begin("target", "draft", "coordinator")
+        await found.keep()
+        await asyncio.sleep(1)
+        found._go_by(world._plan(max_num_seqs=5))
+        world.machines.loading.clear()
+        for replaced in (False, True):
+            overview = await found.overview("")
+            assert (overview.upgrades, overview.num_stale > 0) == (not replaced, not replaced)
+            world.machines.loading.set()
+            await asyncio.sleep(60)
+        world.machines.loading.clear()
+        await found.want({"target": 2})
+        await asyncio.sleep(60)
+        overview = await found.overview("")
+        assert (overview.is_whole, overview.num_stale) == (False, 0)
+        world.machines.loading.set()
+        await found.close()
+
+    run_virtually(main())
+
+
+def test_a_reconciler_that_returns_calls_no_upgrade_over_before_it_has_looked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    context = SimpleNamespace(was_current_actor_reconstructed=True)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+
+    async def scene(world: World) -> None:
+        await world.die()
+        found = reconciler_of(world, monkeypatch)
+        overview = await found.overview("")
+        assert (overview.adopted, overview.num_stale > 0) == (False, True)
+        await asyncio.sleep(1)
+        overview = await found.overview("")
+        assert (overview.adopted, overview.is_whole, overview.num_stale) == (True, True, 0)
+        await found.close()
+
+    play(scene)

@@ -97,7 +97,7 @@ def test_changes_add_up_and_make_a_plan() -> None:
         assert world.plans[1].redis.url == "unix:///x"
         assert world.plans[0].plan("draft") == world.plans[1].plan("draft")
         assert world.plans[0].plan("target") != world.plans[1].plan("target")
-        assert (world.rollout.name, first != second) == (second, True)
+        assert (world.rollout._holds.name, first != second) == (second, True)
 
     run_virtually(main())
 
@@ -111,7 +111,7 @@ def test_what_cannot_work_is_refused_and_what_held_still_holds() -> None:
             await world.tell(draft_model="ngram")
         with pytest.raises(ConfigError, match=r"num_targets: .*use `outrider scale`"):
             await world.tell(num_targets=3)
-        assert (len(world.plans), world.rollout.name) == (1, name)
+        assert (len(world.plans), world.rollout._holds.name) == (1, name)
         await world.tell(max_model_len=99)
         assert world.plans[1].given.draft.model == "emulated"
         assert world.plans[1].given.target.max_num_seqs == 7
@@ -152,7 +152,7 @@ def test_another_process_goes_by_the_changes_that_hold() -> None:
         world.missing.clear()
         await returning
         assert world.plans[1] == world.plans[0]
-        assert world.rollout.name == name
+        assert world.rollout._holds.name == name
         world.missing.add("suffix")
         with pytest.raises(ConfigError, match="is not to be had"):
             await world.tell(draft_model="suffix")
@@ -257,7 +257,7 @@ def test_of_several_that_ask_at_once_each_is_heard() -> None:
         assert (given.target.max_num_seqs, given.target.max_model_len) == (7, 99)
         assert given.coordinator.run_ahead_rounds == 2
         assert len(set(names)) == len(world.plans) == 3
-        assert world.rollout.name == names[-1]
+        assert world.rollout._holds.name == names[-1]
 
     run_virtually(main())
 
@@ -272,7 +272,7 @@ def test_changes_that_cannot_be_kept_do_not_hold() -> None:
         with pytest.raises(Unavailable):
             await world.rollout.change("lost", {"max_num_seqs": 9})
         assert world.plans[-1].given.target.max_num_seqs == 7
-        assert world.rollout.name == name
+        assert world.rollout._holds.name == name
         world.kept.failure = None
         await world.rollout.change("lost", {"max_num_seqs": 9})
         assert world.plans[-1].given.target.max_num_seqs == 9
@@ -286,7 +286,7 @@ def test_a_plan_that_fits_no_machine_is_not_kept() -> None:
         name = await world.tell(max_num_seqs=7)
         with pytest.raises(SettingError, match="does not fit"):
             await world.tell(max_num_seqs=FITS_NOWHERE)
-        assert world.rollout.name == name
+        assert world.rollout._holds.name == name
         assert Changes.from_json(world.kept.texts["changes"]).name == name
 
     run_virtually(main())

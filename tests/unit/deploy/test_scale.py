@@ -8,7 +8,8 @@ import os
 from pathlib import Path
 
 import pytest
-from asked_here import RAY, Connections, answer, deployed_here, record
+from asked_here import Connections, answer, deployed_here
+from recorded import RAY, record
 
 from deploy.cli.main import main
 from deploy.cli.scale import parsed_counts

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
+from ray._common.utils import try_to_create_directory
 
-from deploy.ray_connection import _without_secrets
+from deploy.ray_connection import RayConnection, _without_secrets
 from deploy.secrets import Secrets
+from outrider.errors import SettingError
 
 
 def test_secrets_are_their_owners_alone_and_go_with_the_deployment(tmp_path: Path) -> None:
@@ -24,6 +30,28 @@ def test_secrets_are_their_owners_alone_and_go_with_the_deployment(tmp_path: Pat
     assert not path.exists()
     secrets.forget()
     assert not place.exists()
+
+
+def test_other_users_do_not_enter_the_directory_of_a_local_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray itself opens the one that it is told to use to all users."""
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    told: list[Path] = []
+
+    def init(_temp_dir: str, **_: Any) -> None:
+        try_to_create_directory(_temp_dir)
+        told.append(Path(_temp_dir))
+        raise ConnectionError
+
+    monkeypatch.setattr(ray, "init", init)
+    connection = RayConnection("", "outrider-test", Secrets(tmp_path / "secrets"))
+    with pytest.raises(SettingError):
+        asyncio.run(connection.connect())
+    [ours] = told[0].relative_to("/tmp").parts[:1]
+    assert stat.S_IMODE(Path("/tmp", ours).stat().st_mode) == 0o700
+    asyncio.run(connection.disconnect())
+    assert not Path("/tmp", ours).exists()
 
 
 def test_what_is_started_has_no_variables_with_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import recorded
 
 from deploy.state import (
     FILE_NAME,
@@ -32,22 +33,7 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def record() -> DeploymentRecord:
-    start = process_start(os.getpid())
-    assert start is not None
-    return DeploymentRecord(
-        pid=os.getpid(),
-        process_start=start,
-        started_at="2026-01-01T00:00:00+00:00",
-        model="demo",
-        draft_model="ngram",
-        served_model_name="demo",
-        grpc_address="127.0.0.1:50051",
-        target_addresses=["127.0.0.1:1"],
-        draft_addresses=["127.0.0.1:2"],
-        target_directory="/somewhere",
-        tokenizer_directory="/somewhere",
-        settings={"max_num_seqs": 3},
-    )
+    return recorded.record()
 
 
 def test_what_is_published_is_found(directory: Path, record: DeploymentRecord) -> None:

@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from recorded import record
 
 from deploy.cli.main import main
 from deploy.state import (
     FILE_NAME,
     LOCK_NAME,
     LOG_NAME,
-    DeploymentRecord,
     locks_known,
     process_start,
     publish,
@@ -57,15 +57,7 @@ def test_a_record_without_a_process_is_told_and_removed(
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     start = process_start(child.pid) or 0
     child.communicate()
-    publish(
-        state,
-        DeploymentRecord(
-            pid=child.pid, process_start=start, started_at="2026-11-20T00:00:00+00:00",
-            model="demo", draft_model="ngram", served_model_name="demo",
-            grpc_address="127.0.0.1:50051", target_addresses=["127.0.0.1:1"],
-            draft_addresses=["127.0.0.1:2"], target_directory="", tokenizer_directory="",
-        ),
-    )  # fmt: skip
+    publish(state, record(pid=child.pid, process_start=start, grpc_address="127.0.0.1:50051"))
     assert main(["stop"]) == 0
     said = capsys.readouterr().err
     assert said.startswith(f"nothing runs: the deployment at 127.0.0.1:50051 (pid {child.pid})")

@@ -5,19 +5,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import socket
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import recorded
 
 from deploy.cli import connection
 from deploy.cli.connection import Connection, add_connection_flags, connected
 from deploy.cli.serve import _keep_told
+from deploy.cli.status import ask_registry
 from deploy.overview import Endpoints
 from deploy.state import (
     DeploymentRecord,
-    process_start,
     publish,
     running_deployment,
     state_directory,
@@ -28,26 +30,15 @@ from outrider.config import load_config
 from outrider.errors import Unavailable
 
 
-def recorded() -> DeploymentRecord:
-    """Of a deployment whose process is this one."""
-    return DeploymentRecord(
-        pid=os.getpid(), process_start=process_start(os.getpid()) or 0, started_at="then",
-        model="m", draft_model="d", served_model_name="m", grpc_address="h:1",
-        target_addresses=["h:2"], draft_addresses=["h:3"], target_directory="",
-        tokenizer_directory="", deployment="d", redis_url="unix:///x",
-    )  # fmt: skip
-
-
 async def test_the_record_is_true_while_replicas_come_and_go() -> None:
     """Each time that it is told that something has changed, and not before."""
     state = state_directory(os.environ)
-    record = recorded()
+    record = recorded.record()
     publish(state, record)
     changed = asyncio.Event()
-    config = load_config({"draft_model": "ngram"}, {})
-    redis = SimpleNamespace(url="unix:///x")
+    config = load_config({"draft_model": "ngram", "redis_url": "unix:///x"}, {})
     deployment: Any = SimpleNamespace(
-        config=config, name="d", redis=redis, ray=SimpleNamespace(found="h:6379", token=None)
+        config=config, name="d", ray=SimpleNamespace(found="h:6379", token=None)
     )
     telling = asyncio.create_task(_keep_told(deployment, state, record, changed))
 
@@ -70,7 +61,7 @@ async def test_the_record_is_true_while_replicas_come_and_go() -> None:
     assert found.http_address == "h:8,h:9"
     assert (found.grpc_address, found.target_addresses) == ("h:1,h:4", ["h:5", "h:6"])
     assert (found.draft_addresses, found.wanted) == ([], wanted)
-    assert (found.started_at, found.redis_url) == ("then", "unix:///x")
+    assert (found.started_at, found.redis["url"]) == (record.started_at, "unix:///x")
     deployment.config = load_config({"draft_model": "suffix", "max_num_seqs": 7}, {})
     found = await tell(Endpoints(("h:1",), ("h:6",), ("h:7",)), {"draft": 1})
     assert found is not None
@@ -81,11 +72,25 @@ async def test_the_record_is_true_while_replicas_come_and_go() -> None:
     telling.cancel()
 
 
+async def test_status_asks_for_a_variable_of_its_own_where_no_file_has_a_password(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is no process of Ray's, and has no flag for a password."""
+    monkeypatch.delenv("OUTRIDER_REDIS_PASSWORD", raising=False)
+    way = {"url": "redis://h:1", "key_prefix": "ours:", "asks_for_password": True}
+    known, error = await ask_registry(recorded.record(redis=way), 5.0)
+    host = socket.gethostname()
+    assert (known, error) == (
+        {},
+        f"redis_password: is not known on {host}; set OUTRIDER_REDIS_PASSWORD for this command",
+    )
+
+
 async def test_commands_wait_while_no_coordinator_is_recorded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As while the only one is replaced; no flag is blamed where none comes."""
-    state, record = state_directory(os.environ), recorded()
+    state, record = state_directory(os.environ), recorded.record()
     publish(state, replace(record, grpc_address=""))
     parser = argparse.ArgumentParser()
     add_connection_flags(parser, ())
@@ -111,7 +116,7 @@ async def test_commands_wait_while_no_coordinator_is_recorded(
 
 async def test_commands_ask_the_record_where_coordinators_are_by_now() -> None:
     """As of one that takes another's place on another port."""
-    state, record = state_directory(os.environ), recorded()
+    state, record = state_directory(os.environ), recorded.record()
     publish(state, record)
     parser = argparse.ArgumentParser()
     add_connection_flags(parser, ())

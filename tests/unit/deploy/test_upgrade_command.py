@@ -85,6 +85,21 @@ def test_without_a_wait_what_is_left_is_told(
     assert "not done after 0.1 s" in capsys.readouterr().err
 
 
+def test_an_upgrade_that_runs_already_is_waited_for(
+    capsys: pytest.CaptureFixture[str], fleet: Fleet, ray: Connections
+) -> None:
+    """The same command again changes nothing, and tells of the upgrade that the first began."""
+    again = ["upgrade", "--draft-model", "emulated"]
+    assert main([*again, "--wait", "60"]) == 0
+    assert capsys.readouterr().out == "the upgrade that runs already: done\n"
+    fleet.num_stale = [1]
+    assert main(again) == 0
+    told = "the upgrade that runs already: replicas still to be replaced: 1\n"
+    assert capsys.readouterr().out == told
+    assert main([*again, "--wait", "0.1"]) == 1
+    assert fleet.changes == []
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -192,6 +193,18 @@ def test_without_json_all_that_was_measured_is_printed(
     assert shutil.which(program) is not None
     form = form or "hybrid:suffix,"
     assert words == ["serve", str(target), "--draft-model", f"{form}{tmp_path / 'o'}"]
+
+
+def test_the_command_says_what_it_does_before_the_libraries_are_loaded(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """They take seconds."""
+    monkeypatch.setitem(sys.modules, "outrider.distillation.distilling", None)
+    with pytest.raises(ImportError):
+        main(["distill", str(target), "--out", str(tmp_path / "o")])
+    progress.rest()
+    assert f"outrider: loading {target}" in capsys.readouterr().err.splitlines()
 
 
 def test_off_a_terminal_stages_are_lines(

@@ -14,6 +14,7 @@ import torch
 from models import tiny_config, tiny_module
 
 from outrider.distillation.documents import (
+    BEGINNING,
     HELD_OUT_EVERY,
     Document,
     conversation,
@@ -133,6 +134,18 @@ def test_a_prompt_in_which_nobody_says_anything_tells_no_texts_apart() -> None:
 
     assert held_out([5]) == held_out([5, 6], num_bare=2) == {False, True}
     assert len(held_out([5, 6])) == len(held_out([5, 6, 7], num_bare=2)) == 1
+
+
+def test_an_answer_that_was_cut_off_is_held_out_where_the_whole_one_is() -> None:
+    """Also to a prompt in which nobody says anything: a later run writes the whole one."""
+
+    def held_out(num_answered: int) -> list[bool]:
+        answers = ([i, *range(40)][:num_answered] for i in range(200))
+        found = (conversation([5], answer, 1, 1.0, 50) for answer in answers)
+        return [document.is_held_out for document in found if document is not None]
+
+    assert held_out(BEGINNING) == held_out(30) == held_out(41)
+    assert set(held_out(BEGINNING)) == {False, True}
 
 
 def test_a_fingerprint_is_of_tokens_and_order_and_what_is_learned() -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from toy_engine import ToyEngine
 
+from outrider.distillation import writing
+from outrider.distillation.documents import BEGINNING
 from outrider.distillation.writing import TEMPERATURES, Template, Wanted, WrittenCorpus, draw
 
 TEMPLATE = Template(before=(0, 1), after=(2, 3, 4))
@@ -26,7 +30,7 @@ def write(found: WrittenCorpus, tokens: int, together: int = 4) -> WrittenCorpus
     return found
 
 
-def lines(directory: Path) -> dict[int, dict[str, object]]:
+def lines(directory: Path) -> dict[int, dict[str, Any]]:
     text = (directory / "conversations.jsonl").read_text()
     return {record["index"]: record for record in map(json.loads, text.splitlines())}
 
@@ -73,6 +77,44 @@ def test_the_first_conversations_are_told_by_their_tokens(tmp_path: Path) -> Non
         assert len(found.documents(tokens)) == next(enough, len(firsts))
         assert len(corpus(tmp_path).documents(tokens)) == len(found.documents(tokens))
         assert found.is_enough(Wanted(tokens, 0.0)) == (sum(firsts) >= tokens)
+
+
+def test_conversations_are_cut_off_where_the_time_is_over_before_enough_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later run writes them whole, and so does one that is told by tokens. What has hardly begun
+    is not used."""
+    num_steps = 0
+    next_tokens = writing._next_tokens
+
+    def counted(*arguments: Any) -> list[int]:
+        nonlocal num_steps
+        num_steps += 1
+        return next_tokens(*arguments)
+
+    monkeypatch.setattr(writing, "_next_tokens", counted)
+    monkeypatch.setattr(WrittenCorpus, "is_enough", lambda *_: num_steps >= 24)
+    short = corpus(tmp_path)
+    short.write(ToyEngine(vocab_size=VOCAB, salt=7), 8, Wanted(None, 1.0), lambda part: None)
+    monkeypatch.undo()
+    whole = write(corpus(tmp_path / "whole"), 300, together=8)
+    records = lines(tmp_path)
+    cut = {index for index, record in records.items() if record.get("cut")}
+    used = {index for index in cut if len(records[index]["answer"]) >= BEGINNING}
+    assert cut > used > set()
+    for index in cut:
+        answer = lines(tmp_path / "whole")[index]["answer"]
+        assert records[index]["answer"] == answer[: len(records[index]["answer"])]
+    for again in (short, corpus(tmp_path)):
+        assert len(again.documents()) == len(records.keys() - cut | used)
+        assert len(again.documents(10**9)) == len(records.keys() - cut)
+    monkeypatch.setattr(writing, "_FEW", len(records) - len(cut))
+    assert len(short.documents()) == len(records) - len(cut)
+    monkeypatch.undo()
+    longer = write(corpus(tmp_path), 300, together=8)
+    texts = {tuple(document.token_ids) for document in longer.documents(300)}
+    assert texts == {tuple(document.token_ids) for document in whole.documents(300)}
+    assert len(longer.documents()) == len(lines(tmp_path))
 
 
 def test_a_token_step_looks_at_no_earlier_record(tmp_path: Path) -> None:

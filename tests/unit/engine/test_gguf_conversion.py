@@ -6,6 +6,8 @@ import threading
 from pathlib import Path
 
 import pytest
+from tiny_gguf import save_tiny_gguf
+from transformers.utils import logging as transformers_logging
 
 from outrider.engine import gguf_conversion
 from outrider.engine.gguf_conversion import converted
@@ -23,6 +25,18 @@ def test_a_file_that_is_no_gguf_leaves_nothing_behind(
         resolve_model(str(bad))
     left = [p.name for p in (tmp_path / "cache" / "models").iterdir() if p.suffix != ".lock"]
     assert left == []
+
+
+def test_a_conversion_shows_no_bar_of_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It would stand between the lines of a command."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    source = save_tiny_gguf(tmp_path / "tiny.Q8_0.gguf")
+    transformers_logging.enable_progress_bar()
+    capfd.readouterr()
+    assert (resolve_model(str(source)) / "model.safetensors").is_file()
+    assert "%|" not in capfd.readouterr().err
 
 
 def _fake_write(gguf: Path, directory: Path) -> None:

@@ -114,3 +114,6 @@ def test_sentinels_have_a_password_of_their_own(tmp_path: Path) -> None:
         address(sentinel_password_file=str(path), asks_for_sentinel_password=True), {}
     )
     assert found.sentinel_password == SECRET
+    path.unlink()
+    with pytest.raises(SettingError, match=f"^redis_sentinel_password: cannot read {path}: No"):
+        with_password(address(sentinel_password_file=str(path)), {})
