@@ -109,7 +109,9 @@ class LoadSession:
         self.num_tokens = num_tokens
         """After which it ends."""
         self.arrivals: list[float] = []
-        """When each token came, on the loop's clock."""
+        """When each token came, on the loop's clock: those of one message together."""
+        self._now: float | None = None
+        """While a message is heard, when it came."""
         self._tokens = TokenSequence(prompt)
         self._prompt_length = len(prompt)
         self._link = link
@@ -139,7 +141,7 @@ class LoadSession:
             self.ask(answer.cached_length)
         elif isinstance(answer, VerdictReply):
             self._tokens.extend(answer.verdict.correction)
-            self.arrivals.append(asyncio.get_running_loop().time())
+            self.arrivals.append(self._message_time())
             num_tokens = len(self.arrivals)
             goal = self._goals.get(num_tokens)
             if goal is not None and not goal.done():
@@ -149,6 +151,18 @@ class LoadSession:
                 self.ask(len(self._tokens) - 1)
         else:
             self.fail(Unavailable(f"the target gave no verdict but {answer}"))
+
+    def _message_time(self) -> float:
+        """When the message came that is heard now. Its answers are heard in one turn of the
+        loop."""
+        if self._now is None:
+            loop = asyncio.get_running_loop()
+            self._now = loop.time()
+            loop.call_soon(self._end_message)
+        return self._now
+
+    def _end_message(self) -> None:
+        self._now = None
 
     def fail(self, error: Exception) -> None:
         """Nothing more will be heard."""

@@ -1,12 +1,14 @@
 """What `bench engine` says of waiting: for a first token whose prefix was seen before, and for the
 next one while a long prompt is read beside it.
 
-A gap is the time between two tokens of one session as they come to the load generator.
+A gap is the time between two tokens of one session as they come to the load generator; those of one
+message share the time since the message before.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from statistics import median
@@ -109,12 +111,14 @@ async def _go_on(sessions: list[LoadSession], num_tokens: int) -> None:
 
 
 def _gaps(sessions: list[LoadSession], start: float, end: float) -> list[float]:
-    """All that lie between these times, if only in part; s."""
+    """Seconds between tokens of a session, of all that lie between these times, if only in part.
+    Tokens that came in one message share the time since the message before."""
     return [
-        after - before
+        (after - before) / num_tokens
         for session in sessions
-        for before, after in pairwise(session.arrivals)
+        for (before, _), (after, num_tokens) in pairwise(Counter(session.arrivals).items())
         if before < end and after > start
+        for _ in range(num_tokens)
     ]
 
 

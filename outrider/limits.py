@@ -162,6 +162,9 @@ DRAFT_SUPPORT_ENTRIES_MAX: Final = 4096
 """Entries of a draft distribution that are accepted from a peer."""
 RUN_AHEAD_ROUNDS_MAX: Final = 16
 """Rounds a target may decode without a proposal before it hears from the coordinator."""
+ANSWERS_HELD_MS: Final = 40
+"""How long the verdict of a round that a target runs ahead may wait for others, to leave in one
+message with them."""
 MAILBOX_REPLIES_MAX: Final = 64
 """Replies that may wait for one session on one side."""
 

@@ -335,6 +335,7 @@ class StepScheduler(Generic[Item, Answer]):
         end: float,
     ) -> None:
         by_outlet: dict[Outlet[Any], list[Any]] = {}
+        held: dict[Outlet[Any], list[Any]] = {}
         stamped: list[Any] = []
         num_sharing = sum(answer is not Unfinished.WAITS for answer in answers)
         for work, answer in zip(batch, answers, strict=True):
@@ -348,8 +349,11 @@ class StepScheduler(Generic[Item, Answer]):
                 parts = (answer,)
             timed = [_timed(part, work, end, num_sharing) for part in parts]
             stamped.append(timed[-1] if timed else Unfinished.CONTINUES)
+            leaving = held if work.may_wait else by_outlet
             for outlet in work.outlets:
-                by_outlet.setdefault(outlet, []).extend(timed)
+                leaving.setdefault(outlet, []).extend(timed)
+        for outlet, frame in held.items():
+            outlet.hold(frame)
         for outlet, frame in by_outlet.items():
             outlet.send(frame)
         for work, answer in zip(batch, stamped, strict=True):

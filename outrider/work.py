@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from outrider.errors import DeadlineExceeded, OutriderError
+from outrider.limits import ANSWERS_HELD_MS
 from outrider.messages import Refused, ReplyKey, RoundHead
 
 if TYPE_CHECKING:
@@ -122,19 +124,37 @@ class Outlet(Generic[Answer]):
 
     def __init__(self, send: Callable[[Sequence[Answer]], None]) -> None:
         self._send: Callable[[Sequence[Any]], None] = send  # Every kind of answer may be a refusal.
+        self._held: list[Any] = []
+        self._timer: TimerHandle | None = None
         self.closed = False
 
     def send(self, answers: Sequence[Answer | Refused]) -> None:
-        """Sends answers, unless the connection has been closed."""
-        if answers and not self.closed:
-            self._send(answers)
+        """Sends answers behind those held, each once, unless the connection has been closed."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        again = {id(answer) for answer in answers}
+        held, self._held = [one for one in self._held if id(one) not in again], []
+        if (held or answers) and not self.closed:
+            self._send([*held, *answers])
+
+    def hold(self, answers: Sequence[Answer | Refused]) -> None:
+        """Sends answers with the next ones, `ANSWERS_HELD_MS` after the first at the latest."""
+        self._held += answers
+        if self._timer is None and self._held:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(ANSWERS_HELD_MS / 1e3, self.flush)
+
+    def flush(self) -> None:
+        """Sends the answers held."""
+        self.send(())
 
 
 class Work(Generic[Item, Answer]):
     """An item that waits for a step, and who wants its answer."""
 
     __slots__ = (
-        "answered", "arrived_at", "cancelled", "deadline", "expires_at", "item", "on_done",
+        "answered", "arrived_at", "cancelled", "deadline", "expires_at", "item", "may_wait", "on_done",
         "outlets", "place", "started_at", "timer", "unfinished",
     )  # fmt: skip
 
@@ -148,6 +168,8 @@ class Work(Generic[Item, Answer]):
         """Loop time after which the answer is of no use; infinity = none."""
         self.on_done: Callable[[Work[Item, Answer], Answer | Refused | None], None] | None = None
         """Hears the answer after it was sent, or None where the work was dropped."""
+        self.may_wait = False
+        """Whether its answer may be held: see `Outlet.hold`."""
         self.cancelled = False
         self.place = 0
         """In the queue: what came earlier has a smaller one."""

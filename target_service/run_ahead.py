@@ -39,6 +39,11 @@ class RunAhead:
         for token_id in self._tokens:
             self._digests.append(extend_digest(self._digests[-1], token_id))
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the round that was asked for is answered."""
+        return bool(self._replies)
+
     def continues(self, item: VerifyItem) -> bool:
         """Whether `item` states a prefix that these rounds have reached and still remember."""
         mine, asked = self._item.head, item.head

@@ -89,8 +89,10 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
         queue at its end like any other work."""
         item = ahead.next_item(self._description.max_model_len)
         if item is None:
+            ahead.outlet.flush()
             return
         work = self._work(item, ahead.outlet)
+        work.may_wait = ahead.is_ahead
         work.on_done = lambda work, answer: self._on_round_done(session_id, ahead, work, answer)
         ahead.running = work
         if not self._submit(work):
@@ -108,6 +110,8 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
         ahead.running = None
         if isinstance(answer, VerdictReply):
             ahead.add(answer)
+            if answer.verdict.correction[0] in self._description.eos_token_ids:
+                ahead.outlet.flush()  # The session probably ends.
             self._run_next(session_id, ahead)
         else:
             self._forget(session_id, ahead)

@@ -32,11 +32,13 @@ class ToyEngine:
         max_model_len: int = 64,
         num_pages: int = 1024,
         pass_s: float = 0.0,
+        eos_token_ids: tuple[int, ...] = (),
     ) -> None:
         """Each pass states that it took `pass_s`."""
         self._info = ModelInfo(
-            f"toy-{salt}", vocab_size, max_model_len, "float32", (), f"weights-{salt}", "toy"
-        )
+            f"toy-{salt}", vocab_size, max_model_len, "float32", eos_token_ids,
+            f"weights-{salt}", "toy",
+        )  # fmt: skip
         self._salt = salt
         self._pass_s = pass_s
         self.stated_seconds = 0.0

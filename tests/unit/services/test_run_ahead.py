@@ -9,11 +9,14 @@ import pytest
 from rounds import PATIENCE_S, Listener, Player, make_head, session_name
 from toy_engine import ToyEngine
 
+from outrider.clock import run_virtually
 from outrider.engine.executor import InlineExecutor
+from outrider.limits import ANSWERS_HELD_MS
 from outrider.messages import Refused, Resync, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.speculation.proposal import Proposal, SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.wire.memory_link import MemoryLink
+from outrider.work import Outlet
 from target_service.service import TargetService
 
 PROMPT = (1, 2, 3)
@@ -21,8 +24,8 @@ RULE = Rule.TOKEN
 
 
 class Setting:
-    def __init__(self, max_model_len: int = 64) -> None:
-        self.engine = ToyEngine(max_model_len=max_model_len)
+    def __init__(self, max_model_len: int = 64, eos_token_ids: tuple[int, ...] = ()) -> None:
+        self.engine = ToyEngine(max_model_len=max_model_len, eos_token_ids=eos_token_ids)
         executor = InlineExecutor(self.engine.take_step_seconds)
         self.service = TargetService(self.engine, executor, max_num_seqs=64)
         self.link: MemoryLink[VerifyItem, VerifyAnswer] = MemoryLink(self.service)
@@ -78,6 +81,51 @@ async def test_it_goes_on_as_far_as_allowed_with_the_same_tokens(setting: Settin
     assert own_tokens(answers) == dict(enumerate(wanted[3:]))
     lengths = [answer.cached_length for answer in answers if isinstance(answer, VerdictReply)]
     assert lengths == list(range(3, 9))
+
+
+async def test_verdicts_run_ahead_leave_together(setting: Setting) -> None:
+    """The one asked for leaves at once; those behind it leave with the last of the allowance."""
+    frames: list[Sequence[VerifyAnswer]] = []
+    connection = setting.service.connect(frames.append)
+    connection.receive([ask_round(PROMPT, 0, 0, 5)])
+    await setting.settle()
+    assert [[answer.key.round for answer in frame] for frame in frames] == [[0], [1, 2, 3, 4, 5]]
+    connection.close()
+
+
+async def test_a_verdict_that_ends_the_text_takes_held_ones_along() -> None:
+    wanted = await plain_tokens(6)
+    setting = Setting(eos_token_ids=(wanted[5],))
+    frames: list[Sequence[VerifyAnswer]] = []
+    connection = setting.service.connect(frames.append)
+    connection.receive([ask_round(PROMPT, 0, 0, 5)])
+    await setting.settle()
+    assert wanted[5] not in wanted[3:5]
+    assert [answer.key.round for answer in frames[1]] == [1, 2]
+    connection.close()
+    await setting.service.close()
+
+
+def test_a_held_answer_leaves_in_time() -> None:
+    sent: list[tuple[float, list[str]]] = []
+
+    async def hold() -> None:
+        loop = asyncio.get_running_loop()
+        outlet = Outlet[str](lambda answers: sent.append((loop.time(), list(answers))))
+        outlet.hold(["first"])
+        await asyncio.sleep(0.01)
+        outlet.hold(["second"])
+        await asyncio.sleep(1)
+        outlet.hold(["third"])
+        outlet.send(["fourth"])
+        again = "fifth"
+        outlet.hold([again])
+        outlet.send([again])
+        await asyncio.sleep(1)
+
+    run_virtually(hold())
+    held_s = ANSWERS_HELD_MS / 1e3
+    assert sent == [(held_s, ["first", "second"]), (1.01, ["third", "fourth"]), (1.01, ["fifth"])]
 
 
 async def test_a_question_on_the_way_extends_and_repeats_but_computes_nothing_twice(
@@ -181,7 +229,7 @@ async def test_it_stops_at_the_models_length() -> None:
 
 async def test_releasing_the_session_stops_it(setting: Setting) -> None:
     setting.link.send(ask_round(PROMPT, 0, 0, 16))
-    await setting.listener.wait(2)
+    await setting.listener.wait(1)
     setting.link.release(session_name(1), 1)
     assert len(await setting.settle()) < 17
     assert session_name(1) not in setting.engine.held
@@ -190,7 +238,7 @@ async def test_releasing_the_session_stops_it(setting: Setting) -> None:
 async def test_a_broken_stream_stops_it_and_a_new_one_picks_it_up(setting: Setting) -> None:
     wanted = await plain_tokens(6)
     setting.link.send(ask_round(PROMPT, 0, 0, 16))
-    await setting.listener.wait(3)
+    await setting.listener.wait(1)
     setting.link.sever(ConnectionError("cut"))
     await setting.listener.wait(num_lost=1)
     heard = len(await setting.settle())
