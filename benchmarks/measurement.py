@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final, Protocol, runtime_checkable
 
-from outrider.errors import check
+from outrider.errors import OutriderError, check
 from outrider.limits import SEED_MAX
 from outrider.speculation.sampling import Rule
 
@@ -136,33 +136,54 @@ class SideResult:
 
 
 async def measure(
-    prompts: Sequence[BenchPrompt], contestants: Sequence[Contestant], progress: Progress
+    prompts: Sequence[BenchPrompt],
+    contestants: Sequence[Contestant],
+    progress: Progress,
+    drops: Callable[[str, OutriderError], bool] = lambda side, error: False,
 ) -> dict[str, SideResult]:
-    """Warms every side up, then measures all of them. Raises what a side raises; requests that
-    still run are then cancelled."""
+    """Warms every side up, then measures all of them. Where a side raises an error, `drops` says
+    whether to go on without that side; otherwise raises the error, and cancels the requests that
+    still run."""
     check(bool(prompts) and bool(contestants), "nothing to measure")
+    completions: dict[str, dict[int, Completion]] = {c.side: {} for c in contestants}
     for contestant in contestants:
         progress(f"warming up: {contestant.side}")
-        short = min(WARM_UP_TOKENS_MAX, contestant.decoding.max_tokens)
-        for index, prompt in enumerate(WARM_UP_PROMPTS, start=1):
-            # Seeds that no prompt has: the second session of a seed may be drafted otherwise.
-            seed = (contestant.decoding.seed - index) & SEED_MAX
-            decoding = replace(contestant.decoding, max_tokens=short, seed=seed)
-            await contestant.client.generate(prompt, decoding)
-    completions: dict[str, dict[int, Completion]] = {c.side: {} for c in contestants}
+        try:
+            await _warm_up(contestant)
+        except OutriderError as error:
+            if not drops(contestant.side, error):
+                raise
+            del completions[contestant.side]
     seconds = dict.fromkeys(completions, 0.0)
     num_done = 0
     for turn, block in enumerate(_blocks(len(prompts), max(c.concurrency for c in contestants))):
         num_done += len(block)
         progress(f"prompt {num_done} of {len(prompts)}: {prompts[block[-1]].category}")
         for contestant in contestants if turn % 2 == 0 else reversed(contestants):
-            done = await _decode_block(contestant, prompts, block)
+            if contestant.side not in completions:
+                continue
+            try:
+                done = await _decode_block(contestant, prompts, block)
+            except OutriderError as error:
+                if not drops(contestant.side, error):
+                    raise
+                del completions[contestant.side]
+                continue
             completions[contestant.side] |= done
             seconds[contestant.side] += _wall_seconds([*done.values()], contestant.concurrency)
     return {
         side: SideResult(tuple(found[i] for i in range(len(prompts))), seconds[side])
         for side, found in completions.items()
     }
+
+
+async def _warm_up(contestant: Contestant) -> None:
+    short = min(WARM_UP_TOKENS_MAX, contestant.decoding.max_tokens)
+    for index, prompt in enumerate(WARM_UP_PROMPTS, start=1):
+        # Seeds that no prompt has: the second session of a seed may be drafted otherwise.
+        seed = (contestant.decoding.seed - index) & SEED_MAX
+        decoding = replace(contestant.decoding, max_tokens=short, seed=seed)
+        await contestant.client.generate(prompt, decoding)
 
 
 def _blocks(num_prompts: int, concurrency: int) -> list[range]:

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-from outrider.errors import ConfigError, SettingError, Unavailable
+from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
 from outrider.limits import SESSIONS_PER_COORDINATOR_MAX
 from outrider.settings import check_range
 from outrider.speculation.sampling import Rule
@@ -42,6 +42,8 @@ NAMES: Final = (*(peer.name for peer in PEERS), TRANSFORMERS)
 NOT_INSTALLED: Final = "not installed; `make peers` installs it"
 SPARE_TOKENS: Final = 16
 """Room in a peer's context for drafts behind the longest completion."""
+CONTEXT_STEP: Final = 256
+"""A peer's context is a multiple of it: some caches hold whole blocks only."""
 
 _Process = LibraryProcess | ReferenceProcess | ServerProcess
 StartSubjects = Callable[[], AbstractAsyncContextManager[tuple[Subject, Subject]]]
@@ -180,7 +182,7 @@ async def run(
                         if concurrency == 1 or not isinstance(client, ReferenceProcess)
                     ),
                 ]
-                results = await measure(prompts, contestants, progress)
+                results = await measure(prompts, contestants, progress, peers.drops)
                 levels.append(level_of(drafted, concurrency, results))
     if peers is None:
         raise SettingError("temperature", "there must be one, and a number of requests at a time")
@@ -307,6 +309,14 @@ class _Peers:
                     "options": options,
                 }
 
+    def drops(self, side: str, error: OutriderError) -> bool:
+        """Whether to go on without a side that has failed: from now on without a peer's."""
+        if side not in self.clients:
+            return False
+        del self.clients[side]
+        self.missing[side] = f"it failed: {error.message}"
+        return True
+
     async def _enter(self, side: str, process: _Process) -> bool:
         """Whether it has started."""
         self._progress(f"loading the model once more: {side}")
@@ -348,9 +358,15 @@ class _Peers:
             directory=self._reference.directory,
             gguf="" if gguf is None else str(bfloat16_gguf(gguf, cache_dir())),
             num_threads=self._reference.num_threads,
-            context_tokens=max(map(len, self._token_ids.values()))
-            + max(self._options.max_tokens, SWEEP_TOKENS)
-            + SPARE_TOKENS,
+            context_tokens=_rounded_up(
+                max(map(len, self._token_ids.values()))
+                + max(self._options.max_tokens, SWEEP_TOKENS)
+                + SPARE_TOKENS
+            ),
             batch=max(self._options.concurrency),
             eos_token_ids=stated_eos_token_ids(directory, load_tokenizer(directory)),
         )
+
+
+def _rounded_up(num_tokens: int) -> int:
+    return -(-num_tokens // CONTEXT_STEP) * CONTEXT_STEP
