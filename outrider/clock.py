@@ -59,7 +59,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         self._virtual.wait(seconds)
 
     def run_in_executor(
-        self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: Unpack[Ts]
+        self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
     ) -> asyncio.Future[T]:
         """Calls `func` at once, on this thread."""
         done: asyncio.Future[T] = self.create_future()

@@ -154,8 +154,8 @@ class Work(Generic[Item, Answer]):
     """An item that waits for a step, and who wants its answer."""
 
     __slots__ = (
-        "answered", "arrived_at", "cancelled", "deadline", "expires_at", "item", "may_wait", "on_done",
-        "outlets", "place", "started_at", "timer", "unfinished",
+        "answered", "arrived_at", "cancelled", "deadline", "expires_at", "item", "may_wait",
+        "on_done", "outlets", "place", "started_at", "timer", "unfinished",
     )  # fmt: skip
 
     def __init__(

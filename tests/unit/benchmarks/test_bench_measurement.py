@@ -8,7 +8,7 @@ from bench_sides import ScriptedSide
 
 from benchmarks.measurement import Completion, Contestant, Decoding, Side, measure
 from benchmarks.prompts import WARM_UP_PROMPTS, BenchPrompt
-from outrider.errors import InvariantError, Unavailable
+from outrider.errors import InvariantError, OutriderError, Unavailable
 from outrider.limits import SEED_MAX
 from outrider.speculation.sampling import Rule
 
@@ -135,6 +135,27 @@ async def test_a_failure_cancels_what_runs_beside_it_and_is_raised_as_it_is() ->
         await measure(PROMPTS, pair(side, concurrency=3), silent)
     assert side.running == 0
     assert side.cancelled == 2
+
+
+@pytest.mark.parametrize("failing", [WARM_UPS[1], "p2"])
+async def test_a_side_that_may_fail_is_left_out(failing: str) -> None:
+    """Whether it fails while it warms up or later; the other side decodes all prompts."""
+
+    def script(prompt: BenchPrompt, decoding: Decoding) -> tuple[int, float]:
+        if prompt.text == failing and decoding.num_draft_tokens > 0:
+            raise Unavailable("the library broke")
+        return 10, 1.0
+
+    dropped: list[str] = []
+
+    def drops(name: str, error: OutriderError) -> bool:
+        dropped.append(f"{name}: {error.message}")
+        return True
+
+    results = await measure(PROMPTS, pair(ScriptedSide(script)), silent, drops)
+    assert dropped == [f"{Side.SPECULATIVE}: the library broke"]
+    assert list(results) == [Side.PLAIN]
+    assert len(results[Side.PLAIN].completions) == len(PROMPTS)
 
 
 async def test_an_empty_completion_is_no_measurement() -> None:
