@@ -54,11 +54,14 @@ class Decoding:
         lengths: LengthPolicy,
         length_max: int,
         meter: RoundMeter,
+        reads_beside: bool = True,
         observer: RequestObserver = SILENT,
         ended: FinishReason | None = None,
     ) -> None:
-        """`length_max` is the target's: of committed tokens and a proposal's together. `ended` is
-        why there is nothing to decode, for a completion that was whole when it was resumed."""
+        """`length_max` is the target's: of committed tokens and a proposal's together. The draft
+        reads the prompt while the target does, if it `reads_beside`; else with the first round
+        that has a draft. `ended` is why there is nothing to decode, for a completion that was
+        whole when it was resumed."""
         self._session = session
         self._length_max = length_max
         self._parameters = parameters
@@ -70,6 +73,7 @@ class Decoding:
         self._lengths = lengths
         self._meter = meter
         self._observer = observer
+        self._reads_beside = reads_beside
         self._ended = ended
         self._deadline: asyncio.Timeout | None = None
         self._cancelled = False
@@ -105,7 +109,7 @@ class Decoding:
             self._deadline.reschedule(asyncio.get_running_loop().time())
 
     async def _rounds(self) -> FinishReason:
-        if self._draft is not None and not self._lengths.begins_plain:
+        if self._draft is not None and self._reads_beside and not self._lengths.begins_plain:
             self._draft.prefill(0, self._parameters.num_draft_tokens)
         round_index = 0
         while True:

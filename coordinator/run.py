@@ -48,11 +48,13 @@ class SessionRun:
         meter: RoundMeter,
         arrived: float,
         deadline: float,
+        reads_beside: bool = True,
         observer: RequestObserver = SILENT,
         replayed: Replayed | None = None,
     ) -> None:
         """Starts decoding a session that the committer knows. `length_max` is the target's,
-        `arrived` and `deadline` are times of the event loop's clock; `replayed` is what a resumed
+        `arrived` and `deadline` are times of the event loop's clock; `reads_beside` as for
+        `Decoding`; `replayed` is what a resumed
         session has, whose completion it is."""
         self._session = session
         self._parameters = parameters
@@ -82,6 +84,7 @@ class SessionRun:
             lengths=lengths,
             length_max=length_max,
             meter=meter,
+            reads_beside=reads_beside,
             observer=observer,
             ended=None if replayed is None else replayed.finish_reason,
         )

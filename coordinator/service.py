@@ -478,6 +478,7 @@ class CoordinatorService:
             meter=self._meter,
             arrived=arrived,
             deadline=deadline,
+            reads_beside=not options.drafting_delays,
             observer=observer,
             replayed=replayed,
         )

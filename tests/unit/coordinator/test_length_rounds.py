@@ -62,6 +62,8 @@ class Outcome:
     """Forward passes of the target, the prompt's among them."""
     num_messages: int = 0
     """To the target."""
+    reads_beside: bool = False
+    """Whether the draft was told of the prompt before the target's first verdict."""
     unread: int = 0
     """Verdicts that came for rounds that were over."""
 
@@ -70,7 +72,32 @@ def deliver(message: Any) -> None:
     asyncio.get_running_loop().call_later(WIRE_S, message)
 
 
-def generate(rule: Rule, num_draft_tokens: int, draft_step_s: float, draft_salt: int) -> Outcome:
+def overheard(found: Outcome, target: TargetService, to_target: Any, to_draft: Any) -> list[Any]:
+    """Counts messages from now on; the target's answers as they leave."""
+    heard: list[Any] = []
+    send, send_draft, connect = to_target.send, to_draft.send, target.connect
+
+    def count(item: Any) -> None:
+        found.num_messages += 1
+        send(item)
+
+    def note(item: Any) -> None:
+        found.reads_beside |= not heard
+        send_draft(item)
+
+    to_target.send, to_draft.send = count, note
+    target.connect = lambda out: connect(lambda got: (heard.extend(got), out(got)))  # type: ignore[method-assign,func-returns-value]
+    return heard
+
+
+def generate(
+    rule: Rule,
+    num_draft_tokens: int,
+    draft_step_s: float,
+    draft_salt: int,
+    *,
+    drafting_delays: bool = False,
+) -> Outcome:
     """One request; the draft is the target itself if its salt is 1."""
 
     async def main() -> Outcome:
@@ -86,7 +113,7 @@ def generate(rule: Rule, num_draft_tokens: int, draft_step_s: float, draft_salt:
             max_num_seqs=8,
             costs=draft_costs,
         )
-        target_link = MemoryLink(target, deliver)
+        target_link, draft_link = MemoryLink(target, deliver), MemoryLink(draft, deliver)
         service = CoordinatorService(
             CoordinatorOptions(
                 name="c",
@@ -96,23 +123,16 @@ def generate(rule: Rule, num_draft_tokens: int, draft_step_s: float, draft_salt:
                 run_ahead_rounds=8,
                 max_sessions=4,
                 patience=PATIENCE,
+                drafting_delays=drafting_delays,
             ),
             store=MemoryStore(lambda: loop.time() * 1e3),
             targets={"t": target_link},
-            drafts={"d": MemoryLink(draft, deliver)},
+            drafts={"d": draft_link},
             stand_in=NgramDrafter(),
             text=None,
             observation=found.counts,
         )
-        send, heard = target_link.send, []
-
-        def count(item: Any) -> None:
-            found.num_messages += 1
-            send(item)
-
-        target_link.send = count  # type: ignore[method-assign]
-        connect = target.connect
-        target.connect = lambda out: connect(lambda got: (heard.extend(got), out(got)))  # type: ignore[method-assign,func-returns-value]
+        heard = overheard(found, target, target_link, draft_link)
         await service.start()
         start = loop.time()
         sampling = SamplingParams(temperature=0.0 if rule is Rule.GREEDY else 1.0)
@@ -154,6 +174,13 @@ def test_rounds_without_a_draft_run_ahead_and_each_of_their_verdicts_is_used() -
     assert found.num_messages < 0.35 * found.num_rounds
     assert found.counts.resyncs == {}
     assert found.seconds < 1.10 * plain.seconds
+
+
+@pytest.mark.parametrize("delays", [False, True])
+def test_a_draft_on_the_targets_cores_reads_the_prompt_behind_it(delays: bool) -> None:
+    found = generate(Rule.GREEDY, 4, 0.0005, draft_salt=1, drafting_delays=delays)
+    assert found.reads_beside is not delays
+    assert max(found.counts.asked_for) == 4
 
 
 @pytest.mark.parametrize("rule", Rule)
