@@ -179,6 +179,8 @@ async def test_the_front_door_measures_all_three() -> None:
 
 
 async def test_a_door_that_loses_chunks_is_no_measurement() -> None:
+    """Verdicts that run ahead share a message, so that how many chunks there are varies."""
     options = FrontDoorOptions(turns=1, max_tokens=4, step_ms=1.0)
-    with pytest.raises(Unavailable, match="through the door http came 3 chunks where the coord"):
+    lost_one = r"the door http came \d chunks where the coordinator had \d"
+    with pytest.raises(Unavailable, match=lost_one):
         await take_turns(options, lambda line: None, relayed)

@@ -21,7 +21,7 @@ from deploy.cli.main import main
 from outrider.clock import run_virtually
 from outrider.engine.executor import InlineExecutor
 from outrider.errors import InvariantError, SettingError, Unavailable
-from outrider.limits import RUN_AHEAD_ROUNDS_MAX
+from outrider.limits import ANSWERS_HELD_MS, RUN_AHEAD_ROUNDS_MAX
 from outrider.messages import VerifyAnswer, VerifyItem
 from outrider.wire.memory_link import MemoryLink
 from target_service.service import TargetService
@@ -40,9 +40,9 @@ def greedy(prompt: Sequence[int], num_tokens: int) -> list[int]:
 class _Target:
     """A target on a toy engine, and what it was asked."""
 
-    def __init__(self, num_pages: int = 1024) -> None:
+    def __init__(self, num_pages: int = 1024, step_s: float = 0.01) -> None:
         self.engine = ToyEngine(VOCAB_SIZE, SALT, max_model_len=128, num_pages=num_pages)
-        service = TargetService(self.engine, InlineExecutor(lambda: 0.01), max_num_seqs=8)
+        service = TargetService(self.engine, InlineExecutor(lambda: step_s), max_num_seqs=8)
         self.link: MemoryLink[VerifyItem, VerifyAnswer] = MemoryLink(service)
         self.released: list[tuple[str, list[int]]] = []
         forget = self.engine.release
@@ -84,8 +84,11 @@ def test_a_session_that_lost_its_pages_goes_on() -> None:
 
 
 def test_a_goal_is_told_when_its_token_comes_and_not_before() -> None:
+    """At a step so long that each verdict leaves at once, without waiting for the next."""
+
     async def decode() -> None:
-        async with Load(_Target().link).running([(1, 2, 3)], 5) as (session,):
+        target = _Target(step_s=2 * ANSWERS_HELD_MS / 1e3)
+        async with Load(target.link).running([(1, 2, 3)], 5) as (session,):
             second = session.reached(2)
             await second
             assert len(session.arrivals) == 2
