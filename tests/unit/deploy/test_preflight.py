@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 
 import pytest
 
@@ -18,13 +19,27 @@ EMULATED = {
 }
 
 
-def test_every_port_that_a_role_counts_up_to_must_be_free() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        check_ports(load_config(EMULATED | {"target_port": port - 2, "num_targets": 2}, {}))
-        with pytest.raises(SettingError, match=f"cannot listen on 127.0.0.1:{port}") as bad:
-            settings = {"target_port": port - 2, "num_targets": 3}
-            check_ports(load_config(EMULATED | settings, {}))
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    """A port in use behind two free ones, below those that the system gives to any program."""
+    for port in range(20_002, 32_000, 3):
+        try:
+            for free in (port - 2, port - 1):
+                socket.create_server(("127.0.0.1", free)).close()
+            server = socket.create_server(("127.0.0.1", port))
+        except OSError:
+            continue
+        with server:
+            yield port
+        return
+    pytest.fail("no three ports in a row are free")
+
+
+def test_every_port_that_a_role_counts_up_to_must_be_free(taken_port: int) -> None:
+    settings = {"target_port": taken_port - 2, "num_targets": 2}
+    check_ports(load_config(EMULATED | settings, {}))
+    with pytest.raises(SettingError, match=f"cannot listen on 127.0.0.1:{taken_port}") as bad:
+        check_ports(load_config(EMULATED | settings | {"num_targets": 3}, {}))
     assert bad.value.key == "target_port"
 
 
