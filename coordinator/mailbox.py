@@ -65,10 +65,6 @@ class Mailbox(Generic[Answer]):
         lost, self._lost = self._lost is not None, None
         return lost
 
-    def has(self, round_index: int) -> bool:
-        """Whether `take` would not wait."""
-        return round_index in self._answers
-
     def forget_loss(self) -> None:
         """Whatever broke is not what is waited for from now on."""
         self._lost = None

@@ -170,10 +170,8 @@ class TargetSide:
         return True
 
     def _must_ask(self, round_index: int, run_ahead: int) -> bool:
-        """Whether the target has to hear of a round without a proposal: not where it has answered
-        it, nor while it decodes ahead on its own and more than half of what it may do is left."""
-        if self._mailbox.has(round_index):
-            return False
+        """Whether the target has to hear of a round without a proposal: not while it decodes
+        ahead on its own and more than half of what it may do is left."""
         left = self._asked_until - round_index
         return left < 0 or left < run_ahead // 2
 
