@@ -72,6 +72,8 @@ class Admissions:
         self._table = table
         self._budget = budget
         self._num_slots = engine.page_counts().num_pages * PAGE_SIZE
+        self._in_rounds: list[str] = []
+        """Sessions of the last step that ran rounds."""
         self._num_preemptions = 0
         self._num_prefill_chunks = 0
         self._num_starved = 0
@@ -174,7 +176,15 @@ class Admissions:
             for index, entry in enumerate(found)
             if isinstance(entry, Aligned)
         }
+        if not any(name in self._table for name in self._in_rounds):
+            self._budget.rounds_ended()
         grants = dict(zip(wishes, self._budget.share(list(wishes.values())), strict=True))
+        in_rounds = [
+            asks[index].head.session_id
+            for index, wish in wishes.items()
+            if grants[index] and wish.is_round
+        ]
+        self._in_rounds = in_rounds or self._in_rounds
         admissions: list[Admission] = []
         for index, entry in enumerate(found):
             if not isinstance(entry, Aligned):

@@ -50,6 +50,11 @@ class Wish:
     context: int
     """Slots that its session holds before."""
 
+    @property
+    def is_round(self) -> bool:
+        """Whether it is a round, and not a prefix."""
+        return self.num_tokens <= ROUND_TOKENS_MAX
+
 
 @dataclass(frozen=True, slots=True)
 class _Load:
@@ -91,13 +96,13 @@ class TokenBudget:
         """For each wish, in order of arrival, how many of its tokens this step runs: all, none, or
         of a prefix a part that leaves `num_last` or more. Not none of all."""
         grants = [0] * len(wishes)
-        prefixes = [i for i, wish in enumerate(wishes) if wish.num_tokens > ROUND_TOKENS_MAX]
+        prefixes = [i for i, wish in enumerate(wishes) if not wish.is_round]
         spared = _Load(PREFIX_TOKENS_MIN, 1) if prefixes else _Load()
         load = _Load()
         for index, wish in enumerate(wishes):
             fits = load.rows + wish.num_tokens <= self._max_tokens - spared.rows
             has_seat = load.sessions < self._max_steps - spared.sessions
-            if wish.num_tokens <= ROUND_TOKENS_MAX and fits and has_seat:
+            if wish.is_round and fits and has_seat:
                 grants[index] = wish.num_tokens
                 load = self._with(load, wish, wish.num_tokens)
         rounds = load
@@ -111,6 +116,10 @@ class TokenBudget:
             load = self._with(load, wish, grants[index])
         self._note(rounds, load)
         return grants
+
+    def rounds_ended(self) -> None:
+        """All sessions of the last rounds have ended: prefixes may have whole steps."""
+        self._played = None
 
     def note_seconds(self, seconds: float) -> None:
         """The step that was shared out last has taken so long, s."""
@@ -153,7 +162,7 @@ class TokenBudget:
             load.rows + num_tokens,
             load.sessions + 1,
             load.attention_s + attention_s,
-            load.has_prefix or wish.num_tokens > ROUND_TOKENS_MAX,
+            load.has_prefix or not wish.is_round,
         )
 
     def _note(self, rounds: _Load, load: _Load) -> None:

@@ -13,6 +13,7 @@ from rounds import make_head, session_name
 from toy_engine import PAGE_SIZE, ToyEngine
 
 from outrider.engine.admission import Admissions, Admitted, Ask
+from outrider.engine.costs import StepCosts
 from outrider.engine.interface import SequenceStep
 from outrider.engine.page_pool import PagePool
 from outrider.engine.sequences import SequenceTable
@@ -199,6 +200,20 @@ def test_a_long_prefix_is_run_in_parts_and_none_twice() -> None:
     ask = at.ask(1, 150)
     assert [at.step(ask) for _ in range(3)] == [[64], [64], [22]]
     assert at.admissions.figures.num_prefill_chunks == 2
+
+
+def test_a_prefix_has_whole_steps_once_all_who_played_have_ended() -> None:
+    """Beside a session that plays, a prompt is read in parts; not behind one that has ended."""
+    costs = StepCosts((1, 512), (0.010, 0.100))
+    at = Setting(num_pages=128)
+    at.engine._info = ToyEngine(max_model_len=400).info
+    at.admissions = Admissions(at.engine, at.table, TokenBudget(512, 64, costs))
+    assert at.step(at.ask(1, 4)) == [4]
+    assert at.step(at.ask(2, 300))[0] < 100
+    at.table.release(session_name(2))
+    assert at.step(at.ask(1, 5, base=4)) == [1]
+    at.table.release(session_name(1))
+    assert at.step(at.ask(3, 300)) == [300]
 
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6)
