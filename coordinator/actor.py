@@ -352,7 +352,7 @@ async def _build(
             drafting_delays=config.drafting_delays,
             look_ahead=config.look_ahead or 0,
             look_ahead_bytes_max=config.look_ahead_bytes_max,
-            draft_siblings=config.draft_siblings or 0,
+            draft_siblings=config.draft_siblings,
             audit_share=config.audit_share if config.telemetry else 0.0,
             confident=None if config.lookup is None else config.lookup.hybrid_min_score,
         ),
@@ -376,7 +376,7 @@ def _owner(config: CoordinatorConfig) -> str:
 
 
 def _stand_in(config: CoordinatorConfig) -> LookupDrafter:
-    """Prompt lookup, or what goes before a target that drafts itself."""
+    """Prompt lookup, or the look-up of a hybrid."""
     from outrider.drafting.ngram import NgramConfig, NgramDrafter
 
     found = None if config.lookup is None else build_lookup(config.lookup)

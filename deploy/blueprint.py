@@ -28,7 +28,7 @@ from outrider.telemetry.destination import Destination
 from target_service.actor import TargetActor
 
 from .cluster import Demand
-from .placement import Placement, are_apart, look_ahead_outcomes, siblings_of_a_place
+from .placement import Placement, are_apart, look_ahead_outcomes
 
 ACTORS: Mapping[Role, type] = {
     "coordinator": CoordinatorActor, "target": TargetActor, "draft": DraftActor
@@ -183,7 +183,6 @@ class Blueprint:
             config.coordinator,
             drafting_delays=not apart,
             look_ahead=look_ahead_outcomes(config, apart=apart),
-            draft_siblings=siblings_of_a_place(config),
         )
         config = replace(config, coordinator=told)
         plans = {role: self.plan(role) for role in ROLES}

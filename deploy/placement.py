@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from outrider.config import DeploymentConfig
 from outrider.errors import SettingError
-from outrider.limits import LOOK_AHEAD_DEFAULT, SIBLINGS_DEFAULT
+from outrider.limits import LOOK_AHEAD_DEFAULT
 
 from .cluster import Demand
 
@@ -100,19 +100,6 @@ def look_ahead_outcomes(config: DeploymentConfig, *, apart: bool) -> int:
     if model is None or model.reads_features:
         return 0
     return LOOK_AHEAD_DEFAULT if apart else 0
-
-
-def siblings_of_a_place(config: DeploymentConfig) -> int:
-    """How many candidates a proposal may have beside each of its tokens: what the configuration
-    says, else some where length control chooses how many pay. None where logits must not depend on
-    the shape of a proposal, nor on a device, where a tree ends the replay of recorded steps for
-    all that share the step, which length control does not know. `config` is a placement's."""
-    coordinator, target, draft = config.coordinator, config.target, config.draft
-    if coordinator.draft_siblings is not None:
-        return coordinator.draft_siblings
-    on_device = target.device.startswith("cuda") or draft.device.startswith("cuda")
-    pays = coordinator.length_control and not (target.deterministic or on_device)
-    return SIBLINGS_DEFAULT if pays else 0
 
 
 def are_apart(config: DeploymentConfig, *, same_node: bool, num_cores: int) -> bool:

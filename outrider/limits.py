@@ -9,9 +9,7 @@ NUM_DRAFT_TOKENS_MAX: Final = 16
 TREE_TOKENS_MAX: Final = 32
 """Draft tokens of a tree."""
 SIBLINGS_MAX: Final = 8
-"""Candidates beside a draft token, for its place ..."""
-SIBLINGS_DEFAULT: Final = 4
-"""... and those that length control may ask for by default."""
+"""Candidates beside a draft token, for its place."""
 TEMPERATURE_MAX: Final = 2.0
 GREEDY_TEMPERATURE: Final = 1e-5
 """Below it a request is greedy: one-hot q, no noise."""

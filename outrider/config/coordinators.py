@@ -16,7 +16,6 @@ from outrider.limits import (
     RUN_AHEAD_ROUNDS_MAX,
     SEED_MAX,
     SESSIONS_PER_COORDINATOR_MAX,
-    SIBLINGS_DEFAULT,
     SIBLINGS_MAX,
 )
 from outrider.sessions.redis_address import RedisAddress
@@ -87,11 +86,10 @@ class CoordinatorConfig(FrontConfig):
         "Bytes of proposals that are kept for the outcomes of one round of a session.",
         minimum=0,
     )
-    draft_siblings: int | None = setting(
-        None, "Candidates that a model's proposal may have beside each of its tokens, in a tree; "
-        "without `length_control` just so many, as far as a tree may be large. 0 = chains, unset = "
-        f"up to {SIBLINGS_DEFAULT} with `length_control` on CPUs. None with `look_ahead`, asked "
-        "for or chosen, `deterministic`, penalties or the rule block.",
+    draft_siblings: int = setting(
+        0, "Candidates that a model's proposal may have beside each of its tokens, in a tree; "
+        "without `length_control` just so many, as far as a tree may be large. 0 = chains. None "
+        "with `look_ahead`, asked for or chosen, `deterministic`, penalties or the rule block.",
         minimum=0, maximum=SIBLINGS_MAX,
     )  # fmt: skip
     run_ahead_rounds: int = setting(
@@ -181,7 +179,7 @@ class CoordinatorConfig(FrontConfig):
     draft_address: str = ""
     """... and of the draft; empty = none."""
     lookup: DraftConfig | None = None
-    """Of a hybrid whose target drafts: the look-up, which goes before its own proposals."""
+    """Of a hybrid: its look-up, which goes before its model without a message to a replica."""
 
     @property
     def redis(self) -> RedisAddress:

@@ -10,11 +10,10 @@ from deploy.placement import (
     look_ahead_outcomes,
     plan_placement,
     share_cores,
-    siblings_of_a_place,
 )
 from outrider.config import load_config
 from outrider.errors import ConfigError, SettingError
-from outrider.limits import LOOK_AHEAD_DEFAULT, SIBLINGS_DEFAULT
+from outrider.limits import LOOK_AHEAD_DEFAULT
 
 
 def _shares(gpus: float, **settings: object) -> tuple[tuple[float, str], tuple[float, str]]:
@@ -112,27 +111,6 @@ def test_a_draft_looks_ahead_where_it_takes_nothing_from_the_target(
         look_ahead_outcomes(placed, apart=are_apart(placed, same_node=same_node, num_cores=8))
         == expected
     )
-
-
-@pytest.mark.parametrize(
-    ("gpus", "settings", "expected"),
-    [
-        (0, {}, SIBLINGS_DEFAULT),
-        (0, {"length_control": False}, 0),
-        (0, {"deterministic": True}, 0),
-        (0, {"draft_siblings": 2, "length_control": False}, 2),
-        (1, {}, 0),
-        (2, {"draft_num_gpus": 0}, 0),
-        (2, {"draft_siblings": 1}, 1),
-    ],
-)
-def test_trees_are_left_to_length_control_on_cpus(
-    gpus: float, settings: dict[str, object], expected: int
-) -> None:
-    """On a device a tree ends the replay of recorded steps; what the configuration states wins."""
-    config = load_config({"draft_model": "small", **settings}, {})
-    placed = plan_placement(config, {"CPU": 8.0, "GPU": gpus}).config
-    assert siblings_of_a_place(placed) == expected
 
 
 def test_trees_are_refused_where_logits_must_not_depend_on_them() -> None:
