@@ -141,6 +141,7 @@ async def running_stack(
     *,
     lookup: LookupDrafter | None = None,
     lookup_score: float = HYBRID_SCORE_MIN,
+    stand_in: LookupDrafter | None = None,
     text: Text | None = None,
     patience: Patience = PATIENCE,
     max_sessions: int = 1000,
@@ -160,8 +161,8 @@ async def running_stack(
 ) -> AsyncIterator[Stack]:
     """Target and draft on the given engines; `lookup` before the draft's, or alone where that is
     None (by default n-grams); an `eagle` in place of both. With a `self_drafter` nobody asks the
-    draft, and who stands in for either of these finds next to nothing. Everything is checked
-    and closed at the end. `directory` is for Redis, `options` the coordinator's. By `grammars`
+    draft, and without a `stand_in` the one for either of these finds next to nothing. Everything
+    is checked and closed at the end. `directory` is for Redis, `options` the coordinator's. By `grammars`
     sessions are held to their constraints, on the draft's side if `draft_masks`."""
     async with AsyncExitStack() as stack:
         redis = EmbeddedRedis(directory)
@@ -189,7 +190,7 @@ async def running_stack(
             store=await RedisStore.connect(redis.url, lifetimes=lifetimes),
             targets={"t": target_link(target_server.address)},
             drafts={"d": draft_link(draft_server.address)},
-            stand_in=RARE if self_drafter or eagle else NgramDrafter(),
+            stand_in=stand_in or (RARE if self_drafter or eagle else NgramDrafter()),
             text=text,
             observation=observation,
             registry=registry,
