@@ -162,16 +162,15 @@ async def running_stack(
     """Target and draft on the given engines; `lookup` before the draft's, or alone where that is
     None (by default n-grams); an `eagle` in place of both. With a `self_drafter` nobody asks the
     draft, and without a `stand_in` the one for either of these finds next to nothing. Everything
-    is checked and closed at the end. `directory` is for Redis, `options` the coordinator's. By `grammars`
-    sessions are held to their constraints, on the draft's side if `draft_masks`."""
+    is checked and closed at the end. `directory` is for Redis, `options` the coordinator's. By
+    `grammars` sessions are held to their constraints, on the draft's side if `draft_masks`."""
     async with AsyncExitStack() as stack:
         redis = EmbeddedRedis(directory)
         redis.start()
         stack.callback(redis.stop)
         target = _target_service(target_engine, target_observer, self_drafter, grammars)
         masks = grammars() if grammars is not None and draft_masks else None
-        drafter = draft_engine or eagle
-        draft = _draft_service(drafter, lookup, lookup_score, draft_observer, masks)
+        draft = _draft_service(draft_engine or eagle, lookup, lookup_score, draft_observer, masks)
         target_server = await _serve(stack, TargetServicer(target).grpc_service)
         draft_server = await _serve(stack, DraftServicer(draft).grpc_service)
         coordinator = CoordinatorService(
