@@ -253,9 +253,9 @@ class DraftSide:
         behind = session.tokens.since(reply.base_length)
         if reply.assumed == behind and self._is_fit(reply):
             proposal = reply.proposal.cut(self._asked[1])
-            self._mailbox.put(
-                replace(reply, proposal=proposal, assumed=(), base_length=session.length)
-            )
+            answer = replace(reply, proposal=proposal, assumed=(), base_length=session.length)
+            if self._mailbox.put(answer):
+                self._berth.expect_repeat(reply.key)
 
     def _drafted_for(self, proposal: SealedProposal, num_draft_tokens: int, looked_for: int) -> int:
         """K of a proposal: one of just what was looked ahead for may have been cut short by that,

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from outrider.errors import LinkLost, check
 from outrider.limits import MAILBOX_REPLIES_MAX
-from outrider.messages import ProposalReply, Refused, ReplicaDescription, Resync, VerdictReply
+from outrider.messages import (
+    ProposalReply,
+    Refused,
+    ReplicaDescription,
+    ReplyKey,
+    Resync,
+    VerdictReply,
+)
 from outrider.wire.link import Link
+
+REPEATS_MAX: Final = 4_096
+"""Answers of one replica that are known to come a second time."""
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer", bound=VerdictReply | ProposalReply | Resync | Refused)
@@ -113,6 +123,8 @@ class PostOffice(Generic[Item, Answer]):
         """Proposals and verdicts that came when their round or session was over."""
         self._on_away = on_away
         self._boxes: dict[str, Mailbox[Answer]] = {}
+        self._repeats: dict[ReplyKey, None] = {}
+        """Questions that are answered already, the oldest first: see `expect_repeat`."""
         link.listen(self._deliver, self.lose)
 
     @property
@@ -157,16 +169,31 @@ class PostOffice(Generic[Item, Answer]):
         self.leave(session_id)
         self.link.release(session_id, epoch)
 
+    def expect_repeat(self, key: ReplyKey) -> None:
+        """A proposal that was pushed has met the question for it on the way. The replica answers
+        the question with the same proposal, which is not stale when it comes."""
+        self._repeats[key] = None
+        if len(self._repeats) > REPEATS_MAX:
+            del self._repeats[next(iter(self._repeats))]
+
     def lose(self, error: Exception) -> None:
         """The replica cannot be reached: whoever waits is told."""
         self.miss()
+        self._repeats.clear()
         for box in self._boxes.values():
             box.lose(error)
 
     def _deliver(self, answer: Answer) -> None:
         box = self._boxes.get(answer.key.session_id)
-        if (box is None or not box.put(answer)) and _brings(answer):
+        is_kept = box is not None and box.put(answer)
+        if _brings(answer) and not self._is_repeat(answer.key) and not is_kept:
             self.num_stale += 1
+
+    def _is_repeat(self, key: ReplyKey) -> bool:
+        """Whether this answer was expected as a repeat; it comes once."""
+        is_expected = key in self._repeats
+        self._repeats.pop(key, None)
+        return is_expected
 
 
 def _brings(answer: VerdictReply | ProposalReply | Resync | Refused) -> bool:

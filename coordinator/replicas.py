@@ -19,7 +19,14 @@ from typing import Any, Final, Generic, TypeVar
 from outrider.errors import LinkLost, OutriderError, Unavailable, check
 from outrider.fleet.rendezvous import choose
 from outrider.limits import RUN_AHEAD_ROUNDS_MAX
-from outrider.messages import ProposalReply, Refused, ReplicaDescription, Resync, VerdictReply
+from outrider.messages import (
+    ProposalReply,
+    Refused,
+    ReplicaDescription,
+    ReplyKey,
+    Resync,
+    VerdictReply,
+)
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState
 from outrider.telemetry.observer import Side
@@ -359,6 +366,11 @@ class Berth(Generic[Item, Answer]):
         if self._weights not in ("", office.description.weights):
             raise LinkLost(f"the {self._pool.role} {office.replica} has other weights now")
         office.send(item)
+
+    def expect_repeat(self, key: ReplyKey) -> None:
+        """See `PostOffice.expect_repeat`."""
+        if self._office is not None:
+            self._office.expect_repeat(key)
 
     async def change(self, timeout_s: float) -> None:
         """See `ReplicaPool.change`."""

@@ -55,10 +55,11 @@ class Renamed:
         self._old = self._path.with_suffix(".old")
         self.url = first.url
 
-    def move(self) -> None:
-        """The name leads to the second server, and the first one becomes a replica."""
+    def move(self, serves_stale: bool) -> None:
+        """The name leads to the second server, and the first one becomes a replica of one that is
+        away. It answers READONLY, or, unless it `serves_stale` data, MASTERDOWN."""
         with redis.Redis(unix_socket_path=str(self._path), protocol=2) as first:
-            first.ping()
+            first.config_set("replica-serve-stale-data", "yes" if serves_stale else "no")
             self._path.rename(self._old)
             self._path.symlink_to(self._second)
             first.execute_command("REPLICAOF", "127.0.0.1", "1")
@@ -92,7 +93,10 @@ async def until_it_works(call: Callable[[], Awaitable[object]], within_s: float 
                 return failed
 
 
-async def test_a_demoted_primary_is_left_at_its_first_answer(renamed: Renamed) -> None:
+@pytest.mark.parametrize("serves_stale", [True, False], ids=["READONLY", "MASTERDOWN"])
+async def test_a_demoted_primary_is_left_at_its_first_answer(
+    renamed: Renamed, serves_stale: bool
+) -> None:
     """Whatever has a client: also the connections that were idle then are not used again."""
     address = RedisAddress(url=renamed.url, key_prefix="outrider:")
     store = await RedisStore.connect_to(address)
@@ -105,7 +109,7 @@ async def test_a_demoted_primary_is_left_at_its_first_answer(renamed: Renamed) -
     await asyncio.gather(*(store.append([appended]) for _ in range(8)))
     await registry.announce(record)
     await slots.take(caller, ["a"], 1)
-    renamed.move()
+    renamed.move(serves_stale)
     for call in (
         lambda: store.open(new_session("1" * 32)),
         lambda: registry.announce(record),

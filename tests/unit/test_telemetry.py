@@ -254,6 +254,13 @@ def test_moves_are_counted_by_side_and_told_in_the_trace() -> None:
     assert recorded.total("session_moves") == 3
 
 
+def test_proposals_that_the_target_could_not_read_are_counted() -> None:
+    recorded = Recorded()
+    recorded.observer.proposal_unreadable()
+    recorded.observer.proposal_unreadable()
+    assert recorded.total("unreadable_proposals") == 2
+
+
 def test_a_request_that_breaks_off_ends_all_its_spans_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

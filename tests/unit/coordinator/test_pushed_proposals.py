@@ -11,6 +11,7 @@ from test_sides import (
     NOISE,
     PATIENCE,
     PROMPT,
+    TOY,
     ScriptedLink,
     StandIn,
     berth,
@@ -19,8 +20,10 @@ from test_sides import (
     session,
 )
 
+from coordinator import mailbox
 from coordinator.draft_side import DraftSide
 from coordinator.look_ahead import PushedProposals
+from coordinator.mailbox import PostOffice
 from outrider.clock import run_virtually
 from outrider.errors import LinkLost
 from outrider.messages import ProposalReply, ReplyKey
@@ -148,10 +151,12 @@ def test_a_miss_asks_and_learns_nothing_of_the_others() -> None:
 
 
 def test_a_push_that_crosses_the_question_answers_it() -> None:
-    """The answer that follows is the same, and is dropped; so is a push of another outcome."""
+    """The answer that follows is the same, and is dropped; so is a push of another outcome. It is
+    not stale, also when its round is over, or its session; a third one would be."""
     link = ScriptedLink()
 
     async def test(draft: DraftSide, one: Session) -> None:
+        [office] = draft._berth._pool.offices.values()
         draft.prefill(0, 3)
         one.decide((9,), Counters())
         loop = asyncio.get_running_loop()
@@ -160,13 +165,40 @@ def test_a_push_that_crosses_the_question_answers_it() -> None:
         drafted = await draft.propose(1, 2, NOISE)
         assert loop.time() == pytest.approx(0.2)
         assert (drafted.proposal.token_ids, drafted.by_replica) == ((1, 2), True)
-        link.on_answer(proposal(link.sent[1]))
         draft.settle(5)
         link.on_answer(pushed(2, 5, (7,)))
         one.decide((7,), Counters())
         assert (await draft.propose(2, 3, NOISE)).ahead
+        link.on_answer(proposal(link.sent[1]))
+        assert office.num_stale == 0
+        link.on_answer(proposal(link.sent[1]))
+        assert office.num_stale == 1
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        one.decide((1,), Counters())
+        loop.call_later(0.1, link.on_answer, pushed(3, 6, (1,)))
+        await draft.propose(3, 2, NOISE)
+        draft.close()
+        link.on_answer(proposal(link.sent[-1]))
+        assert office.num_stale == 1
 
     with_draft(link, test)
+
+
+def test_a_repeat_that_never_comes_takes_no_room_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does one that a broken connection keeps from coming."""
+    monkeypatch.setattr(mailbox, "REPEATS_MAX", 2)
+    link = ScriptedLink()
+    office: PostOffice[Any, Any] = PostOffice(link, "r0", TOY)
+    for number in range(3):
+        office.expect_repeat(ReplyKey("0" * 32, 1, number))
+    for number in range(3):
+        link.on_answer(pushed(number, 4, ()))
+        assert office.num_stale == 1
+    office.expect_repeat(ReplyKey("0" * 32, 1, 4))
+    office.lose(LinkLost("down"))
+    link.on_answer(pushed(4, 4, ()))
+    assert office.num_stale == 2
 
 
 def test_a_hit_stands_though_the_draft_has_gone() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -320,6 +321,28 @@ def test_cancelling_again_and_again_is_one_cancel() -> None:
             await b.service.cancel(session_id)
 
     run_virtually(main())
+
+
+def test_a_session_is_a_line_in_the_log_at_debug_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """However it ends: nobody's traffic fills the log of a coordinator, a target or a draft."""
+
+    async def main() -> None:
+        async with bench() as b:
+            for number in range(3):
+                await b.events(replace(REQUEST, seed=number))
+            async for event in b.service.generate(REQUEST):
+                if isinstance(event, Started):
+                    await b.service.cancel(event.session_id)
+            with pytest.raises(BadRequest):
+                await b.events(replace(REQUEST, max_tokens=10_000))
+            async with aclosing(b.service.generate(REQUEST)) as left:
+                await anext(left)
+
+    with caplog.at_level(logging.DEBUG):
+        run_virtually(main())
+    assert [one.getMessage() for one in caplog.records if one.levelno > logging.DEBUG] == []
+    ended = [one for one in caplog.records if one.getMessage() == "the session ended"]
+    assert len(ended) == 5
 
 
 def test_a_running_session_can_be_cancelled_while_the_store_is_away() -> None:

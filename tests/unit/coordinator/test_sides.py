@@ -46,6 +46,7 @@ from outrider.speculation.proposal import (
 )
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
+from outrider.telemetry.observer import SILENT, RequestObserver
 from outrider.wire.link import LinkBytes
 from outrider.work import CANCELLED_CODE
 
@@ -130,8 +131,8 @@ def session(prompt: tuple[int, ...] = PROMPT, rule: Rule = Rule.GREEDY) -> Sessi
     return Session.opened(NewSession("0" * 32, "", "me", 3, rule, "{}", prompt))
 
 
-def heads(of: Session) -> HeadWriter:
-    return HeadWriter(of, SamplingParams(temperature=0.0), deadline=1000.0)
+def heads(of: Session, observer: RequestObserver = SILENT) -> HeadWriter:
+    return HeadWriter(of, SamplingParams(temperature=0.0), 1000.0, observer)
 
 
 _watching: set[Any] = set()
@@ -456,6 +457,15 @@ def test_closing_a_side_lets_the_replica_forget() -> None:
     assert link.released == ["0" * 32]
 
 
+class Unreadable(RequestObserver):
+    """Counts the proposals that the target could not read."""
+
+    num = 0
+
+    def proposal_unreadable(self) -> None:
+        self.num += 1
+
+
 READABLE = SealedProposal.of(Proposal((1,), (DraftDistribution((1, 2), (2**15, 2**15)),)))
 
 
@@ -479,10 +489,11 @@ def test_a_proposal_is_verified_as_far_as_its_q_is_readable(
     before its refusal comes: the second refusal is not about what was sent since."""
     proposal = SealedProposal((1, 2), q)
     link = ScriptedLink(None, opened)
+    seen = Unreadable()
 
     async def main() -> None:
         one = session(rule=Rule.TOKEN)
-        target = TargetSide(berth(link), heads(one), PATIENCE)
+        target = TargetSide(berth(link), heads(one, seen), PATIENCE)
         loop = asyncio.get_running_loop()
         loop.call_later(1.5, lambda: link.on_answer(opened(link.sent[0])))
         loop.call_later(1.6, lambda: link.on_answer(verdict(link.sent[-1])))
@@ -496,6 +507,7 @@ def test_a_proposal_is_verified_as_far_as_its_q_is_readable(
 
     run_virtually(main())
     assert [len(item.proposal) for item in link.sent] == [2, 2, num_verified]
+    assert seen.num == 1
 
 
 def test_a_q_that_the_target_alone_cannot_read_is_given_up() -> None:
@@ -506,9 +518,10 @@ def test_a_q_that_the_target_alone_cannot_read_is_given_up() -> None:
         return refuse(BadRequest("proposal.q", "?"))(item) if item.proposal else verdict(item)
 
     link = ScriptedLink(*[only_nothing] * 9)
+    seen = Unreadable()
 
     async def main() -> None:
-        target = TargetSide(berth(link), heads(session(rule=Rule.TOKEN)), PATIENCE)
+        target = TargetSide(berth(link), heads(session(rule=Rule.TOKEN), seen), PATIENCE)
         async with asyncio.timeout(20):
             reply = await target.verify(1, proposal, 0, None)
         assert reply.verdict.accept_probability == (0.0,)
@@ -517,6 +530,7 @@ def test_a_q_that_the_target_alone_cannot_read_is_given_up() -> None:
 
     run_virtually(main())
     assert [len(item.proposal) for item in link.sent] == [1, 1, 0]
+    assert seen.num == 1
 
 
 def test_log_probabilities_of_a_cut_proposal_stand_where_they_are_looked_for() -> None:

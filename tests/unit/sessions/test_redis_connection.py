@@ -8,8 +8,15 @@ from typing import Any
 import pytest
 from redis.asyncio import SSLConnection
 from redis.asyncio.sentinel import SentinelManagedSSLConnection
+from redis.exceptions import (
+    BusyLoadingError,
+    MasterDownError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from outrider.errors import ConfigError, DataLoss, InvariantError, StoreUnavailable
@@ -18,9 +25,11 @@ from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_connection import (
     NotReplicated,
     answering,
+    calling,
     check_info,
     masked_url,
     new_client,
+    raise_if_replaced,
     to_our_error,
 )
 from outrider.sessions.redis_fields import decode_record, decode_tokens, encode_tokens
@@ -138,6 +147,55 @@ def test_servers_that_cannot_keep_sessions(change: dict[str, Any], message: str)
 )
 def test_trouble_that_may_pass(error: Exception) -> None:
     assert isinstance(to_our_error(error), StoreUnavailable)
+
+
+class Idle:
+    """A client with connections that nobody uses now."""
+
+    def __init__(self) -> None:
+        self.connection_pool: Any = self
+        self.num_closed = 0
+
+    async def disconnect(self, inuse_connections: bool) -> None:
+        assert not inuse_connections
+        self.num_closed += 1
+
+
+SCRIPT = "Error running script (call to f_0): @user_script:3: "
+LEAVING = [
+    ReadOnlyError("You can't write against a read only replica."),
+    BusyLoadingError("Redis is loading the dataset in memory"),
+    MasterDownError("Link with MASTER is down and replica-serve-stale-data is set to 'no'."),
+    ResponseError(f"{SCRIPT}-READONLY You can't write against a read only replica."),
+    ResponseError(f"{SCRIPT}-LOADING Redis is loading the dataset in memory"),
+    ResponseError(f"{SCRIPT}-MASTERDOWN Link with MASTER is down"),
+    ResponseError("NOREPLICAS Not enough good replicas to write."),
+    ResponseError("UNBLOCKED force unblock from blocking operation"),
+]
+STAYING = [
+    OutOfMemoryError("command not allowed when used memory > 'maxmemory'."),
+    ResponseError("MISCONF Redis is configured to save RDB snapshots"),
+    ResponseError("WRONGTYPE Operation against a key"),
+]
+
+
+@pytest.mark.parametrize(
+    ("error", "num_closed"), [(one, 1) for one in LEAVING] + [(one, 0) for one in STAYING]
+)
+async def test_a_server_that_may_be_replaced_is_left(error: RedisError, num_closed: int) -> None:
+    """Its connections are closed, so that the next call asks again where the primary is; not those
+    of one that is only full or asked something wrong. An error among the answers of a script's
+    calls counts as one that is raised."""
+    client: Any = Idle()
+    with pytest.raises(type(error)):
+        async with calling(client):
+            raise error
+    assert client.num_closed == num_closed
+    if num_closed:
+        with pytest.raises(type(error)):
+            raise_if_replaced([b"OK", error])
+    else:
+        raise_if_replaced([b"OK", error])
 
 
 def test_a_wrong_command_is_our_bug() -> None:

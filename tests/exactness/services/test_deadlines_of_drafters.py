@@ -1,0 +1,291 @@
+"""Deadlines with each drafter that draws token by token. A draw takes a time here that depends on
+the token, so that a drafter keeps the law only if it decides before each draw whether to make it,
+and proposes everything that it has drawn."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, lru_cache
+from typing import Any
+
+import pytest
+import torch
+from exactness.law import FALSE_ALARM, Fit, fit
+from models import tiny_config, tiny_eagle, tiny_exit, tiny_heads, tiny_module, twin
+from rounds import make_head
+from toy_engine import ToyEngine, toy_logits
+
+from draft_service import model_drafter
+from draft_service.eagle_drafter import EagleDrafter
+from draft_service.hybrid_drafter import HybridDrafter
+from draft_service.look_ahead import LookAheadLimits
+from draft_service.model_drafter import Branch, ModelDrafter
+from draft_service.proposing import Proposer
+from outrider.drafting import growing_rounds
+from outrider.drafting.deadline import DraftDeadline
+from outrider.drafting.growing_rounds import GrowingRound, RoundWanted
+from outrider.drafting.ngram import NgramDrafter
+from outrider.engine.interface import ModelInfo, SequenceStep
+from outrider.engine.paged_engine import PagedEngine
+from outrider.engine.token_budget import TokenBudget
+from outrider.features import Features
+from outrider.limits import DRAFT_SUPPORT_ENTRIES
+from outrider.messages import DraftItem, ProposalReply
+from outrider.speculation.decision import decide
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.proposal import Proposal
+from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.transforms import NO_HISTORY, target_probabilities
+from outrider.speculation.verification import verdict_from_logits
+from outrider.work import Answers
+from target_service.actor import self_drafter_of
+from target_service.self_drafting import NextRound
+
+VOCAB, LENGTH, K = 24, 40, 3
+PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
+HEAD_IDS = tuple(range(0, VOCAB, 2))
+TARGET_SALT, DRAFT_SALT = 10, 4
+FLATTER = 0.01
+"""Scales the logits of the random heads, so that they draw many different tokens."""
+QUICK_S, SLOW_S = 1.0, 4.0
+PLAIN = SamplingParams()
+NUM_ROUNDS = 2_000
+TV = 0.12
+"""What each cell detects with a power of 0.99."""
+TOGETHER = 50
+"""Sessions that share a step."""
+
+
+class Draws:
+    """What is drawn for each seed, and the time that it takes: four times as long for half of the
+    tokens."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[int, float] = defaultdict(float)
+        self.groups: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+        self.begun: dict[int, list[float]] = defaultdict(list)
+
+    def note(self, noise: RoundNoise, token_ids: tuple[int, ...]) -> None:
+        """Of the round that is asked for; what is drawn ahead is another one's."""
+        if noise.committed_length == len(PROMPT):
+            self.begun[noise.seed].append(self.seconds[noise.seed])
+            self.groups[noise.seed].append(token_ids)
+            self.seconds[noise.seed] += SLOW_S if token_ids[0] // 2 % 2 else QUICK_S
+
+    def watch(self, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Both functions by which drafters draw, as a module knows them."""
+        draw_from_logits, draw_siblings = module.draw_from_logits, module.draw_siblings
+
+        def drawn(logits: Any, params: Any, noises: Sequence[RoundNoise], *rest: Any) -> Any:
+            found = draw_from_logits(logits, params, noises, *rest)
+            for noise, (token_id, _) in zip(noises, found[0], strict=True):
+                self.note(noise, (token_id,))
+            return found
+
+        def siblings(logits: Any, params: Any, noises: Sequence[RoundNoise], *rest: Any) -> Any:
+            found = draw_siblings(logits, params, noises, *rest)
+            for noise, (token_ids, _) in zip(noises, found, strict=True):
+                self.note(noise, token_ids)
+            return found
+
+        monkeypatch.setattr(module, "draw_from_logits", drawn)
+        monkeypatch.setattr(module, "draw_siblings", siblings)
+
+    def deadline(self, seed: int, ends_at: float) -> DraftDeadline:
+        return DraftDeadline(ends_at, lambda: self.seconds[seed])
+
+
+@pytest.fixture
+def draws(monkeypatch: pytest.MonkeyPatch) -> Draws:
+    made = Draws()
+    for module in (growing_rounds, model_drafter):
+        made.watch(module, monkeypatch)
+    return made
+
+
+Propose = Callable[[Sequence[int], Draws, float, tuple[int, ...]], list[Proposal]]
+"""Proposals for seeds, with the time that each has, and siblings."""
+
+
+@lru_cache
+def tiny_target() -> Any:
+    config = tiny_config("llama", VOCAB, LENGTH)
+    config.tie_word_embeddings = False
+    module = tiny_module(config, dtype=torch.float64)
+    with torch.no_grad():
+        module.lm_head.weight.mul_(FLATTER)
+    return module
+
+
+def by_target(kind: str) -> Propose:
+    """A target that drafts itself."""
+    module = twin(tiny_target())
+    options: dict[str, Any] = {"exit_head": tiny_exit(module, HEAD_IDS, seed=3)}
+    if kind == "medusa":
+        options = {"draft_heads": tiny_heads(module, HEAD_IDS, K)}
+    info = ModelInfo("tiny", VOCAB, LENGTH, "float64", (), "w", "t")
+    engine = PagedEngine(module, info, **options)
+    drafter = self_drafter_of(engine, DRAFT_SUPPORT_ENTRIES)
+    assert drafter is not None
+    names = [f"s{number}" for number in range(TOGETHER)]
+    engine.forward([SequenceStep(name, PROMPT[:-1], num_logits=1) for name in names])
+    features = torch.linspace(-1.0, 1.0, module.config.hidden_size, dtype=torch.float64)
+
+    def propose(
+        seeds: Sequence[int], draws: Draws, ends_at: float, siblings: tuple[int, ...]
+    ) -> list[Proposal]:
+        rounds = [
+            NextRound(
+                features,
+                RoundWanted(
+                    PROMPT[-1], K, PLAIN, Rule.TOKEN, RoundNoise(seed, Rule.TOKEN, len(PROMPT)),
+                    NO_HISTORY, siblings, deadline=draws.deadline(seed, ends_at),
+                ),
+                name,
+            )
+            for name, seed in zip(names, seeds, strict=False)
+        ]  # fmt: skip
+        with torch.inference_mode():
+            return drafter.propose(rounds)
+
+    return propose
+
+
+def by_draft(proposer: Proposer, look_ahead: int = 0, features: Features | None = None) -> Propose:
+    """A draft service's worker."""
+
+    def propose(
+        seeds: Sequence[int], draws: Draws, ends_at: float, siblings: tuple[int, ...]
+    ) -> list[Proposal]:
+        items = [
+            DraftItem(
+                make_head(PROMPT, session=seed, seed=seed, rule=Rule.TOKEN, sampling=PLAIN),
+                K, look_ahead, siblings=siblings, features=features,
+                deadline=draws.deadline(seed, ends_at),
+            )
+            for seed in seeds
+        ]  # fmt: skip
+        found: dict[int, Proposal] = {}
+        while waiting := [item for item in items if item.head.seed not in found]:
+            for item, answer in zip(waiting, proposer.step(waiting), strict=True):
+                answers = answer.answers if isinstance(answer, Answers) else (answer,)
+                for one in answers:
+                    if isinstance(one, ProposalReply) and not one.assumed:
+                        found[item.head.seed] = one.proposal.open()
+        for item in items:
+            proposer.release(item.head.session_id, 1)
+        return [found[seed] for seed in seeds]
+
+    return propose
+
+
+def drafting(kind: str) -> Propose:
+    if kind in ("medusa", "early-exit"):
+        return by_target(kind)
+    if kind == "eagle":
+        eagle = tiny_eagle(twin(tiny_target()), HEAD_IDS)
+        width = eagle.module.embeddings.shape[1]
+        rows = torch.linspace(-1.0, 1.0, (len(PROMPT) - 1) * width).bfloat16()
+        features = Features(0, width, rows.view(torch.uint8).numpy().tobytes())
+        worker = Proposer(EagleDrafter(eagle, NgramDrafter(), sessions_max=TOGETHER))
+        return by_draft(worker, features=features)
+    engine = ToyEngine(VOCAB, DRAFT_SALT)
+    model = ModelDrafter(engine)
+    drafter = HybridDrafter(NgramDrafter(), model, 9.0, K) if kind == "hybrid" else model
+    limits = LookAheadLimits(TOGETHER, 2**20) if kind == "look-ahead" else None
+    proposer = Proposer(drafter, engine, TokenBudget(512, TOGETHER), limits)
+    return by_draft(proposer, look_ahead=4 if limits else 0)
+
+
+def proposals(
+    kind: str, draws: Draws, ends_at: float, num: int, siblings: tuple[int, ...] = ()
+) -> Iterator[tuple[int, Proposal]]:
+    """For so many seeds."""
+    propose = drafting(kind)
+    for first in range(1, num + 1, TOGETHER):
+        seeds = range(first, min(first + TOGETHER, num + 1))
+        yield from zip(seeds, propose(seeds, draws, ends_at, siblings), strict=True)
+
+
+@cache
+def target_row(prefix: tuple[int, ...]) -> torch.Tensor:
+    """The target's logits after a prefix."""
+    return toy_logits(TARGET_SALT, prefix, VOCAB) / 2
+
+
+def committed(proposal: Proposal, seed: int) -> tuple[int, ...]:
+    """The first token that a round commits."""
+    rows = [target_row((*PROMPT, *proposal.token_ids[:n])) for n in range(len(proposal) + 1)]
+    noise = RoundNoise(seed, Rule.TOKEN, len(PROMPT))
+    verdict = verdict_from_logits(torch.stack(rows), PLAIN, NO_HISTORY, proposal, noise)
+    uniforms = noise.accept_uniforms(len(proposal))
+    return decide(verdict, proposal.token_ids, Rule.TOKEN, uniforms).token_ids[:1]
+
+
+def fitted(found: Sequence[tuple[int, Proposal]]) -> Fit:
+    p = target_probabilities(target_row(PROMPT)[None], PLAIN)[0]
+    law = {(token_id,): float(share) for token_id, share in enumerate(p)}
+    return fit([committed(proposal, seed) for seed, proposal in found], law, TV)
+
+
+KINDS = ("medusa", "early-exit", "eagle", "model", "hybrid", "look-ahead")
+SIBLINGS = (2, 1, 1)
+CELLS = [(kind, ()) for kind in KINDS] + [(kind, SIBLINGS) for kind in KINDS[:-1]]
+
+
+@pytest.mark.parametrize("ends_at", [0.0, 0.5, 1.5, 4.5, 60.0])
+@pytest.mark.parametrize(("kind", "siblings"), CELLS)
+def test_a_draw_is_made_while_there_is_time_and_then_proposed(
+    kind: str, siblings: tuple[int, ...], ends_at: float, draws: Draws
+) -> None:
+    """All of them, with their siblings."""
+    lengths = set()
+    for seed, proposal in proposals(kind, draws, ends_at, 30, siblings):
+        tree = proposal.tree
+        groups = [tuple(proposal.token_ids[n] for n in group) for group in tree.groups]
+        assert groups == draws.groups[seed]
+        assert all(begun < ends_at for begun in draws.begun[seed])
+        assert tree.num_depths == K or draws.seconds[seed] >= ends_at
+        lengths.add(tree.num_depths)
+    assert lengths == {0.0: {0}, 0.5: {1}, 1.5: {1, 2}, 4.5: {2, 3}, 60.0: {3}}[ends_at]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_deadline_keeps_the_law_of_each_drafter(kind: str, draws: Draws) -> None:
+    """False alarm 1e-6 a cell."""
+    found = list(proposals(kind, draws, 1.5, NUM_ROUNDS))
+    result = fitted(found)
+    print(kind, result)
+    assert result.p_value >= FALSE_ALARM
+    assert result.power > 0.99
+
+
+def dropping(entry: GrowingRound) -> bool:
+    """Draws first, and drops the token if it is late then."""
+    if entry.drawn and not entry.wanted.deadline.allows_draw():
+        entry.drawn.pop()
+        entry.ended = True
+    return not entry.ended and len(entry.drawn) < entry.wanted.num_draft_tokens
+
+
+def dropping_of_a_branch(branch: Branch) -> bool:
+    """The same of a model's."""
+    if branch.token_ids and not branch.deadline.allows_draw():
+        for drawn in (branch.token_ids, branch.beside, branch.q):
+            drawn.pop()
+        branch.num_wanted = len(branch.token_ids)
+    return not branch.is_whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_late_token_that_is_drawn_and_dropped_is_found(
+    kind: str, draws: Draws, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted fault."""
+    monkeypatch.setattr(GrowingRound, "goes_on", dropping)
+    monkeypatch.setattr(Branch, "goes_on", dropping_of_a_branch)
+    found = list(proposals(kind, draws, 1.5, NUM_ROUNDS))
+    result = fitted(found)
+    print(kind, result)
+    assert result.p_value < FALSE_ALARM
