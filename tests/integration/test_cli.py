@@ -47,6 +47,8 @@ class Shell:
 
     def __init__(self, state: Path) -> None:
         self.state = state
+        self.shown = ""
+        """What `serve` has printed."""
         self.environment = {
             name: value
             for name, value in os.environ.items()
@@ -68,6 +70,17 @@ class Shell:
         process = self.start(*words)
         out, err = process.communicate(timeout=300)
         return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+    def paste(self, line: str, *, anywhere: bool = False) -> subprocess.CompletedProcess[str]:
+        """Runs a line in a shell: in the project's root, or in another folder, where nothing but
+        the line says where the deployment is."""
+        environment = self.environment
+        if anywhere:
+            environment = {k: v for k, v in environment.items() if k != "OUTRIDER_STATE_DIR"}
+        return subprocess.run(
+            ["bash", "-c", line], cwd=self.state if anywhere else README.parent, env=environment,
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
 
     def record(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.state / "deployment.json").read_text("utf-8"))
@@ -118,25 +131,37 @@ def _free_port() -> int:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     """A detached deployment of the demo model, which `outrider stop` ends without a trace. It holds
-    the usual port of HTTP, unless another program does."""
+    the usual port of HTTP, unless another program does. Its drafts copy from earlier answers, as
+    those of the README's do."""
     shell = Shell(tmp_path_factory.mktemp("state"))
     started = shell.run(
-        "serve", "demo", "--draft-model", "ngram", "--grpc-port", "0", "--port",
+        "serve", "demo", "--draft-model", "suffix", "--grpc-port", "0", "--port",
         str(_if_free(HTTP_PORT)), "--detach",
     )  # fmt: skip
     assert started.returncode == 0, started.stderr
-    assert "outrider: loading demo, and ngram as its draft\n" in started.stderr
+    assert "outrider: loading demo, and suffix as its draft\n" in started.stderr
     assert f"gRPC    {shell.record()['grpc_address']}" in started.stdout
     assert f"OpenAI  http://{shell.record()['http_address']}/v1" in started.stdout
     assert f"window  http://{shell.record()['http_address']}/\n" in started.stdout
+    shell.shown = started.stdout
     yield shell
     assert _sessions_of(shell.state)
-    stopped = shell.run("stop")
-    assert stopped.returncode == 0, stopped.stderr
-    assert not (shell.state / "deployment.json").exists()
-    assert _sessions_of(shell.state) == set()
+    [line] = _shown(shell, "stop")
+    stopped = shell.paste(line, anywhere=True)
+    left = _sessions_of(shell.state)
     again = shell.run("stop")
+    assert (stopped.returncode, left) == (0, set()), stopped.stderr
+    assert not (shell.state / "deployment.json").exists()
     assert (again.returncode, again.stderr) == (0, "nothing runs\n")
+
+
+def _shown(shell: Shell, name: str) -> list[str]:
+    """The lines of a section of what `serve` has printed."""
+    section, found = "", []
+    for line in shell.shown.splitlines()[1:]:
+        section = line[2:8].strip() or section
+        found += [line[10:]] if section == name else []
+    return found
 
 
 def test_the_record_is_the_owners_alone(served: Shell) -> None:
@@ -242,7 +267,7 @@ def test_bench_speedup_prints_one_json_object(served: Shell, tmp_path: Path) -> 
     prompts.write_text(json.dumps({"prompt": text, "category": "rewrite"}) + "\n", "utf-8")
     completed = served.run(
         "bench", "speedup", "--json", "--no-reference", "--prompts", str(prompts),
-        "--max-tokens", "16", "--temperature", "0", "--draft-model", "ngram",
+        "--max-tokens", "16", "--temperature", "0", "--draft-model", "suffix",
     )  # fmt: skip
     assert completed.returncode == 0, completed.stderr
     found = json.loads(completed.stdout)
@@ -345,34 +370,60 @@ def test_nothing_is_refused_while_the_port_changes(served: Shell) -> None:
 
 
 def test_the_readmes_short_lines_run_as_they_stand(served: Shell) -> None:
-    """Beside a deployment as they expect it; nothing is changed but ports, which tests have no say
-    in, and the folder of the programs."""
+    """In their order, beside a deployment as they expect it, and none warns of another. Nothing is
+    changed but ports, which tests have no say in, the folder of the programs, and the length of the
+    answers that `bench speedup` measures."""
     record = served.record()
     ports = {"50051": record["grpc_address"], "8000": record["http_address"]}
-    short = re.compile(r"outrider (generate|chat|status)\b|curl ")
+    short = re.compile(r"outrider (generate|chat|status|bench speedup)\b|curl ")
     lines = [line for line in lines_of(README) if short.search(line) and "--watch" not in line]
-    assert len(lines) == 6
+    assert len(lines) == 7
     for line in lines:
         typed = line.replace(".venv/bin/", f"{Path(sys.executable).parent}/")
+        typed = typed.replace("--max-tokens 64", "--max-tokens 4")
         for port, address in ports.items():
             typed = typed.replace(f"127.0.0.1:{port}", address)
-        found = subprocess.run(
-            ["bash", "-c", typed], cwd=README.parent, env=served.environment,
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
+        found = served.paste(typed)
         assert found.returncode == 0, (line, found.stderr)
         assert found.stdout or "chat" in line, line
-        assert "warning" not in found.stderr
+        assert "warning" not in found.stderr, line
+        if "bench speedup" in line:
+            assert "prompt 6 of 6: " in found.stderr
 
 
-def test_bench_speedup_takes_a_single_prompt(served: Shell) -> None:
-    """Of the first category."""
-    completed = served.run(
-        "bench", "speedup", "--num-prompts", "1", "--max-tokens", "4", "--no-reference",
-    )  # fmt: skip
-    assert completed.returncode == 0, completed.stderr
-    assert "warning" not in completed.stderr
-    assert "prompt 1 of 1: chat" in completed.stderr
+def test_a_measurement_that_is_made_again_is_warned_of(served: Shell, tmp_path: Path) -> None:
+    """Its drafts copy from the answers of the first one. `--num-prompts 1` is one of the first
+    category."""
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": f"Count to {n}.", "category": f"c{n}"} for n in (3, 4)]
+    prompts.write_text("".join(f"{json.dumps(line)}\n" for line in lines), "utf-8")
+    for num_warnings in (0, 1):
+        completed = served.run(
+            "bench", "speedup", "--num-prompts", "1", "--max-tokens", "4", "--no-reference",
+            "--prompts", str(prompts),
+        )  # fmt: skip
+        assert completed.returncode == 0, completed.stderr
+        assert completed.stderr.count("warning") == num_warnings
+        assert "prompt 1 of 1: c3" in completed.stderr
+
+
+def test_what_serve_prints_can_be_pasted(served: Shell) -> None:
+    """Its lines to try, in any folder; `stop` comes in the end. And what answers by HTTP does so
+    where it says."""
+    tries = _shown(served, "try")
+    assert [line.rpartition("/outrider ")[2].split()[0] for line in tries[:1]] == ["generate"]
+    has_buf = (Path(sys.executable).parent / "buf").exists()
+    assert sum("buf curl" in line for line in tries) == has_buf
+    for line in tries:
+        found = served.paste(line, anywhere=True)
+        assert found.returncode == 0, (line, found.stderr)
+        assert "Paris" in found.stdout or "tokenIds" in found.stdout, line
+        assert "loading" not in found.stderr, line  # Else it has started one of its own.
+    for name, path in (("OpenAI", "/models"), ("window", "")):
+        [url] = _shown(served, name)
+        address = url.removeprefix("http://")
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=30) as answer:
+            assert answer.status == 200
 
 
 def test_serve_in_the_foreground_ends_with_its_terminal(tmp_path: Path) -> None:
