@@ -92,9 +92,9 @@ class Opener:
         """Lets any coordinator take a session over that runs nowhere now."""
         await self._insist(session_id, lambda: self._store.release(session_id, epoch, self._owner))
 
-    def release_later(self, session_id: str, epoch: int) -> None:
+    def release_later(self, session_id: str, epoch: int) -> asyncio.Task[None]:
         """As `release`, without waiting for it."""
-        self._in_background(self.release(session_id, epoch))
+        return self._in_background(self.release(session_id, epoch))
 
     async def cancel(
         self, session_id: str, epoch: int, counters: Counters, *, is_released: bool = False

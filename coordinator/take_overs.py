@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from outrider.errors import NotFound, StaleEpoch, StoreUnavailable, Unavailable
 from outrider.generation import ResumeRequest
 from outrider.limits import TAKE_OVER_RETRY_MS, TAKE_OVERS_MAX
@@ -46,6 +48,9 @@ class TakeOvers:
         self._targets = targets
         self._replays = replays
         self._taken: set[Place] = set()
+        self._unsettled: set[str] = set()
+        """Sessions of which the store is asked for a take-over, or for the release of one that it
+        may have made."""
 
     def enter(self) -> Place:
         """A place for one more. Raises `Unavailable` where there is none."""
@@ -95,7 +100,13 @@ class TakeOvers:
     async def _take_over(self, seen: SessionRecord) -> SessionRecord:
         """See `SessionStore.take_over`. Where it is not known whether the session was taken over,
         it is released: else it would belong to this coordinator, which does not run it, for as long
-        as that holds its lease."""
+        as that holds its lease. The next take-over waits for that: it may be given the same epoch,
+        and the release would end it. Raises `Unavailable` meanwhile."""
+        session_id = seen.session_id
+        if session_id in self._unsettled:
+            raise contended(session_id)
+        self._unsettled.add(session_id)
+        release: asyncio.Task[None] | None = None
         is_sent = False
 
         def note() -> None:
@@ -109,5 +120,9 @@ class TakeOvers:
                 error, StoreUnavailable
             )
             if is_sent and not is_refused:
-                self._opener.release_later(seen.session_id, seen.epoch + 1)
+                release = self._opener.release_later(session_id, seen.epoch + 1)
+                release.add_done_callback(lambda _: self._unsettled.discard(session_id))
             raise
+        finally:
+            if release is None:
+                self._unsettled.discard(session_id)

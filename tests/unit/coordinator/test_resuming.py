@@ -530,6 +530,40 @@ def test_a_take_over_whose_answer_is_lost_leaves_the_session_to_others(
     run_virtually(main())
 
 
+def test_a_take_over_waits_for_the_release_of_the_one_before() -> None:
+    """The store has not carried out the first one, so the second is given the same epoch: the
+    release would end it."""
+
+    async def main() -> None:
+        async with bench(resume_grace_s=60.0) as made:
+            async with aclosing(made.service.generate(SEEDED)) as events:
+                heard, session_id, num = await taken(events, 3)
+            await asyncio.sleep(0.5)
+            take_over, release = made.store.take_over, made.store.release
+
+            async def lost(seen: SessionRecord, owner: str, note: Any) -> SessionRecord:
+                note()
+                raise StoreUnavailable("the question is lost")
+
+            async def slow(*arguments: Any) -> None:
+                await asyncio.sleep(1.0)
+                await release(*arguments)
+
+            made.store.take_over = lost  # type: ignore[method-assign]
+            made.store.release = slow  # type: ignore[method-assign]
+            request = ResumeRequest(session_id, num)
+            with pytest.raises(StoreUnavailable):
+                await anext(made.service.resume(request))
+            made.store.take_over = take_over  # type: ignore[method-assign]
+            with pytest.raises(Unavailable, match="try again"):
+                await anext(made.service.resume(request))
+            await asyncio.sleep(1.5)
+            rest = [e async for e in made.service.resume(request)]
+            assert len(tokens_of(heard) + tokens_of(rest)) == 30
+
+    run_virtually(main())
+
+
 def test_a_client_that_leaves_during_a_take_over_leaves_the_session_to_others() -> None:
     async def main() -> None:
         async with bench(resume_grace_s=60.0) as made:
