@@ -55,18 +55,15 @@ class DraftSide:
         look_ahead: int = 0,
         look_ahead_bytes_max: int = LOOK_AHEAD_BYTES_MAX,
         reads_features: bool = False,
-        confident: float | None = None,
     ) -> None:
         """`look_ahead` outcomes of each round are to be worked out before they are known; so many
         bytes of proposals are kept for them. A draft that `reads_features` is sent those of the
-        target. The draft is not asked where the stand-in expects `confident` of its tokens to be
-        accepted; None = it always is."""
+        target."""
         self._berth = berth
         self._mailbox = berth.mailbox
         self._heads = heads
         self._patience = patience
         self._stand_in = stand_in
-        self._confident = confident
         self._look_ahead = look_ahead
         self._look_ahead_bytes_max = look_ahead_bytes_max
         self._pushed = PushedProposals(look_ahead_bytes_max)
@@ -111,29 +108,11 @@ class DraftSide:
         patience_s: float = math.inf,
         is_timed: bool = True,
     ) -> Drafted:
-        """See `Drafts.propose`: the stand-in's where it is confident; else the replica's."""
-        if self._confident is not None:
-            proposal, score = self._stand_in.guess(num_draft_tokens, noise)
-            if score >= self._confident:
-                return Drafted(proposal, True, 0.0, num_draft_tokens)
-        return await self._by_replica(
-            round_index, num_draft_tokens, noise, siblings, patience_s, is_timed
-        )
-
-    async def _by_replica(
-        self,
-        round_index: int,
-        num_draft_tokens: int,
-        noise: RoundNoise,
-        siblings: tuple[int, ...],
-        patience_s: float,
-        is_timed: bool,
-    ) -> Drafted:
-        """The replica's proposal, or the stand-in's where the replica is away or silent, refuses,
-        or had no time for a first token. The replica is told how much time there is and decides
-        itself, before each draw, whether to make it: a proposal that has been drawn is never given
-        up for being late, as how late it is may depend on its tokens. A round that is not timed
-        waits until its replica is lost, or a step of that must have hung."""
+        """See `Drafts.propose`: the replica's, or the stand-in's where the replica is away or
+        silent, refuses, or had no time for a first token. The replica is told how much time there
+        is and decides itself, before each draw, whether to make it: a proposal that has been drawn
+        is never given up for being late, as how late it is may depend on its tokens. A round that
+        is not timed waits until its replica is lost, or a step of that must have hung."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         if (self._berth.is_left or self._is_rejected) and self._move():

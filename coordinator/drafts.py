@@ -112,8 +112,8 @@ class Drafts(Protocol):
 
 
 class StandIn:
-    """The local look-up that proposes for one session where no replica does, or before a hybrid's
-    model."""
+    """The local look-up that proposes for one session where nobody else does, or goes before a
+    target that drafts itself."""
 
     def __init__(self, lookup: LookupDrafter, session: Session, sampling: SamplingParams) -> None:
         self._lookup = lookup

@@ -39,7 +39,7 @@ class CoordinatorOptions:
     """Candidates that a proposal may have beside each of its tokens, where the draft does not look
     ahead; without `length_control` just so many are asked for."""
     confident: float | None = None
-    """Tokens that the look-up of a hybrid must expect to be accepted to go before its model;
+    """Tokens that the stand-in must expect to be accepted to go before a target that drafts itself;
     None = it never does."""
     audit_share: float = 0.0
     """Of sessions, those whose tokens are scored once more when they are over, where anybody hears

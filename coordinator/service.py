@@ -508,18 +508,14 @@ class CoordinatorService:
         if draft is None:
             return None
         reads_features = draft.reads_features
-        looks_ahead = options.look_ahead > 0 and not reads_features and not heads.constraint
-        # What a draft has looked up ahead is there sooner, and it alone knows the grammar.
-        looks_up = not looks_ahead and not heads.constraint
         return DraftSide(
             berth_of(self.drafts, heads.session, key, heads.session.draft),
             heads,
             patience,
             stand_in,
-            options.look_ahead if looks_ahead else 0,
+            0 if reads_features or heads.constraint else options.look_ahead,
             options.look_ahead_bytes_max,
             reads_features,
-            options.confident if looks_up else None,
         )
 
     def _length_policy(

@@ -85,7 +85,7 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
             config.coordinator,
             tokenizer_directory=tokenizer,
             served_model_name=config.served_model_name,
-            lookup=draft if draft.drafter.is_hybrid else None,
+            lookup=draft if draft.drafter.on_target and draft.drafter.lookup else None,
         ),
     )
 

@@ -141,7 +141,6 @@ async def running_stack(
     *,
     lookup: LookupDrafter | None = None,
     lookup_score: float = HYBRID_SCORE_MIN,
-    stand_in: LookupDrafter | None = None,
     text: Text | None = None,
     patience: Patience = PATIENCE,
     max_sessions: int = 1000,
@@ -161,16 +160,17 @@ async def running_stack(
 ) -> AsyncIterator[Stack]:
     """Target and draft on the given engines; `lookup` before the draft's, or alone where that is
     None (by default n-grams); an `eagle` in place of both. With a `self_drafter` nobody asks the
-    draft, and without a `stand_in` the one for either of these finds next to nothing. Everything
-    is checked and closed at the end. `directory` is for Redis, `options` the coordinator's. By
-    `grammars` sessions are held to their constraints, on the draft's side if `draft_masks`."""
+    draft, and who stands in for either of these finds next to nothing. Everything is checked
+    and closed at the end. `directory` is for Redis, `options` the coordinator's. By `grammars`
+    sessions are held to their constraints, on the draft's side if `draft_masks`."""
     async with AsyncExitStack() as stack:
         redis = EmbeddedRedis(directory)
         redis.start()
         stack.callback(redis.stop)
         target = _target_service(target_engine, target_observer, self_drafter, grammars)
         masks = grammars() if grammars is not None and draft_masks else None
-        draft = _draft_service(draft_engine or eagle, lookup, lookup_score, draft_observer, masks)
+        drafter = draft_engine or eagle
+        draft = _draft_service(drafter, lookup, lookup_score, draft_observer, masks)
         target_server = await _serve(stack, TargetServicer(target).grpc_service)
         draft_server = await _serve(stack, DraftServicer(draft).grpc_service)
         coordinator = CoordinatorService(
@@ -189,7 +189,7 @@ async def running_stack(
             store=await RedisStore.connect(redis.url, lifetimes=lifetimes),
             targets={"t": target_link(target_server.address)},
             drafts={"d": draft_link(draft_server.address)},
-            stand_in=stand_in or (RARE if self_drafter or eagle else NgramDrafter()),
+            stand_in=RARE if self_drafter or eagle else NgramDrafter(),
             text=text,
             observation=observation,
             registry=registry,

@@ -72,11 +72,6 @@ class DrafterChoice:
     """A directory of a head behind the target's first layers."""
 
     @property
-    def is_hybrid(self) -> bool:
-        """Whether a look-up goes before what else proposes."""
-        return self.lookup is not None and (self.model is not None or self.on_target is not None)
-
-    @property
     def on_target(self) -> str | None:
         """The directory of what the target drafts with, where it does."""
         return self.heads or self.early_exit

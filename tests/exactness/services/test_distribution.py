@@ -83,9 +83,7 @@ class Cell:
     draft_vocab_size: int | None = 3
     """None = no model drafts."""
     lookup: LookupKind | None = None
-    """Drafts where no model does, or in its place where it is confident: at the draft, or at the
-    coordinator of a draft that does not look ahead."""
-    looks_ahead: bool = True
+    """Drafts where no model does, or in its place where it is confident."""
     draft_seed: int = 4
     """That of the target's weights is 3."""
     draft_bits: int | None = None
@@ -129,7 +127,7 @@ class Cell:
         )
         kinds = {
             "-tree": self.siblings, "-chosen": self.length_control, "-grammar": self.grammar,
-            "-repeated": self.repeated, "-behind": not self.looks_ahead,
+            "-repeated": self.repeated,
         }  # fmt: skip
         return (
             f"{self.rule.value}-K{self.num_draft_tokens}{''.join(k for k in kinds if kinds[k])}-"
@@ -172,18 +170,8 @@ SOON = {"num_samples": 440, "detects": 0.23, "max_tokens": 5}
 ADAPTIVE_CELLS = [
     # A model drafts, K is chosen, and every seed comes twice, at the same time or one after the
     # other; a look-up that has seen the first answer goes before the model.
-    *(
-        Cell(
-            Rule.TOKEN,
-            3,
-            PLAIN,
-            lookup=LookupKind.SUFFIX,
-            looks_ahead=looks_ahead,
-            length_control=True,
-            repeated=True,
-            **SOON,
-        )
-        for looks_ahead in (True, False)
+    Cell(
+        Rule.TOKEN, 3, PLAIN, lookup=LookupKind.SUFFIX, length_control=True, repeated=True, **SOON
     ),
     # The same with a grammar, of one kind of drafter after the other.
     *(
@@ -418,16 +406,13 @@ async def measure(cell: Cell, directory: Path) -> tuple[Fit, int]:
         _, draft = tiny_engine(cell.draft_vocab_size, cell.draft_seed, cell.draft_bits, eos=eos)
     law_of = constrained_law if cell.grammar else completion_law
     law = law_of(module, prompt_of(cell), cell.num_tokens, cell.params)
-    here = None if cell.looks_ahead else lookup_of(cell.lookup)
+    lookup = lookup_of(cell.lookup)
     async with running_stack(
         target,
         draft,
         directory,
-        lookup=lookup_of(cell.lookup),
+        lookup=lookup,
         lookup_score=CONFIDENT,
-        stand_in=here,
-        confident=None if here is None else CONFIDENT,
-        look_ahead=8 if cell.looks_ahead else 0,
         draft_siblings=cell.siblings,
         length_control=cell.length_control,
         self_drafter=self_drafter,

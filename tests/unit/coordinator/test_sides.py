@@ -403,23 +403,6 @@ def test_a_silent_draft_costs_one_wait_and_is_used_again_when_it_answers(patienc
     with_draft(link, test)
 
 
-@pytest.mark.parametrize(("score", "num_asked"), [(0.6, 0), (0.5, 1)])
-def test_a_draft_is_not_asked_where_the_look_up_is_confident(score: float, num_asked: int) -> None:
-    link = ScriptedLink(proposal)
-
-    async def test() -> None:
-        stand_in: Any = SimpleNamespace(
-            guess=lambda *_: (SealedProposal.of(Proposal((1,), (None,))), score)
-        )
-        side = DraftSide(berth(link), heads(session()), PATIENCE, stand_in, confident=0.6)
-        drafted = await side.propose(1, 3, NOISE)
-        assert drafted.by_replica
-        assert len(link.sent) == num_asked
-        assert (drafted.proposal.token_ids == (1,)) == (num_asked == 0)
-
-    run_virtually(test())
-
-
 def test_an_absent_draft_is_probed_without_waiting() -> None:
     link = ScriptedLink(LinkLost("down"))
 

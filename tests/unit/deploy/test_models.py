@@ -133,7 +133,6 @@ def test_a_draft_that_reads_features_has_a_target_that_shows_them(
     config = resolve_models(load_config(models, {}))
     check_before_start(config)
     assert config.target.shows_features
-    assert config.coordinator.lookup == config.draft  # The coordinator makes a hybrid's look-up.
     assert not resolve_models(load_config({"model": str(tiny)}, {})).target.shows_features
     assert (config.draft.directory, config.draft.target_directory) == (str(eagle), str(tiny))
     heads = save_tiny_heads(tmp_path / "heads", tiny, (1, 2, 5))
