@@ -1,9 +1,10 @@
 """`python -m benchmarks.identity`: whether answers are the same with drafts as without.
 
-Every prompt is answered plainly and alone, and then with every K: alone, beside others, behind a
-long context, and behind its own cached prefix. Greedy and coupled tokens must be equal where
-`outrider status` says `bit-equal rows`. Exit code 1 where any differ, or where no draft token was
-accepted. Start the deployment with `--no-length-control`, so that each round drafts K tokens.
+Every prompt is answered plainly and alone, and then with every K: alone, beside others, and behind
+a long context. All answers but the first find their prompt in the prefix cache. Greedy and coupled
+tokens must be equal where `outrider status` says `bit-equal rows`. Exit code 1 where any differ, or
+where no draft token was accepted. Start the deployment with `--no-length-control --draft-model
+demo-drafter`, so that a model drafts K tokens in each round.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from typing import Final
 
 from outrider.client import Client, GenerateRequest, SamplingParams
 from outrider.generation import ChatMessage, Prompt
+from outrider.limits import NUM_DRAFT_TOKENS_MAX, SESSIONS_PER_COORDINATOR_MAX
+from outrider.settings import check_range
 from outrider.speculation.sampling import Rule
 
 from .number_options import whole_numbers
 from .prompts import BenchPrompt, built_in_prompts, read_prompts
 
 _CONTEXT: Final = "The lighthouse keeper wrote down the wind, the tide and the ships that passed. "
-WAYS: Final = ("alone", "beside", "context", "prefix")
+WAYS: Final = ("alone", "beside", "context")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +82,6 @@ class Identity:
                 for num in draft_tokens:
                     number = at_once if way == "beside" else 1
                     got = await self._answers(rule, num, number, has_context=has_context)
-                    if way == "prefix":
-                        got = await self._answers(rule, num, number, has_context=has_context)
                     found.append(_report(way, rule, num, expected, got))
                     sys.stderr.write(json.dumps(asdict(found[-1])) + "\n")
         return found
@@ -131,10 +132,7 @@ def _report(
 
 def passes(reports: Sequence[WayReport]) -> bool:
     """Whether all answers are the same, and drafts were accepted in every way that has any."""
-    return all(
-        not report.different and (report.num_accepted_draft_tokens or not report.num_draft_tokens)
-        for report in reports
-    )
+    return all(not report.different and report.num_accepted_draft_tokens > 0 for report in reports)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -159,7 +157,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 async def run(arguments: argparse.Namespace) -> list[WayReport]:
-    """Raises what the deployment refuses a request with."""
+    """Raises what the deployment refuses a request with, and `SettingError`."""
+    check_range("at_once", arguments.at_once, 1, SESSIONS_PER_COORDINATOR_MAX)
+    for number in arguments.num_draft_tokens:
+        check_range("num_draft_tokens", number, 1, NUM_DRAFT_TOKENS_MAX)
     given = arguments.prompts
     prompts = built_in_prompts() if given is None else read_prompts(given)
     async with Client(arguments.server) as client:

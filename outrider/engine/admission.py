@@ -10,12 +10,13 @@ Only younger sessions make room, so the oldest always goes on, and every one bec
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from outrider.engine.interface import Engine, FoundPrefix, SequenceStep
 from outrider.engine.sequences import Aligned, SequenceTable
-from outrider.engine.token_budget import TokenBudget, Wish
+from outrider.engine.token_budget import ROUND_REST_STEPS, TokenBudget, Wish
 from outrider.errors import InvariantError, OutriderError
 from outrider.limits import PAGE_SIZE
 from outrider.messages import Resync, RoundHead
@@ -72,8 +73,8 @@ class Admissions:
         self._table = table
         self._budget = budget
         self._num_slots = engine.page_counts().num_pages * PAGE_SIZE
-        self._in_rounds: list[str] = []
-        """Sessions of the last step that ran rounds."""
+        self._in_rounds: deque[list[str]] = deque(maxlen=ROUND_REST_STEPS)
+        """Sessions of the last steps that ran rounds."""
         self._num_preemptions = 0
         self._num_prefill_chunks = 0
         self._num_starved = 0
@@ -176,7 +177,7 @@ class Admissions:
             for index, entry in enumerate(found)
             if isinstance(entry, Aligned)
         }
-        if not any(name in self._table for name in self._in_rounds):
+        if not any(name in self._table for names in self._in_rounds for name in names):
             self._budget.rounds_ended()
         grants = dict(zip(wishes, self._budget.share(list(wishes.values())), strict=True))
         in_rounds = [
@@ -184,7 +185,8 @@ class Admissions:
             for index, wish in wishes.items()
             if grants[index] and wish.is_round
         ]
-        self._in_rounds = in_rounds or self._in_rounds
+        if in_rounds:
+            self._in_rounds.append(in_rounds)
         admissions: list[Admission] = []
         for index, entry in enumerate(found):
             if not isinstance(entry, Aligned):

@@ -97,8 +97,6 @@ class World:
             "draft_siblings": 0 if look_ahead else rng.choice((0, 2)),
             "confident": rng.choice((None, 0.5)),
         }
-        if is_hasty:  # Its draft has to draw.
-            self._shape["confident"] = None
         self._wires: list[Wire[Any, Any]] = []
         self._serving: dict[str, tuple[Node, Any]] = {}
         """Nodes and their services, by address."""

@@ -35,7 +35,7 @@ class Client:
 
 async def reports(client: Any) -> Any:
     identity = Identity(client, PROMPTS, 16, context_words=100)
-    ways, rules = ("alone", "beside", "context", "prefix"), (Rule.GREEDY, Rule.COUPLED)
+    ways, rules = ("alone", "beside", "context"), (Rule.GREEDY, Rule.COUPLED)
     return await identity.reports(ways, rules, (1, 8), 2)
 
 

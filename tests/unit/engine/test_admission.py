@@ -203,7 +203,8 @@ def test_a_long_prefix_is_run_in_parts_and_none_twice() -> None:
 
 
 def test_a_prefix_has_whole_steps_once_all_who_played_have_ended() -> None:
-    """Beside a session that plays, a prompt is read in parts; not behind one that has ended."""
+    """Beside a session that plays, a prompt is read in parts; not behind those that have ended.
+    Two that take turns play until both have."""
     costs = StepCosts((1, 512), (0.010, 0.100))
     at = Setting(num_pages=128)
     at.engine._info = ToyEngine(max_model_len=400).info
@@ -212,6 +213,11 @@ def test_a_prefix_has_whole_steps_once_all_who_played_have_ended() -> None:
     assert at.step(at.ask(2, 300))[0] < 100
     at.table.release(session_name(2))
     assert at.step(at.ask(1, 5, base=4)) == [1]
+    assert at.step(at.ask(4, 4)) == [4]
+    at.table.release(session_name(4))
+    assert at.step(at.ask(2, 300))[0] < 100
+    at.table.release(session_name(2))
+    assert at.step(at.ask(1, 6, base=5)) == [1]
     at.table.release(session_name(1))
     assert at.step(at.ask(3, 300)) == [300]
 
