@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from outrider.client import Client, GenerateRequest, SamplingParams
+from outrider.errors import OutriderError
 from outrider.generation import ChatMessage, Prompt
 from outrider.limits import NUM_DRAFT_TOKENS_MAX, SESSIONS_PER_COORDINATOR_MAX
 from outrider.settings import check_range
@@ -177,8 +178,12 @@ async def run(arguments: argparse.Namespace) -> list[WayReport]:
 
 
 def main() -> int:
-    """Prints one JSON array. The exit code."""
-    reports = asyncio.run(run(_parser().parse_args()))
+    """Prints one JSON array, or in one line what is wrong. Returns the exit code."""
+    try:
+        reports = asyncio.run(run(_parser().parse_args()))
+    except OutriderError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
     sys.stdout.write(json.dumps([asdict(report) for report in reports]) + "\n")
     return 0 if passes(reports) else 1
 

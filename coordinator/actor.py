@@ -376,7 +376,7 @@ def _owner(config: CoordinatorConfig) -> str:
 
 
 def _stand_in(config: CoordinatorConfig) -> LookupDrafter:
-    """Prompt lookup, or the look-up of a hybrid."""
+    """Prompt lookup, or what goes before a target that drafts itself."""
     from outrider.drafting.ngram import NgramConfig, NgramDrafter
 
     found = None if config.lookup is None else build_lookup(config.lookup)

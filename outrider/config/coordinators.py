@@ -179,7 +179,7 @@ class CoordinatorConfig(FrontConfig):
     draft_address: str = ""
     """... and of the draft; empty = none."""
     lookup: DraftConfig | None = None
-    """Of a hybrid: its look-up, which goes before its model without a message to a replica."""
+    """Of a hybrid whose target drafts: the look-up, which goes before its own proposals."""
 
     @property
     def redis(self) -> RedisAddress:
