@@ -92,6 +92,19 @@ def test_files_and_folders_are_named_after_an_idea() -> None:
     _unless_excepted(found)
 
 
+def test_modules_of_tests_have_names_of_their_own() -> None:
+    """pytest imports the modules of folders without `__init__.py` by their file names alone."""
+    found: dict[str, str] = {}
+    first: dict[str, Path] = {}
+    for path in _python_files("tests"):
+        if path.name == "conftest.py" or (path.parent / "__init__.py").exists():
+            continue
+        other = first.setdefault(path.name, path)
+        if other is not path:
+            found[_name(path)] = f"has the name of {_name(other)}"
+    _unless_excepted(found)
+
+
 def test_product_checks_stay_on_without_asserts() -> None:
     """Product code has no `assert`, which `python -O` removes: `outrider.errors.check` stays."""
     found = {}
