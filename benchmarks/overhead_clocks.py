@@ -221,9 +221,9 @@ class ClockedStore:
         """See `SessionStore.open`."""
         await self._store.open(session)
 
-    async def hold_lease(self, owner: str) -> None:
+    async def hold_lease(self, owner: str) -> Sequence[str]:
         """See `SessionStore.hold_lease`."""
-        await self._store.hold_lease(owner)
+        return await self._store.hold_lease(owner)
 
     async def end_lease(self, owner: str) -> None:
         """See `SessionStore.end_lease`."""

@@ -83,11 +83,19 @@ class _Entry:
 class Committer:
     """Commits the sessions of one coordinator. For one event loop, where `run` is running."""
 
-    def __init__(self, store: SessionStore, owner: str, random: Callable[[], float]) -> None:
-        """`owner` is this coordinator's name in the store; `random` gives numbers in [0, 1)."""
+    def __init__(
+        self,
+        store: SessionStore,
+        owner: str,
+        random: Callable[[], float],
+        on_wanted: Callable[[Sequence[str]], None] = lambda _: None,
+    ) -> None:
+        """`owner` is this coordinator's name in the store; `random` gives numbers in [0, 1);
+        `on_wanted` is told of sessions as `SessionStore.hold_lease` returns them."""
         self._store = store
         self._owner = owner
         self._random = random
+        self._on_wanted = on_wanted
         self._entries: dict[str, _Entry] = {}
         self._dirty: dict[str, None] = {}
         """Ids of sessions with something to append, the longest waiting first."""
@@ -352,7 +360,9 @@ class Committer:
         due = loop.time()
         while not self._leaving.is_set():
             try:
-                await self._store.hold_lease(self._owner)
+                wanted = await self._store.hold_lease(self._owner)
+                if wanted:
+                    self._on_wanted(wanted)
             except StoreUnavailable as error:
                 _log.debug("the lease was not renewed: %r", error)
             except OutriderError:

@@ -40,6 +40,10 @@ class Runs:
         """Of those that run."""
         return set(self._running)
 
+    def has(self, session_id: str) -> bool:
+        """Whether the session runs here, or is being closed."""
+        return session_id in self._running or session_id in self._ending
+
     def get(self, session_id: str) -> SessionRun | None:
         """The session's run; None where it does not run here."""
         return self._running.get(session_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -106,10 +106,12 @@ class CoordinatorService:
             return random_bits(53) / 2**53
 
         self._opener = Opener(store, options.name, random_bits, random, self._in_background)
-        self._committer = Committer(store, options.name, random)
-        self._take_overs = TakeOvers(store, options.name, self._opener, self.targets, self._replays)
-        self._commit_task: asyncio.Task[None] | None = None
         self._runs = Runs(self._opener, options.resume_grace_s, self._in_background)
+        self._take_overs = TakeOvers(
+            store, options.name, self._opener, self._runs, self.targets, self._replays
+        )
+        self._committer = Committer(store, options.name, random, self._release_wanted)
+        self._commit_task: asyncio.Task[None] | None = None
         self._num_admitted = 0
         self._background: set[asyncio.Task[Any]] = set()
         self._watching: list[asyncio.Task[None]] = []
@@ -252,7 +254,7 @@ class CoordinatorService:
         many over."""
         arrived = asyncio.get_running_loop().time()
         self._check_open()
-        place = self._take_overs.enter()
+        place = self._take_overs.enter(request.session_id)
         self._num_admitted += 1
         try:
             record = await self.session(request.session_id, tenant)
@@ -353,6 +355,9 @@ class CoordinatorService:
             self._prompts.close, self._end_background, self._end_commits, self._end_watching,
             self.targets.close, self.drafts.close, self._store.close,
         )  # fmt: skip
+
+    def _release_wanted(self, session_ids: Iterable[str]) -> None:
+        self._in_background(self._take_overs.release_wanted(session_ids))
 
     async def _end_background(self) -> None:
         if self._background:

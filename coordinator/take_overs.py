@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Iterable
 
-from outrider.errors import NotFound, StaleEpoch, StoreUnavailable, Unavailable
+from outrider.errors import (
+    NotFound,
+    OutriderError,
+    StaleEpoch,
+    StoreUnavailable,
+    Unavailable,
+)
 from outrider.generation import ResumeRequest
 from outrider.limits import TAKE_OVER_RETRY_MS, TAKE_OVERS_MAX
 from outrider.messages import VerifyAnswer, VerifyItem
 from outrider.sessions.refusals import contended
-from outrider.sessions.store import SessionRecord, SessionStore
+from outrider.sessions.store import SessionRecord, SessionState, SessionStore
 
 from .opening import Opener
 from .replicas import ReplicaPool
 from .request import GenerationParameters
 from .resuming import Replays, check_weights
+from .runs import Runs
+
+_log = logging.getLogger(__name__)
 
 
 class Place:
     """One of the take-overs that run at a time."""
 
-    def __init__(self, taken: set[Place]) -> None:
+    def __init__(self, session_id: str, taken: set[Place]) -> None:
+        self.session_id = session_id
         self._taken = taken
         taken.add(self)
 
@@ -38,6 +50,7 @@ class TakeOvers:
         store: SessionStore,
         owner: str,
         opener: Opener,
+        runs: Runs,
         targets: ReplicaPool[VerifyItem, VerifyAnswer],
         replays: Replays,
     ) -> None:
@@ -45,6 +58,7 @@ class TakeOvers:
         self._store = store
         self._owner = owner
         self._opener = opener
+        self._runs = runs
         self._targets = targets
         self._replays = replays
         self._taken: set[Place] = set()
@@ -52,14 +66,14 @@ class TakeOvers:
         """Sessions of which the store is asked for a take-over, or for the release of one that it
         may have made."""
 
-    def enter(self) -> Place:
-        """A place for one more. Raises `Unavailable` where there is none."""
+    def enter(self, session_id: str) -> Place:
+        """A place to take this session over. Raises `Unavailable` where there is none."""
         if len(self._taken) >= TAKE_OVERS_MAX:
             raise Unavailable(
                 f"this coordinator takes {TAKE_OVERS_MAX} sessions over already; try again",
                 retry_after_ms=TAKE_OVER_RETRY_MS,
             )
-        return Place(self._taken)
+        return Place(session_id, self._taken)
 
     async def claim(
         self, record: SessionRecord, request: ResumeRequest
@@ -96,6 +110,23 @@ class TakeOvers:
                 await self._opener.cancel_now(found.session_id, found.epoch, found.counters)
             except StaleEpoch:
                 raise contended(found.session_id) from None
+
+    async def release_wanted(self, session_ids: Iterable[str]) -> None:
+        """Releases those of the sessions that the store counts as this coordinator's and that do
+        not run here: a failover has lost their release, and the lease keeps them from others. A
+        store that does not answer is left: what is still wanted is named again."""
+        for session_id in session_ids:
+            try:
+                record = await self._store.load(session_id)
+            except OutriderError as error:
+                _log.debug("wanted session %s was not read: %r", session_id, error)
+                continue
+            is_here = self._runs.has(session_id) or any(
+                place.session_id == session_id for place in self._taken
+            )
+            is_ours = record.owner == self._owner and record.state is SessionState.RUNNING
+            if is_ours and not is_here:
+                await self._opener.release(session_id, record.epoch)
 
     async def _take_over(self, seen: SessionRecord) -> SessionRecord:
         """See `SessionStore.take_over`. Where it is not known whether the session was taken over,

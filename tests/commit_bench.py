@@ -68,10 +68,10 @@ class UnreliableStore(MemoryStore):
         self.append_times.append(now())
         return await self._through(lambda: MemoryStore.append(self, appends))
 
-    async def hold_lease(self, owner: str) -> None:
+    async def hold_lease(self, owner: str) -> Sequence[str]:
         self.num_renewals += 1
         await self._reach()
-        await MemoryStore.hold_lease(self, owner)
+        return await MemoryStore.hold_lease(self, owner)
 
     async def end_lease(self, owner: str) -> None:
         await self._reach()

@@ -107,7 +107,8 @@ class NaiveStore:
 
     def __init__(self) -> None:
         self.sessions: dict[str, Modelled] = {}
-        self.leases: set[str] = set()
+        self.leases: dict[str, set[str]] = {}
+        """By owner: the sessions that others asked for."""
 
     def write(self, session_id: str, epoch: int, owner: str) -> Any:
         """The session that an owner may write to."""
@@ -162,6 +163,7 @@ class NaiveStore:
     def take_over(self, seen: SessionRecord, owner: str) -> Any:
         is_others = seen.state is SessionState.RUNNING and seen.owner != owner
         if is_others and seen.owner in self.leases:
+            self.leases[seen.owner].add(seen.session_id)
             return Unavailable
         s = self.sessions.get(seen.session_id)
         if s is None:
@@ -260,13 +262,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(owner=owners)
     def hold_lease(self, owner: str) -> None:
-        self.run(self.store.hold_lease(owner))
-        self.model.leases.add(owner)
+        found = self.run(self.store.hold_lease(owner))
+        assert found == sorted(self.model.leases.get(owner, ()))
+        self.model.leases[owner] = set()
 
     @rule(owner=owners)
     def end_lease(self, owner: str) -> None:
         self.run(self.store.end_lease(owner))
-        self.model.leases.discard(owner)
+        self.model.leases.pop(owner, None)
 
     @rule(session_id=ids, epoch=st.integers(1, 3), owner=owners)
     def release(self, session_id: str, epoch: int, owner: str) -> None:

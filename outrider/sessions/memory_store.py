@@ -53,8 +53,8 @@ class MemoryStore:
         self._now_ms = now_ms
         self._lifetimes = lifetimes
         self._sessions: dict[str, KeptSession] = {}
-        self._leases: dict[str, float] = {}
-        """Of owners: when they end."""
+        self._leases: dict[str, tuple[float, set[str]]] = {}
+        """Of owners: when they end, and the sessions that others asked for since."""
 
     def snapshot(self) -> dict[str, KeptSession]:
         """All sessions that are stored now; later calls do not change it."""
@@ -117,11 +117,13 @@ class MemoryStore:
         self._sessions[append.session_id] = self._touched(kept)
         return length
 
-    async def hold_lease(self, owner: str) -> None:
+    async def hold_lease(self, owner: str) -> Sequence[str]:
         """See `SessionStore.hold_lease`."""
         now_ms = self._now_ms()
-        self._leases = {name: until for name, until in self._leases.items() if until > now_ms}
-        self._leases[owner] = now_ms + self._lifetimes.lease_ms
+        self._leases = {name: one for name, one in self._leases.items() if one[0] > now_ms}
+        _, wanted = self._leases.get(owner, (0, ()))
+        self._leases[owner] = now_ms + self._lifetimes.lease_ms, set()
+        return sorted(wanted)
 
     async def end_lease(self, owner: str) -> None:
         """See `SessionStore.end_lease`."""
@@ -140,8 +142,10 @@ class MemoryStore:
         """See `SessionStore.take_over`."""
         session_id = seen.session_id
         if seen.state is SessionState.RUNNING and seen.owner != owner:
-            left_ms = self._leases.get(seen.owner, 0) - self._now_ms()
+            ends_ms, wanted = self._leases.get(seen.owner, (0, set()))
+            left_ms = ends_ms - self._now_ms()
             if left_ms > 0:
+                wanted.add(session_id)
                 raise leased(session_id, int(left_ms))
         on_sent()
         kept = self._find(session_id)

@@ -1,6 +1,7 @@
 """Sessions in Redis (6.2 or newer, or Valkey).
 
     <prefix>lease:{<owner>}           string: expires unless the owner renews it
+    <prefix>lease:{<owner>}:wanted    set: this owner's sessions that others asked for; expires
     <prefix>session:{<id>}            hash: epoch, owner, state, seed, parameters,
                                       prompt_length, prefix_digest, caches, counters ...,
                                       tokens_start, tokens_end, logprobs_start, logprobs_end;
@@ -164,9 +165,9 @@ class RedisStore:
             for append, answer in zip(appends, answers, strict=True)
         ]
 
-    async def hold_lease(self, owner: str) -> None:
+    async def hold_lease(self, owner: str) -> Sequence[str]:
         """See `SessionStore.hold_lease`."""
-        await self._set_lease(owner, self._lifetimes.lease_ms)
+        return await self._set_lease(owner, self._lifetimes.lease_ms)
 
     async def end_lease(self, owner: str) -> None:
         """See `SessionStore.end_lease`."""
@@ -185,7 +186,8 @@ class RedisStore:
         """See `SessionStore.take_over`."""
         session_id = seen.session_id
         if seen.state is SessionState.RUNNING and seen.owner != owner:
-            left_ms = await self._scripts.run(_READ_LEASE, (self._lease(seen.owner), []))
+            asked: list[str | int] = [session_id, self._lifetimes.lease_ms]
+            left_ms = await self._scripts.run(_READ_LEASE, (self._lease(seen.owner), asked))
             if left_ms >= 0:
                 raise leased(session_id, left_ms)
         arguments: list[str | int] = [
@@ -237,14 +239,16 @@ class RedisStore:
         await self._scripts.close()
         await self._client.aclose()
 
-    async def _set_lease(self, owner: str, lease_ms: int) -> None:
+    async def _set_lease(self, owner: str, lease_ms: int) -> Sequence[str]:
         """Alone in its round trip: no other caller has a call of this script to share it with."""
         [answer] = await self._scripts.run_all(_HOLD_LEASE, [(self._lease(owner), [lease_ms])])
         if isinstance(answer, OutriderError):
             raise answer
+        return [session_id.decode() for session_id in answer]
 
-    def _lease(self, owner: str) -> tuple[str]:
-        return (f"{self._key_prefix}lease:{{{owner}}}",)
+    def _lease(self, owner: str) -> tuple[str, str]:
+        key = f"{self._key_prefix}lease:{{{owner}}}"
+        return key, f"{key}:wanted"
 
     async def _record(self, session_id: str, answer: Sequence[Any]) -> SessionRecord | None:
         """The record that `load` or `take_over` found, read in parts where it is long; None where

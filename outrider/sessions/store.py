@@ -156,9 +156,10 @@ class SessionStore(Protocol):
         append of nothing asks for the stored length."""
         ...
 
-    async def hold_lease(self, owner: str) -> None:
+    async def hold_lease(self, owner: str) -> Sequence[str]:
         """For a while from now on, no session of this owner is taken over by others. One call
-        for all of its sessions."""
+        for all of its sessions. Returns the ids of those that others asked for in vain since the
+        last call: the owner gives up those that it does not run, whose release was lost."""
         ...
 
     async def end_lease(self, owner: str) -> None:
@@ -177,7 +178,8 @@ class SessionStore(Protocol):
         """Makes `owner` the owner under epoch + 1, if the session is still as it was `seen` by
         `load`, and the lease of that owner has run out (or it is the same owner). Returns a
         finished session unchanged. Raises `NotFound`, `DataLoss`, and `Unavailable` with the rest
-        of the lease, or where the session was taken over since it was seen.
+        of the lease, which its owner learns of by `hold_lease`, or where the session was taken over
+        since it was seen.
 
         `on_sent` is called when the lease was found gone and just before the session may change.
         From then on a cancellation, `StoreUnavailable`, `DataLoss` and any error but `NotFound` and

@@ -82,6 +82,18 @@ async def test_a_lease_that_is_ended_is_gone_at_once(store: RedisStore) -> None:
     assert (await store.take_over(seen, OWNERS[1])).owner == OWNERS[1]
 
 
+async def test_an_owner_learns_once_which_sessions_others_asked_for(store: RedisStore) -> None:
+    await store.hold_lease(OWNERS[0])
+    for session_id in IDS[:2]:
+        await store.open(new_session(session_id))
+        for _ in range(2):
+            with pytest.raises(Unavailable):
+                await store.take_over(await store.load(session_id), OWNERS[1])
+    assert await store.hold_lease(OWNERS[1]) == []
+    assert await store.hold_lease(OWNERS[0]) == sorted(IDS[:2])
+    assert await store.hold_lease(OWNERS[0]) == []
+
+
 async def test_of_two_that_saw_a_lease_gone_one_takes_the_session_over(store: RedisStore) -> None:
     await store.open(new_session())
     seen = await store.load(IDS[0])
@@ -119,13 +131,18 @@ async def test_no_script_touches_keys_of_two_slots(
 
 
 async def test_a_full_server_renews_leases(store: RedisStore, admin: redis.Redis) -> None:
-    """Else others took the sessions of a coordinator over that runs them."""
+    """Else others took the sessions of a coordinator over that runs them. It also says how long
+    they last, though it cannot tell the owner that another one asked."""
     await store.hold_lease(OWNERS[0])
+    await store.open(new_session())
+    seen = await store.load(IDS[0])
     [lease] = admin.scan_iter(f"{store._key_prefix}lease:*")
     admin.pexpire(lease, 100_000)
     admin.config_set("maxmemory", 1)
     try:
         await store.hold_lease(OWNERS[0])
         assert 0 < admin.pttl(lease) < 100_000 - 10_000
+        with pytest.raises(Unavailable, match="has an owner"):
+            await store.take_over(seen, OWNERS[1])
     finally:
         admin.config_set("maxmemory", 0)

@@ -74,11 +74,12 @@ class RedisServer:
         answers = self.execute_all(commands)
         if self.unheard is not None and client is self.unheard[0]:
             for index, command in enumerate(commands):
-                done = answers[index]
-                is_carried_out = isinstance(done, list) and isinstance(done[0], list)
-                if command[1:2] == (_TAKE_OVER.sha.encode(),) and is_carried_out:
-                    answers[index] = ReplyError("LOADING the answer is lost")
-                    self.unheard[1]()
+                if command[1:2] != (_TAKE_OVER.sha.encode(),):
+                    continue
+                match answers[index]:
+                    case [list(), *_]:  # Carried out.
+                        answers[index] = ReplyError("LOADING the answer is lost")
+                        self.unheard[1]()
         return answers
 
     def execute_all(self, commands: Sequence[Command]) -> list[Reply]:

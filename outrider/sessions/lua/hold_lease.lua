@@ -1,9 +1,15 @@
 -- Renews the lease of an owner of sessions, or ends it.
--- KEYS: the lease; ARGV: lease_ms (0 = ends it)
+-- KEYS: the lease, the sessions of this owner that others asked for
+-- ARGV: lease_ms (0 = ends it)
+-- Returns those sessions, sorted, and forgets them.
 -- Redis itself counts the time down: no clock is read and no point in time is stored.
-if ARGV[1] == '0' then return redis.call('DEL', KEYS[1]) end
+local wanted = redis.call('SMEMBERS', KEYS[2])
+table.sort(wanted)
+if wanted[1] then redis.call('DEL', KEYS[2]) end
+if ARGV[1] == '0' then
+  redis.call('DEL', KEYS[1])
 -- A server whose memory is full allows PEXPIRE, but not SET.
-if redis.call('PEXPIRE', KEYS[1], ARGV[1]) == 0 then
+elseif redis.call('PEXPIRE', KEYS[1], ARGV[1]) == 0 then
   redis.call('SET', KEYS[1], '1', 'PX', ARGV[1])
 end
-return 1
+return wanted

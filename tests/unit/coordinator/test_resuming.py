@@ -25,7 +25,7 @@ from outrider.errors import (
     Unavailable,
 )
 from outrider.generation import Event, Finished, ResumeRequest, Started, Tokens
-from outrider.limits import TAKE_OVER_RETRY_MS, TAKE_OVERS_MAX
+from outrider.limits import SESSION_LEASE_RENEWAL_MS, TAKE_OVER_RETRY_MS, TAKE_OVERS_MAX
 from outrider.sessions.store import (
     FinishReason,
     SessionRecord,
@@ -112,8 +112,9 @@ def test_after_its_coordinator_died_a_session_needs_little_of_its_target() -> No
     run_virtually(main())
 
 
-async def nobody(owner: str) -> None:
+async def nobody(owner: str) -> list[str]:
     """Its lease runs out."""
+    return []
 
 
 async def unheard(appends: Any) -> list[Any]:
@@ -477,6 +478,79 @@ def test_another_coordinators_session_is_waited_for() -> None:
             rest = [e async for e in other.service.resume(ResumeRequest(session_id, num))]
             assert len(tokens_of(heard) + tokens_of(rest)) == 30
             await other.service.close()
+
+    run_virtually(main())
+
+
+async def lose_release(made: Bench, session_id: str) -> None:
+    """The store forgets the release of a session, as one does that fails over."""
+    kept = made.store.snapshot()
+    one = kept[session_id]
+    assert one.record.owner == released("c")
+    kept[session_id] = replace(one, record=replace(one.record, owner="c"))
+    made.store.restore(kept)
+    await made.store.hold_lease("c")
+
+
+@pytest.mark.parametrize("by_cancel", [False, True])
+def test_a_session_whose_release_was_lost_is_released_when_it_is_wanted(by_cancel: bool) -> None:
+    """The coordinator that lives and is stored as its owner learns it with its lease."""
+
+    async def main() -> None:
+        async with bench(resume_grace_s=60.0) as made:
+            other = Bench(resume_grace_s=60.0, store=made.store, name="d")
+            await other.service.start()
+            async with aclosing(made.service.generate(SEEDED)) as events:
+                heard, session_id, num = await taken(events, 3)
+            await asyncio.sleep(0.5)
+            await lose_release(made, session_id)
+            await asyncio.sleep(5.0)
+            with pytest.raises(Unavailable, match="has an owner"):
+                if by_cancel:
+                    await other.service.cancel(session_id)
+                else:
+                    await anext(other.service.resume(ResumeRequest(session_id, num)))
+            await asyncio.sleep(SESSION_LEASE_RENEWAL_MS / 1e3)
+            if by_cancel:
+                await other.service.cancel(session_id)
+                record = await made.store.load(session_id)
+                assert record.finish_reason is FinishReason.CANCELLED
+            else:
+                rest = [e async for e in other.service.resume(ResumeRequest(session_id, num))]
+                assert len(tokens_of(heard) + tokens_of(rest)) == 30
+            await other.service.close()
+
+    run_virtually(main())
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_session_that_runs_stays_however_it_is_wanted(begins: bool) -> None:
+    """So does one that is just being taken over: its stream would end with `StaleEpoch`."""
+
+    async def main() -> None:
+        async with bench(resume_grace_s=60.0) as made:
+            events = made.service.generate(SEEDED)
+            heard, session_id, num = await taken(events, 3)
+            if begins:
+                await events.aclose()
+                await asyncio.sleep(0.5)
+                take_over = made.store.take_over
+                wanted: list[asyncio.Task[Any]] = []
+
+                async def watched(*arguments: Any) -> SessionRecord:
+                    record = await take_over(*arguments)
+                    release = made.service._take_overs.release_wanted([session_id])
+                    wanted.append(asyncio.create_task(release))
+                    await asyncio.wait(wanted)
+                    return record
+
+                made.store.take_over = watched  # type: ignore[method-assign]
+                rest = [e async for e in made.service.resume(ResumeRequest(session_id, num))]
+                assert wanted
+            else:
+                await made.service._take_overs.release_wanted([session_id])
+                rest = [e async for e in events]
+            assert len(tokens_of(heard) + tokens_of(rest)) == 30
 
     run_virtually(main())
 
