@@ -15,6 +15,7 @@ from outrider.limits import (
     COMMIT_RETRY_MS_MAX,
     COMMIT_RETRY_MS_MIN,
     OPEN_TRIES_MAX,
+    TAKE_OVER_RETRY_MS,
     UNTOLD_SESSIONS_MAX,
 )
 from outrider.sessions.state import FIRST_EPOCH, Session
@@ -50,8 +51,8 @@ class Opener:
         self._random_bits = random_bits
         self._random = random
         self._in_background = in_background
-        self._num_untold = 0
-        """Sessions of which the store is being told something."""
+        self._telling: dict[str, set[asyncio.Task[OutriderError | None]]] = {}
+        """By session: what the store is being told."""
         self._closed = False
 
     async def open(self, tenant: str, parameters: GenerationParameters) -> Session:
@@ -88,32 +89,34 @@ class Opener:
         await asyncio.wait([opening])
         await self.cancel(session_id, FIRST_EPOCH, Counters())
 
-    async def release(self, session_id: str, epoch: int) -> None:
-        """Lets any coordinator take a session over that runs nowhere now."""
-        await self._insist(session_id, lambda: self._store.release(session_id, epoch, self._owner))
+    def is_telling(self, session_id: str) -> bool:
+        """Whether a release or an end of the session is on its way to the store. Under an epoch
+        that the store has lost, and gives once more, it would hit the session that runs then."""
+        return session_id in self._telling
 
-    def release_later(self, session_id: str, epoch: int) -> asyncio.Task[None]:
-        """As `release`, without waiting for it."""
-        return self._in_background(self.release(session_id, epoch))
+    async def told(self, session_id: str) -> None:
+        """Waits until none is, but no longer than `TAKE_OVER_RETRY_MS`."""
+        if session_id in self._telling:
+            await asyncio.wait(self._telling[session_id], timeout=TAKE_OVER_RETRY_MS / 1e3)
 
-    async def cancel(
+    def release(self, session_id: str, epoch: int) -> asyncio.Task[OutriderError | None]:
+        """Lets any coordinator take a session over that runs nowhere now. Returns as `_tell`."""
+        return self._tell(session_id, lambda: self._store.release(session_id, epoch, self._owner))
+
+    def cancel(
         self, session_id: str, epoch: int, counters: Counters, *, is_released: bool = False
-    ) -> OutriderError | None:
+    ) -> asyncio.Task[OutriderError | None]:
         """Records a session that runs nowhere as cancelled, unless another stream goes on with
-        it. Returns why it was not."""
+        it. Returns as `_tell`."""
         owner = released(self._owner) if is_released else self._owner
         end = Finish(session_id, epoch, owner, None, FinishReason.CANCELLED, counters)
-        return await self._insist(session_id, lambda: self._store.finish(end))
-
-    def cancel_later(self, session_id: str, epoch: int, counters: Counters) -> None:
-        """As `cancel`, without waiting for it."""
-        self._in_background(self.cancel(session_id, epoch, counters))
+        return self._tell(session_id, lambda: self._store.finish(end))
 
     async def cancel_now(self, session_id: str, epoch: int, counters: Counters) -> None:
         """As `cancel`, but raises why it was not recorded: `StoreUnavailable` also where the store
         has not answered for `CANCEL_WAIT_S`. Then, and where the caller is cancelled, the store is
         still asked to record it."""
-        task = self._in_background(self.cancel(session_id, epoch, counters))
+        task = self.cancel(session_id, epoch, counters)
         await asyncio.wait([task], timeout=CANCEL_WAIT_S)
         if not task.done() or task.cancelled():
             raise StoreUnavailable(
@@ -127,6 +130,22 @@ class Opener:
         """No call is repeated any more: the coordinator's lease is about to end."""
         self._closed = True
 
+    def _tell(
+        self, session_id: str, call: Callable[[], Awaitable[object]]
+    ) -> asyncio.Task[OutriderError | None]:
+        """See `_insist`. It goes on without the caller, too."""
+        task = self._in_background(self._insist(session_id, call))
+        tasks = self._telling.setdefault(session_id, set())
+        tasks.add(task)
+
+        def told(task: asyncio.Task[OutriderError | None]) -> None:
+            tasks.discard(task)
+            if not tasks:
+                self._telling.pop(session_id, None)
+
+        task.add_done_callback(told)
+        return task
+
     async def _insist(
         self, session_id: str, call: Callable[[], Awaitable[object]]
     ) -> OutriderError | None:
@@ -135,27 +154,21 @@ class Opener:
         `ABANDON_TRIES_MAX` calls where it insists for more than `UNTOLD_SESSIONS_MAX` sessions.
         Returns what the store refused with, or why it was given up; None where the call has
         succeeded."""
-        self._num_untold += 1
         attempt = 0
-        try:
-            while True:
-                try:
-                    await call()
-                except StoreUnavailable as error:
-                    _log.debug("the store is told later of session %s: %r", session_id, error)
-                    attempt += 1
-                    is_full = self._num_untold > UNTOLD_SESSIONS_MAX
-                    if self._closed or (is_full and attempt >= ABANDON_TRIES_MAX):
-                        _log.warning("the store was not told of session %s: %r", session_id, error)
-                        return error
-                except OutriderError as error:
-                    _log.debug("session %s is not there, or another's: %r", session_id, error)
+        while True:
+            try:
+                await call()
+            except StoreUnavailable as error:
+                _log.debug("the store is told later of session %s: %r", session_id, error)
+                attempt += 1
+                is_full = len(self._telling) > UNTOLD_SESSIONS_MAX
+                if self._closed or (is_full and attempt >= ABANDON_TRIES_MAX):
+                    _log.warning("the store was not told of session %s: %r", session_id, error)
                     return error
-                else:
-                    return None
-                wait_ms = backoff(
-                    COMMIT_RETRY_MS_MIN, COMMIT_RETRY_MS_MAX, attempt - 1, self._random
-                )
-                await asyncio.sleep(wait_ms / 1e3)
-        finally:
-            self._num_untold -= 1
+            except OutriderError as error:
+                _log.debug("session %s is not there, or another's: %r", session_id, error)
+                return error
+            else:
+                return None
+            wait_ms = backoff(COMMIT_RETRY_MS_MIN, COMMIT_RETRY_MS_MAX, attempt - 1, self._random)
+            await asyncio.sleep(wait_ms / 1e3)

@@ -44,6 +44,11 @@ class Runs:
         """Whether the session runs here, or is being closed."""
         return session_id in self._running or session_id in self._ending
 
+    @property
+    def is_closing(self) -> bool:
+        """Whether what runs has been cancelled."""
+        return self._closing.is_set()
+
     def get(self, session_id: str) -> SessionRun | None:
         """The session's run; None where it does not run here."""
         return self._running.get(session_id)

@@ -232,7 +232,7 @@ class CoordinatorService:
                 run = self._begin(session, parameters, arrived, deadline, observer)
             except BaseException:
                 counters = session.counters
-                self._opener.cancel_later(session.session_id, session.epoch, counters)
+                self._opener.cancel(session.session_id, session.epoch, counters)
                 raise
             async with aclosing(self._events(run, parameters, resumable)) as events:
                 async for event in events:
@@ -257,6 +257,7 @@ class CoordinatorService:
         place = self._take_overs.enter(request.session_id)
         self._num_admitted += 1
         try:
+            await self._opener.told(request.session_id)
             record = await self.session(request.session_id, tenant)
             record, parameters = await self._take_overs.claim(record, request)
             if record.finish_reason is not None:
@@ -331,6 +332,7 @@ class CoordinatorService:
         if run is not None and tenant in (run.tenant, None):
             run.cancel()
             return
+        await self._opener.told(session_id)
         await self._take_overs.cancel(await self.session(session_id, tenant))
 
     async def session(self, session_id: str, tenant: str | None = "") -> SessionRecord:
@@ -357,7 +359,8 @@ class CoordinatorService:
         )  # fmt: skip
 
     def _release_wanted(self, session_ids: Iterable[str]) -> None:
-        self._in_background(self._take_overs.release_wanted(session_ids))
+        for session_id in session_ids:
+            self._in_background(self._take_overs.release_wanted(session_id))
 
     async def _end_background(self) -> None:
         if self._background:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Iterable
 
 from outrider.errors import (
     NotFound,
@@ -63,8 +61,7 @@ class TakeOvers:
         self._replays = replays
         self._taken: set[Place] = set()
         self._unsettled: set[str] = set()
-        """Sessions of which the store is asked for a take-over, or for the release of one that it
-        may have made."""
+        """Sessions of which the store is asked for a take-over."""
 
     def enter(self, session_id: str) -> Place:
         """A place to take this session over. Raises `Unavailable` where there is none."""
@@ -95,7 +92,7 @@ class TakeOvers:
             try:
                 parameters = await self._replays.check(found, request)
             except BaseException:
-                self._opener.release_later(found.session_id, found.epoch)
+                self._opener.release(found.session_id, found.epoch)
                 raise
         return found, parameters
 
@@ -111,33 +108,43 @@ class TakeOvers:
             except StaleEpoch:
                 raise contended(found.session_id) from None
 
-    async def release_wanted(self, session_ids: Iterable[str]) -> None:
-        """Releases those of the sessions that the store counts as this coordinator's and that do
-        not run here: a failover has lost their release, and the lease keeps them from others. A
-        store that does not answer is left: what is still wanted is named again."""
-        for session_id in session_ids:
-            try:
-                record = await self._store.load(session_id)
-            except OutriderError as error:
-                _log.debug("wanted session %s was not read: %r", session_id, error)
-                continue
-            is_here = self._runs.has(session_id) or any(
-                place.session_id == session_id for place in self._taken
-            )
-            is_ours = record.owner == self._owner and record.state is SessionState.RUNNING
-            if is_ours and not is_here:
-                await self._opener.release(session_id, record.epoch)
+    async def release_wanted(self, session_id: str) -> None:
+        """Releases a session that another coordinator was asked for, if the store counts it as
+        this one's and it does not run here: a failover has lost its release, and the lease keeps it
+        from others. Where the store does not answer nothing is done: a session that is still wanted
+        is named again."""
+        if self._is_here(session_id) or self._runs.is_closing:
+            return
+        try:
+            record = await self._store.load(session_id)
+        except OutriderError as error:
+            _log.debug("wanted session %s was not read: %r", session_id, error)
+            return
+        is_ours = record.owner == self._owner and record.state is SessionState.RUNNING
+        if is_ours and not self._is_here(session_id):
+            self._runs.wait_for_client(session_id, record.epoch, record.counters)
+
+    def _is_here(self, session_id: str) -> bool:
+        """Whether the session runs here, or soon will, or the store is told of its end."""
+        return (
+            self._runs.has(session_id)
+            or self._is_unsettled(session_id)
+            or any(place.session_id == session_id for place in self._taken)
+        )
+
+    def _is_unsettled(self, session_id: str) -> bool:
+        return session_id in self._unsettled or self._opener.is_telling(session_id)
 
     async def _take_over(self, seen: SessionRecord) -> SessionRecord:
         """See `SessionStore.take_over`. Where it is not known whether the session was taken over,
         it is released: else it would belong to this coordinator, which does not run it, for as long
-        as that holds its lease. The next take-over waits for that: it may be given the same epoch,
-        and the release would end it. Raises `Unavailable` meanwhile."""
+        as that holds its lease. A take-over waits for the release, or end, that is on its way: it
+        may be given the same epoch, and the release would end it. Raises `Unavailable`
+        meanwhile."""
         session_id = seen.session_id
-        if session_id in self._unsettled:
+        if self._is_unsettled(session_id):
             raise contended(session_id)
         self._unsettled.add(session_id)
-        release: asyncio.Task[None] | None = None
         is_sent = False
 
         def note() -> None:
@@ -151,9 +158,7 @@ class TakeOvers:
                 error, StoreUnavailable
             )
             if is_sent and not is_refused:
-                release = self._opener.release_later(session_id, seen.epoch + 1)
-                release.add_done_callback(lambda _: self._unsettled.discard(session_id))
+                self._opener.release(session_id, seen.epoch + 1)
             raise
         finally:
-            if release is None:
-                self._unsettled.discard(session_id)
+            self._unsettled.discard(session_id)

@@ -94,6 +94,17 @@ async def test_an_owner_learns_once_which_sessions_others_asked_for(store: Redis
     assert await store.hold_lease(OWNERS[0]) == []
 
 
+async def test_a_lease_is_renewed_whatever_lies_beside_it(
+    store: RedisStore, admin: redis.Redis
+) -> None:
+    await store.hold_lease(OWNERS[0])
+    [lease] = admin.scan_iter(f"{store._key_prefix}lease:*")
+    admin.set(f"{lease.decode()}:wanted", "no set")
+    admin.pexpire(lease, 100_000)
+    assert await store.hold_lease(OWNERS[0]) == []
+    assert 0 < admin.pttl(lease) < 100_000 - 10_000
+
+
 async def test_of_two_that_saw_a_lease_gone_one_takes_the_session_over(store: RedisStore) -> None:
     await store.open(new_session())
     seen = await store.load(IDS[0])

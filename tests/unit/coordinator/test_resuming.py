@@ -535,21 +535,86 @@ def test_a_session_that_runs_stays_however_it_is_wanted(begins: bool) -> None:
                 await events.aclose()
                 await asyncio.sleep(0.5)
                 take_over = made.store.take_over
-                wanted: list[asyncio.Task[Any]] = []
+                wanted: list[str] = []
 
                 async def watched(*arguments: Any) -> SessionRecord:
                     record = await take_over(*arguments)
-                    release = made.service._take_overs.release_wanted([session_id])
-                    wanted.append(asyncio.create_task(release))
-                    await asyncio.wait(wanted)
+                    await made.service._take_overs.release_wanted(session_id)
+                    wanted.append(session_id)
                     return record
 
                 made.store.take_over = watched  # type: ignore[method-assign]
                 rest = [e async for e in made.service.resume(ResumeRequest(session_id, num))]
                 assert wanted
             else:
-                await made.service._take_overs.release_wanted([session_id])
+                load, made.store.load = made.store.load, nobody  # type: ignore[method-assign]
+                await made.service._take_overs.release_wanted(session_id)
+                made.store.load = load  # type: ignore[method-assign]
                 rest = [e async for e in events]
+            assert len(tokens_of(heard) + tokens_of(rest)) == 30
+
+    run_virtually(main())
+
+
+def test_a_session_whose_release_was_lost_is_cancelled_if_it_is_not_resumed() -> None:
+    """Its client asked once and then stayed away: the time that it has begins anew."""
+
+    async def main() -> None:
+        async with bench(resume_grace_s=5.0) as made:
+            async with aclosing(made.service.generate(SEEDED)) as events:
+                _, session_id, _ = await taken(events, 3)
+            await asyncio.sleep(0.5)
+            await lose_release(made, session_id)
+            await asyncio.sleep(6.0)
+            await made.service._take_overs.release_wanted(session_id)
+            await asyncio.sleep(4.0)
+            assert (await made.store.load(session_id)).owner == released("c")
+            await asyncio.sleep(2.0)
+            record = await made.store.load(session_id)
+            assert record.finish_reason is FinishReason.CANCELLED
+
+    run_virtually(main())
+
+
+def test_a_cancel_that_is_recorded_later_is_not_undone_when_the_session_is_wanted() -> None:
+    async def main() -> None:
+        async with bench(resume_grace_s=600.0) as made:
+            async with aclosing(made.service.generate(SEEDED)) as events:
+                _, session_id, _ = await taken(events, 3)
+            await asyncio.sleep(0.5)
+            until = asyncio.get_running_loop().time() + 15.0
+            made.store.finish = failing(made.store.finish, until)  # type: ignore[method-assign]
+            with pytest.raises(StoreUnavailable, match="once the session store answers"):
+                await made.service.cancel(session_id)
+            await made.service._take_overs.release_wanted(session_id)
+            await asyncio.sleep(20.0)
+            record = await made.store.load(session_id)
+            assert record.finish_reason is FinishReason.CANCELLED
+
+    run_virtually(main())
+
+
+def test_a_session_is_not_resumed_while_its_release_is_on_its_way() -> None:
+    """Its epoch may be given once more by a store that has lost it, and the release would end what
+    runs under it."""
+
+    async def main() -> None:
+        async with bench(resume_grace_s=600.0) as made:
+            async with aclosing(made.service.generate(SEEDED)) as events:
+                heard, session_id, num = await taken(events, 3)
+            await asyncio.sleep(0.5)
+            before = made.store.snapshot()
+            await made.store.take_over(await made.store.load(session_id), "c")
+            release, until = made.store.release, asyncio.get_running_loop().time() + 5.0
+            made.store.release = failing(release, until)  # type: ignore[method-assign]
+            await made.service._take_overs.release_wanted(session_id)
+            await asyncio.sleep(0.5)
+            made.store.restore(before)
+            request = ResumeRequest(session_id, num)
+            with pytest.raises(Unavailable, match="try again"):
+                await anext(made.service.resume(request))
+            await asyncio.sleep(10.0)
+            rest = [e async for e in made.service.resume(request)]
             assert len(tokens_of(heard) + tokens_of(rest)) == 30
 
     run_virtually(main())
