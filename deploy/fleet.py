@@ -60,6 +60,8 @@ class Fleet:
         self._num_started = self._num_told = 0
         self._failures = dict.fromkeys(ROLES, 0)
         self._not_before = dict.fromkeys(ROLES, 0.0)
+        self.last_failures: dict[Role, str] = {}
+        """Why a replica of a role did not start, until one does."""
         self._crowded: set[Role] = set()
         """Roles of which another one has found no place: where one is stale it must leave first."""
         self._made_way: set[Role] = set()
@@ -165,6 +167,7 @@ class Fleet:
             self._plan = before
             raise
         self._forget_places()
+        self.last_failures.clear()
         self._changed.set()
 
     async def begin(self, *roles: Role) -> None:
@@ -270,6 +273,7 @@ class Fleet:
             is_its_own = False
         except OutriderError as error:
             _log.error("%s did not start: %s", one.name, error)
+            self.last_failures[one.role] = f"{one.name} did not start: {error}"
         except Exception:  # noqa: BLE001 (the fleet goes on, whatever one replica does)
             _log.exception("%s did not start", one.name)
         if one.leaves:
@@ -292,6 +296,7 @@ class Fleet:
         self._settle()
         await self._begin(one)
         self._made_way.discard(one.role)
+        self.last_failures.pop(one.role, None)
         _log.info("%s serves at %s", one.name, one.address)
         self._tell_changed()
         await self._watch(one)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from outrider.errors import Unavailable
 from outrider.fleet.registry import ROLES, Role
 from outrider.hosting import Place
 
@@ -41,6 +42,8 @@ class Overview:
     """Whether it is known which there are; not before a reconciler that has returned has looked."""
     upgrades: bool = False
     """Whether another plan was made, by which there has not been the whole fleet yet."""
+    failures: tuple[str, ...] = ()
+    """Why replicas did not start that are still missing."""
 
     def of(self, role: Role) -> list[ReplicaView]:
         """The replicas of a role."""
@@ -49,6 +52,11 @@ class Overview:
     def num_serving(self, role: Role) -> int:
         """How many of a role serve, those that are to be left among them."""
         return sum(bool(one.address) for one in self.of(role))
+
+    def late(self, what: str, after_s: float) -> Unavailable:
+        """That something has not come about in this time, and why, as far as that is known."""
+        reasons = "; ".join(self.failures) or "see `outrider status` and the logs that it names"
+        return Unavailable(f"not {what} after {after_s:g} s: {reasons}")
 
     @property
     def is_whole(self) -> bool:

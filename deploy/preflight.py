@@ -19,11 +19,17 @@ _PORT_ERRORS: Final = (errno.EADDRINUSE, errno.EACCES)
 
 def check_before_start(config: DeploymentConfig) -> None:
     """For a deployment on this machine. Raises `SettingError` for wrong files of keys or
-    certificates, for ports that two roles count up to, for a model that is certainly not there, and
-    for what is no emulated one."""
+    certificates, for ports that are not apart, for a model that is certainly not there, and for
+    what is no emulated one."""
     check_locks(config.coordinator)
-    _ports(config)
+    check_ports_apart(config)
     check_names(config)
+
+
+def check_ports_apart(config: DeploymentConfig) -> None:
+    """For a deployment on this machine. Raises `SettingError` where two roles count up to one port,
+    or one beyond the last."""
+    _ports(config)
 
 
 def check_ports(config: DeploymentConfig) -> None:
@@ -49,7 +55,7 @@ def _ports(config: DeploymentConfig) -> list[tuple[str, str, int]]:
             if port > PORT_MAX:
                 raise SettingError(key, f"{first} leaves no ports for {number} replicas")
             if (other := taken.setdefault(port, key)) != key and port != _ANY_FREE:
-                raise SettingError(key, f"{port} is among the ports that {other} counts up to")
+                raise SettingError(key, f"{port} is a port of {other}, too; give another one, or 0")
             found.append((key, server.host, port))
     return found
 

@@ -157,8 +157,9 @@ class Reconciler:
         fleet = self._fleet
         views = tuple(one.view(fleet.blueprint.plan(one.role)) for one in fleet.replicas)
         return Overview(
-            self._version, dict(fleet.wanted), views, self._hopeless, self._adopted, self._upgrades
-        )
+            self._version, dict(fleet.wanted), views, self._hopeless, self._adopted,
+            self._upgrades, tuple(fleet.last_failures.values()),
+        )  # fmt: skip
 
     async def ends(self) -> bool:
         """Whether it has been told to `close`: then there is nothing to be taken over."""

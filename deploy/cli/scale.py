@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from deploy.asking import Whereabouts, asked
 from outrider.config import WAIT_S_MAX
-from outrider.errors import ConfigError, Unavailable
+from outrider.errors import ConfigError
 from outrider.fleet.autoscaling import Policy
 from outrider.fleet.registry import ROLES, Role
 from outrider.limits import REPLICAS_MAX
@@ -51,7 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     counts = parsed_counts(arguments.counts)
     check_wait(arguments.wait)
     where = find_deployment(arguments)
-    wanted, policy, there = asyncio.run(_scale(where, counts, arguments.wait))
+    overview, policy, there = asyncio.run(_scale(where, counts, arguments.wait))
+    wanted = {**overview.wanted, **counts}
     for role in counts.keys() & policy.bounds.keys():
         least, most = policy.bounds[role]
         note = f"note: {role} is autoscaled, {least} to {most}, which may change this; first"
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print("wanted: " + ", ".join(f"{role}={wanted.get(role, 0)}" for role in ROLES))
     if arguments.wait and not there:
-        raise Unavailable(f"not there after {arguments.wait:g} s; see `outrider status`")
+        raise overview.late("there", arguments.wait)
     return 0
 
 
@@ -93,8 +94,8 @@ def role_and_value(word: str, value: str, given: Collection[Role]) -> tuple[Role
 
 async def _scale(
     where: Whereabouts, counts: dict[Role, int], wait_s: float
-) -> tuple[dict[Role, int], Policy, bool]:
-    """What is wanted then, what decides from now on, and whether there are as many within the
+) -> tuple[Overview, Policy, bool]:
+    """What there is then, what decides from now on, and whether there are as many within the
     time."""
     progress("asking the deployment", at_once=False)
     async with asked(where) as reconciler:
@@ -110,5 +111,5 @@ async def _scale(
             progress.update(f"serving now: {', '.join(f'{r}={n}' for r, n in serving.items())}")
             there = serving == counts
             if there or time.monotonic() >= give_up_at:
-                return {**overview.wanted, **counts}, policy, there
+                return overview, policy, there
             await asyncio.sleep(_POLL_S)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Final
 
 from deploy.asking import Whereabouts, asked
 from deploy.locks import whole_paths
+from deploy.preflight import check_ports_apart
 from deploy.rollout import KEPT, check_changes
 from outrider.config import configuration, deployment_settings
-from outrider.errors import SettingError, Unavailable
+from outrider.errors import SettingError
 from outrider.settings import Value, merge
 
 from .progress import progress
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         num_stale = upgrade.num_stale
         print(f"{what}: {f'replicas still to be replaced: {num_stale}' if num_stale else 'done'}")
     if arguments.wait and upgrade.num_stale:
-        raise Unavailable(f"not done after {arguments.wait:g} s; see its logs")
+        raise upgrade.overview.late("done", arguments.wait)
     return 0
 
 
@@ -78,8 +79,13 @@ class _Upgrade:
     """Settings that this command has changed."""
     runs: bool
     """Whether replicas are replaced: for these, or for changes that were asked for before."""
-    num_stale: int
-    """Replicas that are still to be replaced."""
+    overview: Overview
+    """Afterwards."""
+
+    @property
+    def num_stale(self) -> int:
+        """Replicas that are still to be replaced."""
+        return self.overview.num_stale if self.runs else 0
 
 
 async def _upgrade(where: Whereabouts, values: dict[str, Value], wait_s: float) -> _Upgrade:
@@ -97,16 +103,18 @@ async def _upgrade(where: Whereabouts, values: dict[str, Value], wait_s: float) 
             and not (key == "deployment_name" and value == where.deployment)
         }  # fmt: skip
         check_changes(given, changes)
-        configuration({**given, **changes})  # What does not go together shows here.
+        config = configuration({**given, **changes})  # What does not go together shows here.
+        if not given["address"]:
+            check_ports_apart(config)
         if changes:
             await reconciler.change(changes)
         progress("replacing replicas", at_once=False)
         give_up_at = time.monotonic() + wait_s
         overview: Overview = await reconciler.call("overview", "")
         if not changes and not overview.num_stale:
-            return _Upgrade({}, runs=False, num_stale=0)
+            return _Upgrade({}, runs=False, overview=overview)
         while overview.num_stale and time.monotonic() < give_up_at:
             progress.update(f"replicas still to be replaced: {overview.num_stale}")
             await asyncio.sleep(_POLL_S)
             overview = await reconciler.call("overview", "")
-        return _Upgrade(changes, runs=True, num_stale=overview.num_stale)
+        return _Upgrade(changes, runs=True, overview=overview)

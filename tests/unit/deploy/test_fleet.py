@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 from fleet_world import World, play
@@ -82,9 +83,13 @@ def test_starting_is_tried_again_more_and_more_seldom() -> None:
         await asyncio.sleep(20)
         assert 4 <= world.machines.starts.count("draft") <= 7
         assert len(world.names("draft")) == 1
+        assert re.fullmatch(
+            r"draft-\d+ did not start: no memory", world.fleet.last_failures["draft"]
+        )
         del world.machines.failures["draft"]
         await asyncio.sleep(30)
         assert len(world.names("draft")) == 2
+        assert not world.fleet.last_failures
         assert world.running is not None
         assert not world.running.done()
 

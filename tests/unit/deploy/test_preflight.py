@@ -59,9 +59,9 @@ def test_a_host_of_another_machine_is_blamed_in_the_ports_place() -> None:
             "draft_port",
             "target_port",
         ),
-        ({"target_port": 47001, "draft_port": 47001}, "draft_port", "among the ports"),
+        ({"target_port": 47001, "draft_port": 47001}, "draft_port", "a port of target_port, too"),
         ({"grpc_port": 65_535, "num_coordinators": 2}, "grpc_port", "no ports for 2"),
-        ({"grpc_port": 47001, "port": 47002, "num_coordinators": 2}, "port", "among the ports"),
+        ({"grpc_port": 47001, "port": 47002, "num_coordinators": 2}, "port", "a port of grpc_port"),
     ],
 )
 def test_roles_count_up_to_ports_of_their_own(

@@ -205,4 +205,4 @@ def test_a_wait_that_was_too_short_is_told(
     assert main(["scale", "target=2", "--wait", "0.1"]) == 1
     out, err = capsys.readouterr()
     assert out == "wanted: coordinator=1, target=2, draft=1\n"
-    assert "not there after 0.1 s; see `outrider status`" in err
+    assert "not there after 0.1 s: see `outrider status`" in err

@@ -11,6 +11,7 @@ import pytest
 from asked_here import Connections, deployed_here
 
 from deploy.cli.main import main
+from deploy.overview import Overview
 from outrider.config import load_config
 from outrider.errors import ConfigError, Unavailable
 
@@ -30,6 +31,7 @@ class Fleet:
         """How many replicas are still to be replaced, one look after the other."""
         self.refusal: ConfigError | None = None
         self.given = load_config(GIVEN, {})
+        self.failures: tuple[str, ...] = ()
         self.num_unanswered = 0
         """Changes that are heard, and then it dies."""
 
@@ -47,7 +49,7 @@ class Fleet:
 
     async def overview(self, seen: str) -> Any:
         now = self.num_stale[0] if len(self.num_stale) == 1 else self.num_stale.pop(0)
-        return SimpleNamespace(num_stale=now)
+        return Overview("v", {"target": now}, (), None, upgrades=True, failures=self.failures)
 
 
 @pytest.fixture
@@ -82,7 +84,23 @@ def test_without_a_wait_what_is_left_is_told(
     assert capsys.readouterr().out == "max_num_seqs: replicas still to be replaced: 2\n"
     fleet.num_stale = [1]
     assert main(["upgrade", "--max-num-seqs", "7", "--wait", "0.1"]) == 1
-    assert "not done after 0.1 s" in capsys.readouterr().err
+    assert "not done after 0.1 s: see `outrider status`" in capsys.readouterr().err
+    fleet.failures = ("target-2 did not start: no memory",)
+    assert main(["upgrade", "--max-num-seqs", "7", "--wait", "0.1"]) == 1
+    assert "not done after 0.1 s: target-2 did not start: no memory" in capsys.readouterr().err
+
+
+def test_ports_of_two_roles_stay_apart(
+    capsys: pytest.CaptureFixture[str], fleet: Fleet, ray: Connections
+) -> None:
+    """On one machine. In a cluster replicas are on several, and each has all ports."""
+    same = ["--target-port", "47001", "--draft-port", "47001"]
+    assert main(["upgrade", *same]) == 0
+    fleet.given = load_config({k: v for k, v in GIVEN.items() if k != "address"}, {})
+    fleet.changes.clear()
+    assert main(["upgrade", *same]) == 2
+    assert "--draft-port: 47001 is a port of target_port, too" in capsys.readouterr().err
+    assert not fleet.changes
 
 
 def test_an_upgrade_that_runs_already_is_waited_for(
