@@ -38,7 +38,9 @@ class RequestTimes:
             "Between two rounds' tokens at the client, a token: one value a round.",
         )  # fmt: skip
         self.latency = times(
-            meter, PREFIX + "e2e_request_latency_seconds", "From arrival to the last event."
+            meter,
+            PREFIX + "e2e_request_latency_seconds",
+            "From arrival to the last event, of completions that were sent whole.",
         )
         self.genai_first_token = times(
             meter, "gen_ai.server.time_to_first_token", "From arrival to the first token."

@@ -340,6 +340,7 @@ class ObservedRequest(RequestObserver):
         seconds = time.monotonic() - self._arrived
         num_tokens = event.usage.completion_tokens
         self._meters.successes.add(1, event.finish_reason.value)
+        self._meters.latency.record(seconds)
         self._meters.genai_duration.record(seconds, self._genai)
         if self._first_token_at is not None and num_tokens > 1:
             after_first = time.monotonic() - self._first_token_at
@@ -357,7 +358,7 @@ class ObservedRequest(RequestObserver):
                     "outrider.mean_acceptance_length": metrics.mean_acceptance_length,
                 }
             )
-        self._end(seconds)
+        self._end()
 
     def failed(self, error: BaseException) -> None:
         """See `RequestObserver.failed`. A client that goes away is no failure, but a cancel."""
@@ -377,7 +378,7 @@ class ObservedRequest(RequestObserver):
             self._meters.successes.add(1, reason)
             self._meters.genai_duration.record(seconds, self._genai)
             self._span.set_attribute("gen_ai.response.finish_reasons", [reason])
-        self._end(seconds)
+        self._end()
 
     def _record_times(self) -> None:
         """Here and not when they are known: the next round is under way, and nobody waits."""
@@ -397,9 +398,8 @@ class ObservedRequest(RequestObserver):
         )
         span.end()
 
-    def _end(self, seconds: float) -> None:
+    def _end(self) -> None:
         self._ended = True
-        self._meters.latency.record(seconds)
         self._record_times()
         for span in (*self._asked.values(), *self._rounds.values()):
             span.end()
