@@ -159,7 +159,8 @@ def render(report: SpeedupReport) -> Group:
     table.add_column("prompts")
     for heading in ("number", "plain", "speculative", "accepted", "per round"):
         table.add_column(heading, justify="right")
-    table.add_column("speed-up", justify="right", style="bold")
+    speedup = "speed-up" if report.setup.concurrency > 1 else "median speed-up"
+    table.add_column(speedup, justify="right", style="bold")
     for name, found in report.categories.items():
         table.add_row(*_row(name, found))
     table.add_section()

@@ -186,6 +186,7 @@ def test_the_table_shows_categories_totals_and_references() -> None:
     )
     assert line in shown
     assert "transformers generate" not in shown
+    assert "median speed-up" in shown  # Which is not the ratio of the totals beside it.
 
 
 @pytest.mark.parametrize(("seconds", "warned"), [(1.81, 0), (1.79, 1)])
