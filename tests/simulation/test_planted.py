@@ -11,15 +11,16 @@ import pytest
 from coordinator.commits import Committer
 from coordinator.journal import Journal
 from coordinator.mailbox import Mailbox
-from coordinator.opening import Opener
 from coordinator.replicas import Berth
 from coordinator.roster import Roster
+from coordinator.take_overs import TakeOvers
 from draft_service.model_drafter import Branch
 from outrider.engine.sequences import Aligned, SequenceTable
 from outrider.errors import OutriderError, StoreUnavailable
 from outrider.sessions import redis_store
 from outrider.sessions.redis_scripts import Script
 from outrider.sessions.state import Session
+from outrider.sessions.store import SessionRecord
 
 from .faults import GREATER
 from .processes import Process, wall_clock_s
@@ -94,8 +95,17 @@ def test_a_store_that_disregards_epochs(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_take_over_that_is_not_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lease of the coordinator that did not hear of it never lapses."""
-    monkeypatch.setattr(Opener, "release_later", lambda *_: None)
+    """The lease of the coordinator that did not hear of it never lapses, and it does not listen to
+    who wants the session."""
+
+    async def unreleased(self: TakeOvers, seen: SessionRecord) -> SessionRecord:
+        return await self._store.take_over(seen, self._owner)
+
+    async def ignored(self: TakeOvers, session_id: str) -> None:
+        return None
+
+    monkeypatch.setattr(TakeOvers, "_take_over", unreleased)
+    monkeypatch.setattr(TakeOvers, "release_wanted", ignored)
     assert found(monkeypatch, "unheard_take_over")
 
 
