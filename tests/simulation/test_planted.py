@@ -95,8 +95,8 @@ def test_a_store_that_disregards_epochs(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_take_over_that_is_not_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lease of the coordinator that did not hear of it never lapses, and it does not listen to
-    who wants the session."""
+    """The lease of the coordinator that did not hear of it never lapses, and that one does not heed
+    that the session is wanted elsewhere."""
 
     async def unreleased(self: TakeOvers, seen: SessionRecord) -> SessionRecord:
         return await self._store.take_over(seen, self._owner)
