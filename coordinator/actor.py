@@ -331,7 +331,9 @@ async def _build(
     from .request import RequestDefaults
     from .service import CoordinatorService
 
-    text = _load_text(config)
+    text, lookup = _load_text(config), config.lookup
+    looks_up = lookup is not None and lookup.drafter.is_lookup
+    has_trees = config.draft_siblings > 0 and not config.look_ahead and not looks_up
     return CoordinatorService(
         CoordinatorOptions(
             name=_owner(config),
@@ -341,7 +343,7 @@ async def _build(
                 config.num_draft_tokens,
                 config.deadline_ms,
                 # Of a chain block verification accepts no fewer tokens; it has no trees.
-                Rule.TOKEN if config.draft_siblings and not config.look_ahead else Rule.BLOCK,
+                Rule.TOKEN if has_trees else Rule.BLOCK,
             ),
             length_control=config.length_control,
             run_ahead_rounds=config.run_ahead_rounds,
@@ -354,7 +356,8 @@ async def _build(
             look_ahead_bytes_max=config.look_ahead_bytes_max,
             draft_siblings=config.draft_siblings,
             audit_share=config.audit_share if config.telemetry else 0.0,
-            confident=None if config.lookup is None else config.lookup.hybrid_min_score,
+            looks_up=looks_up,
+            confident=None if lookup is None else lookup.hybrid_min_score,
         ),
         store=await connect_store(config),
         targets=links[0],
@@ -376,7 +379,8 @@ def _owner(config: CoordinatorConfig) -> str:
 
 
 def _stand_in(config: CoordinatorConfig) -> LookupDrafter:
-    """Prompt lookup, or what goes before a target that drafts itself."""
+    """The configured look-up, which drafts alone or goes before a target that drafts itself; else
+    prompt lookup."""
     from outrider.drafting.ngram import NgramConfig, NgramDrafter
 
     found = None if config.lookup is None else build_lookup(config.lookup)

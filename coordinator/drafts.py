@@ -1,11 +1,12 @@
 """Where a session's proposals come from: a protocol, and proposals as they come.
 
 `DraftSide` (`draft_side.py`) asks a replica for them; `SelfDrafts` (`self_drafts.py`) has them from
-the target.
+the target; `LookupDrafts` looks them up here.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -112,7 +113,7 @@ class Drafts(Protocol):
 
 
 class StandIn:
-    """The local look-up that proposes for one session where nobody else does, or goes before a
+    """The local look-up that proposes for one session: alone, where no replica answers, or before a
     target that drafts itself."""
 
     def __init__(self, lookup: LookupDrafter, session: Session, sampling: SamplingParams) -> None:
@@ -144,6 +145,53 @@ class StandIn:
     def close(self) -> None:
         """The session ends."""
         self._lookup.release(self._session.session_id)
+
+
+class LookupDrafts:
+    """Implements `Drafts` by a look-up in this process. The proposals are chains."""
+
+    def __init__(self, lookup: StandIn) -> None:
+        self._lookup = lookup
+
+    @property
+    def cache_state(self) -> CacheState | None:
+        """See `Drafts.cache_state`."""
+        return None
+
+    def prefill(self, round_index: int, num_draft_tokens: int) -> None:
+        """See `Drafts.prefill`: the first look-up indexes the prompt, about 1 us a token."""
+
+    async def propose(
+        self,
+        round_index: int,
+        num_draft_tokens: int,
+        noise: RoundNoise,
+        siblings: tuple[int, ...] = (),
+        patience_s: float = math.inf,
+        is_timed: bool = True,
+    ) -> Drafted:
+        """See `Drafts.propose`. It waits for nothing."""
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        proposal = self._lookup.propose(num_draft_tokens, noise)
+        return Drafted(proposal, True, loop.time() - start, num_draft_tokens)
+
+    def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
+        """See `Drafts.next_wanted`: the target proposes nothing."""
+        return NOTHING_WANTED
+
+    def hear(self, reply: VerdictReply) -> None:
+        """See `Drafts.hear`."""
+
+    def settle(self, common_length: int) -> None:
+        """See `Drafts.settle`."""
+
+    def reject(self) -> None:
+        """See `Drafts.reject`: a look-up sends no distribution that could be unreadable."""
+
+    def close(self) -> None:
+        """See `Drafts.close`."""
+        self._lookup.close()
 
 
 def check_wanted(

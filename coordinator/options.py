@@ -38,6 +38,8 @@ class CoordinatorOptions:
     draft_siblings: int = 0
     """Candidates that a proposal may have beside each of its tokens, where the draft does not look
     ahead; without `length_control` just so many are asked for."""
+    looks_up: bool = False
+    """Whether the stand-in is what drafts, in place of replicas."""
     confident: float | None = None
     """Tokens that the stand-in must expect to be accepted to go before a target that drafts itself;
     None = it never does."""
@@ -51,4 +53,5 @@ class CoordinatorOptions:
         """Candidates that a place of a session may have beside its draft token: none where only
         chains are drafted or verified."""
         is_chain = rule is Rule.BLOCK or sampling.penalised
-        return 0 if is_chain or self.look_ahead > 0 else self.draft_siblings
+        is_chain = is_chain or self.looks_up or self.look_ahead > 0
+        return 0 if is_chain else self.draft_siblings

@@ -39,7 +39,7 @@ from .commits import Committer
 from .compatibility import Compatibility
 from .completion import Completion
 from .draft_side import DraftSide
-from .drafts import Drafts, StandIn
+from .drafts import Drafts, LookupDrafts, StandIn
 from .fleet_view import FleetView
 from .health import trouble
 from .length_control import LengthControls
@@ -82,9 +82,9 @@ class CoordinatorService:
         registry: Registry | None = None,
     ) -> None:
         """`targets` and `drafts` are there from the start, by name; without drafts nobody is asked
-        for proposals. `stand_in` drafts while no draft replica answers. `random_bits(n)` gives n
-        fresh random bits, for session ids; `random_seed()` the seed of a request that names
-        none. The `registry` tells whoever observes how large the fleet is."""
+        for proposals. `stand_in` drafts while no draft replica answers, or alone.
+        `random_bits(n)` gives n fresh random bits, for session ids; `random_seed()` the seed of a
+        request that names none. The `registry` tells observers how large the fleet is."""
         self._options = options
         self._store = store
         self._links = (targets, drafts)
@@ -513,6 +513,8 @@ class CoordinatorService:
         patience = options.patience.with_draft_deadline(parameters.draft_deadline_ms)
         if target is not None and target.drafts_itself:
             return SelfDrafts(heads.session, stand_in, options.confident, patience.draft_answer_s)
+        if options.looks_up:
+            return LookupDrafts(stand_in)
         if draft is None:
             return None
         reads_features = draft.reads_features

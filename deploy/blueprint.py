@@ -78,7 +78,7 @@ class Blueprint:
 
     def bounded(self, counts: Mapping[Role, int]) -> dict[Role, int]:
         """Counts as far as they are possible: there is always a target and a coordinator, and no
-        draft where the target drafts."""
+        draft where the target or the coordinators draft."""
         most = dict.fromkeys(ROLES, REPLICAS_MAX)
         if self.placement.draft is None:
             most["draft"] = 0
@@ -87,9 +87,16 @@ class Blueprint:
     def check_count(self, role: Role, count: int) -> None:
         """Raises `ConfigError` for a number of replicas that this deployment cannot have."""
         if role == "draft" and count and self.placement.draft is None:
-            raise ConfigError(f"draft={count}: with {self._config.draft.model} the target drafts")
+            raise ConfigError(f"draft={count}: {self._no_drafts}; there are no draft replicas")
         if not LEAST[role] <= count <= REPLICAS_MAX:
             raise ConfigError(f"{role}={count}: it must be {LEAST[role]} to {REPLICAS_MAX}")
+
+    @property
+    def _no_drafts(self) -> str:
+        """Why this deployment has no draft replicas."""
+        draft = self._config.draft
+        part = "coordinators draft" if draft.drafter.is_lookup else "target drafts"
+        return f"with draft_model {draft.model} the {part}"
 
     @property
     def in_place(self) -> tuple[Role, ...]:
@@ -137,7 +144,7 @@ class Blueprint:
         }
         demand = demands[role]
         if demand is None:
-            raise SettingError("draft_model", "the target drafts for itself: there are no drafts")
+            raise SettingError("draft_model", f"{self._no_drafts}: there are no draft replicas")
         return replace(demand, name=name), ACTORS[role], RankHost
 
     def config(

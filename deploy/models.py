@@ -51,7 +51,8 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
     draft whose tokenizer differs from the target's."""
     check_names(config)
     if config.target.emulated is not None:
-        return config
+        coordinator = replace(config.coordinator, lookup=_lookup_of(config.draft))
+        return replace(config, coordinator=coordinator)
     # Imports the model library, which takes seconds: only where it is needed.
     from outrider.engine.sources import resolve_model
 
@@ -85,9 +86,15 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
             config.coordinator,
             tokenizer_directory=tokenizer,
             served_model_name=config.served_model_name,
-            lookup=draft if draft.drafter.on_target and draft.drafter.lookup else None,
+            lookup=_lookup_of(draft),
         ),
     )
+
+
+def _lookup_of(draft: DraftConfig) -> DraftConfig | None:
+    """What coordinators look drafts up by: that of a draft which no replica of its own makes."""
+    drafter = draft.drafter
+    return draft if drafter.lookup is not None and drafter.model is None else None
 
 
 def emulated_spec(text: str) -> EmulatedSpec:

@@ -63,7 +63,7 @@ def plan_placement(config: DeploymentConfig, resources: Mapping[str, float]) -> 
             _resources("target_resources", config.target_resources),
         ),
         draft=None
-        if config.draft.drafter.on_target is not None
+        if config.draft.drafter.model is None
         else Demand(
             DRAFT,
             config.draft.num_cpus,

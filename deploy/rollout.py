@@ -188,7 +188,7 @@ class Rollout:
             await self._check_target(runs.target, follows.target)
             if "draft_model" in values and plan.placement.draft is not None:
                 wanted = await self._registry.wanted()
-                if not wanted.get("draft"):  # There were none while the target drafted for itself.
+                if not wanted.get("draft"):  # No replica drafted before.
                     await self._registry.want({"draft": plan.counts["draft"]})
             plan_before = self._plan_that_holds
             self._go(changes, plan)

@@ -36,8 +36,7 @@ class DraftActor(ReplicaHost[DraftItem, DraftAnswer]):
     async def start(self, config: DraftConfig, log_directory: str) -> str:
         """Loads the model, if there is one, and serves; the address that coordinators call.
         Raises `ConfigError`."""
-        num_cores = cores_for("draft") if config.drafter.model else 1
-        num_threads = threads_of_a_rank(config, num_cores, self.leadership)
+        num_threads = threads_of_a_rank(config, cores_for("draft"), self.leadership)
         use_threads(num_threads)
         log_to(log_directory, config.log_name("draft"))
         log_at(config.log_level)
@@ -67,17 +66,7 @@ def _build(
     if config.drafter.reads_target:
         return _build_eagle(config, lookup, observer)
     if engine is None:
-        if lookup is None:
-            raise InvariantError("a draft has neither a model nor a look-up")
-        stepping = ThreadExecutor("draft-step", lambda: 0.0)
-        return DraftService.without_model(
-            config.model,
-            lookup,
-            stepping,
-            max_num_seqs=config.step_sessions,
-            observer=observer,
-            grammars=build_grammars(config),
-        )
+        raise InvariantError("a draft replica has no model")
     executor = ThreadExecutor("draft-step", engine.take_step_seconds, start_workers)
     return DraftService.with_model(
         engine,

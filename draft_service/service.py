@@ -15,7 +15,6 @@ from outrider.constraints.constraint import Constraint
 from outrider.constraints.grammars import Grammars
 from outrider.constraints.matching import Matchers
 from outrider.drafting.deadline import NO_DEADLINE, DraftDeadline
-from outrider.drafting.drafter import Drafter
 from outrider.drafting.lookup import LookupDrafter
 from outrider.engine.costs import StepCosts
 from outrider.engine.executor import StepExecutor
@@ -139,33 +138,6 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         description = replace(describe_model(info, max_num_seqs, None), reads_features=True)
         proposer = Proposer(eagle, matchers=_matchers(grammars))
         eagle.on_dropped = proposer.forget_tokens
-        return cls(proposer, executor, description, observer, grammars)
-
-    @classmethod
-    def without_model(
-        cls,
-        name: str,
-        drafter: Drafter,
-        executor: StepExecutor,
-        *,
-        max_num_seqs: int,
-        observer: StepObserver | None = None,
-        grammars: Grammars | None = None,
-    ) -> DraftService:
-        """Drafts with something that needs no model, such as prompt lookup (`ngram`). It fits any
-        tokenizer, and proposes nothing that its tenant has not seen. By `grammars`, those of the
-        target's tokenizer, it is cut where a session's constraint ends it."""
-        description = ReplicaDescription(
-            model=name,
-            weights_fingerprint="",
-            tokenizer_fingerprint="",
-            vocab_size=0,
-            dtype="",
-            max_model_len=0,
-            eos_token_ids=(),
-            max_num_seqs=max_num_seqs,
-        )
-        proposer = Proposer(drafter, matchers=_matchers(grammars))
         return cls(proposer, executor, description, observer, grammars)
 
 

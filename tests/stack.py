@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draft_without_model import draft_without_model
+
 from coordinator.asking import Patience
 from coordinator.options import CoordinatorOptions
 from coordinator.prompts import Text
@@ -44,6 +46,7 @@ PATIENCE = Patience(
     draft_answer_s=10.0,
     draft_retry_s=0.2,
 )
+_COORDINATOR: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
 NUM_SEQUENCES = 64
 RARE = NgramDrafter(NgramConfig(16, 16))
 """So that it is not this one whose tokens are accepted."""
@@ -89,15 +92,10 @@ def _draft_service(
 ) -> DraftService:
     if engine is None:
         executor = ThreadExecutor("draft", lambda: 0.0)
-        drafter = lookup or NgramDrafter()
-        return DraftService.without_model(
-            "lookup" if lookup else "ngram",
-            drafter,
-            executor,
-            max_num_seqs=NUM_SEQUENCES,
-            observer=observer,
+        return draft_without_model(
+            NgramDrafter(), executor, max_num_seqs=NUM_SEQUENCES, observer=observer,
             grammars=grammars,
-        )
+        )  # fmt: skip
     if isinstance(engine, EagleDrafter):
         info = ModelInfo("eagle", 0, 0, "", (), "", "")
         executor = ThreadExecutor("draft", lambda: 0.0)
@@ -158,19 +156,19 @@ async def running_stack(
     draft_masks: bool = True,
     **options: Any,
 ) -> AsyncIterator[Stack]:
-    """Target and draft on the given engines; `lookup` before the draft's, or alone where that is
-    None (by default n-grams); an `eagle` in place of both. With a `self_drafter` nobody asks the
-    draft, and who stands in for either of these finds next to nothing. Everything is checked
-    and closed at the end. `directory` is for Redis, `options` the coordinator's. By `grammars`
-    sessions are held to their constraints, on the draft's side if `draft_masks`."""
+    """Target and draft on the given engines; `lookup` before the draft's, or in the coordinator
+    where that is None (by default n-grams); an `eagle` in place of both. With a `self_drafter` the
+    draft is not asked, and the stand-in for either of these finds next to nothing. Everything is
+    checked and closed at the end. `directory` is for Redis, `options` the coordinator's. By
+    `grammars` sessions are held to their constraints, on the draft's side if `draft_masks`."""
     async with AsyncExitStack() as stack:
         redis = EmbeddedRedis(directory)
         redis.start()
         stack.callback(redis.stop)
         target = _target_service(target_engine, target_observer, self_drafter, grammars)
         masks = grammars() if grammars is not None and draft_masks else None
-        drafter = draft_engine or eagle
-        draft = _draft_service(drafter, lookup, lookup_score, draft_observer, masks)
+        looks_up = not (draft_engine or eagle or self_drafter)
+        draft = _draft_service(draft_engine or eagle, lookup, lookup_score, draft_observer, masks)
         target_server = await _serve(stack, TargetServicer(target).grpc_service)
         draft_server = await _serve(stack, DraftServicer(draft).grpc_service)
         coordinator = CoordinatorService(
@@ -184,19 +182,19 @@ async def running_stack(
                 patience=patience,
                 look_ahead=0 if draft_siblings else look_ahead,
                 draft_siblings=draft_siblings,
+                looks_up=looks_up,
                 **options,
             ),
             store=await RedisStore.connect(redis.url, lifetimes=lifetimes),
             targets={"t": target_link(target_server.address)},
-            drafts={"d": draft_link(draft_server.address)},
-            stand_in=RARE if self_drafter or eagle else NgramDrafter(),
+            drafts={} if looks_up else {"d": draft_link(draft_server.address)},
+            stand_in=RARE if self_drafter or eagle else (looks_up and lookup) or NgramDrafter(),
             text=text,
             observation=observation,
             registry=registry,
         )
         await coordinator.start()
-        descriptor: Any = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
-        server = await _serve(stack, Service(descriptor, CoordinatorServicer(coordinator)))
+        server = await _serve(stack, Service(_COORDINATOR, CoordinatorServicer(coordinator)))
         client = Client(server.address)
         try:
             yield Stack(

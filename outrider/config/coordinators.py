@@ -179,7 +179,7 @@ class CoordinatorConfig(FrontConfig):
     draft_address: str = ""
     """... and of the draft; empty = none."""
     lookup: DraftConfig | None = None
-    """Of a hybrid whose target drafts: the look-up, which goes before its own proposals."""
+    """The look-up that drafts in the coordinator: alone, or before a target that drafts itself."""
 
     @property
     def redis(self) -> RedisAddress:

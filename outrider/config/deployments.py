@@ -44,7 +44,7 @@ class DeploymentConfig:
         minimum=1, maximum=REPLICAS_MAX,
     )  # fmt: skip
     num_drafts: int = setting(
-        1, "Draft replicas at first; none where the target drafts for itself.",
+        1, "Draft replicas at first; none where the target drafts for itself, or a look-up alone.",
         minimum=0, maximum=REPLICAS_MAX,
     )  # fmt: skip
     num_coordinators: int = setting(

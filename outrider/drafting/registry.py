@@ -72,6 +72,12 @@ class DrafterChoice:
     """A directory of a head behind the target's first layers."""
 
     @property
+    def is_lookup(self) -> bool:
+        """Whether a look-up drafts alone: coordinators make its proposals, and no draft replica
+        runs."""
+        return self.model is None and self.on_target is None
+
+    @property
     def on_target(self) -> str | None:
         """The directory of what the target drafts with, where it does."""
         return self.heads or self.early_exit

@@ -10,11 +10,11 @@ from typing import Any
 
 import grpc
 import pytest
+from draft_without_model import draft_without_model
 from rounds import Listener, make_head
 from toy_engine import ToyEngine
 
 import outrider.wire.server as rpc_server
-from draft_service.service import DraftService
 from draft_service.servicer import DraftServicer
 from outrider.config import DraftConfig, TargetConfig
 from outrider.drafting.ngram import NgramDrafter
@@ -97,7 +97,7 @@ async def hosted(role: InternalRole, directory: Path) -> AsyncIterator[str]:
         address = await host.serve(target, TargetServicer, TargetConfig(internal_tls_dir=tls))
     else:
         executor = ThreadExecutor("draft", lambda: 0.0)
-        draft = DraftService.without_model("ngram", NgramDrafter(), executor, max_num_seqs=4)
+        draft = draft_without_model(NgramDrafter(), executor, max_num_seqs=4)
         address = await host.serve(draft, DraftServicer, DraftConfig(internal_tls_dir=tls))
     try:
         yield address

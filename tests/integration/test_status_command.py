@@ -80,7 +80,7 @@ async def test_a_deployment_is_described(stack: Stack, state: Path) -> None:
     assert found["coordinators"][0]["model"] == "model"
     assert found["targets"][0]["vocab_size"] == 64
     assert found["targets"][0]["weights_fingerprint"]
-    assert found["drafts"][0]["model"] == "ngram"
+    assert found["drafts"][0]["model"] == "lookup"
     code, out, _ = await status(state)
     assert code == 0
     for word in ("drafted by ngram", stack.target_server.address, "serving", "0 sessions"):

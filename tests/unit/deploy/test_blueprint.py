@@ -122,17 +122,19 @@ def test_counts_are_held_within_what_is_possible() -> None:
     )
 
 
-def test_a_target_that_drafts_has_no_drafts_however_many_are_asked_for() -> None:
-    plan = blueprint(engine="transformers", model="m", draft_model="medusa:heads", num_drafts=2)
+@pytest.mark.parametrize("drafter", ["medusa:heads", "ngram"])
+def test_without_a_draft_of_its_own_there_are_no_replicas_of_one(drafter: str) -> None:
+    plan = blueprint(engine="transformers", model="m", draft_model=drafter, num_drafts=2)
     assert plan.counts == {"coordinator": 1, "target": 1, "draft": 0}
     assert plan.bounded(dict.fromkeys(ROLES, 2)) == {"coordinator": 2, "target": 2, "draft": 0}
-    with pytest.raises(SettingError, match="there are no drafts"):
+    with pytest.raises(SettingError, match="there are no draft replicas"):
         plan.demand("draft", "draft-0")
 
 
 def test_a_number_that_cannot_be_is_refused_by_its_role() -> None:
     """Where somebody asks for it, rather than held within what is possible."""
     drafts_itself = blueprint(engine="transformers", model="m", draft_model="medusa:heads")
+    looks_up = blueprint(draft_model="suffix")
     plan = blueprint()
     for role, count in (("target", 1), ("draft", 0), ("coordinator", REPLICAS_MAX)):
         plan.check_count(cast("Role", role), count)
@@ -141,7 +143,8 @@ def test_a_number_that_cannot_be_is_refused_by_its_role() -> None:
         (plan, "target", 0, "target=0: it must be 1 to 1024"),
         (plan, "draft", -1, "draft=-1: it must be 0 to 1024"),
         (plan, "coordinator", REPLICAS_MAX + 1, "coordinator=1025: it must be 1 to 1024"),
-        (drafts_itself, "draft", 1, "draft=1: with medusa:heads the target drafts"),
+        (drafts_itself, "draft", 1, "draft=1: with draft_model medusa:heads the target drafts"),
+        (looks_up, "draft", 2, "draft=2: with draft_model suffix the coordinators draft"),
     ):
         with pytest.raises(ConfigError, match=said):
             one.check_count(cast("Role", role), count)

@@ -92,6 +92,19 @@ def test_a_target_that_drafts_for_itself_lends_its_files(tiny: Path, draft_model
     assert bad.value.key == "draft_max_model_len"
 
 
+@pytest.mark.parametrize("engine", ["transformers", "emulated:"])
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "small"])
+def test_coordinators_are_told_of_a_look_up_that_drafts_alone(
+    tiny: Path, engine: str, drafter: str
+) -> None:
+    """A model has a replica of its own."""
+    named = str(tiny) if (engine, drafter) == ("transformers", "small") else drafter
+    config = resolve_models(
+        load_config({"model": str(tiny), "engine": engine, "draft_model": named}, {})
+    )
+    assert config.coordinator.lookup == (None if drafter == "small" else config.draft)
+
+
 @pytest.mark.parametrize(
     ("kind", "other_kind", "save"),
     [("medusa", "early-exit", save_tiny_heads), ("early-exit", "medusa", save_tiny_exit)],

@@ -21,7 +21,7 @@ def _shares(gpus: float, **settings: object) -> tuple[tuple[float, str], tuple[f
     config = placement.config
     return (
         (placement.target.num_gpus, config.target.device),
-        (placement.draft.num_gpus, config.draft.device),
+        (0 if placement.draft is None else placement.draft.num_gpus, config.draft.device),
     )
 
 
@@ -167,8 +167,10 @@ def test_a_draft_that_reads_features_looks_nowhere_ahead() -> None:
     assert look_ahead_outcomes(config, apart=True) == 0
 
 
-@pytest.mark.parametrize("named", ["medusa:heads", "hybrid:suffix,early-exit:exit"])
-def test_a_target_that_drafts_itself_has_no_draft(named: str) -> None:
+@pytest.mark.parametrize(
+    "named", ["medusa:heads", "hybrid:suffix,early-exit:exit", "ngram", "suffix"]
+)
+def test_no_replica_drafts_where_the_target_or_a_coordinator_does(named: str) -> None:
     placement = plan_placement(load_config({"draft_model": named}, {}), {"CPU": 2.0})
     assert placement.draft is None
 
@@ -205,6 +207,7 @@ def test_what_else_a_role_asks_for_says_where_it_may_be_placed() -> None:
     settings = {
         "target_resources": "rack=1, disk=0.5", "draft_resources": "small=2,",
         "target_num_cpus": 2, "draft_num_cpus": 0, "tensor_parallel_size": 2, "model": "m",
+        "draft_model": "small",
     }  # fmt: skip
     placement = plan_placement(load_config(settings, {}), {"CPU": 8.0})
     assert placement.target.each == {"CPU": 2.0, "rack": 1.0, "disk": 0.5}

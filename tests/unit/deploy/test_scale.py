@@ -174,9 +174,9 @@ def test_a_reconciler_that_has_died_is_asked_again(fleet: Fleet, ray: Connection
 def test_what_the_reconciler_refuses_is_told(
     capsys: pytest.CaptureFixture[str], fleet: Fleet, ray: Connections
 ) -> None:
-    fleet.refusal = ConfigError("draft=2: with medusa:heads the target drafts")
+    fleet.refusal = ConfigError("draft=2: with draft_model medusa:heads the target drafts")
     assert main(["scale", "draft=2"]) == 2
-    assert "draft=2: with medusa:heads the target drafts" in capsys.readouterr().err
+    assert "draft=2: with draft_model medusa:heads the target drafts" in capsys.readouterr().err
 
 
 def test_who_scales_what_is_autoscaled_is_told_so(

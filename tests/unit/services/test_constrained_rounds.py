@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from constrained import CONSTRAINTS, allowed_ids, eos, fresh_mask, grammar, grammars, hf_tokenizer
+from draft_without_model import draft_without_model
 from rounds import PATIENCE_S, Listener, Player, ask, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
 
@@ -77,9 +78,7 @@ async def running(
             engine(2), executor, max_num_seqs=8, grammars=draft_grammars
         )
     else:
-        draft = DraftService.without_model(
-            "ngram", lookup, executor, max_num_seqs=8, grammars=draft_grammars
-        )
+        draft = draft_without_model(lookup, executor, max_num_seqs=8, grammars=draft_grammars)
     links = tuple(MemoryLink[Any, Any](service) for service in (target, draft))
     yield Pair(target, draft, tuple((link, Listener(link)) for link in links))
     for service in (target, draft):

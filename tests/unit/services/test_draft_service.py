@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
+from draft_without_model import draft_without_model
 from rounds import GREEDY, Listener, Player, ask, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
 
@@ -50,7 +51,7 @@ class Setting:
         self.engine = engine or ToyEngine(salt=2)
         executor = InlineExecutor(self.engine.take_step_seconds)
         if lookup is not None and engine is None:
-            self.service = DraftService.without_model("lookup", lookup, executor, max_num_seqs=64)
+            self.service = draft_without_model(lookup, executor, max_num_seqs=64)
         else:
             self.service = DraftService.with_model(
                 self.engine, executor, max_num_seqs=64, lookup=lookup, model_tokens=model_tokens

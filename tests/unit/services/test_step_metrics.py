@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from draft_without_model import draft_without_model
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from rounds import Listener, ask, make_head, session_name
 from toy_engine import ToyEngine
 
-from draft_service.service import DraftService
 from outrider.drafting.ngram import NgramDrafter
 from outrider.engine.executor import InlineExecutor
 from outrider.messages import VerifyItem
@@ -79,12 +79,8 @@ async def test_pages_prefixes_parts_and_preemptions_are_told() -> None:
 
 async def test_a_drafter_without_pages_tells_of_none() -> None:
     meters = Meters("draft")
-    service = DraftService.without_model(
-        "ngram",
-        NgramDrafter(),
-        InlineExecutor(lambda: 0.0),
-        max_num_seqs=8,
-        observer=meters.observer,
+    service = draft_without_model(
+        NgramDrafter(), InlineExecutor(lambda: 0.0), max_num_seqs=8, observer=meters.observer
     )
     assert not any(name.startswith(("kv_cache", "prefix_cache")) for name in meters.values())
     await service.close()

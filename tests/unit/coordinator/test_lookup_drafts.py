@@ -1,0 +1,62 @@
+"""Proposals that a coordinator looks up itself."""
+
+from __future__ import annotations
+
+from coordinator.drafts import NOTHING_WANTED, LookupDrafts, StandIn
+from coordinator.lengths import RoundLength
+from outrider.clock import run_virtually
+from outrider.drafting.suffix import SuffixDrafter
+from outrider.sessions.state import Session
+from outrider.sessions.store import Counters, NewSession
+from outrider.speculation.noise import RoundNoise
+from outrider.speculation.sampling import Rule, SamplingParams
+
+PROMPT = (1, 2, 3, 1, 2, 3, 1)
+
+
+def opened(name: str, seed: int, prompt: tuple[int, ...] = PROMPT) -> Session:
+    return Session.opened(
+        NewSession(
+            session_id=name * 32, tenant="", owner="", seed=seed, rule=Rule.BLOCK,
+            parameters="{}", prompt_ids=prompt,
+        )
+    )  # fmt: skip
+
+
+async def proposed(drafts: LookupDrafts, session: Session, num_tokens: int) -> tuple[int, ...]:
+    noise = RoundNoise(session.identity.seed, session.identity.rule, session.length)
+    drafted = await drafts.propose(1, num_tokens, noise, siblings=(2,))
+    assert (drafted.by_replica, drafted.num_asked) == (True, num_tokens)
+    assert not drafted.proposal.parents
+    return drafted.proposal.token_ids
+
+
+def test_a_proposal_goes_on_from_the_committed_tokens() -> None:
+    """With no more tokens than were asked for; the target is asked for none."""
+
+    async def run() -> None:
+        session = opened("0", 1)
+        drafts = LookupDrafts(StandIn(SuffixDrafter(), session, SamplingParams()))
+        assert await proposed(drafts, session, 4) == (2, 3, 1, 2)
+        session.decide((2,), Counters(1, 4, 0))
+        assert await proposed(drafts, session, 2) == (3, 1)
+        assert drafts.next_wanted(RoundLength(2, 0, next_max=2), 99) == NOTHING_WANTED
+        assert drafts.cache_state is None
+        drafts.close()
+
+    run_virtually(run())
+
+
+def test_what_a_session_wrote_is_looked_up_once_it_is_closed() -> None:
+    async def run() -> None:
+        lookup = SuffixDrafter()
+        first, second = opened("0", 1, (5, 6, 7)), opened("1", 2, (8, 5, 6, 7))
+        drafts = LookupDrafts(StandIn(lookup, first, SamplingParams()))
+        later = LookupDrafts(StandIn(lookup, second, SamplingParams()))
+        first.decide((9, 10, 11), Counters(1, 0, 0))
+        await proposed(drafts, first, 4)
+        assert await proposed(later, second, 4) == ()
+        drafts.close()
+        assert await proposed(later, second, 4) == (9, 10, 11)
+
+    run_virtually(run())
