@@ -55,7 +55,6 @@ demo: $(STAMP) ## Start, generate with the real model, and print the speed-up ag
 
 test: $(STAMP) ## Run every test but the whole grids, and 1,000 seeds of the simulation.
 	$(PYTEST) -m "not full" --durations 40
-	PYTHONOPTIMIZE=1 $(PYTEST) -m "not full and not long" -q tests/unit tests/exactness/core
 	$(BIN)/python -m tests.simulation --seeds 1000
 
 test-full: $(STAMP) ## Run every test, the whole grids included.

@@ -33,6 +33,7 @@ class Replicas:
 
     target_address: str
     draft_address: str
+    """Empty where the coordinators look drafts up."""
     redis_url: str
     settings: CoordinatorConfig = field(default_factory=CoordinatorConfig)
     """Of coordinators, as far as they are not said here."""
@@ -44,7 +45,7 @@ class Replicas:
         Raises `Unavailable` where a process breaks off."""
         async with AsyncExitStack() as stack:
             draft_address = self.draft_address
-            if delay_ms > 0:
+            if delay_ms > 0 and draft_address:
                 way = {"address": draft_address, "delay_ms": delay_ms}
                 relay = await stack.enter_async_context(RoleProcess("relay", "relay", way))
                 draft_address = relay.address
@@ -79,20 +80,21 @@ async def running_replicas(engine: str) -> AsyncIterator[Replicas]:
 async def running_pair(
     target: TargetConfig, draft: DraftConfig, coordinator: CoordinatorConfig
 ) -> AsyncIterator[Replicas]:
-    """A target, a draft and an embedded Redis, for coordinators with these settings. No process
-    binds a port that the settings name, as a deployment with the same settings may run here.
+    """A target, a draft where a model drafts, and an embedded Redis, for coordinators with these
+    settings. No process binds a port that they name, as a deployment with the same ones may run
+    here.
     Raises `Unavailable` where a process breaks off, and `ConfigError`."""
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="outrider-"))
         redis = EmbeddedRedis(Path(directory))
         redis.start()
         stack.callback(redis.stop)
-        addresses = []
-        pair: tuple[tuple[str, TargetConfig | DraftConfig], ...] = (
-            ("target", target), ("draft", draft),
-        )  # fmt: skip
-        for role, config in pair:
+        pair: dict[str, TargetConfig | DraftConfig] = {"target": target}
+        if draft.drafter.model is not None:
+            pair["draft"] = draft
+        addresses = {}
+        for role, config in pair.items():
             config = replace(unlocked(config), port=0, telemetry="")
             process = RoleProcess("service_roles", role, {"config": asdict(config)})
-            addresses.append((await stack.enter_async_context(process)).address)
-        yield Replicas(addresses[0], addresses[1], redis.url, coordinator)
+            addresses[role] = (await stack.enter_async_context(process)).address
+        yield Replicas(addresses["target"], addresses.get("draft", ""), redis.url, coordinator)

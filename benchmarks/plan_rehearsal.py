@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import mean, median
-from typing import Final
+from typing import Any, Final
 
 from outrider.client import Client
 from outrider.config import DeploymentConfig
@@ -23,6 +23,7 @@ from outrider.planning.fitting import MeasuredStep, fitted, rebased
 from outrider.planning.round_times import ServiceTimes
 from outrider.speculation.sampling import Rule
 from outrider.wire.grpc_link import draft_link, target_link
+from outrider.wire.link import Link
 
 from .emulate_services import Replicas, running_pair
 from .measurement import Progress
@@ -65,10 +66,13 @@ async def rehearse(
     `samples`, which are of the same prompts. Raises `Unavailable` where a service breaks off, and
     `ConfigError`."""
     progress("starting the services for a rehearsal")
-    # Answers are rehearsed several times: none is to be copied from.
-    draft = replace(config.draft, suffix_tokens_per_tenant=0)
+    coordinator = config.coordinator
+    if coordinator.lookup is not None:
+        # Answers are rehearsed several times: none is to be copied from.
+        lookup = replace(coordinator.lookup, suffix_tokens_per_tenant=0)
+        coordinator = replace(coordinator, lookup=lookup)
     found: list[ServiceTimes] = []
-    async with running_pair(config.target, draft, config.coordinator) as replicas:
+    async with running_pair(config.target, config.draft, coordinator) as replicas:
         target_costs, draft_costs = await _tables(replicas)
         if target_costs is None:
             raise Unavailable("the target does not say what its steps cost")
@@ -83,14 +87,16 @@ async def rehearse(
 
 
 async def _tables(replicas: Replicas) -> tuple[StepCosts | None, StepCosts | None]:
-    target, draft = target_link(replicas.target_address), draft_link(replicas.draft_address)
+    """Of the target and of the draft's model, if there is one."""
+    links: list[Link[Any, Any]] = [target_link(replicas.target_address)]
+    if replicas.draft_address:
+        links.append(draft_link(replicas.draft_address))
     try:
-        ours = await target.describe(DESCRIBE_TIMEOUT_S)
-        theirs = await draft.describe(DESCRIBE_TIMEOUT_S)
+        found = [(await link.describe(DESCRIBE_TIMEOUT_S)).step_costs for link in links]
     finally:
-        await target.close()
-        await draft.close()
-    return ours.step_costs, theirs.step_costs
+        for link in links:
+            await link.close()
+    return found[0], found[1] if len(found) > 1 else None
 
 
 async def _play_all(

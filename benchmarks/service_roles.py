@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from typing import Any, Final, Protocol, TypeVar
 
 from outrider.config import CoordinatorConfig, DraftConfig, TargetConfig
@@ -42,7 +43,10 @@ def _draft_role(setup: Mapping[str, Any]) -> AbstractAsyncContextManager[Role]:
 def _coordinator_role(setup: Mapping[str, Any]) -> AbstractAsyncContextManager[Role]:
     from coordinator.actor import CoordinatorActor
 
-    return _serving(CoordinatorActor(), CoordinatorConfig(**setup["config"]))
+    config = CoordinatorConfig(**setup["config"])
+    if config.lookup is not None:
+        config = replace(config, lookup=DraftConfig(**setup["config"]["lookup"]))
+    return _serving(CoordinatorActor(), config)
 
 
 @asynccontextmanager

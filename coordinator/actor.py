@@ -19,7 +19,7 @@ from outrider.closing import run_all
 from outrider.config import CoordinatorConfig
 from outrider.fleet.membership import Engagement
 from outrider.hosting import Place, advertised, build_lookup, log_at, log_to, use_threads
-from outrider.limits import SEED_BITS
+from outrider.limits import NUM_DRAFT_TOKENS_MAX, SEED_BITS
 from outrider.sessions.redis_password import with_password
 from outrider.settings import blaming
 from outrider.speculation.sampling import Rule
@@ -358,6 +358,7 @@ async def _build(
             audit_share=config.audit_share if config.telemetry else 0.0,
             looks_up=looks_up,
             confident=None if lookup is None else lookup.hybrid_min_score,
+            model_tokens=NUM_DRAFT_TOKENS_MAX if lookup is None else lookup.hybrid_model_tokens,
         ),
         store=await connect_store(config),
         targets=links[0],
@@ -379,8 +380,7 @@ def _owner(config: CoordinatorConfig) -> str:
 
 
 def _stand_in(config: CoordinatorConfig) -> LookupDrafter:
-    """The configured look-up, which drafts alone or goes before a target that drafts itself; else
-    prompt lookup."""
+    """The configured look-up, which drafts alone or before what else does; else prompt lookup."""
     from outrider.drafting.ngram import NgramConfig, NgramDrafter
 
     found = None if config.lookup is None else build_lookup(config.lookup)

@@ -19,7 +19,12 @@ from outrider.errors import (
     check,
     error_from_code,
 )
-from outrider.limits import LOOK_AHEAD_BYTES_MAX, SILENT_DRAFT_S, UNTIMED_DRAFT_S
+from outrider.limits import (
+    LOOK_AHEAD_BYTES_MAX,
+    NUM_DRAFT_TOKENS_MAX,
+    SILENT_DRAFT_S,
+    UNTIMED_DRAFT_S,
+)
 from outrider.messages import (
     DraftAnswer,
     DraftItem,
@@ -55,10 +60,15 @@ class DraftSide:
         look_ahead: int = 0,
         look_ahead_bytes_max: int = LOOK_AHEAD_BYTES_MAX,
         reads_features: bool = False,
+        confident: float | None = None,
+        model_tokens: int = NUM_DRAFT_TOKENS_MAX,
     ) -> None:
         """`look_ahead` outcomes of each round are to be worked out before they are known; so many
         bytes of proposals are kept for them. A draft that `reads_features` is sent those of the
-        target."""
+        target. Where the stand-in expects `confident` of its tokens to be accepted, it proposes,
+        and the replica is not asked; else that is asked for `model_tokens` of a round at most."""
+        self._confident = confident
+        self._model_tokens = model_tokens
         self._berth = berth
         self._mailbox = berth.mailbox
         self._heads = heads
@@ -91,7 +101,7 @@ class DraftSide:
         a proposal, for so many tokens; waits for nothing."""
         number = self._berth.number(round_index)
         self._mailbox.begin(number)
-        self._looked_for = num_draft_tokens
+        self._looked_for = num_draft_tokens = min(num_draft_tokens, self._model_tokens)
         try:
             self._send(number, num_draft_tokens if self._look_ahead else 0, held=())
         except (LinkLost, Overloaded) as error:
@@ -108,7 +118,46 @@ class DraftSide:
         patience_s: float = math.inf,
         is_timed: bool = True,
     ) -> Drafted:
-        """See `Drafts.propose`: the replica's, or the stand-in's where the replica is away or
+        """See `Drafts.propose`: the stand-in's where it is confident, which depends on the
+        committed tokens and its history alone; else the replica's."""
+        if self._confident is not None:
+            start = asyncio.get_running_loop().time()
+            proposal, score = self._stand_in.guess(num_draft_tokens, noise)
+            if score >= self._confident:
+                self._go_on_without(round_index, num_draft_tokens, proposal)
+                seconds = asyncio.get_running_loop().time() - start
+                return Drafted(proposal, True, seconds, num_draft_tokens)
+        num_drawn = min(num_draft_tokens, self._model_tokens)
+        drafted = await self._propose(
+            round_index, num_drawn, noise, siblings[:num_drawn], patience_s, is_timed
+        )
+        # Of a hybrid, tokens beyond the model's count as asked for and not proposed.
+        is_whole = drafted.num_asked == num_drawn
+        return replace(drafted, num_asked=num_draft_tokens) if is_whole else drafted
+
+    def _go_on_without(
+        self, round_index: int, num_draft_tokens: int, proposal: SealedProposal
+    ) -> None:
+        """A round has its proposal, for which the replica was not asked; that may look ahead."""
+        if self._look_ahead == 0:
+            return
+        number = self._berth.number(round_index)
+        self._mailbox.begin(number)
+        self._pushed.begin(number, self._heads.session.tokens)
+        self._looked_for = min(num_draft_tokens, self._model_tokens)
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, self._tell, number, self._looked_for, proposal.token_ids)
+
+    async def _propose(
+        self,
+        round_index: int,
+        num_draft_tokens: int,
+        noise: RoundNoise,
+        siblings: tuple[int, ...],
+        patience_s: float,
+        is_timed: bool,
+    ) -> Drafted:
+        """The replica's, or the stand-in's where the replica is away or
         silent, refuses, or had no time for a first token. The replica is told how much time there
         is and decides itself, before each draw, whether to make it: a proposal that has been drawn
         is never given up for being late, as how late it is may depend on its tokens. A round that

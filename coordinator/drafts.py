@@ -113,8 +113,8 @@ class Drafts(Protocol):
 
 
 class StandIn:
-    """The local look-up that proposes for one session: alone, where no replica answers, or before a
-    target that drafts itself."""
+    """The look-up that proposes for one session: alone, where it is confident, or where no replica
+    answers."""
 
     def __init__(self, lookup: LookupDrafter, session: Session, sampling: SamplingParams) -> None:
         self._lookup = lookup

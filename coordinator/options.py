@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.limits import LOOK_AHEAD_BYTES_MAX
+from outrider.limits import LOOK_AHEAD_BYTES_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.speculation.sampling import Rule, SamplingParams
 
 from .asking import Patience
@@ -41,8 +41,11 @@ class CoordinatorOptions:
     looks_up: bool = False
     """Whether the stand-in is what drafts, in place of replicas."""
     confident: float | None = None
-    """Tokens that the stand-in must expect to be accepted to go before a target that drafts itself;
-    None = it never does."""
+    """Tokens that the stand-in must expect to be accepted to go before what else drafts; None = it
+    never does."""
+    model_tokens: int = NUM_DRAFT_TOKENS_MAX
+    """Draft tokens of a round that a draft replica is asked for at most where the stand-in was not
+    confident: each takes a step, while those of a look-up cost next to nothing."""
     audit_share: float = 0.0
     """Of sessions, those whose tokens are scored once more when they are over, where anybody hears
     of it."""

@@ -526,6 +526,8 @@ class CoordinatorService:
             0 if reads_features or heads.constraint else options.look_ahead,
             options.look_ahead_bytes_max,
             reads_features,
+            options.confident,
+            options.model_tokens,
         )
 
     def _length_policy(

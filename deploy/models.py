@@ -92,9 +92,11 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
 
 
 def _lookup_of(draft: DraftConfig) -> DraftConfig | None:
-    """What coordinators look drafts up by: that of a draft which no replica of its own makes."""
+    """What coordinators look drafts up by, if anything. A head that reads features looks up itself
+    where it has none."""
     drafter = draft.drafter
-    return draft if drafter.lookup is not None and drafter.model is None else None
+    reads_features = drafter.model is not None and drafter.model.reads_features
+    return draft if drafter.lookup is not None and not reads_features else None
 
 
 def emulated_spec(text: str) -> EmulatedSpec:

@@ -62,9 +62,8 @@ def _build(
 
     from .service import DraftService
 
-    lookup = build_lookup(config)
     if config.drafter.reads_target:
-        return _build_eagle(config, lookup, observer)
+        return _build_eagle(config, build_lookup(config), observer)
     if engine is None:
         raise InvariantError("a draft replica has no model")
     executor = ThreadExecutor("draft-step", engine.take_step_seconds, start_workers)
@@ -74,9 +73,6 @@ def _build(
         max_num_seqs=config.step_sessions,
         max_num_batched_tokens=config.max_num_batched_tokens,
         entries_max=config.support_entries,
-        lookup=lookup,
-        lookup_score=config.hybrid_min_score,
-        model_tokens=config.hybrid_model_tokens,
         costs=executor.call(lambda: step_costs(engine, config, "draft")),
         observer=observer,
         grammars=build_grammars(config),

@@ -24,8 +24,7 @@ from itertools import count
 
 import torch
 
-from draft_service.growing import GrowingDrafter
-from draft_service.model_drafter import Branch
+from draft_service.model_drafter import Branch, ModelDrafter
 from draft_service.round_ahead import Basis, Outcome, RoundAhead
 from outrider.engine.interface import Engine
 from outrider.engine.sequences import SequenceTable
@@ -54,7 +53,7 @@ class LookAhead:
     """The rounds of a draft's sessions, over one engine, on the executor's side."""
 
     def __init__(
-        self, engine: Engine, table: SequenceTable, drafter: GrowingDrafter, limits: LookAheadLimits
+        self, engine: Engine, table: SequenceTable, drafter: ModelDrafter, limits: LookAheadLimits
     ) -> None:
         """The drafter is the engine's, and the table has the tokens of its sessions."""
         self._engine = engine
@@ -193,9 +192,6 @@ class LookAhead:
             if 2 * num_held >= taken.num_wanted:
                 taken.num_wanted = min(taken.num_wanted, num_held)
         request = now.request(now.session_id, now.committed)
-        copied = self._drafter.copied(request) if taken is None else None
-        if copied is not None:
-            return [self._answer(now, SealedProposal.of(copied))]
         branch = taken or self._drafter.begin(request)
         if branch is None or branch.num_wanted == 0:
             if taken is not None:
@@ -265,7 +261,6 @@ class LookAhead:
             return
         now.guesses = guesses
         plan = self._fan_out(now).plan(guesses, now.item.look_ahead)
-        own = now.request(now.session_id, now.committed)
         begun = {found.assumed: found for found in now.outcomes}
         now.outcomes = []
         for place, guess in enumerate(plan):
@@ -273,11 +268,7 @@ class LookAhead:
             if assumed in begun:
                 now.outcomes.append(begun.pop(assumed))
                 continue
-            if assumed in now.finished or assumed in now.ready:
-                continue
-            copied = self._drafter.copied(own, assumed)
-            if copied is not None:
-                now.ready[assumed] = SealedProposal.of(copied)
+            if assumed in now.finished:
                 continue
             try:
                 self._branch_off(now, guess, assumed)
@@ -311,9 +302,6 @@ class LookAhead:
             self._record_wanted(now, now.wanted)
             if now.wanted.is_whole:
                 answers.append(self._answer_wanted(now, now.wanted))
-        for assumed, proposal in now.ready.items():
-            answers += self._pushed(now, assumed, proposal)
-        now.ready.clear()
         for found in [one for one in now.outcomes if one.branch.is_whole]:
             now.outcomes.remove(found)
             self._keep_or_release(now, found)

@@ -187,10 +187,6 @@ class ModelDrafter:
         self._growing.pop(session_id, None)
         self._engine.release(session_id)
 
-    def copied(self, request: DraftRequest, assumed: Sequence[int] = ()) -> Proposal | None:
-        """See `GrowingDrafter.copied`: nothing comes without a pass."""
-        return None
-
     def begin(self, request: DraftRequest) -> Branch | None:
         """A proposal without tokens yet; None where the model cannot go on after the prefix."""
         info = self._engine.info

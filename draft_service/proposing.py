@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from draft_service.growing import GrowingDrafter
 from draft_service.look_ahead import LookAhead, LookAheadLimits
-from draft_service.model_drafter import Unended
+from draft_service.model_drafter import ModelDrafter, Unended
 from outrider.constraints.allowed import Allowed
 from outrider.constraints.matching import Matchers
 from outrider.drafting.deadline import NO_DEADLINE
@@ -96,7 +95,7 @@ class Proposer:
         matchers: Matchers | None = None,
     ) -> None:
         """`engine` is the one behind the drafter, and `budget` bounds each of its steps; None for a
-        drafter that keeps no slots. With `look_ahead` a `GrowingDrafter` works out what comes next
+        drafter that keeps no slots. With `look_ahead` a `ModelDrafter` works out what comes next
         where items ask for it. Without `matchers` what is drafted for sessions with a constraint
         may not meet it, and is then refused by the target."""
         check((engine is None) == (budget is None), "an engine has a budget, and nothing else has")
@@ -107,7 +106,7 @@ class Proposer:
         self._look_ahead: LookAhead | None = None
         if engine is not None and budget is not None:
             self._admissions = Admissions(engine, self._table, budget, self._give_way)
-            if look_ahead is not None and isinstance(drafter, GrowingDrafter):
+            if look_ahead is not None and isinstance(drafter, ModelDrafter):
                 self._look_ahead = LookAhead(engine, self._table, drafter, look_ahead)
         self._matchers = matchers
         self._growing: dict[str, _Prepared] = {}

@@ -44,7 +44,7 @@ class RoundAhead:
 
     __slots__ = (
         "basis", "bytes_left", "committed", "drafted", "finished", "guesses", "is_read", "item",
-        "kept", "num_recorded", "outcomes", "ready", "sampling", "unseen", "wanted",
+        "kept", "num_recorded", "outcomes", "sampling", "unseen", "wanted",
     )  # fmt: skip
 
     def __init__(
@@ -74,8 +74,6 @@ class RoundAhead:
         self.guesses: RoundGuesses | None = None
         """What may come of it."""
         self.outcomes: list[Outcome] = []
-        self.ready: dict[tuple[int, ...], SealedProposal] = {}
-        """By what is assumed: those that took no pass, and are not pushed yet."""
         self.finished: dict[tuple[int, ...], SealedProposal] = {}
         """By what is assumed."""
         self.kept: list[Outcome] = []

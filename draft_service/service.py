@@ -7,15 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from draft_service.eagle_drafter import EagleDrafter
-from draft_service.hybrid_drafter import HybridDrafter
 from draft_service.look_ahead import LookAheadLimits
 from draft_service.model_drafter import ModelDrafter
-from draft_service.proposing import FallibleDrafter, Proposer
+from draft_service.proposing import Proposer
 from outrider.constraints.constraint import Constraint
 from outrider.constraints.grammars import Grammars
 from outrider.constraints.matching import Matchers
 from outrider.drafting.deadline import NO_DEADLINE, DraftDeadline
-from outrider.drafting.lookup import LookupDrafter
 from outrider.engine.costs import StepCosts
 from outrider.engine.executor import StepExecutor
 from outrider.engine.interface import Engine, ModelInfo
@@ -23,8 +21,6 @@ from outrider.engine.token_budget import TokenBudget
 from outrider.limits import (
     BATCHED_TOKENS_DEFAULT,
     DRAFT_SUPPORT_ENTRIES,
-    HYBRID_MODEL_TOKENS,
-    HYBRID_SCORE_MIN,
     LOOK_AHEAD_BYTES_MAX,
 )
 from outrider.messages import DraftAnswer, DraftItem, ReplicaDescription
@@ -96,25 +92,17 @@ class DraftService(SteppedService[DraftItem, DraftAnswer]):
         max_num_seqs: int,
         max_num_batched_tokens: int = BATCHED_TOKENS_DEFAULT,
         entries_max: int = DRAFT_SUPPORT_ENTRIES,
-        lookup: LookupDrafter | None = None,
-        lookup_score: float = HYBRID_SCORE_MIN,
-        model_tokens: int = HYBRID_MODEL_TOKENS,
         look_ahead_bytes_max: int = LOOK_AHEAD_BYTES_MAX,
         costs: StepCosts | None = None,
         observer: StepObserver | None = None,
         grammars: Grammars | None = None,
     ) -> DraftService:
         """Drafts with a model. A step runs as little as `TargetService` says; a distribution keeps
-        `entries_max` tokens at most. A `lookup` answers in the model's place where it expects
-        `lookup_score` of its tokens to be accepted; beside one the model draws `model_tokens` of a
-        proposal at most. A model, alone or beside one, looks ahead, and pushes
-        `look_ahead_bytes_max` bytes of proposals at most for one round of a session. By `grammars`,
-        those of the engine's tokenizer, it drafts what a session's constraint allows."""
+        `entries_max` tokens at most. It looks ahead, and pushes `look_ahead_bytes_max` bytes of
+        proposals at most for one round of a session. By `grammars`, those of the engine's
+        tokenizer, it drafts what a session's constraint allows."""
         budget = TokenBudget(max_num_batched_tokens, max_num_seqs, costs)
-        drafter: FallibleDrafter = ModelDrafter(engine, entries_max)
-        if lookup is not None:
-            model = ModelDrafter(engine, entries_max)
-            drafter = HybridDrafter(lookup, model, lookup_score, model_tokens)
+        drafter = ModelDrafter(engine, entries_max)
         limits = LookAheadLimits(max_num_seqs, look_ahead_bytes_max)
         proposer = Proposer(drafter, engine, budget, limits, _matchers(grammars))
         description = describe_model(engine.info, max_num_seqs, costs)

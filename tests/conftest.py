@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# What helpers assert holds under PYTHONOPTIMIZE, too, as in the tests themselves.
+# What helpers assert is explained as it is in the tests themselves.
 pytest.register_assert_rewrite(
     "tests", *(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "conftest")
 )

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draft_without_model import draft_without_model
-
 from coordinator.asking import Patience
 from coordinator.options import CoordinatorOptions
 from coordinator.prompts import Text
@@ -17,19 +15,23 @@ from coordinator.request import RequestDefaults
 from coordinator.service import CoordinatorService
 from coordinator.servicer import CoordinatorServicer
 from draft_service.eagle_drafter import EagleDrafter
+from draft_service.proposing import Proposer
 from draft_service.service import DraftService
 from draft_service.servicer import DraftServicer
 from outrider.client import Client
 from outrider.constraints.grammars import Grammars
+from outrider.constraints.matching import Matchers
+from outrider.drafting.drafter import Drafter
 from outrider.drafting.lookup import LookupDrafter
 from outrider.drafting.ngram import NgramConfig, NgramDrafter
-from outrider.engine.executor import ThreadExecutor
+from outrider.engine.executor import StepExecutor, ThreadExecutor
 from outrider.engine.interface import Engine, ModelInfo
 from outrider.fleet.registry import Registry
-from outrider.limits import HYBRID_SCORE_MIN
+from outrider.limits import HYBRID_MODEL_TOKENS, HYBRID_SCORE_MIN
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.lifetimes import DEFAULT_LIFETIMES, Lifetimes
 from outrider.sessions.redis_store import RedisStore
+from outrider.stepped_service import describe_model
 from outrider.telemetry.observer import UNOBSERVED, Observation
 from outrider.v1 import coordinator_pb2
 from outrider.wire.grpc_link import draft_link, target_link
@@ -39,6 +41,8 @@ from target_service.self_drafting import SelfDrafter
 from target_service.service import TargetService
 from target_service.servicer import TargetServicer
 
+_WITHOUT_MODEL = ModelInfo("lookup", 0, 0, "", (), "", "")
+"""It fits any target."""
 PATIENCE = Patience(
     target_answer_s=30.0,
     target_gone_s=5.0,
@@ -67,6 +71,21 @@ class Stack:
     """The coordinator's."""
 
 
+def draft_without_model(
+    drafter: Drafter,
+    executor: StepExecutor,
+    *,
+    max_num_seqs: int,
+    observer: StepObserver | None = None,
+    grammars: Grammars | None = None,
+) -> DraftService:
+    """A draft service over a drafter without a model; by `grammars`, its proposals end where a
+    session's constraint ends them."""
+    proposer = Proposer(drafter, matchers=None if grammars is None else Matchers(grammars))
+    description = describe_model(_WITHOUT_MODEL, max_num_seqs, None)
+    return DraftService(proposer, executor, description, observer, grammars)
+
+
 def _target_service(
     engine: Engine,
     observer: StepObserver | None,
@@ -85,8 +104,6 @@ def _target_service(
 
 def _draft_service(
     engine: Engine | EagleDrafter | None,
-    lookup: LookupDrafter | None,
-    lookup_score: float,
     observer: StepObserver | None,
     grammars: Grammars | None,
 ) -> DraftService:
@@ -109,9 +126,15 @@ def _draft_service(
         )
     executor = ThreadExecutor("draft", engine.take_step_seconds)
     return DraftService.with_model(
-        engine, executor, max_num_seqs=NUM_SEQUENCES, lookup=lookup, lookup_score=lookup_score,
-        observer=observer, grammars=grammars,
-    )  # fmt: skip
+        engine, executor, max_num_seqs=NUM_SEQUENCES, observer=observer, grammars=grammars
+    )
+
+
+def _started_redis(directory: Path, stack: AsyncExitStack) -> EmbeddedRedis:
+    redis = EmbeddedRedis(directory)
+    redis.start()
+    stack.callback(redis.stop)
+    return redis
 
 
 async def _serve(stack: AsyncExitStack, service: Service) -> RpcServer:
@@ -156,19 +179,19 @@ async def running_stack(
     draft_masks: bool = True,
     **options: Any,
 ) -> AsyncIterator[Stack]:
-    """Target and draft on the given engines; `lookup` before the draft's, or in the coordinator
+    """Target and draft on the given engines; a `lookup` goes before the draft's, or proposes alone
     where that is None (by default n-grams); an `eagle` in place of both. With a `self_drafter` the
     draft is not asked, and the stand-in for either of these finds next to nothing. Everything is
     checked and closed at the end. `directory` is for Redis, `options` the coordinator's. By
     `grammars` sessions are held to their constraints, on the draft's side if `draft_masks`."""
     async with AsyncExitStack() as stack:
-        redis = EmbeddedRedis(directory)
-        redis.start()
-        stack.callback(redis.stop)
+        redis = _started_redis(directory, stack)
         target = _target_service(target_engine, target_observer, self_drafter, grammars)
         masks = grammars() if grammars is not None and draft_masks else None
         looks_up = not (draft_engine or eagle or self_drafter)
-        draft = _draft_service(draft_engine or eagle, lookup, lookup_score, draft_observer, masks)
+        if lookup and draft_engine:
+            options |= {"confident": lookup_score, "model_tokens": HYBRID_MODEL_TOKENS}
+        draft = _draft_service(draft_engine or eagle, draft_observer, masks)
         target_server = await _serve(stack, TargetServicer(target).grpc_service)
         draft_server = await _serve(stack, DraftServicer(draft).grpc_service)
         coordinator = CoordinatorService(
@@ -188,7 +211,7 @@ async def running_stack(
             store=await RedisStore.connect(redis.url, lifetimes=lifetimes),
             targets={"t": target_link(target_server.address)},
             drafts={} if looks_up else {"d": draft_link(draft_server.address)},
-            stand_in=RARE if self_drafter or eagle else (looks_up and lookup) or NgramDrafter(),
+            stand_in=RARE if self_drafter or eagle else lookup or NgramDrafter(),
             text=text,
             observation=observation,
             registry=registry,

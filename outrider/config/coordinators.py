@@ -179,7 +179,7 @@ class CoordinatorConfig(FrontConfig):
     draft_address: str = ""
     """... and of the draft; empty = none."""
     lookup: DraftConfig | None = None
-    """The look-up that drafts in the coordinator: alone, or before a target that drafts itself."""
+    """The look-up that drafts in the coordinator, alone or before a model, heads or an exit."""
 
     @property
     def redis(self) -> RedisAddress:

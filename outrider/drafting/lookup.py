@@ -55,11 +55,9 @@ class LookupDrafter(ABC):
         return [self.guess(request).within(request).proposal(request) for request in requests]
 
     @abstractmethod
-    def guess(self, request: DraftRequest, assumed: Sequence[int] = ()) -> Guess:
+    def guess(self, request: DraftRequest) -> Guess:
         """What would be proposed, and how far it is trusted; nothing where nothing was asked for.
-        Both depend on what a proposal may depend on, and on nothing else. With `assumed` tokens
-        they are what they would be were these committed behind the request's; nothing is kept of
-        them."""
+        Both depend on what a proposal may depend on, and on nothing else."""
 
     @abstractmethod
     def release(self, session_id: str) -> None:

@@ -6,7 +6,6 @@ place of a fixed length, and copies that may run into what they have just writte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -95,13 +94,11 @@ class NgramDrafter(LookupDrafter):
             lambda request: NgramIndex(chosen), sequences_max
         )
 
-    def guess(self, request: DraftRequest, assumed: Sequence[int] = ()) -> Guess:
+    def guess(self, request: DraftRequest) -> Guess:
         """See `LookupDrafter.guess`."""
         if request.num_draft_tokens == 0:
             return NO_GUESS
-        index = self._indices.of(request)
-        with index.assuming(assumed):
-            return index.continuation(request.num_draft_tokens)
+        return self._indices.of(request).continuation(request.num_draft_tokens)
 
     def release(self, session_id: str) -> None:
         """Forgets the session's index."""

@@ -108,20 +108,19 @@ class SuffixDrafter(LookupDrafter):
         self._first_of_seed: OrderedDict[tuple[str, int], str | None] = OrderedDict()
         """Tenant and seed, the oldest first -> its first session; None once that has ended."""
 
-    def guess(self, request: DraftRequest, assumed: Sequence[int] = ()) -> Guess:
+    def guess(self, request: DraftRequest) -> Guess:
         """See `LookupDrafter.guess`."""
         if request.num_draft_tokens == 0:
             return NO_GUESS
         is_first = self._is_first(request)
         text = self._texts.of(request)
-        with text.assuming(assumed):
-            tail = text.slice(text.end - self._config.depth, text.end)
-            found = self._occurrences(text, text.earlier(), tail)
-            if is_first or request.rule.absolute_noise:
-                history = self._history.of(request.tenant)
-                if history is not None:
-                    found += self._occurrences(history, history.occurrences(tail), tail)
-            return _continuation(found, request.num_draft_tokens, self._config)
+        tail = text.slice(text.end - self._config.depth, text.end)
+        found = self._occurrences(text, text.earlier(), tail)
+        if is_first or request.rule.absolute_noise:
+            history = self._history.of(request.tenant)
+            if history is not None:
+                found += self._occurrences(history, history.occurrences(tail), tail)
+        return _continuation(found, request.num_draft_tokens, self._config)
 
     def release(self, session_id: str) -> None:
         """Ends the session: as much of its output as was committed when it was last asked for

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 from outrider.tokens import EMPTY_DIGEST, TokenSequence, extend_digest
 
@@ -56,24 +55,6 @@ class TextIndex:
                 place = last.get(gram, _NO_PLACE)
                 last[gram] = self._num_cut + len(ids)
             previous.append(place)
-
-    @contextmanager
-    def assuming(self, token_ids: Sequence[int]) -> Iterator[None]:
-        """As long as it lasts, these tokens are appended; nothing is cut off meanwhile."""
-        n, digest = self._gram_length, self._digest
-        ids, last, previous = self._ids, self._last, self._previous
-        self.extend(token_ids)
-        try:
-            yield
-        finally:
-            for _ in token_ids:
-                gram, place = tuple(ids[-n:]), previous.pop()
-                if place != _NO_PLACE:
-                    last[gram] = place
-                elif len(ids) >= n:
-                    del last[gram]
-                ids.pop()
-            self._digest = digest
 
     def cut(self, num_tokens: int) -> None:
         """Cuts the first tokens off."""

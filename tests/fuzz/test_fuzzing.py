@@ -11,7 +11,7 @@ import pytest
 
 from .started import bugs_in
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300), pytest.mark.xdist_group("redis")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("redis")]
 
 LEFT = """\
 ERROR:grpc._cython.cygrpc:ExecuteBatchError raised in core by servicer method [/a.B/Nothing]

@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc
 import pytest
-from draft_without_model import draft_without_model
 from rounds import Listener, make_head
+from stack import draft_without_model
 from toy_engine import ToyEngine
 
 import outrider.wire.server as rpc_server

@@ -33,6 +33,8 @@ REPLICAS_MAX = 3
 """Of a role that are ever wanted here."""
 HASTY_SHARE = 0.2
 """Of the seeds: there drafts have too little time for all that they are asked for."""
+LOOK_UP_SHARE = 0.1
+"""Of the others: there coordinators draft."""
 FRONT_PORT = 50051
 STOP_S = 1.0
 CLOSING_S = COMMIT_GRACE_S + 0.1
@@ -95,7 +97,9 @@ class World:
             "length_control": rng.random() < 0.5,
             "look_ahead": look_ahead,
             "draft_siblings": 0 if look_ahead else rng.choice((0, 2)),
-            "confident": rng.choice((None, 0.5)),
+            "confident": None if is_hasty else rng.choice((None, 0.5)),
+            "model_tokens": 16 if is_hasty else 2,
+            "looks_up": not is_hasty and rng.random() < LOOK_UP_SHARE,
         }
         self._wires: list[Wire[Any, Any]] = []
         self._serving: dict[str, tuple[Node, Any]] = {}

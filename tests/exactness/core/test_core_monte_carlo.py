@@ -81,7 +81,6 @@ def test_greedy_sequences_are_the_likeliest_tokens(pair, controller):
     assert (result.degrees, result.impossible) == (0, 0)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("rule", "together"),
     [

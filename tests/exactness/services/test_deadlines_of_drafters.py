@@ -18,7 +18,6 @@ from toy_engine import ToyEngine, toy_logits
 
 from draft_service import model_drafter
 from draft_service.eagle_drafter import EagleDrafter
-from draft_service.hybrid_drafter import HybridDrafter
 from draft_service.look_ahead import LookAheadLimits
 from draft_service.model_drafter import Branch, ModelDrafter
 from draft_service.proposing import Proposer
@@ -191,8 +190,7 @@ def drafting(kind: str) -> Propose:
         worker = Proposer(EagleDrafter(eagle, NgramDrafter(), sessions_max=TOGETHER))
         return by_draft(worker, features=features)
     engine = ToyEngine(VOCAB, DRAFT_SALT)
-    model = ModelDrafter(engine)
-    drafter = HybridDrafter(NgramDrafter(), model, 9.0, K) if kind == "hybrid" else model
+    drafter = ModelDrafter(engine)
     limits = LookAheadLimits(TOGETHER, 2**20) if kind == "look-ahead" else None
     proposer = Proposer(drafter, engine, TokenBudget(512, TOGETHER), limits)
     return by_draft(proposer, look_ahead=4 if limits else 0)
@@ -229,7 +227,7 @@ def fitted(found: Sequence[tuple[int, Proposal]]) -> Fit:
     return fit([committed(proposal, seed) for seed, proposal in found], law, TV)
 
 
-KINDS = ("medusa", "early-exit", "eagle", "model", "hybrid", "look-ahead")
+KINDS = ("medusa", "early-exit", "eagle", "model", "look-ahead")
 SIBLINGS = (2, 1, 1)
 CELLS = [(kind, ()) for kind in KINDS] + [(kind, SIBLINGS) for kind in KINDS[:-1]]
 

@@ -66,7 +66,6 @@ def measured(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.long
 def test_a_small_run(capsys: pytest.CaptureFixture[str]) -> None:
     found = measured(capsys, "--sessions", "3", "--seconds", "1", "--load", "0.5")
     most, at_load = found["most"], found["at_load"]

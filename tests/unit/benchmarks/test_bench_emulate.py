@@ -276,7 +276,6 @@ def test_few_tokens_alone_are_enough_to_say(tokens: int, dropped: int) -> None:
     assert EmulateOptions(tokens=tokens).window == Window(tokens, dropped)
 
 
-@pytest.mark.long
 @pytest.mark.xdist_group("redis")
 def test_the_command_measures_every_mode_and_prints_one_json_object(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -157,7 +157,6 @@ def test_sessions_that_do_not_fit_the_model_are_refused_before_any_is_timed() ->
         options.check_fits(127)
 
 
-@pytest.mark.long
 def test_one_run_prints_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = save_tiny_model(
         tmp_path, vocab_size=320, tokenizer=byte_level_tokenizer(), max_model_len=512

@@ -215,7 +215,6 @@ def options(tmp_path: Path, **changes: object) -> PeersOptions:
     return PeersOptions(**values | changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.long
 async def test_every_side_decodes_every_prompt(tiny: Path, target: Path, tmp_path: Path) -> None:
     """The library's three in processes of their own, one request at a time; stand-ins for vLLM and
     llama.cpp at both numbers of requests; what is not installed, or fails, is missing."""

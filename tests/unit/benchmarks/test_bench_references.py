@@ -92,7 +92,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ReferenceModel:
     return ReferenceModel(directory=str(directory), dtype="float32", device="cpu", num_threads=1)
 
 
-@pytest.mark.long
 async def test_processes_decode_alike_refuse_by_name_and_end(model: ReferenceModel) -> None:
     """Both references in processes of their own: the same tokens, with and without the chat
     template; a prompt that is too long is refused and the next one answered; a process that is

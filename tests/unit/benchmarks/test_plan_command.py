@@ -74,7 +74,6 @@ def test_a_deployment_that_no_plan_can_be_held_against_is_refused_at_once(
     assert "--length-control" not in line
 
 
-@pytest.mark.long
 @pytest.mark.xdist_group("redis")
 def test_the_command_reads_rehearses_and_prints_one_json_object(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

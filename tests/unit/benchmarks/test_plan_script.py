@@ -25,7 +25,6 @@ from benchmarks.plan_script import DraftKind, scripted
 from benchmarks.plan_sessions import PlayedRound, PlayedSession
 from benchmarks.plan_validation import Trial
 from benchmarks.prompts import BenchPrompt
-from draft_service.hybrid_drafter import HybridDrafter
 from draft_service.model_drafter import ModelDrafter
 from outrider.config import load_config
 from outrider.drafting.drafter import DraftRequest
@@ -75,12 +74,18 @@ def _played(kind: DraftKind, sample: Sample, rule: Rule, k: int) -> list[list[tu
     params = SamplingParams(temperature=sample.temperature)
     target, draft = _engine(), _engine(SALT)
     lookup = None if kind.make_lookup is None else kind.make_lookup()
-    drafter: Any = lookup
-    if kind.has_model:
-        model = ModelDrafter(draft)
-        drafter = model
+    model = ModelDrafter(draft) if kind.has_model else None
+
+    def propose(request: DraftRequest) -> Any:
         if lookup is not None:
-            drafter = HybridDrafter(lookup, model, kind.hybrid_min_score, kind.hybrid_model_tokens)
+            guess = lookup.guess(request)
+            if model is None or guess.score >= kind.hybrid_min_score:
+                return guess.proposal(request)
+            num_drawn = min(request.num_draft_tokens, kind.hybrid_model_tokens)
+            request = replace(request, num_draft_tokens=num_drawn)
+        assert model is not None
+        return model.propose([request])[0]
+
     sessions = []
     for text in sample.texts:
         ids = [*text.prompt_ids, text.token_ids[0]]
@@ -91,7 +96,7 @@ def _played(kind: DraftKind, sample: Sample, rule: Rule, k: int) -> list[list[tu
             noise = RoundNoise(text.seed, rule, len(ids))
             wanted = min(k, end - len(ids) - 1)
             request = DraftRequest(name, "", ids, len(text.prompt_ids), wanted, params, rule, noise)
-            [proposal] = drafter.propose([request]) if wanted else [EMPTY_PROPOSAL]
+            proposal = propose(request) if wanted else EMPTY_PROPOSAL
             drafted = proposal.token_ids
             rows = (*ids, *drafted)
             [logits] = target.forward([SequenceStep("t", rows, num_logits=1 + len(drafted))])
@@ -103,7 +108,8 @@ def _played(kind: DraftKind, sample: Sample, rule: Rule, k: int) -> list[list[tu
             if kind.has_model and draft.length(name) > common:
                 draft.keep(name, common)
             ids += outcome.token_ids
-        drafter.release(name)
+        for drafter in filter(None, (lookup, model)):
+            drafter.release(name)
         sessions.append(rounds)
     return sessions
 
@@ -125,7 +131,6 @@ def test_at_temperature_0_told_rounds_are_played_rounds(kind: DraftKind, k: int)
             assert found.accepted[depth] == sum(taken > depth for _, taken in rounds)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "rule"),
     [(MODEL, Rule.TOKEN), (MODEL, Rule.BLOCK), (MODEL, Rule.COUPLED), (HYBRID, Rule.TOKEN)],

@@ -266,7 +266,6 @@ def test_the_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in out
 
 
-@pytest.mark.long
 def test_an_interrupted_command_reports_what_there_is() -> None:
     """Ctrl-C: the JSON object of what was over, and the usual exit code."""
 

@@ -296,7 +296,7 @@ def test_drafts_come_where_there_were_none_for_want_of_use() -> None:
     async def main() -> None:
         world = World()
         await world.registry.want({"draft": 0, "target": 1, "coordinator": 1})
-        await world.tell(draft_model="ngram")
+        await world.tell(draft_model="hybrid:suffix,emulated")
         assert (await world.registry.wanted())["draft"] == 1
 
     run_virtually(main())

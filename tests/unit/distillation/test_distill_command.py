@@ -42,7 +42,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("target"), eos_token_id=3)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kind", list(TrainedKind))
 def test_the_command_makes_one_that_serves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: TrainedKind

@@ -38,8 +38,6 @@ from outrider.engine.trained_drafters import load_drafter
 from outrider.engine.trained_heads import load_heads
 from outrider.errors import ConfigError, SettingError
 
-pytestmark = pytest.mark.long
-
 WISHES: Final = {"layers": 1, "draft_vocab": 24, "tokens": 2500, "steps": 30, "seed": 3}
 HEADS: Final = {"kind": "medusa", "layers": None, "heads": 3, "tokens": 4000, "steps": 120}
 """In place of these, for draft heads: what a single place tells them is less."""
@@ -202,7 +200,6 @@ distill(options, Target("tiny", Path(target), Template((0, 5), (3, 6)), None), P
 """
 
 
-@pytest.mark.long
 def test_a_process_that_is_killed_is_gone_on_with(
     target: Target, whole: tuple[Path, list[Point]], tmp_path: Path
 ) -> None:

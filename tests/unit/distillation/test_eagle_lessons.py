@@ -24,8 +24,6 @@ from outrider.distillation.writing import Template
 from outrider.engine.trained_eagle import load_eagle
 from outrider.errors import SettingError
 
-pytestmark = pytest.mark.long
-
 VOCAB: Final = 48
 TOKEN_IDS: Final = np.array([token_id for token_id in range(VOCAB) if token_id % 6])
 

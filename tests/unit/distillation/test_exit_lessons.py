@@ -27,8 +27,6 @@ from outrider.distillation.writing import Template
 from outrider.engine.trained_exits import load_exit
 from outrider.errors import SettingError
 
-pytestmark = pytest.mark.long
-
 VOCAB: Final = 48
 TOKEN_IDS: Final = np.array([token_id for token_id in range(VOCAB) if token_id % 6])
 WISHES: Final = {

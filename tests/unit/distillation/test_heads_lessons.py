@@ -28,8 +28,6 @@ from outrider.engine.trained_heads import load_heads
 from outrider.speculation.drafting import quantise
 from outrider.speculation.proposal import COUNT_TOTAL
 
-pytestmark = pytest.mark.long
-
 VOCAB: Final = 48
 TOKEN_IDS: Final = np.array([token_id for token_id in range(VOCAB) if token_id % 6])
 NUM_HEADS: Final = 3

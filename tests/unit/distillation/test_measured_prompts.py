@@ -24,8 +24,6 @@ from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import SettingError
 from outrider.limits import PAGE_SIZE
 
-pytestmark = pytest.mark.long
-
 OPTIONS: Final = DistillOptions(out=Path(), layers=1, draft_vocab=24, tokens=1500, steps=1, seed=3)
 TEMPLATE: Final = Template((0, 5), (3, 6))
 ASKED: Final = (0, 5, 9, 3, 6)

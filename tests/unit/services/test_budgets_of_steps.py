@@ -78,20 +78,17 @@ def answers_to(
     return run_virtually(main())
 
 
-@pytest.mark.parametrize("lookup", [None, NgramDrafter()], ids=["model", "hybrid"])
 @pytest.mark.parametrize("look_ahead", [0, 2])
 @pytest.mark.parametrize("budget_ms", [1, 12, 22, 32, 60, 0])
 def test_a_proposal_has_the_tokens_that_there_was_time_for(
-    budget_ms: float, look_ahead: int, lookup: NgramDrafter | None
+    budget_ms: float, look_ahead: int
 ) -> None:
     """They are the first ones of the proposal without a bound. The pass of a draw that was allowed
     is not broken off; the first draw is decided on behind the pass that reads the prefix, or with
     look-ahead, of whose steps each is a pass, before it. None is too late by more than a pass."""
     heard = [
         one
-        for one in answers_to(
-            (0.0, item(budget_ms, look_ahead=look_ahead)), lookup=lookup, model_tokens=K
-        )
+        for one in answers_to((0.0, item(budget_ms, look_ahead=look_ahead)))
         if isinstance(one.answer, ProposalReply) and not one.answer.assumed
     ]
     [found] = heard

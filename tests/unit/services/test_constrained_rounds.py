@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from constrained import CONSTRAINTS, allowed_ids, eos, fresh_mask, grammar, grammars, hf_tokenizer
-from draft_without_model import draft_without_model
 from rounds import PATIENCE_S, Listener, Player, ask, make_head, session_name
+from stack import draft_without_model
 from toy_engine import ToyEngine, toy_logits
 
 from draft_service.service import DraftService

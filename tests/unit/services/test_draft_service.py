@@ -6,14 +6,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
-from draft_without_model import draft_without_model
 from rounds import GREEDY, Listener, Player, ask, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
 
 from draft_service.service import DraftService
-from outrider.drafting.lookup import LookupDrafter
-from outrider.drafting.ngram import NgramDrafter
-from outrider.drafting.suffix import SuffixDrafter
 from outrider.engine.executor import InlineExecutor
 from outrider.errors import BadRequest, EngineLost
 from outrider.messages import (
@@ -38,24 +34,12 @@ PROMPT = (1, 2, 3)
 
 
 class Setting:
-    """A draft over a toy engine, with a look-up before it or without; or, where no engine is given,
-    a look-up alone. And a link to it."""
+    """A draft over a toy engine, and a link to it."""
 
-    def __init__(
-        self,
-        engine: ToyEngine | None = None,
-        *,
-        lookup: LookupDrafter | None = None,
-        model_tokens: int = 3,
-    ) -> None:
+    def __init__(self, engine: ToyEngine | None = None) -> None:
         self.engine = engine or ToyEngine(salt=2)
         executor = InlineExecutor(self.engine.take_step_seconds)
-        if lookup is not None and engine is None:
-            self.service = draft_without_model(lookup, executor, max_num_seqs=64)
-        else:
-            self.service = DraftService.with_model(
-                self.engine, executor, max_num_seqs=64, lookup=lookup, model_tokens=model_tokens
-            )
+        self.service = DraftService.with_model(self.engine, executor, max_num_seqs=64)
         self.link: MemoryLink[DraftItem, DraftAnswer] = MemoryLink(self.service)
         self.listener = Listener(self.link)
 
@@ -262,98 +246,17 @@ async def test_a_lost_engine_is_no_items_own_error(setting: Setting) -> None:
     assert not setting.service.healthy
 
 
-async def test_prompt_lookup_needs_no_engine() -> None:
-    """The n-gram draft keeps tokens per session, asks for what it lacks, and says that it depends
-    on no tokenizer."""
-    setting = Setting(lookup=NgramDrafter())
-    tokens = (5, 6, 7, 8, 9, 5, 6, 7)
-    rule = Rule.TOKEN
-    asked = await setting.ask(DraftItem(make_head(tokens, 5, rule=rule), 2))
-    assert isinstance(asked, Resync)
-    first = await setting.proposed(DraftItem(make_head(tokens, rule=rule), 2))
-    assert first.proposal.token_ids == (8, 9)
-    assert first.proposal.open().q == (None, None)
-    assert first.cached_length == len(tokens)
-    more = make_head((*tokens, 8, 9, 5), 8, rule=rule, round_index=1)
-    second = await setting.proposed(DraftItem(more, 3))
-    assert second.proposal.token_ids == (6, 7, 8)
-    assert setting.service.describe().tokenizer_fingerprint == ""
-    setting.service.release(session_name(1), 1)
-    late = await setting.ask(DraftItem(make_head((*tokens, 8), 8, rule=rule, round_index=2), 2))
-    assert isinstance(late, Refused)
-    gone = await setting.ask(DraftItem(make_head((*tokens, 8), 8, rule=rule, epoch=2), 2))
-    assert isinstance(gone, Resync)
-    await setting.service.close()
-
-
-async def test_suffix_decoding_remembers_answers_for_their_tenant() -> None:
-    """What was committed of a session that was released; another tenant's is not proposed."""
-    setting = Setting(lookup=SuffixDrafter())
-    answered = make_head((1, 2, 3, 4, 5), tenant="one", seed=1)
-    await setting.proposed(DraftItem(answered, 1))
-    setting.service.release(session_name(1), 1)
-    proposed = []
-    for session, tenant in ((2, "two"), (3, "one")):
-        head = make_head((9, 1, 2), session=session, tenant=tenant, seed=session)
-        proposed.append((await setting.proposed(DraftItem(head, 2))).proposal.token_ids)
-    assert proposed == [(), (3, 4)]
-    await setting.service.close()
-
-
-async def test_a_confident_look_up_spares_the_model_which_reads_what_it_missed_later() -> None:
-    """Round by round: the prompt is run for a request of no tokens; a repetition is continued
-    without a pass, as long as is asked for; the next round without one runs what was committed
-    meanwhile, and draws as much as a hybrid's model may."""
-    setting = Setting(ToyEngine(vocab_size=16, salt=2), lookup=NgramDrafter(), model_tokens=3)
-    engine, rule = setting.engine, Rule.TOKEN
-    tokens = (5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6)
-    prefill = await setting.proposed(DraftItem(make_head(tokens, rule=rule), 0))
-    assert (prefill.cached_length, engine.counts) == (12, [[12]])
-    head = make_head((*tokens, 7), 12, rule=rule, round_index=1)
-    copied = await setting.proposed(DraftItem(head, 5))
-    assert copied.proposal.token_ids == (8, 9, 5, 6, 7)
-    assert copied.proposal.open().q == (None,) * 5
-    assert (copied.cached_length, len(engine.counts)) == (12, 1)
-    head = make_head((*tokens, 7, 8, 9, 1), 12, rule=rule, round_index=2)
-    drawn = await setting.proposed(DraftItem(head, 5))
-    assert len(drawn.proposal.token_ids) == 3
-    assert engine.counts[1:] == [[4], [1], [1]]
-    assert drawn.cached_length == 18
-    assert None not in drawn.proposal.open().q
-    setting.service.check_integrity()
-    await setting.service.close()
-
-
-async def test_sessions_of_a_hybrid_step_are_drafted_each_by_its_own() -> None:
-    """Of two sessions of one step the one is copied and the other drawn, in their order."""
-    setting = Setting(ToyEngine(vocab_size=16, salt=2), lookup=NgramDrafter())
-    repeats = (5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6)
-    for session, tokens in enumerate([repeats, PROMPT, repeats], start=1):
-        setting.link.send(DraftItem(make_head(tokens, session=session, rule=Rule.COUPLED), 3))
-    answers = {answer.key.session_id: answer for answer in await setting.listener.wait(3)}
-    assert setting.engine.batches == [[session_name(2)]] * 3
-    for session in (1, 3):
-        assert answers[session_name(session)].proposal.token_ids == (7, 8, 9)
-        assert answers[session_name(session)].cached_length == 0
-    assert answers[session_name(2)].cached_length == len(PROMPT) + 2
-    setting.service.check_integrity()
-    await setting.service.close()
-
-
 @pytest.mark.parametrize("rule", [Rule.GREEDY, Rule.COUPLED])
 async def test_the_same_tokens_whatever_is_drafted(rule: Rule) -> None:
-    """Greedy and coupled: no draft, a different model, the target itself, prompt lookup, suffix
-    decoding, and that before a model, with K of 1, 3 and varying, all give the same text; the
-    target drafting for itself is accepted throughout, so the noise is shared."""
+    """Greedy and coupled: no draft, a different model, and the target itself, with K of 1, 3 and
+    varying, all give the same text; the target drafting for itself is accepted throughout, so the
+    noise is shared."""
     sampling = GREEDY if rule is Rule.GREEDY else SamplingParams(temperature=0.9)
     texts = []
     drafts = [
         None,
         Setting(ToyEngine(salt=2)),
         Setting(ToyEngine(salt=1)),
-        Setting(lookup=NgramDrafter()),
-        Setting(lookup=SuffixDrafter()),
-        Setting(ToyEngine(salt=2), lookup=SuffixDrafter()),
     ]
     for number, draft in enumerate(drafts):
         engine = ToyEngine()

@@ -19,15 +19,12 @@ from toy_engine import ToyEngine
 
 from draft_service import proposing
 from draft_service.eagle_drafter import EagleDrafter
-from draft_service.hybrid_drafter import HybridDrafter
-from draft_service.model_drafter import ModelDrafter
 from outrider.drafting.drafter import DraftRequest
 from outrider.drafting.growing_rounds import RoundWanted
 from outrider.drafting.ngram import NgramDrafter
 from outrider.engine.interface import SequenceStep
 from outrider.messages import DraftItem
 from outrider.speculation.noise import RoundNoise
-from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.speculation.transforms import NO_HISTORY
 from target_service.self_drafting import NO_FEATURES, NextRound
@@ -91,21 +88,6 @@ async def test_who_finds_no_pages_says_nothing_of_any_draw() -> None:
         await at.close()
     assert lengths == {(3, 0)}
     assert len(tokens) > len(SEEDS) / 2
-
-
-def test_a_hybrid_chooses_before_its_model_draws() -> None:
-    choices = []
-    for text in TEXTS:
-        found = set()
-        for seed in SEEDS:
-            engine = ToyEngine()
-            drafter = HybridDrafter(NgramDrafter(), ModelDrafter(engine), 0.7, 2)
-            [proposal] = drafter.propose([request(text, seed)])
-            assert isinstance(proposal, Proposal)
-            found.add((len(engine.batches), len(proposal)))
-        [choice] = found
-        choices.append(choice[0] > 0)
-    assert set(choices) == {True, False}
 
 
 @pytest.mark.parametrize("min_score", [None, 0.7])

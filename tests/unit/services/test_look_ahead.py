@@ -4,7 +4,7 @@ those who wait."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -13,12 +13,6 @@ from rounds import GREEDY, session_name
 from test_draft_service import expected_proposal
 
 from draft_service import proposing
-from outrider.drafting.drafter import DraftRequest
-from outrider.drafting.lookup import LookupDrafter
-from outrider.drafting.ngram import NgramDrafter
-from outrider.drafting.suffix import SuffixDrafter
-from outrider.messages import Refused, Resync
-from outrider.speculation.noise import RoundNoise
 from outrider.speculation.sampling import Rule, SamplingParams
 
 
@@ -195,49 +189,6 @@ async def test_a_miss_costs_the_others_nothing(draft: Draft) -> None:
     names = [set(batch) for batch in draft.engine.batches[num_passes:]]
     assert session_name(2) in names[1]
     assert any(name.startswith(f"{session_name(1)}/") for name in names[1])
-
-
-@pytest.mark.parametrize("rule", [Rule.TOKEN, Rule.COUPLED])
-@pytest.mark.parametrize("lookup", [NgramDrafter, SuffixDrafter])
-async def test_a_hybrid_copies_for_some_outcomes_and_drafts_for_others(
-    rule: Rule, lookup: Callable[[], LookupDrafter]
-) -> None:
-    """Each pushed proposal is what the hybrid would propose after what it assumes; of what was
-    assumed nothing is left in the look-up."""
-    draft = Draft(lookup=lookup(), lookup_score=0.5)
-    prompt = (1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4)
-    num_copied = num_drafted = 0
-    committed, held = prompt, None
-    for round_index in range(6):
-        base_length = len(committed) - 1 if round_index else 0
-        asked = item(
-            committed, base_length, rule=rule, look_ahead=16, round_index=round_index, held=held,
-            prompt_length=len(prompt),
-        )  # fmt: skip
-        heard = await draft.send(asked)
-        assert not any(isinstance(reply, Resync | Refused) for reply in heard)
-        pushed = [reply for reply in heard if reply.assumed]
-        for reply in pushed:
-            assumed = (*committed, *reply.assumed)
-            guess = lookup().guess(lookup_request(assumed, 3, rule))
-            if guess.score >= 0.5:
-                num_copied += 1
-                assert reply.proposal.token_ids == guess.token_ids
-            else:
-                num_drafted += 1
-                tokens, _ = expected_proposal(assumed, len(reply.proposal), rule, PLAIN, 1)
-                assert list(reply.proposal.token_ids) == tokens
-        chosen = pushed[round_index % len(pushed)]
-        committed, held = (*committed, *chosen.assumed), chosen.proposal.token_ids
-    assert num_copied > 5
-    assert num_drafted > 5
-    draft.service.check_integrity()
-    await draft.service.close()
-
-
-def lookup_request(tokens: Sequence[int], count: int, rule: Rule) -> DraftRequest:
-    noise = RoundNoise(1, rule, len(tokens))
-    return DraftRequest("another", "", tokens, len(tokens), count, PLAIN, rule, noise)
 
 
 async def test_a_round_pushes_no_more_bytes_than_it_may() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from draft_without_model import draft_without_model
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from rounds import Listener, ask, make_head, session_name
+from stack import draft_without_model
 from toy_engine import ToyEngine
 
 from outrider.drafting.ngram import NgramDrafter

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 from rounds import make_head, session_name
 from toy_engine import ToyEngine
 
-from draft_service.hybrid_drafter import HybridDrafter
 from draft_service.model_drafter import ModelDrafter
 from draft_service.proposing import Proposer
 from outrider.drafting.deadline import DraftDeadline
-from outrider.drafting.ngram import NgramDrafter
 from outrider.engine.token_budget import TokenBudget
 from outrider.messages import DraftItem, ProposalReply, Refused
 from outrider.speculation.sampling import Rule
@@ -32,10 +28,9 @@ def item(session: int, num_tokens: int, **fields: Any) -> DraftItem:
 class Draft:
     """A draft behind a step that has ended for one of two sessions."""
 
-    def __init__(self, made: Callable[[ModelDrafter], Any] = lambda model: model) -> None:
+    def __init__(self) -> None:
         self.engine = ToyEngine(pass_s=PASS_S)
-        drafter = made(ModelDrafter(self.engine))
-        self.proposer = Proposer(drafter, self.engine, TokenBudget(512, 8))
+        self.proposer = Proposer(ModelDrafter(self.engine), self.engine, TokenBudget(512, 8))
         deadline = DraftDeadline(DEADLINE_S, lambda: self.engine.stated_seconds)
         self.long = item(LONG, 16)
         found = self.proposer.step([item(SHORT, 8, deadline=deadline), self.long])
@@ -59,12 +54,9 @@ def whole() -> tuple[int, ...]:
     return reply.proposal.token_ids
 
 
-@pytest.mark.parametrize(
-    "made", [lambda model: model, lambda model: HybridDrafter(NgramDrafter(), model, 0.1, 16)]
-)
-def test_it_goes_on_with_what_it_has_drawn(made: Callable[[ModelDrafter], Any]) -> None:
+def test_it_goes_on_with_what_it_has_drawn() -> None:
     """Beside new ones, and runs nothing twice."""
-    draft = Draft(made)
+    draft = Draft()
     reply, fresh = draft.step(draft.long, item(FRESH, 2))
     assert reply.proposal.token_ids == whole()
     assert fresh.proposal.token_ids == whole()[:2]
