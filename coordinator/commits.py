@@ -274,6 +274,8 @@ class Committer:
         attempt = 0
         while True:
             await self._work.wait()
+            # A round that has been decided asks for the next one first: the target waits for that.
+            await asyncio.sleep(0)
             if await self._append_some():
                 attempt = 0
             else:
