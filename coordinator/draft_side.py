@@ -139,7 +139,7 @@ class DraftSide:
         self, round_index: int, num_draft_tokens: int, proposal: SealedProposal
     ) -> None:
         """A round has its proposal, for which the replica was not asked; that may look ahead."""
-        if self._look_ahead == 0:
+        if self._look_ahead == 0 or self._is_rejected:
             return
         number = self._berth.number(round_index)
         self._mailbox.begin(number)
