@@ -157,11 +157,11 @@ class DraftSide:
         patience_s: float,
         is_timed: bool,
     ) -> Drafted:
-        """The replica's, or the stand-in's where the replica is away or
-        silent, refuses, or had no time for a first token. The replica is told how much time there
-        is and decides itself, before each draw, whether to make it: a proposal that has been drawn
-        is never given up for being late, as how late it is may depend on its tokens. A round that
-        is not timed waits until its replica is lost, or a step of that must have hung."""
+        """The replica's, or the stand-in's where the replica is away or silent, refuses, or had no
+        time for a first token. The replica is told how much time there is and decides itself,
+        before each draw, whether to make it: a proposal that has been drawn is never given up for
+        being late, as how late it is may depend on its tokens. A round that is not timed waits
+        until its replica is lost, or a step of that must have hung."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         if (self._berth.is_left or self._is_rejected) and self._move():

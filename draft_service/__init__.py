@@ -1,1 +1,1 @@
-"""Proposes tokens for a target to check: with a model, or by prompt lookup."""
+"""Proposes tokens for a target to check: with a model or with a head that reads features."""

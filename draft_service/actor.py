@@ -34,7 +34,7 @@ class DraftActor(ReplicaHost[DraftItem, DraftAnswer]):
     """A draft in a process of its own."""
 
     async def start(self, config: DraftConfig, log_directory: str) -> str:
-        """Loads the model, if there is one, and serves; the address that coordinators call.
+        """Loads the model or the head, and serves; the address that coordinators call.
         Raises `ConfigError`."""
         num_threads = threads_of_a_rank(config, cores_for("draft"), self.leadership)
         use_threads(num_threads)

@@ -88,8 +88,7 @@ class DraftConfig(ModelServerConfig):
         minimum=0, maximum=THREADS_MAX,
     )  # fmt: skip
     num_threads: int = setting(
-        0, "Threads of the draft's steps; 0 = a share of the machine's cores, 1 where no "
-        "model drafts.",
+        0, "Threads of the draft's steps; 0 = a share of the machine's cores.",
         key="draft_num_threads", minimum=0, maximum=THREADS_MAX,
     )  # fmt: skip
     tensor_parallel_size: int = setting(
