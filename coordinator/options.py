@@ -44,8 +44,8 @@ class CoordinatorOptions:
     """Tokens that the stand-in must expect to be accepted to go before what else drafts; None = it
     never does."""
     model_tokens: int = NUM_DRAFT_TOKENS_MAX
-    """Draft tokens of a round that a draft replica is asked for at most where the stand-in was not
-    confident: each takes a step, while those of a look-up cost next to nothing."""
+    """Draft tokens of a round that a model or heads are asked for at most where the stand-in was
+    not confident: each takes a step, while those of a look-up cost next to nothing."""
     audit_share: float = 0.0
     """Of sessions, those whose tokens are scored once more when they are over, where anybody hears
     of it."""

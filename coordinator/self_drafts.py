@@ -6,6 +6,7 @@ import logging
 import math
 
 from outrider.errors import OutriderError
+from outrider.limits import NUM_DRAFT_TOKENS_MAX
 from outrider.messages import VerdictReply
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState
@@ -32,9 +33,12 @@ class SelfDrafts:
         stand_in: StandIn,
         confident: float | None,
         draft_s: float = math.inf,
+        model_tokens: int = NUM_DRAFT_TOKENS_MAX,
     ) -> None:
         """The stand-in goes before the target if it expects `confident` of its tokens to be
-        accepted; None = never. The target has `draft_s` seconds to draft a proposal."""
+        accepted; None = never. The target has `draft_s` seconds to draft a proposal of
+        `model_tokens` tokens at most."""
+        self._model_tokens = model_tokens
         self._budget_us = budget_us(draft_s)
         self._session = session
         self._stand_in = stand_in
@@ -93,9 +97,10 @@ class SelfDrafts:
         """See `Drafts.next_wanted`."""
         if self._is_rejected:
             return NOTHING_WANTED
-        siblings = fitting(length.next_siblings[: length.next_max], room - length.next_max)
+        num_wanted = min(length.next_max, self._model_tokens)
+        siblings = fitting(length.next_siblings[:num_wanted], room - num_wanted)
         budget = self._budget_us if length.is_timed else 0
-        self._wanted = NextWanted(length.next_max, siblings, budget_us=budget)
+        self._wanted = NextWanted(num_wanted, siblings, budget_us=budget)
         return self._wanted
 
     def hear(self, reply: VerdictReply) -> None:

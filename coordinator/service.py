@@ -512,7 +512,13 @@ class CoordinatorService:
         target, draft = self._together.target, self._together.draft
         patience = options.patience.with_draft_deadline(parameters.draft_deadline_ms)
         if target is not None and target.drafts_itself:
-            return SelfDrafts(heads.session, stand_in, options.confident, patience.draft_answer_s)
+            return SelfDrafts(
+                heads.session,
+                stand_in,
+                options.confident,
+                patience.draft_answer_s,
+                options.model_tokens,
+            )
         if options.looks_up:
             return LookupDrafts(stand_in)
         if draft is None:

@@ -176,7 +176,7 @@ def build_engine(
         speed_up(module, bits=_bits(config), kernels=kernels)
     for own in (heads, exit_head):
         if own is not None:
-            speed_up(own.module)
+            speed_up(own.module, kernels=kernels)
     if ranks is not None:
         ranks.wait_for_all()
     num_recorded = 0 if acceleration is None else acceleration.recorded_bytes_max

@@ -51,7 +51,7 @@ async def test_it_writes_what_its_target_writes(
         "model": str(target), "draft_model": f"hybrid:suffix,{kind}:{heads}", "device": "cpu",
         "dtype": "float32", "grpc_port": 0, "http": False, "stop_timeout_s": 0,
         "length_control": False,
-        "num_draft_tokens": 2, "hybrid_min_score": 4.0,
+        "num_draft_tokens": 2, "hybrid_min_score": 4.0, "hybrid_model_tokens": 2,
     }  # fmt: skip
     module, _ = load_model(target)
     written = module.generate(  # type: ignore[operator]

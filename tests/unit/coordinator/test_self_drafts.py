@@ -65,6 +65,16 @@ def test_how_much_of_the_next_round_is_asked_for(
     assert self_drafts().next_wanted(length, room) == wanted
 
 
+def test_a_hybrid_asks_its_target_for_few_tokens() -> None:
+    """However many a look-up may propose."""
+    session = self_drafts()._session
+    stand_in = StandIn(NgramDrafter(), session, SamplingParams())
+    drafts = SelfDrafts(session, stand_in, 0.6, model_tokens=2)
+    length = RoundLength(8, 0, next_max=8, next_siblings=(2, 1, 1))
+    assert drafts.next_wanted(length, 99) == NextWanted(2, (2, 1))
+    assert drafts.next_wanted(replace(length, next_max=1), 99) == NextWanted(1, (2,))
+
+
 async def test_what_came_with_the_verdict_is_proposed_once() -> None:
     """Cut to the round's length; then nothing is left of it, and the stand-in fills in, of which
     nothing is learned."""
