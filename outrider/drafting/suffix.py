@@ -30,15 +30,15 @@ MATCH_IN_HISTORY_MIN: Final = 2
 class SuffixConfig:
     """How much is looked at, how much is kept, and how far it is trusted.
 
-    Defaults: the best over texts of a 135M chat model, by a cost model of 26 ms + 0.62 ms a token
-    at K = 8: 1.31 times as fast as plain decoding with a history of 600 answers, 1.26 without one,
-    where prompt lookup comes to 1.24; a look-up takes 45 us. Four times the occurrences add 0.005,
-    and cost four times as much.
+    Defaults: nearly the best over texts of a 135M chat model at K = 8, by a cost model of 22.5 ms a
+    round, 0.35 ms a draft token and 0.6 ms a round with some (`docs/performance.md` has the
+    figures). A look-up takes 45 us. Four times the occurrences bring 0.4 %, and cost four times as
+    much.
     """
 
     depth: int = 16
     """Tokens beyond which a longer match is no better."""
-    min_score: float = 0.2
+    min_score: float = 0.1
     """A token is drafted while the product of the shares so far is at least this."""
     tokens_per_tenant: int = 2**17
     """Of earlier outputs; the oldest go first."""
@@ -47,7 +47,7 @@ class SuffixConfig:
     occurrences_max: int = 64
     """Of the last tokens, the latest ones first, that are looked at in a session, and again in its
     tenant's history."""
-    tokens_per_match: int = 2
+    tokens_per_match: int = 4
     """Draft tokens for each token of the match, at most."""
 
 
