@@ -43,6 +43,7 @@ def plan_placement(config: DeploymentConfig, resources: Mapping[str, float]) -> 
     target_gpus, target_device = _device(
         "target", config.target.device, config.target.num_gpus, default_gpus
     )
+    draft_resources = _resources("draft_resources", config.draft_resources)
     draft_gpus, draft_device = 0.0, "cpu"
     if config.draft.drafter.model is not None:
         draft_gpus, draft_device = _device(
@@ -69,7 +70,7 @@ def plan_placement(config: DeploymentConfig, resources: Mapping[str, float]) -> 
             config.draft.num_cpus,
             draft_gpus,
             draft_ranks,
-            _resources("draft_resources", config.draft_resources),
+            draft_resources,
         ),
         coordinator=Demand(
             COORDINATOR,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from outrider.drafting.registry import AUTO, drafter_for
+from outrider.drafting.registry import AUTO, LookupKind
 from outrider.errors import SettingError
 from outrider.limits import REPLICAS_MAX
 from outrider.settings import (
@@ -80,8 +80,7 @@ class DeploymentConfig:
                 f"{self.deployment_name!r} is wrong; it must be up to 63 letters, digits, - and _",
             )
         if self.draft.model == AUTO:
-            named = drafter_for(None if self.target.emulated is not None else self.target.model)
-            object.__setattr__(self, "draft", replace(self.draft, model=named))
+            object.__setattr__(self, "draft", replace(self.draft, model=LookupKind.SUFFIX.value))
         if self.draft.drafter.reads_target:
             self._check_reading()
         if self.target.deterministic and self.coordinator.draft_siblings:

@@ -57,8 +57,8 @@ class DraftConfig(ModelServerConfig):
 
     model: str = setting(
         AUTO,
-        "The draft: `auto` (what is shipped for the target, else `ngram`), a model as for the "
-        "target, or what else `outrider drafters` lists.",
+        "The draft: `auto` (`suffix`), a model as for the target, or what else `outrider drafters` "
+        "lists.",
         key="draft_model",
     )
     dtype: str = setting("auto", "Of the draft's weights.", key="draft_dtype", choices=DTYPES)
@@ -106,7 +106,7 @@ class DraftConfig(ModelServerConfig):
         minimum=2, maximum=SUFFIX_DEPTH_MAX,
     )  # fmt: skip
     suffix_min_score: float = setting(
-        0.2, "Suffix decoding drafts a token while the product of its and the earlier ones' shares "
+        0.1, "Suffix decoding drafts a token while the product of its and the earlier ones' shares "
         "is at least this.", minimum=0.01, maximum=1,
     )  # fmt: skip
     suffix_tokens_per_tenant: int = setting(
@@ -122,8 +122,9 @@ class DraftConfig(ModelServerConfig):
         "answers in the model's place.", minimum=0.1, maximum=NUM_DRAFT_TOKENS_MAX,
     )  # fmt: skip
     hybrid_model_tokens: int = setting(
-        HYBRID_MODEL_TOKENS, "Draft tokens that a hybrid's model draws in a round, at most; its "
-        "look-up may propose all that are asked for.", minimum=1, maximum=NUM_DRAFT_TOKENS_MAX,
+        HYBRID_MODEL_TOKENS, "Draft tokens that a hybrid's model or heads draw in a round, at "
+        "most; its look-up may propose all that are asked for.",
+        minimum=1, maximum=NUM_DRAFT_TOKENS_MAX,
     )  # fmt: skip
     directory: str = ""
     """Where the model's files are, once its name is resolved; empty without a model."""

@@ -10,7 +10,7 @@ from typing import Final
 from outrider.errors import SettingError, did_you_mean
 
 AUTO: Final = "auto"
-"""The drafter that is shipped for the target, behind suffix decoding; else prompt lookup."""
+"""Suffix decoding; `docs/performance.md` says why."""
 SHIPPED: Final = {"demo": "demo-drafter"}
 """Targets with a drafter that is shipped with this package, and its name."""
 _QUANTIZED: Final = "quantized"
@@ -89,17 +89,10 @@ class DrafterChoice:
         return reads or self.on_target is not None
 
 
-def drafter_for(target: str | None) -> str:
-    """What `auto` is for a target of this name; None = one without weights."""
-    shipped = SHIPPED.get(target or "")
-    return LookupKind.NGRAM if shipped is None else f"{_HYBRID}:{LookupKind.SUFFIX},{shipped}"
-
-
 def parse_drafter(name: str) -> DrafterChoice:
-    """The drafter that a `--draft-model` names; `auto` is that of a target without one of its own.
-    Raises `SettingError`."""
+    """The drafter that a `--draft-model` names. Raises `SettingError`."""
     if name == AUTO:
-        name = drafter_for(None)
+        name = LookupKind.SUFFIX
     form, colon, rest = name.partition(":")
     if name in _LOOKUPS:
         return DrafterChoice(_LOOKUPS[name], None)
@@ -176,11 +169,11 @@ class DrafterDescription:
 DRAFTERS: Final = (
     DrafterDescription(
         draft_model=AUTO,
-        proposes="as what is shipped for the target, behind suffix; else as ngram",
+        proposes="as suffix",
         files="none",
         memory="as that one",
-        training="done",
-        q="as that one",
+        training="none",
+        q="one-hot",
     ),
     DrafterDescription(
         draft_model="ngram",

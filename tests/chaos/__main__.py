@@ -121,7 +121,10 @@ def _faults(arguments: argparse.Namespace) -> list[tuple[str, str]] | None:
 def _config(arguments: argparse.Namespace, machines: Machines) -> DeploymentConfig:
     engines = {"engine": EMULATED, "draft_model": "emulated"}
     if arguments.real:
-        engines = {"model": "demo", "dtype": "float32", "draft_dtype": "float32"}
+        engines = {
+            "model": "demo", "draft_model": "hybrid:suffix,demo-drafter",
+            "dtype": "float32", "draft_dtype": "float32",
+        }  # fmt: skip
     settings = engines | {
         "address": machines.address, "redis_url": machines.redis.url,
         "redis_wait_replicas": 1,  # All that there are: no single fault may lose a token.

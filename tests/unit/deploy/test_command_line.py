@@ -370,7 +370,7 @@ def test_what_is_recorded_keeps_secrets_out() -> None:
     recorded = public_settings(config)
     assert "swordfish" not in str(recorded)
     assert recorded["max_num_seqs"] == DeploymentConfig().target.max_num_seqs
-    assert recorded["draft_model"] == "hybrid:suffix,demo-drafter"
+    assert recorded["draft_model"] == "suffix"
 
 
 def test_flags_that_were_not_given_set_nothing(tmp_path: Path) -> None:

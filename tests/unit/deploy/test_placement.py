@@ -30,7 +30,7 @@ def _shares(gpus: float, **settings: object) -> tuple[tuple[float, str], tuple[f
     [
         (0, {}, (0, "cpu"), (0, "cpu")),
         (0, {"draft_model": "small"}, (0, "cpu"), (0, "cpu")),
-        (1, {}, (0.5, "cuda"), (0.5, "cuda")),
+        (1, {}, (1, "cuda"), (0, "cpu")),
         (1, {"model": "small"}, (1, "cuda"), (0, "cpu")),
         (1, {"draft_model": "small"}, (0.5, "cuda"), (0.5, "cuda")),
         (1, {"draft_model": "suffix"}, (1, "cuda"), (0, "cpu")),
@@ -132,7 +132,12 @@ def test_a_device_that_nobody_gets_is_refused() -> None:
 
 def test_cpus_are_asked_for_as_stated() -> None:
     """Fractions pass through."""
-    settings = {"target_num_cpus": "1.5", "draft_num_cpus": "0.25", "coordinator_num_cpus": 0}
+    settings = {
+        "draft_model": "small",
+        "target_num_cpus": "1.5",
+        "draft_num_cpus": "0.25",
+        "coordinator_num_cpus": 0,
+    }
     placement = plan_placement(load_config(settings, {}), {"CPU": 2.0})
     demands = (placement.target, placement.draft, placement.coordinator)
     assert [demand.num_cpus for demand in demands] == [1.5, 0.25, 0]

@@ -304,7 +304,7 @@ def test_drafts_come_where_there_were_none_for_want_of_use() -> None:
 
 def test_a_draft_goes_with_the_target_that_it_was_chosen_for() -> None:
     before = load_config({"model": "demo", "draft_model": "hybrid:suffix,demo-drafter"}, {})
-    assert changed(before, {"model": "other"}).draft.model == "ngram"
+    assert changed(before, {"model": "other"}).draft.model == "suffix"
     assert changed(before, {"model": "demo"}).draft.model == "hybrid:suffix,demo-drafter"
     assert changed(before, {"model": "other", "draft_model": "suffix"}).draft.model == "suffix"
     assert changed(before, {"num_targets": 1}) == before

@@ -21,7 +21,7 @@ from outrider.errors import SettingError
 @pytest.mark.parametrize(
     ("name", "choice"),
     [
-        ("auto", DrafterChoice(LookupKind.NGRAM, None)),
+        ("auto", DrafterChoice(LookupKind.SUFFIX, None)),
         ("ngram", DrafterChoice(LookupKind.NGRAM, None)),
         ("suffix", DrafterChoice(LookupKind.SUFFIX, None)),
         ("owner/model", DrafterChoice(None, DraftModel("owner/model"))),
@@ -76,13 +76,13 @@ def test_a_name_that_is_none_is_refused_with_those_that_are(name: str, says: str
 @pytest.mark.parametrize(
     ("settings", "name"),
     [
-        ({}, "hybrid:suffix,demo-drafter"),
-        ({"draft_model": "suffix"}, "suffix"),
-        ({"model": "owner/model"}, "ngram"),
-        ({"engine": "emulated:vocab_size=8"}, "ngram"),
+        ({}, "suffix"),
+        ({"draft_model": "ngram"}, "ngram"),
+        ({"model": "owner/model"}, "suffix"),
+        ({"engine": "emulated:vocab_size=8"}, "suffix"),
     ],
 )
-def test_a_target_is_drafted_by_what_is_shipped_for_it(
+def test_every_target_is_drafted_by_suffix_decoding_by_default(
     settings: dict[str, object], name: str
 ) -> None:
     assert load_config(settings, {}).draft.model == name
