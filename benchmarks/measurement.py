@@ -140,10 +140,11 @@ async def measure(
     contestants: Sequence[Contestant],
     progress: Progress,
     drops: Callable[[str, OutriderError], bool] = lambda side, error: False,
+    rest_s: float = 0.0,
 ) -> dict[str, SideResult]:
-    """Warms every side up, then measures all of them. Where a side raises an error, `drops` says
-    whether to go on without that side; otherwise raises the error, and cancels the requests that
-    still run."""
+    """Warms every side up, then measures all of them, with a rest of so many seconds before each
+    turn of a side. Where a side raises an error, `drops` says whether to go on without that side;
+    otherwise raises the error, and cancels the requests that still run."""
     check(bool(prompts) and bool(contestants), "nothing to measure")
     completions: dict[str, dict[int, Completion]] = {c.side: {} for c in contestants}
     for contestant in contestants:
@@ -162,6 +163,7 @@ async def measure(
         for contestant in contestants if turn % 2 == 0 else reversed(contestants):
             if contestant.side not in completions:
                 continue
+            await asyncio.sleep(rest_s)
             try:
                 done = await _decode_block(contestant, prompts, block)
             except OutriderError as error:

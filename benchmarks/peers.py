@@ -42,6 +42,9 @@ NAMES: Final = (*(peer.name for peer in PEERS), TRANSFORMERS)
 NOT_INSTALLED: Final = "not installed; `make peers` installs it"
 SPARE_TOKENS: Final = 16
 """Room in a peer's context for drafts behind the longest completion."""
+REST_S: Final = 0.5
+"""Between the turns of two sides: threads of Intel's OpenMP, which vLLM runs on, spin for 0.2 s
+when their work is done, and would take the cores from the side that follows."""
 CONTEXT_STEP: Final = 256
 """A peer's context is a multiple of it: some caches hold whole blocks only."""
 
@@ -182,7 +185,7 @@ async def run(
                         if concurrency == 1 or not isinstance(client, ReferenceProcess)
                     ),
                 ]
-                results = await measure(prompts, contestants, progress, peers.drops)
+                results = await measure(prompts, contestants, progress, peers.drops, REST_S)
                 levels.append(level_of(drafted, concurrency, results))
     if peers is None:
         raise SettingError("temperature", "there must be one, and a number of requests at a time")

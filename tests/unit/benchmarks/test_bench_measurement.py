@@ -8,6 +8,7 @@ from bench_sides import ScriptedSide
 
 from benchmarks.measurement import Completion, Contestant, Decoding, Side, measure
 from benchmarks.prompts import WARM_UP_PROMPTS, BenchPrompt
+from outrider.clock import run_virtually
 from outrider.errors import InvariantError, OutriderError, Unavailable
 from outrider.limits import SEED_MAX
 from outrider.speculation.sampling import Rule
@@ -46,6 +47,17 @@ async def test_a_pair_is_decoded_back_to_back_in_alternating_order() -> None:
         ("p2", "plain"), ("p2", "drafted"),
     ]  # fmt: skip
     assert side.most_running == 1
+
+
+def test_sides_rest_before_each_turn() -> None:
+    async def seconds(rest_s: float) -> float:
+        side = ScriptedSide(lambda prompt, decoding: (10, 1.0))
+        began = asyncio.get_running_loop().time()
+        await measure(PROMPTS[:3], pair(side), silent, rest_s=rest_s)
+        return asyncio.get_running_loop().time() - began
+
+    without = run_virtually(seconds(0.0))
+    assert run_virtually(seconds(0.5)) == pytest.approx(without + 6 * 0.5)
 
 
 async def test_every_side_is_warmed_up_on_two_prompts_that_are_not_measured() -> None:
