@@ -44,7 +44,9 @@ class SelfDrafts:
         self._stand_in = stand_in
         self._confident = confident
         self._wanted = NOTHING_WANTED
-        """Of the newest verdict's proposal."""
+        """Of the newest verdict's proposal ..."""
+        self._next_max = 0
+        """... and the K of its round, which may be longer."""
         self._is_rejected = False
         self._next: SealedProposal | None = None
         """What it brought ..."""
@@ -85,18 +87,18 @@ class SelfDrafts:
                 num_asked = num_draft_tokens if is_sure else 0
                 was_wanted = self._wanted.num_draft_tokens > 0
                 return Drafted(proposal, is_sure or not was_wanted, 0.0, num_asked)
-        wanted = self._wanted
-        num_drafted = found.tree.num_depths if self._next_is_cut else wanted.num_draft_tokens
+        num_drafted = found.tree.num_depths if self._next_is_cut else self._next_max
         num_asked = min(num_drafted, num_draft_tokens)
         proposal = found.cut(num_draft_tokens)
         beside = DraftedBeside(found.tree.num_depths, self._next_s, self._next_work_s)
-        siblings = wanted.siblings[:num_asked]
+        siblings = self._wanted.siblings[:num_asked]
         return Drafted(proposal, True, 0.0, num_asked, siblings=siblings, beside=beside)
 
     def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
         """See `Drafts.next_wanted`."""
         if self._is_rejected:
             return NOTHING_WANTED
+        self._next_max = length.next_max
         num_wanted = min(length.next_max, self._model_tokens)
         siblings = fitting(length.next_siblings[:num_wanted], room - num_wanted)
         budget = self._budget_us if length.is_timed else 0

@@ -25,14 +25,17 @@ NOISE = RoundNoise(1, Rule.TOKEN, 6)
 Q = DraftDistribution((4, 5), (2**15, 2**15))
 
 
-def self_drafts(rule: Rule = Rule.TOKEN, confident: float | None = None) -> SelfDrafts:
+def self_drafts(
+    rule: Rule = Rule.TOKEN, confident: float | None = None, model_tokens: int = 8
+) -> SelfDrafts:
     """Of a session whose stand-in proposes the tokens 2, 3, 1, 2, ..."""
     new = NewSession(
         session_id=NAME, tenant="", owner="", seed=1, rule=rule, parameters="{}",
         prompt_ids=PROMPT,
     )  # fmt: skip
     session = Session.opened(new)
-    return SelfDrafts(session, StandIn(NgramDrafter(), session, SamplingParams()), confident)
+    stand_in = StandIn(NgramDrafter(), session, SamplingParams())
+    return SelfDrafts(session, stand_in, confident, model_tokens=model_tokens)
 
 
 def verdict(proposal: SealedProposal, base_length: int = len(PROMPT)) -> VerdictReply:
@@ -67,12 +70,19 @@ def test_how_much_of_the_next_round_is_asked_for(
 
 def test_a_hybrid_asks_its_target_for_few_tokens() -> None:
     """However many a look-up may propose."""
-    session = self_drafts()._session
-    stand_in = StandIn(NgramDrafter(), session, SamplingParams())
-    drafts = SelfDrafts(session, stand_in, 0.6, model_tokens=2)
+    drafts = self_drafts(confident=0.6, model_tokens=2)
     length = RoundLength(8, 0, next_max=8, next_siblings=(2, 1, 1))
     assert drafts.next_wanted(length, 99) == NextWanted(2, (2, 1))
     assert drafts.next_wanted(replace(length, next_max=1), 99) == NextWanted(1, (2,))
+
+
+async def test_heads_of_a_hybrid_count_as_asked_for_the_whole_round() -> None:
+    """As a look-up of it does: tokens beyond what heads may propose are not proposed."""
+    drafts = self_drafts(confident=4.0, model_tokens=1)
+    drafts.next_wanted(RoundLength(3, 0, next_max=3), 99)
+    drafts.hear(verdict(sealed(1)))
+    drafted = await drafts.propose(1, 3, NOISE)
+    assert (drafted.proposal, drafted.num_asked) == (sealed(1), 3)
 
 
 async def test_what_came_with_the_verdict_is_proposed_once() -> None:
