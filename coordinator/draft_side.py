@@ -120,16 +120,17 @@ class DraftSide:
     ) -> Drafted:
         """See `Drafts.propose`: the stand-in's where it is confident, which depends on the
         committed tokens and its history alone; else the replica's."""
+        guess: SealedProposal | None = None
         if self._confident is not None:
             start = asyncio.get_running_loop().time()
-            proposal, score = self._stand_in.guess(num_draft_tokens, noise)
+            guess, score = self._stand_in.guess(num_draft_tokens, noise)
             if score >= self._confident:
-                self._go_on_without(round_index, num_draft_tokens, proposal)
+                self._go_on_without(round_index, num_draft_tokens, guess)
                 seconds = asyncio.get_running_loop().time() - start
-                return Drafted(proposal, True, seconds, num_draft_tokens)
+                return Drafted(guess, True, seconds, num_draft_tokens)
         num_drawn = min(num_draft_tokens, self._model_tokens)
         drafted = await self._propose(
-            round_index, num_drawn, noise, siblings[:num_drawn], patience_s, is_timed
+            round_index, num_drawn, noise, siblings[:num_drawn], patience_s, is_timed, guess
         )
         # Of a hybrid, tokens beyond the model's count as asked for and not proposed.
         is_whole = drafted.num_asked == num_drawn
@@ -156,18 +157,20 @@ class DraftSide:
         siblings: tuple[int, ...],
         patience_s: float,
         is_timed: bool,
+        guess: SealedProposal | None,
     ) -> Drafted:
-        """The replica's, or the stand-in's where the replica is away or silent, refuses, or had no
-        time for a first token. The replica is told how much time there is and decides itself,
-        before each draw, whether to make it: a proposal that has been drawn is never given up for
-        being late, as how late it is may depend on its tokens. A round that is not timed waits
-        until its replica is lost, or a step of that must have hung."""
+        """The replica's. The stand-in's where the replica is away or silent, refuses, or had no
+        time for a first token: its `guess`, if it was asked already. The replica is told how much
+        time there is and decides itself, before each draw, whether to make it: a proposal that has
+        been drawn is never given up for being late, as how late it is may depend on its tokens. A
+        round that is not timed waits until its replica is lost, or a step of that must have
+        hung."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         if (self._berth.is_left or self._is_rejected) and self._move():
             self._present, self._is_rejected = True, False
         if self._is_rejected:
-            proposal = self._stand_in.propose(num_draft_tokens, noise)
+            proposal = guess or self._stand_in.propose(num_draft_tokens, noise)
             return Drafted(proposal, False, 0.0, num_draft_tokens)
         number = self._berth.number(round_index)
         self._mailbox.begin(number)
@@ -207,7 +210,7 @@ class DraftSide:
             if reply.out_of_time:
                 num_asked = reply.proposal.tree.num_depths
             return _drafted_by(reply, reply.proposal, seconds, num_asked, siblings=siblings)
-        proposal = self._stand_in.propose(num_draft_tokens, noise)
+        proposal = guess or self._stand_in.propose(num_draft_tokens, noise)
         num_asked = 0 if is_late else num_draft_tokens
         return Drafted(proposal, False, loop.time() - start, num_asked)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,12 @@ from coordinator.drafts import Drafted, StandIn
 from coordinator.replicas import Berth, ReplicaPool
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
+from outrider.drafting.drafter import DraftRequest
+from outrider.drafting.lookup import Guess
 from outrider.drafting.ngram import NgramDrafter
 from outrider.drafting.suffix import SuffixDrafter
 from outrider.engine.executor import InlineExecutor
+from outrider.errors import LinkLost
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters, NewSession
@@ -145,6 +149,27 @@ def test_the_replica_looks_ahead_of_a_round_that_was_looked_up(lookup: Callable[
                 assert len(drafted.proposal) == MODEL_TOKENS
             await side.close()
         assert 0 < num_copied < len(pushed)
+
+    run_virtually(main())
+
+
+def test_a_guess_goes_in_the_place_of_a_lost_replica() -> None:
+    """As it is, whole: it is made once, and the bound of the model does not apply to it."""
+
+    class Lookup(NgramDrafter):
+        num_guesses = 0
+
+        def guess(self, request: DraftRequest) -> Guess:
+            Lookup.num_guesses += 1
+            return replace(super().guess(request), score=0.0)
+
+    async def main() -> None:
+        side = Side(REPEATS, lookup=Lookup)
+        side.link.sever(LinkLost("gone"), reachable=False)
+        drafted = await side.propose(5)
+        assert drafted.proposal.token_ids == (7, 8, 9, 5, 6)
+        assert (drafted.by_replica, Lookup.num_guesses) == (False, 1)
+        await side.close()
 
     run_virtually(main())
 
