@@ -386,5 +386,5 @@ def _drafted_by(
     """What a replica's answer brings, of which `proposal` is what the round asked for."""
     return Drafted(
         proposal, True, seconds, num_asked, reply.queue_ms, reply.compute_ms, reply.work_ms,
-        ahead=ahead, siblings=siblings,
+        is_remote=True, ahead=ahead, siblings=siblings,
     )  # fmt: skip

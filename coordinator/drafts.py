@@ -40,6 +40,8 @@ class Drafted:
     """The replica's own times ..."""
     work_ms: float = 0.0
     """... and of the latter what was done for this session: others may share a step."""
+    is_remote: bool = False
+    """Whether a draft replica answered, rather than a look-up or the target."""
     ahead: bool = False
     """Whether it was there before the round began."""
     siblings: tuple[int, ...] = ()

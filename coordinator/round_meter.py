@@ -31,14 +31,12 @@ class RoundMeter:
             self._sums = FadingSums(WINDOW_S, now)
         amounts: dict[str, float] = {"tokens": num_tokens}
         if drafted.by_replica:
+            amounts |= {"drafted": len(drafted.proposal), "accepted": num_accepted}
+        if drafted.is_remote:
             waited = not drafted.ahead and drafted.queue_ms > WAITED * drafted.compute_ms
             amounts |= {
-                "proposals": 1.0,
-                "waited": float(waited),
-                "ahead": float(drafted.ahead),
-                "drafted": len(drafted.proposal),
-                "accepted": num_accepted,
-            }
+                "proposals": 1.0, "waited": float(waited), "ahead": float(drafted.ahead)
+            }  # fmt: skip
         self._sums.add(now, amounts)
 
     @property

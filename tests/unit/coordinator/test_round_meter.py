@@ -13,7 +13,9 @@ TOKENS = SealedProposal((1, 2, 3, 4))
 
 
 def drafted(queue_ms: float, compute_ms: float, *, ahead: bool = False) -> Drafted:
-    return Drafted(TOKENS, True, 0.0, 4, queue_ms=queue_ms, compute_ms=compute_ms, ahead=ahead)
+    return Drafted(
+        TOKENS, True, 0.0, 4, queue_ms=queue_ms, compute_ms=compute_ms, is_remote=True, ahead=ahead
+    )
 
 
 def test_shares_of_the_rounds_that_a_draft_took_part_in() -> None:
@@ -36,3 +38,12 @@ def test_shares_of_the_rounds_that_a_draft_took_part_in() -> None:
     now += 40 * WINDOW_S
     assert meter.figures.tokens_per_second == pytest.approx(0, abs=1e-6)
     assert meter.figures.draft_waits is None
+
+
+def test_no_replica_is_waited_for_where_look_ups_propose() -> None:
+    """Their acceptance counts; of waits and look-ahead, they say nothing."""
+    meter = RoundMeter(lambda: 0.0)
+    meter.decided(Drafted(TOKENS, True, 0.001, 4), num_accepted=2, num_tokens=3)
+    found = meter.figures
+    assert (found.draft_waits, found.look_ahead_hits) == (None, None)
+    assert found.acceptance == pytest.approx(0.5)
