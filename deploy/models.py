@@ -4,7 +4,7 @@ is started."""
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Final
 
@@ -92,11 +92,14 @@ def resolve_models(config: DeploymentConfig) -> DeploymentConfig:
 
 
 def _lookup_of(draft: DraftConfig) -> DraftConfig | None:
-    """What coordinators look drafts up by, if anything. A head that reads features looks up itself
-    where it has none."""
+    """What coordinators look drafts up by, if anything, and nothing of the draft replicas: an
+    upgrade of those alone replaces no coordinator. A head that reads features looks up itself."""
     drafter = draft.drafter
-    reads_features = drafter.model is not None and drafter.model.reads_features
-    return draft if drafter.lookup is not None and not reads_features else None
+    if drafter.lookup is None or (drafter.model is not None and drafter.model.reads_features):
+        return None
+    kept = ("model", "ngram_", "suffix_", "hybrid_")
+    names = [one.name for one in fields(draft) if one.name.startswith(kept)]
+    return DraftConfig(**{name: getattr(draft, name) for name in names})
 
 
 def emulated_spec(text: str) -> EmulatedSpec:

@@ -102,7 +102,19 @@ def test_coordinators_are_told_of_a_look_up_that_drafts_alone(
     config = resolve_models(
         load_config({"model": str(tiny), "engine": engine, "draft_model": named}, {})
     )
-    assert config.coordinator.lookup == (None if drafter == "small" else config.draft)
+    lookup = config.coordinator.lookup
+    assert (lookup is not None and lookup.drafter) == (drafter != "small" and config.draft.drafter)
+
+
+def test_coordinators_are_told_nothing_of_draft_replicas(tiny: Path) -> None:
+    """Another setting of those replaces no coordinator; one of the look-up does."""
+    models = {"model": str(tiny), "draft_model": f"hybrid:suffix,{tiny}"}
+
+    def lookup(**settings: object) -> object:
+        return resolve_models(load_config({**models, **settings}, {})).coordinator.lookup
+
+    assert lookup(draft_num_threads=2, draft_port=7001, draft_dtype="float32") == lookup()
+    assert lookup(suffix_depth=8) != lookup()
 
 
 @pytest.mark.parametrize(
@@ -124,7 +136,7 @@ def test_a_target_has_the_heads_that_were_made_for_it(
     hybrid = resolve_models(
         load_config({**models, "draft_model": f"hybrid:ngram,{kind}:{heads}"}, {})
     )
-    assert (hybrid.target.heads, hybrid.coordinator.lookup) == (str(heads), hybrid.draft)
+    assert (hybrid.target.heads, hybrid.coordinator.lookup) == (str(heads), hybrid.coordinator.lookup)
     other = save_tiny_model(tmp_path / "other", seed=9)
     for model, named, message in (
         (other, f"{kind}:{heads}", "was made for the target tiny"),
