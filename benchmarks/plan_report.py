@@ -185,10 +185,13 @@ def _sentence(report: PlanReport, chosen: Option) -> str:
         flags += ["--look-ahead", chosen.look_ahead]
     if chosen.draft_replicas > 1:
         flags += ["--num-drafts", chosen.draft_replicas]
+    drafts = ""
+    if chosen.draft_replicas:
+        replicas = "replica" if chosen.draft_replicas == 1 else "replicas"
+        drafts = f" and {chosen.draft_replicas} draft {replicas} for each target replica"
     return (
-        f"Deploy by `{_serve(report, *flags)}`, with rule {chosen.rule.value} and "
-        f"{chosen.draft_replicas} draft {'replica' if chosen.draft_replicas == 1 else 'replicas'} "
-        f"for each target replica: {chosen.tokens_per_second:.1f} tokens/s are expected, "
+        f"Deploy by `{_serve(report, *flags)}`, with rule {chosen.rule.value}{drafts}: "
+        f"{chosen.tokens_per_second:.1f} tokens/s are expected, "
         f"{chosen.speedup:.2f} times plain decoding."
     )
 

@@ -50,7 +50,9 @@ class Rounds:
         rest_s = times.plain.base_s if self._is_plain else times.rest_s
         # What was measured as rest has a coordinator's turns in it.
         self._verdict_s = max(0.0, rest_s - scenario.coordinator_s)
-        self._half_s = max(0.0, times.wait.base_s + scenario.round_trip_s) / 2
+        # No message leaves where a look-up proposes.
+        link_s = scenario.round_trip_s * min(1.0, scenario.drafting.num_steps)
+        self._half_s = max(0.0, times.wait.base_s + link_s) / 2
         fleet = scenario.fleet
         self.targets: Sequence[Station] = [
             Target(f"target-{n}", agenda, self._verified, self._stranded, scenario)

@@ -120,17 +120,17 @@ class Chooser:
                 yield self._with_replicas(candidate, fan_out)
 
     def _with_replicas(self, candidate: Candidate, fan_out: int) -> Option:
-        """With as few drafts as cost little speed."""
-        most = self._load.sessions
-        if self._times.draft is None or self._times.shares_device:
-            most = 1
+        """With as few drafts as cost little speed; none for a look-up."""
+        if self._times.draft is None:
+            return self._option(candidate, fan_out, 0)
+        most = 1 if self._times.shares_device else self._load.sessions
         best = self._option(candidate, fan_out, most)
         least = best.tokens_per_second * (1 - REPLICAS_LOSS_MAX)
         fewer = (self._option(candidate, fan_out, number) for number in range(1, most))
         return next((option for option in fewer if option.tokens_per_second >= least), best)
 
     def _option(self, candidate: Candidate, fan_out: int, draft_replicas: int) -> Option:
-        load = replace(self._load, draft_replicas=draft_replicas)
+        load = replace(self._load, draft_replicas=max(1, draft_replicas))
         rounds, hit_rate = candidate.rounds, None
         if fan_out == 0:
             seconds = self._times.drafted_seconds(rounds, load)

@@ -71,7 +71,7 @@ class ServiceTimes:
     verify: StepCosts
     """The target's steps in rounds with a draft."""
     draft: StepCosts | None
-    """None = a look-up, whose time is that of its messages."""
+    """None = a look-up, for which no replica is asked."""
     plain: Line = AS_TOLD
     """A round of plain decoding over the target's step."""
     wait: Line = AS_TOLD
@@ -182,8 +182,9 @@ class ServiceTimes:
         return _between(table_s, together)
 
     def _wait(self, steps: float, means: _Means, together: float, load: Load) -> float:
+        """The round trip counts in as far as a replica is asked: not where a look-up proposes."""
         table_s = self._draft_table(steps, means, together, load)
-        return self.wait.at(table_s) + load.round_trip_s
+        return self.wait.at(table_s) + load.round_trip_s * min(1.0, steps)
 
     def _draft_steps(self, steps: float, means: _Means, together: float, load: Load) -> float:
         return self.wait.factor * self._draft_table(steps, means, together, load)

@@ -67,6 +67,20 @@ def test_a_choice_says_what_its_rounds_ask_of_the_draft() -> None:
     assert (choice.plain.proposed_per_round, choice.plain.steps_per_round) == (0.0, 0.0)
 
 
+def test_a_look_up_waits_for_no_link_and_needs_no_replica() -> None:
+    """Nor does the share of a hybrid's rounds in which its look-up proposes."""
+    link = Load(round_trip_s=0.005)
+    looked_up = _text(4, 0.8, num_steps=0)
+    times = _times(draft=None)
+    assert times.drafted_seconds(looked_up, link) == times.drafted_seconds(looked_up, Load())
+    chooser = Chooser(times, link, [1], _text(0, 0.0), Rule.TOKEN)
+    chosen = chooser.choose([Candidate(Rule.TOKEN, 4, looked_up)]).chosen
+    assert (chosen.num_draft_tokens, chosen.draft_replicas) == (4, 0)
+    assert chosen.speedup > 1
+    hybrid = _times()
+    assert hybrid.drafted_seconds(looked_up, link) == hybrid.drafted_seconds(looked_up, Load())
+
+
 def test_look_ahead_hides_the_draft_where_it_hits() -> None:
     """K = 4, 3 outcomes, hits 0.75: a round is the target's 10.3 ms and, of a quarter, the draft's
     4 ms. A draft of 4 ms a step is later than the target by 5 * 4.002 - 10.3 ms, and one that
