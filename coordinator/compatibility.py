@@ -49,7 +49,7 @@ def _kind(target: ReplicaDescription) -> tuple[int, str, bool, bool]:
 
 def check_compatible(target: ReplicaDescription, draft: ReplicaDescription) -> None:
     """Raises `Incompatible` unless the draft's tokens mean what the target's mean, and it is shown
-    what it reads. A draft that only copies tokens fits every target."""
+    what it reads."""
     known = draft.tokenizer_fingerprint and target.tokenizer_fingerprint
     if known and draft.tokenizer_fingerprint != target.tokenizer_fingerprint:
         raise Incompatible(

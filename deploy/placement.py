@@ -24,7 +24,7 @@ class Placement:
     """Of all machines together, by which shares were chosen."""
     target: Demand
     draft: Demand | None
-    """None where the target drafts for itself."""
+    """None where no replica drafts: the target itself does, or a look-up."""
     coordinator: Demand
 
 

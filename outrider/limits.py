@@ -108,7 +108,7 @@ FEATURES_WIDTH_MAX: Final = 2**15
 HYBRID_SCORE_MIN: Final = 0.6
 """Tokens that a look-up must expect to be accepted before it stands in for a model, by default."""
 HYBRID_MODEL_TOKENS: Final = 1
-"""Draft tokens that a hybrid's model draws in a round, at most, by default."""
+"""Draft tokens of a hybrid's model, heads or early exit in a round, at most, by default."""
 LOOK_AHEAD_MAX: Final = 64
 """Outcomes of one round of a session that a draft may guess."""
 LOOK_AHEAD_DEFAULT: Final = 16

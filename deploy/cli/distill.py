@@ -179,8 +179,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def serve_line(target: str, kind: str, out: Path) -> str:
-    """What to type to serve `target` with the drafter that was made. A model drafts behind the
-    look-up, as what is shipped for `demo` does."""
+    """What to type to serve `target` with the drafter that was made. A model drafts behind a
+    look-up."""
     served = draft_model(kind, out)
     if kind == KINDS[0]:
         served = f"hybrid:{LookupKind.SUFFIX},{served}"

@@ -122,8 +122,8 @@ class DraftConfig(ModelServerConfig):
         "answers in the model's place.", minimum=0.1, maximum=NUM_DRAFT_TOKENS_MAX,
     )  # fmt: skip
     hybrid_model_tokens: int = setting(
-        HYBRID_MODEL_TOKENS, "Draft tokens that a hybrid's model or heads draw in a round, at "
-        "most; its look-up may propose all that are asked for.",
+        HYBRID_MODEL_TOKENS, "Draft tokens that a hybrid's model, heads or early exit draw in a "
+        "round, at most; its look-up may propose all that are asked for.",
         minimum=1, maximum=NUM_DRAFT_TOKENS_MAX,
     )  # fmt: skip
     directory: str = ""

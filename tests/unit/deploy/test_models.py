@@ -136,7 +136,10 @@ def test_a_target_has_the_heads_that_were_made_for_it(
     hybrid = resolve_models(
         load_config({**models, "draft_model": f"hybrid:ngram,{kind}:{heads}"}, {})
     )
-    assert (hybrid.target.heads, hybrid.coordinator.lookup) == (str(heads), hybrid.coordinator.lookup)
+    assert (hybrid.target.heads, hybrid.coordinator.lookup) == (
+        str(heads),
+        hybrid.coordinator.lookup,
+    )
     other = save_tiny_model(tmp_path / "other", seed=9)
     for model, named, message in (
         (other, f"{kind}:{heads}", "was made for the target tiny"),
