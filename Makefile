@@ -27,7 +27,7 @@ CLIENT_STAMPS := $(CLIENTS:%=$(VENV)/clients/%/installed)
 PEERS := $(basename $(notdir $(wildcard benchmarks/peer_environments/*.txt)))
 PEER_STAMPS := $(PEERS:%=$(VENV)/peers/%/installed)
 
-.PHONY: help install demo test test-full test-page test-clients check proto bench peers chaos sim fuzz
+.PHONY: help install demo test test-full test-page test-clients check proto bench peers chaos sim fuzz mutants
 
 help: ## List the jobs.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -112,6 +112,15 @@ sim: $(STAMP) ## Simulate SEEDS seeds of failures on a virtual clock.
 
 fuzz: $(STAMP) $(VENV)/fuzz/installed ## Send hostile input to every route and method for SECONDS seconds.
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --schemathesis $(VENV)/fuzz/bin/schemathesis
+
+mutants: $(STAMP) $(VENV)/mutants/mutants.json ## Say which mutants of the product the tests catch; an hour.
+	$(BIN)/python -m tests.mutants $(VENV)/mutants/mutants.json --workers $(TEST_WORKERS)
+
+$(VENV)/mutants/mutants.json: tests/mutants/cosmic-ray.txt
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --requirement $<
+	$(@D)/bin/python -m tests.mutants.picking > $@.new
+	mv $@.new $@
 
 $(VENV)/fuzz/installed: tests/fuzz/schemathesis.txt
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)

@@ -1,0 +1,1 @@
+"""Mutants of the product: which of them the tests catch."""

@@ -1,0 +1,125 @@
+"""`python -m tests.mutants FILE`: which of the mutants in a file the tests catch.
+
+`tests.mutants.picking` makes the file. Each mutant is put into a copy of the tree, in which the
+tests of its area run until one fails. A line of JSON for each: the mutant, and `caught`, `survived`
+or `missing` (its lines are no longer there). `--against FILE` names an earlier output: the exit
+code is 1 where more than 2 % of what was caught then survives now.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Final
+
+from .areas import AREAS, Mutant
+
+TIMEOUT_S: Final = 600.0
+"""Of the tests of an area; a mutant that makes them hang is caught."""
+LOST_MAX: Final = 0.02
+_COPIED: Final = (
+    "outrider", "coordinator", "draft_service", "target_service", "deploy", "benchmarks", "tests",
+    "protos", "pyproject.toml",
+)  # fmt: skip
+
+
+def main() -> int:
+    """Prints what became of each mutant, and the sums to standard error."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("mutants", type=Path)
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--against", type=Path)
+    arguments = parser.parse_args()
+    mutants = [Mutant.from_json(values) for values in json.loads(arguments.mutants.read_text())]
+    with tempfile.TemporaryDirectory(prefix="outrider-mutants-") as directory:
+        found = run(mutants, Path.cwd(), Path(directory), arguments.workers)
+    counts = Counter((one["area"], one["outcome"]) for one in found)
+    for (area, outcome), number in sorted(counts.items()):
+        print(f"{area}: {number} {outcome}", file=sys.stderr)
+    return 0 if arguments.against is None else _compared(found, arguments.against)
+
+
+def run(
+    mutants: Sequence[Mutant], root: Path, directory: Path, workers: int
+) -> list[dict[str, Any]]:
+    """What became of each mutant of the tree at `root`, in copies below `directory`."""
+    copies: SimpleQueue[Path] = SimpleQueue()
+    for number in range(workers):
+        copies.put(_copy(root, directory / str(number)))
+
+    def outcome_of(mutant: Mutant) -> dict[str, Any]:
+        copy = copies.get()
+        try:
+            found = {**mutant.to_json(), "outcome": _outcome(mutant, root, copy)}
+        finally:
+            copies.put(copy)
+        print(json.dumps(found), flush=True)
+        return found
+
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(outcome_of, mutants))
+
+
+def _copy(root: Path, to: Path) -> Path:
+    to.mkdir(parents=True)
+    for name in _COPIED:
+        source = root / name
+        if source.is_dir():
+            shutil.copytree(source, to / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, to / name)
+    return to
+
+
+def _outcome(mutant: Mutant, root: Path, copy: Path) -> str:
+    original = root / mutant.file
+    changed = mutant.applied(original.read_text()) if original.exists() else None
+    if changed is None:
+        return "missing"
+    target = copy / mutant.file
+    target.write_text(changed)
+    try:
+        return "survived" if _passes(AREAS[mutant.area].tests, copy) else "caught"
+    finally:
+        shutil.copy(original, target)
+
+
+def _passes(tests: Sequence[str], copy: Path) -> bool:
+    """Whether all tests pass. The copy is imported, as it comes first on the path."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=copy, env=environment, timeout=TIMEOUT_S, capture_output=True, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+def _compared(found: Sequence[dict[str, Any]], against: Path) -> int:
+    lines = [json.loads(line) for line in against.read_text().splitlines()]
+    before = {_key(one) for one in lines if one["outcome"] == "caught"}
+    survived = {_key(one) for one in found if one["outcome"] == "survived"}
+    lost = before & survived
+    for key in sorted(map(str, lost)):
+        print(f"caught before, and not now: {key}", file=sys.stderr)
+    return int(len(lost) > LOST_MAX * len(before))
+
+
+def _key(one: dict[str, Any]) -> tuple[object, ...]:
+    return (one["area"], one["operator"], tuple(one["before"]), tuple(one["after"]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,109 @@
+"""What is mutated, by which tests each part is covered, and a mutant as a value."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """A part of the product."""
+
+    sources: tuple[str, ...]
+    tests: tuple[str, ...]
+    """The quickest first."""
+
+
+AREAS: Final = {
+    "core": Area(
+        ("outrider/speculation",),
+        (
+            "tests/unit/speculation",
+            *(
+                f"tests/exactness/core/test_core_{name}.py"
+                for name in (
+                    "enumeration", "masks", "drafters", "lengths", "traps", "same_seed", "trees"
+                )
+            ),
+        ),
+    ),
+    "wire": Area(("outrider/wire",), ("tests/unit/wire",)),
+    "store": Area(
+        ("outrider/sessions",),
+        (
+            "tests/unit/sessions", "tests/integration/test_redis_store.py",
+            "tests/integration/test_redis_leases.py",
+            "tests/integration/test_redis_partial_effects.py",
+        ),
+    ),
+    "length control": Area(
+        (
+            "coordinator/length_control.py", "coordinator/round_costs.py", "coordinator/trials.py",
+            "coordinator/depth_averages.py", "coordinator/shared_learning.py",
+            "coordinator/siblings.py", "coordinator/lengths.py",
+        ),
+        ("tests/unit/coordinator",),
+    ),
+    "coordinator": Area(
+        (
+            "coordinator/decoding.py", "coordinator/target_side.py", "coordinator/draft_side.py",
+            "coordinator/commits.py", "coordinator/service.py", "coordinator/replicas.py",
+            "coordinator/roster.py", "coordinator/mailbox.py", "coordinator/resuming.py",
+            "coordinator/take_overs.py", "coordinator/opening.py", "coordinator/run.py",
+        ),
+        ("tests/unit/coordinator", "tests/unit/services"),
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A change of some lines of a file."""
+
+    area: str
+    file: str
+    operator: str
+    line: int
+    """Of the first line that it changes, from 1."""
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+    @classmethod
+    def between(cls, area: str, file: Path, operator: str, before: str, after: str) -> Self:
+        """What turns one source into the other."""
+        old, new = before.splitlines(), after.splitlines()
+        codes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+        changes = [code for code in codes if code[0] != "equal"]
+        first, last = changes[0], changes[-1]
+        return cls(
+            area, str(file), operator, first[1] + 1, tuple(old[first[1] : last[2]]),
+            tuple(new[first[3] : last[4]]),
+        )  # fmt: skip
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """As `to_json` has it."""
+        lines = {name: tuple(values[name]) for name in ("before", "after")}
+        return cls(**{**values, **lines})
+
+    def to_json(self) -> dict[str, Any]:
+        """Its fields."""
+        return asdict(self)
+
+    def applied(self, source: str) -> str | None:
+        """The source with the change; None where its lines are not there, or more than once and
+        not where they were."""
+        lines, size = source.splitlines(), len(self.before)
+        places = [
+            place
+            for place in range(len(lines) - size + 1)
+            if tuple(lines[place : place + size]) == self.before
+        ]
+        if self.line - 1 in places:
+            places = [self.line - 1]
+        if len(places) != 1:
+            return None
+        return "\n".join([*lines[: places[0]], *self.after, *lines[places[0] + size :], ""])

@@ -1,0 +1,108 @@
+"""Picks mutants of the product's source, by cosmic-ray's operators, which it needs.
+
+python -m tests.mutants.picking --seed 1 --per-area 48 > mutants.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+import cosmic_ray.mutating
+import parso
+from cosmic_ray.ast import ast_nodes
+from cosmic_ray.plugins import get_operator
+
+from .areas import AREAS, Mutant
+
+_BINARY: Final = (
+    "Add_Sub", "Sub_Add", "Mul_Div", "Div_Mul", "FloorDiv_Mul", "Mod_FloorDiv", "BitOr_BitAnd",
+    "BitAnd_BitOr", "LShift_RShift", "RShift_LShift",
+)  # fmt: skip
+_COMPARISON: Final = (
+    "Eq_NotEq", "NotEq_Eq", "Lt_LtE", "LtE_Lt", "Gt_GtE", "GtE_Gt", "Lt_GtE", "GtE_Lt", "Is_IsNot",
+    "IsNot_Is",
+)  # fmt: skip
+_OTHERS: Final = (
+    "ReplaceUnaryOperator_Delete_Not", "ReplaceUnaryOperator_USub_UAdd", "AddNot",
+    "ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ReplaceAndWithOr", "ReplaceOrWithAnd",
+    "ReplaceBreakWithContinue", "ReplaceContinueWithBreak", "NumberReplacer",
+    "ZeroIterationForLoop",
+)  # fmt: skip
+OPERATORS: Final = (
+    *(f"core/ReplaceBinaryOperator_{name}" for name in _BINARY),
+    *(f"core/ReplaceComparisonOperator_{name}" for name in _COMPARISON),
+    *(f"core/{name}" for name in _OTHERS),
+)
+_NUMBERS: Final = "core/NumberReplacer"
+_NUMBERS_ONE_IN: Final = 4
+"""Half of all places are numbers, many of them bounds of times: of these so many are left out."""
+_ANNOTATIONS: Final = ("tfpdef", "annassign")
+"""Nodes of the grammar that hold one. No annotation is evaluated, so none is mutated."""
+
+
+def pick(root: Path, seed: int, per_area: int) -> list[Mutant]:
+    """So many mutants of each area, or all where it has fewer: the same for the same seed and
+    source."""
+    found: list[Mutant] = []
+    for area, covered in AREAS.items():
+        files = sorted(path for source in covered.sources for path in _files(root / source))
+        places = [place for path in files for place in _places(path)]
+        chosen = Random(f"{seed} {area}").sample(places, min(per_area, len(places)))
+        for path, operator, occurrence in chosen:
+            before = path.read_text()
+            after = cosmic_ray.mutating.mutate_code(before, get_operator(operator)(), occurrence)
+            found.append(Mutant.between(area, path.relative_to(root), operator, before, after))
+    return found
+
+
+def _files(source: Path) -> list[Path]:
+    return [source] if source.is_file() else [*source.rglob("*.py")]
+
+
+def _places(path: Path) -> Iterator[tuple[Path, str, int]]:
+    """Operators, and which of their occurrences in the file."""
+    tree = parso.parse(path.read_text())
+    nodes = list(ast_nodes(tree))
+    for name in OPERATORS:
+        operator = get_operator(name)()
+        occurrence = 0
+        for node in nodes:
+            for _ in operator.mutation_positions(node):
+                is_left_out = name == _NUMBERS and occurrence % _NUMBERS_ONE_IN
+                if not is_left_out and not _is_in_annotation(node):
+                    yield path, name, occurrence
+                occurrence += 1
+
+
+def _is_in_annotation(node: Any) -> bool:
+    child, parent = node, node.parent
+    while parent is not None:
+        if parent.type in _ANNOTATIONS and child is not parent.children[-1]:
+            return True
+        if parent.type == "tfpdef":
+            return True
+        if parent.type == "funcdef" and child is parent.annotation:
+            return True
+        child, parent = parent, parent.parent
+    return False
+
+
+def main() -> int:
+    """Prints the mutants."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--per-area", type=int, default=48)
+    arguments = parser.parse_args()
+    mutants = pick(Path.cwd(), arguments.seed, arguments.per_area)
+    json.dump([mutant.to_json() for mutant in mutants], sys.stdout, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

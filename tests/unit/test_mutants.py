@@ -1,0 +1,58 @@
+"""Mutants as changes of lines, which are found again where code has moved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.mutants import __main__ as running
+from tests.mutants.areas import AREAS, Area, Mutant
+
+BEFORE = "a = 1\nif a > 0:\n    a += 1\nb = 2\n"
+AFTER = BEFORE.replace("> 0", ">= 0")
+
+
+def mutant(before: str = BEFORE, after: str = AFTER) -> Mutant:
+    return Mutant.between("core", Path("code.py"), "core/Some", before, after)
+
+
+def test_a_mutant_is_found_where_its_lines_have_moved() -> None:
+    found = mutant()
+    assert (found.line, found.before, found.after) == (2, ("if a > 0:",), ("if a >= 0:",))
+    assert Mutant.from_json(found.to_json()) == found
+    assert found.applied(BEFORE) == AFTER
+    assert found.applied("# moved\n" + BEFORE) == "# moved\n" + AFTER
+    assert found.applied(BEFORE.replace("a > 0", "a > 9")) is None
+    assert found.applied("c = 0\n" + BEFORE + BEFORE) is None  # Either of two, and neither there.
+    assert found.applied(BEFORE + BEFORE) == AFTER + BEFORE
+
+
+def test_what_the_tests_catch_is_told_from_what_survives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "root"
+    (root / "tests").mkdir(parents=True)
+    (root / "code.py").write_text(
+        "def twice(x):\n    return 2 * x\n\n\ndef spare(x):\n    return x\n"
+    )
+    (root / "tests" / "test_code.py").write_text(
+        "from code import twice\n\n\ndef test_twice():\n    assert twice(3) == 6\n"
+    )
+    monkeypatch.setattr(running, "_COPIED", ("tests", "code.py"))
+    monkeypatch.setitem(AREAS, "core", Area(("code.py",), ("tests",)))
+    source = (root / "code.py").read_text()
+    mutants = [
+        mutant(source, source.replace("2 * x", "3 * x")),
+        mutant(source, source.replace("return x", "return -x")),
+        mutant("gone = 1\n", "gone = 2\n"),
+    ]
+    found = running.run(mutants, root, tmp_path / "copies", workers=1)
+    assert [one["outcome"] for one in found] == ["caught", "survived", "missing"]
+    assert (root / "code.py").read_text() == source
+    earlier = tmp_path / "earlier.jsonl"
+    earlier.write_text(capsys.readouterr().out)
+    assert running._compared(found, earlier) == 0
+    lost = [{**found[0], "outcome": "survived"}]
+    assert running._compared(lost, earlier) == 1
+    assert "caught before, and not now" in capsys.readouterr().err
