@@ -170,7 +170,7 @@ class DraftSide:
         if (self._berth.is_left or self._is_rejected) and self._move():
             self._present, self._is_rejected = True, False
         if self._is_rejected:
-            proposal = guess or self._stand_in.propose(num_draft_tokens, noise)
+            proposal = self._filled_in(guess, num_draft_tokens, noise)
             return Drafted(proposal, False, 0.0, num_draft_tokens)
         number = self._berth.number(round_index)
         self._mailbox.begin(number)
@@ -210,9 +210,15 @@ class DraftSide:
             if reply.out_of_time:
                 num_asked = reply.proposal.tree.num_depths
             return _drafted_by(reply, reply.proposal, seconds, num_asked, siblings=siblings)
-        proposal = guess or self._stand_in.propose(num_draft_tokens, noise)
+        proposal = self._filled_in(guess, num_draft_tokens, noise)
         num_asked = 0 if is_late else num_draft_tokens
         return Drafted(proposal, False, loop.time() - start, num_asked)
+
+    def _filled_in(
+        self, guess: SealedProposal | None, num_draft_tokens: int, noise: RoundNoise
+    ) -> SealedProposal:
+        """The stand-in's proposal. An empty guess is one, too: it is not looked up again."""
+        return self._stand_in.propose(num_draft_tokens, noise) if guess is None else guess
 
     def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
         """See `Drafts.next_wanted`: the target proposes nothing."""

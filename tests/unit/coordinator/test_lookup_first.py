@@ -153,8 +153,11 @@ def test_the_replica_looks_ahead_of_a_round_that_was_looked_up(lookup: Callable[
     run_virtually(main())
 
 
-def test_a_guess_goes_in_the_place_of_a_lost_replica() -> None:
-    """As it is, whole: it is made once, and the bound of the model does not apply to it."""
+@pytest.mark.parametrize(("text", "guessed"), [(REPEATS, (7, 8, 9, 5, 6)), (NEW, ())])
+def test_a_guess_goes_in_the_place_of_a_lost_replica(
+    text: tuple[int, ...], guessed: tuple[int, ...]
+) -> None:
+    """As it is, whole or empty: it is made once, and the bound of the model does not apply."""
 
     class Lookup(NgramDrafter):
         num_guesses = 0
@@ -164,10 +167,10 @@ def test_a_guess_goes_in_the_place_of_a_lost_replica() -> None:
             return replace(super().guess(request), score=0.0)
 
     async def main() -> None:
-        side = Side(REPEATS, lookup=Lookup)
+        side = Side(text, lookup=Lookup)
         side.link.sever(LinkLost("gone"), reachable=False)
         drafted = await side.propose(5)
-        assert drafted.proposal.token_ids == (7, 8, 9, 5, 6)
+        assert drafted.proposal.token_ids == guessed
         assert (drafted.by_replica, Lookup.num_guesses) == (False, 1)
         await side.close()
 
