@@ -20,7 +20,7 @@ from models import (
 
 from deploy.models import check_same_tokens, resolve_models, tokenizer_warning
 from deploy.preflight import check_before_start
-from outrider.config import TargetConfig, load_config
+from outrider.config import DraftConfig, TargetConfig, load_config
 from outrider.errors import SettingError
 
 
@@ -102,8 +102,7 @@ def test_coordinators_are_told_of_a_look_up_that_drafts_alone(
     config = resolve_models(
         load_config({"model": str(tiny), "engine": engine, "draft_model": named}, {})
     )
-    lookup = config.coordinator.lookup
-    assert (lookup is not None and lookup.drafter) == (drafter != "small" and config.draft.drafter)
+    assert config.coordinator.lookup == (None if drafter == "small" else DraftConfig(model=named))
 
 
 def test_coordinators_are_told_nothing_of_draft_replicas(tiny: Path) -> None:
@@ -136,10 +135,8 @@ def test_a_target_has_the_heads_that_were_made_for_it(
     hybrid = resolve_models(
         load_config({**models, "draft_model": f"hybrid:ngram,{kind}:{heads}"}, {})
     )
-    assert (hybrid.target.heads, hybrid.coordinator.lookup) == (
-        str(heads),
-        hybrid.coordinator.lookup,
-    )
+    assert hybrid.target.heads == str(heads)
+    assert hybrid.coordinator.lookup == DraftConfig(model=f"hybrid:ngram,{kind}:{heads}")
     other = save_tiny_model(tmp_path / "other", seed=9)
     for model, named, message in (
         (other, f"{kind}:{heads}", "was made for the target tiny"),
