@@ -16,8 +16,9 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
@@ -56,18 +57,28 @@ def run(
     copies: SimpleQueue[Path] = SimpleQueue()
     for number in range(workers):
         copies.put(_copy(root, directory / str(number)))
+    with _taken(copies) as copy:
+        for area in dict.fromkeys(mutant.area for mutant in mutants):
+            if not _passes(AREAS[area].tests, copy):
+                raise SystemExit(f"the tests of {area} fail without a mutant; none can be judged")
 
     def outcome_of(mutant: Mutant) -> dict[str, Any]:
-        copy = copies.get()
-        try:
+        with _taken(copies) as copy:
             found = {**mutant.to_json(), "outcome": _outcome(mutant, root, copy)}
-        finally:
-            copies.put(copy)
         print(json.dumps(found), flush=True)
         return found
 
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(outcome_of, mutants))
+
+
+@contextmanager
+def _taken(copies: SimpleQueue[Path]) -> Iterator[Path]:
+    copy = copies.get()
+    try:
+        yield copy
+    finally:
+        copies.put(copy)
 
 
 def _copy(root: Path, to: Path) -> Path:
@@ -97,6 +108,7 @@ def _outcome(mutant: Mutant, root: Path, copy: Path) -> str:
 def _passes(tests: Sequence[str], copy: Path) -> bool:
     """Whether all tests pass. The copy is imported, as it comes first on the path."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    # A mutant may have the size and the second of the file it replaces: no bytecode is kept.
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(

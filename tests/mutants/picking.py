@@ -42,8 +42,6 @@ OPERATORS: Final = (
 _NUMBERS: Final = "core/NumberReplacer"
 _NUMBERS_ONE_IN: Final = 4
 """Half of all places are numbers, many of them bounds of times: of these so many are left out."""
-_ANNOTATIONS: Final = ("tfpdef", "annassign")
-"""Nodes of the grammar that hold one. No annotation is evaluated, so none is mutated."""
 
 
 def pick(root: Path, seed: int, per_area: int) -> list[Mutant]:
@@ -81,11 +79,12 @@ def _places(path: Path) -> Iterator[tuple[Path, str, int]]:
 
 
 def _is_in_annotation(node: Any) -> bool:
+    """Annotations are not evaluated, so no test could tell a mutant of one."""
     child, parent = node, node.parent
     while parent is not None:
-        if parent.type in _ANNOTATIONS and child is not parent.children[-1]:
+        if parent.type == "tfpdef":  # A parameter's.
             return True
-        if parent.type == "tfpdef":
+        if parent.type == "annassign" and child is parent.children[1]:
             return True
         if parent.type == "funcdef" and child is parent.annotation:
             return True
