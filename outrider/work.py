@@ -129,25 +129,39 @@ class Outlet(Generic[Answer]):
         self.closed = False
 
     def send(self, answers: Sequence[Answer | Refused]) -> None:
-        """Sends answers behind those held, each once, unless the connection has been closed."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        again = {id(answer) for answer in answers}
-        held, self._held = [one for one in self._held if id(one) not in again], []
-        if (held or answers) and not self.closed:
-            self._send([*held, *answers])
+        """Sends answers, behind those held of the same sessions, each once. Once the connection
+        has been closed, sends nothing."""
+        self._take_along(_sessions_of(answers), answers)
 
     def hold(self, answers: Sequence[Answer | Refused]) -> None:
-        """Sends answers with the next ones, `ANSWERS_HELD_MS` after the first at the latest."""
+        """Sends answers within `ANSWERS_HELD_MS`, in one message with those of other sessions that
+        are held meanwhile."""
         self._held += answers
         if self._timer is None and self._held:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(ANSWERS_HELD_MS / 1e3, self.flush)
+            self._timer = loop.call_later(ANSWERS_HELD_MS / 1e3, self._flush_all)
 
-    def flush(self) -> None:
-        """Sends the answers held."""
-        self.send(())
+    def flush(self, session_id: str) -> None:
+        """Sends the answers held of a session."""
+        self._take_along({session_id}, ())
+
+    def _flush_all(self) -> None:
+        self._take_along(_sessions_of(self._held), ())
+
+    def _take_along(self, session_ids: set[str], answers: Sequence[Any]) -> None:
+        again = {id(answer) for answer in answers}
+        leaving = [one for one in self._held if one.key.session_id in session_ids]
+        self._held = [one for one in self._held if one.key.session_id not in session_ids]
+        if not self._held and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        leaving = [*(one for one in leaving if id(one) not in again), *answers]
+        if leaving and not self.closed:
+            self._send(leaving)
+
+
+def _sessions_of(answers: Sequence[Any]) -> set[str]:
+    return {answer.key.session_id for answer in answers}
 
 
 class Work(Generic[Item, Answer]):

@@ -64,8 +64,10 @@ class RunAhead:
 
     def extend(self, item: VerifyItem, outlet: Outlet[VerifyAnswer]) -> list[VerdictReply]:
         """Moves the beginning to `item`, which `continues` these rounds, and the allowance on.
-        Returns the verdicts known from its round on: they may have been lost on the way."""
+        Returns the verdicts known from its round on if they may have been lost on the way: where
+        that round is asked for again, or over another connection."""
         rounds = item.head.round - self._item.head.round
+        may_be_lost = rounds == 0 or outlet is not self.outlet
         offset = item.head.base_length - self._item.head.base_length
         del self._replies[:rounds]
         del self._tokens[:offset]
@@ -75,7 +77,7 @@ class RunAhead:
         self.outlet = outlet
         if self.running is not None:
             self.running.outlets = [outlet]
-        return list(self._replies)
+        return list(self._replies) if may_be_lost else []
 
     def add(self, reply: VerdictReply) -> None:
         """Notes the verdict of the round that was running."""

@@ -89,7 +89,7 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
         queue at its end like any other work."""
         item = ahead.next_item(self._description.max_model_len)
         if item is None:
-            ahead.outlet.flush()
+            ahead.outlet.flush(session_id)
             return
         work = self._work(item, ahead.outlet)
         work.may_wait = ahead.is_ahead
@@ -111,7 +111,7 @@ class TargetService(SteppedService[VerifyItem, VerifyAnswer]):
         if isinstance(answer, VerdictReply):
             ahead.add(answer)
             if answer.verdict.correction[0] in self._description.eos_token_ids:
-                ahead.outlet.flush()  # The session probably ends.
+                ahead.outlet.flush(session_id)  # The session probably ends.
             self._run_next(session_id, ahead)
         else:
             self._forget(session_id, ahead)

@@ -162,8 +162,7 @@ def generate(
 def test_rounds_without_a_draft_run_ahead_and_nearly_all_their_verdicts_are_used() -> None:
     """A draft that guesses badly and takes its time: plain phases and trials take turns. The
     target makes one step a round and none besides, hears of a plain round in eight or so, and
-    finds every prefix, though it was ahead when the trials began. It repeats the verdict of a
-    round that it hears of after it has answered it."""
+    finds every prefix, though it was ahead when the trials began."""
     found = generate(Rule.COUPLED, 4, STEP_S / 4, draft_salt=2)
     plain = generate(Rule.COUPLED, 0, STEP_S / 4, draft_salt=2)
     asked = found.counts.asked_for

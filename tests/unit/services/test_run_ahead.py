@@ -12,7 +12,7 @@ from toy_engine import ToyEngine
 from outrider.clock import run_virtually
 from outrider.engine.executor import InlineExecutor
 from outrider.limits import ANSWERS_HELD_MS
-from outrider.messages import Refused, Resync, VerdictReply, VerifyAnswer, VerifyItem
+from outrider.messages import Refused, ReplyKey, Resync, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.speculation.proposal import Proposal, SealedProposal
 from outrider.speculation.sampling import Rule, SamplingParams
 from outrider.wire.memory_link import MemoryLink
@@ -106,33 +106,45 @@ async def test_a_verdict_that_ends_the_text_takes_held_ones_along() -> None:
     await setting.service.close()
 
 
-def test_a_held_answer_leaves_in_time() -> None:
+def refused(session: int, message: str) -> Refused:
+    """An answer that is told by its words."""
+    return Refused(ReplyKey(session_name(session), 1, 0), 13, message)
+
+
+def test_a_held_answer_leaves_in_time_or_with_a_later_one_of_its_session() -> None:
     sent: list[tuple[float, list[str]]] = []
 
+    def note(answers: Sequence[Refused]) -> None:
+        sent.append((asyncio.get_running_loop().time(), [one.message for one in answers]))
+
     async def hold() -> None:
-        loop = asyncio.get_running_loop()
-        outlet = Outlet[str](lambda answers: sent.append((loop.time(), list(answers))))
-        outlet.hold(["first"])
+        outlet = Outlet[Refused](note)
+        outlet.hold([refused(1, "first")])
         await asyncio.sleep(0.01)
-        outlet.hold(["second"])
-        await asyncio.sleep(1)
-        outlet.hold(["third"])
-        outlet.send(["fourth"])
-        again = "fifth"
+        outlet.hold([refused(1, "second"), refused(2, "second's")])
+        outlet.flush(session_name(2))
+        await asyncio.sleep(0.99)
+        outlet.hold([refused(1, "third"), refused(2, "third's")])
+        outlet.send([refused(1, "fourth")])
+        again = refused(1, "fifth")
         outlet.hold([again])
         outlet.send([again])
         await asyncio.sleep(1)
 
     run_virtually(hold())
     held_s = ANSWERS_HELD_MS / 1e3
-    assert sent == [(held_s, ["first", "second"]), (1.01, ["third", "fourth"]), (1.01, ["fifth"])]
+    assert sent == [
+        (0.01, ["second's"]),
+        (held_s, ["first", "second"]),
+        (1.0, ["third", "fourth"]),
+        (1.0, ["fifth"]),
+        (1.0 + held_s, ["third's"]),
+    ]
 
 
-async def test_a_question_on_the_way_extends_and_repeats_but_computes_nothing_twice(
-    setting: Setting,
-) -> None:
-    """Round 2, asked for after rounds 0..3 were answered, brings verdicts 2 and 3 again and
-    raises the allowance to round 6; seven rounds are seven forward passes."""
+async def test_a_question_on_the_way_extends_and_repeats_nothing(setting: Setting) -> None:
+    """Round 2, asked for after rounds 0..3 were answered, raises the allowance to round 6; seven
+    rounds are seven forward passes. Asked for again, it brings the verdicts from 2 on again."""
     wanted = await plain_tokens(7)
     setting.link.send(ask_round(PROMPT, 0, 0, 3))
     await setting.settle()
@@ -141,8 +153,11 @@ async def test_a_question_on_the_way_extends_and_repeats_but_computes_nothing_tw
     setting.link.send(ask_round(wanted[:5], 4, 2, 4))
     answers = await setting.settle()
     rounds = [answer.key.round for answer in answers]
-    assert rounds == [0, 1, 2, 3, 2, 3, 4, 5, 6]
+    assert rounds == [0, 1, 2, 3, 4, 5, 6]
     assert own_tokens(answers) == dict(enumerate(wanted[3:]))
+    setting.link.send(ask_round(wanted[:5], 4, 2, 4))
+    answers = await setting.settle()
+    assert [answer.key.round for answer in answers][7:] == [2, 3, 4, 5, 6]
     assert sum(session_name(1) in batch for batch in setting.engine.batches) == 7
 
 
