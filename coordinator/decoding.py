@@ -200,6 +200,7 @@ class Decoding:
             draft_s=drafted.seconds,
             target_s=(reply.queue_ms + reply.compute_ms - reply.next_draft_ms) / 1e3,
             ended_at=asyncio.get_running_loop().time(),
+            queue_s=reply.queue_ms / 1e3,
             num_siblings=len(proposal) - len(tree.spine),
             siblings=sibling_chances(tree, accept, drafted.siblings),
             beside=drafted.beside,

@@ -292,7 +292,7 @@ class LengthControl:
         round_s = max(0.0, played.ended_at - before - played.next_draft_s)
         num_proposed = len(played.survival)
         num_rows = 1 + num_proposed + played.num_siblings
-        costs.note_load(num_rows, played.num_tokens, round_s, played.target_s)
+        costs.note_load(num_rows, played.num_tokens, round_s, played.target_s, played.context)
         if self._bound > 0:
             self._trials.earn(played.num_tokens)
         if current.is_plain:
@@ -304,14 +304,15 @@ class LengthControl:
                 costs.note_first_plain(round_s)
         elif played.num_asked > 0:
             draft_s = None if self._num_missed > 0 else played.draft_s
+            step_s = played.target_s - played.queue_s
             rest_s = round_s - played.draft_s - played.target_s
             num_drafted, work_s = num_proposed, played.work_s
             if played.beside is not None:
                 draft_s, num_drafted = played.beside.seconds, played.beside.num_tokens
                 work_s = played.beside.work_s
             costs.note_drafted(
-                num_proposed, draft_s, played.target_s, rest_s, played.context,
-                played.num_siblings, num_drafted, work_s,
+                num_proposed, draft_s, step_s, rest_s, played.context,
+                played.num_siblings, num_drafted, work_s, played.queue_s,
             )  # fmt: skip
             self._siblings.note(played.siblings)
             self._experience.siblings.note(played.siblings)

@@ -64,6 +64,8 @@ class PlayedRound:
     """The target's queue and step."""
     ended_at: float
     """Time of a clock that all rounds share, s."""
+    queue_s: float = 0.0
+    """What of `target_s` it waited for a step to begin."""
     num_siblings: int = 0
     """Tokens beside those of `survival` that were proposed."""
     siblings: SiblingChances = NO_SIBLINGS

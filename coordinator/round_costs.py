@@ -5,9 +5,10 @@ Pure: told of times, and of nothing else.
 | part of a round | known from |
 | --- | --- |
 | wait for a proposal | the draft's table, then measured: not every drafter takes a step a token |
-| target, its queue included | its table, for what all sessions have in a step, then measured |
-| all else | measured: a round's time less those two |
-| what others at the target lose while the draft works, where both share cores | measured |
+| the target's step | its table, for what all sessions have in a step, then measured |
+| wait for that step | measured, as a share of a step, while others are at the target |
+| all else: messages, and the coordinator's work | measured: a round's time less those three |
+| what others at the target lose to the draft and to messages, where they share cores | measured |
 | a round of plain decoding | measured as a whole, once there are any; else the target's part |
 """
 
@@ -27,13 +28,21 @@ OUTLIER: Final = 8.0
 NOISE: Final = 0.15
 """Standard deviation of a time, as a share of it."""
 TABLE_SPREAD: Final = 0.5
-"""How far from 1 a measured time may stand to the table's, as a standard deviation."""
+"""How far from 1 what a token adds to a draft's time may stand to the table's, as a standard
+deviation ..."""
+STEP_SPREAD: Final = 0.2
+"""... and what a row adds to a target's, to the mean measured time over the table's: how many rows
+others had in its step is known on average alone, which makes the measured line too flat."""
 ROW_SHARE: Final = 0.3
 """Of its even share in a target's step that a token is taken to cost where no table says it ..."""
 TOKEN_SHARE: Final = 1.0
 """... and of that in a draft's ..."""
 SHARE_SPREAD: Final = 1.0
 """... and how far off these may be, as a standard deviation."""
+MESSAGES_WORK: Final = 4.0
+"""Time that others lose to the messages of a round, over what the round itself waits for them: both
+ends work for it, and a step waits for whichever of its threads has lost its core. On two cores, 3.1
+to 4.4 was measured at 8 sessions."""
 NEW_LOAD: Final = 2.0
 """A load is another one where so many times as many sessions share a step."""
 PLAIN_PRIOR_ROUNDS: Final = 1.0
@@ -49,14 +58,18 @@ class CostLine:
     drawn towards a stated one until enough different quantities were seen. It never falls, and is
     nowhere negative."""
 
-    def __init__(self, slope: float, spread: float, *, relative: bool) -> None:
+    def __init__(
+        self, slope: float, spread: float, *, relative: bool = False, unit: float = 1.0
+    ) -> None:
         """`spread` is the standard deviation of what the slope may turn out to be. Both are
-        multiples of the mean time over the mean quantity where `relative`."""
+        multiples of `unit`, or where they are `relative`, of the mean time over the mean quantity
+        once there are any."""
         self.weight = 0.0
         """Of what was noted: at most `MEMORY_ROUNDS`."""
         self._slope = slope
         self._spread = spread
         self._relative = relative
+        self._unit = unit
         self._x = self._y = self._xx = self._xy = 0.0
 
     def note(self, x: float, seconds: float) -> None:
@@ -82,10 +95,10 @@ class CostLine:
     def slope(self) -> float:
         """What each unit of the quantity adds to it."""
         if self.weight == 0.0:
-            return 0.0 if self._relative else self._slope
+            return self._slope * self._unit
         if self._y <= 0.0 or self._x <= 0.0:
             return 0.0
-        unit = self._y / self._x if self._relative else 1.0
+        unit = self._y / self._x if self._relative else self._unit
         pull = (NOISE * self._y / (self._spread * unit)) ** 2
         slope = (self._xy + pull * self._slope * unit) / (self._xx + pull)
         return min(max(0.0, slope), self._y / self._x)
@@ -120,8 +133,8 @@ class Forecast:
     lost: tuple[float, ...]
     """Tokens that other sessions do not get for each row, as it makes their steps longer."""
     draft_lost: tuple[float, ...]
-    """Tokens that they do not get while the draft works: of a round for which tokens were asked,
-    and what the first proposed token adds to that, the second, ..."""
+    """Tokens that they do not get while the draft works and messages are on their way: of a round
+    for which tokens were asked, and what the first proposed token adds to that, the second, ..."""
     draft_s: tuple[float, ...]
     """The wait for a proposal of one token, two, ..."""
 
@@ -164,13 +177,18 @@ class RoundCosts:
         self._target = self._target_line()
         self._plain = self._target_line()
         self.meet_draft(draft)
+        self._wait = _Mean(MEMORY_ROUNDS)
+        """For a step to begin, in steps, where others are at the target."""
         self._rest = _Mean(MEMORY_ROUNDS)
+        self.num_drafted = 0
+        """Rounds with a draft that were timed."""
         self._first_plain = _Mean(MEMORY_ROUNDS)
         self._drafted_among = _Mean(MEMORY_ROUNDS)
         """Sessions that were at the target beside one that drafts."""
         self._round = _Mean(LOAD_MEMORY_ROUNDS)
         self._at_target = _Mean(LOAD_MEMORY_ROUNDS)
         self._rows = _Mean(LOAD_MEMORY_ROUNDS)
+        self._context = _Mean(LOAD_MEMORY_ROUNDS)
         self._tokens = _Mean(LOAD_MEMORY_ROUNDS)
 
     def meet_draft(self, costs: StepCosts | None) -> None:
@@ -180,12 +198,16 @@ class RoundCosts:
         self._draft = self._draft_line()
         self._draft_work = self._draft_line()
 
-    def note_load(self, rows: int, num_tokens: int, round_s: float, target_s: float) -> None:
-        """A round, from the end of the one before: `rows` were verified in `target_s` of its
-        `round_s`, and `num_tokens` committed."""
+    def note_load(
+        self, rows: int, num_tokens: int, round_s: float, target_s: float, context: int
+    ) -> None:
+        """A round of a session with `context` tokens, from the end of the one before: `rows` were
+        at the target for `target_s`, and `num_tokens` were committed. Of rounds whose verdicts
+        come together, the first has the `round_s` of all."""
         self._round.note(self._bounded(round_s))
-        self._at_target.note(self._bounded(min(target_s, round_s)))
+        self._at_target.note(self._bounded(target_s))
         self._rows.note(rows)
+        self._context.note(context)
         self._tokens.note(num_tokens)
 
     def note_plain(self, round_s: float, context: int) -> None:
@@ -203,25 +225,30 @@ class RoundCosts:
         self,
         num_proposed: int,
         draft_s: float | None,
-        target_s: float,
+        step_s: float,
         rest_s: float,
         context: int,
         num_siblings: int = 0,
         num_drafted: int | None = None,
         work_s: float = 0.0,
+        queue_s: float = 0.0,
     ) -> None:
         """A round for which tokens were asked: the time of its proposal (None where that is not
         what such rounds wait), which had `num_drafted` tokens where some were left out, the
-        target's time, and what neither explains. In `work_s` of the draft's time nothing was done
-        for other sessions."""
+        target's step, and all else but the wait for that, `queue_s`. In `work_s` of the draft's
+        time nothing was done for other sessions."""
+        self.num_drafted += 1
         if draft_s is not None:
             num_drafted = num_proposed if num_drafted is None else num_drafted
             self._draft.note(num_drafted * self._draft_token, self._bounded(draft_s))
             self._draft_work.note(num_drafted * self._draft_token, self._bounded(work_s))
             self._rest.note(self._bounded(max(0.0, rest_s)))
-        self._drafted_among.note(self._others())
+        others = self._others()
+        self._drafted_among.note(others)
+        if others > 0 and step_s > 0:
+            self._wait.note(self._bounded(queue_s) / step_s / min(1.0, others))
         load = self._load(num_proposed + num_siblings, context)
-        self._target.note(load, self._bounded(target_s))
+        self._target.note(load, self._bounded(step_s))
         self._plain.fade(1.0 - 1.0 / FORGOTTEN_ROUNDS)
 
     def note_late(self, num_asked: int, waited_s: float) -> None:
@@ -233,13 +260,14 @@ class RoundCosts:
         many tokens."""
         num_rows = num_draft_tokens + num_siblings
         loads = [self._load(num, context) for num in range(num_rows + 1)]
-        verify_s = self._target.at(loads[0])
-        per_load, pace = self._target.slope(), self._others() * self._pace()
+        others, verify_s = self._others(), self._target.at(loads[0])
+        wait_s = self._wait.value * min(1.0, others) * verify_s
+        per_load, pace = self._target.slope(), others * self._pace()
         rows_s = [per_load * (after - before) for before, after in pairwise(loads)]
         draft_s = self._draft.slope() * self._draft_token
         return Forecast(
             plain_s=self._plain_seconds(loads[0], verify_s),
-            round_s=self._draft.at(0.0) + verify_s + self._rest.value,
+            round_s=self._draft.at(0.0) + wait_s + verify_s + self._rest.value,
             token_s=tuple(draft_s + seconds for seconds in rows_s[:num_draft_tokens]),
             row_s=tuple(rows_s),
             lost=tuple(pace * seconds for seconds in rows_s),
@@ -281,7 +309,7 @@ class RoundCosts:
         the first were verified; its proposal took `draft_s`, the draft's `work_s` for it."""
         rows_s = self._load(num_rows, context) - self._load(0, context)
         rows_lost = self._others() * self._pace() * self._target.slope() * rows_s
-        return rows_lost + self._lost_while_drafting(draft_s, work_s)
+        return rows_lost + self._lost_to_messages() + self._lost_while_drafting(draft_s, work_s)
 
     def _draft_lost(self, num_draft_tokens: int) -> tuple[float, ...]:
         """See `Forecast.draft_lost`."""
@@ -290,7 +318,16 @@ class RoundCosts:
             self._lost_while_drafting(self._draft.at(load), self._draft_work.at(load))
             for load in loads
         ]
-        return (lost[0], *(after - before for before, after in pairwise(lost)))
+        more = (after - before for before, after in pairwise(lost))
+        return (lost[0] + self._lost_to_messages(), *more)
+
+    def _lost_to_messages(self) -> float:
+        """Tokens that others lose while a verdict and the next item of a session are on their way:
+        cores that the target shares work for that one then. Where the target runs ahead they pay
+        that once for several rounds."""
+        if not self.drafting_delays:
+            return 0.0
+        return self._others() * self._pace() * MESSAGES_WORK * self._rest.value
 
     def _lost_while_drafting(self, draft_s: float, work_s: float) -> float:
         """Tokens that all at the target lose while the draft works for a session, but for what
@@ -302,13 +339,13 @@ class RoundCosts:
 
     def _draft_line(self) -> CostLine:
         if self._draft_table is None:
-            return CostLine(TOKEN_SHARE, SHARE_SPREAD, relative=True)
-        return CostLine(1.0, TABLE_SPREAD, relative=False)
+            return CostLine(TOKEN_SHARE, SHARE_SPREAD, relative=True, unit=0.0)
+        return CostLine(1.0, TABLE_SPREAD)
 
     def _target_line(self) -> CostLine:
         if self._table is None:
-            return CostLine(ROW_SHARE, SHARE_SPREAD, relative=True)
-        return CostLine(1.0, TABLE_SPREAD, relative=False)
+            return CostLine(ROW_SHARE, SHARE_SPREAD, relative=True, unit=0.0)
+        return CostLine(1.0, STEP_SPREAD, relative=True)
 
     def _bounded(self, seconds: float) -> float:
         """A time of a round as it counts."""
@@ -328,13 +365,14 @@ class RoundCosts:
         if self._table is None:
             return rows
         sessions = max(1, round(1 + others))
-        return self._table.step_seconds(max(1, round(rows)), sessions, sessions * context)
+        slots = round(context + others * self._context.value)
+        return self._table.step_seconds(max(1, round(rows)), sessions, slots)
 
     def _others(self) -> float:
         """Sessions that are at the target when another one comes there."""
         if self._round.value <= 0:
             return 0.0
-        share = self._at_target.value / self._round.value
+        share = min(1.0, self._at_target.value / self._round.value)
         load = self.load
         others = max(0.0, (load.num_sessions + load.num_elsewhere) / load.num_targets - 1)
         return min(self._max_others, others * share)

@@ -106,7 +106,7 @@ def look_ahead_outcomes(config: DeploymentConfig, *, apart: bool) -> int:
 def are_apart(config: DeploymentConfig, *, same_node: bool, num_cores: int) -> bool:
     """Whether neither model waits for the other's cores or device. `config` is a placement's;
     `num_cores` are those of the node that both share, as far as they are known (0 = they are
-    not)."""
+    not). Where no model drafts, the coordinators do, on a core each."""
     target, draft = config.target, config.draft
     if not same_node or target.emulated is not None:
         return True
@@ -119,6 +119,8 @@ def are_apart(config: DeploymentConfig, *, same_node: bool, num_cores: int) -> b
         service.num_threads * service.tensor_parallel_size * count
         for service, count in ((target, config.num_targets), (draft, config.num_drafts))
     ]
+    if draft.drafter.model is None:
+        num_threads[1] = config.num_coordinators
     return min(num_threads) > 0 and sum(num_threads) <= num_cores
 
 

@@ -96,6 +96,13 @@ class World:
             tokens.append(self._round(control, length, is_first=index == first_index))
         return Run(chosen, tokens, self.now - started_at)
 
+    def session(self, seed: int, num_rounds: int) -> Run:
+        """The rounds of a session that ends with them."""
+        control = self.open(seed)
+        run = self.play(control, num_rounds)
+        control.close()
+        return run
+
     def _round(self, control: LengthControl, length: RoundLength, *, is_first: bool) -> int:
         num_asked = length.num_draft_tokens
         num_proposed = num_asked

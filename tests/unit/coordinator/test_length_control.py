@@ -43,7 +43,7 @@ def test_the_best_length_is_found(acceptance: float, draft_s: float, tables: boo
 def test_many_short_sessions_do_as_well_as_a_long_one() -> None:
     """Each begins where those before it have come to."""
     world = World(0.8, 0.002)
-    runs = [world.play(world.open(seed), 60) for seed in range(40)]
+    runs = [world.session(seed, 60) for seed in range(40)]
     later = runs[10:]
     rate = sum(sum(run.num_tokens) for run in later) / sum(run.seconds for run in later)
     assert rate >= 0.93 * world.rate(world.best)
@@ -222,7 +222,7 @@ def test_sessions_that_accept_more_than_all_others_are_found() -> None:
     shares = []
     for seed in range(1, 80):
         world.acceptance = 0.97 if seed % 4 == 0 else 0.05
-        run = world.play(world.open(seed), 60)
+        run = world.session(seed, 60)
         if seed % 4 == 0:
             shares.append(run.plain_share)
     assert sum(shares[5:]) / len(shares[5:]) < 0.4
@@ -236,7 +236,7 @@ def test_long_prompts_and_short_ones_are_told_apart() -> None:
     for seed in range(1, 81):
         world.prompt_length = 900 if seed % 2 else 50
         world.acceptance = 0.95 if seed % 2 else 0.05
-        shares[world.prompt_length].append(world.play(world.open(seed), 60).plain_share)
+        shares[world.prompt_length].append(world.session(seed, 60).plain_share)
     assert max(shares[900][5:]) < 0.2
     assert sum(shares[50][-20:]) / 20 > 0.8
 

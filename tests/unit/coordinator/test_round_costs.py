@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from coordinator.round_costs import OUTLIER, CostLine, Load, RoundCosts
+from coordinator.round_costs import MESSAGES_WORK, OUTLIER, CostLine, Load, RoundCosts
 from outrider.engine.costs import StepCosts
 
 TARGET = StepCosts((1, 9, 17), (0.016, 0.024, 0.032))
@@ -22,7 +22,7 @@ def play(
     one: RoundCosts, num_proposed: int, draft_s: float, target_s: float, rest_s: float = 0.002
 ) -> None:
     round_s = draft_s + target_s + rest_s
-    one.note_load(1 + num_proposed, 1, round_s, target_s)
+    one.note_load(1 + num_proposed, 1, round_s, target_s, 0)
     one.note_drafted(num_proposed, draft_s, target_s, rest_s, 0)
 
 
@@ -58,8 +58,9 @@ def test_a_table_gives_the_shape_where_only_one_length_was_seen() -> None:
     for _ in range(200):
         play(one, 4, 0.012 + 0.001, TARGET.step_seconds(5) + 0.005)
     found = one.forecast(8, context=0)
-    assert found.token_s == pytest.approx([0.004] * 8, rel=0.01)
-    assert found.round_s == pytest.approx(0.016 + 0.001 + 0.005 + 0.002, rel=0.01)
+    slower = (0.020 + 0.005) / 0.020
+    assert found.token_s == pytest.approx([0.003 + slower * 0.001] * 8, rel=0.01)
+    assert found.round_s == pytest.approx(slower * 0.016 + 0.001 + 0.002, rel=0.01)
 
 
 def test_lookups_take_as_long_however_much_they_find() -> None:
@@ -98,7 +99,7 @@ def test_drafts_that_are_ready_when_they_are_wanted_cost_no_step() -> None:
 def test_plain_decoding_is_known_from_its_own_rounds() -> None:
     one = costs()
     for _ in range(100):
-        one.note_load(1, 1, 0.02, 0.019)
+        one.note_load(1, 1, 0.02, 0.019, 0)
         one.note_plain(0.02, 0)
     assert one.forecast(1, 0).plain_s == pytest.approx(0.02, rel=0.02)
 
@@ -106,7 +107,7 @@ def test_plain_decoding_is_known_from_its_own_rounds() -> None:
 def test_plain_decoding_that_was_seen_long_ago_counts_less_than_the_rounds_since() -> None:
     one = costs()
     for _ in range(50):
-        one.note_load(1, 1, 0.1, 0.1)
+        one.note_load(1, 1, 0.1, 0.1, 0)
         one.note_plain(0.1, 0)
     for _ in range(6000):
         play(one, 2, 0.006, TARGET.step_seconds(3))
@@ -119,10 +120,54 @@ def test_many_sessions_are_told_what_their_tokens_cost_the_others() -> None:
     one = costs()
     one.load.num_sessions = 9
     for _ in range(2000):
-        one.note_load(1, 2, 0.040, 0.020)
+        one.note_load(1, 2, 0.040, 0.020, 0)
     found = one.forecast(2, context=0)
     assert found.plain_s == pytest.approx(TARGET.step_seconds(5))
     assert found.lost == pytest.approx([4 * 0.001 * 2 / 0.040] * 2, rel=0.01)
+
+
+def test_verdicts_that_come_together_leave_a_session_at_the_target() -> None:
+    """Four at a time: the first has the time of all, yet each was at the target for a step."""
+    one = costs()
+    one.load.num_sessions = 9
+    for round_s in (0.080, 0.0, 0.0, 0.0) * 500:
+        one.note_load(1, 1, round_s, 0.020, 0)
+    assert one.forecast(1, context=0).plain_s == pytest.approx(TARGET.step_seconds(9))
+
+
+def test_the_contexts_of_others_are_theirs() -> None:
+    """Eight others with 1,000 tokens each, whatever the session has itself."""
+    one = costs(StepCosts((1, 9), (0.016, 0.024), slot_s=1e-6))
+    one.load.num_sessions = 9
+    for _ in range(2000):
+        one.note_load(1, 1, 0.040, 0.040, 1000)
+    assert one.forecast(1, context=0).plain_s == pytest.approx(0.024 + 0.008)
+    assert one.forecast(1, context=500).plain_s == pytest.approx(0.024 + 0.0085)
+
+
+def test_a_step_that_others_are_in_is_waited_for() -> None:
+    """Half a step while others are at the target, and nothing once a session is alone."""
+    one = costs(draft=None)
+    one.load.num_sessions = 9
+    step_s = TARGET.step_seconds(9)
+    for _ in range(2000):
+        one.note_load(1, 1, 0.040, 0.040, 0)
+        one.note_drafted(0, 0.0, step_s, 0.002, 0, queue_s=step_s / 2)
+    assert one.forecast(1, 0).round_s == pytest.approx(1.5 * step_s + 0.002)
+    one.load.num_sessions = 1
+    assert one.forecast(1, 0).round_s == pytest.approx(0.016 + 0.002)
+
+
+@pytest.mark.parametrize("delays", [False, True])
+def test_others_lose_what_messages_take_of_shared_cores(delays: bool) -> None:
+    """Eight others with a token each 40 ms; a round's messages take 2 ms."""
+    one = RoundCosts(TARGET, None, 64, Load(9), drafting_delays=delays)
+    for _ in range(2000):
+        one.note_load(1, 1, 0.040, 0.040, 0)
+        one.note_drafted(0, 0.0, TARGET.step_seconds(9), 0.002, 0)
+    lost = delays * 8 * MESSAGES_WORK * 0.002 / 0.040
+    assert one.lost_in(0, 0.0, 0.0, 0) == pytest.approx(lost, rel=0.01)
+    assert one.forecast(2, 0).draft_lost == pytest.approx([lost, 0.0, 0.0], rel=0.01)
 
 
 def test_sessions_of_other_coordinators_share_the_step() -> None:
@@ -130,7 +175,7 @@ def test_sessions_of_other_coordinators_share_the_step() -> None:
     one = costs()
     one.load.num_sessions, one.load.num_elsewhere, one.load.num_targets = 7, 9, 2
     for _ in range(2000):
-        one.note_load(1, 1, 0.040, 0.040)
+        one.note_load(1, 1, 0.040, 0.040, 0)
     assert one.forecast(1, context=0).plain_s == pytest.approx(TARGET.step_seconds(8))
 
 
@@ -161,7 +206,7 @@ def test_a_detour_costs_those_that_wait_while_the_draft_reads(delays: bool) -> N
     """Eight others are at the target, with a token each 40 ms."""
     one = RoundCosts(TARGET, DRAFT, 64, Load(9), drafting_delays=delays)
     for _ in range(2000):
-        one.note_load(1, 1, 0.040, 0.040)
+        one.note_load(1, 1, 0.040, 0.040, 0)
     reading_s = DRAFT.step_seconds(65)
     own, others = reading_s / 0.016, 8 * reading_s / 0.040
     assert one.detour_lost(0.016, 65) == pytest.approx(own + delays * others, rel=0.01)
@@ -183,7 +228,7 @@ def test_what_a_draft_takes_from_those_at_the_target_is_lost(
     """Eight others are at the target, with a token each 40 ms; told of rounds as of forecasts."""
     one = RoundCosts(TARGET, None, 64, Load(9), drafting_delays=delays)
     for num_drafted in (1, 2, 3) * 700:
-        one.note_load(1, 1, 0.040, 0.040)
+        one.note_load(1, 1, 0.040, 0.040, 0)
         one.note_drafted(
             0, num_drafted * draft_s, 0.040, 0.0, 0, num_drafted=num_drafted,
             work_s=num_drafted * work_s,
@@ -196,7 +241,7 @@ def test_what_a_draft_takes_from_those_at_the_target_is_lost(
 def test_no_more_share_a_step_than_fit() -> None:
     one = RoundCosts(TARGET, DRAFT, 3, Load(50))
     for _ in range(100):
-        one.note_load(1, 1, 0.02, 0.02)
+        one.note_load(1, 1, 0.02, 0.02, 0)
     assert one.forecast(1, 0).plain_s == pytest.approx(TARGET.step_seconds(3))
 
 
@@ -220,5 +265,5 @@ def test_a_line_never_falls_and_is_never_negative(relative: bool) -> None:
 
 
 def test_a_line_that_knows_nothing_expects_what_it_was_told() -> None:
-    assert CostLine(1.0, 0.5, relative=False).at(0.016) == 0.016
-    assert CostLine(1.0, 0.5, relative=True).at(5.0) == 0.0
+    assert CostLine(1.0, 0.5).at(0.016) == 0.016
+    assert CostLine(1.0, 0.5, relative=True, unit=0.0).at(5.0) == 0.0

@@ -113,6 +113,25 @@ def test_a_draft_looks_ahead_where_it_takes_nothing_from_the_target(
     )
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, False),
+        ({"target_num_threads": 7}, True),
+        ({"target_num_threads": 8}, False),
+        ({"target_num_threads": 4, "num_targets": 2}, False),
+        ({"target_num_threads": 6, "num_coordinators": 2}, True),
+        ({"target_num_threads": 6, "num_coordinators": 3}, False),
+    ],
+)
+def test_a_look_up_takes_a_core_of_each_coordinator(
+    settings: dict[str, object], expected: bool
+) -> None:
+    config = load_config({"draft_model": "suffix", **settings}, {})
+    placed = plan_placement(config, {"CPU": 8.0, "GPU": 0.0}).config
+    assert are_apart(placed, same_node=True, num_cores=8) is expected
+
+
 def test_trees_are_refused_where_logits_must_not_depend_on_them() -> None:
     with pytest.raises(SettingError, match="deterministic") as caught:
         load_config({"deterministic": True, "draft_siblings": 1}, {})
