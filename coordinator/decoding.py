@@ -18,7 +18,7 @@ from outrider.telemetry.observer import SILENT, RequestObserver
 
 from .commits import Committer
 from .completion import Completion, Piece
-from .drafts import NOTHING_WANTED, Drafted, Drafts
+from .drafts import NOTHING_WANTED, Drafted, Drafts, LookupDrafts
 from .journal import Entry, Journal
 from .lengths import LengthPolicy, PlayedRound, RoundLength
 from .logprob_lines import write_logprobs
@@ -26,6 +26,7 @@ from .request import GenerationParameters
 from .round_meter import RoundMeter
 from .siblings import fitting, sibling_chances
 from .target_side import TargetSide
+from .watching import Watch
 
 _NOT_DRAFTED = Drafted(NOTHING_SEALED, by_replica=False, seconds=0.0, num_asked=0)
 
@@ -71,6 +72,9 @@ class Decoding:
         self._committer = committer
         self._journal = journal
         self._lengths = lengths
+        self._watch: Watch | None = None
+        if isinstance(draft, LookupDrafts) and lengths.listens:
+            self._watch = Watch(draft.lookup, lengths, parameters.num_draft_tokens)
         self._meter = meter
         self._observer = observer
         self._reads_beside = reads_beside
@@ -144,6 +148,11 @@ class Decoding:
             self._draft.settle(start_length + on_spine)
         if self._lengths.listens:
             self._note(drafted, verified, outcome)
+        if self._watch is not None:
+            if length.num_draft_tokens == 0:
+                self._watch.committed(noise, outcome.token_ids[0])
+            else:
+                self._watch.interrupted()
         return self._commit(index, drafted, verified, outcome)
 
     async def _propose(self, index: int, length: RoundLength, noise: RoundNoise) -> Drafted:

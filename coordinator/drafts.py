@@ -153,7 +153,7 @@ class LookupDrafts:
     """Implements `Drafts` by a look-up in this process. The proposals are chains."""
 
     def __init__(self, lookup: StandIn) -> None:
-        self._lookup = lookup
+        self.lookup = lookup
 
     @property
     def cache_state(self) -> CacheState | None:
@@ -175,7 +175,7 @@ class LookupDrafts:
         """See `Drafts.propose`. It waits for nothing."""
         loop = asyncio.get_running_loop()
         start = loop.time()
-        proposal = self._lookup.propose(num_draft_tokens, noise)
+        proposal = self.lookup.propose(num_draft_tokens, noise)
         return Drafted(proposal, True, loop.time() - start, num_draft_tokens)
 
     def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
@@ -193,7 +193,7 @@ class LookupDrafts:
 
     def close(self) -> None:
         """See `Drafts.close`."""
-        self._lookup.close()
+        self.lookup.close()
 
 
 def check_wanted(

@@ -47,6 +47,10 @@ PLAIN_KNOWN_ROUNDS: Final = 2.0
 """What it takes is known while rounds of it weigh so much."""
 PATIENCE_MIN_S: Final = 0.02
 """A proposal is drawn for so long at least: processes that share cores are not always on time."""
+TIMES_KNOWN_ROUNDS: Final = 16
+"""Where acceptance is known without drafting, rounds that tell how long drafting takes ..."""
+TIMES_RARITY: Final = 4.0
+"""... after which a trial is charged so many times what it may lose."""
 NEW_LOAD_LOST: Final = 1.0
 """Tokens that a round with a draft may lose where the load is another one than was measured."""
 
@@ -62,12 +66,15 @@ class LengthControls:
         tuning: Tuning = TUNING,
         *,
         drafting_delays: bool = False,
+        watches: bool = False,
     ) -> None:
         """`run_ahead_rounds` bounds how far the target may be ahead; `drafting_delays` as for
-        `RoundCosts`."""
+        `RoundCosts`. If it `watches`, its sessions are told of look-ups in their plain rounds
+        (`note_watched`), and rounds with a draft are tried for their times alone."""
         self._target = target
         self._draft = draft
         self._drafting_delays = drafting_delays
+        self.watches = watches
         self.run_ahead_rounds = run_ahead_rounds
         self.tuning = tuning
         self.load = Load()
@@ -327,6 +334,12 @@ class LengthControl:
                 costs.note_late(self._num_asked, played.draft_s)
             self._num_missed = 0  # No excuse for another one.
 
+    def note_watched(self, num_asked: int, survival: tuple[float, ...]) -> None:
+        """See `LengthPolicy.note_watched`. Rounds that are planned already do not see it."""
+        if self._fixed is None:
+            self._averages.note(num_asked, survival)
+            self._experience.note(num_asked, survival)
+
     def close(self) -> None:
         """See `LengthPolicy.close`."""
         self._controls.close(self._seed)
@@ -391,6 +404,8 @@ class LengthControl:
         lost = num_rounds * each + costs.detour_lost(plain.seconds, self._num_missed)
         if lost < 0:
             return True
+        if self._controls.watches and costs.num_drafted >= TIMES_KNOWN_ROUNDS:
+            pays, lost = self._trials.pays, min(TIMES_RARITY * lost, tuning.credit_tokens_max)
         if not pays(lost):
             return False
         self._drafting = Drafting(lost, self._tuning.choice_rounds)

@@ -101,6 +101,11 @@ class LengthPolicy(Protocol):
         """The round that was chosen last has been played."""
         ...
 
+    def note_watched(self, num_asked: int, survival: tuple[float, ...]) -> None:
+        """Where nothing was drafted, so many tokens would have been asked for; `survival` is as of
+        a `PlayedRound`."""
+        ...
+
     def close(self) -> None:
         """The session ends."""
         ...
@@ -138,6 +143,9 @@ class FixedLength:
 
     def note(self, played: PlayedRound) -> None:
         """See `LengthPolicy.note`: it makes no difference."""
+
+    def note_watched(self, num_asked: int, survival: tuple[float, ...]) -> None:
+        """See `LengthPolicy.note_watched`: it makes no difference."""
 
     def close(self) -> None:
         """See `LengthPolicy.close`."""
