@@ -2,7 +2,7 @@
 next one while a long prompt is read beside it.
 
 A gap is the time between two tokens of one session as they come to the load generator; those of one
-message share the time since the message before.
+message, for which the first of them has waited, share the time until the next message.
 """
 
 from __future__ import annotations
@@ -112,11 +112,11 @@ async def _go_on(sessions: list[LoadSession], num_tokens: int) -> None:
 
 def _gaps(sessions: list[LoadSession], start: float, end: float) -> list[float]:
     """Seconds between tokens of a session, of all that lie between these times, if only in part.
-    Tokens that came in one message share the time since the message before."""
+    Tokens that came in one message share the time until the next message."""
     return [
         (after - before) / num_tokens
         for session in sessions
-        for (before, _), (after, num_tokens) in pairwise(Counter(session.arrivals).items())
+        for (before, num_tokens), (after, _) in pairwise(Counter(session.arrivals).items())
         if before < end and after > start
         for _ in range(num_tokens)
     ]
