@@ -66,14 +66,17 @@ class LengthControls:
         tuning: Tuning = TUNING,
         *,
         drafting_delays: bool = False,
+        messages_delay: bool = False,
         watches: bool = False,
     ) -> None:
-        """`run_ahead_rounds` bounds how far the target may be ahead; `drafting_delays` as for
-        `RoundCosts`. If it `watches`, its sessions are told of look-ups in their plain rounds
-        (`note_watched`), and rounds with a draft are tried for their times alone."""
+        """`run_ahead_rounds` bounds how far the target may be ahead; `drafting_delays` and
+        `messages_delay` are as for `RoundCosts`. If it `watches`, its sessions are told of
+        look-ups in their plain rounds (`note_watched`), and rounds with a draft are tried for their
+        times alone."""
         self._target = target
         self._draft = draft
         self._drafting_delays = drafting_delays
+        self._messages_delay = messages_delay
         self.watches = watches
         self.run_ahead_rounds = run_ahead_rounds
         self.tuning = tuning
@@ -141,6 +144,7 @@ class LengthControls:
             self._target.max_num_seqs,
             load,
             drafting_delays=self._drafting_delays,
+            messages_delay=self._messages_delay,
         )
         return Learned(costs, self.tuning)
 

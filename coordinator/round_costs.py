@@ -162,16 +162,19 @@ class RoundCosts:
         load: Load,
         *,
         drafting_delays: bool = False,
+        messages_delay: bool = False,
     ) -> None:
         """The engines' tables, as far as they are known. At most `max_num_seqs` sessions share a
         step of the target. That waits while the draft works, if `drafting_delays`: because both
-        share cores or a device, or because the target drafts."""
+        share cores or a device, or because the target drafts. Messages delay it, if
+        `messages_delay`: because the coordinator or the draft shares its cores."""
         self.load = load
         self._table = target
         self._draft_table: StepCosts | None = None
         self._draft_token = 1.0
         """A token's share of the draft's work: s by its table, or without one just that."""
         self._max_others = max_num_seqs - 1.0
+        self._messages_delay = messages_delay
         self.drafting_delays = drafting_delays
         """Whether the target waits while the draft works."""
         self._target = self._target_line()
@@ -325,7 +328,7 @@ class RoundCosts:
         """Tokens that others lose while a verdict and the next item of a session are on their way:
         cores that the target shares work for that one then. Where the target runs ahead they pay
         that once for several rounds."""
-        if not self.drafting_delays:
+        if not self._messages_delay:
             return 0.0
         return self._others() * self._pace() * MESSAGES_WORK * self._rest.value
 

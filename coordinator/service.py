@@ -147,6 +147,7 @@ class CoordinatorService:
             self._lengths = LengthControls(
                 target, self._together.draft, self._options.run_ahead_rounds,
                 drafting_delays=self._options.drafting_delays or target.drafts_itself,
+                messages_delay=self._options.drafting_delays,
                 watches=self._options.looks_up,
             )  # fmt: skip
         self._model = ServedModel(

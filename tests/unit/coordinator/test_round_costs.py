@@ -161,7 +161,7 @@ def test_a_step_that_others_are_in_is_waited_for() -> None:
 @pytest.mark.parametrize("delays", [False, True])
 def test_others_lose_what_messages_take_of_shared_cores(delays: bool) -> None:
     """Eight others with a token each 40 ms; a round's messages take 2 ms."""
-    one = RoundCosts(TARGET, None, 64, Load(9), drafting_delays=delays)
+    one = RoundCosts(TARGET, None, 64, Load(9), messages_delay=delays)
     for _ in range(2000):
         one.note_load(1, 1, 0.040, 0.040, 0)
         one.note_drafted(0, 0.0, TARGET.step_seconds(9), 0.002, 0)
