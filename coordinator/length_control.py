@@ -50,7 +50,7 @@ PATIENCE_MIN_S: Final = 0.02
 TIMES_KNOWN_ROUNDS: Final = 16
 """Where acceptance is known without drafting, rounds that tell how long drafting takes ..."""
 TIMES_RARITY: Final = 4.0
-"""... after which a trial is charged so many times what it may lose."""
+"""... after which a trial is charged so many times what it may lose, or the whole account."""
 NEW_LOAD_LOST: Final = 1.0
 """Tokens that a round with a draft may lose where the load is another one than was measured."""
 
@@ -409,7 +409,8 @@ class LengthControl:
         if lost < 0:
             return True
         if self._controls.watches and costs.num_drafted >= TIMES_KNOWN_ROUNDS:
-            pays, lost = self._trials.pays, min(TIMES_RARITY * lost, tuning.credit_tokens_max)
+            charged = min(TIMES_RARITY * lost, tuning.credit_tokens_max)
+            pays, lost = self._trials.pays, max(lost, charged)
         if not pays(lost):
             return False
         self._drafting = Drafting(lost, self._tuning.choice_rounds)

@@ -41,8 +41,8 @@ SHARE_SPREAD: Final = 1.0
 """... and how far off these may be, as a standard deviation."""
 MESSAGES_WORK: Final = 4.0
 """Time that others lose to the messages of a round, over what the round itself waits for them: both
-ends work for it, and a step waits for whichever of its threads has lost its core. On two cores, 3.1
-to 4.4 was measured at 8 sessions."""
+ends work for it, and a step waits for whichever of its threads has lost its core. On two cores, 3
+to 4 was measured at 8 sessions."""
 NEW_LOAD: Final = 2.0
 """A load is another one where so many times as many sessions share a step."""
 PLAIN_PRIOR_ROUNDS: Final = 1.0
@@ -181,7 +181,7 @@ class RoundCosts:
         self._plain = self._target_line()
         self.meet_draft(draft)
         self._wait = _Mean(MEMORY_ROUNDS)
-        """For a step to begin, in steps, where others are at the target."""
+        """For a step to begin, in steps, where others are at the target: one at most."""
         self._rest = _Mean(MEMORY_ROUNDS)
         self.num_drafted = 0
         """Rounds with a draft that were timed."""
@@ -249,7 +249,7 @@ class RoundCosts:
         others = self._others()
         self._drafted_among.note(others)
         if others > 0 and step_s > 0:
-            self._wait.note(self._bounded(queue_s) / step_s / min(1.0, others))
+            self._wait.note(min(1.0, queue_s / step_s / min(1.0, others)))
         load = self._load(num_proposed + num_siblings, context)
         self._target.note(load, self._bounded(step_s))
         self._plain.fade(1.0 - 1.0 / FORGOTTEN_ROUNDS)

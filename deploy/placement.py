@@ -115,13 +115,13 @@ def are_apart(config: DeploymentConfig, *, same_node: bool, num_cores: int) -> b
         return max(target.num_gpus or 0, draft.num_gpus or 0) >= 1
     if any(on_devices):
         return True
-    num_threads = [
+    num_verifying, num_drafting = (
         service.num_threads * service.tensor_parallel_size * count
         for service, count in ((target, config.num_targets), (draft, config.num_drafts))
-    ]
+    )
     if draft.drafter.model is None:
-        num_threads[1] = config.num_coordinators
-    return min(num_threads) > 0 and sum(num_threads) <= num_cores
+        num_drafting = config.num_coordinators
+    return min(num_verifying, num_drafting) > 0 and num_verifying + num_drafting <= num_cores
 
 
 def _resources(key: str, text: str) -> dict[str, float]:

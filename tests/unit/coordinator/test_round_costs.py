@@ -158,6 +158,18 @@ def test_a_step_that_others_are_in_is_waited_for() -> None:
     assert one.forecast(1, 0).round_s == pytest.approx(0.016 + 0.002)
 
 
+def test_no_more_than_a_step_is_waited_for() -> None:
+    """Half a step is waited for where another session is hardly ever at the target; then there are
+    eight."""
+    one = costs(draft=None)
+    one.load.num_sessions, one.load.num_elsewhere, one.load.num_targets = 1, 64, 64
+    for _ in range(200):
+        one.note_load(1, 1, 0.016, 0.016, 0)
+        one.note_drafted(0, 0.0, 0.016, 0.002, 0, queue_s=0.008)
+    one.load.num_sessions, one.load.num_elsewhere, one.load.num_targets = 9, 0, 1
+    assert one.forecast(1, 0).round_s <= 2 * TARGET.step_seconds(9) + 0.003
+
+
 @pytest.mark.parametrize("delays", [False, True])
 def test_others_lose_what_messages_take_of_shared_cores(delays: bool) -> None:
     """Eight others with a token each 40 ms; a round's messages take 2 ms."""

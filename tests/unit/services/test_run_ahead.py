@@ -161,6 +161,19 @@ async def test_a_question_on_the_way_extends_and_repeats_nothing(setting: Settin
     assert sum(session_name(1) in batch for batch in setting.engine.batches) == 7
 
 
+async def test_over_another_connection_known_verdicts_come_again(setting: Setting) -> None:
+    """They may have been lost with the first one."""
+    wanted = await plain_tokens(7)
+    setting.link.send(ask_round(PROMPT, 0, 0, 3))
+    await setting.settle()
+    frames: list[Sequence[VerifyAnswer]] = []
+    connection = setting.service.connect(frames.append)
+    connection.receive([ask_round(wanted[:5], 4, 2, 4)])
+    await setting.settle()
+    assert [answer.key.round for frame in frames for answer in frame] == [2, 3, 4, 5, 6]
+    connection.close()
+
+
 async def test_repeating_the_first_question_changes_nothing(setting: Setting) -> None:
     setting.link.send(ask_round(PROMPT, 0, 0, 2))
     setting.link.send(ask_round(PROMPT, 0, 0, 2))
