@@ -1,4 +1,4 @@
-"""Plain decoding ahead of the coordinator: rounds without a proposal that nobody has asked for yet.
+"""Plain decoding ahead of the coordinator: rounds without a proposal that were not asked for yet.
 
 In such a round the target's correction is the token that gets committed, whatever the rule, so the
 target knows the next round's prefix without being told. The coordinator checks each verdict all
@@ -45,13 +45,16 @@ class RunAhead:
         return bool(self._replies)
 
     def continues(self, item: VerifyItem) -> bool:
-        """Whether `item` states a prefix that these rounds have reached and still remember."""
+        """Whether `item` states a prefix that these rounds have reached and still remember, and
+        allows at least the rounds they were allowed. A coordinator that allows fewer is another
+        one, which may draft sooner: it must not get verdicts of rounds that it did not ask for."""
         mine, asked = self._item.head, item.head
         offset = asked.base_length - mine.base_length
         rounds = asked.round - mine.round
         return (
             not item.proposal
             and 0 <= rounds <= len(self._replies)
+            and asked.round + item.run_ahead >= self._last_round
             and asked.committed_length - mine.committed_length == rounds
             and 0 <= offset < len(self._digests)
             and self._digests[offset] == asked.prefix_digest
@@ -72,7 +75,7 @@ class RunAhead:
         del self._replies[:rounds]
         del self._tokens[:offset]
         del self._digests[:offset]
-        self._last_round = max(self._last_round, item.head.round + item.run_ahead)
+        self._last_round = item.head.round + item.run_ahead
         self._item = item
         self.outlet = outlet
         if self.running is not None:

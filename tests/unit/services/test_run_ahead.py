@@ -174,6 +174,22 @@ async def test_over_another_connection_known_verdicts_come_again(setting: Settin
     connection.close()
 
 
+async def test_one_that_allows_fewer_rounds_gets_no_more_than_those(setting: Setting) -> None:
+    """A session resumed with an epoch that was given twice: its coordinator may draft in a round
+    that was run ahead for the first one, so it gets no verdict of it."""
+    wanted = await plain_tokens(3)
+    setting.link.send(ask_round(PROMPT, 0, 0, 4))
+    await setting.settle()
+    frames: list[Sequence[VerifyAnswer]] = []
+    connection = setting.service.connect(frames.append)
+    connection.receive([ask_round(PROMPT, 0, 0, 1)])
+    await setting.settle()
+    assert own_tokens([answer for frame in frames for answer in frame]) == {
+        0: wanted[3], 1: wanted[4]
+    }  # fmt: skip
+    connection.close()
+
+
 async def test_repeating_the_first_question_changes_nothing(setting: Setting) -> None:
     setting.link.send(ask_round(PROMPT, 0, 0, 2))
     setting.link.send(ask_round(PROMPT, 0, 0, 2))
