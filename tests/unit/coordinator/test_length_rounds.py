@@ -18,7 +18,10 @@ from coordinator.request import RequestDefaults
 from coordinator.service import CoordinatorService
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
+from outrider.drafting.drafter import DraftRequest
+from outrider.drafting.lookup import Guess
 from outrider.drafting.ngram import NgramDrafter
+from outrider.drafting.suffix import SuffixDrafter
 from outrider.engine.costs import StepCosts
 from outrider.engine.executor import InlineExecutor
 from outrider.generation import Finished, GenerateRequest, Tokens
@@ -66,6 +69,18 @@ class Outcome:
     """Whether the draft was told of the prompt before the target's first verdict."""
     unread: int = 0
     """Verdicts that came for rounds that were over."""
+    num_lookups: int = 0
+    """By the coordinator."""
+
+
+class CountedLookups(SuffixDrafter):
+    """Counts what it is asked."""
+
+    num_asked = 0
+
+    def guess(self, request: DraftRequest) -> Guess:
+        self.num_asked += 1
+        return super().guess(request)
 
 
 def deliver(message: Any) -> None:
@@ -97,8 +112,9 @@ def generate(
     draft_salt: int,
     *,
     drafting_delays: bool = False,
+    looks_up: bool = False,
 ) -> Outcome:
-    """One request; the draft is the target itself if its salt is 1."""
+    """One request; the draft is the target itself if its salt is 1, or a look-up."""
 
     async def main() -> Outcome:
         loop = asyncio.get_running_loop()
@@ -114,6 +130,7 @@ def generate(
             costs=draft_costs,
         )
         target_link, draft_link = MemoryLink(target, deliver), MemoryLink(draft, deliver)
+        lookups = CountedLookups()
         service = CoordinatorService(
             CoordinatorOptions(
                 name="c",
@@ -124,11 +141,12 @@ def generate(
                 max_sessions=4,
                 patience=PATIENCE,
                 drafting_delays=drafting_delays,
+                looks_up=looks_up,
             ),
             store=MemoryStore(lambda: loop.time() * 1e3),
             targets={"t": target_link},
-            drafts={"d": draft_link},
-            stand_in=NgramDrafter(),
+            drafts={} if looks_up else {"d": draft_link},
+            stand_in=lookups if looks_up else NgramDrafter(),
             text=None,
             observation=found.counts,
         )
@@ -147,6 +165,7 @@ def generate(
                 found.num_rounds = event.metrics.num_rounds
         found.seconds = loop.time() - start
         found.num_steps = len(engine.batches)
+        found.num_lookups = lookups.num_asked
         verdicts = [answer.key.round for answer in heard if isinstance(answer, VerdictReply)]
         found.unread = len(verdicts) - found.num_rounds
         await service.close()
@@ -174,6 +193,14 @@ def test_rounds_without_a_draft_run_ahead_and_nearly_all_their_verdicts_are_used
     assert found.num_messages < 0.35 * found.num_rounds
     assert found.counts.resyncs == {}
     assert found.seconds < 1.10 * plain.seconds
+
+
+def test_rounds_without_a_draft_are_looked_up_and_spare_trials() -> None:
+    """In a text that does not repeat itself."""
+    found = generate(Rule.COUPLED, 4, 0.0, draft_salt=2, looks_up=True)
+    num_drafted = sum(num > 0 for num in found.counts.asked_for)
+    assert 0 < num_drafted < 0.04 * len(found.counts.asked_for)
+    assert num_drafted + 10 < found.num_lookups < num_drafted + found.num_rounds / 8
 
 
 @pytest.mark.parametrize("delays", [False, True])
