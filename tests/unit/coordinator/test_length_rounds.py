@@ -152,11 +152,10 @@ def generate(
         )
         heard = overheard(found, target, target_link, draft_link)
         await service.start()
-        start = loop.time()
-        sampling = SamplingParams(temperature=0.0 if rule is Rule.GREEDY else 1.0)
+        start, temperature = loop.time(), 0.0 if rule is Rule.GREEDY else 1.0
         request = GenerateRequest(
-            (1, 2, 3), sampling=sampling, rule=rule, seed=5, max_tokens=NUM_TOKENS,
-            num_draft_tokens=num_draft_tokens,
+            (1, 2, 3), sampling=SamplingParams(temperature=temperature), rule=rule, seed=5,
+            max_tokens=NUM_TOKENS, num_draft_tokens=num_draft_tokens,
         )  # fmt: skip
         async for event in service.generate(request):
             if isinstance(event, Tokens):
