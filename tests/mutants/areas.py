@@ -43,7 +43,7 @@ AREAS: Final = {
         (
             "coordinator/length_control.py", "coordinator/round_costs.py", "coordinator/trials.py",
             "coordinator/depth_averages.py", "coordinator/shared_learning.py",
-            "coordinator/siblings.py", "coordinator/lengths.py",
+            "coordinator/siblings.py", "coordinator/lengths.py", "coordinator/watching.py",
         ),
         ("tests/unit/coordinator",),
     ),
