@@ -113,10 +113,10 @@ sim: $(STAMP) ## Simulate SEEDS seeds of failures on a virtual clock.
 fuzz: $(STAMP) $(VENV)/fuzz/installed ## Send hostile input to every route and method for SECONDS seconds.
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --schemathesis $(VENV)/fuzz/bin/schemathesis
 
-mutants: $(STAMP) $(VENV)/mutants/mutants.json ## Say which mutants of the product the tests catch; an hour.
-	$(BIN)/python -m tests.mutants $(VENV)/mutants/mutants.json --workers $(TEST_WORKERS)
+mutants: $(STAMP) $(VENV)/mutants/mutants.jsonl ## Say which mutants of the product the tests catch; an hour.
+	$(BIN)/python -m tests.mutants $(VENV)/mutants/mutants.jsonl --workers $(TEST_WORKERS)
 
-$(VENV)/mutants/mutants.json: tests/mutants/cosmic-ray.txt
+$(VENV)/mutants/mutants.jsonl: tests/mutants/cosmic-ray.txt
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --requirement $<
 	$(@D)/bin/python -m tests.mutants.picking > $@.new

@@ -1,9 +1,10 @@
 """`python -m tests.mutants FILE`: which of the mutants in a file the tests catch.
 
-`tests.mutants.picking` makes the file. Each mutant is put into a copy of the tree, in which the
-tests of its area run until one fails. A line of JSON for each: the mutant, and `caught`, `survived`
-or `missing` (its lines are no longer there). `--against FILE` names an earlier output: the exit
-code is 1 where more than 2 % of what was caught then survives now.
+`tests.mutants.picking` makes the file, or it is an earlier output. Each mutant is put into a copy
+of the tree, in which the tests of its area run until one fails. A line of JSON for each: the
+mutant, and `caught`, `survived` or `missing` (its lines are in no file of its area). `--against
+FILE` names an earlier output: the exit code is 1 where more than 2 % of what was caught then
+survives now. `baseline.jsonl` is such an output.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--against", type=Path)
     arguments = parser.parse_args()
-    mutants = [Mutant.from_json(values) for values in json.loads(arguments.mutants.read_text())]
+    lines = arguments.mutants.read_text().splitlines()
+    mutants = [Mutant.from_json(json.loads(line)) for line in lines]
     with tempfile.TemporaryDirectory(prefix="outrider-mutants-") as directory:
         found = run(mutants, Path.cwd(), Path(directory), arguments.workers)
     counts = Counter((one["area"], one["outcome"]) for one in found)
@@ -93,16 +95,28 @@ def _copy(root: Path, to: Path) -> Path:
 
 
 def _outcome(mutant: Mutant, root: Path, copy: Path) -> str:
-    original = root / mutant.file
-    changed = mutant.applied(original.read_text()) if original.exists() else None
+    file, changed = _changed(mutant, root)
     if changed is None:
         return "missing"
-    target = copy / mutant.file
+    target = copy / file
     target.write_text(changed)
     try:
         return "survived" if _passes(AREAS[mutant.area].tests, copy) else "caught"
     finally:
-        shutil.copy(original, target)
+        shutil.copy(root / file, target)
+
+
+def _changed(mutant: Mutant, root: Path) -> tuple[str, str | None]:
+    """The file that has the mutant's lines, and its source with the change. That is the mutant's
+    own file, or the only one of its area that has them now; else None in place of the source."""
+    found = {}
+    for file in {mutant.file, *AREAS[mutant.area].files(root)}:
+        original = root / file
+        if original.exists() and (changed := mutant.applied(original.read_text())) is not None:
+            found[file] = changed
+    if mutant.file not in found and len(found) == 1:
+        return next(iter(found.items()))
+    return mutant.file, found.get(mutant.file)
 
 
 def _passes(tests: Sequence[str], copy: Path) -> bool:

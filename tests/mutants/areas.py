@@ -16,6 +16,13 @@ class Area:
     tests: tuple[str, ...]
     """The quickest first."""
 
+    def files(self, root: Path) -> list[str]:
+        """Its files below `root`, by name."""
+        paths = [root / source for source in self.sources]
+        found = [path for path in paths if path.suffix == ".py"]
+        found += [file for path in paths if path.is_dir() for file in path.rglob("*.py")]
+        return sorted(str(path.relative_to(root)) for path in found)
+
 
 AREAS: Final = {
     "core": Area(
@@ -85,9 +92,9 @@ class Mutant:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """As `to_json` has it."""
+        """As `to_json` has it, or an output."""
         lines = {name: tuple(values[name]) for name in ("before", "after")}
-        return cls(**{**values, **lines})
+        return cls(**{name: values[name] for name in cls.__slots__} | lines)
 
     def to_json(self) -> dict[str, Any]:
         """Its fields."""

@@ -1,13 +1,12 @@
 """Picks mutants of the product's source, by cosmic-ray's operators, which it needs.
 
-python -m tests.mutants.picking --seed 1 --per-area 48 > mutants.json
+python -m tests.mutants.picking --seed 1 --per-area 48 > mutants.jsonl
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -49,18 +48,13 @@ def pick(root: Path, seed: int, per_area: int) -> list[Mutant]:
     source."""
     found: list[Mutant] = []
     for area, covered in AREAS.items():
-        files = sorted(path for source in covered.sources for path in _files(root / source))
-        places = [place for path in files for place in _places(path)]
+        places = [place for file in covered.files(root) for place in _places(root / file)]
         chosen = Random(f"{seed} {area}").sample(places, min(per_area, len(places)))
         for path, operator, occurrence in chosen:
             before = path.read_text()
             after = cosmic_ray.mutating.mutate_code(before, get_operator(operator)(), occurrence)
             found.append(Mutant.between(area, path.relative_to(root), operator, before, after))
     return found
-
-
-def _files(source: Path) -> list[Path]:
-    return [source] if source.is_file() else [*source.rglob("*.py")]
 
 
 def _places(path: Path) -> Iterator[tuple[Path, str, int]]:
@@ -99,7 +93,8 @@ def main() -> int:
     parser.add_argument("--per-area", type=int, default=48)
     arguments = parser.parse_args()
     mutants = pick(Path.cwd(), arguments.seed, arguments.per_area)
-    json.dump([mutant.to_json() for mutant in mutants], sys.stdout, indent=1)
+    for mutant in mutants:
+        print(json.dumps(mutant.to_json()))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,10 @@ def test_what_the_tests_catch_is_told_from_what_survives(
         mutant(source, source.replace("2 * x", "3 * x")),
         mutant(source, source.replace("return x", "return -x")),
         mutant("gone = 1\n", "gone = 2\n"),
+        replace(mutant(source, source.replace("2 * x", "3 * x")), file="before_it_moved.py"),
     ]
     found = running.run(mutants, root, tmp_path / "copies", workers=1)
-    assert [one["outcome"] for one in found] == ["caught", "survived", "missing"]
+    assert [one["outcome"] for one in found] == ["caught", "survived", "missing", "caught"]
     assert (root / "code.py").read_text() == source
     earlier = tmp_path / "earlier.jsonl"
     earlier.write_text(capsys.readouterr().out)
