@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.errors import check
-from outrider.speculation.acceptance import NUM_DEPTHS, acceptance_of_windows
+from outrider.speculation.text_acceptance import NUM_DEPTHS, acceptance_of_windows
 
 from .figures import to_json
 from .prompt_options import PromptOptions, add_prompt_arguments, prompt_values

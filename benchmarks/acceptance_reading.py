@@ -10,20 +10,20 @@ from typing import Final, Protocol
 import numpy as np
 import torch
 
-from outrider.drafting.drafter import Drafter, DraftRequest
+from outrider.drafters.drafter import Drafter, DraftRequest
 from outrider.engine.interface import Engine, FeatureEngine, SequenceStep, ShallowEngine
-from outrider.engine.trained_eagle import LoadedEagle
-from outrider.engine.trained_exits import LoadedExit
-from outrider.engine.trained_heads import LoadedHeads
 from outrider.errors import SettingError
 from outrider.limits import DRAFT_SUPPORT_ENTRIES, SEED_MAX
-from outrider.speculation.acceptance import NUM_DEPTHS
-from outrider.speculation.drafting import quantise
-from outrider.speculation.noise import RoundNoise
+from outrider.models.eagle_checkpoint import LoadedEagle
+from outrider.models.early_exit_checkpoint import LoadedExit
+from outrider.models.medusa_checkpoint import LoadedHeads
+from outrider.speculation.draft_sampling import quantise
+from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.logits_processing import target_probabilities
 from outrider.speculation.proposal import COUNT_TOTAL, EMPTY_PROPOSAL, DraftDistribution
-from outrider.speculation.reduced import ReducedVocabulary
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import target_probabilities
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.text_acceptance import NUM_DEPTHS
 from outrider.speculation.verification import score
 
 from .acceptance import AcceptanceOptions, AcceptanceReport, PromptAcceptance, summarise

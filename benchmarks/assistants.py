@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from outrider.engine.drafter_files import is_trained_drafter
 from outrider.engine.interface import ModelInfo
-from outrider.engine.loading import load_model
-from outrider.engine.trained_drafters import load_drafter
 from outrider.errors import ConfigError, check
+from outrider.models.drafter_checkpoint import is_trained_drafter
+from outrider.models.loading import load_model
+from outrider.models.student_checkpoint import load_drafter
 
 
 class WidenedHead(nn.Module):

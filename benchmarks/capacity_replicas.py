@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from outrider.messages import ReplicaDescription, ReplyKey
-from outrider.work import SteppedItem
+from outrider.replica.step_request import SteppedItem
 
 from .overhead_canned import CannedReplica
 

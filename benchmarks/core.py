@@ -19,11 +19,11 @@ from rich.table import Table
 from outrider.engine.interface import Engine, SequenceStep
 from outrider.engine.threads import on_threads
 from outrider.errors import SettingError
-from outrider.speculation.drafting import draw_from_logits
-from outrider.speculation.noise import RoundNoise
+from outrider.speculation.draft_sampling import draw_from_logits
+from outrider.speculation.logits_processing import NO_HISTORY
 from outrider.speculation.proposal import Proposal
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import NO_HISTORY
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import Question, verdicts_from_logits
 
 from .figures import figures_table, to_json

@@ -9,7 +9,7 @@ from typing import Any, Final
 from outrider.errors import SettingError
 from outrider.limits import NUM_DRAFT_TOKENS_MAX, TEMPERATURE_MAX
 from outrider.settings import check_range
-from outrider.speculation.sampling import Rule, SamplingParams, resolve_rule
+from outrider.speculation.sampling_params import Rule, SamplingParams, resolve_rule
 
 from .measurement import Decoding
 from .prompt_options import PromptOptions, add_prompt_arguments, prompt_values

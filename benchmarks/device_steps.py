@@ -12,16 +12,16 @@ from typing import Any, Final, cast
 import torch
 
 from draft_service.model_drafter import ModelDrafter
-from outrider.drafting.drafter import DraftRequest
-from outrider.engine.cuda.acceleration import Acceleration, find_acceleration
+from outrider.drafters.drafter import DraftRequest
+from outrider.engine.cuda.backend import Acceleration, find_acceleration
 from outrider.engine.interface import Engine, ModelInfo, SequenceStep
-from outrider.engine.loading import DTYPES, load_model, resolve_device, resolve_dtype
-from outrider.engine.modules.swaps import speed_up
 from outrider.engine.paged_engine import PagedEngine
-from outrider.engine.sources import resolve_model
 from outrider.errors import SettingError
-from outrider.speculation.noise import RoundNoise
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.models.loading import DTYPES, load_model, resolve_device, resolve_dtype
+from outrider.models.module_replacement import speed_up
+from outrider.models.sources import resolve_model
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 
 from .device import RANDOM_MODEL, DeviceOptions, DeviceReport, StepFigures
 from .measurement import Progress

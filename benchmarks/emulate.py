@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from outrider.client import Client
-from outrider.generation import GenerateRequest
 from outrider.limits import DEADLINE_MS_MAX, LOOK_AHEAD_DEFAULT, LOOK_AHEAD_MAX, SEED_MAX
+from outrider.request import GenerateRequest
 from outrider.settings import check_range
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule, SamplingParams
 
 from .emulate_report import EmulateReport, ModeFigures, figures
 from .emulate_rounds import TimedRounds, Window, best_num_draft_tokens, read_rounds, timed

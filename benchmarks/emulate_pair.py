@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.errors import check
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 NUM_PREFIXES: Final = 8_192
 """A prefix's overlap has a standard deviation of 0.1 about 0.8, so its mean has one of 0.001."""

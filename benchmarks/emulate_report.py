@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from rich.table import Table
 
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 from .emulate_pair import expected_tokens
 from .emulate_rounds import Hits, TimedRounds

@@ -9,7 +9,7 @@ from statistics import mean, median
 from typing import Final
 
 from outrider.errors import Unavailable, check
-from outrider.generation import Event, RoundReport, Tokens
+from outrider.request import Event, RoundReport, Tokens
 
 from .emulate_pair import expected_tokens
 

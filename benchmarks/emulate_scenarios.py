@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from outrider.config import EMULATED
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 from .emulate_pair import PairLaw
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from outrider.config import TargetConfig
 from outrider.errors import SettingError
 from outrider.settings import check_range
-from outrider.wire.grpc_link import target_link
+from outrider.transport.grpc_link import target_link
 
 from .answering import AnsweringProcess
 from .engine_load import DECODING_TIMEOUT_S, Load, Prompts

@@ -14,9 +14,9 @@ from typing import Final
 from outrider.errors import Unavailable, check
 from outrider.limits import RUN_AHEAD_ROUNDS_MAX
 from outrider.messages import Resync, RoundHead, VerdictReply, VerifyAnswer, VerifyItem
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import TokenSequence
-from outrider.wire.link import Link
+from outrider.transport.link import Link
 
 DECODING_TIMEOUT_S: Final = 1_800.0
 _GREEDY: Final = SamplingParams(temperature=0.0)

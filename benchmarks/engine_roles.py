@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from outrider.config import TargetConfig
-from outrider.hosting import available_cores, build_engine, use_threads
+from outrider.replica.process_setup import available_cores, build_engine, use_threads
 
 from .engine_steps import generic_step_times, step_times
 from .roles import Role, play
@@ -68,7 +68,7 @@ async def _library(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
 
 
 def _library_module(config: TargetConfig, num_threads: int | None) -> Any:
-    from outrider.engine.loading import load_model
+    from outrider.models.loading import load_model
 
     module, _ = load_model(
         Path(config.directory),

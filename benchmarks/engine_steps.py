@@ -64,8 +64,8 @@ def _generic_model(
     from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
     from outrider.engine.interface import ModelInfo
-    from outrider.engine.modules.swaps import speed_up
     from outrider.engine.paged_engine import PagedEngine
+    from outrider.models.module_replacement import speed_up
 
     config = GPTNeoXConfig(**shape)
     module = AutoModelForCausalLM.from_config(

@@ -12,25 +12,25 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import TYPE_CHECKING, Any, Final
 
-from coordinator.asking import Patience
-from coordinator.http.server import HttpOptions, HttpServer
+from coordinator.grpc_api import CoordinatorServicer
+from coordinator.http_api.server import HttpOptions, HttpServer
 from coordinator.options import CoordinatorOptions
-from coordinator.request import RequestDefaults
+from coordinator.requests.validation import RequestDefaults
+from coordinator.routing.request_header import Patience
 from coordinator.service import CoordinatorService
-from coordinator.servicer import CoordinatorServicer
 from outrider.config import EMULATED, CoordinatorConfig, TargetConfig
-from outrider.drafting.ngram import NgramDrafter
-from outrider.generation import Event, GenerateRequest, Tokens
+from outrider.drafters.ngram import NgramDrafter
+from outrider.request import Event, GenerateRequest, Tokens
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_store import RedisStore
+from outrider.transport.grpc_link import target_link
+from outrider.transport.server import RpcServer, ServerOptions, Service
 from outrider.v1 import coordinator_pb2
-from outrider.wire.grpc_link import target_link
-from outrider.wire.server import RpcServer, ServerOptions, Service
 
 from .role_process import RoleProcess
 
 if TYPE_CHECKING:
-    from outrider.text import TokenizerText
+    from outrider.tokenizer import TokenizerText
 
 MODEL: Final = EMULATED.removesuffix(":")
 _WORDS: Final = tuple("".join(letters) for letters in product(ascii_lowercase[:16], repeat=3))
@@ -128,7 +128,7 @@ def _text() -> TokenizerText:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from outrider.text import TokenizerText
+    from outrider.tokenizer import TokenizerText
 
     space = "Ġ"  # How the byte-level alphabet writes a blank.
     vocabulary = {f"{space}{word}": place for place, word in enumerate(_WORDS)}

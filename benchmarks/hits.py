@@ -18,7 +18,7 @@ from rich.table import Table
 from outrider.errors import check
 from outrider.limits import NUM_DRAFT_TOKENS_MAX
 from outrider.settings import check_range
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 from .figures import to_json
 from .prompt_options import PromptOptions, add_prompt_arguments, prompt_values

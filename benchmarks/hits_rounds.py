@@ -7,18 +7,18 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from draft_service.model_drafter import ModelDrafter, Unended
-from outrider.drafting.drafter import DraftRequest
+from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import Engine, SequenceStep
 from outrider.errors import InvariantError, OutriderError, SettingError
 from outrider.limits import LOOK_AHEAD_MAX, SEED_MAX
-from outrider.speculation.decision import Outcome, decide
-from outrider.speculation.fan_out import RANKS_MAX, FanOut
-from outrider.speculation.guesses import RoundGuesses, guess_round
-from outrider.speculation.noise import RoundNoise
+from outrider.speculation.accept_reject import Outcome, decide
+from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.logits_processing import NO_HISTORY
+from outrider.speculation.outcome_prediction import RoundGuesses, guess_round
+from outrider.speculation.outcome_probabilities import RANKS_MAX, FanOut
 from outrider.speculation.proposal import Proposal
-from outrider.speculation.reduced import ReducedVocabulary
-from outrider.speculation.sampling import SamplingParams
-from outrider.speculation.transforms import NO_HISTORY
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import SamplingParams
 from outrider.speculation.verification import verdict_from_logits
 
 from .acceptance_reading import Encode

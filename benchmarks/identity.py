@@ -20,10 +20,10 @@ from typing import Final
 
 from outrider.client import Client, GenerateRequest, SamplingParams
 from outrider.errors import OutriderError
-from outrider.generation import ChatMessage, Prompt
 from outrider.limits import NUM_DRAFT_TOKENS_MAX, SESSIONS_PER_COORDINATOR_MAX
+from outrider.request import ChatMessage, Prompt
 from outrider.settings import check_range
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 from .number_options import whole_numbers
 from .prompts import BenchPrompt, built_in_prompts, read_prompts

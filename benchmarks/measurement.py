@@ -15,7 +15,7 @@ from typing import Final, Protocol, runtime_checkable
 
 from outrider.errors import OutriderError, check
 from outrider.limits import SEED_MAX
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 from .prompts import WARM_UP_PROMPTS, BenchPrompt
 

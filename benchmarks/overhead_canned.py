@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from outrider.generation import GenerateRequest
 from outrider.limits import DEADLINE_MS_MAX, NUM_DRAFT_TOKENS_MAX
 from outrider.messages import (
     DraftAnswer,
@@ -19,13 +18,14 @@ from outrider.messages import (
     VerifyAnswer,
     VerifyItem,
 )
+from outrider.request import GenerateRequest
 from outrider.speculation.proposal import (
     COUNT_TOTAL,
     DraftDistribution,
     Proposal,
     SealedProposal,
 )
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
 
 VOCAB_SIZE: Final = 151_936

@@ -11,9 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Generic, TypeVar
 
-from outrider.engine.executor import ThreadExecutor
 from outrider.errors import EngineLost, OutriderError
-from outrider.fleet.figures import Figures
 from outrider.messages import (
     DraftAnswer,
     DraftItem,
@@ -24,7 +22,10 @@ from outrider.messages import (
     VerifyAnswer,
     VerifyItem,
 )
-from outrider.replica_host import HostedService
+from outrider.registry.load import Figures
+from outrider.replica.executor import ThreadExecutor
+from outrider.replica.host import HostedService
+from outrider.replica.step_request import SteppedItem
 from outrider.sessions.store import (
     Append,
     Finish,
@@ -32,9 +33,8 @@ from outrider.sessions.store import (
     SessionRecord,
     SessionStore,
 )
-from outrider.wire.codecs import Answer, Codec, Item
-from outrider.wire.link import Connection, Link, LinkBytes
-from outrider.work import SteppedItem
+from outrider.transport.link import Connection, Link, LinkBytes
+from outrider.transport.stream_codecs import Answer, Codec, Item
 
 now_ns: Final = time.monotonic_ns
 T = TypeVar("T")

@@ -16,10 +16,10 @@ from typing import Any, Final
 from outrider.errors import Unavailable
 from outrider.messages import RoundHead, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.speculation.proposal import SealedProposal
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import EMPTY_DIGEST, TokenSequence
-from outrider.wire.grpc_link import target_link
-from outrider.wire.link import Link
+from outrider.transport.grpc_link import target_link
+from outrider.transport.link import Link
 
 from .measurement import Progress
 from .overhead_canned import canned_proposal

@@ -10,13 +10,13 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from outrider.config import CoordinatorConfig, TargetConfig
-from outrider.hosting import build_engine, cores_for, on_passing_thread, use_threads
+from outrider.replica.process_setup import build_engine, cores_for, on_passing_thread, use_threads
 
 from .roles import Role, play
 
 if TYPE_CHECKING:
     from outrider.messages import ReplyKey
-    from outrider.wire.server import Service
+    from outrider.transport.server import Service
 
     from .overhead_clocks import RoundClock
 
@@ -100,18 +100,18 @@ async def _coordinating(
     """A coordinator between `setup`'s `draft`, `target` and `redis_url`, with its defaults; its
     address. `seen` is put on its links' codecs."""
     use_threads(1)
-    from coordinator.asking import Patience
+    from coordinator.grpc_api import CoordinatorServicer
     from coordinator.options import CoordinatorOptions
-    from coordinator.request import RequestDefaults
+    from coordinator.requests.validation import RequestDefaults
+    from coordinator.routing.request_header import Patience
     from coordinator.service import CoordinatorService
-    from coordinator.servicer import CoordinatorServicer
-    from outrider.drafting.ngram import NgramDrafter
+    from outrider.drafters.ngram import NgramDrafter
     from outrider.sessions.redis_store import RedisStore
+    from outrider.transport import stream_codecs as codecs
+    from outrider.transport.channel import open_channel
+    from outrider.transport.grpc_link import GrpcLink
+    from outrider.transport.server import Service
     from outrider.v1 import coordinator_pb2
-    from outrider.wire import codecs
-    from outrider.wire.channel import open_channel
-    from outrider.wire.grpc_link import GrpcLink
-    from outrider.wire.server import Service
 
     from .overhead_clocks import ClockedLink, ClockedStore
 
@@ -168,8 +168,8 @@ async def _model(setup: Mapping[str, Any]) -> AsyncIterator[Role]:
     config = TargetConfig(**setup["config"])
     num_threads = config.num_threads or cores_for("target")
     use_threads(num_threads)
-    from outrider.engine.workers import start_workers
-    from outrider.replica_host import ReplicaHost
+    from outrider.engine.thread_binding import start_workers
+    from outrider.replica.host import ReplicaHost
     from target_service.service import TargetService
     from target_service.servicer import TargetServicer
 
@@ -198,7 +198,7 @@ def _by_round(stamps: Mapping[ReplyKey, int]) -> list[tuple[str, int, int]]:
 
 @asynccontextmanager
 async def _server(service: Service) -> AsyncIterator[str]:
-    from outrider.wire.server import RpcServer, ServerOptions
+    from outrider.transport.server import RpcServer, ServerOptions
 
     async with AsyncExitStack() as stack:
         server = RpcServer([service], ServerOptions())

@@ -15,7 +15,7 @@ from typing import Final
 from outrider.errors import ConfigError, OutriderError, SettingError, Unavailable
 from outrider.limits import SESSIONS_PER_COORDINATOR_MAX
 from outrider.settings import check_range
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 from .decoding_options import RULES, DecodingOptions
 from .measurement import BenchClient, Contestant, Decoding, Progress, Side, measure
@@ -334,7 +334,7 @@ class _Peers:
     @cached_property
     def _token_ids(self) -> dict[str, list[int]]:
         """The tokens of every prompt's text, as Outrider makes them."""
-        from outrider.text import TokenizerText
+        from outrider.tokenizer import TokenizerText
 
         text = TokenizerText.load(
             Path(self._reference.directory), trust_remote_code=self._reference.trust_remote_code
@@ -350,8 +350,8 @@ class _Peers:
 
     @cached_property
     def _model(self) -> LibraryModel:
-        from outrider.engine.loading import load_tokenizer, stated_eos_token_ids
-        from outrider.engine.sources import cache_dir, gguf_file
+        from outrider.models.loading import load_tokenizer, stated_eos_token_ids
+        from outrider.models.sources import cache_dir, gguf_file
 
         from .bfloat16_gguf import bfloat16_gguf
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from outrider.errors import ConfigError, Unavailable
 from outrider.limits import DEADLINE_MS_MAX
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 from .answering import AnsweringProcess
 from .measurement import Completion, Decoding, Progress

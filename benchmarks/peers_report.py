@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 from .figures import to_json
 from .measurement import Decoding, SideResult

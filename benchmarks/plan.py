@@ -22,8 +22,8 @@ from outrider.planning.replay import Rounds, total
 from outrider.planning.resampling import spread
 from outrider.planning.round_times import Load, ServiceTimes
 from outrider.settings import check_range
-from outrider.speculation.acceptance import NUM_DEPTHS
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
+from outrider.speculation.text_acceptance import NUM_DEPTHS
 
 from .number_options import numbers
 from .plan_reading import Sample

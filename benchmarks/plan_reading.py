@@ -20,7 +20,7 @@ from outrider.limits import SEED_MAX
 from outrider.planning.hits import Guessing, race_rank
 from outrider.planning.survival import DraftedPlace, matched
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution
-from outrider.speculation.sampling import Rule, SamplingParams, resolve_rule
+from outrider.speculation.sampling_params import Rule, SamplingParams, resolve_rule
 
 from .acceptance_reading import Asked, Encode, ModelReader, write
 from .measurement import Progress

@@ -16,14 +16,14 @@ from typing import Any, Final
 
 from outrider.client import Client
 from outrider.config import DeploymentConfig
-from outrider.engine.costs import StepCosts
+from outrider.engine.step_costs import StepCosts
 from outrider.errors import Unavailable
 from outrider.limits import PAGE_SIZE, SEED_MAX
 from outrider.planning.fitting import MeasuredStep, fitted, rebased
 from outrider.planning.round_times import ServiceTimes
-from outrider.speculation.sampling import Rule
-from outrider.wire.grpc_link import draft_link, target_link
-from outrider.wire.link import Link
+from outrider.speculation.sampling_params import Rule
+from outrider.transport.grpc_link import draft_link, target_link
+from outrider.transport.link import Link
 
 from .emulate_services import Replicas, running_pair
 from .measurement import Progress

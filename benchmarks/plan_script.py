@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from outrider.drafting.drafter import DraftRequest
-from outrider.drafting.lookup import LookupDrafter
+from outrider.drafters.drafter import DraftRequest
+from outrider.drafters.lookup import LookupDrafter
 from outrider.planning.replay import Attempt, Rounds, replay
 from outrider.planning.survival import DraftedPlace, survival
-from outrider.speculation.noise import RoundNoise
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 
 from .plan_reading import Sample, Text
 
@@ -91,7 +91,7 @@ class Script:
         """The expected rounds of a text with this bound K, which ends with its session."""
 
         def attempt_at(start: int) -> Attempt:
-            # As `coordinator.lengths`: one of the tokens that may follow is the target's.
+            # As `coordinator.draft_length.policy`: one of the tokens to come is the target's.
             wanted = min(num_draft_tokens, text.max_tokens - start - 1)
             if wanted == 0:
                 return Attempt(0, 0, ())

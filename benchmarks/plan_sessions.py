@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from outrider.client import Client
 from outrider.errors import Unavailable
-from outrider.generation import Finished, GenerateRequest, RoundReport, Tokens
 from outrider.limits import DEADLINE_MS_MAX
+from outrider.request import Finished, GenerateRequest, RoundReport, Tokens
 from outrider.sessions.store import FinishReason
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule, SamplingParams
 
 from .plan_reading import Text
 

@@ -13,7 +13,6 @@ from typing import Any, Final, cast
 
 from outrider.config import DeploymentConfig
 from outrider.errors import ConfigError, SettingError
-from outrider.fleet.registry import ROLES, Role
 from outrider.fleet_simulator import sizing
 from outrider.fleet_simulator.figures import FleetFigures
 from outrider.fleet_simulator.scenario import (
@@ -26,6 +25,7 @@ from outrider.fleet_simulator.scenario import (
 )
 from outrider.fleet_simulator.simulation import simulate
 from outrider.limits import MAX_TOKENS_DEFAULT, REPLICAS_MAX, SEED_MAX, SILENT_DRAFT_S
+from outrider.registry.registry import ROLES, Role
 from outrider.settings import check_range
 
 from .number_options import numbers, whole_numbers

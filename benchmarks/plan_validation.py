@@ -14,8 +14,8 @@ from outrider.errors import check
 from outrider.limits import NUM_DRAFT_TOKENS_MAX, SEED_MAX
 from outrider.planning.replay import Rounds, total
 from outrider.planning.round_times import Load, ServiceTimes
-from outrider.speculation.acceptance import NUM_DEPTHS
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
+from outrider.speculation.text_acceptance import NUM_DEPTHS
 
 from .measurement import Progress
 from .plan_reading import Sample

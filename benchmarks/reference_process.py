@@ -18,15 +18,15 @@ import torch
 
 from outrider.config import TargetConfig
 from outrider.engine.interface import Engine, ModelInfo, SequenceStep
-from outrider.engine.loading import load_model
 from outrider.errors import OutriderError
-from outrider.hosting import build_engine
-from outrider.speculation.noise import RoundNoise
+from outrider.models.loading import load_model
+from outrider.replica.process_setup import build_engine
+from outrider.speculation.logits_processing import NO_HISTORY
 from outrider.speculation.proposal import EMPTY_PROPOSAL
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import NO_HISTORY
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import verdict_from_logits
-from outrider.text import TokenizerText
+from outrider.tokenizer import TokenizerText
 
 from .answering import LINE_BYTES_MAX, AnswerWriter
 from .assistants import load_assistant

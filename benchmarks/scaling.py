@@ -23,10 +23,10 @@ from rich.table import Table
 
 from outrider.client import Client
 from outrider.errors import SettingError
-from outrider.fleet.registry import Role
-from outrider.generation import GenerateRequest, RoundReport, Tokens
+from outrider.registry.registry import Role
+from outrider.request import GenerateRequest, RoundReport, Tokens
 from outrider.settings import check_range
-from outrider.speculation.sampling import SamplingParams
+from outrider.speculation.sampling_params import SamplingParams
 
 from .figures import to_json
 from .measurement import Progress

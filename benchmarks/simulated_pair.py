@@ -10,7 +10,7 @@ from operator import mul
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.engine.costs import StepCosts
+from outrider.engine.step_costs import StepCosts
 from outrider.errors import OutriderError, SettingError
 from outrider.fleet_simulator.scenario import Drafting
 from outrider.limits import ENGINE_SEQUENCES_MAX, LOOK_AHEAD_MAX, NUM_DRAFT_TOKENS_MAX

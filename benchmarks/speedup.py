@@ -14,11 +14,11 @@ from pathlib import Path
 
 from outrider.client import Client
 from outrider.errors import SettingError, Unavailable
-from outrider.generation import ChatMessage, GenerateRequest, Prompt
 from outrider.limits import DEADLINE_MS_MAX, SESSIONS_PER_COORDINATOR_MAX
+from outrider.request import ChatMessage, GenerateRequest, Prompt
 from outrider.sessions.store import FinishReason
 from outrider.settings import check_range
-from outrider.speculation.sampling import SamplingParams
+from outrider.speculation.sampling_params import SamplingParams
 
 from .decoding_options import DecodingOptions, add_decoding_arguments, decoding_values
 from .measurement import BenchClient, Completion, Contestant, Decoding, Progress, Side, measure

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.hosting import available_cores, build_engine, use_threads
+from outrider.replica.process_setup import available_cores, build_engine, use_threads
 
 _TEMPERATURE: Final = 1.0
 _SEQUENCES: Final = 64
@@ -165,9 +165,9 @@ def _asked(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], str]]:
 
 def _load(model: str, draft_model: str, dtype: str) -> _Models:
     from outrider.config import DraftConfig, TargetConfig
-    from outrider.engine.drafter_files import is_trained_drafter
-    from outrider.engine.sources import resolve_model
-    from outrider.text import TokenizerText
+    from outrider.models.drafter_checkpoint import is_trained_drafter
+    from outrider.models.sources import resolve_model
+    from outrider.tokenizer import TokenizerText
 
     directory, draft = resolve_model(model), resolve_model(draft_model)
     target_config = TargetConfig(model=model, directory=str(directory), dtype=dtype)
@@ -184,17 +184,17 @@ def _load(model: str, draft_model: str, dtype: str) -> _Models:
 @asynccontextmanager
 async def _client(models: _Models, *, draft_masks: bool) -> AsyncIterator[Any]:
     """A client of a coordinator, a target and a draft in this process."""
-    from coordinator.asking import Patience
     from coordinator.options import CoordinatorOptions
-    from coordinator.request import RequestDefaults
+    from coordinator.requests.validation import RequestDefaults
+    from coordinator.routing.request_header import Patience
     from coordinator.service import CoordinatorService
     from draft_service.service import DraftService
     from outrider.client import Client, InProcessTransport
-    from outrider.constraints.grammars import Grammars
-    from outrider.drafting.ngram import NgramDrafter
-    from outrider.engine.executor import ThreadExecutor
+    from outrider.drafters.ngram import NgramDrafter
+    from outrider.grammar.compiler import Grammars
+    from outrider.replica.executor import ThreadExecutor
     from outrider.sessions.memory_store import MemoryStore
-    from outrider.wire.memory_link import MemoryLink
+    from outrider.transport.memory_link import MemoryLink
     from target_service.service import TargetService
 
     def grammars() -> Grammars:
@@ -241,10 +241,10 @@ async def _run(
     options: argparse.Namespace,
     asked: Sequence[tuple[dict[str, Any], str]],
 ) -> ModeReport:
-    from outrider.constraints.constraint import Constraint
-    from outrider.generation import ChatMessage, GenerateRequest
+    from outrider.grammar.constraint import Constraint
     from outrider.limits import DEADLINE_MS_MAX
-    from outrider.speculation.sampling import Rule, SamplingParams
+    from outrider.request import ChatMessage, GenerateRequest
+    from outrider.speculation.sampling_params import Rule, SamplingParams
 
     gate = asyncio.Semaphore(options.concurrency)
 

@@ -17,29 +17,36 @@ from typing import TYPE_CHECKING, Final
 
 from outrider.closing import run_all
 from outrider.config import CoordinatorConfig
-from outrider.fleet.membership import Engagement
-from outrider.hosting import Place, advertised, build_lookup, log_at, log_to, use_threads
 from outrider.limits import NUM_DRAFT_TOKENS_MAX, SEED_BITS
+from outrider.registry.membership import Engagement
+from outrider.replica.process_setup import (
+    Place,
+    advertised,
+    build_lookup,
+    log_at,
+    log_to,
+    use_threads,
+)
 from outrider.sessions.redis_password import with_password
 from outrider.settings import blaming
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 if TYPE_CHECKING:
     from grpc import ServerCredentials
 
-    from outrider.drafting.lookup import LookupDrafter
-    from outrider.fleet.announcing import Announcer
-    from outrider.fleet.registry import Registry
+    from coordinator.http_api.server import HttpServer
+    from coordinator.requests.tokenization import Text
+    from outrider.drafters.lookup import LookupDrafter
     from outrider.messages import DraftAnswer, DraftItem, VerifyAnswer, VerifyItem
+    from outrider.registry.lease import Announcer
+    from outrider.registry.registry import Registry
     from outrider.security.gate import Gate
     from outrider.sessions.redis_store import RedisStore
-    from outrider.telemetry.exporting import Exports
     from outrider.telemetry.observer import Observation
-    from outrider.wire.link import Link
-    from outrider.wire.server import RpcServer
+    from outrider.telemetry.setup import Exports
+    from outrider.transport.link import Link
+    from outrider.transport.server import RpcServer
 
-    from .http.server import HttpServer
-    from .prompts import Text
     from .service import CoordinatorService
 
 _log = logging.getLogger(__name__)
@@ -79,11 +86,11 @@ class CoordinatorActor:
         log_to(log_directory, config.log_name("coordinator"))
         config = config.reaching(with_password(config.redis))
         log_at(config.log_level)
+        from outrider.transport.authorization import KeyGuard
+        from outrider.transport.server import RpcServer, ServerOptions, Service
         from outrider.v1 import coordinator_pb2
-        from outrider.wire.guard import KeyGuard
-        from outrider.wire.server import RpcServer, ServerOptions, Service
 
-        from .servicer import CoordinatorServicer
+        from .grpc_api import CoordinatorServicer
 
         registry = _registry(config)
         addresses = await _addresses(config, registry)
@@ -123,8 +130,8 @@ class CoordinatorActor:
         """Where it answers by HTTP; empty where it does not. Raises `ConfigError`."""
         if not config.http:
             return ""
-        from .http.server import HttpOptions, HttpServer
-        from .http.shown_certificate import TlsFiles
+        from coordinator.http_api.server import HttpOptions, HttpServer
+        from coordinator.http_api.shown_certificate import TlsFiles
 
         tls = None
         if config.ssl_certfile:
@@ -153,10 +160,9 @@ class CoordinatorActor:
         links: LinksBy,
     ) -> None:
         """Keeps up with who is in the registry, and is in it."""
-        from outrider.fleet.announcing import Announcer
-        from outrider.fleet.registry import ReplicaRecord
-
-        from .roster import Peers, Roster
+        from coordinator.routing.discovery import Peers, Roster
+        from outrider.registry.lease import Announcer
+        from outrider.registry.registry import ReplicaRecord
 
         service, member = self._service, config.membership
         if service is None or member is None:
@@ -190,8 +196,8 @@ class CoordinatorActor:
 
         if not config.telemetry and not config.http:
             return UNOBSERVED
-        from outrider.telemetry.exporting import start_exports
-        from outrider.telemetry.requests import Detail, ObservedRequests
+        from outrider.telemetry.request_spans import Detail, ObservedRequests
+        from outrider.telemetry.setup import start_exports
 
         self._exports = start_exports(
             config.telemetry, "coordinator", config.metrics_host, config.slot, scraped=config.http
@@ -266,7 +272,7 @@ Addresses = tuple[Mapping[str, str], Mapping[str, str]]
 def _registry(config: CoordinatorConfig) -> Registry | None:
     if config.membership is None:
         return None
-    from outrider.fleet.redis_registry import RedisRegistry
+    from outrider.registry.redis_registry import RedisRegistry
 
     return RedisRegistry(config.membership.redis, config.membership.deployment)
 
@@ -276,7 +282,7 @@ async def _addresses(config: CoordinatorConfig, registry: Registry | None) -> Ad
     if registry is None:
         draft = config.draft_address
         return {"target-0": config.target_address}, {"draft-0": draft} if draft else {}
-    from .roster import replicas_at_first
+    from coordinator.routing.discovery import replicas_at_first
 
     return await replicas_at_first(registry)
 
@@ -285,7 +291,7 @@ def _front_credentials(config: CoordinatorConfig) -> ServerCredentials | None:
     """TLS for users; None = plain text. Raises `ConfigError`."""
     if not config.ssl_certfile:
         return None
-    from outrider.wire.credentials import server_credentials
+    from outrider.transport.tls import server_credentials
 
     authority = Path(config.ssl_ca_certs) if config.ssl_ca_certs else None
     with blaming("ssl_certfile"):
@@ -301,11 +307,11 @@ LinksBy = tuple[
 
 def _links_by(config: CoordinatorConfig) -> LinksBy:
     """Raises `ConfigError` for certificates that are wrong."""
-    from outrider.wire.grpc_link import draft_link, target_link
+    from outrider.transport.grpc_link import draft_link, target_link
 
     if not config.internal_tls_dir:
         return target_link, draft_link
-    from outrider.wire.credentials import internal_trust
+    from outrider.transport.tls import internal_trust
 
     directory = Path(config.internal_tls_dir)
     with blaming("internal_tls_dir"):
@@ -326,9 +332,10 @@ def _links(addresses: Addresses, links: LinksBy) -> Links:
 async def _build(
     config: CoordinatorConfig, links: Links, observation: Observation, registry: Registry | None
 ) -> CoordinatorService:
-    from .asking import Patience
+    from coordinator.requests.validation import RequestDefaults
+    from coordinator.routing.request_header import Patience
+
     from .options import CoordinatorOptions
-    from .request import RequestDefaults
     from .service import CoordinatorService
 
     text, lookup = _load_text(config), config.lookup
@@ -381,7 +388,7 @@ def _owner(config: CoordinatorConfig) -> str:
 
 def _stand_in(config: CoordinatorConfig) -> LookupDrafter:
     """The configured look-up, which drafts alone or before what else does; else prompt lookup."""
-    from outrider.drafting.ngram import NgramConfig, NgramDrafter
+    from outrider.drafters.ngram import NgramConfig, NgramDrafter
 
     found = None if config.lookup is None else build_lookup(config.lookup)
     return found or NgramDrafter(NgramConfig(config.ngram_min, config.ngram_max))
@@ -402,7 +409,7 @@ def build_gate(config: CoordinatorConfig) -> Gate:
     if not config.asks_for_keys:
         return gate_of("", "")
     from outrider.security.limits import Limiter
-    from outrider.sessions.redis_slots import RedisSlots
+    from outrider.security.redis_limits import RedisSlots
 
     limiter = Limiter(RedisSlots(config.redis))
     with blaming("api_key_file"):
@@ -412,7 +419,7 @@ def build_gate(config: CoordinatorConfig) -> Gate:
 def _load_text(config: CoordinatorConfig) -> Text | None:
     if not config.tokenizer_directory:
         return None
-    from outrider.text import TokenizerText
+    from outrider.tokenizer import TokenizerText
 
     return TokenizerText.load(
         Path(config.tokenizer_directory), trust_remote_code=config.trust_remote_code

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
+from coordinator.decoding.committer import Committer
+from coordinator.routing.replica_pool import ReplicaPool
 from outrider.errors import NotFound, OutriderError
 from outrider.sessions.store import SessionStore
-
-from .commits import Committer
-from .replicas import ReplicaPool
 
 HEALTH_TIMEOUT_S: Final = 2.0
 """How long a target may take to describe itself."""

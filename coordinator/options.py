@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from coordinator.requests.validation import RequestDefaults
+from coordinator.routing.request_header import Patience
 from outrider.limits import LOOK_AHEAD_BYTES_MAX, NUM_DRAFT_TOKENS_MAX
-from outrider.speculation.sampling import Rule, SamplingParams
-
-from .asking import Patience
-from .request import RequestDefaults
+from outrider.speculation.sampling_params import Rule, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,34 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from coordinator.decoding.committer import Committer
+from coordinator.decoding.detokenizer import Completion
+from coordinator.decoding.generation import COMMIT_GRACE_S, SessionRun
+from coordinator.decoding.recovery import Replayed, Replays, told_again
+from coordinator.decoding.running_sessions import Runs
+from coordinator.decoding.session_creation import Opener
+from coordinator.decoding.take_over import TakeOvers
+from coordinator.draft_length.controller import LengthControls
+from coordinator.draft_length.policy import FixedLength, LengthPolicy
+from coordinator.draft_length.round_meter import RoundMeter
+from coordinator.requests.tokenization import PromptEncoder, Text
+from coordinator.requests.validation import (
+    GenerationParameters,
+    RequestDefaults,
+    ServedModel,
+    check_fields,
+    resolve,
+)
+from coordinator.routing.compatibility import Compatibility
+from coordinator.routing.draft_client import DraftSide
+from coordinator.routing.drafts import Drafts, LookupDrafts, StandIn
+from coordinator.routing.fleet_view import FleetView
+from coordinator.routing.replica_pool import ReplicaPool, berth_of
+from coordinator.routing.request_header import HeadWriter
+from coordinator.routing.self_draft_client import SelfDrafts
+from coordinator.routing.target_client import TargetSide
 from outrider.closing import run_all
-from outrider.drafting.lookup import LookupDrafter
+from outrider.drafters.lookup import LookupDrafter
 from outrider.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -20,43 +46,23 @@ from outrider.errors import (
     Overloaded,
     Unavailable,
 )
-from outrider.fleet.figures import Figures
-from outrider.fleet.registry import Registry
-from outrider.fleet.rendezvous import affinity
-from outrider.generation import Event, GenerateRequest, ResumeRequest, Started
 from outrider.limits import SEED_BITS
 from outrider.messages import DraftAnswer, DraftItem, VerifyAnswer, VerifyItem
+from outrider.registry.affinity import affinity
+from outrider.registry.load import Figures
+from outrider.registry.registry import Registry
+from outrider.request import Event, GenerateRequest, ResumeRequest, Started
 from outrider.sessions.refusals import not_found
 from outrider.sessions.state import Session
 from outrider.sessions.store import SessionRecord, SessionStore
-from outrider.speculation.sampling import SamplingParams
+from outrider.speculation.sampling_params import SamplingParams
 from outrider.telemetry.observer import UNOBSERVED, Observation, RequestObserver
-from outrider.wire.link import Link
+from outrider.transport.link import Link
 
-from .asking import HeadWriter
-from .auditing import Auditor
-from .commits import Committer
-from .compatibility import Compatibility
-from .completion import Completion
-from .draft_side import DraftSide
-from .drafts import Drafts, LookupDrafts, StandIn
-from .fleet_view import FleetView
+from .audit import Auditor
 from .health import trouble
-from .length_control import LengthControls
-from .lengths import FixedLength, LengthPolicy
-from .opening import Opener
+from .health_monitor import CoordinatorStanding
 from .options import CoordinatorOptions
-from .prompts import PromptEncoder, Text
-from .replicas import ReplicaPool, berth_of
-from .request import GenerationParameters, RequestDefaults, ServedModel, check_fields, resolve
-from .resuming import Replayed, Replays, told_again
-from .round_meter import RoundMeter
-from .run import COMMIT_GRACE_S, SessionRun
-from .runs import Runs
-from .self_drafts import SelfDrafts
-from .standing import CoordinatorStanding
-from .take_overs import TakeOvers
-from .target_side import TargetSide
 
 _log = logging.getLogger(__name__)
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from outrider.config import DraftConfig
+from outrider.engine.tensor_parallel.rank_process import engine_of_a_replica, threads_of_a_rank
 from outrider.errors import InvariantError
-from outrider.hosting import (
+from outrider.limits import EAGLE_WINDOWS
+from outrider.messages import DraftAnswer, DraftItem
+from outrider.replica.host import ReplicaHost
+from outrider.replica.process_setup import (
     build_eagle,
     build_grammars,
     build_lookup,
@@ -17,15 +21,11 @@ from outrider.hosting import (
     step_costs,
     use_threads,
 )
-from outrider.limits import EAGLE_WINDOWS
-from outrider.messages import DraftAnswer, DraftItem
-from outrider.rank_host import engine_of_a_replica, threads_of_a_rank
-from outrider.replica_host import ReplicaHost
 
 if TYPE_CHECKING:
-    from outrider.drafting.lookup import LookupDrafter
+    from outrider.drafters.lookup import LookupDrafter
     from outrider.engine.interface import Engine
-    from outrider.work import StepObserver
+    from outrider.replica.step_request import StepObserver
 
     from .service import DraftService
 
@@ -57,8 +57,8 @@ class DraftActor(ReplicaHost[DraftItem, DraftAnswer]):
 def _build(
     engine: Engine | None, config: DraftConfig, observer: StepObserver | None
 ) -> DraftService:
-    from outrider.engine.executor import ThreadExecutor
-    from outrider.engine.workers import start_workers
+    from outrider.engine.thread_binding import start_workers
+    from outrider.replica.executor import ThreadExecutor
 
     from .service import DraftService
 
@@ -82,9 +82,9 @@ def _build(
 def _build_eagle(
     config: DraftConfig, lookup: LookupDrafter | None, observer: StepObserver | None
 ) -> DraftService:
-    from outrider.drafting.ngram import NgramConfig, NgramDrafter
-    from outrider.engine.executor import ThreadExecutor
-    from outrider.engine.workers import start_workers
+    from outrider.drafters.ngram import NgramConfig, NgramDrafter
+    from outrider.engine.thread_binding import start_workers
+    from outrider.replica.executor import ThreadExecutor
 
     from .eagle_drafter import EagleDrafter
     from .service import DraftService

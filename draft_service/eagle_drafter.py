@@ -9,17 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from outrider.drafting.drafter import DraftRequest
-from outrider.drafting.growing_rounds import GrowingRound, RoundDraws, RoundWanted
-from outrider.drafting.lookup import LookupDrafter
-from outrider.engine.eagle_head import Pairs
-from outrider.engine.trained_eagle import LoadedEagle
+from outrider.drafters.autoregressive_draft import GrowingRound, RoundDraws, RoundWanted
+from outrider.drafters.drafter import DraftRequest
+from outrider.drafters.lookup import LookupDrafter
 from outrider.errors import BadRequest, check
-from outrider.features import Features
+from outrider.hidden_states import Features
 from outrider.limits import DRAFT_SUPPORT_ENTRIES, FEATURES_MAX
+from outrider.models.eagle import Pairs
+from outrider.models.eagle_checkpoint import LoadedEagle
+from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.logits_processing import NO_HISTORY, TokenHistory
 from outrider.speculation.proposal import Proposal
-from outrider.speculation.reduced import ReducedVocabulary
-from outrider.speculation.transforms import NO_HISTORY, TokenHistory
 
 
 @dataclass(frozen=True, slots=True)

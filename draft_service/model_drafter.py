@@ -12,23 +12,23 @@ from typing import Final
 
 import torch
 
-from outrider.drafting.drafter import DraftRequest
-from outrider.engine.chains import Chain, ChainEngine
+from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import Engine, SequenceStep
+from outrider.engine.multi_step import Chain, ChainEngine
 from outrider.errors import OutriderError, check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
-from outrider.speculation.device_draws import DeviceDraws, Drawing, can_draw
-from outrider.speculation.drafting import (
+from outrider.speculation.device_sampling import DeviceDraws, Drawing, can_draw
+from outrider.speculation.draft_sampling import (
     DraftedGroup,
     LikelyTokens,
     draw_from_logits,
     draw_siblings,
 )
+from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.logits_processing import NO_HISTORY, TokenHistory
 from outrider.speculation.masking import draft_mask, masked_logits
 from outrider.speculation.proposal import EMPTY_PROPOSAL, DraftDistribution, Proposal
-from outrider.speculation.reduced import ReducedVocabulary
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import NO_HISTORY, TokenHistory
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.trees import comb
 
 _UNSEEN_OF_A_ROUND: Final = 2

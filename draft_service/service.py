@@ -7,25 +7,26 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from draft_service.eagle_drafter import EagleDrafter
-from draft_service.look_ahead import LookAheadLimits
 from draft_service.model_drafter import ModelDrafter
-from draft_service.proposing import Proposer
-from outrider.constraints.constraint import Constraint
-from outrider.constraints.grammars import Grammars
-from outrider.constraints.matching import Matchers
-from outrider.drafting.deadline import NO_DEADLINE, DraftDeadline
-from outrider.engine.costs import StepCosts
-from outrider.engine.executor import StepExecutor
+from outrider.drafters.deadline import NO_DEADLINE, DraftDeadline
 from outrider.engine.interface import Engine, ModelInfo
-from outrider.engine.token_budget import TokenBudget
+from outrider.engine.step_costs import StepCosts
+from outrider.grammar.compiler import Grammars
+from outrider.grammar.constraint import Constraint
+from outrider.grammar.matcher import Matchers
 from outrider.limits import (
     BATCHED_TOKENS_DEFAULT,
     DRAFT_SUPPORT_ENTRIES,
     LOOK_AHEAD_BYTES_MAX,
 )
 from outrider.messages import DraftAnswer, DraftItem, ReplicaDescription
-from outrider.stepped_service import SteppedService, describe_model
-from outrider.work import Outlet, StepObserver, Work, undrawn
+from outrider.replica.executor import StepExecutor
+from outrider.replica.service import SteppedService, describe_model
+from outrider.replica.step_request import Outlet, StepObserver, Work, undrawn
+from outrider.replica.token_budget import TokenBudget
+
+from .lookahead import LookAheadLimits
+from .worker import Proposer
 
 
 class DraftService(SteppedService[DraftItem, DraftAnswer]):

@@ -1,4 +1,4 @@
-"""What coordinators and replicas say to each other, as values. `outrider.wire` puts them on gRPC.
+"""What coordinators and replicas say to each other, as values; `outrider.transport` sends them.
 
 Every message is idempotent: repeated, late or reordered ones change nothing but time.
 """
@@ -8,18 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from outrider.constraints.constraint import Constraint
-from outrider.drafting.deadline import NO_DEADLINE, DraftDeadline
-from outrider.engine.costs import StepCosts
+from outrider.drafters.deadline import NO_DEADLINE, DraftDeadline
+from outrider.engine.step_costs import StepCosts
 from outrider.errors import OutriderError
-from outrider.features import Features
-from outrider.speculation.audit_sums import AuditSums
+from outrider.grammar.constraint import Constraint
+from outrider.hidden_states import Features
+from outrider.speculation.audit_totals import AuditSums
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
 
 if TYPE_CHECKING:
-    from outrider.constraints.grammars import Grammar
+    from outrider.grammar.compiler import Grammar
 
 TOKEN_BYTES: Final = 4
 

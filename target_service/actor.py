@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from outrider.config import TargetConfig
-from outrider.hosting import (
+from outrider.engine.tensor_parallel.rank_process import engine_of_a_replica, threads_of_a_rank
+from outrider.messages import VerifyAnswer, VerifyItem
+from outrider.replica.host import ReplicaHost
+from outrider.replica.process_setup import (
     build_grammars,
     cores_for,
     log_at,
@@ -14,13 +17,10 @@ from outrider.hosting import (
     step_costs,
     use_threads,
 )
-from outrider.messages import VerifyAnswer, VerifyItem
-from outrider.rank_host import engine_of_a_replica, threads_of_a_rank
-from outrider.replica_host import ReplicaHost
 
 if TYPE_CHECKING:
     from outrider.engine.interface import Engine
-    from outrider.work import StepObserver
+    from outrider.replica.step_request import StepObserver
 
     from .self_drafting import SelfDrafter
     from .service import TargetService
@@ -47,8 +47,8 @@ class TargetActor(ReplicaHost[VerifyItem, VerifyAnswer]):
 
 
 def _build(engine: Engine, config: TargetConfig, observer: StepObserver | None) -> TargetService:
-    from outrider.engine.executor import ThreadExecutor
-    from outrider.engine.workers import start_workers
+    from outrider.engine.thread_binding import start_workers
+    from outrider.replica.executor import ThreadExecutor
 
     from .service import TargetService
 
@@ -70,7 +70,7 @@ def self_drafter_of(engine: Engine, entries_max: int) -> SelfDrafter | None:
     """Who drafts for the target, if it is the target."""
     from outrider.engine.paged_engine import PagedEngine
 
-    from .exit_drafting import ExitDrafter
+    from .early_exit_drafting import ExitDrafter
     from .self_drafting import HeadDrafter
 
     if not isinstance(engine, PagedEngine):

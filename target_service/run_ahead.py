@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from outrider.errors import check
 from outrider.messages import VerdictReply, VerifyAnswer, VerifyItem
+from outrider.replica.step_request import Outlet, Work
 from outrider.tokens import extend_digest
-from outrider.work import Outlet, Work
 
 
 class RunAhead:

@@ -9,11 +9,11 @@ from typing import Final, Protocol
 
 import torch
 
-from outrider.drafting.growing_rounds import GrowingRound, RoundDraws, RoundWanted
-from outrider.engine.trained_heads import LoadedHeads
+from outrider.drafters.autoregressive_draft import GrowingRound, RoundDraws, RoundWanted
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
+from outrider.models.medusa_checkpoint import LoadedHeads
+from outrider.speculation.draft_vocabulary import ReducedVocabulary
 from outrider.speculation.proposal import Proposal
-from outrider.speculation.reduced import ReducedVocabulary
 
 logger = logging.getLogger(__name__)
 

@@ -7,21 +7,22 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 
-from outrider.constraints.grammars import Grammars
-from outrider.constraints.matching import Matchers
-from outrider.engine.costs import StepCosts
-from outrider.engine.executor import StepExecutor
 from outrider.engine.interface import Engine
-from outrider.engine.token_budget import TokenBudget
-from outrider.gathering import Gathering
+from outrider.engine.step_costs import StepCosts
+from outrider.grammar.compiler import Grammars
+from outrider.grammar.matcher import Matchers
 from outrider.limits import BATCHED_TOKENS_DEFAULT, SEQUENCES_PER_REPLICA_MAX
 from outrider.messages import VerdictReply, VerifyAnswer, VerifyItem
-from outrider.stepped_service import SteppedService, describe_model
-from outrider.work import Outlet, StepObserver, Work
+from outrider.replica.batching_delay import Gathering
+from outrider.replica.executor import StepExecutor
+from outrider.replica.service import SteppedService, describe_model
+from outrider.replica.step_request import Outlet, StepObserver, Work
+from outrider.replica.token_budget import TokenBudget
 from target_service.run_ahead import RunAhead
-from target_service.scoring import Scorer
 from target_service.self_drafting import SelfDrafter
-from target_service.shown_features import shown_by
+
+from .hidden_states import shown_by
+from .verifier import Scorer
 
 
 class TargetService(SteppedService[VerifyItem, VerifyAnswer]):

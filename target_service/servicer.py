@@ -6,10 +6,10 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from outrider.messages import VerifyAnswer, VerifyItem
+from outrider.transport import stream_codecs as codecs
+from outrider.transport.link import ReplicaService
+from outrider.transport.replica_servicer import ReplicaServicer
 from outrider.v1 import target_pb2
-from outrider.wire import codecs
-from outrider.wire.link import ReplicaService
-from outrider.wire.replica_servicer import ReplicaServicer
 
 
 class TargetServicer(ReplicaServicer[VerifyItem, VerifyAnswer]):

@@ -11,7 +11,7 @@ from typing import Any
 
 from session_model import new_session
 
-from coordinator.commits import Committer
+from coordinator.decoding.committer import Committer
 from outrider.clock import run_virtually
 from outrider.errors import (
     OutriderError,

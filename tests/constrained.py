@@ -11,9 +11,9 @@ import numpy as np
 from models import byte_level_tokenizer
 from toy_engine import ToyEngine
 
-from outrider.constraints.constraint import Constraint
-from outrider.constraints.grammars import Grammar, Grammars, GrammarTokenizer
-from outrider.constraints.matching import PrefixMatcher
+from outrider.grammar.compiler import Grammar, Grammars, GrammarTokenizer
+from outrider.grammar.constraint import Constraint
+from outrider.grammar.matcher import PrefixMatcher
 
 SCHEMA = {
     "type": "object",

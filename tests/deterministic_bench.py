@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from outrider.engine.interface import SequenceStep
-from outrider.engine.loading import load_model
-from outrider.engine.modules.swaps import speed_up
 from outrider.engine.paged_engine import PagedEngine
-from outrider.engine.sources import resolve_model
+from outrider.models.loading import load_model
+from outrider.models.module_replacement import speed_up
+from outrider.models.sources import resolve_model
 
 PART = 500
 """Tokens of a context that are run in one step."""

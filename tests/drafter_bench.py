@@ -27,10 +27,10 @@ from rounds import Listener, ask, make_head
 from benchmarks.prompts import BenchPrompt
 from benchmarks.speedup import SpeedupOptions
 from outrider.client import Client
-from outrider.generation import ChatMessage, GenerateRequest, RoundReport
 from outrider.messages import DraftItem, ProposalReply
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.wire.grpc_link import draft_link
+from outrider.request import ChatMessage, GenerateRequest, RoundReport
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.transport.grpc_link import draft_link
 
 DRAFTERS = (
     "ngram", "suffix", "demo-drafter", "hybrid:suffix,demo-drafter", "quantized:8", "quantized:4",

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from stack import Stack
 
-from coordinator.http.server import HttpOptions, HttpServer
+from coordinator.http_api.server import HttpOptions, HttpServer
 
 
 @asynccontextmanager

@@ -14,11 +14,11 @@ from itertools import count
 
 from round_replay import Machine, Played, Proposed, Recording, Replay, recorded
 
-from coordinator.length_control import LengthControls
-from coordinator.lengths import FixedLength, LengthPolicy
-from outrider.engine.costs import StepCosts
+from coordinator.draft_length.controller import LengthControls
+from coordinator.draft_length.policy import FixedLength, LengthPolicy
+from outrider.engine.step_costs import StepCosts
 from outrider.messages import ReplicaDescription
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 BOUND = 8
 RUN_AHEAD = 8

@@ -11,10 +11,10 @@ from test_draft_service import expected_proposal
 from toy_engine import ToyEngine
 
 from draft_service.service import DraftService
-from outrider.engine.executor import InlineExecutor
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.wire.memory_link import MemoryLink
+from outrider.replica.executor import InlineExecutor
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.transport.memory_link import MemoryLink
 
 PROMPT = (1, 2, 3)
 PLAIN = SamplingParams(temperature=0.9)

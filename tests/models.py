@@ -26,14 +26,14 @@ from transformers import (
     Qwen3Config,
 )
 
-from outrider.engine.drafter_files import FORMAT, TrainedDescription, TrainedKind
-from outrider.engine.fingerprints import tensors_fingerprint
-from outrider.engine.modules.packed_linear import PackedLinear, can_pack
-from outrider.engine.modules.widened_linear import WidenedLinear
-from outrider.engine.trained_drafters import save_drafter
-from outrider.engine.trained_eagle import LoadedEagle, make_eagle, save_eagle
-from outrider.engine.trained_exits import LoadedExit, make_exit, save_exit
-from outrider.engine.trained_heads import LoadedHeads, make_heads, save_heads
+from outrider.models.drafter_checkpoint import FORMAT, TrainedDescription, TrainedKind
+from outrider.models.eagle_checkpoint import LoadedEagle, make_eagle, save_eagle
+from outrider.models.early_exit_checkpoint import LoadedExit, make_exit, save_exit
+from outrider.models.fingerprint import tensors_fingerprint
+from outrider.models.medusa_checkpoint import LoadedHeads, make_heads, save_heads
+from outrider.models.packed_linear import PackedLinear, can_pack
+from outrider.models.student_checkpoint import save_drafter
+from outrider.models.widened_linear import WidenedLinear
 
 MAX_MODEL_LEN = 128
 _SPREAD = 0.4

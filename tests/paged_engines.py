@@ -13,13 +13,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from outrider.engine.cuda.acceleration import Acceleration
+from outrider.engine.batch import _SEGMENT_TOKENS_MAX, _SLOTS_UNIT, tree_of
+from outrider.engine.cuda.backend import Acceleration
 from outrider.engine.fixed_shapes import SPLIT_SLOTS
 from outrider.engine.interface import ModelInfo, SequenceStep
-from outrider.engine.modules.swaps import speed_up
 from outrider.engine.paged_engine import PagedEngine
-from outrider.engine.ragged import _SEGMENT_TOKENS_MAX, _SLOTS_UNIT, tree_of
 from outrider.limits import KV_CACHE_BYTES_DEFAULT
+from outrider.models.module_replacement import speed_up
 
 VOCAB = 32
 

@@ -39,7 +39,7 @@ def add_up(meeting: Any, rank: int, step_timeout_s: float, load_s: float = 0.0) 
     a step."""
     import torch
 
-    from outrider.engine.parallel.group import join
+    from outrider.engine.tensor_parallel.group import join
 
     group, frames = join(meeting, rank, torch.device("cpu"), JOIN_S, step_timeout_s)
     try:
@@ -60,7 +60,7 @@ def follow_model(config: Any, meeting: Any, rank: int) -> None:
     """A follower of the model that `config` names: the whole of one but for Ray."""
     import asyncio
 
-    from outrider.rank_host import RankHost, Seat
+    from outrider.engine.tensor_parallel.rank_process import RankHost, Seat
 
     async def follow() -> None:
         host = RankHost()

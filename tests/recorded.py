@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from deploy.state import DeploymentRecord, process_start
+from deploy.fleet.local_state import DeploymentRecord, process_start
 
 RAY = "127.0.0.1:6379"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import torch
 
-from outrider.engine.cuda.acceleration import Acceleration, find_acceleration
+from outrider.engine.cuda.backend import Acceleration, find_acceleration
+from outrider.engine.cuda.cuda_graphs import Recording, Work
 from outrider.engine.cuda.page_tables import BLOCK_WORDS, TableStep
-from outrider.engine.cuda.recordings import Recording, Work
-from outrider.engine.kv_cache import KeysAndValues
+from outrider.kv_cache.storage import KeysAndValues
 
 
 class CountingRecorder:

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from outrider.engine.cpu.kernels import LayerParts, RunLayers, Spans
-from outrider.engine.kv_cache import BlockedKeysAndValues
+from outrider.kv_cache.storage import BlockedKeysAndValues
 
 
 class ReferenceKernels:

@@ -24,8 +24,8 @@ from functools import partial
 from itertools import accumulate, count
 from pathlib import Path
 
-from coordinator.lengths import LengthPolicy, PlayedRound
-from outrider.engine.costs import StepCosts
+from coordinator.draft_length.policy import LengthPolicy, PlayedRound
+from outrider.engine.step_costs import StepCosts
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Proposed:
     """A recorded round."""
 
     survival: tuple[float, ...]
-    """Of its proposal, as `outrider.speculation.decision.survival` tells it."""
+    """Of its proposal, as `outrider.speculation.accept_reject.survival` tells it."""
     num_drawn: int
     """Of the proposed tokens those that took the draft's model a step each."""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.constraints.constraint import Constraint
+from outrider.grammar.constraint import Constraint
 from outrider.messages import (
     DraftItem,
     ProposalReply,
@@ -15,12 +15,12 @@ from outrider.messages import (
     VerdictReply,
     VerifyItem,
 )
-from outrider.speculation.decision import decide
-from outrider.speculation.noise import RoundNoise
+from outrider.speculation.accept_reject import decide
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import TokenSequence
-from outrider.wire.link import Link
+from outrider.transport.link import Link
 
 GREEDY = SamplingParams(temperature=0.0)
 PATIENCE_S = 20.0

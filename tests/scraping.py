@@ -14,11 +14,11 @@ from typing import Any
 from stack import Stack, running_stack
 from toy_engine import ToyEngine
 
-from coordinator.standing import LOOK_PERIOD_S
-from outrider.fleet.registry import MemoryRegistry
-from outrider.telemetry.exporting import Exports, start_exports
-from outrider.telemetry.requests import Detail, ObservedRequests
-from outrider.telemetry.steps import ObservedSteps
+from coordinator.health_monitor import LOOK_PERIOD_S
+from outrider.registry.registry import MemoryRegistry
+from outrider.telemetry.request_spans import Detail, ObservedRequests
+from outrider.telemetry.setup import Exports, start_exports
+from outrider.telemetry.step_spans import ObservedSteps
 
 ROLES = ("coordinator", "target", "draft")
 VOCAB = 64

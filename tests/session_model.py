@@ -31,7 +31,7 @@ from outrider.sessions.store import (
     SessionStore,
     released,
 )
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 from outrider.tokens import TokenSequence
 
 IDS = tuple(f"{k:032x}" for k in range(3))

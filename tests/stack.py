@@ -8,35 +8,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.asking import Patience
+from coordinator.grpc_api import CoordinatorServicer
 from coordinator.options import CoordinatorOptions
-from coordinator.prompts import Text
-from coordinator.request import RequestDefaults
+from coordinator.requests.tokenization import Text
+from coordinator.requests.validation import RequestDefaults
+from coordinator.routing.request_header import Patience
 from coordinator.service import CoordinatorService
-from coordinator.servicer import CoordinatorServicer
 from draft_service.eagle_drafter import EagleDrafter
-from draft_service.proposing import Proposer
 from draft_service.service import DraftService
 from draft_service.servicer import DraftServicer
+from draft_service.worker import Proposer
 from outrider.client import Client
-from outrider.constraints.grammars import Grammars
-from outrider.constraints.matching import Matchers
-from outrider.drafting.drafter import Drafter
-from outrider.drafting.lookup import LookupDrafter
-from outrider.drafting.ngram import NgramConfig, NgramDrafter
-from outrider.engine.executor import StepExecutor, ThreadExecutor
+from outrider.drafters.drafter import Drafter
+from outrider.drafters.lookup import LookupDrafter
+from outrider.drafters.ngram import NgramConfig, NgramDrafter
 from outrider.engine.interface import Engine, ModelInfo
-from outrider.fleet.registry import Registry
+from outrider.grammar.compiler import Grammars
+from outrider.grammar.matcher import Matchers
 from outrider.limits import HYBRID_MODEL_TOKENS, HYBRID_SCORE_MIN
+from outrider.registry.registry import Registry
+from outrider.replica.executor import StepExecutor, ThreadExecutor
+from outrider.replica.service import describe_model
+from outrider.replica.step_request import StepObserver
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.lifetimes import DEFAULT_LIFETIMES, Lifetimes
 from outrider.sessions.redis_store import RedisStore
-from outrider.stepped_service import describe_model
 from outrider.telemetry.observer import UNOBSERVED, Observation
+from outrider.transport.grpc_link import draft_link, target_link
+from outrider.transport.server import RpcServer, ServerOptions, Service
 from outrider.v1 import coordinator_pb2
-from outrider.wire.grpc_link import draft_link, target_link
-from outrider.wire.server import RpcServer, ServerOptions, Service
-from outrider.work import StepObserver
 from target_service.self_drafting import SelfDrafter
 from target_service.service import TargetService
 from target_service.servicer import TargetServicer

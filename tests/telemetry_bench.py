@@ -23,10 +23,10 @@ from stack import Stack, running_stack
 
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.generation import GenerateRequest
-from outrider.telemetry.exporting import Exports, start_exports
-from outrider.telemetry.requests import Detail, ObservedRequests
-from outrider.telemetry.steps import ObservedSteps
+from outrider.request import GenerateRequest
+from outrider.telemetry.request_spans import Detail, ObservedRequests
+from outrider.telemetry.setup import Exports, start_exports
+from outrider.telemetry.step_spans import ObservedSteps
 
 COLLECTOR = """
 import grpc, sys

@@ -14,7 +14,7 @@ _TIMEOUT_S = 30.0
 
 
 class ThreadRank:
-    """See `outrider.engine.parallel.sharding.Ranks`."""
+    """See `outrider.engine.tensor_parallel.sharding.Ranks`."""
 
     def __init__(self, rank: int, barrier: threading.Barrier, shown: dict[int, Any]) -> None:
         self.rank = rank

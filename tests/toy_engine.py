@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from outrider.engine.interface import FoundPrefix, ModelInfo, PageCounts, SequenceStep
-from outrider.engine.page_pool import PagePool
-from outrider.engine.slots import prefixes
 from outrider.errors import BadRequest, check
+from outrider.kv_cache.block_pool import PagePool
+from outrider.kv_cache.slot_rules import prefixes
 
 PAGE_SIZE = 4
 

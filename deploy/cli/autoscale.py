@@ -6,15 +6,15 @@ import argparse
 import asyncio
 from collections.abc import Sequence
 
-from deploy.asking import Whereabouts, asked
+from deploy.fleet.reconciler_client import Whereabouts, asked
+from outrider.autoscaling import Bounds, Policy, parse_bounds
 from outrider.config import LEAST
 from outrider.errors import ConfigError
-from outrider.fleet.autoscaling import Bounds, Policy, parse_bounds
-from outrider.fleet.registry import ROLES, Role
 from outrider.limits import REPLICAS_MAX
+from outrider.registry.registry import ROLES, Role
 
+from .deployment import add_place_flags, find_deployment
 from .scale import role_and_value
-from .whereabouts import add_place_flags, find_deployment
 
 OFF = "off"
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from benchmarks import capacity, emulate, peers, scaling, speedup
-from deploy.state import running_deployment, state_directory
+from deploy.fleet.local_state import running_deployment, state_directory
 from outrider.config import CoordinatorConfig
-from outrider.drafting.registry import LookupKind, parse_drafter
-from outrider.hosting import available_cores
+from outrider.drafters.names import LookupKind, parse_drafter
+from outrider.replica.process_setup import available_cores
 from outrider.security.keys import new_key
 
 from . import bench_front_door, bench_models, bench_serve
@@ -291,7 +291,7 @@ def _drafting_reference(connection: Connection) -> ReferenceModel | None:
     if target is None:
         return None
     from benchmarks.references import ReferenceDrafter
-    from outrider.engine.sources import resolve_model
+    from outrider.models.sources import resolve_model
 
     settings = connection.settings
     num_threads = max(target.num_threads, int(settings["draft_num_threads"] or 0))

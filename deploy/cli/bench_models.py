@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from benchmarks import acceptance, device, engine, hits, overhead
-from deploy.models import resolve_models
+from deploy.fleet.model_files import resolve_models
 from outrider.config import DeploymentConfig, DraftConfig, TargetConfig, deployment_settings
 from outrider.errors import SettingError
-from outrider.hosting import (
+from outrider.replica.process_setup import (
     available_cores,
     build_eagle,
     build_engine,
@@ -27,7 +27,7 @@ from .tables import show
 
 if TYPE_CHECKING:
     from outrider.engine.interface import Engine
-    from outrider.text import TokenizerText
+    from outrider.tokenizer import TokenizerText
 
 TARGET_FLAGS: Final = (
     "device", "dtype", "model", "deterministic", "cpu_kernels", "trust_remote_code",
@@ -79,7 +79,7 @@ def _run_core(arguments: argparse.Namespace) -> int:
     engine = _engine(config.target, "target")
     from benchmarks import core
     from benchmarks.prompts import built_in_prompts
-    from outrider.text import TokenizerText
+    from outrider.tokenizer import TokenizerText
 
     text = TokenizerText.load(Path(config.target.directory), config.target.model)
     texts = [text.encode(prompt.text) for prompt in built_in_prompts()]
@@ -108,7 +108,7 @@ def _run_engine(arguments: argparse.Namespace) -> int:
     options = engine.EngineOptions.from_arguments(arguments)
     config = _model_config(arguments)
     from benchmarks.prompts import built_in_prompts
-    from outrider.text import TokenizerText
+    from outrider.tokenizer import TokenizerText
 
     text = TokenizerText.load(Path(config.target.directory), config.target.model)
     token_ids = [token_id for prompt in built_in_prompts() for token_id in text.encode(prompt.text)]
@@ -147,7 +147,7 @@ def _run_acceptance(arguments: argparse.Namespace) -> int:
         measure,
     )
     from outrider.engine.paged_engine import PagedEngine
-    from outrider.text import TokenizerText
+    from outrider.tokenizer import TokenizerText
 
     text = TokenizerText.load(Path(config.target.directory), config.target.model)
     max_model_len = target.info.max_model_len
@@ -193,7 +193,7 @@ def _run_hits(arguments: argparse.Namespace) -> int:
         )
     target, draft = _engine(config.target, "target"), _engine(config.draft, "draft")
     from benchmarks.hits_rounds import measure
-    from outrider.text import TokenizerText
+    from outrider.tokenizer import TokenizerText
 
     text = TokenizerText.load(Path(config.target.directory), config.target.model)
     report = measure(

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Final
 
 from outrider.errors import ConfigError
-from outrider.security.certificates import (
+from outrider.settings import check_range
+from outrider.transport.certificates import (
     AUTHORITY,
     INTERNAL_ROLES,
     ROLE_DAYS,
@@ -23,7 +24,6 @@ from outrider.security.certificates import (
     make_authority,
     make_role,
 )
-from outrider.settings import check_range
 
 DAYS_MAX: Final = 3650
 

@@ -19,10 +19,10 @@ from outrider.errors import OutriderError
 
 from .connection import Connection, add_connection_flags, connected
 from .conversation import Conversation, Figures
-from .lines import LineReader
 from .naming import spoken
 from .progress import progress
 from .request import OWN_FLAGS, add_request_flags, request_fields
+from .stdin_lines import LineReader
 
 if TYPE_CHECKING:
     from outrider.client import Client, Tokens
@@ -225,7 +225,7 @@ def _shower(connection: Connection) -> Callable[[], Callable[[Tokens], None]]:
         return lambda: lambda event: print(event.text_delta, end="", flush=True)
     from rich.console import Console
 
-    from .origins import OriginPainter, TokenLengths
+    from .colored_text import OriginPainter, TokenLengths
 
     console, lengths = Console(), TokenLengths(connection.tokenizer_directory)
     if not progress.quiet:

@@ -18,10 +18,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from deploy.state import running_deployment, state_directory
+from deploy.fleet.local_state import running_deployment, state_directory
 from outrider.config import deployment_settings
 from outrider.errors import OutriderError
-from outrider.hosting import available_cores
+from outrider.replica.process_setup import available_cores
 from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_password import with_password
 

@@ -14,7 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from deploy.state import DeploymentRecord, local_key, running_deployment, state_directory
+from deploy.fleet.local_state import (
+    DeploymentRecord,
+    local_key,
+    running_deployment,
+    state_directory,
+)
 from outrider.config import DeploymentConfig, deployment_settings
 from outrider.errors import ConfigError, SettingError, Unavailable, check
 from outrider.settings import Value, merge
@@ -34,7 +39,7 @@ from .settings import (
 
 if TYPE_CHECKING:
     from outrider.client import Client
-    from outrider.wire.channel import Trust
+    from outrider.transport.channel import Trust
 
 COORDINATOR_WAIT_S: Final = 60.0
 """What another coordinator may take to serve where none does."""
@@ -77,8 +82,8 @@ class Connection:
     def client(self, *, tries_again: bool = True) -> Client:
         """Calls what is there, and tries again what fails for now, or not."""
         from outrider.client import Client
-        from outrider.client.resuming import RESUME_TIMEOUT_S
-        from outrider.wire.channel import PLAIN
+        from outrider.client.failover import RESUME_TIMEOUT_S
+        from outrider.transport.channel import PLAIN
 
         return Client(
             self.find or self.address,
@@ -137,7 +142,7 @@ def trust_of(arguments: argparse.Namespace, settings: Mapping[str, Value]) -> Tr
     pinned = str(settings.get("ssl_certfile") or "")
     if not (pinned or arguments.tls or any(options.values())):
         return None
-    from outrider.wire.credentials import caller_trust, pinned_trust
+    from outrider.transport.tls import caller_trust, pinned_trust
 
     shown = options["client_cert"], options["client_key"]
     if pinned and options["ca_cert"] is None and not arguments.tls:
@@ -265,7 +270,7 @@ async def _own_deployment(
     config: DeploymentConfig, arguments: argparse.Namespace
 ) -> AsyncIterator[Connection]:
     """A deployment with a state of its own, that ends with the context."""
-    from deploy.launcher import Deployment
+    from deploy.fleet.launcher import Deployment
 
     with tempfile.TemporaryDirectory(prefix="outrider-") as state, _ends_on_sigterm():
         async with Deployment(config, Path(state), report=progress) as deployment:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from outrider.generation import ChatMessage, Prompt
+from outrider.request import ChatMessage, Prompt
 
 if TYPE_CHECKING:
     from outrider.client import Completion

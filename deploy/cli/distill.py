@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.prompts import read_prompts
-from outrider.config import DTYPES, TargetConfig
-from outrider.distillation.options import (
+from draft_service.training.options import (
     DRAFT_VOCAB,
     HEADS,
     KINDS,
@@ -20,7 +19,8 @@ from outrider.distillation.options import (
     DistillOptions,
     draft_model,
 )
-from outrider.drafting.registry import (
+from outrider.config import DTYPES, TargetConfig
+from outrider.drafters.names import (
     SHIPPED,
     DrafterChoice,
     DraftModel,
@@ -28,7 +28,7 @@ from outrider.drafting.registry import (
     parse_drafter,
 )
 from outrider.errors import BadRequest, SettingError
-from outrider.hosting import available_cores, use_threads
+from outrider.replica.process_setup import available_cores, use_threads
 from outrider.settings import blaming
 
 from .naming import program
@@ -37,12 +37,12 @@ from .progress import progress
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from outrider.distillation.distilling import Distilled
-    from outrider.distillation.measuring import Measured
-    from outrider.distillation.target import Target
-    from outrider.distillation.training import Point, Report
-    from outrider.distillation.writing import Template
-    from outrider.text import TokenizerText
+    from draft_service.training.distilling import Distilled
+    from draft_service.training.measuring import Measured
+    from draft_service.training.target import Target
+    from draft_service.training.training import Point, Report
+    from draft_service.training.writing import Template
+    from outrider.tokenizer import TokenizerText
 
 _TURNS: Final = ("one", "Two?")
 """Two user turns with nothing in common."""
@@ -146,9 +146,9 @@ def run(arguments: argparse.Namespace) -> int:
     TargetConfig(device=arguments.device)  # Raises for one that is none.
     use_threads(available_cores())  # Before torch is imported.
     progress(f"loading {arguments.target}")  # The libraries alone take seconds.
-    from outrider.distillation.distilling import distill
-    from outrider.distillation.output import check_out
-    from outrider.engine.sources import cache_dir, resolve_model
+    from draft_service.training.distilling import distill
+    from draft_service.training.output import check_out
+    from outrider.models.sources import cache_dir, resolve_model
 
     check_out(options.out)
     target, text = _target(arguments)
@@ -214,10 +214,10 @@ def _said(found: Distilled) -> str:
 
 
 def _target(arguments: argparse.Namespace) -> tuple[Target, TokenizerText | None]:
-    from outrider.distillation.target import Target
-    from outrider.engine.loading import load_tokenizer
-    from outrider.engine.sources import resolve_model
-    from outrider.text import TokenizerText
+    from draft_service.training.target import Target
+    from outrider.models.loading import load_tokenizer
+    from outrider.models.sources import resolve_model
+    from outrider.tokenizer import TokenizerText
 
     name, trust = arguments.target, arguments.trust_remote_code
     directory = resolve_model(name, trust_remote_code=trust)
@@ -237,7 +237,7 @@ def _target(arguments: argparse.Namespace) -> tuple[Target, TokenizerText | None
 
 def _template(text: TokenizerText | None) -> Template:
     """What stands around a user's turn: what two conversations of other turns have in common."""
-    from outrider.distillation.writing import Template
+    from draft_service.training.writing import Template
 
     if text is None:
         return Template((), ())

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from typing import Final
 
-from outrider.drafting.registry import DRAFTERS
+from outrider.drafters.names import DRAFTERS
 
 from .tables import show
 

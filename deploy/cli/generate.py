@@ -59,7 +59,7 @@ def _token_ids(text: str) -> tuple[int, ...]:
 def run(arguments: argparse.Namespace) -> int:
     """Generates, and prints the text or one JSON object."""
     from outrider.client.requests import check_sendable
-    from outrider.speculation.sampling import check_sampling
+    from outrider.speculation.sampling_params import check_sampling
 
     # Here, so that what is wrong shows before anything is started, and Ctrl-C ends the reading of
     # standard input, which an event loop would not let it.
@@ -108,7 +108,7 @@ def _silent(completion: Completion, arguments: argparse.Namespace) -> str:
 
 
 def _request(arguments: argparse.Namespace) -> GenerateRequest:
-    from outrider.generation import ChatMessage, GenerateRequest, Prompt
+    from outrider.request import ChatMessage, GenerateRequest, Prompt
 
     fields = request_fields(arguments)
     if arguments.system is not None and not arguments.chat:
@@ -141,7 +141,7 @@ def _text(prompt: str) -> str:
 
 def _printer(connection: Connection) -> Callable[[Any], None]:
     """What shows an event: text in the colours of its origins on a terminal, plain text else."""
-    from outrider.generation import Tokens
+    from outrider.request import Tokens
 
     if not sys.stdout.isatty():
 
@@ -152,7 +152,7 @@ def _printer(connection: Connection) -> Callable[[Any], None]:
         return show_plain
     from rich.console import Console
 
-    from .origins import OriginPainter, TokenLengths
+    from .colored_text import OriginPainter, TokenLengths
 
     painter = OriginPainter(Console(), TokenLengths(connection.tokenizer_directory))
     if not progress.quiet:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any, Final, NoReturn, Protocol
 
-from deploy.state import ERROR_PREFIX
+from deploy.fleet.local_state import ERROR_PREFIX
 from outrider.errors import BadRequest, ConfigError, OutriderError, did_you_mean
 
 from . import secret_words

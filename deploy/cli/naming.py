@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from deploy.state import state_directory
+from deploy.fleet.local_state import state_directory
 from outrider.errors import (
     NO_TOKENIZER,
     BadRequest,

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from benchmarks import plan, plan_simulation
-from deploy.models import resolve_models
-from deploy.placement import are_apart, plan_placement
-from deploy.state import running_deployment, state_directory
+from deploy.fleet.local_state import running_deployment, state_directory
+from deploy.fleet.model_files import resolve_models
+from deploy.fleet.placement import are_apart, plan_placement
 from outrider.config import DeploymentConfig
-from outrider.drafting.registry import LookupKind
+from outrider.drafters.names import LookupKind
 from outrider.errors import ConfigError, SettingError
-from outrider.hosting import available_cores, build_engine, build_lookup, use_threads
+from outrider.replica.process_setup import available_cores, build_engine, build_lookup, use_threads
 
 from .connection import add_connection_flags, connected
 from .progress import progress
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from benchmarks.plan_report import PlanReport, TemperaturePlan
     from benchmarks.plan_script import DraftKind
     from benchmarks.plan_validation import Validation
-    from outrider.drafting.lookup import LookupDrafter
+    from outrider.drafters.lookup import LookupDrafter
     from outrider.planning.round_times import ServiceTimes
 
 OWN_FLAGS: Final = ("seed", "num_draft_tokens", "deadline_ms", "length_control", "look_ahead")
@@ -237,7 +237,7 @@ def _read(
 
 
 def _encoder(config: DeploymentConfig, raw: bool) -> Encode:
-    from outrider.text import TokenizerText
+    from outrider.tokenizer import TokenizerText
 
     text = TokenizerText.load(Path(config.target.directory), config.target.model)
 

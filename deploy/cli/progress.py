@@ -9,7 +9,7 @@ import threading
 import time
 from typing import Final
 
-from deploy.state import ERROR_PREFIX
+from deploy.fleet.local_state import ERROR_PREFIX
 
 PERIOD_S: Final = 5.0
 """Between two lines of work that goes on."""

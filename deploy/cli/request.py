@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from outrider import limits
 from outrider.errors import BadRequest
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule, SamplingParams
 
 OWN_FLAGS: Final = ("seed", "num_draft_tokens", "deadline_ms")
 """Settings of a deployment that are flags of the request instead."""

@@ -10,18 +10,18 @@ import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Final
 
-from deploy.asking import Whereabouts, asked
+from deploy.fleet.reconciler_client import Whereabouts, asked
+from outrider.autoscaling import Policy
 from outrider.config import WAIT_S_MAX
 from outrider.errors import ConfigError
-from outrider.fleet.autoscaling import Policy
-from outrider.fleet.registry import ROLES, Role
 from outrider.limits import REPLICAS_MAX
+from outrider.registry.registry import ROLES, Role
 
+from .deployment import add_place_flags, find_deployment
 from .progress import progress
-from .whereabouts import add_place_flags, find_deployment
 
 if TYPE_CHECKING:
-    from deploy.overview import Overview
+    from deploy.fleet.status import Overview
 
 _POLL_S: Final = 0.2
 

@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
-from deploy.launcher import Deployment
+from deploy.fleet.launcher import Deployment
 from outrider.config import load_config
 from outrider.errors import Unavailable
-from outrider.fleet.registry import Role
+from outrider.registry.registry import Role
 
 SCALE_S: Final = 120.0
 """What starting or ending replicas may take."""

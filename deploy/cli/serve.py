@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from deploy.state import (
+from deploy.fleet.local_state import (
     LOG_NAME,
     DeploymentRecord,
     exclusive,
@@ -30,7 +30,7 @@ from deploy.state import (
     withdraw,
 )
 from outrider.errors import ConfigError, OutriderError, Unavailable
-from outrider.fleet.registry import Role
+from outrider.registry.registry import Role
 from outrider.telemetry.log_files import LogFile
 
 from . import secret_words
@@ -43,7 +43,7 @@ from .settings import (
 )
 
 if TYPE_CHECKING:
-    from deploy.launcher import Deployment
+    from deploy.fleet.launcher import Deployment
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.detach:
         return _serve_detached(state, arguments)
     with exclusive(state):
-        from deploy.launcher import Deployment
+        from deploy.fleet.launcher import Deployment
 
         changed = asyncio.Event()
         deployment = Deployment(config, state, report=progress, on_change=changed.set)

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
-from deploy.state import DeploymentRecord
+from deploy.fleet.local_state import DeploymentRecord
 from outrider.config import DeploymentConfig, deployment_settings, load_config
 from outrider.errors import ConfigError
 from outrider.settings import Value, sources

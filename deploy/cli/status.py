@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from deploy.state import (
+from deploy.fleet.local_state import (
     LOCK_NAME,
     LOG_NAME,
     DeploymentRecord,
@@ -27,7 +27,7 @@ from deploy.state import (
     state_directory,
 )
 from outrider.errors import ConfigError, OutriderError, SettingError
-from outrider.fleet.registry import LEASE_S, ROLES
+from outrider.registry.registry import LEASE_S, ROLES
 from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_password import with_password
 
@@ -161,7 +161,7 @@ async def ask_registry(
     """What replicas say of themselves in the deployment's Redis, by address, and why some of it is
     missing. A password that is in no file of this machine is read from the variable that replicas
     take it from."""
-    from outrider.fleet.redis_registry import RedisRegistry
+    from outrider.registry.redis_registry import RedisRegistry
 
     known: dict[str, Facts] = {}
     failure = None
@@ -228,9 +228,9 @@ async def ask_replica(
     """What it runs, with its fingerprints, and its health; as a coordinator asks, where it answers
     no one else."""
     from outrider.client import Client
-    from outrider.wire.channel import PLAIN
-    from outrider.wire.credentials import internal_trust
-    from outrider.wire.grpc_link import draft_link, target_link
+    from outrider.transport.channel import PLAIN
+    from outrider.transport.grpc_link import draft_link, target_link
+    from outrider.transport.tls import internal_trust
 
     trust = PLAIN
     if internal_tls_dir:

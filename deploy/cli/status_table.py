@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from outrider.fleet.registry import ROLES
+from outrider.registry.registry import ROLES
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

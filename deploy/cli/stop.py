@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from deploy.state import (
+from deploy.fleet.local_state import (
     FILE_NAME,
     LOG_NAME,
     DeploymentRecord,

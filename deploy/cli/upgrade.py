@@ -10,22 +10,22 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from deploy.asking import Whereabouts, asked
-from deploy.locks import whole_paths
-from deploy.preflight import check_ports_apart
-from deploy.rollout import KEPT, check_changes
+from deploy.fleet.preflight import check_ports_apart
+from deploy.fleet.reconciler_client import Whereabouts, asked
+from deploy.fleet.rolling_update import KEPT, check_changes
+from deploy.fleet.security_setup import whole_paths
 from outrider.config import configuration, deployment_settings
 from outrider.errors import SettingError
 from outrider.settings import Value, merge
 
+from .deployment import find_deployment
 from .progress import progress
 from .scale import check_wait
 from .settings import SECRETS, add_setting_flags, given_flags
-from .whereabouts import find_deployment
 
 if TYPE_CHECKING:
-    from deploy.blueprint import Blueprint
-    from deploy.overview import Overview
+    from deploy.fleet.spec import Blueprint
+    from deploy.fleet.status import Overview
 
 _POLL_S: Final = 0.2
 

@@ -23,7 +23,8 @@ its session.
 
 from __future__ import annotations
 
-from outrider.client.asynchronous import AsyncClient, Client
+from outrider.client.client import AsyncClient, Client
+from outrider.client.failover import ResumingTransport
 from outrider.client.grpc_transport import GrpcTransport
 from outrider.client.in_process import CoordinatorApi, InProcessTransport
 from outrider.client.results import (
@@ -32,11 +33,10 @@ from outrider.client.results import (
     CoordinatorDescription,
     SessionView,
 )
-from outrider.client.resuming import ResumingTransport
-from outrider.client.synchronous import SyncClient
+from outrider.client.sync_client import SyncClient
 from outrider.client.transport import Transport
-from outrider.constraints.constraint import Constraint
-from outrider.generation import (
+from outrider.grammar.constraint import Constraint
+from outrider.request import (
     ChatMessage,
     Event,
     Finished,
@@ -48,9 +48,9 @@ from outrider.generation import (
     Tokens,
     Usage,
 )
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.wire.channel import Trust
-from outrider.wire.credentials import caller_trust
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.transport.channel import Trust
+from outrider.transport.tls import caller_trust
 
 __all__ = [
     "AsyncClient",

@@ -14,18 +14,18 @@ from outrider.client.requests import key_metadata
 from outrider.client.results import CoordinatorDescription, SessionView
 from outrider.client.transport import CLOSED
 from outrider.errors import DeadlineExceeded, OutriderError, StreamBroken, Unavailable
-from outrider.generation import Event, GenerateRequest, ResumeRequest
-from outrider.v1 import coordinator_pb2 as pb
-from outrider.v1 import coordinator_pb2_grpc, types_pb2
-from outrider.wire.channel import PLAIN, Trust, open_channel
-from outrider.wire.generation import (
+from outrider.request import Event, GenerateRequest, ResumeRequest
+from outrider.transport.channel import PLAIN, Trust, open_channel
+from outrider.transport.request_codec import (
     FINISH_REASONS,
     event_from_proto,
     request_to_proto,
     resume_to_proto,
     rule_from_number,
 )
-from outrider.wire.status import status_to_error
+from outrider.transport.status import status_to_error
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import coordinator_pb2_grpc, types_pb2
 
 STATUS_DETAILS: Final = "grpc-status-details-bin"
 """Metadata that every `Unavailable` of a coordinator has, and none of gRPC's own."""

@@ -14,10 +14,10 @@ from typing import Final, Protocol
 from outrider.client.results import CoordinatorDescription, SessionView
 from outrider.client.transport import CLOSED
 from outrider.errors import DeadlineExceeded, Unavailable
-from outrider.generation import Event, GenerateRequest, ResumeRequest
+from outrider.request import Event, GenerateRequest, ResumeRequest
 from outrider.sessions.store import SessionRecord
-from outrider.wire.fields import session_id_from_wire
-from outrider.wire.generation import (
+from outrider.transport.field_codec import session_id_from_wire
+from outrider.transport.request_codec import (
     request_from_proto,
     request_to_proto,
     resume_from_proto,

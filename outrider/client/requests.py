@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from outrider.errors import BadRequest
-from outrider.generation import ChatMessage, GenerateRequest
 from outrider.limits import API_KEY_CHARS_MAX, DEADLINE_MS_DEFAULT, DEADLINE_MS_MAX, SEED_MAX
+from outrider.request import ChatMessage, GenerateRequest
 
 CALL_TIMEOUT_S: Final = 10.0
 """Of a call that does no generation."""

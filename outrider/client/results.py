@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.errors import DataLoss, Unavailable
-from outrider.generation import Event, Finished, Metrics, RoundReport, Started, Tokens, Usage
 from outrider.messages import PositionLogprobs
+from outrider.request import Event, Finished, Metrics, RoundReport, Started, Tokens, Usage
 from outrider.sessions.store import FinishReason
-from outrider.speculation.decision import Origin
-from outrider.speculation.sampling import Rule
+from outrider.speculation.accept_reject import Origin
+from outrider.speculation.sampling_params import Rule
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import Final, Protocol
 
 from outrider.client.results import CoordinatorDescription, SessionView
-from outrider.generation import Event, GenerateRequest, ResumeRequest
+from outrider.request import Event, GenerateRequest, ResumeRequest
 
 CLOSED: Final = "the client is closed"
 """Why a call on a closed transport is `Unavailable`."""

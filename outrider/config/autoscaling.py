@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.autoscaling import Policy, parse_bounds
 from outrider.errors import SettingError
-from outrider.fleet.autoscaling import Policy, parse_bounds
-from outrider.fleet.registry import Role
 from outrider.limits import REPLICAS_MAX
+from outrider.registry.registry import Role
 from outrider.settings import setting, verify_settings
 
 LEAST: dict[Role, int] = {"coordinator": 1, "target": 1, "draft": 0}

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
+from outrider.config.drafts import DraftConfig, check_ngrams, ngram_max_setting, ngram_min_setting
+from outrider.config.models import PORT_MAX, THREADS_MAX
+from outrider.config.security import FrontConfig
 from outrider.errors import SettingError
 from outrider.limits import (
     DEADLINE_MS_DEFAULT,
@@ -20,10 +23,6 @@ from outrider.limits import (
 )
 from outrider.sessions.redis_address import RedisAddress
 from outrider.settings import setting
-
-from .drafts import DraftConfig, check_ngrams, ngram_max_setting, ngram_min_setting
-from .models import PORT_MAX, THREADS_MAX
-from .security import FrontConfig
 
 TRACE_ROUNDS_MAX: Final = 2**20
 WAIT_MS_MAX: Final = 600_000

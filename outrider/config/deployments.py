@@ -8,7 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from outrider.drafting.registry import AUTO, LookupKind
+from outrider.config.autoscaling import AutoscaleConfig
+from outrider.config.coordinators import CoordinatorConfig
+from outrider.config.drafts import DraftConfig
+from outrider.config.models import EMULATED, LOOPBACK, TargetConfig
+from outrider.drafters.names import AUTO, LookupKind
 from outrider.errors import SettingError
 from outrider.limits import REPLICAS_MAX
 from outrider.settings import (
@@ -21,11 +25,6 @@ from outrider.settings import (
     settings_of,
     verify_settings,
 )
-
-from .autoscaling import AutoscaleConfig
-from .coordinators import CoordinatorConfig
-from .drafts import DraftConfig
-from .models import EMULATED, LOOPBACK, TargetConfig
 
 WAIT_S_MAX: Final = 86_400
 _NAME: Final = re.compile("[A-Za-z0-9_-]{0,63}")

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from outrider.drafting.registry import AUTO, DrafterChoice, parse_drafter
+from outrider.config.models import (
+    DTYPES,
+    MEMORY_BYTES_MAX,
+    MODEL_LEN_MAX,
+    NUM_SEQS_MAX,
+    PORT_MAX,
+    THREADS_MAX,
+    ModelServerConfig,
+)
+from outrider.drafters.names import AUTO, DrafterChoice, parse_drafter
 from outrider.errors import SettingError
 from outrider.limits import (
     DRAFT_SUPPORT_ENTRIES,
@@ -15,16 +24,6 @@ from outrider.limits import (
     TENSOR_PARALLEL_SIZE_MAX,
 )
 from outrider.settings import setting
-
-from .models import (
-    DTYPES,
-    MEMORY_BYTES_MAX,
-    MODEL_LEN_MAX,
-    NUM_SEQS_MAX,
-    PORT_MAX,
-    THREADS_MAX,
-    ModelServerConfig,
-)
 
 NGRAM_MAX: Final = 64
 SUFFIX_DEPTH_MAX: Final = 64

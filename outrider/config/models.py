@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from outrider.errors import SettingError
-from outrider.fleet.membership import Membership
 from outrider.limits import (
     BATCHED_TOKENS_DEFAULT,
     BATCHED_TOKENS_MIN,
     DRAFT_SUPPORT_ENTRIES,
     TENSOR_PARALLEL_SIZE_MAX,
 )
+from outrider.registry.membership import Membership
 from outrider.settings import setting, verify_settings
 from outrider.telemetry.destination import Destination
 

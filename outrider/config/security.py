@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, TypeVar
 
+from outrider.config.models import LOOPBACK, ServerConfig
 from outrider.errors import SettingError
 from outrider.security.keys import given_keys
 from outrider.settings import blaming, setting
-
-from .models import LOOPBACK, ServerConfig
 
 PATHS: Final = (
     "internal_tls_dir", "api_key_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs",

@@ -1,1 +1,1 @@
-"""Loading and running models."""
+"""Runs models: forward passes over many sequences, on CPUs and CUDA devices."""

@@ -19,8 +19,8 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from outrider.engine.kv_cache import KeysAndValues, LayerShape
 from outrider.errors import ConfigError, InvariantError, check
+from outrider.kv_cache.storage import KeysAndValues, LayerShape
 
 PAGED: Final = "outrider_paged"
 """Name of the attention that reads and writes pages."""

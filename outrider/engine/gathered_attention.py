@@ -20,8 +20,8 @@ from functools import cache as once
 import torch
 from torch.nn import functional
 
-from outrider.engine.kv_cache import KeysAndValues
-from outrider.engine.ragged import Group
+from outrider.engine.batch import Group
+from outrider.kv_cache.storage import KeysAndValues
 
 
 def attend(

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 
 from outrider.engine.attention import LayerPages, running
+from outrider.engine.batch import HeldSequence, plan_step
 from outrider.engine.gathered_attention import attend
-from outrider.engine.ragged import HeldSequence, plan_step
 from outrider.engine.split_attention import attend_in_splits
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -1,8 +1,8 @@
 """The engine that runs any causal language model of the transformers library: all sequences of a
 step in one forward pass, their keys and values in shared pages.
 
-    PagePool   decides which page is whose                                page_pool.py
-    KVCache    has the tensors                                            kv_cache.py
+    PagePool   decides which page is whose                                block_pool.py
+    KVCache    has the tensors                                            storage.py
     Steps      turns steps into index tensors and calls the module        gathered_steps.py
                or calls fused CPU kernels in its place                    cpu/fused_steps.py
                or, on a CUDA device, into tables and recordings of them   cuda/tabled_steps.py
@@ -21,27 +21,27 @@ from typing import Any, Final
 import numpy.typing as npt
 import torch
 
+from outrider.engine.adaptive_threads import ContendedThreads
 from outrider.engine.attention import AttentionLayer, LayerPages, find_layers
-from outrider.engine.chains import Chain, Draws
-from outrider.engine.contended_threads import ContendedThreads
+from outrider.engine.batch import HeldSequence
 from outrider.engine.cpu.decoder import CannotFuse, FusedDecoder, fused_decoder
 from outrider.engine.cpu.fused_steps import NO_LIMITS, FusedSteps
 from outrider.engine.cpu.kernels import Kernels
 from outrider.engine.cpu.row_invariance import find_span_limits
-from outrider.engine.cuda.acceleration import Acceleration
-from outrider.engine.cuda.tabled_steps import TabledSteps
-from outrider.engine.fingerprints import numerics_fingerprint
-from outrider.engine.first_layers import first_layers, watched_layer
+from outrider.engine.cuda.backend import Acceleration
+from outrider.engine.cuda.cuda_runner import TabledSteps
 from outrider.engine.gathered_steps import Forward, GatheredSteps, Steps
-from outrider.engine.head_inputs import watch_head
+from outrider.engine.hidden_states import watch_head
 from outrider.engine.interface import FoundPrefix, ModelInfo, PageCounts, SequenceStep
-from outrider.engine.kv_cache import KVCache, pages_in
-from outrider.engine.modules.aligned_activation import align_activations
-from outrider.engine.modules.row_blocks import block_rows
-from outrider.engine.page_pool import PagePool
-from outrider.engine.ragged import HeldSequence
-from outrider.engine.slots import check_steps
-from outrider.engine.supported_models import (
+from outrider.engine.multi_step import Chain, Draws
+from outrider.errors import ConfigError, InvariantError, check
+from outrider.kv_cache.block_pool import PagePool
+from outrider.kv_cache.slot_rules import check_steps
+from outrider.kv_cache.storage import KVCache, pages_in
+from outrider.limits import ENGINE_SEQUENCES_MAX, KV_CACHE_BYTES_DEFAULT, PAGE_SIZE
+from outrider.models.aligned_activation import align_activations
+from outrider.models.batch_invariant_linear import block_rows
+from outrider.models.compatibility import (
     CROWD_SLOTS,
     TRIAL_SEQUENCES,
     check_answers,
@@ -52,10 +52,10 @@ from outrider.engine.supported_models import (
     dependent_at,
     trial_tokens,
 )
-from outrider.engine.trained_exits import LoadedExit
-from outrider.engine.trained_heads import LoadedHeads
-from outrider.errors import ConfigError, InvariantError, check
-from outrider.limits import ENGINE_SEQUENCES_MAX, KV_CACHE_BYTES_DEFAULT, PAGE_SIZE
+from outrider.models.early_exit_checkpoint import LoadedExit
+from outrider.models.fingerprint import numerics_fingerprint
+from outrider.models.first_layers import first_layers, watched_layer
+from outrider.models.medusa_checkpoint import LoadedHeads
 
 WIDE_STEP_ROWS: Final = 16
 """Steps of fewer tokens are timed against each other, to notice that other processes use the

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
+from outrider.engine.batch import Group
 from outrider.engine.fixed_shapes import SPLIT_SLOTS
 from outrider.engine.gathered_attention import gathered
-from outrider.engine.kv_cache import KeysAndValues
-from outrider.engine.ragged import Group
 from outrider.errors import InvariantError
+from outrider.kv_cache.storage import KeysAndValues
 
 
 def attend_in_splits(

@@ -10,6 +10,6 @@
     sizing       the smallest fleet that keeps a time per token     sizing.py
 
 Nothing here knows what a step costs or where a session goes: times are those of
-`outrider.planning.round_times`, parts of prompts those of `outrider.engine.token_budget`, places
-those of `outrider.fleet.rendezvous`.
+`outrider.planning.round_times`, parts of prompts those of `outrider.replica.token_budget`, places
+those of `outrider.registry.affinity`.
 """

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from outrider.fleet.registry import Role
+from outrider.registry.registry import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

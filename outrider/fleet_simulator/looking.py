@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from .agenda import Agenda
-from .scenario import Scenario
-from .stations import Draft, Session, Sessions, Station, Wish
+from outrider.fleet_simulator.agenda import Agenda
+from outrider.fleet_simulator.scenario import Scenario
+from outrider.fleet_simulator.stations import Draft, Session, Sessions, Station, Wish
 
 
 class LookingDraft(Draft):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from outrider.fleet.rendezvous import choose
-
-from .stations import Coordinator, Session, Station
+from outrider.fleet_simulator.stations import Coordinator, Session, Station
+from outrider.registry.affinity import choose
 
 Side = Literal["target", "draft"]
 

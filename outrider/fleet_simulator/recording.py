@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from .figures import LossFigures, rate_between, weighted_percentile
-from .scenario import Loss
-from .stations import Session
+from outrider.fleet_simulator.figures import LossFigures, rate_between, weighted_percentile
+from outrider.fleet_simulator.scenario import Loss
+from outrider.fleet_simulator.stations import Session
 
 
 class Recording:

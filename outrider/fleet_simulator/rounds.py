@@ -11,16 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from outrider.fleet.registry import LEASE_S, Role
+from outrider.fleet_simulator.agenda import Agenda
+from outrider.fleet_simulator.draws import Draws
+from outrider.fleet_simulator.looking import LookingDraft
+from outrider.fleet_simulator.places import Places, Side
+from outrider.fleet_simulator.recording import Recording
+from outrider.fleet_simulator.scenario import Scenario
+from outrider.fleet_simulator.stations import (
+    Coordinator,
+    Draft,
+    Session,
+    Sessions,
+    Station,
+    Target,
+    Wish,
+)
 from outrider.limits import SESSION_LEASE_MS
-
-from .agenda import Agenda
-from .draws import Draws
-from .looking import LookingDraft
-from .places import Places, Side
-from .recording import Recording
-from .scenario import Scenario
-from .stations import Coordinator, Draft, Session, Sessions, Station, Target, Wish
+from outrider.registry.registry import LEASE_S, Role
 
 
 class Rounds:

@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Final
 
 from outrider.errors import check
-from outrider.fleet.registry import Role
 from outrider.limits import BATCHED_TOKENS_DEFAULT, SESSIONS_PER_COORDINATOR_MAX, SILENT_DRAFT_S
 from outrider.planning.round_times import ServiceTimes
+from outrider.registry.registry import Role
 
 COORDINATOR_S: Final = 0.00029
 """Of a coordinator's one thread for a round, as `outrider bench capacity` measures it."""

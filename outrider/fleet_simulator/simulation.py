@@ -8,13 +8,13 @@ from hashlib import blake2b
 
 import numpy as np
 
-from .agenda import Agenda
-from .draws import Draws
-from .figures import FleetFigures, RoleFigures
-from .recording import Recording
-from .rounds import Rounds
-from .scenario import Loss, Scenario
-from .stations import Session, Station
+from outrider.fleet_simulator.agenda import Agenda
+from outrider.fleet_simulator.draws import Draws
+from outrider.fleet_simulator.figures import FleetFigures, RoleFigures
+from outrider.fleet_simulator.recording import Recording
+from outrider.fleet_simulator.rounds import Rounds
+from outrider.fleet_simulator.scenario import Loss, Scenario
+from outrider.fleet_simulator.stations import Session, Station
 
 
 def simulate(scenario: Scenario) -> FleetFigures:

@@ -7,12 +7,11 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Final
 
-from outrider.fleet.registry import Role
+from outrider.fleet_simulator.figures import FleetFigures
+from outrider.fleet_simulator.scenario import Demand, FleetSize, Scenario
+from outrider.fleet_simulator.simulation import simulate
 from outrider.limits import REPLICAS_MAX
-
-from .figures import FleetFigures
-from .scenario import Demand, FleetSize, Scenario
-from .simulation import simulate
+from outrider.registry.registry import Role
 
 ROLES: Final[tuple[Role, ...]] = ("target", "draft", "coordinator")
 """In the order in which they are found: those that cost most first."""

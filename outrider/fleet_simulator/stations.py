@@ -19,14 +19,13 @@ from enum import Enum
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
-from outrider.engine.costs import StepCosts
-from outrider.engine.token_budget import TokenBudget
-from outrider.engine.token_budget import Wish as Prefix
-
-from .agenda import Agenda
+from outrider.engine.step_costs import StepCosts
+from outrider.fleet_simulator.agenda import Agenda
+from outrider.replica.token_budget import TokenBudget
+from outrider.replica.token_budget import Wish as Prefix
 
 if TYPE_CHECKING:
-    from .scenario import Scenario
+    from outrider.fleet_simulator.scenario import Scenario
 
 
 class Wish(Enum):

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from outrider.errors import check
-from outrider.speculation.sampling import Rule
-
-from .replay import Rounds
-from .round_times import Load, LookAheadPlan, ServiceTimes
+from outrider.planning.replay import Rounds
+from outrider.planning.round_times import Load, LookAheadPlan, ServiceTimes
+from outrider.speculation.sampling_params import Rule
 
 GAIN_MIN: Final = 0.005
 """What is larger or does more is chosen where it is faster by this share."""

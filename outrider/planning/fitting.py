@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from outrider.engine.costs import StepCosts
+from outrider.engine.step_costs import StepCosts
 from outrider.errors import check
 
 NOISE: Final = 0.15

@@ -1,9 +1,10 @@
 """How often a draft that looks ahead has worked out what a round comes to.
 
 A correction is guessed by the race that the target runs, over the draft's own q with the noise that
-both know (`outrider.speculation.guesses`). Given the token x that the target wrote, the arrivals of
-its race are known in law: the winner's time M is exponential of rate 1 and independent of who wins,
-and every other token's comes so much later as a fresh exponential says. So one draw at each place
+both know (`outrider.speculation.outcome_prediction`). Given the token x that the target wrote, the
+arrivals of its race are known in law: the winner's time M is exponential of rate 1 and independent
+of who wins, and every other token's comes so much later as a fresh exponential says. So one draw
+at each place
 of a text tells which guess would have been the right one.
 """
 
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 from outrider.errors import check
 from outrider.limits import LOOK_AHEAD_MAX
-from outrider.speculation.fan_out import RANKS_MAX
+from outrider.speculation.outcome_probabilities import RANKS_MAX
 
 Mass = npt.NDArray[np.float64]
 

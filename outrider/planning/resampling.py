@@ -16,10 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.errors import check
-
-from .choosing import Choice, Chooser, Option
-from .replay import Rounds
-from .round_times import Load, ServiceTimes
+from outrider.planning.choosing import Choice, Chooser, Option
+from outrider.planning.replay import Rounds
+from outrider.planning.round_times import Load, ServiceTimes
 
 RESAMPLES: Final = 200
 LEVEL: Final = 0.9

@@ -19,12 +19,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from outrider.engine.costs import StepCosts
+from outrider.engine.step_costs import StepCosts
 from outrider.errors import check
 from outrider.limits import ENGINE_SEQUENCES_MAX
-
-from .fitting import AS_TOLD, Line
-from .replay import RoundKind, Rounds
+from outrider.planning.fitting import AS_TOLD, Line
+from outrider.planning.replay import RoundKind, Rounds
 
 GROUPS_IN_STEP: Final = 2
 """Groups that settle into taking turns; of more, each comes at any time, and where it finds a step

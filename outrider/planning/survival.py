@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.errors import check
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 
 @dataclass(frozen=True, slots=True)

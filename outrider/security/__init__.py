@@ -1,1 +1,1 @@
-"""Who may call: keys and what each allows, their limits, certificates of services."""
+"""Callers: API keys and what each allows, rate limits, and the gate that asks for both."""

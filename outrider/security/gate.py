@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Final
 
 from outrider.errors import Unauthenticated
-from outrider.generation import Event, Finished, Started
 from outrider.limits import API_KEY_CHARS_MAX
-
-from .callers import ANYBODY, Caller
-from .key_file import KeyFile
-from .keys import given_keys
-from .limits import Grant, Limiter
+from outrider.request import Event, Finished, Started
+from outrider.security.callers import ANYBODY, Caller
+from outrider.security.key_file import KeyFile
+from outrider.security.keys import given_keys
+from outrider.security.limits import Grant, Limiter
 
 _SCHEME: Final = "bearer"
 

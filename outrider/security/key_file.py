@@ -13,10 +13,9 @@ from typing import Final
 from outrider.errors import ConfigError
 from outrider.file_lock import locked
 from outrider.limits import KEY_FILE_BYTES_MAX, KEY_FILE_LOOK_MS
-
-from .callers import Caller
-from .changes import FileWatch
-from .keys import KeyEntry, KeyHash, Keyring, entry_line, new_key, read_entries
+from outrider.security.callers import Caller
+from outrider.security.keys import KeyEntry, KeyHash, Keyring, entry_line, new_key, read_entries
+from outrider.transport.reloaded_files import FileWatch
 
 _log = logging.getLogger(__name__)
 

@@ -29,8 +29,7 @@ from outrider.limits import (
     KEY_CONCURRENCY_MAX,
     REQUESTS_PER_MINUTE_MAX,
 )
-
-from .callers import Caller
+from outrider.security.callers import Caller
 
 PREFIX: Final = "or-"
 SCHEME: Final = "sha256"

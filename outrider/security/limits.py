@@ -21,8 +21,7 @@ from typing import Final, Protocol
 
 from outrider.errors import OutriderError, Overloaded
 from outrider.limits import SLOT_RENEWAL_MS
-
-from .callers import Caller
+from outrider.security.callers import Caller
 
 _log = logging.getLogger(__name__)
 

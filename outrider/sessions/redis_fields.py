@@ -17,7 +17,7 @@ from outrider.sessions.store import (
     SessionRecord,
     SessionState,
 )
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 from outrider.tokens import TokenSequence
 
 Field = str | int

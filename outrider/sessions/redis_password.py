@@ -21,8 +21,7 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from outrider.errors import SettingError
 from outrider.limits import PASSWORD_BYTES_MAX
-
-from .redis_address import RedisAddress
+from outrider.sessions.redis_address import RedisAddress
 
 VARIABLE: Final = "OUTRIDER_REDIS_PASSWORD"
 SENTINEL_VARIABLE: Final = "OUTRIDER_REDIS_SENTINEL_PASSWORD"

@@ -26,7 +26,7 @@ from outrider.sessions.store import (
     SessionRecord,
     SessionState,
 )
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 from outrider.tokens import TokenSequence
 
 FIRST_EPOCH = 1

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from outrider.errors import OutriderError
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 
 class SessionState(StrEnum):

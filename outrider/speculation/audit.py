@@ -20,14 +20,14 @@ from typing import Final
 import torch
 
 from outrider.errors import check
-from outrider.speculation.audit_sums import AuditSums
-from outrider.speculation.sampling import SamplingParams
-from outrider.speculation.transforms import (
+from outrider.speculation.audit_totals import AuditSums
+from outrider.speculation.logits_processing import (
     NO_HISTORY,
     TokenHistory,
     adjusted_logits,
     target_probabilities,
 )
+from outrider.speculation.sampling_params import SamplingParams
 
 NEAR_TIE: Final = 2.0**-6
 """Of the largest logit, and at least of 1: what rounding may make of two logits in bfloat16, whose

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from outrider.constraints.allowed import Allowed, TokenMask
 from outrider.errors import Incompatible, OutriderError
+from outrider.grammar.token_mask import Allowed, TokenMask
+from outrider.speculation.draft_vocabulary import ReducedVocabulary
 from outrider.speculation.proposal import Proposal
-from outrider.speculation.reduced import ReducedVocabulary
 from outrider.speculation.trees import ROOT
 
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from outrider.errors import BadRequest, check
 from outrider.limits import DRAFT_SUPPORT_ENTRIES_MAX, TREE_TOKENS_MAX
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 from outrider.speculation.trees import DraftTree, draft_tree
 
 COUNT_TOTAL = 2**16

@@ -35,19 +35,19 @@ import numpy as np
 import torch
 
 from outrider.errors import check
-from outrider.speculation.noise import RoundNoise
-from outrider.speculation.noise_rows import NoiseBatch
-from outrider.speculation.philox import RowKeys
-from outrider.speculation.proposal import COUNT_TOTAL, Proposal
-from outrider.speculation.race import BLOCK, IntArray, RealArray, race
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import (
+from outrider.speculation.gumbel_max import BLOCK, IntArray, RealArray, race
+from outrider.speculation.logits_processing import (
     TokenHistory,
     check_weights,
     likeliest,
     row_sums,
     write_weights,
 )
+from outrider.speculation.philox import RowKeys
+from outrider.speculation.proposal import COUNT_TOTAL, Proposal
+from outrider.speculation.random_batches import NoiseBatch
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
 
 _NEARLY_EMPTY: Final = 1e-4

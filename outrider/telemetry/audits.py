@@ -10,8 +10,8 @@ from typing import get_args
 
 from opentelemetry.metrics import Meter
 
-from outrider.speculation.audit_sums import AuditSums
-from outrider.speculation.sampling import Rule
+from outrider.speculation.audit_totals import AuditSums
+from outrider.speculation.sampling_params import Rule
 from outrider.telemetry.instruments import Counts
 from outrider.telemetry.observer import AuditOutcome
 

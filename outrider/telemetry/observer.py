@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Final, Literal, Protocol
 
-from outrider.generation import Finished, GenerateRequest
-from outrider.speculation.audit_sums import AuditSums
+from outrider.request import Finished, GenerateRequest
+from outrider.speculation.audit_totals import AuditSums
 
 Side = Literal["draft", "target"]
 AuditOutcome = Literal["audited", "busy", "repeated", "failed"]

@@ -21,14 +21,13 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
-from deploy.launcher import Deployment
+from deploy.fleet.launcher import Deployment
 from outrider.config import DeploymentConfig, load_config
-
-from .aims import FULL_MINUTES, missed
-from .faults import ALL, KILLS, Adversary
-from .load import Load, Work
-from .machines import Machines
-from .overload import Overload
+from tests.chaos.aims import FULL_MINUTES, missed
+from tests.chaos.faults import ALL, KILLS, Adversary
+from tests.chaos.load import Load, Work
+from tests.chaos.machines import Machines
+from tests.chaos.overload import Overload
 
 LOAD_SHARE: Final = 0.7
 """Of the measured peak."""

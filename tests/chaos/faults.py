@@ -28,15 +28,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from benchmarks.figures import percentile
-from deploy.cluster import RECONCILER
-from deploy.launcher import Deployment
-from deploy.overview import ReplicaView
-from deploy.reconciler import find_reconciler
+from deploy.fleet.launcher import Deployment
+from deploy.fleet.ray_cluster import RECONCILER
+from deploy.fleet.reconciler import find_reconciler
+from deploy.fleet.status import ReplicaView
 from outrider.errors import Unavailable
-from outrider.fleet.registry import ROLES, Role
-
-from .load import Load
-from .machines import Machines
+from outrider.registry.registry import ROLES, Role
+from tests.chaos.load import Load
+from tests.chaos.machines import Machines
 
 STOPPED_S: Final = 5.0
 """How long something stands still."""

@@ -10,9 +10,8 @@ from itertools import pairwise
 from typing import Any, Final
 
 from outrider.client import Client, GenerateRequest, Tokens
-from outrider.speculation.sampling import Rule
-
-from .http_clients import BROKEN, streamed
+from outrider.speculation.sampling_params import Rule
+from tests.chaos.http_clients import BROKEN, streamed
 
 PEAK_S: Final = 10.0
 HTTP_SHARE: Final = 0.25

@@ -13,12 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from deploy.ray_connection import ENVIRONMENT, OBJECT_STORE_BYTES
-from deploy.ray_token import forget_token, new_token, use_token
+from deploy.fleet.ray_connection import ENVIRONMENT, OBJECT_STORE_BYTES
+from deploy.fleet.ray_token import forget_token, new_token, use_token
 from outrider.sessions.embedded import find_server
+from tests.chaos.proxy import FaultProxy
 from tests.redis_servers import RedisServers
-
-from .proxy import FaultProxy
 
 if TYPE_CHECKING:
     from ray._private.node import Node

@@ -12,8 +12,7 @@ from typing import Any, Final
 from benchmarks.figures import percentile
 from outrider.client import Client
 from outrider.errors import Overloaded
-
-from .load import END_S, Load
+from tests.chaos.load import END_S, Load
 
 TIMES: Final = 3.0
 """As many requests a second as the peak has."""

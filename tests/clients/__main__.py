@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from .outcome import Asked, faults
-from .tools import TOOLS, Tool
+from tests.clients.outcome import Asked, faults
+from tests.clients.tools import TOOLS, Tool
 
 ENDPOINTS: Final = ("chat", "completions")
 SERVE_S: Final = 600.0

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 
-from .outcome import Asked, Outcome, from_aiperf, from_guidellm
+from tests.clients.outcome import Asked, Outcome, from_aiperf, from_guidellm
 
 PROXIES = frozenset({"http_proxy", "https_proxy", "all_proxy"})
 """Names of variables, in small letters: nobody is asked beyond this machine."""

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from scipy import stats
 
-from outrider.speculation.sampling import SamplingParams
-from outrider.speculation.transforms import TokenHistory, target_probabilities
+from outrider.speculation.logits_processing import TokenHistory, target_probabilities
+from outrider.speculation.sampling_params import SamplingParams
 
 FALSE_ALARM = 1e-6
 POOLED_BELOW = 10.0

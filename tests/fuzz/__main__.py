@@ -20,14 +20,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.fuzz.by_grpc import GrpcFeed, calls
+from tests.fuzz.by_http import HttpFeed, requests
+from tests.fuzz.by_schemathesis import KIND, run_schemathesis
+from tests.fuzz.by_socket import SocketFeed, byte_strings
+from tests.fuzz.control import Control
+from tests.fuzz.ledger import Ledger
+from tests.fuzz.started import Started
+
 from . import seeds
-from .by_grpc import GrpcFeed, calls
-from .by_http import HttpFeed, requests
-from .by_schemathesis import KIND, run_schemathesis
-from .by_socket import SocketFeed, byte_strings
-from .control import Control
-from .ledger import Ledger
-from .started import Started
 
 KINDS = ("http", "grpc", "bytes", "raw")
 

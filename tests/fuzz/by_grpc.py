@@ -14,11 +14,10 @@ from grpc_reflection.v1alpha import reflection_pb2
 from hypothesis import strategies as st
 
 from outrider.v1 import coordinator_pb2, draft_pb2, target_pb2
-
-from .hostile import BYTES, broken, messages, mutated
-from .ledger import Ledger
-from .started import Started
-from .valid import STREAMS, VALID
+from tests.fuzz.hostile import BYTES, broken, messages, mutated
+from tests.fuzz.ledger import Ledger
+from tests.fuzz.started import Started
+from tests.fuzz.valid import STREAMS, VALID
 
 CALL_S: Final = 30.0
 """In which every call ends by itself, or is ended by its caller."""

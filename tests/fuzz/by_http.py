@@ -13,10 +13,10 @@ import httpx
 import jsonschema
 from hypothesis import strategies as st
 
-from .hostile import FLOATS, INTS, LENGTHS, TEXTS, broken
-from .ledger import Ledger
-from .started import Started
-from .valid import TOKENS
+from tests.fuzz.hostile import FLOATS, INTS, LENGTHS, TEXTS, broken
+from tests.fuzz.ledger import Ledger
+from tests.fuzz.started import Started
+from tests.fuzz.valid import TOKENS
 
 WAIT_S: Final = 60.0
 Json = dict[str, Any]

@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 from typing import Final
 
-from .ledger import SHOWN_CHARS_MAX, Ledger
-from .started import Started
+from tests.fuzz.ledger import SHOWN_CHARS_MAX, Ledger
+from tests.fuzz.started import Started
 
 KIND: Final = "schemathesis"
 _CHECKS: Final = (

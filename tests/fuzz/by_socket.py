@@ -11,9 +11,9 @@ from typing import Final
 
 from hypothesis import strategies as st
 
-from .hostile import broken
-from .ledger import Ledger
-from .started import Started
+from tests.fuzz.hostile import broken
+from tests.fuzz.ledger import Ledger
+from tests.fuzz.started import Started
 
 ANSWER_S: Final = 0.3
 """How long somebody waits for an answer who may have sent half a request."""

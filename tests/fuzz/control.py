@@ -9,9 +9,8 @@ import httpx
 
 from outrider.client import ChatMessage, Constraint, GenerateRequest, SamplingParams, SyncClient
 from outrider.errors import Overloaded
-
-from .ledger import Ledger
-from .started import Started
+from tests.fuzz.ledger import Ledger
+from tests.fuzz.started import Started
 
 WAIT_S: Final = 60.0
 PAUSE_S: Final = 0.05

@@ -7,8 +7,8 @@ import logging
 import sys
 
 from outrider.messages import VerifyItem
-from outrider.speculation.sampling import SamplingParams
-from target_service.scoring import Scorer
+from outrider.speculation.sampling_params import SamplingParams
+from target_service.verifier import Scorer
 
 from . import seeds, system
 

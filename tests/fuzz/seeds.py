@@ -10,12 +10,11 @@ from typing import Any, Final
 from outrider.limits import GRPC_MESSAGE_BYTES_MAX, HTTP_BODY_BYTES_MAX
 from outrider.v1 import coordinator_pb2 as pb
 from outrider.v1 import draft_pb2, target_pb2, types_pb2
-
-from .by_grpc import METHODS, Call
-from .by_http import HttpCall
-from .by_socket import Bytes
-from .system import MAX_MODEL_LEN, VOCAB_SIZE
-from .valid import CONSTRAINTS
+from tests.fuzz.by_grpc import METHODS, Call
+from tests.fuzz.by_http import HttpCall
+from tests.fuzz.by_socket import Bytes
+from tests.fuzz.system import MAX_MODEL_LEN, VOCAB_SIZE
+from tests.fuzz.valid import CONSTRAINTS
 
 SEED_MAX: Final = 2**64 - 1
 _sessions: Final = itertools.count(2**64)

@@ -16,24 +16,24 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.http.server import HttpOptions, HttpServer
+from coordinator.grpc_api import CoordinatorServicer
+from coordinator.http_api.server import HttpOptions, HttpServer
 from coordinator.service import CoordinatorService
-from coordinator.servicer import CoordinatorServicer
-from outrider.constraints.grammars import Grammars
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
+from outrider.grammar.compiler import Grammars
 from outrider.security.callers import Caller
 from outrider.security.gate import OPEN, Gate
 from outrider.security.key_file import KeyFile, add_key
 from outrider.security.limits import Limiter
+from outrider.security.redis_limits import RedisSlots
 from outrider.sessions.redis_address import RedisAddress
-from outrider.sessions.redis_slots import RedisSlots
-from outrider.telemetry.exporting import Exports, start_exports
-from outrider.telemetry.requests import Detail, ObservedRequests
-from outrider.text import TokenizerText
+from outrider.telemetry.request_spans import Detail, ObservedRequests
+from outrider.telemetry.setup import Exports, start_exports
+from outrider.tokenizer import TokenizerText
+from outrider.transport.authorization import KeyGuard
+from outrider.transport.server import RpcServer, ServerOptions, Service
 from outrider.v1 import coordinator_pb2
-from outrider.wire.guard import KeyGuard
-from outrider.wire.server import RpcServer, ServerOptions, Service
 from tests.models import byte_level_tokenizer
 from tests.stack import Stack, running_stack
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .started import bugs_in
+from tests.fuzz.started import bugs_in
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("redis")]
 

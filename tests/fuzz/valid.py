@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from outrider.tokens import TokenSequence
 from outrider.v1 import coordinator_pb2, draft_pb2, target_pb2, types_pb2
-
-from .hostile import BYTES, SESSION_IDS, messages, mutated
-from .system import VOCAB_SIZE
+from tests.fuzz.hostile import BYTES, SESSION_IDS, messages, mutated
+from tests.fuzz.system import VOCAB_SIZE
 
 TOKENS: Final = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=12)
 ROUNDS_MAX: Final = 5

@@ -27,7 +27,7 @@ from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import Unavailable
 from outrider.limits import ANSWERS_HELD_MS
-from outrider.text import TokenizerText
+from outrider.tokenizer import TokenizerText
 
 VOCAB = 320
 

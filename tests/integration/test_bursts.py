@@ -12,7 +12,7 @@ from stack import running_stack
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import OutriderError
-from outrider.generation import GenerateRequest
+from outrider.request import GenerateRequest
 
 pytestmark = pytest.mark.xdist_group("redis")
 

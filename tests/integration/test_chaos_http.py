@@ -12,8 +12,8 @@ from http_front import http_front
 from stack import running_stack
 from toy_engine import ToyEngine
 
-from outrider.generation import GenerateRequest
-from outrider.speculation.sampling import Rule
+from outrider.request import GenerateRequest
+from outrider.speculation.sampling_params import Rule
 from tests.chaos import http_clients
 from tests.chaos.http_clients import BROKEN, streamed
 

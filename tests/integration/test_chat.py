@@ -21,8 +21,8 @@ from toy_engine import ToyEngine
 from outrider.client import ChatMessage, GenerateRequest
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.speculation.sampling import SamplingParams
-from outrider.text import TokenizerText
+from outrider.speculation.sampling_params import SamplingParams
+from outrider.tokenizer import TokenizerText
 
 VOCAB = 320
 GREEDY = SamplingParams(temperature=0.0)

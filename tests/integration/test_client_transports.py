@@ -28,8 +28,8 @@ from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import DeadlineExceeded, NotFound, OutriderError, Unavailable
 from outrider.sessions.store import FinishReason
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.text import TokenizerText
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.tokenizer import TokenizerText
 
 VOCAB = 320
 PROMPT = (1, 2, 3)

@@ -27,12 +27,12 @@ from outrider.errors import (
     Overloaded,
     Unavailable,
 )
-from outrider.generation import ChatMessage, GenerateRequest, Started, Tokens
+from outrider.request import ChatMessage, GenerateRequest, Started, Tokens
 from outrider.sessions.store import FinishReason
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.text import TokenizerText
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.tokenizer import TokenizerText
+from outrider.transport.channel import open_channel
 from outrider.v1 import coordinator_pb2 as pb
-from outrider.wire.channel import open_channel
 
 VOCAB = 320
 PROMPT = (1, 2, 3)

@@ -10,7 +10,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from outrider.wire.channel import open_channel
+from outrider.transport.channel import open_channel
 from tests.chaos.machines import PROXY
 from tests.chaos.proxy import FaultProxy
 

@@ -13,14 +13,14 @@ import pytest_asyncio
 import ray
 import redis
 
-from deploy.cluster import RECONCILER, Actor, Demand
-from deploy.launcher import Deployment
+from deploy.fleet.launcher import Deployment
+from deploy.fleet.ray_cluster import RECONCILER, Actor, Demand
 from outrider.client import Client, GenerateRequest, Started, Tokens
 from outrider.config import load_config
 from outrider.errors import ConfigError, DataLoss, NotFound
-from outrider.fleet.redis_registry import RedisRegistry
-from outrider.fleet.registry import ROLES, Role
-from outrider.speculation.sampling import Rule
+from outrider.registry.redis_registry import RedisRegistry
+from outrider.registry.registry import ROLES, Role
+from outrider.speculation.sampling_params import Rule
 
 SETTINGS = {
     "engine": "emulated:vocab_size=1000,verify_ms=10,draft_ms=1",

@@ -13,8 +13,8 @@ import pytest
 import redis
 
 from outrider.errors import InvariantError, StoreUnavailable
-from outrider.fleet.redis_registry import RedisRegistry
-from outrider.fleet.registry import LEASE_S, MemoryRegistry, Registry, ReplicaRecord
+from outrider.registry.redis_registry import RedisRegistry
+from outrider.registry.registry import LEASE_S, MemoryRegistry, Registry, ReplicaRecord
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_address import RedisAddress
 

@@ -19,16 +19,16 @@ from recorded import record
 from stack import Stack, running_stack
 from toy_engine import ToyEngine
 
-from coordinator.servicer import CoordinatorServicer
+from coordinator.grpc_api import CoordinatorServicer
 from deploy.cli.serve import endpoints_text
 from outrider.security.callers import Caller
 from outrider.security.gate import Gate
 from outrider.security.key_file import KeyFile, add_key
-from outrider.text import TokenizerText
+from outrider.tokenizer import TokenizerText
+from outrider.transport.authorization import KeyGuard
+from outrider.transport.server import RpcServer, ServerOptions, Service
+from outrider.transport.tls import server_credentials
 from outrider.v1 import coordinator_pb2
-from outrider.wire.credentials import server_credentials
-from outrider.wire.guard import KeyGuard
-from outrider.wire.server import RpcServer, ServerOptions, Service
 
 ROOT = Path(__file__).parents[2]
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

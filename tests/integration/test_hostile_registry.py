@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import redis
 
-from deploy.autoscaling import Autoscaling
-from deploy.blueprint import Blueprint
-from deploy.fleet import Fleet
-from deploy.placement import plan_placement
+from deploy.fleet.autoscaler import Autoscaling
+from deploy.fleet.placement import plan_placement
+from deploy.fleet.replica_set import Fleet
+from deploy.fleet.spec import Blueprint
+from outrider.autoscaling import Policy
 from outrider.config import load_config
 from outrider.errors import OutriderError
-from outrider.fleet.autoscaling import Policy
-from outrider.fleet.redis_registry import RedisRegistry
-from outrider.fleet.registry import LEASE_S, ROLES, ReplicaRecord
 from outrider.limits import REPLICA_NUMBER_MAX, REPLICAS_MAX
+from outrider.registry.redis_registry import RedisRegistry
+from outrider.registry.registry import LEASE_S, ROLES, ReplicaRecord
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_address import RedisAddress
 

@@ -17,13 +17,13 @@ from http_front import http_front
 from openai import AsyncOpenAI
 from stack import PATIENCE, Stack, running_stack
 
-from coordinator.http.server import HttpOptions, HttpServer
+from coordinator.http_api.server import HttpOptions, HttpServer
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import ConfigError
 from outrider.sessions.store import FinishReason
-from outrider.telemetry.exporting import Exports, start_exports
-from outrider.telemetry.requests import Detail, ObservedRequests
+from outrider.telemetry.request_spans import Detail, ObservedRequests
+from outrider.telemetry.setup import Exports, start_exports
 
 LONG: Any = {"model": "model", "prompt": [1, 2, 3], "max_tokens": 4000, "seed": 1}
 WAIT_S = 20.0

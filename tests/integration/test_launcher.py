@@ -12,13 +12,13 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from deploy.cluster import Cluster
-from deploy.launcher import Deployment
+from deploy.fleet.launcher import Deployment
+from deploy.fleet.ray_cluster import Cluster
 from outrider.client import Client, Finished, GenerateRequest, Tokens
 from outrider.config import DeploymentConfig, load_config
-from outrider.fleet.registry import ROLES, Role
 from outrider.limits import UNCOMMITTED_TOKENS_MAX
-from outrider.replica_host import Traffic
+from outrider.registry.registry import ROLES, Role
+from outrider.replica.host import Traffic
 
 EMULATED = {
     "engine": "emulated:vocab_size=1000,verify_ms=10,draft_ms=1",

@@ -17,21 +17,21 @@ import pytest
 import redis
 from stack import Stack, running_stack
 
-from coordinator.asking import HeadWriter
-from coordinator.draft_side import DraftSide
-from coordinator.mailbox import Mailbox
-from coordinator.run import SessionRun
-from coordinator.target_side import TargetSide
+from coordinator.decoding.generation import SessionRun
+from coordinator.routing.draft_client import DraftSide
+from coordinator.routing.request_header import HeadWriter
+from coordinator.routing.session_mailbox import Mailbox
+from coordinator.routing.target_client import TargetSide
 from outrider.client import Client
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.engine.sequences import SequenceTable
 from outrider.errors import Unavailable
-from outrider.generation import Event, Finished, GenerateRequest, Started, Tokens
+from outrider.kv_cache.session_table import SequenceTable
+from outrider.replica.step_request import Work
+from outrider.request import Event, Finished, GenerateRequest, Started, Tokens
 from outrider.sessions.lifetimes import Lifetimes
 from outrider.sessions.state import Session
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.work import Work
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from tests.chaos.proxy import FaultProxy
 
 pytestmark = pytest.mark.xdist_group("redis")

@@ -14,11 +14,12 @@ from outrider.errors import LinkLost, Overloaded, Unavailable
 from outrider.limits import LINK_BACKOFF_MS_MIN, STREAM_QUEUE_ITEMS_MAX
 from outrider.messages import Refused, ReplicaDescription, VerdictReply, VerifyAnswer, VerifyItem
 from outrider.speculation.verdict import Verdict
+from outrider.transport import codec as convert
+from outrider.transport import stream_codecs as codecs
+from outrider.transport.channel import open_channel
+from outrider.transport.grpc_link import target_link
+from outrider.transport.server import RpcServer, Service
 from outrider.v1 import target_pb2, types_pb2
-from outrider.wire import codecs, convert
-from outrider.wire.channel import open_channel
-from outrider.wire.grpc_link import target_link
-from outrider.wire.server import RpcServer, Service
 from target_service.servicer import TargetServicer
 
 KEY = make_head((1,)).key

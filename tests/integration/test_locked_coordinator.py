@@ -16,7 +16,7 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from stack import Stack, running_stack
 
-from coordinator.servicer import CoordinatorServicer
+from coordinator.grpc_api import CoordinatorServicer
 from outrider import limits
 from outrider.client import (
     Client,
@@ -33,12 +33,12 @@ from outrider.security.callers import Caller
 from outrider.security.gate import Gate
 from outrider.security.key_file import KeyFile, add_key, remove_key
 from outrider.security.limits import Limiter
+from outrider.security.redis_limits import RedisSlots
 from outrider.sessions.redis_address import RedisAddress
-from outrider.sessions.redis_slots import RedisSlots
+from outrider.transport.authorization import KeyGuard
+from outrider.transport.channel import open_channel
+from outrider.transport.server import RpcServer, ServerOptions, Service
 from outrider.v1 import coordinator_pb2
-from outrider.wire.channel import open_channel
-from outrider.wire.guard import KeyGuard
-from outrider.wire.server import RpcServer, ServerOptions, Service
 
 SPEC = EmulatedSpec(vocab_size=64, support=8, max_model_len=4096, verify_ms=10.0)
 SHORT = GenerateRequest((1, 2, 3), max_tokens=4, sampling=SamplingParams(temperature=0.0))
@@ -280,7 +280,7 @@ async def test_what_a_dead_coordinator_ran_is_free_again(
 ) -> None:
     """Once its lease has run out; a living one renews, and keeps what it has for as long as it
     runs. The session's own resumption is in the slot that it had."""
-    monkeypatch.setattr("outrider.sessions.redis_slots.SLOT_LEASE_MS", 2000)
+    monkeypatch.setattr("outrider.security.redis_limits.SLOT_LEASE_MS", 2000)
     monkeypatch.setattr("outrider.security.limits.SLOT_RENEWAL_MS", 200)
     address = RedisAddress(url=locked.stack.redis.url, key_prefix="outrider:")
     caller = Caller("three", "t", concurrency=2)
@@ -346,7 +346,7 @@ async def test_one_caller_reads_few_sessions_at_a_time(
     locked: Locked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More are refused, with the time to try again; another caller is served meanwhile."""
-    monkeypatch.setattr("coordinator.servicer.RECORD_READS_MAX", 2)
+    monkeypatch.setattr("coordinator.grpc_api.RECORD_READS_MAX", 2)
     coordinator = locked.stack.coordinator
     read, go_on, num_reading = coordinator.session, asyncio.Event(), 0
 
@@ -423,7 +423,7 @@ async def test_callers_without_a_key_watch_in_small_numbers(
     locked: Locked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Health may be watched by anybody, and must not take the place of calls that have a key."""
-    monkeypatch.setattr("outrider.wire.guard.HEALTH_WATCHES_MAX", 2)
+    monkeypatch.setattr("outrider.transport.authorization.HEALTH_WATCHES_MAX", 2)
     async with open_channel(locked.addresses[0]) as channel:
         watch = channel.unary_stream(f"/{health.SERVICE_NAME}/Watch")
         calls = [watch(b"") for _ in range(2)]

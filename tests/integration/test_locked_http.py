@@ -16,9 +16,9 @@ from http_front import http_front
 from made_certificates import Made
 from stack import Stack, running_stack
 
-from coordinator.http.server import HttpOptions
-from coordinator.http.shown_certificate import TlsFiles
-from coordinator.servicer import CoordinatorServicer
+from coordinator.grpc_api import CoordinatorServicer
+from coordinator.http_api.server import HttpOptions
+from coordinator.http_api.shown_certificate import TlsFiles
 from outrider.client import Client, GenerateRequest, SamplingParams
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
@@ -28,11 +28,11 @@ from outrider.security.callers import Caller
 from outrider.security.gate import Gate
 from outrider.security.key_file import KeyFile, add_key
 from outrider.security.limits import Limiter
+from outrider.security.redis_limits import RedisSlots
 from outrider.sessions.redis_address import RedisAddress
-from outrider.sessions.redis_slots import RedisSlots
+from outrider.transport.authorization import KeyGuard
+from outrider.transport.server import RpcServer, ServerOptions, Service
 from outrider.v1 import coordinator_pb2
-from outrider.wire.guard import KeyGuard
-from outrider.wire.server import RpcServer, ServerOptions, Service
 
 SPEC = EmulatedSpec(vocab_size=64, support=8, max_model_len=4096, verify_ms=10.0)
 SHORT: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}

@@ -15,16 +15,16 @@ import pytest
 from http_front import http_front
 from stack import Stack, running_stack
 
-from coordinator.http import page_files
-from coordinator.http.server import HttpOptions
+from coordinator.http_api import page_files
+from coordinator.http_api.server import HttpOptions
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.security.callers import Caller
 from outrider.security.gate import gate_of
 from outrider.security.key_file import add_key
 from outrider.security.limits import Limiter
+from outrider.security.redis_limits import RedisSlots
 from outrider.sessions.redis_address import RedisAddress
-from outrider.sessions.redis_slots import RedisSlots
 
 SPEC = EmulatedSpec(vocab_size=64, support=8, max_model_len=4096, verify_ms=10.0)
 BODY: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}

@@ -9,8 +9,8 @@ from stack import running_stack
 
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.generation import GenerateRequest, RoundReport, Tokens
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.request import GenerateRequest, RoundReport, Tokens
+from outrider.speculation.sampling_params import Rule, SamplingParams
 
 pytestmark = pytest.mark.xdist_group("redis")
 

@@ -17,10 +17,10 @@ from openai import AsyncOpenAI, OpenAI
 from stack import Stack, running_stack
 from toy_engine import ToyEngine
 
-from outrider.generation import ChatMessage, GenerateRequest
-from outrider.speculation.noise import choice_seed
-from outrider.speculation.sampling import SamplingParams
-from outrider.text import TokenizerText
+from outrider.request import ChatMessage, GenerateRequest
+from outrider.speculation.random_streams import choice_seed
+from outrider.speculation.sampling_params import SamplingParams
+from outrider.tokenizer import TokenizerText
 
 VOCAB = 320
 MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]

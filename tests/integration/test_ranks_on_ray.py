@@ -14,11 +14,11 @@ import pytest
 import pytest_asyncio
 import ray
 
-from deploy.cluster import Actor, Cluster, Demand
-from deploy.ray_connection import RayConnection
-from deploy.secrets import Secrets
+from deploy.fleet.ray_cluster import Actor, Cluster, Demand
+from deploy.fleet.ray_connection import RayConnection
+from deploy.fleet.secret_files import Secrets
 from outrider.errors import ConfigError
-from outrider.hosting import Place
+from outrider.replica.process_setup import Place
 
 PLACE_S = 60.0
 NUM_GPUS = 4

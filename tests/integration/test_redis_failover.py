@@ -17,17 +17,17 @@ import redis
 from redis_servers import RedisServers
 from session_model import OWNERS, new_session, next_append
 
-from coordinator.commits import Committer
+from coordinator.decoding.committer import Committer
 from deploy.cli.collect_env import collect
 from outrider.errors import ConfigError, DataLoss, StoreUnavailable
-from outrider.fleet.redis_registry import RedisRegistry
-from outrider.fleet.registry import ReplicaRecord
 from outrider.limits import REDIS_SENTINEL_TIMEOUT_MS, REDIS_TIMEOUT_MS
+from outrider.registry.redis_registry import RedisRegistry
+from outrider.registry.registry import ReplicaRecord
 from outrider.security.callers import Caller
+from outrider.security.redis_limits import RedisSlots
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_connection import new_client
-from outrider.sessions.redis_slots import RedisSlots
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters, Finish, FinishReason, NewSession

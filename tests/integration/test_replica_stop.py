@@ -16,8 +16,8 @@ from outrider.config import TargetConfig
 from outrider.errors import EngineLost, LinkLost
 from outrider.limits import STEP_CRASHES_UNHEALTHY
 from outrider.messages import VerdictReply, VerifyAnswer, VerifyItem
-from outrider.replica_host import ReplicaHost
-from outrider.wire.grpc_link import target_link
+from outrider.replica.host import ReplicaHost
+from outrider.transport.grpc_link import target_link
 from target_service.service import TargetService
 from target_service.servicer import TargetServicer
 

@@ -12,22 +12,22 @@ from typing import Any
 import pytest
 from stack import PATIENCE, Stack, running_stack
 
+from coordinator.grpc_api import CoordinatorServicer
 from coordinator.options import CoordinatorOptions
-from coordinator.request import RequestDefaults
+from coordinator.requests.validation import RequestDefaults
 from coordinator.service import CoordinatorService
-from coordinator.servicer import CoordinatorServicer
 from outrider.client import Client, Finished, GenerateRequest, SamplingParams, Started, Tokens
-from outrider.drafting.ngram import NgramDrafter
+from outrider.drafters.ngram import NgramDrafter
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import NotFound, StreamBroken
 from outrider.limits import SESSION_LEASE_MS
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.store import FinishReason
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
+from outrider.transport.grpc_link import draft_link, target_link
+from outrider.transport.server import RpcServer, Service
 from outrider.v1 import coordinator_pb2
-from outrider.wire.grpc_link import draft_link, target_link
-from outrider.wire.server import RpcServer, Service
 
 SPEC = EmulatedSpec(vocab_size=64, support=8, max_model_len=4096, verify_ms=10.0)
 REQUEST = GenerateRequest(

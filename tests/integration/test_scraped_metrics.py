@@ -11,9 +11,9 @@ from scraping import VOCAB, watched_stack
 from toy_engine import ToyEngine
 
 from outrider.errors import BadRequest
-from outrider.fleet.registry import MemoryRegistry, ReplicaRecord, Role
-from outrider.generation import Finished, GenerateRequest, RoundReport
-from outrider.speculation.sampling import SamplingParams
+from outrider.registry.registry import MemoryRegistry, ReplicaRecord, Role
+from outrider.request import Finished, GenerateRequest, RoundReport
+from outrider.speculation.sampling_params import SamplingParams
 
 REQUEST = GenerateRequest(
     (3, 4, 5), sampling=SamplingParams(temperature=1.0), seed=7, max_tokens=60, num_draft_tokens=3

@@ -16,12 +16,12 @@ from models import (
     save_tiny_model,
 )
 
-from deploy.launcher import Deployment
+from deploy.fleet.launcher import Deployment
 from outrider.client import Client, GenerateRequest
 from outrider.config import load_config
-from outrider.engine.loading import load_model
-from outrider.generation import RoundReport
-from outrider.speculation.sampling import SamplingParams
+from outrider.models.loading import load_model
+from outrider.request import RoundReport
+from outrider.speculation.sampling_params import SamplingParams
 
 PROMPT = tuple(range(10, 30))
 VOCAB_SIZE = 320

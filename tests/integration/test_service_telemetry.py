@@ -28,15 +28,15 @@ from stack import Stack, running_stack
 from toy_engine import ToyEngine
 
 from outrider.errors import BadRequest
-from outrider.generation import GenerateRequest
-from outrider.speculation.sampling import SamplingParams
-from outrider.telemetry.exporting import Exports, start_exports
+from outrider.request import GenerateRequest
+from outrider.speculation.sampling_params import SamplingParams
 from outrider.telemetry.logs import JsonLines
-from outrider.telemetry.requests import Detail, ObservedRequests
-from outrider.telemetry.steps import ObservedSteps
-from outrider.text import TokenizerText
+from outrider.telemetry.request_spans import Detail, ObservedRequests
+from outrider.telemetry.setup import Exports, start_exports
+from outrider.telemetry.step_spans import ObservedSteps
+from outrider.tokenizer import TokenizerText
+from outrider.transport.channel import open_channel
 from outrider.v1 import coordinator_pb2 as pb
-from outrider.wire.channel import open_channel
 
 VOCAB = 320
 DETAIL = Detail(first_rounds=2, every_rounds=4)
@@ -261,7 +261,7 @@ async def test_a_caller_s_trace_goes_on_here(memory: Memory, tmp_path: Path) -> 
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(JsonLines().format(record))
 
-    logger, handler = logging.getLogger("coordinator.run"), Lines()
+    logger, handler = logging.getLogger("coordinator.decoding.generation"), Lines()
     logger.addHandler(handler)
     before = logger.level
     logger.setLevel(logging.DEBUG)

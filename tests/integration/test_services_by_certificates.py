@@ -14,15 +14,15 @@ from rounds import Listener, make_head
 from stack import draft_without_model
 from toy_engine import ToyEngine
 
-import outrider.wire.server as rpc_server
+import outrider.transport.server as rpc_server
 from draft_service.servicer import DraftServicer
 from outrider.config import DraftConfig, TargetConfig
-from outrider.drafting.ngram import NgramDrafter
-from outrider.engine.executor import ThreadExecutor
+from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import SettingError, Unavailable
 from outrider.messages import VerifyItem
-from outrider.replica_host import ReplicaHost
-from outrider.security.certificates import (
+from outrider.replica.executor import ThreadExecutor
+from outrider.replica.host import ReplicaHost
+from outrider.transport.certificates import (
     INTERNAL_ROLES,
     InternalRole,
     RoleFiles,
@@ -30,9 +30,9 @@ from outrider.security.certificates import (
     make_role,
     name_of,
 )
-from outrider.wire.channel import PLAIN, Trust, open_channel
-from outrider.wire.credentials import caller_trust, internal_server_credentials, internal_trust
-from outrider.wire.grpc_link import target_link
+from outrider.transport.channel import PLAIN, Trust, open_channel
+from outrider.transport.grpc_link import target_link
+from outrider.transport.tls import caller_trust, internal_server_credentials, internal_trust
 from target_service.service import TargetService
 from target_service.servicer import TargetServicer
 
@@ -227,7 +227,7 @@ async def test_a_server_shows_a_new_certificate_without_a_restart(
 ) -> None:
     """Files that change are read again: with another authority's, who trusts that is let in from
     then on. Files that are half written change nothing."""
-    monkeypatch.setattr("outrider.wire.credentials.KEY_FILE_LOOK_MS", 0)
+    monkeypatch.setattr("outrider.transport.tls.KEY_FILE_LOOK_MS", 0)
     directory, other = make_all(tmp_path / "tls"), make_all(tmp_path / "other")
     before, after = (internal_trust(one, "coordinator", "target") for one in (directory, other))
 

@@ -13,12 +13,12 @@ import pytest_asyncio
 import torch
 from models import byte_level_tokenizer, save_tiny_model
 
-from deploy.launcher import Deployment
+from deploy.fleet.launcher import Deployment
 from outrider.client import Client, GenerateRequest
 from outrider.config import DeploymentConfig, load_config
-from outrider.engine.loading import load_model
-from outrider.fleet.registry import Role
-from outrider.speculation.sampling import SamplingParams
+from outrider.models.loading import load_model
+from outrider.registry.registry import Role
+from outrider.speculation.sampling_params import SamplingParams
 
 PROMPT = tuple(range(10, 30))
 VOCAB_SIZE = 320

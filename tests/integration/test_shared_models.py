@@ -21,11 +21,11 @@ from rank_processes import JOIN_S, follow_model, processes
 
 from outrider.config import TargetConfig
 from outrider.engine.interface import Engine, SequenceStep
-from outrider.engine.loading import load_model
-from outrider.engine.parallel.mesh import SUM_BYTES_MAX
-from outrider.engine.sources import resolve_model
+from outrider.engine.tensor_parallel.rank_process import Leadership
+from outrider.engine.tensor_parallel.socket_allreduce import SUM_BYTES_MAX
 from outrider.errors import BadRequest, ConfigError, EngineLost
-from outrider.rank_host import Leadership
+from outrider.models.loading import load_model
+from outrider.models.sources import resolve_model
 
 AT_ONCE_S = 5.0
 """On a busy machine; the timeout is a minute."""

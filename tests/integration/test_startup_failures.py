@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.launcher import Deployment
+from deploy.fleet.launcher import Deployment
 from outrider.config import DeploymentConfig, load_config
 from outrider.errors import ConfigError
 

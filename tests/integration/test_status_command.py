@@ -16,7 +16,7 @@ import pytest
 import recorded
 from stack import Stack, running_stack
 
-from deploy.state import LOCK_NAME, DeploymentRecord, publish
+from deploy.fleet.local_state import LOCK_NAME, DeploymentRecord, publish
 from outrider.client import GenerateRequest
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec

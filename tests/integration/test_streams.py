@@ -18,18 +18,18 @@ from toy_engine import ToyEngine
 
 from draft_service.service import DraftService
 from draft_service.servicer import DraftServicer
-from outrider.constraints.constraint import Constraint
-from outrider.engine.executor import InlineExecutor, ThreadExecutor
 from outrider.errors import ConfigError, LinkLost, Unavailable
+from outrider.grammar.constraint import Constraint
 from outrider.limits import BULK_ITEM_BYTES, GRPC_MESSAGE_BYTES_MAX, STREAM_QUEUE_ITEMS_MAX
 from outrider.messages import Refused, Resync, VerdictReply, VerifyItem
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.replica.executor import InlineExecutor, ThreadExecutor
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.transport import codec as convert
+from outrider.transport.channel import open_channel
+from outrider.transport.grpc_link import draft_link, target_link
+from outrider.transport.memory_link import MemoryLink
+from outrider.transport.server import RpcServer, ServerOptions
 from outrider.v1 import target_pb2, types_pb2
-from outrider.wire import convert
-from outrider.wire.channel import open_channel
-from outrider.wire.grpc_link import draft_link, target_link
-from outrider.wire.memory_link import MemoryLink
-from outrider.wire.server import RpcServer, ServerOptions
 from target_service.service import TargetService
 from target_service.servicer import TargetServicer
 

@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel
 from stack import running_stack
 
-from outrider.text import TokenizerText
+from outrider.tokenizer import TokenizerText
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 

@@ -16,11 +16,11 @@ from outrider.errors import ConfigError, Unavailable
 from outrider.security.callers import Caller
 from outrider.security.gate import Gate
 from outrider.security.key_file import KeyFile, add_key
+from outrider.transport.authorization import KeyGuard
+from outrider.transport.channel import PLAIN
+from outrider.transport.server import RpcServer, ServerOptions, Service
+from outrider.transport.tls import pinned_trust, server_credentials
 from outrider.v1 import coordinator_pb2 as pb
-from outrider.wire.channel import PLAIN
-from outrider.wire.credentials import pinned_trust, server_credentials
-from outrider.wire.guard import KeyGuard
-from outrider.wire.server import RpcServer, ServerOptions, Service
 
 
 class Coordinator:

@@ -8,9 +8,9 @@ import pytest
 from stack import running_stack
 from toy_engine import ToyEngine
 
-from outrider.generation import GenerateRequest, RoundReport
 from outrider.limits import TREE_TOKENS_MAX
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.request import GenerateRequest, RoundReport
+from outrider.speculation.sampling_params import Rule, SamplingParams
 
 
 @pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.GREEDY])

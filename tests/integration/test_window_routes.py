@@ -16,13 +16,13 @@ from models import byte_level_tokenizer
 from stack import Stack, running_stack
 from toy_engine import ToyEngine
 
-from coordinator.http import page_files
+from coordinator.http_api import page_files
 from outrider.client import Completion
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.generation import ChatMessage, GenerateRequest
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.text import TokenizerText
+from outrider.request import ChatMessage, GenerateRequest
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.tokenizer import TokenizerText
 
 VOCAB = 320
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 5, "max_tokens": 40}

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from outrider.config import load_config
-from outrider.security.certificates import RoleFiles
+from outrider.transport.certificates import RoleFiles
 from tests.manifests.rendering import EVERY_OPTION, ray_pods, render, settings_file
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
 
-from .areas import AREAS, Mutant
+from tests.mutants.areas import AREAS, Mutant
 
 TIMEOUT_S: Final = 600.0
 """Of the tests of an area; a mutant that makes them hang is caught."""

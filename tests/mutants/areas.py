@@ -37,7 +37,7 @@ AREAS: Final = {
             ),
         ),
     ),
-    "wire": Area(("outrider/wire",), ("tests/unit/wire",)),
+    "wire": Area(("outrider/transport",), ("tests/unit/transport",)),
     "store": Area(
         ("outrider/sessions",),
         (
@@ -48,18 +48,23 @@ AREAS: Final = {
     ),
     "length control": Area(
         (
-            "coordinator/length_control.py", "coordinator/round_costs.py", "coordinator/trials.py",
-            "coordinator/depth_averages.py", "coordinator/shared_learning.py",
-            "coordinator/siblings.py", "coordinator/lengths.py", "coordinator/watching.py",
+            "coordinator/draft_length/controller.py", "coordinator/draft_length/round_cost.py",
+            "coordinator/draft_length/exploration_budget.py",
+            "coordinator/draft_length/acceptance_rate.py",
+            "coordinator/draft_length/shared_statistics.py",
+            "coordinator/draft_length/siblings.py", "coordinator/draft_length/policy.py",
+            "coordinator/draft_length/lookup_probe.py",
         ),
         ("tests/unit/coordinator",),
     ),
     "coordinator": Area(
         (
-            "coordinator/decoding.py", "coordinator/target_side.py", "coordinator/draft_side.py",
-            "coordinator/commits.py", "coordinator/service.py", "coordinator/replicas.py",
-            "coordinator/roster.py", "coordinator/mailbox.py", "coordinator/resuming.py",
-            "coordinator/take_overs.py", "coordinator/opening.py", "coordinator/run.py",
+            "coordinator/decoding/loop.py", "coordinator/routing/target_client.py",
+            "coordinator/routing/draft_client.py", "coordinator/decoding/committer.py",
+            "coordinator/service.py", "coordinator/routing/replica_pool.py",
+            "coordinator/routing/discovery.py", "coordinator/routing/session_mailbox.py",
+            "coordinator/decoding/recovery.py", "coordinator/decoding/take_over.py",
+            "coordinator/decoding/session_creation.py", "coordinator/decoding/generation.py",
         ),
         ("tests/unit/coordinator", "tests/unit/services"),
     ),

@@ -17,7 +17,7 @@ import parso
 from cosmic_ray.ast import ast_nodes
 from cosmic_ray.plugins import get_operator
 
-from .areas import AREAS, Mutant
+from tests.mutants.areas import AREAS, Mutant
 
 _BINARY: Final = (
     "Add_Sub", "Sub_Add", "Mul_Div", "Div_Mul", "FloorDiv_Mul", "Mod_FloorDiv", "BitOr_BitAnd",

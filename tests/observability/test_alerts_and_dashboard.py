@@ -17,11 +17,11 @@ from http_front import http_front
 from promql import label_names, metric_names
 from scraping import ROLES, VOCAB, Page, watched_stack
 
-from coordinator.http.server import HttpOptions
+from coordinator.http_api.server import HttpOptions
 from outrider.errors import BadRequest
-from outrider.generation import GenerateRequest
+from outrider.request import GenerateRequest
 from outrider.sessions.store import FinishReason
-from outrider.speculation.sampling import SamplingParams
+from outrider.speculation.sampling_params import SamplingParams
 from outrider.telemetry.http_times import HttpTimes
 
 ROOT = Path(__file__).resolve().parents[2]

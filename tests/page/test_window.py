@@ -15,16 +15,16 @@ from http_front import http_front
 from models import byte_level_tokenizer
 from stack import Stack, running_stack
 
-from coordinator.http.server import HttpOptions
+from coordinator.http_api.server import HttpOptions
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.fleet.registry import ReplicaRecord
-from outrider.generation import ChatMessage, GenerateRequest
+from outrider.registry.registry import ReplicaRecord
+from outrider.request import ChatMessage, GenerateRequest
 from outrider.security.callers import Caller
 from outrider.security.gate import gate_of
 from outrider.security.key_file import add_key
-from outrider.speculation.sampling import SamplingParams
-from outrider.text import TokenizerText
+from outrider.speculation.sampling_params import SamplingParams
+from outrider.tokenizer import TokenizerText
 
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=f"{missing()}: see `make test-page`"),

@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from .results import Result
-from .side_by_side import run_side_by_side
+from tests.simulation.results import Result
+from tests.simulation.side_by_side import run_side_by_side
 
 
 def main() -> int:

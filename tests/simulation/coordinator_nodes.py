@@ -10,20 +10,19 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from coordinator.asking import Patience
 from coordinator.options import CoordinatorOptions
-from coordinator.request import RequestDefaults
-from coordinator.roster import Peers, Roster, replicas_at_first
+from coordinator.requests.validation import RequestDefaults
+from coordinator.routing.discovery import Peers, Roster, replicas_at_first
+from coordinator.routing.request_header import Patience
 from coordinator.service import CoordinatorService
-from outrider.drafting.ngram import NgramDrafter
+from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import InvariantError, OutriderError, StreamBroken, check
-from outrider.fleet.announcing import Announcer
-from outrider.fleet.membership import Engagement
-from outrider.fleet.registry import ReplicaRecord, Role
-from outrider.generation import Event, GenerateRequest, ResumeRequest
-
-from .network import Network
-from .processes import Process
+from outrider.registry.lease import Announcer
+from outrider.registry.membership import Engagement
+from outrider.registry.registry import ReplicaRecord, Role
+from outrider.request import Event, GenerateRequest, ResumeRequest
+from tests.simulation.network import Network
+from tests.simulation.processes import Process
 
 PATIENCE = Patience(
     target_answer_s=0.2,

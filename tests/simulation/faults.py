@@ -35,13 +35,19 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
-from outrider.fleet.registry import Role
-
-from .adversary import CALM
-from .network import Cut, SlowLink
-from .processes import Process
-from .redis_faults import LOOK_S, PAUSE_S_MAX, REDIS_FAULTS, Harm, RedisFaults, log_uniform
-from .world import REPLICAS_MAX, World
+from outrider.registry.registry import Role
+from tests.simulation.adversary import CALM
+from tests.simulation.network import Cut, SlowLink
+from tests.simulation.processes import Process
+from tests.simulation.redis_faults import (
+    LOOK_S,
+    PAUSE_S_MAX,
+    REDIS_FAULTS,
+    Harm,
+    RedisFaults,
+    log_uniform,
+)
+from tests.simulation.world import REPLICAS_MAX, World
 
 NUM_FAULTS = (3, 8)
 """In a seed, at least and at most, as far as its sessions last."""

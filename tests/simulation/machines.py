@@ -7,9 +7,9 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from deploy.cluster import Actor, Demand
+from deploy.fleet.ray_cluster import Actor, Demand
 from outrider.errors import OutriderError, Unavailable
-from outrider.hosting import Place
+from outrider.replica.process_setup import Place
 
 Node = Any
 """A `ReplicaNode` or a `CoordinatorNode`."""

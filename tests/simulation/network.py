@@ -9,14 +9,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from outrider.drafting.deadline import DraftDeadline
+from outrider.drafters.deadline import DraftDeadline
 from outrider.errors import LinkLost, OutriderError, Unavailable, check
 from outrider.messages import ReplicaDescription
-from outrider.wire.link import Connection, ReplicaService
-from outrider.wire.memory_link import MemoryLink
-
-from .adversary import TRAVEL_S, Adversary
-from .processes import Process, current, deliver
+from outrider.transport.link import Connection, ReplicaService
+from outrider.transport.memory_link import MemoryLink
+from tests.simulation.adversary import TRAVEL_S, Adversary
+from tests.simulation.processes import Process, current, deliver
 
 T = TypeVar("T")
 Item = TypeVar("Item")

@@ -7,13 +7,12 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from outrider.fleet.registry import ROLES
-
-from .adversary import TRAVEL_S
-from .network import Cut
-from .redis_data import Snapshot
-from .redis_host import RedisServer
-from .world import World
+from outrider.registry.registry import ROLES
+from tests.simulation.adversary import TRAVEL_S
+from tests.simulation.network import Cut
+from tests.simulation.redis_data import Snapshot
+from tests.simulation.redis_host import RedisServer
+from tests.simulation.world import World
 
 Harm = tuple[str, Callable[[], Awaitable[None]]]
 """A kind, and what does it."""

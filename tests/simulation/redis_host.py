@@ -17,18 +17,17 @@ from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from outrider.errors import InvariantError
-from outrider.fleet.redis_registry import RedisRegistry
+from outrider.registry.redis_registry import RedisRegistry
 from outrider.sessions.lifetimes import DEFAULT_LIFETIMES
 from outrider.sessions.redis_address import RedisAddress
 from outrider.sessions.redis_fields import TOKEN_BYTES, decode_record, encode_tokens
 from outrider.sessions.redis_store import _LOAD, _TAKE_OVER, DEFAULT_KEY_PREFIX, RedisStore
 from outrider.sessions.refusals import not_found, verified
 from outrider.sessions.store import FinishReason, SessionRecord, SessionState
-
-from .network import Network
-from .processes import Process, current, wall_clock_s
-from .redis_data import RedisData, Reply, ReplyError, Snapshot, Status
-from .redis_scripting import Scripts, run_script
+from tests.simulation.network import Network
+from tests.simulation.processes import Process, current, wall_clock_s
+from tests.simulation.redis_data import RedisData, Reply, ReplyError, Snapshot, Status
+from tests.simulation.redis_scripting import Scripts, run_script
 
 ADDRESS = RedisAddress(url="redis://redis", key_prefix=DEFAULT_KEY_PREFIX)
 DEPLOYMENT = "d"

@@ -9,7 +9,7 @@ from typing import Any
 
 from lupa.lua51 import LuaError, LuaRuntime, lua_type
 
-from .redis_data import WRITES, RedisData, Reply, ReplyError, Status
+from tests.simulation.redis_data import WRITES, RedisData, Reply, ReplyError, Status
 
 _PRELUDE = b"""
 local call, pcall_ = ...

@@ -8,18 +8,23 @@ from typing import Any
 
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
-from outrider.engine.executor import InlineExecutor
 from outrider.errors import InvariantError, OutriderError
-from outrider.fleet.announcing import Announcer
-from outrider.fleet.membership import Engagement
-from outrider.fleet.registry import ReplicaRecord, Role
 from outrider.messages import ProposalReply
-from outrider.replica_host import MeteredService, Traffic
+from outrider.registry.lease import Announcer
+from outrider.registry.membership import Engagement
+from outrider.registry.registry import ReplicaRecord, Role
+from outrider.replica.executor import InlineExecutor
+from outrider.replica.host import MeteredService, Traffic
 from target_service.service import TargetService
-
-from .processes import Process
-from .shown import CheckedEagle, ShallowEngine, ShownDrafter, ShownEngine, exit_drafter
-from .toy import SPEC, QuickEngine, UnevenEngine
+from tests.simulation.processes import Process
+from tests.simulation.shown import (
+    CheckedEagle,
+    ShallowEngine,
+    ShownDrafter,
+    ShownEngine,
+    exit_drafter,
+)
+from tests.simulation.toy import SPEC, QuickEngine, UnevenEngine
 
 EAGLE_STEP_S = 0.002
 NUM_SEQUENCES = 3

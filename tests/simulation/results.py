@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .token_law import RankCounts
+from tests.simulation.token_law import RankCounts
 
 P_VALUE_MIN = 1e-6
 """Of a chi-square, two in a run: the probability of a false alarm."""

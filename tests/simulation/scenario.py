@@ -26,16 +26,15 @@ from outrider.errors import (
     Unavailable,
     check,
 )
-from outrider.generation import Event, Finished, GenerateRequest, Started, Tokens
+from outrider.request import Event, Finished, GenerateRequest, Started, Tokens
 from outrider.sessions.store import FinishReason, SessionState
-from outrider.speculation.sampling import Rule, SamplingParams
-
-from .adversary import Adversary, Odds
-from .faults import GREATER, Faults
-from .processes import run_processes
-from .results import Result
-from .toy import SPEC, fault_free, rule_of
-from .world import World
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from tests.simulation.adversary import Adversary, Odds
+from tests.simulation.faults import GREATER, Faults
+from tests.simulation.processes import run_processes
+from tests.simulation.results import Result
+from tests.simulation.toy import SPEC, fault_free, rule_of
+from tests.simulation.world import World
 
 STUCK_S = 60.0
 """Virtual seconds after the last fault after which a session counts as stuck."""

@@ -10,21 +10,20 @@ import numpy as np
 import torch
 
 from draft_service.eagle_drafter import EagleDrafter
-from outrider.drafting.drafter import DraftRequest
-from outrider.drafting.ngram import NgramDrafter
-from outrider.engine.eagle_head import EagleHead
+from outrider.drafters.drafter import DraftRequest
+from outrider.drafters.ngram import NgramDrafter
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep
-from outrider.engine.slots import check_steps
-from outrider.engine.trained_eagle import LoadedEagle
-from outrider.engine.trained_exits import LoadedExit
 from outrider.errors import check
-from outrider.speculation.drafting import draw_from_logits
+from outrider.kv_cache.slot_rules import check_steps
+from outrider.models.eagle import EagleHead
+from outrider.models.eagle_checkpoint import LoadedEagle
+from outrider.models.early_exit_checkpoint import LoadedExit
+from outrider.speculation.draft_sampling import draw_from_logits
 from outrider.speculation.proposal import Proposal
-from target_service.exit_drafting import ExitDrafter
+from target_service.early_exit_drafting import ExitDrafter
 from target_service.self_drafting import NextRound
-
-from .toy import QuickEngine
+from tests.simulation.toy import QuickEngine
 
 
 class ShownEngine(QuickEngine):

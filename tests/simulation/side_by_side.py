@@ -10,8 +10,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from .results import Result
-from .scenario import run_seed
+from tests.simulation.results import Result
+from tests.simulation.scenario import run_seed
 
 SEEDS_AT_ONCE = 10
 """Of a process, before it is told what comes next."""

@@ -8,24 +8,23 @@ from typing import Any
 
 import pytest
 
-from coordinator.commits import Committer
-from coordinator.journal import Journal
-from coordinator.mailbox import Mailbox
-from coordinator.replicas import Berth
-from coordinator.roster import Roster
-from coordinator.take_overs import TakeOvers
+from coordinator.decoding.committer import Committer
+from coordinator.decoding.output_queue import Journal
+from coordinator.decoding.take_over import TakeOvers
+from coordinator.routing.discovery import Roster
+from coordinator.routing.replica_pool import Berth
+from coordinator.routing.session_mailbox import Mailbox
 from draft_service.model_drafter import Branch
-from outrider.engine.sequences import Aligned, SequenceTable
 from outrider.errors import OutriderError, StoreUnavailable
+from outrider.kv_cache.session_table import Aligned, SequenceTable
 from outrider.sessions import redis_store
 from outrider.sessions.redis_scripts import Script
 from outrider.sessions.state import Session
 from outrider.sessions.store import SessionRecord
-
-from .faults import GREATER
-from .processes import Process, wall_clock_s
-from .redis_host import Command, RedisServer
-from .scenario import run_seed
+from tests.simulation.faults import GREATER
+from tests.simulation.processes import Process, wall_clock_s
+from tests.simulation.redis_host import Command, RedisServer
+from tests.simulation.scenario import run_seed
 
 NUM_SEEDS = 50
 Fields = dict[bytes, bytes]

@@ -14,14 +14,14 @@ import redis
 from hypothesis import HealthCheck, given, settings
 
 from outrider.errors import OutriderError
-from outrider.fleet.redis_registry import RedisRegistry
-from outrider.fleet.registry import ReplicaRecord
+from outrider.registry.redis_registry import RedisRegistry
+from outrider.registry.registry import ReplicaRecord
 from outrider.security.callers import Caller
+from outrider.security.redis_limits import RedisSlots
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.sessions.lifetimes import Lifetimes
 from outrider.sessions.redis_connection import to_our_error
 from outrider.sessions.redis_scripts import Call, Script
-from outrider.sessions.redis_slots import RedisSlots
 from outrider.sessions.redis_store import RedisStore
 from outrider.sessions.store import (
     Append,
@@ -32,11 +32,10 @@ from outrider.sessions.store import (
     NewSession,
     SessionRecord,
 )
-from outrider.speculation.sampling import Rule
-
-from .redis_data import RedisData, ReplyError, Status
-from .redis_host import ADDRESS, packed
-from .redis_scripting import Scripts
+from outrider.speculation.sampling_params import Rule
+from tests.simulation.redis_data import RedisData, ReplyError, Status
+from tests.simulation.redis_host import ADDRESS, packed
+from tests.simulation.redis_scripting import Scripts
 
 pytestmark = pytest.mark.xdist_group("redis")
 

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from outrider.speculation.sampling import Rule, SamplingParams
-
-from .adversary import CALM, NOISE
-from .faults import GREATER, NUM_FAULTS
-from .results import P_VALUE_MIN, Result
-from .scenario import run_seed
-from .token_law import RankCounts
-from .toy import ranked_law
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from tests.simulation.adversary import CALM, NOISE
+from tests.simulation.faults import GREATER, NUM_FAULTS
+from tests.simulation.results import P_VALUE_MIN, Result
+from tests.simulation.scenario import run_seed
+from tests.simulation.token_law import RankCounts
+from tests.simulation.toy import ranked_law
 
 NUM_SEEDS = 60
 

@@ -15,10 +15,9 @@ from itertools import pairwise
 from scipy.stats import chi2
 
 from outrider.errors import check
-from outrider.generation import GenerateRequest
-from outrider.speculation.sampling import SamplingParams
-
-from .toy import ranked_law, ranks_of, rule_of
+from outrider.request import GenerateRequest
+from outrider.speculation.sampling_params import SamplingParams
+from tests.simulation.toy import ranked_law, ranks_of, rule_of
 
 Cell = tuple[str, int, int, int]
 """(rule, how many ranks are possible, rank of the token before or -1, rank)."""

@@ -16,11 +16,11 @@ from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep
 from outrider.errors import check
-from outrider.generation import GenerateRequest
-from outrider.speculation.noise import RoundNoise
-from outrider.speculation.noise_rows import NoiseBatch
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import target_probabilities
+from outrider.request import GenerateRequest
+from outrider.speculation.logits_processing import target_probabilities
+from outrider.speculation.random_batches import NoiseBatch
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import DraftRows, score_rows
 
 SPEC = EmulatedSpec(

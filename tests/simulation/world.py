@@ -9,25 +9,24 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from coordinator.run import COMMIT_GRACE_S
-from deploy.blueprint import Blueprint
-from deploy.fleet import Fleet
-from deploy.placement import plan_placement
+from coordinator.decoding.generation import COMMIT_GRACE_S
+from deploy.fleet.placement import plan_placement
+from deploy.fleet.replica_set import Fleet
+from deploy.fleet.spec import Blueprint
 from outrider.client import Client, ResumingTransport
 from outrider.config import load_config
 from outrider.errors import InvariantError, OutriderError, StoreUnavailable
-from outrider.fleet.registry import LEASE_S, ROLES, Role
-from outrider.generation import GenerateRequest
+from outrider.registry.registry import LEASE_S, ROLES, Role
+from outrider.request import GenerateRequest
 from outrider.telemetry.observer import Observation, RequestObserver, Side
-
-from .adversary import Adversary
-from .coordinator_nodes import HASTY, PATIENCE, Call, CoordinatorNode, PortTransport
-from .machines import Machines, Node, SimulatedActor
-from .network import Network, Wire
-from .processes import Process
-from .redis_host import Redis
-from .replica_nodes import HASTY as HASTY_KIND
-from .replica_nodes import KINDS, ReplicaNode
+from tests.simulation.adversary import Adversary
+from tests.simulation.coordinator_nodes import HASTY, PATIENCE, Call, CoordinatorNode, PortTransport
+from tests.simulation.machines import Machines, Node, SimulatedActor
+from tests.simulation.network import Network, Wire
+from tests.simulation.processes import Process
+from tests.simulation.redis_host import Redis
+from tests.simulation.replica_nodes import HASTY as HASTY_KIND
+from tests.simulation.replica_nodes import KINDS, ReplicaNode
 
 REPLICAS_MAX = 3
 """Of a role that are ever wanted here."""

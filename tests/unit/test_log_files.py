@@ -13,9 +13,9 @@ import pytest
 import redis
 
 from deploy.cli import serve
-from deploy.state import LOG_NAME
-from outrider.hosting import log_to
+from deploy.fleet.local_state import LOG_NAME
 from outrider.limits import EMBEDDED_REDIS_BYTES_MAX, LOG_FILES_KEPT
+from outrider.replica.process_setup import log_to
 from outrider.sessions.embedded import EmbeddedRedis
 from outrider.telemetry import log_files
 
@@ -66,7 +66,7 @@ def test_replicas_that_have_gone_leave_no_more_than_a_bound(tmp_path: Path, smal
 def test_the_log_of_a_running_replica_stays(tmp_path: Path, small: None) -> None:
     """However long it has been quiet; once it has ended its log may go."""
     code = (
-        "import logging, sys; from outrider.hosting import log_to\n"
+        "import logging, sys; from outrider.replica.process_setup import log_to\n"
         "log_to(sys.argv[1], 'target-0')\n"
         "logging.getLogger().warning('quiet'); print(flush=True); input()\n"
     )

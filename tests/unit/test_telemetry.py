@@ -18,13 +18,13 @@ from opentelemetry.trace import get_current_span
 
 from outrider.config import CoordinatorConfig, load_config
 from outrider.errors import ConfigError, Unavailable
-from outrider.generation import ChatMessage, GenerateRequest
+from outrider.request import ChatMessage, GenerateRequest
 from outrider.telemetry.context import read_sampled, read_traceparent, write_traceparent
 from outrider.telemetry.destination import Destination
-from outrider.telemetry.exporting import Exports, start_exports
 from outrider.telemetry.logs import JsonLines, about, identify
 from outrider.telemetry.observer import SILENT, UNOBSERVED, RequestObserver
-from outrider.telemetry.requests import OPEN_ROUNDS_MAX, Detail, ObservedRequests
+from outrider.telemetry.request_spans import OPEN_ROUNDS_MAX, Detail, ObservedRequests
+from outrider.telemetry.setup import Exports, start_exports
 
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED = f"00-{TRACE_ID}-{SPAN_ID}-01"
@@ -324,7 +324,7 @@ def test_off_is_off() -> None:
     assert (SILENT.context("draft"), SILENT.context("target"), SILENT.trace_id) == ("", "", "")
     code = (
         "import sys, coordinator.actor, target_service.actor, draft_service.actor\n"
-        "import coordinator.run, outrider.stepping\n"
+        "import coordinator.decoding.generation, outrider.replica.scheduler\n"
         "sys.exit([name for name in sys.modules if name.startswith('opentelemetry')] or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

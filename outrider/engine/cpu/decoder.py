@@ -22,16 +22,16 @@ from torch.nn import functional
 from outrider.engine.attention import AttentionLayer
 from outrider.engine.cpu.fused_linear import FusedLinear
 from outrider.engine.cpu.kernels import Kernels, LayerParts
-from outrider.engine.first_layers import layers_of
-from outrider.engine.kv_cache import BlockedKeysAndValues
-from outrider.engine.modules.llama_blocks import (
+from outrider.errors import OutriderError
+from outrider.kv_cache.storage import BlockedKeysAndValues
+from outrider.models.first_layers import layers_of
+from outrider.models.llama_blocks import (
     DirectLayer,
     FusedAttention,
     FusedMLP,
     NativeRMSNorm,
 )
-from outrider.engine.modules.probes import PROBE_ERRORS, agree, probe_rows
-from outrider.errors import OutriderError
+from outrider.models.module_probes import PROBE_ERRORS, agree, probe_rows
 
 _POSITIONS_AT_ONCE: Final = 4096
 _CHANGING_ROTATIONS: Final = frozenset({"dynamic", "longrope"})

@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from outrider.engine.batch import HeldSequence, slots_of, tree_of
 from outrider.engine.cpu.decoder import FusedDecoder, FusedLayer, Layers
 from outrider.engine.cpu.kernels import RunLayers, Spans
-from outrider.engine.kv_cache import BlockedKeysAndValues
-from outrider.engine.ragged import HeldSequence, slots_of, tree_of
+from outrider.kv_cache.storage import BlockedKeysAndValues
 
 _Ints = npt.NDArray[np.int64]
 _ONE_STEP: Final = Lock()

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from outrider.engine.kv_cache import BlockedKeysAndValues
 from outrider.errors import OutriderError
+from outrider.kv_cache.storage import BlockedKeysAndValues
 
 
 class KernelsUnavailable(OutriderError):

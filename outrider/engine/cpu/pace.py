@@ -16,7 +16,7 @@ import torch
 
 from outrider.engine.cpu.kernels import KernelsUnavailable, LayerParts, RunLayers, Spans
 from outrider.engine.cpu.pace_layers import pace_layers
-from outrider.engine.kv_cache import BlockedKeysAndValues
+from outrider.kv_cache.storage import BlockedKeysAndValues
 
 PACKAGE: Final = "amd-pace"
 VERSION: Final = "1.3.0"

@@ -16,8 +16,8 @@ import torch
 from outrider.engine.cpu.decoder import FusedDecoder, FusedLayer
 from outrider.engine.cpu.fused_steps import SpanLimits
 from outrider.engine.cpu.kernels import Spans
-from outrider.engine.kv_cache import BlockedKeysAndValues, LayerShape
 from outrider.engine.threads import on_threads
+from outrider.kv_cache.storage import BlockedKeysAndValues, LayerShape
 
 _ROW_COUNTS: Final = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 65, 96)
 _NUM_ROWS: Final = 96

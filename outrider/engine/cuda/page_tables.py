@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from outrider.engine.batch import HeldSequence, tree_of
 from outrider.engine.interface import SequenceStep
-from outrider.engine.ragged import HeldSequence, tree_of
 from outrider.errors import check
 
 BLOCK_WORDS: Final = 6

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from core_toys import ToyPair
 
-from outrider.speculation.decision import count_accepted, decide
-from outrider.speculation.sampling import Rule
+from outrider.speculation.accept_reject import count_accepted, decide
+from outrider.speculation.sampling_params import Rule
 from outrider.speculation.verdict import Verdict
 from outrider.speculation.verification import verdict_law
 

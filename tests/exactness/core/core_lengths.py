@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from core_rounds import K_MAX, PROMPT_LENGTH, Plan, Seen
 
-from coordinator.length_control import LengthControl, LengthControls
-from coordinator.lengths import PlayedRound, RoundLength
-from coordinator.trials import Tuning
+from coordinator.draft_length.controller import LengthControl, LengthControls
+from coordinator.draft_length.exploration_budget import Tuning
+from coordinator.draft_length.policy import PlayedRound, RoundLength
 from outrider.messages import ReplicaDescription
-from outrider.speculation.decision import survival
-from outrider.speculation.sampling import Rule
+from outrider.speculation.accept_reject import survival
+from outrider.speculation.sampling_params import Rule
 
 NERVOUS = Tuning(
     memory_rounds=1.5,

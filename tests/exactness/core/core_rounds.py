@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from core_toys import ToyPair
 
-from outrider.speculation.decision import count_accepted
-from outrider.speculation.drafting import count_levels, draw_quantised
-from outrider.speculation.noise_rows import NoiseBatch
-from outrider.speculation.race import race
-from outrider.speculation.sampling import Rule
+from outrider.speculation.accept_reject import count_accepted
+from outrider.speculation.draft_sampling import count_levels, draw_quantised
+from outrider.speculation.gumbel_max import race
+from outrider.speculation.random_batches import NoiseBatch
+from outrider.speculation.sampling_params import Rule
 from outrider.speculation.verification import score_rows
 
 K_MAX = 3

@@ -21,17 +21,17 @@ from core_rounds import accepted_of, cells_of, seeds_of
 from toy_engine import ToyEngine, toy_logits
 
 from draft_service.model_drafter import ModelDrafter
-from outrider.constraints.allowed import TokenMask
-from outrider.drafting.drafter import DraftRequest
-from outrider.drafting.growing_rounds import GrowingRound, RoundDraws, RoundWanted
+from outrider.drafters.autoregressive_draft import GrowingRound, RoundDraws, RoundWanted
+from outrider.drafters.drafter import DraftRequest
 from outrider.errors import OutriderError, check
+from outrider.grammar.token_mask import TokenMask
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
+from outrider.speculation.logits_processing import NO_HISTORY, target_probabilities
 from outrider.speculation.masking import masked_logits, row_masks
-from outrider.speculation.noise import RoundNoise
-from outrider.speculation.noise_rows import NoiseBatch
 from outrider.speculation.proposal import COUNT_TOTAL, Proposal
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import NO_HISTORY, target_probabilities
+from outrider.speculation.random_batches import NoiseBatch
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import DraftRows, score_rows
 
 V, END = 3, 2

@@ -15,12 +15,12 @@ from core_enumeration import (
 )
 from core_toys import ToyPair, flat_pair, make_pair, random_pair
 
-from outrider.speculation.decision import decide
-from outrider.speculation.noise import RoundNoise
-from outrider.speculation.noise_rows import NoiseBatch
-from outrider.speculation.race import race
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import target_probabilities
+from outrider.speculation.accept_reject import decide
+from outrider.speculation.gumbel_max import race
+from outrider.speculation.logits_processing import target_probabilities
+from outrider.speculation.random_batches import NoiseBatch
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
 from outrider.speculation.verification import score_rows, verdict_law
 

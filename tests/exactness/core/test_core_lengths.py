@@ -14,15 +14,15 @@ from core_lengths import ENDLESS, NERVOUS, ChosenLate
 from core_rounds import K_MAX, PROMPT_LENGTH, accepted_of, seeds_of
 from core_toys import flat_pair
 
-from coordinator.length_control import LengthControl, LengthControls
-from coordinator.lengths import PlayedRound
-from coordinator.shared_learning import SeedsInUse
-from outrider.engine.costs import StepCosts
+from coordinator.draft_length.controller import LengthControl, LengthControls
+from coordinator.draft_length.policy import PlayedRound
+from coordinator.draft_length.shared_statistics import SeedsInUse
+from outrider.engine.step_costs import StepCosts
 from outrider.messages import ReplicaDescription
-from outrider.speculation.decision import survival
-from outrider.speculation.drafting import count_levels, draw_quantised
-from outrider.speculation.noise_rows import NoiseBatch
-from outrider.speculation.sampling import Rule
+from outrider.speculation.accept_reject import survival
+from outrider.speculation.draft_sampling import count_levels, draw_quantised
+from outrider.speculation.random_batches import NoiseBatch
+from outrider.speculation.sampling_params import Rule
 from outrider.speculation.verification import DraftRows, score_rows
 
 PAIR = flat_pair([0.2, 0.3, 0.5], [0.6, 0.3, 0.1])
@@ -147,7 +147,7 @@ def test_times_that_tell_of_the_next_proposal_leave_the_law(
 ) -> None:
     """False alarm 1e-6. A length that is chosen when those times are known is found."""
     assert not behind_slow_drafts(rule).rejects
-    monkeypatch.setattr("coordinator.length_control.LengthControl", ChosenLate)
+    monkeypatch.setattr("coordinator.draft_length.controller.LengthControl", ChosenLate)
     assert behind_slow_drafts(rule).rejects
 
 

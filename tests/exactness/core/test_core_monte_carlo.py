@@ -22,8 +22,8 @@ from core_rounds import (
 )
 from core_toys import ToyPair, random_pair, sampling_pair
 
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import target_probabilities
+from outrider.speculation.logits_processing import target_probabilities
+from outrider.speculation.sampling_params import Rule, SamplingParams
 
 pytestmark = pytest.mark.xdist_group("monte-carlo")
 

@@ -25,12 +25,12 @@ from core_toys import ToyPair, flat_pair, sampling_pair
 
 from outrider.errors import InvariantError
 from outrider.speculation import verification
-from outrider.speculation.decision import decide
-from outrider.speculation.drafting import count_levels, draw_quantised
-from outrider.speculation.noise import Stream
-from outrider.speculation.noise_rows import NoiseBatch
+from outrider.speculation.accept_reject import decide
+from outrider.speculation.draft_sampling import count_levels, draw_quantised
 from outrider.speculation.philox import RowKeys, WordArray
-from outrider.speculation.sampling import Rule
+from outrider.speculation.random_batches import NoiseBatch
+from outrider.speculation.random_streams import Stream
+from outrider.speculation.sampling_params import Rule
 from outrider.speculation.verdict import Verdict
 
 NUM_SEQUENCES = 200_000
@@ -106,7 +106,7 @@ def test_mutant_absolute_keys_under_token():
 def test_mutant_absolute_keys_under_lengths_that_the_coordinator_chooses(monkeypatch):
     """The real choice of lengths follows thrown-away slots closely enough to show it, if it is made
     when a round begins: settled a round earlier, it can hardly read a slot that is drawn again."""
-    monkeypatch.setattr("coordinator.length_control.LengthControl", ChosenLate)
+    monkeypatch.setattr("coordinator.draft_length.controller.LengthControl", ChosenLate)
     seeds = seeds_of(16_000, 7)
     rejected = []
     for broken in (Broken(noise=AbsolutePlaces), EXACT):

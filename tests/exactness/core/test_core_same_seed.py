@@ -8,12 +8,12 @@ import pytest
 import torch
 from exactness.law import FALSE_ALARM, fit
 
-from outrider.drafting.drafter import DraftRequest
-from outrider.drafting.suffix import SuffixDrafter
-from outrider.speculation.decision import decide
-from outrider.speculation.noise import RoundNoise
+from outrider.drafters.drafter import DraftRequest
+from outrider.drafters.suffix import SuffixDrafter
+from outrider.speculation.accept_reject import decide
 from outrider.speculation.proposal import Proposal
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import score
 
 PROMPT = (7, 8, 9)

@@ -15,13 +15,14 @@ from core_rounds import cells_of
 from core_toys import ToyPair, flat_pair, random_pair, sampling_pair
 
 from outrider.errors import InvariantError
-from outrider.speculation import decision, noise
-from outrider.speculation.decision import decide
-from outrider.speculation.drafting import draw_from_logits, draw_siblings
-from outrider.speculation.noise import RoundNoise
+from outrider.speculation import accept_reject as decision
+from outrider.speculation import random_streams as noise
+from outrider.speculation.accept_reject import decide
+from outrider.speculation.draft_sampling import draw_from_logits, draw_siblings
+from outrider.speculation.logits_processing import NO_HISTORY
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import NO_HISTORY
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.trees import DraftTree, comb, draft_tree
 from outrider.speculation.verdict import Verdict
 from outrider.speculation.verification import score, tree_law, verdict_from_logits

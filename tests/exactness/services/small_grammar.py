@@ -9,12 +9,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from outrider.constraints.constraint import Constraint
-from outrider.constraints.grammars import Grammars, GrammarTokenizer
-from outrider.constraints.matching import PrefixMatcher
+from outrider.grammar.compiler import Grammars, GrammarTokenizer
+from outrider.grammar.constraint import Constraint
+from outrider.grammar.matcher import PrefixMatcher
+from outrider.speculation.logits_processing import target_probabilities
 from outrider.speculation.masking import masked_logits
-from outrider.speculation.sampling import SamplingParams
-from outrider.speculation.transforms import target_probabilities
+from outrider.speculation.sampling_params import SamplingParams
 
 END = 3
 """Ends the text."""

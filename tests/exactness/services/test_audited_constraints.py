@@ -10,9 +10,9 @@ from constrained import CONSTRAINTS, EndingEngine, grammars, hf_tokenizer
 from stack import running_stack
 from test_audited_sessions import Heard, z
 
-from outrider.generation import GenerateRequest
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.text import TokenizerText
+from outrider.request import GenerateRequest
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.tokenizer import TokenizerText
 
 NUM_SESSIONS = 12
 REQUEST = GenerateRequest(

@@ -13,24 +13,24 @@ import pytest
 from stack import PATIENCE
 from toy_engine import ToyEngine
 
-import coordinator.auditing
-import target_service.scoring
+import coordinator.audit
+import target_service.verifier
 from coordinator.options import CoordinatorOptions
-from coordinator.request import RequestDefaults
+from coordinator.requests.validation import RequestDefaults
 from coordinator.service import CoordinatorService
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
-from outrider.drafting.ngram import NgramDrafter
-from outrider.engine.executor import InlineExecutor
-from outrider.generation import GenerateRequest, Tokens
+from outrider.drafters.ngram import NgramDrafter
 from outrider.limits import AUDITS_CHOSEN_MAX, NUM_DRAFT_TOKENS_MAX
+from outrider.replica.executor import InlineExecutor
+from outrider.request import GenerateRequest, Tokens
 from outrider.sessions.memory_store import MemoryStore
-from outrider.speculation.audit_sums import NOTHING_AUDITED, AuditSums
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.audit_totals import NOTHING_AUDITED, AuditSums
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
 from outrider.speculation.verification import Question, verdicts_from_logits
 from outrider.telemetry.observer import AuditOutcome, Observation
-from outrider.wire.memory_link import MemoryLink
+from outrider.transport.memory_link import MemoryLink
 from target_service.service import TargetService
 
 VOCAB = 7
@@ -172,7 +172,7 @@ def _changed(question: Question, **params: float) -> Question:
 def test_planted_faults_are_far_beyond_chance(
     rule: Rule, fault: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(target_service.scoring, "verdicts_from_logits", fault)
+    monkeypatch.setattr(target_service.verifier, "verdicts_from_logits", fault)
     sums = audited(rule, SamplingParams(temperature=1.0))
     assert abs(z(sums)) > 8
 
@@ -180,13 +180,13 @@ def test_planted_faults_are_far_beyond_chance(
 def test_tokens_that_a_filter_should_have_cut_are_impossible(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(target_service.scoring, "verdicts_from_logits", without_top_p)
+    monkeypatch.setattr(target_service.verifier, "verdicts_from_logits", without_top_p)
     sums = audited(Rule.TOKEN, SamplingParams(top_p=0.8), num=4)
     assert sums.num_impossible > 0.05 * sums.num_tokens
 
 
 def test_greedy_tokens_of_the_draft_are_unlikely(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target_service.scoring, "verdicts_from_logits", all_accepted)
+    monkeypatch.setattr(target_service.verifier, "verdicts_from_logits", all_accepted)
     sums = audited(None, SamplingParams(temperature=0.0), num=4)
     assert sums.num_unlikely > 0.3 * sums.num_tokens
 
@@ -265,8 +265,8 @@ def test_a_target_whose_seats_are_taken_is_left_alone(
 ) -> None:
     """Until one is free, but not for ever."""
     if not is_patient:
-        monkeypatch.setattr(coordinator.auditing, "SEATS_LOOKS", 1)
-        monkeypatch.setattr(coordinator.auditing, "SEATS_PERIOD_S", 0.01)
+        monkeypatch.setattr(coordinator.audit, "SEATS_LOOKS", 1)
+        monkeypatch.setattr(coordinator.audit, "SEATS_PERIOD_S", 0.01)
     heard = Heard()
 
     async def main() -> None:

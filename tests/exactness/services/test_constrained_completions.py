@@ -15,15 +15,15 @@ from constrained import SCHEMA, eos, grammars, hf_tokenizer
 from models import tiny_config, tiny_module
 from stack import Stack, running_stack
 
-from outrider.constraints.constraint import Constraint
-from outrider.drafting.ngram import NgramDrafter
+from outrider.drafters.ngram import NgramDrafter
 from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import BadRequest
-from outrider.generation import GenerateRequest
+from outrider.grammar.constraint import Constraint
+from outrider.request import GenerateRequest
 from outrider.sessions.store import FinishReason
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.text import TokenizerText
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.tokenizer import TokenizerText
 
 VOCAB, LENGTH = 320, 256
 PROMPT = tuple(range(60, 68))

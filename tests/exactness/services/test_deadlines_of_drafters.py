@@ -18,26 +18,26 @@ from toy_engine import ToyEngine, toy_logits
 
 from draft_service import model_drafter
 from draft_service.eagle_drafter import EagleDrafter
-from draft_service.look_ahead import LookAheadLimits
+from draft_service.lookahead import LookAheadLimits
 from draft_service.model_drafter import Branch, ModelDrafter
-from draft_service.proposing import Proposer
-from outrider.drafting import growing_rounds
-from outrider.drafting.deadline import DraftDeadline
-from outrider.drafting.growing_rounds import GrowingRound, RoundWanted
-from outrider.drafting.ngram import NgramDrafter
+from draft_service.worker import Proposer
+from outrider.drafters import autoregressive_draft as growing_rounds
+from outrider.drafters.autoregressive_draft import GrowingRound, RoundWanted
+from outrider.drafters.deadline import DraftDeadline
+from outrider.drafters.ngram import NgramDrafter
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
-from outrider.engine.token_budget import TokenBudget
-from outrider.features import Features
+from outrider.hidden_states import Features
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
 from outrider.messages import DraftItem, ProposalReply
-from outrider.speculation.decision import decide
-from outrider.speculation.noise import RoundNoise
+from outrider.replica.step_request import Answers
+from outrider.replica.token_budget import TokenBudget
+from outrider.speculation.accept_reject import decide
+from outrider.speculation.logits_processing import NO_HISTORY, target_probabilities
 from outrider.speculation.proposal import Proposal
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import NO_HISTORY, target_probabilities
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import verdict_from_logits
-from outrider.work import Answers
 from target_service.actor import self_drafter_of
 from target_service.self_drafting import NextRound
 

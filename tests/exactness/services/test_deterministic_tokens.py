@@ -17,13 +17,13 @@ from stack import Stack, running_stack
 from outrider.engine.cpu.kernels import KernelsUnavailable
 from outrider.engine.cpu.pace import load_pace
 from outrider.engine.interface import ModelInfo, SequenceStep
-from outrider.engine.loading import load_model
-from outrider.engine.modules.swaps import speed_up
 from outrider.engine.paged_engine import PagedEngine
-from outrider.engine.sources import resolve_model
-from outrider.generation import GenerateRequest
-from outrider.speculation.sampling import SamplingParams
-from outrider.text import TokenizerText
+from outrider.models.loading import load_model
+from outrider.models.module_replacement import speed_up
+from outrider.models.sources import resolve_model
+from outrider.request import GenerateRequest
+from outrider.speculation.sampling_params import SamplingParams
+from outrider.tokenizer import TokenizerText
 
 NUM_DRAFT_TOKENS = (0, 3, 8)
 NUM_SESSIONS = 8

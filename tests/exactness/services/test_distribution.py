@@ -31,22 +31,22 @@ from models import (
 from small_grammar import CONSTRAINT, END, constrained_law, grammars, letters
 from stack import RARE, Stack, running_stack
 
-from coordinator.round_costs import RoundCosts
+from coordinator.draft_length.round_cost import RoundCosts
 from draft_service.eagle_drafter import EagleDrafter
-from outrider.drafting.lookup import LookupDrafter
-from outrider.drafting.ngram import NgramDrafter
-from outrider.drafting.registry import LookupKind
-from outrider.drafting.suffix import SuffixConfig, SuffixDrafter
+from outrider.drafters.lookup import LookupDrafter
+from outrider.drafters.names import LookupKind
+from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.suffix import SuffixConfig, SuffixDrafter
 from outrider.engine.interface import ModelInfo
-from outrider.engine.modules.swaps import speed_up
 from outrider.engine.paged_engine import PagedEngine
-from outrider.generation import GenerateRequest
 from outrider.limits import DRAFT_SUPPORT_ENTRIES
-from outrider.speculation.noise import Place, RoundNoise
-from outrider.speculation.noise_rows import NoiseBatch
+from outrider.models.module_replacement import speed_up
+from outrider.request import GenerateRequest
 from outrider.speculation.philox import WordArray
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.text import TokenizerText
+from outrider.speculation.random_batches import NoiseBatch
+from outrider.speculation.random_streams import Place, RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.tokenizer import TokenizerText
 from target_service.actor import self_drafter_of
 
 DETECTS = 0.05

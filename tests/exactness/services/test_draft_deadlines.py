@@ -16,32 +16,32 @@ import torch
 from exactness.law import FALSE_ALARM, fit
 from toy_engine import ToyEngine, toy_logits
 
-from coordinator import draft_side
-from coordinator.asking import HeadWriter, Patience
-from coordinator.draft_side import DraftSide
-from coordinator.replicas import Berth, ReplicaPool
-from draft_service.look_ahead import LookAheadLimits
+from coordinator.routing import draft_client as draft_side
+from coordinator.routing.draft_client import DraftSide
+from coordinator.routing.replica_pool import Berth, ReplicaPool
+from coordinator.routing.request_header import HeadWriter, Patience
+from draft_service.lookahead import LookAheadLimits
 from draft_service.model_drafter import ModelDrafter
-from draft_service.proposing import Proposer
 from draft_service.service import DraftService
+from draft_service.worker import Proposer
 from outrider.clock import run_virtually
-from outrider.constraints.allowed import TokenMask
-from outrider.constraints.constraint import Constraint
-from outrider.drafting.deadline import DraftDeadline
-from outrider.engine.executor import InlineExecutor
-from outrider.engine.token_budget import TokenBudget
+from outrider.drafters.deadline import DraftDeadline
 from outrider.errors import LinkLost, Overloaded
+from outrider.grammar.constraint import Constraint
+from outrider.grammar.token_mask import TokenMask
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply, Refused, ReplicaDescription
+from outrider.replica.executor import InlineExecutor
+from outrider.replica.token_budget import TokenBudget
 from outrider.sessions.state import Session
 from outrider.sessions.store import NewSession
-from outrider.speculation.decision import decide
+from outrider.speculation.accept_reject import decide
+from outrider.speculation.logits_processing import NO_HISTORY, target_probabilities
 from outrider.speculation.masking import masked_logits, row_masks
-from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import NO_HISTORY, target_probabilities
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import verdict_from_logits
-from outrider.wire.memory_link import MemoryLink
+from outrider.transport.memory_link import MemoryLink
 
 PROMPT, VOCAB, END, K = (0, 1, 2), 3, 2, 4
 TARGET_SALT, DRAFT_SALT = 10, 4

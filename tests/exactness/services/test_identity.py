@@ -18,17 +18,17 @@ from models import depth_cut, tiny_config, tiny_exit, tiny_heads, tiny_module, t
 from paged_engines import WatchedEngine
 from stack import Stack, running_stack
 
-from outrider.drafting.suffix import SuffixDrafter
+from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.interface import ModelInfo, SequenceStep
-from outrider.engine.loading import load_model
-from outrider.engine.modules.swaps import speed_up
-from outrider.engine.sources import resolve_model
-from outrider.engine.trained_drafters import load_drafter
-from outrider.generation import GenerateRequest
 from outrider.limits import DRAFT_SUPPORT_ENTRIES, PAGE_SIZE
+from outrider.models.loading import load_model
+from outrider.models.module_replacement import speed_up
+from outrider.models.sources import resolve_model
+from outrider.models.student_checkpoint import load_drafter
+from outrider.request import GenerateRequest
 from outrider.speculation.proposal import Proposal
-from outrider.speculation.sampling import SamplingParams
-from outrider.text import TokenizerText
+from outrider.speculation.sampling_params import SamplingParams
+from outrider.tokenizer import TokenizerText
 from target_service.actor import self_drafter_of
 from target_service.self_drafting import NextRound, SelfDrafter
 

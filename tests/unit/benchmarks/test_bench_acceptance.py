@@ -40,17 +40,17 @@ from benchmarks.acceptance_reading import (
     write,
 )
 from deploy.cli.main import main
-from outrider.drafting.ngram import NgramDrafter
-from outrider.drafting.suffix import SuffixDrafter
+from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError
-from outrider.speculation.acceptance import conditional_acceptance
-from outrider.speculation.drafting import quantise
+from outrider.speculation.draft_sampling import quantise
+from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.logits_processing import target_probabilities
 from outrider.speculation.proposal import COUNT_TOTAL
-from outrider.speculation.reduced import ReducedVocabulary
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import target_probabilities
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.text_acceptance import conditional_acceptance
 
 VOCAB_SIZE = 16
 SALT = 11

@@ -16,7 +16,7 @@ from deploy.cli.main import main
 from outrider.clock import run_virtually
 from outrider.messages import DraftItem
 from outrider.sessions.store import Append, CacheState, Counters
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 
 def draft_item(session: int, round_index: int = 1) -> DraftItem:

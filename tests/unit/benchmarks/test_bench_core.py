@@ -17,8 +17,8 @@ from benchmarks.core import (
 )
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.errors import ConfigError
-from outrider.speculation.sampling import Rule
-from outrider.speculation.transforms import target_probabilities
+from outrider.speculation.logits_processing import target_probabilities
+from outrider.speculation.sampling_params import Rule
 from outrider.speculation.verification import Question, score, verdicts_from_logits
 
 VOCAB_SIZE = 512

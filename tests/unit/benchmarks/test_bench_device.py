@@ -13,7 +13,7 @@ from recorded_work import CountingRecorder, attend_by_tables
 
 from benchmarks.device import DeviceOptions, DeviceReport, main, render
 from benchmarks.device_steps import copy_speed, measure, random_llama
-from outrider.engine.cuda.acceleration import Acceleration
+from outrider.engine.cuda.backend import Acceleration
 from outrider.errors import SettingError
 
 SIZES = {

@@ -33,10 +33,10 @@ from benchmarks.emulate_scenarios import (
 from deploy.cli.main import main
 from outrider.engine.emulated_spec import SCHEME, EmulatedSpec
 from outrider.errors import Unavailable
-from outrider.generation import Event, Finished, Metrics, RoundReport, Started, Tokens, Usage
+from outrider.request import Event, Finished, Metrics, RoundReport, Started, Tokens, Usage
 from outrider.sessions.store import FinishReason
-from outrider.speculation.decision import Origin
-from outrider.speculation.sampling import Rule
+from outrider.speculation.accept_reject import Origin
+from outrider.speculation.sampling_params import Rule
 
 SCENARIO = SCENARIOS["70b-1b"]
 TINY = replace(

@@ -10,7 +10,7 @@ from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.engine.interface import SequenceStep
 from outrider.errors import InvariantError
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 NUM_CONTEXTS = 4_000
 

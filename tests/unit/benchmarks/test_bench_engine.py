@@ -19,11 +19,11 @@ from benchmarks.engine_steps import GENERIC_SHAPE, alternately, generic_step_tim
 from benchmarks.engine_waits import Waits
 from deploy.cli.main import main
 from outrider.clock import run_virtually
-from outrider.engine.executor import InlineExecutor
 from outrider.errors import InvariantError, SettingError, Unavailable
 from outrider.limits import ANSWERS_HELD_MS, RUN_AHEAD_ROUNDS_MAX
 from outrider.messages import VerifyAnswer, VerifyItem
-from outrider.wire.memory_link import MemoryLink
+from outrider.replica.executor import InlineExecutor
+from outrider.transport.memory_link import MemoryLink
 from target_service.service import TargetService
 
 SALT = 1

@@ -19,11 +19,11 @@ from benchmarks.engine_waits import (
     measure_waits,
 )
 from outrider.clock import run_virtually
-from outrider.engine.costs import StepCosts
-from outrider.engine.executor import InlineExecutor
-from outrider.engine.token_budget import STEP_GROWTH_MAX
+from outrider.engine.step_costs import StepCosts
 from outrider.messages import VerifyAnswer, VerifyItem
-from outrider.wire.memory_link import MemoryLink
+from outrider.replica.executor import InlineExecutor
+from outrider.replica.token_budget import STEP_GROWTH_MAX
+from outrider.transport.memory_link import MemoryLink
 from target_service.service import TargetService
 
 VOCAB_SIZE = 64

@@ -18,7 +18,7 @@ from benchmarks.hits_rounds import measure
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
 from outrider.errors import SettingError
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 
 def engines_of(deviation: float) -> tuple[EmulatedEngine, EmulatedEngine]:

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.identity import Identity, passes
 from benchmarks.prompts import BenchPrompt
-from outrider.generation import GenerateRequest
-from outrider.speculation.sampling import Rule
+from outrider.request import GenerateRequest
+from outrider.speculation.sampling_params import Rule
 
 PROMPTS = [BenchPrompt(text, "other") for text in ("a", "b")]
 

@@ -11,7 +11,7 @@ from benchmarks.prompts import WARM_UP_PROMPTS, BenchPrompt
 from outrider.clock import run_virtually
 from outrider.errors import InvariantError, OutriderError, Unavailable
 from outrider.limits import SEED_MAX
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 PROMPTS = tuple(BenchPrompt(f"p{index}", "a") for index in range(5))
 WARM_UPS = tuple(prompt.text for prompt in WARM_UP_PROMPTS)

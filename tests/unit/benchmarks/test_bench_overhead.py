@@ -32,8 +32,8 @@ from outrider.messages import (
     VerifyItem,
 )
 from outrider.sessions.store import Append, CacheState, Counters
-from outrider.speculation.sampling import Rule
-from outrider.wire import codecs
+from outrider.speculation.sampling_params import Rule
+from outrider.transport import stream_codecs as codecs
 
 MS = 1_000_000
 STEP_MS = 20.0

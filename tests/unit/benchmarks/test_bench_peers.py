@@ -27,9 +27,9 @@ from benchmarks.peers_servers import HttpSide, ServerProcess
 from benchmarks.prompts import BenchPrompt
 from benchmarks.references import ReferenceDrafter, ReferenceModel
 from benchmarks.speedup import Subject
-from outrider.engine.sources import resolve_model
 from outrider.errors import ConfigError, SettingError, Unavailable
-from outrider.speculation.sampling import Rule
+from outrider.models.sources import resolve_model
+from outrider.speculation.sampling_params import Rule
 
 GREEDY = Decoding(max_tokens=40, temperature=0.0, rule=Rule.GREEDY, seed=0, num_draft_tokens=5)
 

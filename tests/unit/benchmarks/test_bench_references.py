@@ -15,7 +15,7 @@ from benchmarks.reference_process import EngineDecoder, LibraryDecoder
 from benchmarks.references import ReferenceModel, ReferenceProcess, reference_environment
 from outrider.engine.interface import ModelInfo
 from outrider.errors import ConfigError, Unavailable
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 VOCAB_SIZE = 32
 PROMPT = BenchPrompt("The quick brown fox", "chat")

@@ -15,8 +15,8 @@ from benchmarks import scaling
 from benchmarks.scaling import STEP_SESSIONS, ScalingOptions
 from outrider.clock import run_virtually
 from outrider.errors import SettingError, Unavailable
-from outrider.fleet.registry import Role
-from outrider.generation import RoundReport, Tokens
+from outrider.registry.registry import Role
+from outrider.request import RoundReport, Tokens
 
 ROUND_S = 0.1
 

@@ -19,9 +19,9 @@ from benchmarks.speedup import (
     run,
 )
 from outrider.errors import ConfigError, Unavailable
-from outrider.generation import ChatMessage, GenerateRequest, Metrics
+from outrider.request import ChatMessage, GenerateRequest, Metrics
 from outrider.sessions.store import FinishReason
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 
 def parse(*words: str) -> SpeedupOptions:

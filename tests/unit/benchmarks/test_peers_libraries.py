@@ -23,7 +23,7 @@ from benchmarks.peers_libraries import (
 )
 from benchmarks.prompts import BenchPrompt
 from outrider.errors import ConfigError
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 PROMPTS = [BenchPrompt(f"{first}", "chat") for first in (1, 11, EOS - 2)]
 TOKEN_IDS = {prompt.text: [5, int(prompt.text)] for prompt in PROMPTS}

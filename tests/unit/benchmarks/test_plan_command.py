@@ -14,7 +14,7 @@ from recorded import record
 from deploy.cli.main import main
 from deploy.cli.plan import DECIDED, add_arguments
 from deploy.cli.settings import deployment_config, flags_again, public_settings, with_flags
-from deploy.state import publish, state_directory
+from deploy.fleet.local_state import publish, state_directory
 from outrider.config import load_config
 
 

@@ -27,20 +27,20 @@ from benchmarks.plan_validation import Trial
 from benchmarks.prompts import BenchPrompt
 from draft_service.model_drafter import ModelDrafter
 from outrider.config import load_config
-from outrider.drafting.drafter import DraftRequest
-from outrider.drafting.ngram import NgramDrafter
-from outrider.drafting.suffix import SuffixDrafter
-from outrider.engine.costs import StepCosts
+from outrider.drafters.drafter import DraftRequest
+from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.interface import SequenceStep
+from outrider.engine.step_costs import StepCosts
 from outrider.errors import SettingError
 from outrider.planning.fitting import Line
 from outrider.planning.replay import total
 from outrider.planning.round_times import Load, ServiceTimes
-from outrider.speculation.decision import decide
-from outrider.speculation.noise import RoundNoise
+from outrider.speculation.accept_reject import decide
+from outrider.speculation.logits_processing import NO_HISTORY
 from outrider.speculation.proposal import EMPTY_PROPOSAL
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import NO_HISTORY
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import verdict_from_logits
 
 VOCAB_SIZE = 12

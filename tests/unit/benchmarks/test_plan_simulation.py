@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.simulated_pair import of_numbers, of_report
 from deploy.cli.main import main
-from outrider.engine.costs import StepCosts
+from outrider.engine.step_costs import StepCosts
 from outrider.errors import SettingError
 from outrider.planning.fitting import Line
 

@@ -12,7 +12,7 @@ from constrained import tokens
 
 from benchmarks.structured import Mode, ModeReport, _asked, _is_valid, _missed
 from benchmarks.structured_prompts import TASKS
-from outrider.constraints.constraint import Constraint
+from outrider.grammar.constraint import Constraint
 
 
 def asked(**options: Any) -> list[tuple[dict[str, Any], str]]:

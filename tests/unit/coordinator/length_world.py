@@ -9,11 +9,11 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from coordinator.length_control import LengthControl, LengthControls
-from coordinator.lengths import PlayedRound, RoundLength
-from outrider.engine.costs import StepCosts
+from coordinator.draft_length.controller import LengthControl, LengthControls
+from coordinator.draft_length.policy import PlayedRound, RoundLength
+from outrider.engine.step_costs import StepCosts
 from outrider.messages import ReplicaDescription
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 BOUND = 8
 RUN_AHEAD = 8

@@ -16,15 +16,15 @@ from test_sides import (
     with_draft,
 )
 
-from coordinator.asking import HeadWriter
-from coordinator.draft_side import DraftSide
+from coordinator.routing.draft_client import DraftSide
+from coordinator.routing.request_header import HeadWriter
 from outrider.clock import run_virtually
 from outrider.messages import ProposalReply
 from outrider.sessions.state import Session
 from outrider.sessions.store import NewSession
-from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import SealedProposal
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 
 
 def test_a_draft_that_sends_more_than_was_asked_for_is_not_believed() -> None:

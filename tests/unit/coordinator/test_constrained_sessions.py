@@ -10,23 +10,23 @@ from typing import Any
 
 import pytest
 from constrained import CONSTRAINTS, EndingEngine, eos, grammar, grammars, hf_tokenizer
-from test_resuming import nobody, taken, tokens_of
+from test_recovery import nobody, taken, tokens_of
 from test_service import PATIENCE
 
-from coordinator.request import RequestDefaults
+from coordinator.requests.validation import RequestDefaults
 from coordinator.service import CoordinatorOptions, CoordinatorService
 from draft_service.service import DraftService
-from outrider.constraints.constraint import Constraint
-from outrider.constraints.matching import PrefixMatcher
-from outrider.drafting.ngram import NgramDrafter
-from outrider.engine.executor import InlineExecutor
+from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import BadRequest
-from outrider.generation import Finished, GenerateRequest, ResumeRequest
+from outrider.grammar.constraint import Constraint
+from outrider.grammar.matcher import PrefixMatcher
+from outrider.replica.executor import InlineExecutor
+from outrider.request import Finished, GenerateRequest, ResumeRequest
 from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.store import FinishReason
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.text import TokenizerText
-from outrider.wire.memory_link import MemoryLink
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.tokenizer import TokenizerText
+from outrider.transport.memory_link import MemoryLink
 from target_service.service import TargetService
 
 REQUEST = GenerateRequest(

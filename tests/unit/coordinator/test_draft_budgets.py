@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_sides import NOISE, PATIENCE, ScriptedLink, proposal, refuse, with_draft
 
-from coordinator.draft_side import DraftSide
+from coordinator.routing.draft_client import DraftSide
 from outrider.errors import DeadlineExceeded, LinkLost
 from outrider.messages import ProposalReply, Resync
 from outrider.sessions.state import Session

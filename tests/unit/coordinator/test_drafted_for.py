@@ -10,8 +10,8 @@ import pytest
 from test_pushed_proposals import pushed
 from test_sides import NOISE, PATIENCE, ScriptedLink, StandIn, berth, heads, session
 
-from coordinator.draft_side import DraftSide
-from coordinator.drafts import Drafted
+from coordinator.routing.draft_client import DraftSide
+from coordinator.routing.drafts import Drafted
 from outrider.clock import run_virtually
 from outrider.messages import ProposalReply
 from outrider.sessions.store import Counters

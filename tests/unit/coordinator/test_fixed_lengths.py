@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.lengths import FixedLength, RoundLength
+from coordinator.draft_length.policy import FixedLength, RoundLength
 
 RUN_AHEAD = 8
 

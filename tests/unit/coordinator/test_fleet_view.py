@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from coordinator.fleet_view import FleetView, SeenReplica
-from coordinator.replicas import ReplicaPool
-from coordinator.roster import READ_PERIOD_S, Peers, Roster
+from coordinator.routing.discovery import READ_PERIOD_S, Peers, Roster
+from coordinator.routing.fleet_view import FleetView, SeenReplica
+from coordinator.routing.replica_pool import ReplicaPool
 from outrider.errors import StoreUnavailable
-from outrider.fleet.figures import Figures
-from outrider.fleet.registry import MemoryRegistry, ReplicaRecord, Role
 from outrider.messages import ReplicaDescription
+from outrider.registry.load import Figures
+from outrider.registry.registry import MemoryRegistry, ReplicaRecord, Role
 
 FIGURES = Figures(tokens_per_second=80.0)
 

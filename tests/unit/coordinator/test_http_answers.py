@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from models import byte_fallback_tokenizer, byte_level_tokenizer
 
-from coordinator.http.answers import Answer, Chunks, Json, Shape
-from coordinator.http.bodies import ChatBody, CompletionBody
-from coordinator.http.chat import ChatShape, translate_chat
-from coordinator.http.completions import CompletionShape, translate_completion
-from coordinator.http.errors import error_body, error_response, meant
-from coordinator.http.rendering import to_json
-from coordinator.http.translation import Asked
+from coordinator.http_api.answers import Answer, Chunks, Json, Shape
+from coordinator.http_api.bodies import ChatBody, CompletionBody
+from coordinator.http_api.chat import ChatShape, translate_chat
+from coordinator.http_api.completions import CompletionShape, translate_completion
+from coordinator.http_api.errors import error_body, error_response, meant
+from coordinator.http_api.rendering import to_json
+from coordinator.http_api.translation import Asked
 from outrider.errors import (
     BadRequest,
     DataLoss,
@@ -28,12 +28,12 @@ from outrider.errors import (
     Unauthenticated,
     Unavailable,
 )
-from outrider.generation import Event, Finished, Metrics, RoundReport, Started, Tokens, Usage
 from outrider.messages import PositionLogprobs
+from outrider.request import Event, Finished, Metrics, RoundReport, Started, Tokens, Usage
 from outrider.sessions.store import FinishReason
-from outrider.speculation.decision import Origin
-from outrider.speculation.sampling import Rule
-from outrider.text import TokenizerText
+from outrider.speculation.accept_reject import Origin
+from outrider.speculation.sampling_params import Rule
+from outrider.tokenizer import TokenizerText
 
 TEXT = TokenizerText(byte_level_tokenizer(), "toy")
 NOTHING = float("-inf")

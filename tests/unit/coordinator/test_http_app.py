@@ -11,18 +11,18 @@ from typing import Any
 import httpx
 import pytest
 
-from coordinator.http.app import build_app
-from coordinator.http.health import KEPT_S, SLOW_S, WELL_S, KeptHealth
-from coordinator.http.serving import Generations
-from coordinator.request import RequestDefaults, ServedModel
+from coordinator.http_api.app import build_app
+from coordinator.http_api.health import KEPT_S, SLOW_S, WELL_S, KeptHealth
+from coordinator.http_api.serving import Generations
+from coordinator.requests.validation import RequestDefaults, ServedModel
 from outrider.clock import run_virtually
 from outrider.errors import BadRequest, Overloaded, Unavailable
-from outrider.generation import Event, Finished, GenerateRequest, Metrics, Started, Tokens, Usage
 from outrider.limits import TRACEPARENT_CHARS_MAX
+from outrider.request import Event, Finished, GenerateRequest, Metrics, Started, Tokens, Usage
 from outrider.security.gate import OPEN
 from outrider.sessions.store import FinishReason
-from outrider.speculation.decision import Origin
-from outrider.speculation.sampling import Rule
+from outrider.speculation.accept_reject import Origin
+from outrider.speculation.sampling_params import Rule
 
 STARTED = Started("1" * 32, "m", 1, Rule.TOKEN, num_prompt_tokens=2)
 TOKENS = Tokens(0, (7,), "a", (Origin.BONUS,), ())
@@ -157,7 +157,7 @@ async def test_health_is_asked_for_once_a_second(monkeypatch: pytest.MonkeyPatch
             found = await asyncio.gather(*(http.get("/health") for _ in range(8)))
             assert {one.status_code for one in found} == {200}
         assert service.num_asked == 2
-        monkeypatch.setattr("coordinator.http.health.KEPT_S", -1.0)
+        monkeypatch.setattr("coordinator.http_api.health.KEPT_S", -1.0)
         await asyncio.sleep(1.05)
         for number in (3, 4):
             found = await asyncio.gather(*(http.get("/health") for _ in range(8)))
@@ -342,7 +342,7 @@ async def test_a_client_that_goes_before_its_first_byte_has_no_status(stream: bo
 async def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """What has begun to come counts until it is whole, or given up; one too many may try again."""
     body = json.dumps(BODY).encode()
-    monkeypatch.setattr("coordinator.http.app.HTTP_BODIES_BYTES_MAX", 2 * len(body))
+    monkeypatch.setattr("coordinator.http_api.app.HTTP_BODIES_BYTES_MAX", 2 * len(body))
     app = build_app(Service(STARTED, TOKENS, FINISHED), asyncio.Event(), None)  # type: ignore[arg-type]
 
     async def status() -> int | None:
@@ -377,7 +377,7 @@ async def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyP
             for event in (STARTED, TOKENS, FINISHED):
                 yield event
 
-    monkeypatch.setattr("coordinator.http.app.HTTP_BODY_S_MAX", 0.1)
+    monkeypatch.setattr("coordinator.http_api.app.HTTP_BODY_S_MAX", 0.1)
     app = build_app(Slow(), asyncio.Event(), None)  # type: ignore[arg-type]
     client = RawClient(app)
     client.put(b"{")

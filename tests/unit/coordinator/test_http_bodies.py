@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.http.app import build_app
-from coordinator.http.reading import read_body
-from coordinator.request import RequestDefaults, ServedModel
+from coordinator.http_api.app import build_app
+from coordinator.http_api.reading import read_body
+from coordinator.requests.validation import RequestDefaults, ServedModel
 from outrider.errors import BadRequest
-from outrider.generation import Event
 from outrider.limits import (
     CHAT_MESSAGES_MAX,
     CHAT_PARTS_MAX,
@@ -25,6 +24,7 @@ from outrider.limits import (
     HTTP_VALUES_MAX,
     LOGIT_BIAS_ENTRIES_MAX,
 )
+from outrider.request import Event
 
 GAP_S = 0.25
 """CPU that may pass between two turns of the loop; a lease wants to be renewed every 0.5 s."""

@@ -17,10 +17,10 @@ from made_certificates import Made
 from test_http_server import FINISHED, STARTED, WAIT_S, Service, serving, trusting
 
 from coordinator.actor import _report_health
-from coordinator.http.connections import OpenConnections
-from coordinator.http.server import HttpOptions, HttpServer
-from coordinator.http.shown_certificate import TlsFiles
-from outrider.generation import Event
+from coordinator.http_api.connections import OpenConnections
+from coordinator.http_api.server import HttpOptions, HttpServer
+from coordinator.http_api.shown_certificate import TlsFiles
+from outrider.request import Event
 from outrider.security.gate import gate_of
 
 KEY = "0123456789abcdef0123"
@@ -39,13 +39,13 @@ Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @pytest.fixture(autouse=True)
 def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.http.connections.HTTP_CONNECTIONS_MAX", NUM_PLACES)
+    monkeypatch.setattr("coordinator.http_api.connections.HTTP_CONNECTIONS_MAX", NUM_PLACES)
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a second for headers."""
-    monkeypatch.setattr("coordinator.http.connections.HTTP_HEADERS_S", HEADERS_S)
+    monkeypatch.setattr("coordinator.http_api.connections.HTTP_HEADERS_S", HEADERS_S)
 
 
 @asynccontextmanager
@@ -202,7 +202,7 @@ async def test_a_connection_between_requests_stays() -> None:
 
 async def test_a_body_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its place is free long before the time for the whole body is over."""
-    monkeypatch.setattr("coordinator.http.app.HTTP_BODY_PART_S_MAX", HEADERS_S)
+    monkeypatch.setattr("coordinator.http_api.app.HTTP_BODY_PART_S_MAX", HEADERS_S)
     async with serving(Service(), gate=GATE) as port:
         async with connected(port) as pair:
             began = time.monotonic()

@@ -13,18 +13,18 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from coordinator.http.app import OPEN_PATHS, build_app
-from coordinator.request import RequestDefaults, ServedModel
+from coordinator.http_api.app import OPEN_PATHS, build_app
+from coordinator.requests.validation import RequestDefaults, ServedModel
 from outrider.errors import Overloaded, StoreUnavailable, Unavailable
-from outrider.fleet.figures import NO_FIGURES
-from outrider.generation import Event, Finished, Metrics, Started, Tokens, Usage
+from outrider.registry.load import NO_FIGURES
+from outrider.request import Event, Finished, Metrics, Started, Tokens, Usage
 from outrider.security.callers import Caller
 from outrider.security.gate import Gate
 from outrider.security.key_file import KeyFile, add_key
 from outrider.security.limits import Limiter, rate_exceeded
 from outrider.sessions.store import FinishReason
-from outrider.speculation.decision import Origin
-from outrider.speculation.sampling import Rule
+from outrider.speculation.accept_reject import Origin
+from outrider.speculation.sampling_params import Rule
 
 STARTED = Started("1" * 32, "m", 1, Rule.TOKEN, num_prompt_tokens=2)
 TOKENS = Tokens(0, (7,), "a", (Origin.BONUS,), ())
@@ -234,7 +234,7 @@ async def test_no_body_is_read_for_a_key_whose_bucket_is_empty(
     monkeypatch.setattr(locked.slots, "take", take)
     begun = asyncio.get_running_loop().time()
     assert (await locked.post()).status_code == 429
-    monkeypatch.setattr("coordinator.http.reading.read_body", None)  # Who calls it fails.
+    monkeypatch.setattr("coordinator.http_api.reading.read_body", None)  # Who calls it fails.
     for fields in ({}, {"nothing": 1}):
         found = await locked.post(**fields)
         assert (found.status_code, found.headers["retry-after"]) == (429, "1")
@@ -319,7 +319,7 @@ async def test_one_tenants_bodies_keep_no_other_out(
 ) -> None:
     """They are counted apart, over all keys of a tenant, until they are whole or given up."""
     body = json.dumps(BODY).encode()
-    monkeypatch.setattr("coordinator.http.app.HTTP_TENANT_BODIES_BYTES_MAX", 2 * len(body))
+    monkeypatch.setattr("coordinator.http_api.app.HTTP_TENANT_BODIES_BYTES_MAX", 2 * len(body))
     keys = {
         name: add_key(tmp_path / "more", Caller(name, tenant))
         for name, tenant in (("ann", "team"), ("bob", "team"), ("eve", "other"))

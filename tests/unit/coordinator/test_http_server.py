@@ -17,17 +17,17 @@ import openai
 import pytest
 from made_certificates import Made
 
-from coordinator.http.server import HttpOptions, HttpServer
-from coordinator.http.shown_certificate import TlsFiles
-from coordinator.request import RequestDefaults, ServedModel
+from coordinator.http_api.server import HttpOptions, HttpServer
+from coordinator.http_api.shown_certificate import TlsFiles
+from coordinator.requests.validation import RequestDefaults, ServedModel
 from outrider.errors import DeadlineExceeded, Incompatible, OutriderError
-from outrider.generation import Event, Finished, Metrics, Started, Tokens, Usage
+from outrider.request import Event, Finished, Metrics, Started, Tokens, Usage
 from outrider.security.callers import Caller
 from outrider.security.gate import gate_of
 from outrider.security.key_file import add_key
 from outrider.sessions.store import FinishReason
-from outrider.speculation.decision import Origin
-from outrider.speculation.sampling import Rule
+from outrider.speculation.accept_reject import Origin
+from outrider.speculation.sampling_params import Rule
 
 STARTED = Started("1" * 32, "m", 1, Rule.TOKEN, num_prompt_tokens=2)
 FINISHED = Finished(FinishReason.STOP, Usage(2, 1), Metrics(1, 0, 0, 1.0, 1.0, 1.0))
@@ -113,7 +113,7 @@ async def test_a_client_that_stops_reading_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypted: bool
 ) -> None:
     """Its session ends, and its connection is broken off; that of one that reads slowly is not."""
-    monkeypatch.setattr("coordinator.http.connections.HTTP_STUCK_WRITE_S", 0.5)
+    monkeypatch.setattr("coordinator.http_api.connections.HTTP_STUCK_WRITE_S", 0.5)
     tls = context = None
     if encrypted:
         own = Made(tmp_path, "own", "127.0.0.1")
@@ -168,7 +168,7 @@ async def test_a_new_certificate_is_shown(
 ) -> None:
     """To whoever connects from then on, and callers are asked for one by the new authority; files
     that do not fit each other change nothing, and a connection that is there goes on."""
-    monkeypatch.setattr("coordinator.http.shown_certificate.KEY_FILE_LOOK_MS", 0)
+    monkeypatch.setattr("coordinator.http_api.shown_certificate.KEY_FILE_LOOK_MS", 0)
     old, new = (Made(tmp_path, f"{age} authority") for age in ("old", "new"))
     first, second = (
         Made(tmp_path, f"{age} server", "127.0.0.1", by=by)

@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from coordinator.http.bodies import ChatBody, CompletionBody
-from coordinator.http.chat import translate_chat
-from coordinator.http.completions import translate_completion
-from coordinator.http.errors import wrong_body
-from coordinator.http.translation import Asked
-from outrider.constraints.constraint import Constraint
+from coordinator.http_api.bodies import ChatBody, CompletionBody
+from coordinator.http_api.chat import translate_chat
+from coordinator.http_api.completions import translate_completion
+from coordinator.http_api.errors import wrong_body
+from coordinator.http_api.translation import Asked
 from outrider.errors import BadRequest
-from outrider.generation import ChatMessage, GenerateRequest
+from outrider.grammar.constraint import Constraint
 from outrider.limits import PROMPTS_MAX, SEED_MAX
-from outrider.speculation.noise import choice_seed
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.request import ChatMessage, GenerateRequest
+from outrider.speculation.random_streams import choice_seed
+from outrider.speculation.sampling_params import Rule, SamplingParams
 
 USER = {"role": "user", "content": "hi"}
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}

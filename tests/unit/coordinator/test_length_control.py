@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from length_world import BOUND, ENDLESS, RUN_AHEAD, World, controls, description
 
-from coordinator.length_control import (
+from coordinator.draft_length.controller import (
     LengthControl,
     LengthControls,
 )
-from coordinator.lengths import PlayedRound, RoundLength
-from outrider.engine.costs import StepCosts
+from coordinator.draft_length.policy import PlayedRound, RoundLength
+from outrider.engine.step_costs import StepCosts
 from outrider.limits import DRAFTED_SEEDS_MAX, NUM_DRAFT_TOKENS_MAX
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 
 @pytest.mark.parametrize("tables", [True, False])
@@ -334,7 +334,7 @@ def test_seeds_that_are_forgotten_take_along_what_their_sessions_told(
     """With room for four seeds: the fifth session finds averages that know of nobody, and so one
     that has an earlier seed may read them; but the seed of a session that runs stays known."""
     assert DRAFTED_SEEDS_MAX > 1000
-    monkeypatch.setattr("coordinator.shared_learning.DRAFTED_SEEDS_MAX", 4)
+    monkeypatch.setattr("coordinator.draft_length.shared_statistics.DRAFTED_SEEDS_MAX", 4)
     one = controls()
     running = teach(one, Rule.TOKEN, seed=1)
     for seed in (2, 3, 4):

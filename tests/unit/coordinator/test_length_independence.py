@@ -13,11 +13,11 @@ from dataclasses import replace
 import pytest
 from length_world import BOUND, ENDLESS, RUN_AHEAD, World, controls, description
 
-from coordinator.length_control import LengthControl, LengthControls
-from coordinator.lengths import DraftedBeside, PlayedRound, RoundLength
-from coordinator.trials import Tuning
-from outrider.engine.costs import StepCosts
-from outrider.speculation.sampling import Rule
+from coordinator.draft_length.controller import LengthControl, LengthControls
+from coordinator.draft_length.exploration_budget import Tuning
+from coordinator.draft_length.policy import DraftedBeside, PlayedRound, RoundLength
+from outrider.engine.step_costs import StepCosts
+from outrider.speculation.sampling_params import Rule
 
 TARGET = StepCosts((1, 33), (0.02, 0.034))
 DRAFT = StepCosts((1, 65), (0.002, 0.004))
@@ -177,7 +177,7 @@ def test_a_session_without_drafts_counts_as_one_with_its_seed() -> None:
 
 def test_forgotten_seeds_take_the_round_costs_along(monkeypatch: pytest.MonkeyPatch) -> None:
     """A session that runs goes on with the costs it had, and adds to those."""
-    monkeypatch.setattr("coordinator.shared_learning.DRAFTED_SEEDS_MAX", 2)
+    monkeypatch.setattr("coordinator.draft_length.shared_statistics.DRAFTED_SEEDS_MAX", 2)
     one = made()
     running = one.open(Rule.TOKEN, 1, BOUND, 10)
     play(running, at_random(1), 20)

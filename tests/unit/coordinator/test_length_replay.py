@@ -9,7 +9,7 @@ import pytest
 from length_bench import BOUND, TABLES, controlled, fixed, halved, play, speed, spoiled
 from round_replay import Played, Recording, recorded
 
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 SHUFFLES = 4
 

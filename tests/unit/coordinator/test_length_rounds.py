@@ -12,24 +12,24 @@ from typing import Any
 import pytest
 from toy_engine import ToyEngine
 
-from coordinator.asking import Patience
 from coordinator.options import CoordinatorOptions
-from coordinator.request import RequestDefaults
+from coordinator.requests.validation import RequestDefaults
+from coordinator.routing.request_header import Patience
 from coordinator.service import CoordinatorService
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
-from outrider.drafting.drafter import DraftRequest
-from outrider.drafting.lookup import Guess
-from outrider.drafting.ngram import NgramDrafter
-from outrider.drafting.suffix import SuffixDrafter
-from outrider.engine.costs import StepCosts
-from outrider.engine.executor import InlineExecutor
-from outrider.generation import Finished, GenerateRequest, Tokens
+from outrider.drafters.drafter import DraftRequest
+from outrider.drafters.lookup import Guess
+from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.suffix import SuffixDrafter
+from outrider.engine.step_costs import StepCosts
 from outrider.messages import VerdictReply
+from outrider.replica.executor import InlineExecutor
+from outrider.request import Finished, GenerateRequest, Tokens
 from outrider.sessions.memory_store import MemoryStore
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.telemetry.observer import Observation, RequestObserver
-from outrider.wire.memory_link import MemoryLink
+from outrider.transport.memory_link import MemoryLink
 from target_service.service import TargetService
 
 WIRE_S = 0.002

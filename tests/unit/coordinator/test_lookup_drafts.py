@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from coordinator.drafts import NOTHING_WANTED, LookupDrafts, StandIn
-from coordinator.lengths import RoundLength
+from coordinator.draft_length.policy import RoundLength
+from coordinator.routing.drafts import NOTHING_WANTED, LookupDrafts, StandIn
 from outrider.clock import run_virtually
-from outrider.drafting.suffix import SuffixDrafter
+from outrider.drafters.suffix import SuffixDrafter
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters, NewSession
-from outrider.speculation.noise import RoundNoise
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 
 PROMPT = (1, 2, 3, 1, 2, 3, 1)
 

@@ -10,24 +10,24 @@ from typing import Any
 import pytest
 from toy_engine import ToyEngine
 
-from coordinator.asking import HeadWriter, Patience
-from coordinator.draft_side import DraftSide
-from coordinator.drafts import Drafted, StandIn
-from coordinator.replicas import Berth, ReplicaPool
+from coordinator.routing.draft_client import DraftSide
+from coordinator.routing.drafts import Drafted, StandIn
+from coordinator.routing.replica_pool import Berth, ReplicaPool
+from coordinator.routing.request_header import HeadWriter, Patience
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
-from outrider.drafting.drafter import DraftRequest
-from outrider.drafting.lookup import Guess
-from outrider.drafting.ngram import NgramDrafter
-from outrider.drafting.suffix import SuffixDrafter
-from outrider.engine.executor import InlineExecutor
+from outrider.drafters.drafter import DraftRequest
+from outrider.drafters.lookup import Guess
+from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.suffix import SuffixDrafter
 from outrider.errors import LinkLost
 from outrider.messages import DraftAnswer, DraftItem, ProposalReply
+from outrider.replica.executor import InlineExecutor
 from outrider.sessions.state import Session
 from outrider.sessions.store import Counters, NewSession
-from outrider.speculation.noise import RoundNoise
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.wire.memory_link import MemoryLink
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.transport.memory_link import MemoryLink
 
 CONFIDENT, MODEL_TOKENS = 0.7, 2
 PLAIN = SamplingParams()

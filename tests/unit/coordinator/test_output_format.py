@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.http.bodies import CompletionBody
-from coordinator.http.output_format import OutputFormat, output_format
-from outrider.constraints.constraint import Constraint
+from coordinator.http_api.bodies import CompletionBody
+from coordinator.http_api.output_format import OutputFormat, output_format
 from outrider.errors import BadRequest
+from outrider.grammar.constraint import Constraint
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {"enum": [1, "é"]}}}
 OF_SCHEMA = Constraint.of_schema(SCHEMA)

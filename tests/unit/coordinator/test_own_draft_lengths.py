@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from test_sides import session
 
-from coordinator.decoding import Decoding, Verified
-from coordinator.drafts import Drafted
-from coordinator.length_control import LengthControls
-from coordinator.lengths import DraftedBeside, PlayedRound
+from coordinator.decoding.loop import Decoding, Verified
+from coordinator.draft_length.controller import LengthControls
+from coordinator.draft_length.policy import DraftedBeside, PlayedRound
+from coordinator.routing.drafts import Drafted
 from outrider.clock import run_virtually
-from outrider.engine.costs import StepCosts
+from outrider.engine.step_costs import StepCosts
 from outrider.messages import ReplicaDescription, ReplyKey, VerdictReply
-from outrider.speculation.decision import decide
+from outrider.speculation.accept_reject import decide
 from outrider.speculation.proposal import NOTHING_SEALED
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 from outrider.speculation.verdict import Verdict
 
 BOUND = 8

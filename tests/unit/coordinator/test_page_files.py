@@ -9,8 +9,8 @@ from pathlib import Path
 
 import httpx
 
-from coordinator.http.app import build_app
-from coordinator.http.page_files import PAGE_PATHS, load_page
+from coordinator.http_api.app import build_app
+from coordinator.http_api.page_files import PAGE_PATHS, load_page
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE_BYTES_MAX = 100_000
@@ -18,7 +18,7 @@ PAGE_BYTES_MAX = 100_000
 
 def test_every_file_is_packaged_and_served() -> None:
     """What lies in the folder is in the wheel, and is answered; nothing else is."""
-    lying = {one.name for one in files("coordinator.http").joinpath("page").iterdir()}
+    lying = {one.name for one in files("coordinator.http_api").joinpath("page").iterdir()}
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     patterns = settings["tool"]["setuptools"]["package-data"]["coordinator"]
     package = ROOT / "coordinator"

@@ -32,7 +32,7 @@ def refused(parents: list[int], letters: str, num_accepted: int) -> list[tuple[i
         const round = {json.dumps(told)};
         round.accepted = acceptedOf(round, {ids});
         console.log(JSON.stringify(refusedOf(round)));"""
-    writing = files("coordinator.http").joinpath("page", "writing.js").read_text("utf-8")
+    writing = files("coordinator.http_api").joinpath("page", "writing.js").read_text("utf-8")
     ran = subprocess.run(
         [NODE, "--input-type=module"], input=writing + script, capture_output=True, check=True,
         encoding="utf-8",

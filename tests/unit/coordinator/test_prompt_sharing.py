@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.prompts import TOKENIZER_THREADS, PromptEncoder
-from outrider.generation import ChatMessage
+from coordinator.requests.tokenization import TOKENIZER_THREADS, PromptEncoder
+from outrider.request import ChatMessage
 
 
 class Slow:

@@ -20,10 +20,10 @@ from test_sides import (
     session,
 )
 
-from coordinator import mailbox
-from coordinator.draft_side import DraftSide
-from coordinator.look_ahead import PushedProposals
-from coordinator.mailbox import PostOffice
+from coordinator.routing import session_mailbox as mailbox
+from coordinator.routing.draft_client import DraftSide
+from coordinator.routing.lookahead_cache import PushedProposals
+from coordinator.routing.session_mailbox import PostOffice
 from outrider.clock import run_virtually
 from outrider.errors import LinkLost
 from outrider.messages import ProposalReply, ReplyKey

@@ -11,10 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.completion import Completion
-from coordinator.logprob_lines import read_logprobs, write_logprobs
-from coordinator.request import GenerationParameters
-from coordinator.resuming import (
+from coordinator.decoding.detokenizer import Completion
+from coordinator.decoding.logprob_codec import read_logprobs, write_logprobs
+from coordinator.decoding.recovery import (
     ENTRIES_PER_EVENT,
     TOKENS_PER_EVENT,
     Replays,
@@ -23,11 +22,12 @@ from coordinator.resuming import (
     replay,
     told_again,
 )
+from coordinator.requests.validation import GenerationParameters
 from outrider.errors import (
     DataLoss,
 )
-from outrider.generation import Finished, ResumeRequest, Started, Tokens
 from outrider.messages import PositionLogprobs
+from outrider.request import Finished, ResumeRequest, Started, Tokens
 from outrider.sessions.store import (
     CacheState,
     Counters,
@@ -35,8 +35,8 @@ from outrider.sessions.store import (
     SessionRecord,
     SessionState,
 )
-from outrider.speculation.decision import Origin
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.accept_reject import Origin
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import EMPTY_DIGEST, TokenSequence
 
 PARAMETERS = GenerationParameters(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.drafts import Drafted
-from coordinator.round_meter import RoundMeter
-from outrider.fleet.figures import WINDOW_S, Figures
+from coordinator.draft_length.round_meter import RoundMeter
+from coordinator.routing.drafts import Drafted
+from outrider.registry.load import WINDOW_S, Figures
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 
 TOKENS = SealedProposal((1, 2, 3, 4))

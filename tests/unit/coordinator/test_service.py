@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 from toy_engine import ToyEngine
 
-from coordinator.asking import Patience
 from coordinator.health import TROUBLE_S
 from coordinator.options import CoordinatorOptions
-from coordinator.request import RequestDefaults
+from coordinator.requests.validation import RequestDefaults
+from coordinator.routing.request_header import Patience
 from coordinator.service import CoordinatorService
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
-from outrider.drafting.ngram import NgramDrafter
-from outrider.engine.executor import InlineExecutor
+from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import (
     BadRequest,
     DataLoss,
@@ -33,7 +32,10 @@ from outrider.errors import (
     StoreUnavailable,
     Unavailable,
 )
-from outrider.generation import (
+from outrider.limits import OPEN_TRIES_MAX
+from outrider.messages import ProposalReply
+from outrider.replica.executor import InlineExecutor
+from outrider.request import (
     ChatMessage,
     Event,
     Finished,
@@ -42,13 +44,11 @@ from outrider.generation import (
     Started,
     Tokens,
 )
-from outrider.limits import OPEN_TRIES_MAX
-from outrider.messages import ProposalReply
 from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.store import FinishReason, NewSession
 from outrider.speculation.proposal import DraftDistribution, SealedProposal, encode_q
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.wire.memory_link import MemoryLink
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.transport.memory_link import MemoryLink
 from target_service.service import TargetService
 
 PATIENCE = Patience(

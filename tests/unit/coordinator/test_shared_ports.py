@@ -11,11 +11,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from test_http_server import Service
 
-from coordinator.http.server import HttpOptions, HttpServer
-from deploy.preflight import check_ports
+from coordinator.http_api.server import HttpOptions, HttpServer
+from deploy.fleet.preflight import check_ports
 from outrider.config import load_config
 from outrider.errors import ConfigError, SettingError
-from outrider.wire.server import RpcServer, ServerOptions
+from outrider.transport.server import RpcServer, ServerOptions
 
 TIMES = 20
 HAND_OVERS = 6

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.depth_averages import Prospects
-from coordinator.lengths import FixedLength
-from coordinator.siblings import (
+from coordinator.draft_length.acceptance_rate import Prospects
+from coordinator.draft_length.policy import FixedLength
+from coordinator.draft_length.siblings import (
     FIRST_TAKEN,
     NO_SIBLINGS,
     SIBLINGS_OF_A_ROUND_MAX,

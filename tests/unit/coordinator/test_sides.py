@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from coordinator.asking import HeadWriter, Patience
-from coordinator.draft_side import DraftSide
-from coordinator.drafts import NextWanted
-from coordinator.lengths import RoundLength
-from coordinator.replicas import Berth, ReplicaPool
-from coordinator.target_side import TargetSide
+from coordinator.draft_length.policy import RoundLength
+from coordinator.routing.draft_client import DraftSide
+from coordinator.routing.drafts import NextWanted
+from coordinator.routing.replica_pool import Berth, ReplicaPool
+from coordinator.routing.request_header import HeadWriter, Patience
+from coordinator.routing.target_client import TargetSide
 from outrider.clock import run_virtually
 from outrider.errors import (
     BadRequest,
@@ -24,7 +24,7 @@ from outrider.errors import (
     StaleEpoch,
     Unavailable,
 )
-from outrider.features import Features
+from outrider.hidden_states import Features
 from outrider.limits import SILENT_DRAFT_S
 from outrider.messages import (
     PositionLogprobs,
@@ -35,20 +35,20 @@ from outrider.messages import (
     Resync,
     VerdictReply,
 )
+from outrider.replica.step_request import CANCELLED_CODE
 from outrider.sessions.state import Session
 from outrider.sessions.store import CacheState, Counters, NewSession
-from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import (
     NOTHING_SEALED,
     DraftDistribution,
     Proposal,
     SealedProposal,
 )
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
 from outrider.telemetry.observer import SILENT, RequestObserver
-from outrider.wire.link import LinkBytes
-from outrider.work import CANCELLED_CODE
+from outrider.transport.link import LinkBytes
 
 PATIENCE = Patience(
     target_answer_s=1.0,

@@ -6,12 +6,12 @@ from typing import Any
 
 from test_sides import TOY, ScriptedLink
 
-from coordinator.mailbox import Mailbox
-from coordinator.replicas import ReplicaPool
+from coordinator.routing.replica_pool import ReplicaPool
+from coordinator.routing.session_mailbox import Mailbox
 from outrider.messages import ProposalReply, ReplyKey, Resync, VerdictReply
 from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
 from outrider.speculation.verdict import Verdict
-from outrider.wire.link import LinkBytes
+from outrider.transport.link import LinkBytes
 
 SESSION = "ab" * 16
 TOKENS = SealedProposal((1, 2))

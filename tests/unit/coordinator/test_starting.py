@@ -11,14 +11,14 @@ import pytest
 from test_sides import TOY, ScriptedLink
 
 from coordinator.actor import _owner
-from coordinator.asking import Patience
 from coordinator.options import CoordinatorOptions
-from coordinator.request import RequestDefaults
+from coordinator.requests.validation import RequestDefaults
+from coordinator.routing.request_header import Patience
 from coordinator.service import CoordinatorService
 from outrider.config import CoordinatorConfig
-from outrider.drafting.ngram import NgramDrafter
+from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import Unavailable
-from outrider.fleet.membership import Membership
+from outrider.registry.membership import Membership
 from outrider.sessions.memory_store import MemoryStore
 from outrider.sessions.redis_address import RedisAddress
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from models import byte_level_tokenizer
 
-from coordinator.http.native import Teller
-from coordinator.http.rendering import to_json
-from outrider.generation import Finished, Metrics, RoundReport, Started, Tokens, Usage
+from coordinator.http_api.native import Teller
+from coordinator.http_api.rendering import to_json
 from outrider.messages import PositionLogprobs
+from outrider.request import Finished, Metrics, RoundReport, Started, Tokens, Usage
 from outrider.sessions.store import FinishReason
-from outrider.speculation.decision import Origin
-from outrider.speculation.sampling import Rule
-from outrider.text import TokenizerText
+from outrider.speculation.accept_reject import Origin
+from outrider.speculation.sampling_params import Rule
+from outrider.tokenizer import TokenizerText
 
 TREE = RoundReport(
     3, (5, 6, 7), 1, 1.5, 0.25, 0.5, 4.0, 0.125, look_ahead_hit=True, proposed_parents=(-1, -1, 0)

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from coordinator.length_control import LengthControl, LengthControls
-from coordinator.lengths import PlayedRound, RoundLength
-from coordinator.siblings import sibling_chances
-from outrider.engine.costs import StepCosts
+from coordinator.draft_length.controller import LengthControl, LengthControls
+from coordinator.draft_length.policy import PlayedRound, RoundLength
+from coordinator.draft_length.siblings import sibling_chances
+from outrider.engine.step_costs import StepCosts
 from outrider.messages import ReplicaDescription
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 from outrider.speculation.trees import comb, draft_tree
 
 BOUND = 4

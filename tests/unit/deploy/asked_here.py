@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from recorded import record
 
-from deploy.state import publish, state_directory
+from deploy.fleet.local_state import publish, state_directory
 from outrider.errors import Unavailable
 
 Answers = Mapping[str, Callable[..., Awaitable[Any]]]
@@ -53,9 +53,9 @@ def answer(monkeypatch: pytest.MonkeyPatch, answers: Answers) -> Connections:
     async def find(namespace: str) -> Any:
         return Reconciler() if answers else None
 
-    monkeypatch.setattr("deploy.asking.RayConnection", Connection)
-    monkeypatch.setattr("deploy.asking.find_reconciler", find)
-    monkeypatch.setattr("deploy.asking.RETRY_PERIOD_S", 0.01)
+    monkeypatch.setattr("deploy.fleet.reconciler_client.RayConnection", Connection)
+    monkeypatch.setattr("deploy.fleet.reconciler_client.find_reconciler", find)
+    monkeypatch.setattr("deploy.fleet.reconciler_client.RETRY_PERIOD_S", 0.01)
     return seen
 
 

@@ -7,16 +7,16 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from deploy.blueprint import Blueprint
-from deploy.cluster import Actor, Demand
-from deploy.fleet import Fleet
-from deploy.placement import plan_placement
+from deploy.fleet.placement import plan_placement
+from deploy.fleet.ray_cluster import Actor, Demand
+from deploy.fleet.replica_set import Fleet
+from deploy.fleet.spec import Blueprint
 from outrider.clock import run_virtually
 from outrider.config import load_config
 from outrider.errors import ConfigError, Unavailable
-from outrider.fleet.membership import Engagement
-from outrider.fleet.registry import MemoryRegistry, Role
-from outrider.hosting import Place
+from outrider.registry.membership import Engagement
+from outrider.registry.registry import MemoryRegistry, Role
+from outrider.replica.process_setup import Place
 
 SETTINGS = {"engine": "emulated:vocab_size=10", "draft_model": "emulated", "stop_timeout_s": 5}
 

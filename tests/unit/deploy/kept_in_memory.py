@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deploy.kept import Topic
+from deploy.fleet.saved_state import Topic
 from outrider.errors import OutriderError
 
 

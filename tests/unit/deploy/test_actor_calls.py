@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import ray
 
-from deploy.cluster import Actor, Demand
+from deploy.fleet.ray_cluster import Actor, Demand
 from outrider.errors import Unavailable
-from outrider.hosting import Place
+from outrider.replica.process_setup import Place
 
 
 def actor_that(answer: Future[Any]) -> Actor:

@@ -8,14 +8,14 @@ import pytest
 from asked_here import deployed_here
 from kept_in_memory import KeptInMemory
 
-from deploy.autoscaling import Autoscaling
 from deploy.cli.autoscale import parsed_bounds
 from deploy.cli.main import main
+from deploy.fleet.autoscaler import Autoscaling
+from outrider.autoscaling import Policy
 from outrider.config import load_config
 from outrider.errors import ConfigError, StoreUnavailable, Unavailable
-from outrider.fleet.autoscaling import Policy
-from outrider.fleet.figures import Figures
-from outrider.fleet.registry import MemoryRegistry, ReplicaRecord
+from outrider.registry.load import Figures
+from outrider.registry.registry import MemoryRegistry, ReplicaRecord
 
 
 @pytest.fixture

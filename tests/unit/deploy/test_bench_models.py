@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from models import save_tiny_model
 
-from deploy import launcher
 from deploy.cli.bench import _drafting_reference, _keeps_answers, _subject, add_arguments
 from deploy.cli.connection import Connection
 from deploy.cli.settings import public_settings
+from deploy.fleet import launcher
 from outrider.config import DeploymentConfig
-from outrider.hosting import available_cores
+from outrider.replica.process_setup import available_cores
 
 
 def connection(target: str, **settings: object) -> Connection:

@@ -31,7 +31,7 @@ from outrider.config import CoordinatorConfig, DeploymentConfig, load_config
 from outrider.errors import BadRequest, SettingError, Unauthenticated
 from outrider.messages import PositionLogprobs
 from outrider.sessions.store import FinishReason
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 from outrider.v1.coordinator_pb2 import GenerateRequest
 
 

@@ -13,14 +13,14 @@ import pytest
 import ray
 from kept_in_memory import KeptInMemory
 
-from deploy import launcher
-from deploy.blueprint import Blueprint
-from deploy.launcher import Deployment
-from deploy.placement import plan_placement
-from deploy.reconciler import Reconciler
+from deploy.fleet import launcher
+from deploy.fleet.launcher import Deployment
+from deploy.fleet.placement import plan_placement
+from deploy.fleet.reconciler import Reconciler
+from deploy.fleet.spec import Blueprint
 from outrider.config import DeploymentConfig, load_config
 from outrider.errors import ConfigError
-from outrider.hosting import log_at
+from outrider.replica.process_setup import log_at
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ async def test_a_reconciler_logs_at_the_level_of_its_plan(
     """Also once that is another one."""
     is_first = SimpleNamespace(was_current_actor_reconstructed=False)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: is_first)
-    monkeypatch.setattr("deploy.reconciler.KeptByRay", lambda namespace: KeptInMemory())
+    monkeypatch.setattr("deploy.fleet.reconciler.KeptByRay", lambda namespace: KeptInMemory())
     quiet = replace(config, coordinator=replace(config.coordinator, log_level="warning"))
     plans = [
         Blueprint(
@@ -105,7 +105,7 @@ async def test_a_reconciler_that_was_told_to_close_says_so_and_closes_once(
     """Also where whoever told it so has gone."""
     is_first = SimpleNamespace(was_current_actor_reconstructed=False)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: is_first)
-    monkeypatch.setattr("deploy.reconciler.KeptByRay", lambda namespace: KeptInMemory())
+    monkeypatch.setattr("deploy.fleet.reconciler.KeptByRay", lambda namespace: KeptInMemory())
     plan = Blueprint(
         placement=plan_placement(config, {}), deployment="d", log_directory="", local=False,
         given=config,

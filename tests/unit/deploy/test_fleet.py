@@ -8,10 +8,10 @@ import re
 import pytest
 from fleet_world import World, play
 
-from deploy.fleet import HOPELESS_AFTER
+from deploy.fleet.replica_set import HOPELESS_AFTER
 from outrider.clock import run_virtually
 from outrider.errors import ConfigError, EngineLost, StoreUnavailable, Unavailable
-from outrider.fleet.registry import ROLES
+from outrider.registry.registry import ROLES
 
 
 def test_there_are_as_many_as_are_wanted_at_first_and_later() -> None:

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from fleet_world import World, play
 
-from deploy.replica import SILENCE_S, role_and_age
+from deploy.fleet.replica import SILENCE_S, role_and_age
 from outrider.errors import ConfigError, EngineLost, StoreUnavailable
-from outrider.fleet.registry import ROLES
+from outrider.registry.registry import ROLES
 
 
 def test_a_fleet_that_returns_goes_on_with_the_replicas_that_are_there() -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import ray
 
-from deploy import asking
-from deploy.asking import Asked
-from deploy.cluster import Actor, Cluster, Demand
-from deploy.launcher import Deployment
-from deploy.ray_connection import RayConnection
-from deploy.reconciler import find_reconciler
+from deploy.fleet import reconciler_client as asking
+from deploy.fleet.launcher import Deployment
+from deploy.fleet.ray_cluster import Actor, Cluster, Demand
+from deploy.fleet.ray_connection import RayConnection
+from deploy.fleet.reconciler import find_reconciler
+from deploy.fleet.reconciler_client import Asked
 from outrider.config import load_config
 from outrider.errors import SettingError, Unavailable
 

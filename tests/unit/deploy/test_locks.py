@@ -17,15 +17,15 @@ from deploy.cli.connection import shown_key, trust_of
 from deploy.cli.main import main
 from deploy.cli.masking import masked_environment, masked_settings
 from deploy.cli.settings import SECRETS, public_settings
-from deploy.locks import locked, own_trust, warnings, whole_paths
-from deploy.preflight import check_before_start
-from deploy.rollout import changed
-from deploy.state import KEY_NAME, local_key, publish_key, withdraw
+from deploy.fleet.local_state import KEY_NAME, local_key, publish_key, withdraw
+from deploy.fleet.preflight import check_before_start
+from deploy.fleet.rolling_update import changed
+from deploy.fleet.security_setup import locked, own_trust, warnings, whole_paths
 from outrider.client import Trust
 from outrider.config import CoordinatorConfig, DeploymentConfig, load_config, unlocked
 from outrider.errors import BadRequest, ConfigError, SettingError
 from outrider.security.keys import Keyring, given_keys, new_key
-from outrider.wire.channel import PLAIN
+from outrider.transport.channel import PLAIN
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104
 KEY = "a-secret-of-sixteen-or-more"

@@ -18,8 +18,8 @@ from models import (
     save_tiny_model,
 )
 
-from deploy.models import check_same_tokens, resolve_models, tokenizer_warning
-from deploy.preflight import check_before_start
+from deploy.fleet.model_files import check_same_tokens, resolve_models, tokenizer_warning
+from deploy.fleet.preflight import check_before_start
 from outrider.config import DraftConfig, TargetConfig, load_config
 from outrider.errors import SettingError
 

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 from tokenizers import Tokenizer, models
 
-from deploy.cli.origins import STYLES, OriginPainter, TokenLengths
-from outrider.generation import Tokens
-from outrider.speculation.decision import Origin
+from deploy.cli.colored_text import STYLES, OriginPainter, TokenLengths
+from outrider.request import Tokens
+from outrider.speculation.accept_reject import Origin
 
 A, C, B = Origin.ACCEPTED, Origin.CORRECTION, Origin.BONUS
 

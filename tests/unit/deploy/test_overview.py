@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from deploy.overview import Overview, ReplicaView
-from outrider.fleet.registry import Role
+from deploy.fleet.status import Overview, ReplicaView
+from outrider.registry.registry import Role
 
 
 def view(

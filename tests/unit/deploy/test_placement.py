@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.cluster import Demand, beyond, strategy
-from deploy.placement import (
+from deploy.fleet.placement import (
     are_apart,
     look_ahead_outcomes,
     plan_placement,
     share_cores,
 )
+from deploy.fleet.ray_cluster import Demand, beyond, strategy
 from outrider.config import load_config
 from outrider.errors import ConfigError, SettingError
 from outrider.limits import LOOK_AHEAD_DEFAULT

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploy.preflight import check_before_start, check_ports
+from deploy.fleet.preflight import check_before_start, check_ports
 from outrider.config import load_config
 from outrider.errors import SettingError
 

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from deploy.replica import _of_the_first
+from deploy.fleet.replica import _of_the_first
 from outrider.config import DraftConfig, TargetConfig
+from outrider.engine.tensor_parallel.rank_process import Leadership, threads_of_a_rank
 from outrider.errors import ConfigError, Unavailable
-from outrider.rank_host import Leadership, threads_of_a_rank
 
 AT_ONCE_S = 1.5
 """Less than the time in which another rank may still tell a better reason."""

@@ -12,12 +12,12 @@ import ray
 from fleet_world import World, play
 from kept_in_memory import KeptInMemory
 
-from deploy import reconciler as module
-from deploy.fleet import Fleet
-from deploy.reconciler import Reconciler
+from deploy.fleet import reconciler as module
+from deploy.fleet.reconciler import Reconciler
+from deploy.fleet.replica_set import Fleet
 from outrider.clock import run_virtually
 from outrider.errors import SettingError, Unavailable
-from outrider.fleet.registry import MemoryRegistry
+from outrider.registry.registry import MemoryRegistry
 
 
 @pytest.fixture(autouse=True)

@@ -9,15 +9,15 @@ from dataclasses import replace
 import pytest
 from kept_in_memory import KeptInMemory
 
-from deploy import rollout
-from deploy.blueprint import Blueprint
-from deploy.models import check_same_tokens
-from deploy.placement import plan_placement
-from deploy.rollout import Changes, Rollout, changed
+from deploy.fleet import rolling_update as rollout
+from deploy.fleet.model_files import check_same_tokens
+from deploy.fleet.placement import plan_placement
+from deploy.fleet.rolling_update import Changes, Rollout, changed
+from deploy.fleet.spec import Blueprint
 from outrider.clock import run_virtually
 from outrider.config import DeploymentConfig, TargetConfig, load_config
 from outrider.errors import ConfigError, SettingError, Unavailable
-from outrider.fleet.registry import MemoryRegistry
+from outrider.registry.registry import MemoryRegistry
 
 SETTINGS = {"engine": "emulated:vocab_size=100", "draft_model": "emulated"}
 

@@ -13,14 +13,14 @@ from recorded import RAY, record
 
 from deploy.cli.main import main
 from deploy.cli.scale import parsed_counts
-from deploy.overview import Overview, ReplicaView
-from deploy.ray_token import new_token
-from deploy.state import publish, state_directory
+from deploy.fleet.local_state import publish, state_directory
+from deploy.fleet.ray_token import new_token
+from deploy.fleet.status import Overview, ReplicaView
+from outrider.autoscaling import Policy
 from outrider.errors import ConfigError
-from outrider.fleet.autoscaling import Policy
-from outrider.fleet.registry import ROLES, Role
-from outrider.hosting import Place
 from outrider.limits import REPLICAS_MAX
+from outrider.registry.registry import ROLES, Role
+from outrider.replica.process_setup import Place
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import pytest
 import ray
 from ray._common.utils import try_to_create_directory
 
-from deploy.ray_connection import RayConnection, _without_secrets
-from deploy.secrets import Secrets
+from deploy.fleet.ray_connection import RayConnection, _without_secrets
+from deploy.fleet.secret_files import Secrets
 from outrider.errors import SettingError
 
 

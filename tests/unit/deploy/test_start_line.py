@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.launcher import start_line
+from deploy.fleet.launcher import start_line
 from outrider.config import load_config
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import recorded
 
-from deploy.state import (
+from deploy.fleet.local_state import (
     FILE_NAME,
     DeploymentRecord,
     exclusive,

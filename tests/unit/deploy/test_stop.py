@@ -13,7 +13,7 @@ import pytest
 from recorded import record
 
 from deploy.cli.main import main
-from deploy.state import (
+from deploy.fleet.local_state import (
     FILE_NAME,
     LOCK_NAME,
     LOG_NAME,

@@ -17,14 +17,14 @@ from deploy.cli import connection
 from deploy.cli.connection import Connection, add_connection_flags, connected
 from deploy.cli.serve import _keep_told
 from deploy.cli.status import ask_registry
-from deploy.overview import Endpoints
-from deploy.state import (
+from deploy.fleet.local_state import (
     DeploymentRecord,
     publish,
     running_deployment,
     state_directory,
     withdraw,
 )
+from deploy.fleet.status import Endpoints
 from outrider.client.requests import key_metadata
 from outrider.config import load_config
 from outrider.errors import Unavailable

@@ -11,7 +11,7 @@ import pytest
 from asked_here import Connections, deployed_here
 
 from deploy.cli.main import main
-from deploy.overview import Overview
+from deploy.fleet.status import Overview
 from outrider.config import load_config
 from outrider.errors import ConfigError, Unavailable
 

@@ -15,15 +15,15 @@ from models import tiny_config, tiny_module
 from paged_engines import VOCAB, EngineMaker, checked_engines, ids, run
 from torch import nn
 
-from outrider.engine import ragged
+from outrider.engine import batch as ragged
 from outrider.engine.fixed_shapes import padded_rows
 from outrider.engine.interface import SequenceStep
-from outrider.engine.modules.aligned_activation import AlignedActivation
-from outrider.engine.modules.row_blocks import block_rows
-from outrider.engine.modules.swaps import speed_up
 from outrider.engine.paged_engine import PagedEngine
-from outrider.engine.supported_models import check_independent
 from outrider.errors import SettingError
+from outrider.models.aligned_activation import AlignedActivation
+from outrider.models.batch_invariant_linear import block_rows
+from outrider.models.compatibility import check_independent
+from outrider.models.module_replacement import speed_up
 
 LENGTH = 150
 """Of the sequence that is looked at: two splits, ten pages, many windows of 6."""

@@ -18,8 +18,8 @@ from outrider.engine.cpu.kernels import KernelsUnavailable, Spans
 from outrider.engine.cpu.pace import load_pace
 from outrider.engine.cpu.row_invariance import find_span_limits
 from outrider.engine.interface import SequenceStep
-from outrider.engine.kv_cache import BlockedKeysAndValues
-from outrider.engine.modules.swaps import speed_up
+from outrider.kv_cache.storage import BlockedKeysAndValues
+from outrider.models.module_replacement import speed_up
 
 FUSED = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma3")
 MAX_MODEL_LEN = 256

@@ -10,13 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engine import gathered_attention, ragged, split_attention
+from outrider.engine import batch as ragged
+from outrider.engine import gathered_attention, split_attention
+from outrider.engine.batch import HeldSequence, StepPlan, plan_step
 from outrider.engine.fixed_shapes import padded_rows
 from outrider.engine.gathered_attention import attend
 from outrider.engine.interface import SequenceStep
-from outrider.engine.kv_cache import KeysAndValues, LayerShape
-from outrider.engine.ragged import HeldSequence, StepPlan, plan_step
 from outrider.engine.split_attention import attend_in_splits
+from outrider.kv_cache.storage import KeysAndValues, LayerShape
 
 CPU = torch.device("cpu")
 NUM_PAGES = 64

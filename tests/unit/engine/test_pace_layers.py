@@ -10,12 +10,12 @@ from models import tiny_config, tiny_module
 from pace_operators import pace_kernels
 
 from outrider.engine.attention import find_layers
+from outrider.engine.batch import HeldSequence
 from outrider.engine.cpu.decoder import FusedDecoder, fused_decoder
 from outrider.engine.cpu.fused_steps import FusedSteps
 from outrider.engine.interface import SequenceStep
-from outrider.engine.kv_cache import BlockedKeysAndValues
-from outrider.engine.modules.swaps import speed_up
-from outrider.engine.ragged import HeldSequence
+from outrider.kv_cache.storage import BlockedKeysAndValues
+from outrider.models.module_replacement import speed_up
 
 VOCAB = 64
 NUM_PAGES = 8

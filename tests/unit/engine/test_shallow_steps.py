@@ -9,11 +9,11 @@ import torch
 from models import tiny_config, tiny_exit, tiny_module, twin
 from recorded_work import CountingRecorder, attend_by_tables
 
-from outrider.engine.cuda.acceleration import Acceleration
+from outrider.engine.cuda.backend import Acceleration
 from outrider.engine.interface import ModelInfo, SequenceStep, ShallowEngine
-from outrider.engine.modules.swaps import speed_up
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import ConfigError, InvariantError, OutOfPages
+from outrider.models.module_replacement import speed_up
 
 VOCAB = 32
 HEAD_IDS = (1, 4, 5, 9, 20)
@@ -219,7 +219,7 @@ def test_layers_that_put_out_something_else_alone_are_refused(
     made = tiny_exit(module, HEAD_IDS)
 
     def unlike(module: Any, num_layers: int) -> Any:
-        from outrider.engine.first_layers import first_layers
+        from outrider.models.first_layers import first_layers
 
         shallow = first_layers(module, num_layers)
         shallow.norm = module.model.norm

@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.engine.costs import StepCosts
+from outrider.engine.step_costs import StepCosts
 from outrider.errors import InvariantError
-from outrider.fleet.registry import LEASE_S
-from outrider.fleet.rendezvous import LOAD_SLACK
 from outrider.fleet_simulator.figures import FleetFigures
 from outrider.fleet_simulator.scenario import Demand, Drafting, FleetSize, Loss, Scenario
 from outrider.fleet_simulator.simulation import simulate
 from outrider.limits import SESSION_LEASE_MS
 from outrider.planning.fitting import Line
 from outrider.planning.round_times import ServiceTimes
+from outrider.registry.affinity import LOAD_SLACK
+from outrider.registry.registry import LEASE_S
 
 TARGET = StepCosts((1, 4096), (0.020, 0.020))
 """20 ms, whatever is in it."""

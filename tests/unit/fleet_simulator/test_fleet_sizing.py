@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from outrider.engine.costs import StepCosts
+from outrider.engine.step_costs import StepCosts
 from outrider.fleet_simulator.figures import FleetFigures
 from outrider.fleet_simulator.scenario import Demand, Drafting, FleetSize, Scenario
 from outrider.fleet_simulator.simulation import simulate

@@ -12,15 +12,15 @@ import pytest
 from rounds import make_head
 
 from outrider.clock import run_virtually
-from outrider.engine.costs import StepCosts
-from outrider.engine.executor import InlineExecutor
+from outrider.engine.step_costs import StepCosts
 from outrider.fleet_simulator.scenario import Demand, Drafting, FleetSize, Scenario
 from outrider.fleet_simulator.simulation import simulate
 from outrider.messages import DraftItem, ProposalReply, ReplyKey
 from outrider.planning.round_times import ServiceTimes
+from outrider.replica.executor import InlineExecutor
+from outrider.replica.scheduler import StepScheduler
+from outrider.replica.step_request import Outlet, StepFigures, Work
 from outrider.speculation.proposal import EMPTY_PROPOSAL
-from outrider.stepping import StepScheduler
-from outrider.work import Outlet, StepFigures, Work
 
 WARM_UP_S, SECONDS = 2.0, 10.0
 VERIFY = StepCosts((1, 101), (0.0198, 0.0298), session_s=0.001)

@@ -9,13 +9,13 @@ from heapq import heappop, heappush
 
 import pytest
 
-from outrider.engine.costs import StepCosts
+from outrider.engine.step_costs import StepCosts
 from outrider.errors import InvariantError
 from outrider.planning.choosing import GAIN_MIN, Candidate, Choice, Chooser
 from outrider.planning.fitting import Line, MeasuredStep, fitted, rebased
 from outrider.planning.replay import Attempt, Rounds, replay, total
 from outrider.planning.round_times import Load, LookAheadPlan, ServiceTimes
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 TARGET = StepCosts((1, 2, 101), (0.010, 0.010, 0.010 + 99 * 0.0001))
 """10 ms, and 0.1 ms for each row from the third on."""

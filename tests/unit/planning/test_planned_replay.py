@@ -8,8 +8,8 @@ import pytest
 from outrider.planning.hits import Guessing, RankShares, race_rank
 from outrider.planning.replay import Attempt, RoundKind, replay, total
 from outrider.planning.survival import DraftedPlace, matched, survival
-from outrider.speculation.decision import count_accepted
-from outrider.speculation.sampling import Rule
+from outrider.speculation.accept_reject import count_accepted
+from outrider.speculation.sampling_params import Rule
 
 P = np.array([0.5, 0.3, 0.2])
 Q = np.array([0.2, 0.2, 0.6])

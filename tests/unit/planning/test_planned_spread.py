@@ -8,12 +8,12 @@ from functools import cache
 import numpy as np
 import pytest
 
-from outrider.engine.costs import StepCosts
+from outrider.engine.step_costs import StepCosts
 from outrider.planning.choosing import Candidate, Choice, Chooser
 from outrider.planning.replay import Attempt, Rounds, replay, total
 from outrider.planning.resampling import LEVEL, Spread, spread
 from outrider.planning.round_times import Load, ServiceTimes
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 TARGET = StepCosts((1, 2, 101), (0.010, 0.010, 0.010 + 99 * 0.0002))
 DRAFT = StepCosts((1, 101), (0.001, 0.001 + 100 * 0.00001))

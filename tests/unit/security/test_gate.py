@@ -9,12 +9,12 @@ from contextlib import aclosing
 import pytest
 
 from outrider.errors import Overloaded, StoreUnavailable, Unauthenticated
-from outrider.generation import Event, Finished, Metrics, Started, Tokens, Usage
+from outrider.request import Event, Finished, Metrics, Started, Tokens, Usage
 from outrider.security.callers import ANYBODY, Caller
 from outrider.security.gate import OPEN, Gate, gate_of
 from outrider.security.limits import Limiter
 from outrider.sessions.store import Counters, FinishReason
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 KEY = "a-key-of-16-characters"
 LIMITED = Caller("alice", "alice", concurrency=1)

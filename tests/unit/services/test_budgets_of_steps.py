@@ -21,15 +21,15 @@ from toy_engine import ToyEngine
 from draft_service.model_drafter import ModelDrafter
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
-from outrider.drafting.deadline import DraftDeadline
-from outrider.drafting.drafter import DraftRequest
-from outrider.drafting.ngram import NgramDrafter
-from outrider.engine.executor import InlineExecutor
+from outrider.drafters.deadline import DraftDeadline
+from outrider.drafters.drafter import DraftRequest
+from outrider.drafters.ngram import NgramDrafter
 from outrider.messages import DraftItem, ProposalReply, Refused
-from outrider.speculation.noise import RoundNoise
+from outrider.replica.executor import InlineExecutor
 from outrider.speculation.proposal import NOTHING_SEALED
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.wire.memory_link import MemoryLink
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.transport.memory_link import MemoryLink
 
 PROMPT = (1, 2, 3)
 PASS_S = 0.010

@@ -18,28 +18,28 @@ from stack import draft_without_model
 from toy_engine import ToyEngine, toy_logits
 
 from draft_service.service import DraftService
-from outrider.constraints.constraint import Constraint
-from outrider.constraints.grammars import Grammar, Grammars, GrammarTokenizer
-from outrider.constraints.matching import Matchers, PrefixMatcher
-from outrider.drafting.growing_rounds import GrowingRound, RoundDraws, RoundWanted
-from outrider.drafting.ngram import NgramConfig, NgramDrafter
-from outrider.engine.executor import InlineExecutor
+from outrider.drafters.autoregressive_draft import GrowingRound, RoundDraws, RoundWanted
+from outrider.drafters.ngram import NgramConfig, NgramDrafter
 from outrider.errors import ConfigError
+from outrider.grammar.compiler import Grammar, Grammars, GrammarTokenizer
+from outrider.grammar.constraint import Constraint
+from outrider.grammar.matcher import Matchers, PrefixMatcher
 from outrider.limits import GRAMMARS_MAX
 from outrider.messages import DraftItem, ProposalReply, Refused, VerdictReply, VerifyItem
-from outrider.speculation.decision import decide
-from outrider.speculation.noise import RoundNoise
+from outrider.replica.executor import InlineExecutor
+from outrider.speculation.accept_reject import decide
+from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.logits_processing import NO_HISTORY, TokenHistory
 from outrider.speculation.proposal import (
     NOTHING_SEALED,
     DraftDistribution,
     Proposal,
     SealedProposal,
 )
-from outrider.speculation.reduced import ReducedVocabulary
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import NO_HISTORY, TokenHistory
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import verdict_from_logits
-from outrider.wire.memory_link import MemoryLink
+from outrider.transport.memory_link import MemoryLink
 from target_service.service import TargetService
 
 VOCAB = 320

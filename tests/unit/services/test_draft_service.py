@@ -10,7 +10,6 @@ from rounds import GREEDY, Listener, Player, ask, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
 
 from draft_service.service import DraftService
-from outrider.engine.executor import InlineExecutor
 from outrider.errors import BadRequest, EngineLost
 from outrider.messages import (
     DraftAnswer,
@@ -21,13 +20,14 @@ from outrider.messages import (
     VerifyAnswer,
     VerifyItem,
 )
-from outrider.speculation.drafting import draft_token
-from outrider.speculation.noise import RoundNoise
+from outrider.replica.executor import InlineExecutor
+from outrider.speculation.draft_sampling import draft_token
+from outrider.speculation.logits_processing import TokenHistory, target_probabilities
 from outrider.speculation.proposal import DraftDistribution
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import TokenHistory, target_probabilities
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import EMPTY_DIGEST
-from outrider.wire.memory_link import MemoryLink
+from outrider.transport.memory_link import MemoryLink
 from target_service.service import TargetService
 
 PROMPT = (1, 2, 3)

@@ -14,13 +14,13 @@ from paged_engines import VOCAB, EngineMaker, checked_engines, gap, ids, run
 from recorded_work import CountingRecorder, acceleration_on, attend_by_tables
 
 from draft_service.model_drafter import ModelDrafter
-from outrider.drafting.drafter import DraftRequest
-from outrider.engine.cuda.acceleration import Acceleration
+from outrider.drafters.drafter import DraftRequest
+from outrider.engine.cuda.backend import Acceleration
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import InvariantError
-from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import Proposal, SealedProposal
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.tokens import TokenSequence
 
 ENTRIES = 8

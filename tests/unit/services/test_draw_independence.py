@@ -17,16 +17,16 @@ from test_page_pressure import Setting
 from test_self_drafting import KINDS, MEDUSA, PROMPT, drafter_of, tiny_engine
 from toy_engine import ToyEngine
 
-from draft_service import proposing
+from draft_service import worker as proposing
 from draft_service.eagle_drafter import EagleDrafter
-from outrider.drafting.drafter import DraftRequest
-from outrider.drafting.growing_rounds import RoundWanted
-from outrider.drafting.ngram import NgramDrafter
+from outrider.drafters.autoregressive_draft import RoundWanted
+from outrider.drafters.drafter import DraftRequest
+from outrider.drafters.ngram import NgramDrafter
 from outrider.engine.interface import SequenceStep
 from outrider.messages import DraftItem
-from outrider.speculation.noise import RoundNoise
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import NO_HISTORY
+from outrider.speculation.logits_processing import NO_HISTORY
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from target_service.self_drafting import NO_FEATURES, NextRound
 
 SEEDS = range(1, 21)

@@ -15,22 +15,22 @@ from toy_engine import ToyEngine
 
 from draft_service.eagle_drafter import EagleDrafter
 from draft_service.service import DraftService
-from outrider.drafting.ngram import NgramConfig, NgramDrafter
-from outrider.engine.executor import InlineExecutor
+from outrider.drafters.ngram import NgramConfig, NgramDrafter
 from outrider.engine.interface import ModelInfo
 from outrider.engine.paged_engine import PagedEngine
-from outrider.engine.trained_eagle import LoadedEagle
-from outrider.features import Features
+from outrider.hidden_states import Features
 from outrider.limits import FEATURES_MAX
 from outrider.messages import DraftItem, ProposalReply, Refused, Resync, VerdictReply, VerifyItem
-from outrider.speculation.decision import decide
-from outrider.speculation.drafting import draw_from_logits
-from outrider.speculation.noise import RoundNoise
+from outrider.models.eagle_checkpoint import LoadedEagle
+from outrider.replica.executor import InlineExecutor
+from outrider.speculation.accept_reject import decide
+from outrider.speculation.draft_sampling import draw_from_logits
+from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.logits_processing import TokenHistory
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
-from outrider.speculation.reduced import ReducedVocabulary
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import TokenHistory
-from outrider.wire.memory_link import MemoryLink
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.transport.memory_link import MemoryLink
 from target_service.service import TargetService
 
 VOCAB, LENGTH = 24, 120

@@ -12,11 +12,11 @@ import pytest
 from rounds import make_head
 
 from outrider.clock import run_virtually
-from outrider.gathering import Gathering
 from outrider.messages import DraftItem, ProposalReply
+from outrider.replica.batching_delay import Gathering
+from outrider.replica.scheduler import StepScheduler
+from outrider.replica.step_request import Outlet, StepFigures, Work
 from outrider.speculation.proposal import EMPTY_PROPOSAL
-from outrider.stepping import StepScheduler
-from outrider.work import Outlet, StepFigures, Work
 
 
 def one_time(rows: int, sessions: int) -> float:

@@ -12,8 +12,8 @@ from looking_ahead import PLAIN, PROMPT, Draft, check_pushed, item
 from rounds import GREEDY, session_name
 from test_draft_service import expected_proposal
 
-from draft_service import proposing
-from outrider.speculation.sampling import Rule, SamplingParams
+from draft_service import worker as proposing
+from outrider.speculation.sampling_params import Rule, SamplingParams
 
 
 @pytest.fixture

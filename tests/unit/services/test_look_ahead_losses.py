@@ -13,13 +13,13 @@ from rounds import session_name
 from test_draft_service import expected_proposal
 from toy_engine import ToyEngine
 
-from draft_service import proposing
+from draft_service import worker as proposing
 from draft_service.model_drafter import Branch, ModelDrafter
-from outrider.drafting.drafter import DraftRequest
+from outrider.drafters.drafter import DraftRequest
 from outrider.engine.interface import SequenceStep
 from outrider.errors import BadRequest, OutOfPages
 from outrider.messages import Refused, Resync
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 
 @pytest.fixture

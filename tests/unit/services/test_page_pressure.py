@@ -13,7 +13,6 @@ from toy_engine import ToyEngine
 
 from draft_service.service import DraftService
 from outrider.clock import run_virtually
-from outrider.engine.executor import InlineExecutor
 from outrider.errors import error_from_code
 from outrider.limits import SILENT_SESSION_MS
 from outrider.messages import (
@@ -24,9 +23,10 @@ from outrider.messages import (
     VerdictReply,
     VerifyItem,
 )
+from outrider.replica.executor import InlineExecutor
 from outrider.speculation.proposal import SealedProposal
-from outrider.speculation.sampling import Rule
-from outrider.wire.memory_link import MemoryLink
+from outrider.speculation.sampling_params import Rule
+from outrider.transport.memory_link import MemoryLink
 from target_service.service import TargetService
 
 PROMPT = (1, 2, 3)

@@ -10,13 +10,13 @@ from rounds import PATIENCE_S, Listener, Player, make_head, session_name
 from toy_engine import ToyEngine
 
 from outrider.clock import run_virtually
-from outrider.engine.executor import InlineExecutor
 from outrider.limits import ANSWERS_HELD_MS
 from outrider.messages import Refused, ReplyKey, Resync, VerdictReply, VerifyAnswer, VerifyItem
+from outrider.replica.executor import InlineExecutor
+from outrider.replica.step_request import Outlet
 from outrider.speculation.proposal import Proposal, SealedProposal
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.wire.memory_link import MemoryLink
-from outrider.work import Outlet
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.transport.memory_link import MemoryLink
 from target_service.service import TargetService
 
 PROMPT = (1, 2, 3)

@@ -13,23 +13,23 @@ from models import tiny_config, tiny_exit, tiny_heads, tiny_module, twin
 from rounds import GREEDY, Listener, ask, make_head
 from toy_engine import ToyEngine
 
-from outrider.drafting.growing_rounds import RoundWanted
-from outrider.engine.executor import InlineExecutor
+from outrider.drafters.autoregressive_draft import RoundWanted
 from outrider.engine.interface import ModelInfo, SequenceStep
 from outrider.engine.paged_engine import PagedEngine
 from outrider.errors import InvariantError
 from outrider.limits import DRAFT_SUPPORT_ENTRIES, PAGE_SIZE
 from outrider.messages import Refused, VerdictReply, VerifyItem
-from outrider.speculation.decision import Outcome, decide
-from outrider.speculation.drafting import draw_from_logits
-from outrider.speculation.noise import RoundNoise
+from outrider.replica.executor import InlineExecutor
+from outrider.speculation.accept_reject import Outcome, decide
+from outrider.speculation.draft_sampling import draw_from_logits
+from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.logits_processing import TokenHistory
 from outrider.speculation.proposal import NOTHING_SEALED, Proposal, SealedProposal
-from outrider.speculation.reduced import ReducedVocabulary
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import TokenHistory
-from outrider.wire.memory_link import MemoryLink
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.transport.memory_link import MemoryLink
 from target_service.actor import self_drafter_of
-from target_service.exit_drafting import ExitDrafter
+from target_service.early_exit_drafting import ExitDrafter
 from target_service.self_drafting import NO_FEATURES, NextRound, SelfDrafter
 from target_service.service import TargetService
 

@@ -14,10 +14,10 @@ from rounds import GREEDY, Listener, Player
 from draft_service.service import DraftService
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.engine.executor import ThreadExecutor
 from outrider.engine.interface import Engine, ModelInfo
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.wire.memory_link import MemoryLink
+from outrider.replica.executor import ThreadExecutor
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.transport.memory_link import MemoryLink
 from target_service.service import TargetService
 
 VOCAB = 16

@@ -11,12 +11,12 @@ from typing import Any
 from rounds import make_head
 
 from outrider.clock import run_virtually
-from outrider.engine.cost_measurement import measure_step_costs
 from outrider.engine.emulated import EmulatedEngine
 from outrider.engine.emulated_spec import EmulatedSpec
-from outrider.engine.executor import InlineExecutor
+from outrider.engine.step_cost_measurement import measure_step_costs
 from outrider.messages import VerdictReply, VerifyItem
-from outrider.wire.memory_link import MemoryLink
+from outrider.replica.executor import InlineExecutor
+from outrider.transport.memory_link import MemoryLink
 from target_service.service import TargetService
 
 SPEC = EmulatedSpec(vocab_size=64, support=4, verify_ms=10.0, verify_tokens=16)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from outrider.decayed_average import FadingSums
 from outrider.engine.interface import PageCounts
-from outrider.fading import FadingSums
-from outrider.fleet.figures import WINDOW_S
-from outrider.step_load import StepLoad
-from outrider.work import StepFigures
+from outrider.registry.load import WINDOW_S
+from outrider.replica.step_load import StepLoad
+from outrider.replica.step_request import StepFigures
 
 
 def works(started_at: float, *arrived: float) -> Any:

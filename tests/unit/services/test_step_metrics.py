@@ -9,12 +9,12 @@ from rounds import Listener, ask, make_head, session_name
 from stack import draft_without_model
 from toy_engine import ToyEngine
 
-from outrider.drafting.ngram import NgramDrafter
-from outrider.engine.executor import InlineExecutor
+from outrider.drafters.ngram import NgramDrafter
 from outrider.messages import VerifyItem
-from outrider.telemetry.exporting import Exports
-from outrider.telemetry.steps import ObservedSteps
-from outrider.wire.memory_link import MemoryLink
+from outrider.replica.executor import InlineExecutor
+from outrider.telemetry.setup import Exports
+from outrider.telemetry.step_spans import ObservedSteps
+from outrider.transport.memory_link import MemoryLink
 from target_service.service import TargetService
 
 

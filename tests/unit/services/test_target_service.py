@@ -10,18 +10,18 @@ import torch
 from rounds import GREEDY, Listener, Player, ask, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
 
-from outrider.engine.executor import InlineExecutor
 from outrider.engine.threads import on_threads
 from outrider.errors import EngineLost
 from outrider.messages import Refused, Resync, VerdictReply, VerifyAnswer, VerifyItem
-from outrider.speculation.noise import RoundNoise
+from outrider.replica.executor import InlineExecutor
+from outrider.speculation.logits_processing import TokenHistory, raw_logprobs, target_probabilities
 from outrider.speculation.proposal import DraftDistribution, Proposal, SealedProposal
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import TokenHistory, raw_logprobs, target_probabilities
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verdict import Verdict
 from outrider.speculation.verification import Question, score, verdicts_from_logits
 from outrider.tokens import EMPTY_DIGEST, TokenSequence
-from outrider.wire.memory_link import MemoryLink
+from outrider.transport.memory_link import MemoryLink
 from target_service.service import TargetService
 
 PROMPT = (1, 2, 3)
@@ -317,8 +317,8 @@ async def test_verdicts_of_a_step_are_made_at_once(
         threads.add(torch.get_num_threads())
         return verdicts_from_logits(questions)
 
-    monkeypatch.setattr("target_service.scoring.verdicts_from_logits", counted)
-    monkeypatch.setattr("target_service.scoring._ROWS_AT_ONCE", 8)
+    monkeypatch.setattr("target_service.verifier.verdicts_from_logits", counted)
+    monkeypatch.setattr("target_service.verifier._ROWS_AT_ONCE", 8)
     if bad is not None:
         setting.engine.poisoned.add(session_name(bad))
     proposal = SealedProposal.of(Proposal((4, 5), ()))

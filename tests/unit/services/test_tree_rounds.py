@@ -11,12 +11,12 @@ from rounds import GREEDY, Listener, Player, ask, make_head, session_name
 from toy_engine import ToyEngine, toy_logits
 
 from draft_service.service import DraftService
-from outrider.engine.executor import InlineExecutor
 from outrider.messages import DraftItem, ProposalReply, Refused, VerdictReply, VerifyItem
+from outrider.replica.executor import InlineExecutor
+from outrider.speculation.logits_processing import raw_logprobs
 from outrider.speculation.proposal import Proposal, SealedProposal
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import raw_logprobs
-from outrider.wire.memory_link import MemoryLink
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.transport.memory_link import MemoryLink
 from target_service.service import TargetService
 
 PROMPT = (1, 2, 3)

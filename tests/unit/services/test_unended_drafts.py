@@ -8,12 +8,12 @@ from rounds import make_head, session_name
 from toy_engine import ToyEngine
 
 from draft_service.model_drafter import ModelDrafter
-from draft_service.proposing import Proposer
-from outrider.drafting.deadline import DraftDeadline
-from outrider.engine.token_budget import TokenBudget
+from draft_service.worker import Proposer
+from outrider.drafters.deadline import DraftDeadline
 from outrider.messages import DraftItem, ProposalReply, Refused
-from outrider.speculation.sampling import Rule
-from outrider.work import Unfinished
+from outrider.replica.step_request import Unfinished
+from outrider.replica.token_budget import TokenBudget
+from outrider.speculation.sampling_params import Rule
 
 PROMPT, SHORT, LONG, FRESH = (1, 2, 3), 1, 2, 3
 PASS_S, DEADLINE_S = 0.1, 0.25

@@ -10,9 +10,9 @@ import torch
 
 from outrider.errors import InvariantError
 from outrider.speculation.audit import NEAR_TIE, audit
-from outrider.speculation.audit_sums import NOTHING_AUDITED, AuditSums
-from outrider.speculation.sampling import SamplingParams
-from outrider.speculation.transforms import TokenHistory, target_probabilities
+from outrider.speculation.audit_totals import NOTHING_AUDITED, AuditSums
+from outrider.speculation.logits_processing import TokenHistory, target_probabilities
+from outrider.speculation.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 

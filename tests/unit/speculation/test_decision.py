@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import InvariantError
-from outrider.speculation.decision import Origin, Outcome, count_accepted, decide, survival
-from outrider.speculation.sampling import Rule
+from outrider.speculation.accept_reject import Origin, Outcome, count_accepted, decide, survival
+from outrider.speculation.sampling_params import Rule
 from outrider.speculation.verdict import Verdict
 
 A, C, B = Origin.ACCEPTED, Origin.CORRECTION, Origin.BONUS

@@ -10,11 +10,11 @@ import torch
 
 from outrider.errors import InvariantError
 from outrider.limits import SEED_MAX
-from outrider.speculation.device_draws import DeviceDraws, Drawing, can_draw
-from outrider.speculation.drafting import DraftedToken, draw_from_logits
-from outrider.speculation.noise import RoundNoise
-from outrider.speculation.reduced import ReducedVocabulary
-from outrider.speculation.sampling import Rule, SamplingParams
+from outrider.speculation.device_sampling import DeviceDraws, Drawing, can_draw
+from outrider.speculation.draft_sampling import DraftedToken, draw_from_logits
+from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 
 SAMPLINGS = (
     SamplingParams(),

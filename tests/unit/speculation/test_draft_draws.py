@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import InvariantError
-from outrider.speculation.drafting import draft_token, draft_tokens, place_of, quantise
-from outrider.speculation.noise import RoundNoise, Stream, row_keys
+from outrider.speculation.draft_sampling import draft_token, draft_tokens, place_of, quantise
+from outrider.speculation.gumbel_max import race, token_keys, uniforms
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, decode_q, encode_q
-from outrider.speculation.race import race, token_keys, uniforms
-from outrider.speculation.sampling import Rule
+from outrider.speculation.random_streams import RoundNoise, Stream, row_keys
+from outrider.speculation.sampling_params import Rule
 
 
 def distribution(*weights: float) -> torch.Tensor:

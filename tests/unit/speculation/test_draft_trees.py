@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from outrider.errors import BadRequest, InvariantError
 from outrider.limits import NUM_DRAFT_TOKENS_MAX, TREE_TOKENS_MAX
-from outrider.speculation.noise import RoundNoise, Stream
 from outrider.speculation.proposal import (
     COUNT_TOTAL,
     DraftDistribution,
     Proposal,
     SealedProposal,
 )
-from outrider.speculation.sampling import Rule
+from outrider.speculation.random_streams import RoundNoise, Stream
+from outrider.speculation.sampling_params import Rule
 from outrider.speculation.trees import comb, draft_tree
 
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.speculation.drafting import likely_tokens
-from outrider.speculation.guesses import EVIDENCE_MAX, guess_round, with_bonus
-from outrider.speculation.noise import RoundNoise, Stream, row_keys
+from outrider.speculation.draft_sampling import likely_tokens
+from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.gumbel_max import scores as scores_of
+from outrider.speculation.logits_processing import NO_HISTORY, target_probabilities
+from outrider.speculation.outcome_prediction import EVIDENCE_MAX, guess_round, with_bonus
 from outrider.speculation.proposal import Proposal
-from outrider.speculation.race import scores as scores_of
-from outrider.speculation.reduced import ReducedVocabulary
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import NO_HISTORY, target_probabilities
+from outrider.speculation.random_streams import RoundNoise, Stream, row_keys
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import verdict_from_logits
 
 V, K = 50, 3

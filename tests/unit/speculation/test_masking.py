@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.constraints.allowed import TokenMask
 from outrider.errors import Incompatible, InvariantError, OutriderError
-from outrider.speculation.drafting import draw_from_logits, draw_siblings
+from outrider.grammar.token_mask import TokenMask
+from outrider.speculation.draft_sampling import draw_from_logits, draw_siblings
+from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.logits_processing import TokenHistory, target_probabilities
 from outrider.speculation.masking import draft_mask, masked_logits, row_masks
-from outrider.speculation.noise import RoundNoise
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
-from outrider.speculation.reduced import ReducedVocabulary
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import TokenHistory, target_probabilities
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import score, verdict_from_logits
 
 V = 300

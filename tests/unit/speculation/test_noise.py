@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import InvariantError
-from outrider.speculation.noise import (
+from outrider.speculation.gumbel_max import numbers
+from outrider.speculation.philox import RowKeys, philox4x32, uniform
+from outrider.speculation.random_batches import NoiseBatch
+from outrider.speculation.random_streams import (
     INDEX_MAX,
     SIBLING_MAX,
     Place,
@@ -18,10 +21,7 @@ from outrider.speculation.noise import (
     choice_seed,
     row_keys,
 )
-from outrider.speculation.noise_rows import NoiseBatch
-from outrider.speculation.philox import RowKeys, philox4x32, uniform
-from outrider.speculation.race import numbers
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 FULL = 0xFFFFFFFF
 KNOWN_ANSWERS = [

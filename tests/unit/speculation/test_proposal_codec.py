@@ -21,7 +21,7 @@ from outrider.speculation.proposal import (
     encode_q,
     require_q,
 )
-from outrider.speculation.sampling import Rule
+from outrider.speculation.sampling_params import Rule
 
 HALF = COUNT_TOTAL // 2
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from outrider.speculation.noise import Place, RoundNoise, Stream, row_keys
-from outrider.speculation.noise_rows import NoiseBatch
+from outrider.speculation.gumbel_max import BLOCK, dense_race, numbers, race, scores, token_keys
 from outrider.speculation.philox import RowKeys
-from outrider.speculation.race import BLOCK, dense_race, numbers, race, scores, token_keys
-from outrider.speculation.sampling import Rule
+from outrider.speculation.random_batches import NoiseBatch
+from outrider.speculation.random_streams import Place, RoundNoise, Stream, row_keys
+from outrider.speculation.sampling_params import Rule
 
 ALPHA = 1e-6
 
@@ -105,7 +105,7 @@ def test_few_waits_are_made(monkeypatch):
         made.append(indices.size)
         return numbers(keys, indices)
 
-    monkeypatch.setattr("outrider.speculation.race.numbers", counted)
+    monkeypatch.setattr("outrider.speculation.gumbel_max.numbers", counted)
     logits = torch.randn(8, 49152, generator=torch.Generator().manual_seed(3))
     for spread in (0.0, 1.0, 3.0, 8.0):
         made.clear()

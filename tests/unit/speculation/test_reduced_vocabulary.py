@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from outrider.errors import InvariantError
-from outrider.speculation.drafting import (
+from outrider.speculation.draft_sampling import (
     draft_tokens,
     draw_from_logits,
     quantise,
 )
-from outrider.speculation.noise import RoundNoise
-from outrider.speculation.reduced import ReducedVocabulary
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import TokenHistory, target_probabilities
+from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.logits_processing import TokenHistory, target_probabilities
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 
 VOCAB = 700
 NUM_COLUMNS = 90

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import InvariantError
-from outrider.speculation import transforms
-from outrider.speculation.sampling import SamplingParams
-from outrider.speculation.transforms import (
+from outrider.speculation import logits_processing as transforms
+from outrider.speculation.logits_processing import (
     TokenHistory,
     largest_ids,
     raw_logprobs,
     target_probabilities,
 )
+from outrider.speculation.sampling_params import SamplingParams
 
 INF = float("inf")
 

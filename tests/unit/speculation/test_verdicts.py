@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from outrider.errors import InvariantError
-from outrider.speculation.noise import RoundNoise, Stream, row_keys
-from outrider.speculation.noise_rows import NoiseBatch
+from outrider.speculation.gumbel_max import race
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
-from outrider.speculation.race import race
-from outrider.speculation.sampling import Rule
+from outrider.speculation.random_batches import NoiseBatch
+from outrider.speculation.random_streams import RoundNoise, Stream, row_keys
+from outrider.speculation.sampling_params import Rule
 from outrider.speculation.verdict import Verdict
 from outrider.speculation.verification import DraftRows, score, score_rows, verdict_law
 

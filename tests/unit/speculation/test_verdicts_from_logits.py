@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import InvariantError
-from outrider.speculation.drafting import draft_tokens, draw_from_logits, draw_siblings
-from outrider.speculation.noise import RoundNoise
+from outrider.speculation.draft_sampling import draft_tokens, draw_from_logits, draw_siblings
+from outrider.speculation.logits_processing import TokenHistory, likeliest, target_probabilities
 from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution, Proposal
-from outrider.speculation.sampling import Rule, SamplingParams
-from outrider.speculation.transforms import TokenHistory, likeliest, target_probabilities
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
 from outrider.speculation.verification import (
     Question,
     score,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from outrider.speculation.acceptance import acceptance_of_windows, conditional_acceptance
+from outrider.speculation.text_acceptance import acceptance_of_windows, conditional_acceptance
 
 
 def test_each_window_has_ratios_of_its_own() -> None:

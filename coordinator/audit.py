@@ -1,0 +1,185 @@
+"""Holds committed tokens against the target's law, while the coordinator serves.
+
+A share of the sessions is scored once more when they are over: a session's tokens go to a target as
+proposals of a session of its own, a few each round, and each verdict says how they look
+(`speculation/audit.py`). Sessions are chosen when they begin, and counted however they end: were
+those that end at a good moment preferred, short answers would be, and with them surprising ends.
+The audit's session has a salt of its own, so that nothing is taken from pages that others have
+written: keys and values are audited too. It does the work of reading prompt and answer once, as a
+prompt, one session at a time, and waits while the targets' seats are taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+from coordinator.requests.validation import GenerationParameters
+from coordinator.routing.replica_pool import ReplicaPool, berth_of
+from coordinator.routing.request_header import HeadWriter
+from coordinator.routing.target_client import TargetSide
+from outrider.errors import OutriderError, Unavailable
+from outrider.limits import AUDITED_SEEDS_MAX, AUDITS_CHOSEN_MAX, NUM_DRAFT_TOKENS_MAX
+from outrider.messages import VerifyAnswer, VerifyItem
+from outrider.registry.affinity import affinity
+from outrider.sessions.state import Session
+from outrider.sessions.store import Counters, NewSession
+from outrider.speculation.proposal import SealedProposal
+from outrider.telemetry.observer import AuditOutcome, Observation
+
+from .options import CoordinatorOptions
+
+_log = logging.getLogger(__name__)
+
+AUDIT_TIMEOUT_S: Final = 60.0
+"""An audit that takes longer is given up; what it has found counts."""
+SEATS_LOOKS: Final = 600
+"""One that finds all seats taken so many times is not begun."""
+SEATS_PERIOD_S: Final = 0.1
+"""Between two of those looks."""
+_DRAW_BITS: Final = 32
+
+
+class Auditor:
+    """Chooses sessions, and audits them one at a time."""
+
+    def __init__(
+        self,
+        options: CoordinatorOptions,
+        targets: ReplicaPool[VerifyItem, VerifyAnswer],
+        observation: Observation,
+        random_bits: Callable[[int], int],
+        in_background: Callable[[Coroutine[Any, Any, None]], asyncio.Task[Any]],
+    ) -> None:
+        """`random_bits(n)` gives n fresh random bits; work that nobody waits for goes
+        `in_background`."""
+        self._share = options.audit_share if observation.listens else 0.0
+        self._options = options
+        self._targets = targets
+        self._observation = observation
+        self._random_bits = random_bits
+        self._in_background = in_background
+        self._seeds: OrderedDict[int, None] = OrderedDict()
+        """Of sessions that were chosen: others of the same seed have the same noise."""
+        self._num_chosen = 0
+        """Sessions that run, wait to be audited, or are being audited."""
+        self._turn = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._session_id = ""
+
+    @property
+    def session_ids(self) -> set[str]:
+        """Of the audit that runs."""
+        return {self._session_id} if self._session_id else set()
+
+    def choose(self, session: Session, parameters: GenerationParameters) -> bool:
+        """Whether a session that begins is to be audited; `take` must then hear of its end."""
+        if self._share <= 0.0 or self._random_bits(_DRAW_BITS) >= self._share * 2**_DRAW_BITS:
+            return False
+        greedy = parameters.sampling.greedy
+        if self._num_chosen >= AUDITS_CHOSEN_MAX:
+            self._observation.audit_ended("busy")
+        elif not greedy and session.identity.seed in self._seeds:
+            self._observation.audit_ended("repeated")
+        else:
+            if not greedy:
+                self._remember(session.identity.seed)
+            self._num_chosen += 1
+            return True
+        return False
+
+    def take(self, session: Session, parameters: GenerationParameters) -> None:
+        """A chosen session is over here, however it was ended. Waits for nothing."""
+        if self._share <= 0.0 or session.length == session.prompt_length:
+            self._num_chosen -= 1
+            return
+        task = self._in_background(self._run(session, parameters))
+        self._tasks.add(task)
+        # Not at the end of `_run`, which a task that is cancelled at once never begins.
+        task.add_done_callback(self._ended)
+
+    def close(self) -> None:
+        """Gives up all audits."""
+        self._share = 0.0
+        for task in self._tasks:
+            task.cancel()
+
+    def _remember(self, seed: int) -> None:
+        self._seeds[seed] = None
+        if len(self._seeds) > AUDITED_SEEDS_MAX:
+            self._seeds.popitem(last=False)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        self._num_chosen -= 1
+
+    async def _run(self, session: Session, parameters: GenerationParameters) -> None:
+        async with self._turn:
+            outcome = await self._outcome(session, parameters)
+        self._observation.audit_ended(outcome)
+
+    async def _outcome(self, session: Session, parameters: GenerationParameters) -> AuditOutcome:
+        for _ in range(SEATS_LOOKS):
+            if not self._targets.is_full:
+                break
+            await asyncio.sleep(SEATS_PERIOD_S)
+        else:
+            return "busy"
+        try:
+            async with asyncio.timeout(AUDIT_TIMEOUT_S):
+                await self._audit(session, parameters)
+        except (OutriderError, TimeoutError) as error:
+            _log.info("session %s was not audited: %r", session.session_id, error)
+            return "failed"
+        return "audited"
+
+    async def _audit(self, session: Session, parameters: GenerationParameters) -> None:
+        """All tokens behind the prompt. What is found is told at once: also of an audit that is
+        given up, tokens are counted whatever they are."""
+        self._session_id = f"{self._random_bits(128):032x}"
+        again = self._opened(session)
+        prompt_ids = session.tokens.since(0, session.prompt_length)
+        deadline = asyncio.get_running_loop().time() + AUDIT_TIMEOUT_S
+        target = TargetSide(
+            berth_of(
+                self._targets,
+                again,
+                affinity(again.identity.tenant, prompt_ids),
+                again.target,
+                parameters.weights,
+            ),
+            HeadWriter(again, parameters.sampling, deadline, constraint=parameters.constraint),
+            self._options.patience,
+            audits=True,
+        )
+        try:
+            for index, start in enumerate(
+                range(session.prompt_length, session.length, NUM_DRAFT_TOKENS_MAX)
+            ):
+                token_ids = session.tokens.since(start, start + NUM_DRAFT_TOKENS_MAX)
+                proposal = SealedProposal(token_ids).without_q(again.identity.rule)
+                reply = await target.verify(index, proposal, 0, None)
+                if reply.audit is None:
+                    raise Unavailable("the target does not audit")
+                self._observation.audited(session.identity.rule.value, reply.audit)
+                again.decide(token_ids, Counters())
+                target.settle(reply, again.length)
+        finally:
+            target.close()
+            self._session_id = ""
+
+    def _opened(self, session: Session) -> Session:
+        """The session that it is audited as, which no store knows."""
+        new = NewSession(
+            session_id=self._session_id,
+            tenant=f"audit {self._session_id}",
+            owner=self._options.name,
+            seed=session.identity.seed,
+            rule=session.identity.rule,
+            parameters="",
+            prompt_ids=session.tokens.since(0, session.prompt_length),
+        )
+        return Session.opened(new)

@@ -1,0 +1,1 @@
+"""One session from its opening to its end: rounds, commits, text, recovery."""

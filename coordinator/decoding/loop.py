@@ -1,0 +1,294 @@
+"""The decode loop: proposal, verdict, outcome, commit, again."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from coordinator.draft_length.lookup_probe import Watch
+from coordinator.draft_length.policy import LengthPolicy, PlayedRound, RoundLength
+from coordinator.draft_length.round_meter import RoundMeter
+from coordinator.draft_length.siblings import fitting, sibling_chances
+from coordinator.requests.validation import GenerationParameters
+from coordinator.routing.drafts import NOTHING_WANTED, Drafted, Drafts, LookupDrafts
+from coordinator.routing.target_client import TargetSide
+from outrider.errors import DeadlineExceeded
+from outrider.messages import PositionLogprobs, VerdictReply
+from outrider.request import RoundReport, Tokens
+from outrider.sessions.state import Session
+from outrider.sessions.store import Counters, FinishReason
+from outrider.speculation.accept_reject import Outcome, decide, survival
+from outrider.speculation.proposal import NOTHING_SEALED
+from outrider.speculation.random_streams import RoundNoise
+from outrider.telemetry.logs import identify
+from outrider.telemetry.observer import SILENT, RequestObserver
+
+from .committer import Committer
+from .detokenizer import Completion, Piece
+from .logprob_codec import write_logprobs
+from .output_queue import Entry, Journal
+
+_NOT_DRAFTED = Drafted(NOTHING_SEALED, by_replica=False, seconds=0.0, num_asked=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A round's verdict and the time from question to answer."""
+
+    reply: VerdictReply
+    seconds: float
+
+
+class Decoding:
+    """Runs the rounds of one open session. The commit of a round and the next round overlap."""
+
+    def __init__(
+        self,
+        *,
+        session: Session,
+        parameters: GenerationParameters,
+        completion: Completion,
+        target: TargetSide,
+        draft: Drafts | None,
+        committer: Committer,
+        journal: Journal,
+        lengths: LengthPolicy,
+        length_max: int,
+        meter: RoundMeter,
+        reads_beside: bool = True,
+        observer: RequestObserver = SILENT,
+        ended: FinishReason | None = None,
+    ) -> None:
+        """`length_max` is the target's: of committed tokens and a proposal's together. The draft
+        reads the prompt while the target does, if it `reads_beside`; else with the first round
+        that has a draft. `ended` is why there is nothing to decode, for a completion that was
+        whole when it was resumed."""
+        self._session = session
+        self._length_max = length_max
+        self._parameters = parameters
+        self._completion = completion
+        self._target = target
+        self._draft = draft
+        self._committer = committer
+        self._journal = journal
+        self._lengths = lengths
+        self._watch: Watch | None = None
+        if isinstance(draft, LookupDrafts) and lengths.listens:
+            self._watch = Watch(draft.lookup, lengths, parameters.num_draft_tokens)
+        self._meter = meter
+        self._observer = observer
+        self._reads_beside = reads_beside
+        self._ended = ended
+        self._deadline: asyncio.Timeout | None = None
+        self._cancelled = False
+
+    async def run(self, deadline: float) -> FinishReason:
+        """Decodes until the completion ends, is cancelled, or `deadline` (loop time) passes.
+        Raises `DeadlineExceeded` when it passes before the first token, what the target refuses
+        with, and what made the session lose its store."""
+        identify(self._session.session_id, self._observer.trace_id)
+        try:
+            async with asyncio.timeout_at(deadline) as self._deadline:
+                if self._ended is not None:
+                    return self._ended
+                if self._cancelled:
+                    return self._interrupted(FinishReason.CANCELLED)
+                return await self._rounds()
+        except TimeoutError:
+            if self._cancelled:
+                return self._interrupted(FinishReason.CANCELLED)
+            if self._completion.num_tokens == 0:
+                raise DeadlineExceeded(
+                    f"deadline_ms: {self._parameters.deadline_ms} ms passed before the first token"
+                ) from None
+            return self._interrupted(FinishReason.DEADLINE)
+        finally:
+            self._deadline = None
+            self._journal.close()
+
+    def cancel(self) -> None:
+        """Ends the session as cancelled; what is decided is still committed and shown."""
+        self._cancelled = True
+        if self._deadline is not None and not self._deadline.expired():
+            self._deadline.reschedule(asyncio.get_running_loop().time())
+
+    async def _rounds(self) -> FinishReason:
+        if self._draft is not None and self._reads_beside and not self._lengths.begins_plain:
+            self._draft.prefill(0, self._parameters.num_draft_tokens)
+        round_index = 0
+        while True:
+            await self._committer.room(self._session, self._parameters.num_draft_tokens + 1)
+            await self._journal.room()
+            reason = await self._round(round_index)
+            if reason is not None:
+                return reason
+            round_index += 1
+
+    async def _round(self, index: int) -> FinishReason | None:
+        """One round; returns why the completion ends with it, if it does."""
+        self._observer.round_began(index)
+        identity, start_length = self._session.identity, self._session.length
+        noise = RoundNoise(identity.seed, identity.rule, start_length)
+        length = self._lengths.choose(index, self._completion.remaining)
+        drafted = await self._propose(index, length, noise)
+        verified = await self._verify(index, length, drafted)
+        if self._session.error is not None:
+            raise self._session.error  # It was lost meanwhile.
+        proposal = drafted.proposal
+        outcome = decide(
+            verified.reply.verdict,
+            proposal.token_ids,
+            identity.rule,
+            noise.accept_uniforms(len(proposal), proposal.parents),
+            proposal.parents,
+        )
+        self._target.settle(verified.reply, start_length + outcome.num_accepted)
+        if self._draft is not None:
+            on_spine = proposal.tree.shared_with_spine(outcome.path)
+            self._draft.settle(start_length + on_spine)
+        if self._lengths.listens:
+            self._note(drafted, verified, outcome)
+        if self._watch is not None:
+            if length.num_draft_tokens == 0:
+                self._watch.committed(noise, outcome.token_ids[0])
+            else:
+                self._watch.interrupted()
+        return self._commit(index, drafted, verified, outcome)
+
+    async def _propose(self, index: int, length: RoundLength, noise: RoundNoise) -> Drafted:
+        if index > 0:
+            self._observer.chosen(length.num_draft_tokens)
+        if self._draft is None or length.num_draft_tokens == 0:
+            return _NOT_DRAFTED
+        self._observer.asked("draft")
+        room = self._length_max - self._session.length - length.num_draft_tokens
+        siblings = fitting(length.siblings, room)
+        drafted = await self._draft.propose(
+            index, length.num_draft_tokens, noise, siblings, length.patience_s, length.is_timed
+        )
+        self._observer.drafted(
+            len(drafted.proposal),
+            drafted.by_replica,
+            drafted.seconds,
+            drafted.queue_ms,
+            drafted.compute_ms,
+            drafted.ahead,
+        )
+        return drafted
+
+    async def _verify(self, index: int, length: RoundLength, drafted: Drafted) -> Verified:
+        self._observer.asked("target")
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        wanted = NOTHING_WANTED
+        if self._draft is not None:
+            room = self._length_max - self._session.length - len(drafted.proposal) - 1
+            wanted = self._draft.next_wanted(length, room)
+        reply = await self._target.verify(
+            index, drafted.proposal, length.run_ahead, self._parameters.logprobs, wanted
+        )
+        if self._draft is not None:
+            self._draft.hear(reply)
+            if self._target.found_broken_draft:
+                self._target.found_broken_draft = False
+                self._draft.reject()
+        seconds = loop.time() - start
+        self._observer.verified(seconds, reply.queue_ms, reply.compute_ms)
+        return Verified(reply, seconds)
+
+    def _note(self, drafted: Drafted, verified: Verified, outcome: Outcome) -> None:
+        """Tells who chose the round's length what came of it."""
+        reply, proposal = verified.reply, drafted.proposal
+        accept = reply.verdict.accept_probability
+        tree = proposal.tree
+        played = PlayedRound(
+            num_asked=drafted.num_asked,
+            survival=survival(self._session.identity.rule, [accept[i] for i in tree.spine]),
+            num_tokens=len(outcome.token_ids),
+            context=self._session.length,
+            draft_s=drafted.seconds,
+            target_s=(reply.queue_ms + reply.compute_ms - reply.next_draft_ms) / 1e3,
+            ended_at=asyncio.get_running_loop().time(),
+            queue_s=reply.queue_ms / 1e3,
+            num_siblings=len(proposal) - len(tree.spine),
+            siblings=sibling_chances(tree, accept, drafted.siblings),
+            beside=drafted.beside,
+            next_draft_s=reply.next_draft_ms / 1e3,
+            work_s=drafted.work_ms / 1e3,
+        )
+        self._lengths.note(played)
+
+    def _commit(
+        self, index: int, drafted: Drafted, verified: Verified, outcome: Outcome
+    ) -> FinishReason | None:
+        first_index = self._completion.num_tokens
+        piece = self._completion.push(outcome.token_ids)
+        num_accepted = min(outcome.num_accepted, piece.num_tokens)
+        tokens = self._tokens_event(first_index, piece, verified.reply, outcome)
+        counters = self._session.counters
+        self._session.decide(
+            tokens.token_ids,
+            Counters(
+                counters.num_rounds + 1,
+                counters.num_draft_tokens + len(drafted.proposal),
+                counters.num_accepted_draft_tokens + num_accepted,
+            ),
+            draft=None if self._draft is None else self._draft.cache_state,
+            target=self._target.cache_state,
+            logprobs=[write_logprobs(logprobs) for logprobs in tokens.logprobs],
+        )
+        self._observer.decided(len(drafted.proposal), num_accepted, piece.num_tokens)
+        self._meter.decided(drafted, num_accepted, piece.num_tokens)
+        self._committer.notify(self._session)
+        report = None
+        if self._parameters.include_rounds:
+            report = _report(index, drafted, verified, num_accepted)
+        self._write(tokens, report, index)
+        return piece.finish_reason
+
+    def _interrupted(self, reason: FinishReason) -> FinishReason:
+        """Shows the text that was held back when nothing more will come."""
+        text = self._completion.finish()
+        if text:
+            self._write(Tokens(self._completion.num_tokens, (), text, (), ()), None)
+        return reason
+
+    def _write(
+        self, tokens: Tokens, report: RoundReport | None, round_index: int | None = None
+    ) -> None:
+        now = asyncio.get_running_loop().time()
+        self._journal.write(Entry(self._session.length, tokens, report, now, round_index))
+
+    def _tokens_event(
+        self, first_index: int, piece: Piece, reply: VerdictReply, outcome: Outcome
+    ) -> Tokens:
+        logprobs: tuple[PositionLogprobs, ...] = ()
+        if self._parameters.logprobs is not None:
+            num_draft_tokens = len(reply.verdict.accept_probability)
+            accepted = (reply.logprobs[index] for index in outcome.path)
+            last = reply.logprobs[num_draft_tokens + outcome.last]
+            logprobs = (*accepted, last)[: piece.num_tokens]
+        return Tokens(
+            first_index=first_index,
+            token_ids=outcome.token_ids[: piece.num_tokens],
+            text_delta=piece.text,
+            origins=outcome.origins[: piece.num_tokens],
+            logprobs=logprobs,
+        )
+
+
+def _report(index: int, drafted: Drafted, verified: Verified, num_accepted: int) -> RoundReport:
+    reply = verified.reply
+    verify_ms = verified.seconds * 1e3
+    return RoundReport(
+        index=index,
+        proposed_token_ids=drafted.proposal.token_ids,
+        num_accepted=num_accepted,
+        draft_ms=drafted.seconds * 1e3,
+        wire_ms=max(0.0, verify_ms - reply.queue_ms - reply.compute_ms),
+        queue_ms=reply.queue_ms,
+        verify_ms=reply.compute_ms,
+        commit_ms=0.0,
+        look_ahead_hit=drafted.ahead,
+        proposed_parents=drafted.proposal.parents,
+    )

@@ -1,0 +1,195 @@
+"""A session that goes on after its stream broke: what its client lacks is told again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from coordinator.requests.validation import GenerationParameters
+from coordinator.routing.replica_pool import ReplicaPool
+from outrider.errors import DataLoss, Incompatible, Unavailable, check
+from outrider.limits import REPLAY_TOKENS_INLINE
+from outrider.messages import VerifyAnswer, VerifyItem
+from outrider.request import (
+    Event,
+    Finished,
+    Metrics,
+    ResumeRequest,
+    Started,
+    Tokens,
+    Usage,
+)
+from outrider.sessions.state import Session
+from outrider.sessions.store import FinishReason, SessionRecord
+from outrider.shared_calls import SharedCalls
+from outrider.speculation.accept_reject import Origin
+from outrider.tokens import TokenSequence
+
+from .detokenizer import Completion
+from .logprob_codec import read_logprobs
+
+TOKENS_PER_EVENT: Final = 512
+"""In one event of a replay: a long answer with log-probabilities would fill no message ..."""
+ENTRIES_PER_EVENT: Final = 1024
+"""... nor may it take long to encode: log-probabilities in one event, unless of one token."""
+LOGPROBS_BYTES: Final = 32
+"""Of one stored log-probability, about; it takes as long to read as a token."""
+REPLAY_THREADS: Final = 1
+"""Long replays at the same time. They are Python: more would only compete with the event loop."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A completion as far as it is stored."""
+
+    completion: Completion
+    """With all stored tokens."""
+    events: tuple[Tokens, ...]
+    """What the client lacks of it."""
+    finish_reason: FinishReason | None
+    """Why the completion ends with them, if it does: its end may not be stored."""
+
+
+def parameters_of(record: SessionRecord) -> GenerationParameters:
+    """What the session was opened with. Raises `DataLoss` where that cannot be read."""
+    prompt_ids = record.token_ids[: record.prompt_length]
+    return GenerationParameters.from_json(record.parameters, prompt_ids)
+
+
+def check_weights(
+    session_id: str, weights: str, targets: ReplicaPool[VerifyItem, VerifyAnswer]
+) -> None:
+    """Raises `Unavailable` or `Incompatible` where no target has the weights of a session."""
+    if targets.newest(weights) is None:
+        if not targets.names:
+            raise Unavailable("no target is known")
+        raise Incompatible(
+            f"session_id: {session_id} was decoded by a target with other weights "
+            f"({weights}) than any here"
+        )
+
+
+def check_known(record: SessionRecord, request: ResumeRequest) -> None:
+    """Raises `DataLoss` where the client has tokens that the store lacks, or others than the store,
+    whatever the rule: in bfloat16 no rule is sure to decode the same ones again. A store that lost
+    a take-over may hold what an older owner decided in place of what the client was shown."""
+    num_stored = len(record.token_ids) - record.prompt_length
+    if request.num_tokens > num_stored:
+        raise DataLoss(
+            f"num_tokens: the client has {request.num_tokens} tokens, the store {num_stored}; "
+            f"the session can be resumed from {num_stored} on"
+        )
+    stored = record.token_ids[record.prompt_length :][: request.num_tokens]
+    if request.tokens_digest not in (None, TokenSequence(stored).digest()):
+        raise DataLoss(
+            f"tokens_digest: the client's {request.num_tokens} tokens are others than those that "
+            f"are stored; the session can be resumed from 0 on"
+        )
+
+
+def replay(
+    record: SessionRecord,
+    parameters: GenerationParameters,
+    completion: Completion,
+    request: ResumeRequest,
+) -> Replayed:
+    """Pushes the stored tokens into an empty `completion`. Its text depends on its tokens alone,
+    however they came, so what follows the client's goes on from its text; of a session that has
+    ended, what was held back is told too, if the client says that it lacks it."""
+    token_ids = record.token_ids[record.prompt_length :]
+    first = request.num_tokens
+    step = _tokens_per_event(parameters)
+    lines = record.logprobs.split("\n")[:-1] if parameters.logprobs is not None else []
+    known = completion.push(token_ids[:first])
+    reason = known.finish_reason
+    text, events = known.text, []
+    told = len(text) if request.num_characters is None else request.num_characters
+    for start in range(first, len(token_ids), step):
+        chunk = token_ids[start : start + step]
+        piece = completion.push(chunk)
+        check(piece.num_tokens == len(chunk), "tokens are stored behind a completion's end")
+        reason, text = piece.finish_reason, text + piece.text
+        origins = (Origin.STORED,) * len(chunk)
+        logprobs = tuple(read_logprobs(line) for line in lines[start : start + len(chunk)])
+        events.append(Tokens(start, chunk, text[told:], origins, logprobs))
+        told = max(told, len(text))
+    if record.finish_reason is not None and reason is None:
+        text += completion.finish()
+        if text[told:]:
+            events.append(Tokens(len(token_ids), (), text[told:], (), ()))
+    return Replayed(completion, tuple(events), reason)
+
+
+def _tokens_per_event(parameters: GenerationParameters) -> int:
+    num_entries = 0 if parameters.logprobs is None else 1 + parameters.logprobs
+    return min(TOKENS_PER_EVENT, max(1, ENTRIES_PER_EVENT // max(1, num_entries)))
+
+
+class Replays:
+    """What grows with a session's tokens, for an event loop: short sessions at once, long ones on
+    a thread."""
+
+    def __init__(self) -> None:
+        self._calls: SharedCalls[int, object] = SharedCalls(REPLAY_THREADS, "replay")
+
+    async def check(self, record: SessionRecord, request: ResumeRequest) -> GenerationParameters:
+        """The session's parameters. Raises what `parameters_of` and `check_known` do."""
+
+        def check() -> GenerationParameters:
+            parameters = parameters_of(record)
+            check_known(record, request)
+            return parameters
+
+        return await self._run(record, check)
+
+    async def replay(
+        self,
+        record: SessionRecord,
+        parameters: GenerationParameters,
+        completion: Completion,
+        request: ResumeRequest,
+    ) -> Replayed:
+        """See `replay`."""
+        return await self._run(record, lambda: replay(record, parameters, completion, request))
+
+    async def resume(
+        self,
+        record: SessionRecord,
+        parameters: GenerationParameters,
+        completion: Completion,
+        request: ResumeRequest,
+    ) -> tuple[Session, Replayed]:
+        """The same, and the session, which hashes all its tokens."""
+
+        def resume() -> tuple[Session, Replayed]:
+            return Session.resumed(record), replay(record, parameters, completion, request)
+
+        return await self._run(record, resume)
+
+    async def _run(self, record: SessionRecord, call: Callable[[], T]) -> T:
+        size = len(record.token_ids) + len(record.logprobs) // LOGPROBS_BYTES
+        if size <= REPLAY_TOKENS_INLINE:
+            return call()
+        done: list[T] = []
+        await self._calls.result(id(record), lambda: done.append(call()))
+        return done[0]
+
+    def close(self) -> None:
+        """Begins no more; one that runs is not waited for."""
+        self._calls.close()
+
+
+def told_again(record: SessionRecord, model: str, replayed: Replayed) -> Iterator[Event]:
+    """The events of a finished session, for a client that lacks the last of them."""
+    if record.finish_reason is None:
+        return
+    yield Started(record.session_id, model, record.seed, record.rule, record.prompt_length)
+    yield from replayed.events
+    yield Finished(
+        finish_reason=record.finish_reason,
+        usage=Usage(record.prompt_length, len(record.token_ids) - record.prompt_length),
+        metrics=Metrics.of(record.counters, time_to_first_token_ms=0.0, tokens_per_second=0.0),
+    )

@@ -1,0 +1,1 @@
+"""Chooses how many tokens each round drafts."""

@@ -1,0 +1,167 @@
+"""How many candidates a proposal has beside its own tokens. Pure: told of rounds that were
+verified, and of nothing else.
+
+A sibling costs the target a row and the draft next to nothing, and may be accepted where the token
+that it stands beside is refused. What follows it is the target's own token: nothing was drafted
+behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+from typing import Final
+
+from outrider.limits import SIBLINGS_MAX
+from outrider.speculation.trees import DraftTree
+
+from .acceptance_rate import UNIT_MAX, Prospects
+
+FIRST_TAKEN: Final = 0.25
+"""Chance that a sibling is accepted where nothing is known and all before it are refused; of the
+n-th one an n-th of that: high enough that some are tried where rows cost little."""
+SIBLINGS_OF_A_ROUND_MAX: Final = 16
+"""Siblings of one proposal, together."""
+
+
+@dataclass(frozen=True, slots=True)
+class SiblingChances:
+    """What a round says of the n-th siblings of all its places, n = 1, 2, ...: sums over the places
+    that had a draft token, each times the chance that the sibling had to be tried."""
+
+    asked: tuple[float, ...]
+    """Places for which one was asked ..."""
+    offered: tuple[float, ...]
+    """... those that had one ..."""
+    taken: tuple[float, ...]
+    """... and those in which it was accepted."""
+
+
+NO_SIBLINGS: Final = SiblingChances((), (), ())
+
+
+def sibling_chances(
+    tree: DraftTree, accept_probability: Sequence[float], asked: Sequence[int]
+) -> SiblingChances:
+    """Of a verdict on a proposal for which `asked` siblings were asked, place by place."""
+    sums = [[0.0] * max(asked, default=0) for _ in range(3)]
+    reached = 1.0
+    for token, num_asked in zip(tree.spine, asked, strict=False):
+        group = tree.children[tree.parents[token] + 1]
+        left = reached * (1.0 - accept_probability[token])
+        for rank in range(num_asked):
+            sums[0][rank] += left
+            if rank + 1 < len(group):
+                taken = left * accept_probability[group[rank + 1]]
+                sums[1][rank] += left
+                sums[2][rank] += taken
+                left -= taken
+        reached *= accept_probability[token]
+    wanted, offered, taken_ = (tuple(values) for values in sums)
+    return SiblingChances(wanted, offered, taken_)
+
+
+def fitting(siblings: tuple[int, ...], room: int) -> tuple[int, ...]:
+    """As many of them, from the first place on, as there is room for."""
+    kept: list[int] = []
+    for num in siblings:
+        kept.append(max(0, min(num, room)))
+        room -= kept[-1]
+    return tuple(kept) if any(kept) else ()
+
+
+class SiblingAverages:
+    """Exponentially weighted averages over rounds: of one session, drawn towards those of all."""
+
+    def __init__(
+        self, memory_rounds: float, prior_rounds: float, prior: SiblingAverages | None = None
+    ) -> None:
+        """A round weighs 1 / e after `memory_rounds` others; the prior as much as `prior_rounds`
+        new ones."""
+        self._growth = 1.0 / (1.0 - 1.0 / memory_rounds)
+        self._prior_rounds = prior_rounds
+        self._prior = prior
+        self._unit = 1.0
+        self._sums = [[0.0] * SIBLINGS_MAX for _ in range(3)]
+
+    def note(self, found: SiblingChances) -> None:
+        """A round was verified."""
+        self._unit *= self._growth
+        if self._unit > UNIT_MAX:
+            self._sums = [[value / self._unit for value in values] for values in self._sums]
+            self._unit = 1.0
+        for sums, values in zip(self._sums, (found.asked, found.offered, found.taken), strict=True):
+            for rank, value in enumerate(values):
+                sums[rank] += value * self._unit
+
+    def rates(self) -> list[tuple[float, float]]:
+        """Of the first, second, ... sibling: how likely it is offered where it is asked for, and
+        accepted where it is offered and all before it are refused."""
+        pull = self._prior_rounds * self._unit
+        before = (
+            [(1.0, FIRST_TAKEN / (rank + 1)) for rank in range(SIBLINGS_MAX)]
+            if self._prior is None
+            else self._prior.rates()
+        )
+        return [
+            ((offered + pull * likely) / (asked + pull), (taken + pull * good) / (offered + pull))
+            for asked, offered, taken, (likely, good) in zip(*self._sums, before, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Siblings for a proposal of some length, and what they add to it."""
+
+    siblings: tuple[int, ...]
+    """Place by place."""
+    num_tokens: float
+    """Expected, less those that other sessions lose."""
+    seconds: float
+
+
+class Shaper:
+    """Adds siblings to proposals of K tokens while they make rounds bring more a second."""
+
+    def __init__(
+        self,
+        prospects: Prospects,
+        rates: Sequence[tuple[float, float]],
+        row_s: Sequence[float],
+        row_lost: Sequence[float],
+        siblings_max: int,
+    ) -> None:
+        """`row_s` and `row_lost` are what each further row of a verification costs, `siblings_max`
+        bounds those beside one token."""
+        self._row_s, self._row_lost = row_s, row_lost
+        left = list(accumulate((1.0 - offered * good for offered, good in rates), mul, initial=1.0))
+        gains: list[tuple[float, float, int]] = []
+        """Tokens that a sibling adds, the chance that it has to be verified, and its place."""
+        for depth, refused in enumerate(prospects.refused):
+            best = 1.0
+            for rank in range(siblings_max):
+                offered, good = rates[rank]
+                best = min(best, refused * left[rank] * offered * good)
+                gains.append((best, prospects.proposed[depth] * offered, depth))
+        self._gains = sorted(gains, key=lambda gain: -gain[0])
+
+    def shape(self, num_draft_tokens: int, num_tokens: float, seconds: float) -> Shape:
+        """For a chain of so many tokens that promises this."""
+        siblings = [0] * num_draft_tokens
+        row = num_draft_tokens
+        tokens, time = num_tokens, seconds
+        for gain, likely, depth in self._gains:
+            if depth >= num_draft_tokens:
+                continue
+            if row >= min(len(self._row_s), num_draft_tokens + SIBLINGS_OF_A_ROUND_MAX):
+                break
+            more = gain - likely * self._row_lost[row]
+            cost = likely * self._row_s[row]
+            if more * time <= tokens * cost:
+                break
+            tokens, time = tokens + more, time + cost
+            siblings[depth] += 1
+            row += 1
+        return Shape(tuple(siblings) if any(siblings) else (), tokens - num_tokens, time - seconds)

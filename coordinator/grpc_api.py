@@ -1,0 +1,116 @@
+"""The coordinator on gRPC: messages in, values inside, messages out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+
+from outrider.errors import Overloaded
+from outrider.limits import RECORD_READS_MAX, SLOT_RETRY_MS, TRACEPARENT_CHARS_MAX
+from outrider.security.callers import Caller
+from outrider.security.gate import OPEN, Gate
+from outrider.transport.authorization import current_caller
+from outrider.transport.field_codec import session_id_from_wire
+from outrider.transport.request_codec import (
+    event_to_proto,
+    request_from_proto,
+    resume_from_proto,
+    session_to_proto,
+)
+from outrider.transport.server import Context
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import types_pb2
+
+from .service import CoordinatorService
+
+
+class CoordinatorServicer:
+    """The methods of `outrider.v1.Coordinator`. Whose sessions a call is about says the caller's
+    key alone (`outrider.transport.authorization`)."""
+
+    def __init__(self, service: CoordinatorService, gate: Gate = OPEN) -> None:
+        """`gate` counts what callers run."""
+        self._service = service
+        self._gate = gate
+        self._num_reads: Counter[str] = Counter()
+        """Calls that read stored sessions now, by their caller's name."""
+
+    async def generate(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncGenerator[pb.GenerateEvent]:
+        """Streams a generation; a client that goes away cancels it."""
+        caller = current_caller()
+        running = self._service.generate(
+            request_from_proto(request), caller.tenant, _traceparent(context)
+        )
+        async with aclosing(self._gate.generation(caller, running)) as events:
+            async for event in events:
+                yield event_to_proto(event)
+
+    async def resume(
+        self, request: pb.ResumeRequest, context: Context
+    ) -> AsyncGenerator[pb.GenerateEvent]:
+        """Streams the rest of a generation; a client that goes away cancels it."""
+        caller, resumed = current_caller(), resume_from_proto(request)
+        running = self._service.resume(resumed, caller.tenant, _traceparent(context))
+        counted = self._gate.generation(caller, running, resumes=resumed.session_id)
+        async with aclosing(counted) as events:
+            async for event in events:
+                yield event_to_proto(event)
+
+    async def cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelReply:
+        """Ends a session as cancelled; its stream still gets its last event."""
+        caller = current_caller()
+        session_id = session_id_from_wire(request.session_id)
+        with self._reading(caller):
+            await self._service.cancel(session_id, caller.reach)
+        return pb.CancelReply()
+
+    async def get_session(self, request: pb.GetSessionRequest, context: Context) -> pb.Session:
+        """Reads a session from the store. Counts as a request of its caller's, but not as a
+        generation: it may be asked for while as many run as the caller may run."""
+        caller = current_caller()
+        session_id = session_id_from_wire(request.session_id)
+        self._gate.check_rate(caller)
+        with self._reading(caller):
+            async with self._gate.admit(caller, num_generations=0):
+                record = await self._service.session(session_id, caller.reach)
+        return session_to_proto(record)
+
+    @contextmanager
+    def _reading(self, caller: Caller) -> Iterator[None]:
+        """Raises `Overloaded` for more reads of one caller at a time than `RECORD_READS_MAX`:
+        records are long."""
+        if self._num_reads[caller.name] >= RECORD_READS_MAX:
+            raise Overloaded(
+                f"{RECORD_READS_MAX} calls of this caller read stored sessions already; try again "
+                "later",
+                retry_after_ms=SLOT_RETRY_MS,
+            )
+        self._num_reads[caller.name] += 1
+        try:
+            yield
+        finally:
+            self._num_reads[caller.name] -= 1
+            self._num_reads += Counter()  # Forgets callers without reads.
+
+    async def describe(
+        self, request: types_pb2.DescribeRequest, context: Context
+    ) -> pb.CoordinatorDescription:
+        """What is served, and how busy the coordinator is."""
+        model = self._service.model
+        return pb.CoordinatorDescription(
+            model=model.name,
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
+            num_running=self._service.num_running,
+        )
+
+
+def _traceparent(context: Context) -> str:
+    """The trace that the caller is part of, as W3C Trace Context has it; empty if it names none."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "traceparent" and isinstance(value, str) and len(value) <= TRACEPARENT_CHARS_MAX:
+            return value
+    return ""

@@ -1,0 +1,1 @@
+"""Requests before they run: limits, tokens, grammars, fair turns."""

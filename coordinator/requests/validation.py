@@ -1,0 +1,220 @@
+"""What a user asks for, checked against every limit before anything is done."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from outrider import limits
+from outrider.errors import BadRequest, DataLoss
+from outrider.grammar.constraint import Constraint
+from outrider.request import ChatMessage, GenerateRequest, Prompt
+from outrider.speculation.sampling_params import Rule, SamplingParams, check_sampling, resolve_rule
+
+_ROLE: Final = re.compile(rf"[A-Za-z0-9_-]{{1,{limits.ROLE_CHARS_MAX}}}")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationParameters:
+    """A checked request with every default filled in: all that is needed to run it, or to go on
+    with it after a failure."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    max_tokens: int
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    seed: int
+    rule: Rule
+    num_draft_tokens: int
+    deadline_ms: int
+    logprobs: int | None
+    include_rounds: bool
+    draft_deadline_ms: int | None = None
+    """None = what the coordinator that runs it says."""
+    weights: str = ""
+    """Of the target that it is decoded by (`ReplicaDescription.weights`), wherever it goes on."""
+    constraint: Constraint | None = None
+
+    def to_json(self) -> str:
+        """These parameters without the prompt, for the session store."""
+        values = asdict(self)
+        del values["prompt_ids"]
+        return json.dumps(values, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str, prompt_ids: tuple[int, ...]) -> GenerationParameters:
+        """What `to_json` wrote. Raises `DataLoss` for anything else."""
+        try:
+            values = json.loads(text)
+            sampling = values.pop("sampling")
+            bias = tuple(
+                (int(token_id), float(add)) for token_id, add in sampling.pop("logit_bias")
+            )
+            return cls(
+                prompt_ids=prompt_ids,
+                sampling=SamplingParams(**sampling, logit_bias=bias),
+                stop=tuple(values.pop("stop")),
+                rule=Rule(values.pop("rule")),
+                constraint=_constraint_from(values.pop("constraint", None)),
+                **values,
+            )
+        except (ValueError, TypeError, KeyError, AttributeError, BadRequest) as error:
+            raise DataLoss(f"the session's parameters cannot be read: {error}") from error
+
+    def as_request(self) -> GenerateRequest:
+        """The request, with nothing left open."""
+        return GenerateRequest(
+            prompt=self.prompt_ids,
+            sampling=self.sampling,
+            max_tokens=self.max_tokens,
+            stop=self.stop,
+            ignore_eos=self.ignore_eos,
+            seed=self.seed,
+            rule=self.rule,
+            num_draft_tokens=self.num_draft_tokens,
+            deadline_ms=self.deadline_ms,
+            logprobs=self.logprobs,
+            include_rounds=self.include_rounds,
+            draft_deadline_ms=self.draft_deadline_ms,
+            constraint=self.constraint,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the limits of a request depend on."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDefaults:
+    """What a coordinator fills in where a request is silent."""
+
+    num_draft_tokens: int
+    deadline_ms: int
+    unseeded_rule: Rule = Rule.TOKEN
+    """Of a request at a temperature that names neither rule nor seed."""
+
+
+def check_fields(request: GenerateRequest, model: ServedModel) -> None:
+    """Checks every field that can be checked without tokenizing the prompt. Raises `BadRequest`
+    for the first one that is out of its limits (`outrider.limits`)."""
+    check_sampling(request.sampling, vocab_size=model.vocab_size)
+    check_roles(request.prompt)
+    check_stop(request.stop)
+    bounds = (
+        ("max_tokens", 1, model.max_model_len),
+        ("num_draft_tokens", 0, limits.NUM_DRAFT_TOKENS_MAX),
+        ("deadline_ms", 1, limits.DEADLINE_MS_MAX),
+        ("draft_deadline_ms", 1, limits.DRAFT_DEADLINE_MS_MAX),
+        ("logprobs", 0, limits.LOGPROBS_MAX),
+        ("seed", 0, limits.SEED_MAX),
+    )
+    for field, low, high in bounds:
+        value = getattr(request, field)
+        if value is not None:
+            _check_integer(field, value, low, high)
+    if request.rule is Rule.GREEDY and not request.sampling.greedy:
+        raise BadRequest("rule", "greedy needs temperature 0; allowed: token, block, coupled")
+
+
+def resolve(
+    request: GenerateRequest,
+    prompt_field: str,
+    prompt_ids: tuple[int, ...],
+    model: ServedModel,
+    defaults: RequestDefaults,
+    random_seed: int,
+) -> GenerationParameters:
+    """Fills in the defaults of a request whose fields have been checked. Raises `BadRequest` where
+    the prompt, or the prompt and `max_tokens`, do not fit the model."""
+    check_prompt_ids(prompt_ids, prompt_field, model)
+    room = model.max_model_len - len(prompt_ids)
+    max_tokens = _default(request.max_tokens, min(room, request.default_max_tokens))
+    if max_tokens > room:
+        raise BadRequest(
+            "max_tokens",
+            f"the prompt's {len(prompt_ids)} tokens and {max_tokens} more exceed the model's "
+            f"length of {model.max_model_len}; at most {room} are left",
+        )
+    return GenerationParameters(
+        prompt_ids=prompt_ids,
+        sampling=request.sampling,
+        max_tokens=max_tokens,
+        stop=request.stop,
+        ignore_eos=request.ignore_eos,
+        seed=_default(request.seed, random_seed),
+        rule=resolve_rule(
+            request.sampling, request.rule, request.seed is not None, defaults.unseeded_rule
+        ),
+        num_draft_tokens=_default(request.num_draft_tokens, defaults.num_draft_tokens),
+        deadline_ms=_default(request.deadline_ms, defaults.deadline_ms),
+        logprobs=request.logprobs,
+        include_rounds=request.include_rounds,
+        draft_deadline_ms=request.draft_deadline_ms,
+        constraint=request.constraint,
+    )
+
+
+def check_prompt_ids(prompt_ids: tuple[int, ...], field: str, model: ServedModel) -> None:
+    """Raises `BadRequest` for an empty or overlong prompt, or an id outside the vocabulary."""
+    if not prompt_ids:
+        raise BadRequest(field, "the prompt is empty; at least one token is needed")
+    if len(prompt_ids) >= model.max_model_len:
+        raise BadRequest(
+            field,
+            f"the prompt has {len(prompt_ids)} tokens; at most {model.max_model_len - 1} leave "
+            f"room for an answer in the model's length of {model.max_model_len}",
+        )
+    if not 0 <= min(prompt_ids) <= max(prompt_ids) < model.vocab_size:
+        index, bad = next((i, t) for i, t in enumerate(prompt_ids) if not 0 <= t < model.vocab_size)
+        raise BadRequest(
+            f"{field}[{index}]", f"{bad} is not a token id; allowed: 0..{model.vocab_size - 1}"
+        )
+
+
+def check_roles(prompt: Prompt) -> None:
+    """Raises `BadRequest` for a turn of a conversation whose role is no name: a chat template
+    writes it between the marks of the turn."""
+    if isinstance(prompt, str) or not (prompt and isinstance(prompt[0], ChatMessage)):
+        return
+    for index, turn in enumerate(prompt):
+        if isinstance(turn, ChatMessage) and not _ROLE.fullmatch(turn.role):
+            raise BadRequest(
+                f"chat.messages[{index}].role",
+                f"got {turn.role[: limits.ROLE_CHARS_MAX]!r}; allowed: a name such as system, user "
+                f"or assistant, of up to {limits.ROLE_CHARS_MAX} letters, digits, - and _",
+            )
+
+
+def check_stop(stop: tuple[str, ...]) -> None:
+    """Raises `BadRequest` for too many stop strings, an empty or an overlong one."""
+    if len(stop) > limits.STOP_STRINGS_MAX:
+        raise BadRequest("stop", f"got {len(stop)} strings; at most {limits.STOP_STRINGS_MAX}")
+    for index, text in enumerate(stop):
+        size = len(text.encode())
+        if not 1 <= size <= limits.STOP_STRING_BYTES_MAX:
+            raise BadRequest(
+                f"stop[{index}]",
+                f"has {size} bytes; allowed: 1..{limits.STOP_STRING_BYTES_MAX}",
+            )
+
+
+def _check_integer(field: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise BadRequest(field, f"got {value}; allowed: {low}..{high}")
+
+
+def _default(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _constraint_from(values: dict[str, str] | None) -> Constraint | None:
+    return None if values is None else Constraint.read(values["kind"], values["text"])

@@ -1,0 +1,193 @@
+"""Who is in the pools: those that the registry has.
+
+A replica joins once it says itself what it runs, and that fits. It is left when it says that it
+leaves, and taken out when the registry has not had it for as long as a lease, in which one that
+lives says its name again even to a registry that has lost everything, and it does not answer
+either, or another one answers at its address. While the registry is away nothing changes. One that
+leaves already joins, to be left, where no other with its weights is known: sessions that began with
+them have nowhere else to go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+from outrider.errors import OutriderError
+from outrider.registry.registry import LEASE_S, Registry, ReplicaRecord, Role
+from outrider.transport.link import Link
+
+from .replica_pool import ReplicaPool
+
+_log = logging.getLogger(__name__)
+
+READ_PERIOD_S: Final = 0.5
+"""Between two looks at the registry."""
+REFUSED_S: Final = 10.0
+"""A replica that could not join is asked again after so long."""
+
+_ROLES: Final[tuple[Role, ...]] = ("target", "draft")
+Hear = Callable[[Role, Sequence[ReplicaRecord]], None]
+"""Is told what the registry has of a role, each time that it is read."""
+
+
+def _ignore(role: Role, records: Sequence[ReplicaRecord]) -> None:
+    """Nobody wants to know."""
+
+
+async def replicas_at_first(registry: Registry) -> tuple[dict[str, str], dict[str, str]]:
+    """Addresses of the targets and of the drafts that a coordinator begins with, by name. For a
+    target it waits up to a lease, in which one that lives says its name again even to a registry
+    that has lost everything. Raises `StoreUnavailable`."""
+    loop = asyncio.get_running_loop()
+    give_up_at = loop.time() + LEASE_S
+    while True:
+        targets, drafts = [
+            {one.name: one.address for one in await registry.records(role) if not one.leaving}
+            for role in _ROLES
+        ]
+        if targets or loop.time() >= give_up_at:
+            return targets, drafts
+        await asyncio.sleep(READ_PERIOD_S)
+
+
+class Roster:
+    """Keeps the pool of one role in step with the registry."""
+
+    def __init__(
+        self,
+        role: Role,
+        pool: ReplicaPool[Any, Any],
+        registry: Registry,
+        link: Callable[[str], Link[Any, Any]],
+        begun_with: Mapping[str, str] | None = None,
+        hear: Hear = _ignore,
+    ) -> None:
+        """`link(address)` leads to a replica; nothing is sent before it is asked something.
+        `begun_with` are the addresses of those that are in the pool already, by name."""
+        self._role = role
+        self._pool = pool
+        self._registry = registry
+        self._link = link
+        self._tell = hear
+        self._heard_at: dict[str, float] = {}
+        """When the registry had each that is in the pool, s of the loop's clock."""
+        self._addresses: dict[str, str] = dict(begun_with or {})
+        """Where each of them was when the registry had it."""
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """Replicas that are being asked whether they join, or whether they are there."""
+        self._not_before: dict[str, float] = {}
+        self._away = False
+
+    async def run(self) -> None:
+        """Follows the registry until it is cancelled."""
+        try:
+            while True:
+                await self.look()
+                await asyncio.sleep(READ_PERIOD_S)
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+
+    async def look(self) -> None:
+        """Reads the registry once."""
+        try:
+            records = await self._registry.records(self._role)
+        except OutriderError as error:
+            if not self._away:
+                _log.warning("%ss may come and go unseen: %s", self._role, error)
+            self._away = True
+            return
+        now = asyncio.get_running_loop().time()
+        if self._away:
+            # None of them could say its name meanwhile.
+            self._heard_at = dict.fromkeys(self._heard_at, now)
+        self._away = False
+        self._tell(self._role, records)
+        for record in records:
+            self._hear(record, now)
+        taken = {record.address for record in records}
+        for name in self._pool.names:
+            if now - self._heard_at.setdefault(name, now) > LEASE_S and name not in self._tasks:
+                is_replaced = self._addresses.get(name) in taken
+                self._tasks[name] = asyncio.create_task(self._doubt(name, is_replaced))
+        known = {record.name for record in records}.union(self._pool.names)
+        of_names: tuple[dict[str, Any], ...] = (
+            self._heard_at, self._addresses, self._not_before
+        )  # fmt: skip
+        for notes in of_names:
+            for name in notes.keys() - known:
+                del notes[name]
+
+    def _hear(self, record: ReplicaRecord, now: float) -> None:
+        name = record.name
+        self._heard_at[name] = now
+        self._addresses[name] = record.address
+        has_others = record.weights and self._pool.newest(record.weights)
+        if record.leaving and (name in self._pool.names or has_others):
+            self._pool.retire(name)
+        elif (
+            name not in self._pool.names
+            and name not in self._tasks
+            and now >= self._not_before.get(name, now)
+        ):
+            self._tasks[name] = asyncio.create_task(self._join(record))
+
+    async def _doubt(self, name: str, is_replaced: bool) -> None:
+        """Takes out a replica that is announced no more, unless it answers: it may be the one that
+        does not reach the registry. Who answers at the address of another one is that one."""
+        try:
+            if not is_replaced and await self._pool.answers(name):
+                self._heard_at[name] = asyncio.get_running_loop().time()
+            else:
+                _log.warning("the %s %s is announced no more: it is taken out", self._role, name)
+                await self._pool.leave(name)
+        finally:
+            del self._tasks[name]
+
+    async def _join(self, record: ReplicaRecord) -> None:
+        try:
+            await self._pool.join(record.name, self._link(record.address))
+            if record.leaving:  # Its sessions may have nowhere else to go.
+                self._pool.retire(record.name)
+            _log.info("the %s %s has joined", self._role, record.name)
+        except OutriderError as error:
+            _log.warning("the %s %s cannot join: %s", self._role, record.name, error)
+            self._not_before[record.name] = asyncio.get_running_loop().time() + REFUSED_S
+        finally:
+            del self._tasks[record.name]
+
+
+class Loaded(Protocol):
+    """Who minds what its peers run."""
+
+    num_elsewhere: int
+    """Sessions of theirs."""
+
+
+class Peers:
+    """The other coordinators, which share the replicas, and so their time."""
+
+    def __init__(
+        self, registry: Registry, own_name: str, told: Loaded, hear: Hear = _ignore
+    ) -> None:
+        self._registry = registry
+        self._tell = hear
+        self._own_name = own_name
+        self._told = told
+
+    async def run(self) -> None:
+        """Follows the registry until it is cancelled."""
+        while True:
+            await asyncio.sleep(READ_PERIOD_S)
+            try:
+                records = await self._registry.records("coordinator")
+            except OutriderError as error:
+                _log.debug("what other coordinators run is not known: %s", error)
+                continue
+            self._tell("coordinator", records)
+            self._told.num_elsewhere = sum(
+                record.load for record in records if record.name != self._own_name
+            )

@@ -1,0 +1,396 @@
+"""One session's draft, behind the stream of whichever replica it has; see `target_client.py`.
+
+This side always ends in a proposal, because a request must not suffer from a draft.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from dataclasses import replace
+
+from coordinator.draft_length.policy import RoundLength
+from outrider.errors import (
+    DeadlineExceeded,
+    LinkLost,
+    OutriderError,
+    Overloaded,
+    Unavailable,
+    check,
+    error_from_code,
+)
+from outrider.limits import (
+    LOOK_AHEAD_BYTES_MAX,
+    NUM_DRAFT_TOKENS_MAX,
+    SILENT_DRAFT_S,
+    UNTIMED_DRAFT_S,
+)
+from outrider.messages import (
+    DraftAnswer,
+    DraftItem,
+    ProposalReply,
+    Refused,
+    Resync,
+    VerdictReply,
+)
+from outrider.sessions.store import CacheState
+from outrider.speculation.proposal import SealedProposal, require_q
+from outrider.speculation.random_streams import RoundNoise
+
+from .drafts import Drafted, NextWanted, StandIn, check_wanted
+from .hidden_state_window import FeatureWindow
+from .lookahead_cache import PushedProposals
+from .replica_pool import Berth
+from .request_header import HeadWriter, Patience, budget_us
+
+_log = logging.getLogger(__name__)
+
+
+class DraftSide:
+    """One session's draft, and the local drafter that stands in while it does not answer.
+    Implements `Drafts`."""
+
+    def __init__(
+        self,
+        berth: Berth[DraftItem, DraftAnswer],
+        heads: HeadWriter,
+        patience: Patience,
+        stand_in: StandIn,
+        look_ahead: int = 0,
+        look_ahead_bytes_max: int = LOOK_AHEAD_BYTES_MAX,
+        reads_features: bool = False,
+        confident: float | None = None,
+        model_tokens: int = NUM_DRAFT_TOKENS_MAX,
+    ) -> None:
+        """`look_ahead` outcomes of each round are to be worked out before they are known; so many
+        bytes of proposals are kept for them. A draft that `reads_features` is sent those of the
+        target. Where the stand-in expects `confident` of its tokens to be accepted, it proposes,
+        and the replica is not asked; else that is asked for `model_tokens` of a round at most."""
+        self._confident = confident
+        self._model_tokens = model_tokens
+        self._berth = berth
+        self._mailbox = berth.mailbox
+        self._heads = heads
+        self._patience = patience
+        self._stand_in = stand_in
+        self._look_ahead = look_ahead
+        self._look_ahead_bytes_max = look_ahead_bytes_max
+        self._pushed = PushedProposals(look_ahead_bytes_max)
+        self._mailbox.on_pushed = self._take_pushed
+        self._features = FeatureWindow() if reads_features else None
+        self._asked: tuple[int, int] | None = None
+        """The round whose proposal is waited for, and its K."""
+        self._present = True
+        self._is_rejected = False
+        """Whether the replica is broken, and there was no other."""
+        self._held: ProposalReply | None = None
+        self._looked_for = 0
+        """K of the newest item: of what is drafted ahead for the next round."""
+        self._ask_again_at = 0.0
+        self.cached_length = heads.session.draft.held_by(berth.replica)
+        """Committed tokens that the draft is thought to hold."""
+
+    @property
+    def cache_state(self) -> CacheState | None:
+        """See `Drafts.cache_state`."""
+        return CacheState(self._berth.replica, self.cached_length)
+
+    def prefill(self, round_index: int, num_draft_tokens: int) -> None:
+        """Lets the draft read the prompt while the target does, and look ahead of a round without
+        a proposal, for so many tokens; waits for nothing."""
+        number = self._berth.number(round_index)
+        self._mailbox.begin(number)
+        self._looked_for = num_draft_tokens = min(num_draft_tokens, self._model_tokens)
+        try:
+            self._send(number, num_draft_tokens if self._look_ahead else 0, held=())
+        except (LinkLost, Overloaded) as error:
+            self._lose(error)
+        # Messages of a session are worked off in order; where this one is lost, a resync follows.
+        self.cached_length = len(self._heads.session.tokens)
+
+    async def propose(
+        self,
+        round_index: int,
+        num_draft_tokens: int,
+        noise: RoundNoise,
+        siblings: tuple[int, ...] = (),
+        patience_s: float = math.inf,
+        is_timed: bool = True,
+    ) -> Drafted:
+        """See `Drafts.propose`: the stand-in's where it is confident, which depends on the
+        committed tokens and its history alone; else the replica's."""
+        guess: SealedProposal | None = None
+        if self._confident is not None:
+            start = asyncio.get_running_loop().time()
+            guess, score = self._stand_in.guess(num_draft_tokens, noise)
+            if score >= self._confident:
+                self._go_on_without(round_index, num_draft_tokens, guess)
+                seconds = asyncio.get_running_loop().time() - start
+                return Drafted(guess, True, seconds, num_draft_tokens)
+        num_drawn = min(num_draft_tokens, self._model_tokens)
+        drafted = await self._propose(
+            round_index, num_drawn, noise, siblings[:num_drawn], patience_s, is_timed, guess
+        )
+        # Of a hybrid, tokens beyond the model's count as asked for and not proposed.
+        is_whole = drafted.num_asked == num_drawn
+        return replace(drafted, num_asked=num_draft_tokens) if is_whole else drafted
+
+    def _go_on_without(
+        self, round_index: int, num_draft_tokens: int, proposal: SealedProposal
+    ) -> None:
+        """A round has its proposal, for which the replica was not asked; that may look ahead."""
+        if self._look_ahead == 0 or self._is_rejected:
+            return
+        number = self._berth.number(round_index)
+        self._mailbox.begin(number)
+        self._pushed.begin(number, self._heads.session.tokens)
+        self._looked_for = min(num_draft_tokens, self._model_tokens)
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, self._tell, number, self._looked_for, proposal.token_ids)
+
+    async def _propose(
+        self,
+        round_index: int,
+        num_draft_tokens: int,
+        noise: RoundNoise,
+        siblings: tuple[int, ...],
+        patience_s: float,
+        is_timed: bool,
+        guess: SealedProposal | None,
+    ) -> Drafted:
+        """The replica's. The stand-in's where the replica is away or silent, refuses, or had no
+        time for a first token: its `guess`, if it was asked already. The replica is told how much
+        time there is and decides itself, before each draw, whether to make it: a proposal that has
+        been drawn is never given up for being late, as how late it is may depend on its tokens. A
+        round that is not timed waits until its replica is lost, or a step of that must have
+        hung."""
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        if (self._berth.is_left or self._is_rejected) and self._move():
+            self._present, self._is_rejected = True, False
+        if self._is_rejected:
+            proposal = self._filled_in(guess, num_draft_tokens, noise)
+            return Drafted(proposal, False, 0.0, num_draft_tokens)
+        number = self._berth.number(round_index)
+        self._mailbox.begin(number)
+        looked_for, self._looked_for = self._looked_for, num_draft_tokens
+        was_looked_for = self._look_ahead > 0 and looked_for > 0 and self._pushed.expects(number)
+        pushed = self._pushed.begin(number, self._heads.session.tokens)
+        if pushed is not None and self._is_fit(pushed):
+            self._held = pushed
+            self.cached_length = pushed.cached_length
+            proposal = pushed.proposal.cut(num_draft_tokens)
+            # The verification leaves first, in the loop's next turn: nobody waits for what the
+            # draft is told.
+            loop.call_soon(loop.call_soon, self._tell, number, num_draft_tokens, proposal.token_ids)
+            num_asked = self._drafted_for(proposal, num_draft_tokens, looked_for)
+            return _drafted_by(pushed, proposal, 0.0, num_asked, ahead=True)
+        if was_looked_for:
+            self._heads.observer.look_ahead_missed()
+        reply: ProposalReply | None = None
+        is_late = False
+        if self._present or self._heard_again():
+            budget_s = min(patience_s, self._patience.draft_answer_s) if is_timed else math.inf
+            wait_s = (budget_s if is_timed else UNTIMED_DRAFT_S) + SILENT_DRAFT_S
+            try:
+                async with asyncio.timeout(wait_s):
+                    reply = await self._ask(number, num_draft_tokens, siblings, start + budget_s)
+            except (TimeoutError, OutriderError) as error:
+                is_late = isinstance(error, TimeoutError | DeadlineExceeded)
+                self._lose(error)
+        else:
+            self._probe(number, num_draft_tokens, is_timed)
+        self._held = reply
+        if reply is not None and reply.out_of_time and not reply.proposal:
+            is_late = True
+        elif reply is not None:
+            seconds = loop.time() - start
+            num_asked = self._drafted_for(reply.proposal, num_draft_tokens, looked_for)
+            if reply.out_of_time:
+                num_asked = reply.proposal.tree.num_depths
+            return _drafted_by(reply, reply.proposal, seconds, num_asked, siblings=siblings)
+        proposal = self._filled_in(guess, num_draft_tokens, noise)
+        num_asked = 0 if is_late else num_draft_tokens
+        return Drafted(proposal, False, loop.time() - start, num_asked)
+
+    def _filled_in(
+        self, guess: SealedProposal | None, num_draft_tokens: int, noise: RoundNoise
+    ) -> SealedProposal:
+        """The stand-in's proposal. An empty guess is one, too: it is not looked up again."""
+        return self._stand_in.propose(num_draft_tokens, noise) if guess is None else guess
+
+    def next_wanted(self, length: RoundLength, room: int) -> NextWanted:
+        """See `Drafts.next_wanted`: the target proposes nothing."""
+        return NextWanted(features=self._features is not None)
+
+    def hear(self, reply: VerdictReply) -> None:
+        """See `Drafts.hear`: what it shows is for the draft's next question."""
+        if self._features is not None and reply.features is not None:
+            self._features.put(reply.features, self._heads.session.length)
+
+    def settle(self, common_length: int) -> None:
+        """See `Drafts.settle`."""
+        if self._held is not None:
+            self.cached_length = min(self._held.cached_length, common_length)
+            self._held = None
+
+    def reject(self) -> None:
+        """See `Drafts.reject`: another replica goes on, or the stand-in until there is one."""
+        self._held = None
+        self._pushed = PushedProposals(self._look_ahead_bytes_max)
+        self._berth.reject()
+        self._is_rejected = not self._move()
+
+    def close(self) -> None:
+        """See `Drafts.close`."""
+        self._stand_in.close()
+        self._berth.close()
+
+    async def _ask(
+        self, number: int, num_draft_tokens: int, siblings: tuple[int, ...], draw_until: float
+    ) -> ProposalReply:
+        """Asks until there is a proposal, whose tokens are drawn until a loop time; the caller
+        bounds the wait."""
+        loop = asyncio.get_running_loop()
+        while True:
+            budget = budget_us(draw_until - loop.time())
+            self._send(number, num_draft_tokens, siblings=siblings, budget=budget)
+            answer = await self._take(number, num_draft_tokens)
+            if isinstance(answer, Resync):
+                self.cached_length = self._heads.held(answer)
+                if self._features is not None:
+                    self._features.forgotten()
+                self._heads.observer.resynced("draft")
+            elif isinstance(answer, Refused):
+                raise error_from_code(answer.code, answer.message)
+            else:
+                self._check(answer, num_draft_tokens, siblings)
+                if self._features is not None:
+                    self._features.told()
+                return answer
+
+    async def _take(self, number: int, num_draft_tokens: int) -> DraftAnswer:
+        """The answer to a round, or what was pushed for it meanwhile."""
+        self._asked = (number, num_draft_tokens)
+        try:
+            return await self._mailbox.take(number)
+        finally:
+            self._asked = None
+
+    def _take_pushed(self, reply: ProposalReply) -> None:
+        """A proposal that assumes something has come: for the next round, or for the one that
+        waits for just this."""
+        if self._is_rejected:
+            return
+        if self._asked is None or reply.key.round != self._asked[0]:
+            self._pushed.put(reply)
+            return
+        session = self._heads.session
+        behind = session.tokens.since(reply.base_length)
+        if reply.assumed == behind and self._is_fit(reply):
+            proposal = reply.proposal.cut(self._asked[1])
+            answer = replace(reply, proposal=proposal, assumed=(), base_length=session.length)
+            if self._mailbox.put(answer):
+                self._berth.expect_repeat(reply.key)
+
+    def _drafted_for(self, proposal: SealedProposal, num_draft_tokens: int, looked_for: int) -> int:
+        """K of a proposal: one of just what was looked ahead for may have been cut short by that,
+        in an answer, too, where it was still being drafted when it was asked for."""
+        is_cut = self._look_ahead > 0 and len(proposal) == looked_for < num_draft_tokens
+        return looked_for if is_cut else num_draft_tokens
+
+    def _is_fit(self, pushed: ProposalReply) -> bool:
+        """Whether it can be used at all."""
+        try:
+            check(not pushed.proposal.parents, "it is a tree")
+            require_q(pushed.proposal, self._heads.session.identity.rule)
+        except OutriderError as error:
+            _log.warning("a pushed proposal is of no use: %s", error)
+            return False
+        return True
+
+    def _tell(self, number: int, num_draft_tokens: int, token_ids: tuple[int, ...]) -> None:
+        """Tells the draft which of its proposals has come true."""
+        if self._present:
+            try:
+                self._send(number, num_draft_tokens, held=token_ids)
+            except (LinkLost, Overloaded) as error:
+                self._lose(error)
+
+    def _check(
+        self, answer: ProposalReply, num_draft_tokens: int, siblings: tuple[int, ...]
+    ) -> None:
+        """Raises `InvariantError` or `BadRequest` for a proposal that is not what was asked for."""
+        length = self._heads.session.length
+        check_wanted(answer.proposal, num_draft_tokens, siblings)
+        check(answer.base_length == length, f"it extends {answer.base_length}, not {length} tokens")
+        require_q(answer.proposal, self._heads.session.identity.rule)
+
+    def _send(
+        self,
+        number: int,
+        num_draft_tokens: int,
+        held: tuple[int, ...] | None = None,
+        siblings: tuple[int, ...] = (),
+        budget: int = 0,
+    ) -> None:
+        base_length = min(self.cached_length, len(self._heads.session.tokens) - 1)
+        head = self._heads.write("draft", number, base_length)
+        news = None if self._features is None else self._features.news
+        self._berth.send(
+            DraftItem(head, num_draft_tokens, self._look_ahead, held, siblings, news, budget)
+        )
+
+    def _lose(self, error: Exception) -> None:
+        _log.debug("a round goes on without its draft: %r", error)
+        if isinstance(error, Unavailable) and not isinstance(error, LinkLost):
+            self._berth.give_up()
+        self._present = isinstance(error, Unavailable) and self._move()
+        self._mailbox.heard = False
+        self._rest()
+
+    def _move(self) -> bool:
+        """Goes to another draft, if there is one."""
+        if not self._berth.move():
+            return False
+        self.cached_length = 0
+        if self._features is not None:
+            self._features.forgotten()
+        self._heads.observer.moved("draft")
+        return True
+
+    def _rest(self) -> None:
+        self._ask_again_at = asyncio.get_running_loop().time() + self._patience.draft_retry_s
+
+    def _heard_again(self) -> bool:
+        """Whether an absent draft has answered anything since it was lost."""
+        self._present = self._mailbox.heard
+        return self._present
+
+    def _probe(self, number: int, num_draft_tokens: int, is_timed: bool) -> None:
+        """Asks an absent draft now and then without waiting; an answer makes it present."""
+        if asyncio.get_running_loop().time() < self._ask_again_at:
+            return
+        self._rest()
+        try:
+            budget = budget_us(self._patience.draft_answer_s if is_timed else math.inf)
+            self._send(number, num_draft_tokens, budget=budget)
+        except (LinkLost, Overloaded):
+            return  # Still away; the next probe comes after the rest.
+
+
+def _drafted_by(
+    reply: ProposalReply,
+    proposal: SealedProposal,
+    seconds: float,
+    num_asked: int,
+    *,
+    ahead: bool = False,
+    siblings: tuple[int, ...] = (),
+) -> Drafted:
+    """What a replica's answer brings, of which `proposal` is what the round asked for."""
+    return Drafted(
+        proposal, True, seconds, num_asked, reply.queue_ms, reply.compute_ms, reply.work_ms,
+        is_remote=True, ahead=ahead, siblings=siblings,
+    )  # fmt: skip

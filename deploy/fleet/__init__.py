@@ -1,0 +1,1 @@
+"""Starts, keeps and updates the replicas of a deployment on Ray."""

@@ -1,0 +1,389 @@
+"""Starts the coordinators, targets and drafts of a deployment as Ray actors, and stops them.
+
+| step | waits for |
+| --- | --- |
+| Ray, Redis and the models' files, at the same time | each other |
+| a place for every actor | `startup_timeout_s` |
+| targets and drafts load their models, and are announced in Redis | `model_timeout_s` |
+| the coordinators, who find them there, say that they serve | `model_timeout_s` |
+
+Stopping goes the other way round, whatever start-up had reached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from coordinator.actor import connect_store
+from outrider.client import Client
+from outrider.config import DeploymentConfig
+from outrider.errors import OutriderError, SettingError, Unavailable
+from outrider.registry.registry import Role
+from outrider.replica.process_setup import STANDARD_ERROR
+from outrider.sessions.embedded import EmbeddedRedis
+from outrider.sessions.redis_password import with_password
+from outrider.settings import blaming
+
+from .model_files import resolve_models, tokenizer_warning
+from .preflight import check_before_start, check_ports
+from .ray_cluster import Actor, Cluster, resources
+from .ray_connection import RayConnection
+from .ray_token import check_asks_for_token
+from .reconciler import find_reconciler, start_reconciler
+from .reconciler_client import Asked, namespace_of
+from .replica import close_timeout_s, raise_first
+from .rolling_update import KEPT, STAYS, make_blueprint
+from .secret_files import Secrets
+from .security_setup import locked, own_trust, sealed, warnings
+from .spec import Blueprint
+from .status import Endpoints, Overview, ReplicaView
+
+_log = logging.getLogger(__name__)
+
+FOLLOW_PERIOD_S: Final = 0.5
+"""Until a reconciler that did not answer is asked again."""
+TEND_PERIOD_S: Final = 0.25
+"""Between two looks at whether the embedded Redis runs."""
+CLOSE_ATTEMPTS: Final = 4
+"""That many times it is asked to end the replicas in order."""
+
+
+class Deployment:
+    """The actors of one deployment. Use it as an async context manager, or `start` and `stop`."""
+
+    def __init__(
+        self,
+        config: DeploymentConfig,
+        state: Path,
+        report: Callable[[str], None] | None = None,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`state` is a directory that is the deployment's own: its logs and the embedded Redis's
+        data go there. `report` is told what start-up does, one line at a time; `on_change` hears
+        when `endpoints` are others, or other counts are wanted."""
+        # Neither Ray nor Redis is told a key: whoever serves needs no more than hashes.
+        config, self.api_key = locked(config)
+        config, self._passwords = sealed(config)
+        self.config = self._given = config
+        self.name = config.deployment_name or uuid.uuid4().hex[:12]
+        """In Redis, where several deployments may be."""
+        self._state = state
+        self._report = report or _log.info
+        self._on_change = on_change
+        self._secrets = Secrets(state / "secrets")
+        self.ray = RayConnection(config.address, namespace_of(self.name), self._secrets)
+        """Its cluster."""
+        self._redis: EmbeddedRedis | None = None
+        self._reconciler: Actor | None = None
+        self._overview: Overview | None = None
+        self._following: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    @property
+    def overview(self) -> Overview:
+        """Its replicas. Raises `Unavailable` before it has started."""
+        if self._overview is None:
+            raise Unavailable("the deployment has not started")
+        return self._overview
+
+    @property
+    def endpoints(self) -> Endpoints:
+        """Where it answers now. Raises `Unavailable` before it has started."""
+        return self.overview.endpoints
+
+    @property
+    def redis(self) -> EmbeddedRedis | None:
+        """The embedded server; None where sessions are kept elsewhere."""
+        return self._redis
+
+    @property
+    def reconciler(self) -> Asked:
+        """What keeps its replicas, to be asked for other numbers or settings."""
+        return Asked(lambda: find_reconciler(self.ray.namespace))
+
+    def replica(self, role: Role) -> ReplicaView:
+        """The oldest replica of a role."""
+        return self.overview.of(role)[0]
+
+    async def start(self) -> Endpoints:
+        """Starts everything; ready when the coordinator serves. Raises `ConfigError` and other
+        errors of `outrider.errors`, with everything stopped again."""
+        try:
+            return await self._start()
+        except BaseException:
+            await asyncio.shield(self.stop())
+            raise
+
+    async def _start(self) -> Endpoints:
+        self._report(start_line(self.config))
+        config = await self._prepare()
+        warning = tokenizer_warning(config.coordinator.tokenizer_directory)
+        for line in (*([warning] if warning else ()), *warnings(config)):
+            self._report(line)
+        blueprint = self._blueprint(config)
+        running = None if self.ray.local else await find_reconciler(self.ray.namespace)
+        if running is not None:
+            if not await running.call("ends"):
+                return await self._take_over(running)
+            self._report(f"a deployment {self.name} is being stopped there: waiting for its end")
+            await self._end(running)
+        reconciler = self._reconciler = start_reconciler(blueprint, self.ray.namespace)
+        self._report("waiting for a place for every actor")
+        await reconciler.call("place")
+        self._report(f"loading {config.target_name}, and {config.draft.model} as its draft")
+        await reconciler.call("begin", "target", "draft")
+        self._report("starting the coordinator")
+        await reconciler.call("begin", "coordinator")
+        await self._hear(reconciler)
+        await self._check_health()
+        await reconciler.call("keep")
+        return self._go_on()
+
+    async def _check_health(self) -> None:
+        """Of coordinators that this process can call. Raises `Unavailable`."""
+        trust = own_trust(self.config.values())
+        if trust is None:
+            return
+        for address in self.endpoints.coordinators:
+            async with Client(address, trust=trust) as client:
+                if not await client.healthy():
+                    raise Unavailable(f"the coordinator at {address} does not say that it serves")
+
+    def _go_on(self) -> Endpoints:
+        work = [self._follow()]
+        if self._redis is not None:
+            work.append(_tend(self._redis))
+        self._following = [asyncio.create_task(one) for one in work]
+        return self.endpoints
+
+    async def _take_over(self, running: Actor) -> Endpoints:
+        """A deployment of this name that runs, with the settings of this one. Raises `ConfigError`
+        where these cannot be; then it goes on as it was."""
+        self._report(f"a deployment {self.name} runs there already: taking it over")
+        self.api_key = ""  # It has not been told this one.
+        before: Blueprint = await running.call("blueprint")
+        runs, asked = before.given.values(), self._given.values()
+        changes = {key: asked[key] for key, value in runs.items() if asked[key] != value}
+        for key in STAYS:
+            if key in changes:
+                raise SettingError(key, f"a deployment {self.name} runs with another: {KEPT[key]}")
+        changes = {key: value for key, value in changes.items() if key not in KEPT}
+        await running.call("keep")  # Whoever started it may have died before that.
+        if changes:
+            self._report(f"replacing its replicas one by one: {', '.join(changes)}")
+            await self.reconciler.change(changes)
+        while self._overview is None:
+            await self._hear(running)
+            await asyncio.sleep(FOLLOW_PERIOD_S)
+        self._reconciler = running  # From now on it is this one's to end.
+        return self._go_on()
+
+    async def _hear(self, reconciler: Actor) -> bool:
+        """What it tells that is new, once it is; whether anything is."""
+        seen = "" if self._overview is None else self._overview.version
+        found: Overview = await reconciler.call("overview", seen)
+        if found == self._overview or not found.adopted:
+            return False
+        plan: Blueprint = await reconciler.call("blueprint")
+        self.config, self._overview = plan.placement.config, found
+        return True
+
+    def _blueprint(self, config: DeploymentConfig) -> Blueprint:
+        logs = self._state / "logs"
+        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        local = self.ray.local
+        log_directory = str(logs) if local else STANDARD_ERROR
+        return make_blueprint(
+            self._given, config, resources(), self.name, log_directory, local=local
+        )
+
+    async def _follow(self) -> None:
+        """What the reconciler tells. While it is away the replicas go on without it; it may also
+        have been replaced by another one."""
+        while True:
+            try:
+                found = await find_reconciler(self.ray.namespace)
+                if found is None:
+                    raise Unavailable("there is none")
+                self._reconciler = found
+                is_new = await self._hear(found)
+            except Unavailable as error:
+                _log.info("the reconciler is away: %s", error)
+                await asyncio.sleep(FOLLOW_PERIOD_S)
+                continue
+            except Exception:  # noqa: BLE001 (whatever Ray has to say, it is asked again)
+                _log.exception("the reconciler cannot be followed")
+                await asyncio.sleep(FOLLOW_PERIOD_S)
+                continue
+            if is_new:
+                self._changed.set()
+                self._on_change()
+
+    async def _prepare(self) -> DeploymentConfig:
+        """Ray, Redis and the models' files; the configuration with their places."""
+        if self.ray.local:
+            check_before_start(self.config)
+        if self.config.coordinator.redis_url:
+            # The coordinator will connect again: a wrong URL should not cost a model's loading.
+            reached = replace(
+                self.config.coordinator.redis, password=self._passwords.redis,
+                sentinel_password=self._passwords.sentinel,
+            )  # fmt: skip
+            with blaming("redis_url"):
+                store = await connect_store(
+                    self.config.coordinator.reaching(with_password(reached))
+                )
+                await store.close()
+        elif self.config.coordinator.redis_wait_replicas:
+            raise SettingError(
+                "redis_wait_replicas", "needs redis_url: an embedded server has no replicas"
+            )
+        if self.ray.local:
+            check_ports(self.config)  # After what is wrong in itself: another port may be free.
+        _, redis_url, config = await _all(
+            self._connect(),
+            asyncio.to_thread(self._start_redis),
+            asyncio.to_thread(resolve_models, self.config),
+        )
+        found: DeploymentConfig = config
+        redis = replace(found.coordinator.redis, url=redis_url)
+        if self._passwords.redis and self.ray.local:
+            path = self._secrets.hide("redis.password", self._passwords.redis)
+            redis = replace(redis, password_file=str(path))
+        if self._passwords.sentinel and self.ray.local:
+            path = self._secrets.hide("sentinel.password", self._passwords.sentinel)
+            redis = replace(redis, sentinel_password_file=str(path))
+        return replace(found, coordinator=found.coordinator.reaching(redis))
+
+    async def _connect(self) -> None:
+        """Raises `ConfigError`, also for a cluster elsewhere that asks for no token."""
+        await self.ray.connect()
+        if not (self.ray.local or self.config.target.insecure):
+            await asyncio.to_thread(check_asks_for_token, self.ray.found)
+
+    def _start_redis(self) -> str:
+        """The URL of the session store."""
+        if self.config.coordinator.redis_url:
+            return self.config.coordinator.redis_url
+        if not self.ray.local:
+            raise SettingError(
+                "redis_url",
+                "actors on another cluster do not reach an embedded Redis; give a server's URL",
+            )
+        self._redis = EmbeddedRedis(self._state / "redis")
+        self._redis.start()
+        return self._redis.url
+
+    async def wait(self) -> Role:
+        """As many replicas as are wanted are kept, until that is hopeless: the role of which there
+        is none, and none can be started."""
+        while (role := self.overview.hopeless) is None:
+            self._changed.clear()
+            await self._changed.wait()
+        return role
+
+    async def stop(self) -> None:
+        """Lets running requests end within `stop_timeout_s`, and what is left of their steps within
+        as long again; then stops everything that was started. Repeating it does nothing. Raises
+        `Unavailable` where replicas may be left on a cluster elsewhere, as its head is away."""
+        for task in self._following:
+            task.cancel()
+        await asyncio.gather(*self._following, return_exceptions=True)
+        async with AsyncExitStack() as ending:  # Each step is made, even if one before it fails.
+            ending.push_async_callback(self._stop_redis)
+            ending.callback(self._secrets.forget)
+            # Ray's processes end with it, and with them every client of Redis.
+            ending.push_async_callback(self.ray.disconnect)
+            reconciler, self._reconciler = self._reconciler, None
+            if reconciler is None:
+                return
+            try:
+                await self._end(reconciler)
+            except Unavailable as error:
+                if not self.ray.local:
+                    raise
+                _log.warning("the replicas end with Ray's processes: %s", error)
+
+    async def _stop_redis(self) -> None:
+        if self._redis is not None:
+            await asyncio.to_thread(self._redis.stop)
+            self._redis = None
+
+    async def _end(self, reconciler: Actor) -> None:
+        """The replicas in order, and whatever is left of them without."""
+        for _ in range(CLOSE_ATTEMPTS):
+            try:
+                await reconciler.call(
+                    "close", timeout_s=close_timeout_s(self.config.stop_timeout_s)
+                )
+                break
+            except OutriderError as error:  # It may have died, and be about to return.
+                _log.warning("the replicas do not end in order: %s", error)
+                await asyncio.sleep(FOLLOW_PERIOD_S)
+        try:
+            await reconciler.kill()
+        finally:
+            await Cluster(self.ray.namespace, local=self.ray.local).clear()
+
+
+def start_line(config: DeploymentConfig) -> str:
+    """What a start-up does first, for people."""
+    own = {"Ray": not config.address, "Redis": not config.coordinator.redis_url}
+    found = [
+        f"{verb} {' and '.join(names)}"
+        for verb, is_own in (("starting", True), ("connecting to", False))
+        if (names := [name for name, starts in own.items() if starts is is_own])
+    ]
+    if config.target.emulated is None:
+        found.append("finding the models")
+    return ", ".join(found)
+
+
+async def _tend(redis: EmbeddedRedis) -> None:
+    """Starts the embedded server again where it has died; it has its data on disk. Keeps its log
+    small."""
+    while True:
+        await asyncio.sleep(TEND_PERIOD_S)
+        redis.rotate_log()
+        if redis.running:
+            continue
+        _log.error("the embedded Redis has died, and is started again")
+        try:
+            await asyncio.to_thread(redis.stop)
+            await asyncio.to_thread(redis.start)
+        except Exception:  # noqa: BLE001 (without it nothing goes on, so it is tried again)
+            _log.exception("it did not start")
+
+
+async def _all(*work: Awaitable[Any]) -> list[Any]:
+    """The results of all; waits for every one even if another fails or the caller is cancelled, so
+    that nothing still starts while what was started is being stopped. Raises the first error, a
+    `ConfigError` before others."""
+    gathering = asyncio.gather(*work, return_exceptions=True)
+    try:
+        results = await asyncio.shield(gathering)
+    except asyncio.CancelledError:
+        await gathering
+        raise
+    raise_first(results)
+    return results

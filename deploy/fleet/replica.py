@@ -1,0 +1,217 @@
+"""One replica of a deployment: its actors, from the start of its service to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Sequence
+from typing import Any, Final, Self
+
+from outrider.engine.tensor_parallel.rank_process import Seat
+from outrider.engine.tensor_parallel.rendezvous import Meeting
+from outrider.errors import ConfigError, InvariantError, OutriderError, Unavailable
+from outrider.registry.membership import Engagement
+from outrider.registry.registry import ROLES, Role
+from outrider.replica.host import Traffic
+
+from .ray_cluster import Actor
+from .reconciliation import Standing
+from .status import ReplicaView
+
+_log = logging.getLogger(__name__)
+
+ECHO_S: Final = 2.0
+"""How long after one rank of a model fails to start another may, before the reason is told."""
+STOP_CALL_TIMEOUT_S: Final = 5.0
+"""What an actor may take to stop beyond the time it was given for running requests."""
+SILENCE_S: Final = 30.0
+"""What an actor may take to say what it has come to: Ray keeps the question while its machine
+pauses, and tells at once of one that has died."""
+QUIET_S: Final = 1.0
+"""A replica that was sent nothing for so long, once it was to be left, has been."""
+
+
+class Replica:
+    """The actors that are one replica: the first rank, which serves, and the others."""
+
+    def __init__(self, role: Role, age: int, slot: int, plan: str) -> None:
+        """`age` counts the replicas that the deployment has started; `slot` is its place among
+        those of its role that are there now; `plan` names what it is made from."""
+        self.role: Role = role
+        self.age = age
+        self.name = f"{role}-{age}"
+        self.slot = slot
+        self.plan = plan
+        self.ranks: tuple[Actor, ...] = ()
+        """Once they have their places."""
+        self.address = ""
+        """HOST:PORT, once it serves."""
+        self.http_address = ""
+        """The same for HTTP, of a coordinator."""
+        self.leaves = False
+
+    @classmethod
+    async def adopted(cls, name: str, ranks: Sequence[Actor]) -> Self | None:
+        """The replica of a name, which somebody else has started and of which these actors are
+        there; None where it does not serve, or not with all its ranks."""
+        role, age = role_and_age(name)
+        if not ranks or ranks[0].rank:
+            return None
+        answers: list[Any] = await asyncio.gather(
+            ranks[0].call("engagement", timeout_s=SILENCE_S),
+            *(actor.find_place(SILENCE_S) for actor in ranks),
+            return_exceptions=True,
+        )
+        try:
+            raise_first(answers)
+        except Unavailable:
+            return None
+        found: Engagement
+        found, *placed = answers
+        if not found.address or not all(placed) or len(ranks) != found.num_ranks:
+            return None
+        one = cls(role, age, found.slot, found.plan)
+        one.ranks, one.address, one.leaves = tuple(ranks), found.address, found.leaving
+        one.http_address = found.http_address
+        return one
+
+    @property
+    def leader(self) -> Actor:
+        """The rank that serves."""
+        return self.ranks[0]
+
+    @property
+    def followers(self) -> tuple[Actor, ...]:
+        """The other ranks of its model."""
+        return self.ranks[1:]
+
+    def standing(self, plan: str) -> Standing:
+        """See `Standing`; `plan` is the one that holds now."""
+        return Standing(
+            self.name, self.role, self.age, bool(self.address), self.leaves, self.plan != plan
+        )
+
+    def view(self, plan: str) -> ReplicaView:
+        """What others are told of it; `plan` is the one that holds now."""
+        places = tuple(actor.place for actor in self.ranks) if self.address else ()
+        stale = self.plan != plan
+        return ReplicaView(
+            self.name, self.role, self.address, self.leaves, stale, places, self.http_address
+        )
+
+    async def begin(self, config: object, log_directory: str, timeout_s: float) -> str:
+        """Starts its service, and the other ranks of its model; its address."""
+        seats = await self._seats(timeout_s)
+        address: str = await _of_the_first(
+            self.leader.call("start", config, log_directory, timeout_s=timeout_s),
+            *(
+                follower.call(
+                    "start", config, self.role, seat, timeout_s, log_directory, timeout_s=timeout_s
+                )
+                for follower, seat in seats
+            ),
+        )
+        if self.role == "coordinator":
+            found: Engagement = await self.leader.call("engagement", timeout_s=timeout_s)
+            self.http_address = found.http_address
+        self.address = address
+        return address
+
+    async def _seats(self, timeout_s: float) -> list[tuple[Actor, Seat]]:
+        """The followers, each with what it is told."""
+        if not self.followers:
+            return []
+        neighbours = Counter(actor.place.node for actor in self.ranks)
+        meeting: Meeting = await self.leader.call(
+            "open_meeting", len(self.ranks), neighbours[self.leader.place.node], timeout_s
+        )
+        return [
+            (actor, Seat(meeting, actor.rank, neighbours[actor.place.node]))
+            for actor in self.followers
+        ]
+
+    async def ended(self) -> OutriderError | None:
+        """Returns once any of its ranks has ended, and why, in the words of the rank that said so;
+        None where it was told to."""
+        waiting = [asyncio.create_task(actor.call("wait")) for actor in self.ranks]
+        try:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
+        errors = [
+            OutriderError(f"{actor.name}: {error}")
+            for actor, task in zip(self.ranks, waiting, strict=True)
+            if task in done and (error := task.exception()) is not None
+        ]
+        return errors[0] if errors else None
+
+    async def drain(self, timeout_s: float) -> None:
+        """Says that it is to be left, and waits until nothing more is sent to it, at most so
+        long. What a coordinator runs ends while it stops."""
+        if self.role == "coordinator":
+            return
+        loop = asyncio.get_running_loop()
+        try:
+            await self.leader.call("leave", timeout_s=STOP_CALL_TIMEOUT_S)
+            give_up_at, before, since = loop.time() + timeout_s, -1, loop.time()
+            while loop.time() < min(give_up_at, since + QUIET_S):
+                traffic: Traffic = await self.leader.call("traffic", timeout_s=STOP_CALL_TIMEOUT_S)
+                if traffic.num_items != before:
+                    before, since = traffic.num_items, loop.time()
+                await asyncio.sleep(QUIET_S / 4)
+        except Unavailable as error:
+            _log.warning("%s did not drain: %s", self.name, error)
+
+    async def stop(self, grace_s: float) -> None:
+        """Lets what runs end within the time, and ends all ranks."""
+        if self.ranks:
+            await _stop(self.leader, grace_s)
+        # They have ended with their leader, unless it died.
+        await asyncio.gather(*(_stop(actor, grace_s) for actor in self.followers))
+
+
+def close_timeout_s(grace_s: float) -> float:
+    """What ending all replicas in order may take: coordinators, and then whom they call; and before
+    that whatever was about to be done."""
+    return 2 * (grace_s + STOP_CALL_TIMEOUT_S) + STOP_CALL_TIMEOUT_S
+
+
+def role_and_age(name: str) -> tuple[Role, int]:
+    """Of a replica's name. Raises `InvariantError` for what is none."""
+    word, _, age = name.rpartition("-")
+    role = next((role for role in ROLES if role == word), None)
+    if role is None or not age.isdecimal():
+        raise InvariantError(f"{name} is no replica's name")
+    return role, int(age)
+
+
+async def _stop(actor: Actor, grace_s: float) -> None:
+    try:
+        await actor.call("stop", grace_s, timeout_s=grace_s + STOP_CALL_TIMEOUT_S)
+    except OutriderError as error:
+        _log.warning("the %s actor did not stop by itself: %s", actor.name, error)
+    await actor.kill()
+
+
+async def _of_the_first(first: Awaitable[Any], *others: Awaitable[Any]) -> Any:
+    """The result of the first, once all have one. Raises as soon as one of them fails: the
+    `ConfigError` of any that fails within `ECHO_S`, because ranks end when another one does."""
+    tasks = [asyncio.ensure_future(work) for work in (first, *others)]
+    try:
+        _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if pending:
+            await asyncio.wait(pending, timeout=ECHO_S)
+        raise_first([task.exception() for task in tasks if task.done()])
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def raise_first(results: Sequence[object]) -> None:
+    """Raises the first error of the results, a `ConfigError` before others."""
+    errors = [result for result in results if isinstance(result, BaseException)]
+    for error in sorted(errors, key=lambda error: not isinstance(error, ConfigError)):
+        raise error

@@ -1,0 +1,391 @@
+"""The replicas of a deployment: as many as are wanted, and others in the place of those that die.
+
+| a replica | becomes | when |
+| --- | --- | --- |
+| is missing | placed, started | at once; later and later while starting fails |
+| dies, or a rank of it | removed | at once: then it is missing |
+| is not wanted | left, then stopped | once nothing is sent to it, or `stop_timeout_s` later |
+
+How many are wanted is kept in Redis, where coordinators read it, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+
+from outrider.errors import ConfigError, OutriderError, StoreUnavailable
+from outrider.registry.registry import ROLES, Registry, Role
+
+from .ray_cluster import Cluster
+from .reconciliation import next_steps
+from .replica import Replica, raise_first, role_and_age
+from .spec import Blueprint
+
+_log = logging.getLogger(__name__)
+
+LOOK_PERIOD_S: Final = 0.5
+"""Between two looks at how many are wanted."""
+FIRST_REST_S: Final = 1.0
+"""Until a replica is started again that did not start, or died; it doubles with each ..."""
+REST_S_MAX: Final = 30.0
+"""... up to this ..."""
+DOUBLINGS_MAX: Final = 5
+"""... which it has reached by then."""
+STABLE_S: Final = 30.0
+"""One that served for so long has not failed when it dies."""
+HOPELESS_AFTER: Final = 4
+"""Failures of a role, one after the other, of which no replica serves."""
+
+
+class Fleet:
+    """The replicas of one deployment."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        blueprint: Blueprint,
+        registry: Registry,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_change` hears when a replica begins to serve, or is there no more."""
+        self.blueprint = self._plan = blueprint
+        self._cluster = cluster
+        self._registry = registry
+        self._on_change = on_change
+        self._wanted: dict[Role, int] = dict(blueprint.counts)
+        self._replicas: dict[str, Replica] = {}
+        self._num_started = self._num_told = 0
+        self._failures = dict.fromkeys(ROLES, 0)
+        self._not_before = dict.fromkeys(ROLES, 0.0)
+        self.last_failures: dict[Role, str] = {}
+        """Why a replica of a role did not start, until one does."""
+        self._crowded: set[Role] = set()
+        """Roles of which another one has found no place: where one is stale it must leave first."""
+        self._made_way: set[Role] = set()
+        """Those of them of which one has left for that, and none has begun to serve since: while
+        some are missing no other follows it, for those that come may never serve."""
+        self._lives: dict[str, asyncio.Task[None]] = {}
+        """What each replica goes through, by name ..."""
+        self._leaving: set[asyncio.Task[None]] = set()
+        """... and the ends of those that are not wanted."""
+        self._changed = asyncio.Event()
+
+    @property
+    def wanted(self) -> Mapping[Role, int]:
+        """How many replicas there should be."""
+        return self._wanted
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """All, the oldest first."""
+        return list(self._replicas.values())
+
+    def of(self, role: Role) -> list[Replica]:
+        """The replicas of a role, the oldest first."""
+        return [one for one in self._replicas.values() if one.role == role]
+
+    async def place(self) -> None:
+        """Finds a place for all replicas that are wanted at first. Raises as `Cluster.place`, and
+        `StoreUnavailable`; then there are none."""
+        await self._registry.want(self._wanted)
+        self._num_started = await self._registry.started()
+        replicas = [self._new(role) for role in ROLES for _ in range(self._wanted[role])]
+        try:
+            demands = [self.blueprint.demand(one.role, one.name) for one in replicas]
+            actors = await self._cluster.place(demands, self.blueprint.startup_timeout_s)
+        except BaseException:
+            self._replicas.clear()
+            raise
+        for one in replicas:
+            one.ranks = tuple(actor for actor in actors if actor.demand.name == one.name)
+        try:
+            self._settle()
+        except BaseException:
+            await self._cluster.remove(actors)
+            self._replicas.clear()
+            raise
+
+    async def adopt(self) -> None:
+        """Takes over the replicas that another fleet has left, and goes on with what it had
+        begun; whatever does not serve yet is ended, to be started anew."""
+        await asyncio.gather(*(self._adopt(name) for name in await self._cluster.replicas()))
+        await self._cluster.give_back(self._replicas)
+        found = sorted(self._replicas.values(), key=lambda one: one.age)
+        self._replicas = {one.name: one for one in found}
+        await self._recall()
+        try:
+            self._settle()
+        except ConfigError as error:  # They serve all the same.
+            _log.error("later ones may not be reached: %s", error)
+        _log.info("taken over: %s", ", ".join(self._replicas) or "nothing")
+
+    async def _adopt(self, name: str) -> None:
+        role, age = role_and_age(name)
+        self._num_started = max(self._num_started, age + 1)
+        ranks = await self._cluster.find(role, name)
+        one = await Replica.adopted(name, ranks)
+        if one is None:
+            _log.warning("%s does not serve, and is ended", name)
+            await self._cluster.remove(ranks)
+        else:
+            self._replicas[name] = one
+
+    async def _recall(self) -> None:
+        """What the other fleet had been told and has done. Until that is known nothing is: neither
+        could a replica be announced that is started, nor would it surely have a name of its own."""
+        while True:
+            try:
+                wanted = await self._registry.wanted()
+                num_started = await self._registry.started()
+                break
+            except OutriderError as error:
+                _log.warning("what is wanted is not known: %s", error)
+                await asyncio.sleep(LOOK_PERIOD_S)
+        there = {role: len(self.of(role)) for role in ROLES if self.of(role)}
+        self._wanted = self.blueprint.bounded(self._wanted | there | wanted)
+        self._num_started = max(self._num_started, num_started)
+
+    def _settle(self) -> None:
+        nodes = [actor.place.node for one in self.replicas for actor in one.ranks]
+        models = [
+            actor.place.node
+            for one in self.replicas if one.role != "coordinator"
+            for actor in one.ranks
+        ]  # fmt: skip
+        self.blueprint = self._plan.settled(nodes, models)
+
+    def go_by(self, plan: Blueprint) -> None:
+        """Another plan: what it changes is replaced, one by one. Raises `SettingError`; then the
+        one before still holds."""
+        before, self._plan = self._plan, plan
+        try:
+            self._settle()
+        except BaseException:
+            self._plan = before
+            raise
+        self._forget_places()
+        self.last_failures.clear()
+        self._changed.set()
+
+    async def begin(self, *roles: Role) -> None:
+        """Starts the replicas of these roles that have their places, at the same time. Raises what
+        the first says that fails, a `ConfigError` before others."""
+        starting = [self._begin(one) for role in roles for one in self.of(role)]
+        gathered = asyncio.gather(*starting, return_exceptions=True)
+        try:
+            raise_first(await asyncio.shield(gathered))
+        except asyncio.CancelledError:
+            gathered.cancel()
+            raise
+
+    async def run(self) -> Role:
+        """Keeps as many as are wanted, until there is none of a role that cannot be done without,
+        and none can be started: returns that role. It can be asked to try again."""
+        self._failures = dict.fromkeys(ROLES, 0)
+        for one in self._replicas.values():
+            if one.name in self._lives:
+                continue
+            if one.leaves:
+                self._let_go(one)
+            else:
+                self._lives[one.name] = asyncio.create_task(self._live(one, self._watch))
+        while True:
+            await self._hear_wanted()
+            self._step()
+            for role in ("target", "coordinator"):
+                if self._failures[role] >= HOPELESS_AFTER and not self.of(role):
+                    return role
+            await self._rest()
+
+    def _step(self) -> None:
+        now = asyncio.get_running_loop().time()
+        held_back = [role for role in ROLES if now < self._not_before[role]]
+        if not self._serves("target"):
+            held_back.append("coordinator")  # It could say of no model what it is.
+        plan = self.blueprint
+        fleet = [one.standing(plan.plan(one.role)) for one in self._replicas.values()]
+        in_place = {*plan.in_place, *self._crowded}
+        crowded = self._crowded - self._made_way
+        steps = next_steps(self._wanted, fleet, held_back, in_place, crowded)
+        for role in steps.starts:
+            one = self._new(role)
+            self._lives[one.name] = asyncio.create_task(self._live(one, self._start))
+        for name in steps.leaves:
+            one = self._replicas[name]
+            if one.role in self._crowded:
+                self._made_way.add(one.role)
+            self._let_go(one)
+
+    def _let_go(self, one: Replica) -> None:
+        one.leaves = True
+        self._on_change()
+        task = asyncio.create_task(self._leave(one))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    async def close(self) -> None:
+        """Stops all, coordinators before those that they call."""
+        tasks = [*self._leaving, *self._lives.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        grace_s = self.blueprint.stop_timeout_s
+        for roles in (("coordinator",), ("target", "draft")):
+            going = [one for one in self._replicas.values() if one.role in roles]
+            await asyncio.gather(*(one.stop(grace_s) for one in going))
+        self._replicas.clear()
+
+    def _new(self, role: Role) -> Replica:
+        slot = self._free_slot(role)
+        one = Replica(role, self._num_started, slot, self.blueprint.plan(role))
+        self._num_started += 1
+        self._replicas[one.name] = one
+        return one
+
+    def _free_slot(self, role: Role) -> int:
+        """The lowest; of a role that keeps its ports that of the stale replica that leaves next, if
+        there is one."""
+        plan, taken, stale = self.blueprint.plan(role), set(), []
+        for one in self.of(role):
+            if role in self.blueprint.keeps_ports and one.plan != plan:
+                stale.append(one.slot)  # The oldest first; the youngest leaves first.
+            else:
+                taken.add(one.slot)
+        left = [slot for slot in reversed(stale) if slot not in taken]
+        return left[0] if left else min({*range(len(taken) + 1)} - taken)
+
+    async def _begin(self, one: Replica) -> None:
+        plan = self.blueprint
+        takes_over = any(other is not one and other.slot == one.slot for other in self.of(one.role))
+        config = plan.config(one.role, one.name, one.slot, takes_over=takes_over)
+        await one.begin(config, plan.log_directory, plan.model_timeout_s)
+
+    async def _live(self, one: Replica, work: Callable[[Replica], Awaitable[None]]) -> None:
+        """What a replica goes through, and what is left to do when it has."""
+        is_its_own = True
+        try:
+            await work(one)
+        except StoreUnavailable as error:
+            _log.warning("%s did not start for want of Redis: %s", one.name, error)
+            is_its_own = False
+        except OutriderError as error:
+            _log.error("%s did not start: %s", one.name, error)
+            self.last_failures[one.role] = f"{one.name} did not start: {error}"
+        except Exception:  # noqa: BLE001 (the fleet goes on, whatever one replica does)
+            _log.exception("%s did not start", one.name)
+        if one.leaves:
+            return  # `_leave` does the rest.
+        if is_its_own:
+            self._fail(one.role)
+        else:
+            self._hold_back(one.role, FIRST_REST_S)
+        await self._remove(one)
+
+    async def _start(self, one: Replica) -> None:
+        """Places and starts a replica, and stays with it. Raises what keeps it from that."""
+        demand = self.blueprint.demand(one.role, one.name)
+        try:
+            found = await self._cluster.place([demand], self.blueprint.startup_timeout_s)
+        except ConfigError:
+            self._crowded.add(one.role)
+            raise
+        one.ranks = tuple(found)
+        self._settle()
+        await self._begin(one)
+        self._made_way.discard(one.role)
+        self.last_failures.pop(one.role, None)
+        _log.info("%s serves at %s", one.name, one.address)
+        self._tell_changed()
+        await self._watch(one)
+
+    async def _watch(self, one: Replica) -> None:
+        """Until it ends."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        error = await one.ended()
+        if one.leaves:
+            return
+        _log.error("%s is gone, and is replaced: %s", one.name, error or "it has stopped")
+        if loop.time() - began > STABLE_S:
+            self._failures[one.role] = 0
+
+    async def _leave(self, one: Replica) -> None:
+        """Ends a replica once nobody uses it, or when the time is over; one that has not started
+        yet at once."""
+        grace_s = self.blueprint.stop_timeout_s
+        try:
+            if one.address:
+                await one.drain(grace_s)
+                await one.stop(grace_s)
+            else:
+                life = self._lives[one.name]
+                life.cancel()
+                await asyncio.wait([life])
+        except Exception:  # noqa: BLE001 (the fleet goes on, whatever one replica does)
+            _log.exception("%s did not leave by itself", one.name)
+        _log.info("%s has left", one.name)
+        await self._remove(one)
+
+    async def _remove(self, one: Replica) -> None:
+        """Gives back what a replica had; only then may another have its ports."""
+        one.address = one.http_address = ""
+        try:
+            await self._cluster.remove(one.ranks)
+        finally:
+            self._replicas.pop(one.name, None)
+            self._lives.pop(one.name, None)
+            self._tell_changed()
+
+    def _fail(self, role: Role) -> None:
+        num_doublings = min(self._failures[role], DOUBLINGS_MAX)
+        rest_s = min(FIRST_REST_S * 2**num_doublings, REST_S_MAX)
+        self._failures[role] += 1
+        self._hold_back(role, rest_s)
+
+    def _hold_back(self, role: Role, rest_s: float) -> None:
+        self._not_before[role] = asyncio.get_running_loop().time() + rest_s
+
+    def _forget_places(self) -> None:
+        self._crowded.clear()
+        self._made_way.clear()
+
+    def _serves(self, role: Role) -> bool:
+        return any(one.address for one in self.of(role))
+
+    async def _hear_wanted(self) -> None:
+        """What is wanted now. A registry that does not know, at first or because it has lost
+        everything, is told; and so it is of what has been started."""
+        try:
+            wanted = await self._registry.wanted()
+            if wanted.keys() != self._wanted.keys():
+                await self._registry.want(self._wanted | wanted)
+                self._num_told = 0
+            if self._num_told != self._num_started:
+                await self._registry.note_started(self._num_started)
+                self._num_told = self._num_started
+        except OutriderError as error:
+            _log.info("what was wanted still is: %s", error)
+            return
+        found = self.blueprint.bounded(self._wanted | wanted)
+        if found != self._wanted:
+            _log.info("wanted: %s", ", ".join(f"{role}={found[role]}" for role in ROLES))
+            self._wanted = found
+            self._failures = dict.fromkeys(ROLES, 0)
+            self._forget_places()
+            self._not_before = dict.fromkeys(ROLES, 0.0)
+            self._tell_changed()
+
+    async def _rest(self) -> None:
+        try:
+            async with asyncio.timeout(LOOK_PERIOD_S):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+        self._changed.clear()
+
+    def _tell_changed(self) -> None:
+        self._changed.set()
+        self._on_change()

@@ -1,0 +1,116 @@
+"""What a deployment that is started here does about keys and certificates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from outrider.config import PATHS, CoordinatorConfig, DeploymentConfig, ServerConfig, is_loopback
+from outrider.errors import ConfigError
+from outrider.security.key_file import read_key_file
+from outrider.security.keys import KeyHash, hashed_keys, new_key
+from outrider.sessions.redis_password import Passwords, without_password
+from outrider.settings import Value, blaming
+
+if TYPE_CHECKING:
+    from outrider.transport.channel import Trust
+
+Server = TypeVar("Server", bound=ServerConfig)
+
+
+def locked(config: DeploymentConfig) -> tuple[DeploymentConfig, str]:
+    """The configuration with hashes in place of keys, and one of its own among them: by that
+    commands of this machine call what was started here. It is new each time; empty where no key is
+    asked for."""
+    config = replace(
+        config,
+        target=_with_whole_paths(config.target),
+        draft=_with_whole_paths(config.draft),
+        coordinator=_with_whole_paths(config.coordinator),
+    )
+    front = config.coordinator
+    if not front.asks_for_keys:
+        return config, ""
+    key = new_key()
+    hashes = [hashed_keys(front.api_key), str(KeyHash.of(key))]
+    front = replace(front, api_key=",".join(text for text in hashes if text))
+    return replace(config, coordinator=front), key
+
+
+def sealed(config: DeploymentConfig) -> tuple[DeploymentConfig, Passwords]:
+    """The configuration without the passwords of Redis and Sentinels, and these. Raises
+    `SettingError`."""
+    redis, passwords = without_password(config.coordinator.redis)
+    front = config.coordinator.reaching(redis)
+    return replace(config, coordinator=front), passwords
+
+
+def whole_paths(values: Mapping[str, Value]) -> dict[str, Value]:
+    """The same settings, but paths do not depend on where a process runs."""
+    return {
+        key: _whole(value) if key in PATHS and isinstance(value, str) else value
+        for key, value in values.items()
+    }
+
+
+def _with_whole_paths(config: Server) -> Server:
+    """The same server; see `whole_paths`."""
+    names = [one.name for one in fields(config) if one.name in PATHS]
+    paths: dict[str, Any] = {name: _whole(getattr(config, name)) for name in names}
+    return replace(config, **paths)
+
+
+def _whole(path: str) -> str:
+    return str(Path(path).expanduser().absolute()) if path else ""
+
+
+def check_locks(config: CoordinatorConfig) -> None:
+    """Reads the files of keys and certificates, as the replicas of this machine will. Raises
+    `SettingError`."""
+    if config.ssl_certfile or config.internal_tls_dir:
+        _check_certificates(config)
+    if config.api_key_file:
+        with blaming("api_key_file"):
+            read_key_file(Path(config.api_key_file))
+
+
+def _check_certificates(config: CoordinatorConfig) -> None:
+    from outrider.transport.certificates import INTERNAL_ROLES, RoleFiles, check_pair
+
+    if config.ssl_certfile:
+        with blaming("ssl_certfile"):
+            check_pair(Path(config.ssl_certfile), Path(config.ssl_keyfile))
+    if config.internal_tls_dir:
+        with blaming("internal_tls_dir"):
+            for role in INTERNAL_ROLES:
+                RoleFiles.of(Path(config.internal_tls_dir), role).check()
+
+
+def warnings(config: DeploymentConfig) -> Iterator[str]:
+    """What is allowed, and may not be meant."""
+    front = config.coordinator
+    if front.asks_for_keys and not front.ssl_certfile and not is_loopback(front.host):
+        yield (
+            "warning: keys and texts cross the network in plain text; give --ssl-certfile and "
+            "--ssl-keyfile unless something before this ends TLS"
+        )
+
+
+def own_trust(settings: Mapping[str, Value]) -> Trust | None:
+    """How a command of this machine knows the coordinators of a deployment with these settings: by
+    their certificate itself. None where it cannot, as it has no certificate of its own to show, or
+    theirs is elsewhere."""
+    from outrider.transport.channel import PLAIN
+
+    if not settings.get("ssl_certfile"):
+        return PLAIN
+    if settings.get("ssl_ca_certs"):
+        return None
+    from outrider.transport.tls import pinned_trust
+
+    try:
+        return pinned_trust(Path(str(settings["ssl_certfile"])))
+    except ConfigError:
+        return None

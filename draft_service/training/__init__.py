@@ -1,0 +1,1 @@
+"""Makes a drafter for a target: corpus, the target's answers, training, card."""

@@ -1,0 +1,215 @@
+"""The model card: what a drafter was made from, in what time, and how much of it is accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Final
+
+from outrider.models.drafter_checkpoint import TrainedKind
+
+from .documents import HELD_OUT_EVERY
+from .measuring import Measured
+from .options import draft_model
+from .training import Point
+
+CARD_FILE: Final = "README.md"
+PLOT_FILE: Final = "loss.svg"
+_WIDTH, _HEIGHT, _MARGIN = 640, 300, 48
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFacts:
+    """How much came from one source."""
+
+    num_learned: int
+    """Documents to learn from."""
+    num_tokens: int
+    """Of these, to be learned."""
+    num_held_out: int
+    """Documents that were held out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardFacts:
+    """What the card says."""
+
+    target: str
+    target_fingerprint: str
+    start: str
+    """What the drafter began as, ..."""
+    is_trained: bool
+    """... and whether that had learned before."""
+    kind: TrainedKind
+    shape: str
+    """What its weights are parts of, and how many, ..."""
+    num_parameters: int
+    """... without embeddings and head."""
+    draft_vocab_size: int
+    covered: float
+    """Part of the target's probability that the head's tokens have in held-out answers, at least;
+    of 1."""
+    sources: dict[str, SourceFacts]
+    """By what wrote the documents."""
+    has_texts: bool
+    """Whether some of them are texts by others."""
+    seconds: dict[str, float]
+    """By stage: of all that `--minutes` is for, and of measuring."""
+    seed: int
+    num_steps: int
+    num_trained_tokens: int
+    """Repetitions included."""
+    measured: Measured
+    """In held-out texts."""
+    of_prompts: Measured | None
+    """In answers to prompts that were given for that alone ..."""
+    num_prompts: int
+    """... and how many these are."""
+    points: Sequence[Point]
+
+
+def render_card(facts: CardFacts) -> str:
+    """The card, in Markdown."""
+    data = "\n".join(
+        f"| {name} | {source.num_learned:,} | {source.num_tokens:,} | {source.num_held_out:,} |"
+        for name, source in facts.sources.items()
+    )
+    passes = facts.num_trained_tokens / sum(s.num_tokens for s in facts.sources.values())
+    times = ", ".join(f"{stage} {seconds / 60:.1f} min" for stage, seconds in facts.seconds.items())
+    prompts = ""
+    if facts.of_prompts is not None:
+        prompts = f"""## Acceptance in answers to {facts.num_prompts:,} prompts
+
+The prompts were given to measure with: no conversation that was learned from begins with one of
+them{_unknown(facts)}.
+
+{_tables(facts.of_prompts)}
+
+"""
+    learned, before = "first by cross-entropy, then by the likelihood that a draft is accepted", ""
+    if facts.is_trained:
+        learned = "mostly by the likelihood that a draft is accepted, from the first step on"
+        before = (
+            f"\nWhat {facts.start} had learned from before is not listed. Some of what is held out "
+            "here\nmay be among it, if another rule held texts out then.\n"
+        )
+    served = draft_model(facts.kind, "DIR")
+    return f"""# A drafter for {facts.target}
+
+Made by `outrider distill` for speculative decoding of the target {facts.target} with weights
+`{facts.target_fingerprint}`, and for no other: its embeddings and head are the target's and are not
+stored here. Serve it with `outrider serve {facts.target} --draft-model {served}`.
+
+- Of the kind `{facts.kind}`.
+- {facts.num_parameters / 1e6:.1f} million parameters of its own in {facts.shape}, begun
+  as {facts.start}.
+- Of the head it has the rows for {facts.draft_vocab_size:,} tokens, to which the target gives at
+  least {facts.covered:.1%} of its probability in held-out answers; other tokens are never proposed.
+- Matrices are stored as int8 with one scale a row. What is measured here was measured after that.
+- {facts.num_steps:,} steps over {facts.num_trained_tokens:,} tokens, repetitions included: all that
+  there is to learn from {passes:,.2f} times. Seed {facts.seed}; {times}.
+
+## Data
+
+| written by | documents to learn from | tokens of these | documents held out |
+| --- | --- | --- | --- |
+{data}
+
+About one text in {HELD_OUT_EVERY} is held out, a conversation by its prompt, or by its first tokens
+where that says nothing, as a hash of these and nothing else says: so every run holds out the same
+ones.
+{before}
+The target's 64 likeliest tokens at every place were what was learned:
+{learned}.
+
+`greedy` is the share of places where target and drafter find the same token likeliest, `sampled`
+the mean of sum min(p, q) at temperature 1, with q as it goes on the wire; both of the first draft
+token.
+
+{prompts}## Acceptance in answers of held-out documents
+
+Of conversations the answers alone are measured, which the target wrote at the temperature that is
+stated; of texts by others everything.
+
+{_tables(facts.measured)}
+
+## Training
+
+![Loss and acceptance over the steps]({PLOT_FILE})
+"""
+
+
+def _unknown(facts: CardFacts) -> str:
+    """What is not known of the prompts to measure with."""
+    found = ""
+    if facts.has_texts:
+        found += "; texts by others were not searched for them"
+    if facts.is_trained:
+        found += f";\nwhat {facts.start} had learned from before is not known here"
+    return found
+
+
+def _tables(measured: Measured) -> str:
+    """By temperature and by position."""
+    temperatures = "\n".join(
+        f"| {'others' if r.temperature is None else f'target, {r.temperature:g}'} "
+        f"| {r.num_tokens:,} | {r.greedy:.3f} | {r.sampled:.3f} |"
+        for r in measured.by_temperature
+    )
+    positions = " | ".join("-" if p is None else f"{p:.3f}" for p in measured.by_position)
+    depths = " | ".join(str(depth + 1) for depth in range(len(measured.by_position)))
+    rule = "|".join(["---"] * (len(measured.by_position) + 1))
+    return f"""| written by, at temperature | places | greedy | sampled |
+| --- | --- | --- | --- |
+{temperatures}
+
+Given that all draft tokens before it were accepted, at temperature 1:
+
+| draft token | {depths} |
+|{rule}|
+| accepted | {positions} |"""
+
+
+def render_plot(points: Sequence[Point], is_trained: bool) -> str:
+    """Loss (left) and running acceptance (right) over the steps, as an SVG. `is_trained`: of a
+    drafter that had learned before."""
+    loss = "loss (mostly likelihood)" if is_trained else "loss (cross-entropy, then likelihood)"
+    learned = points[1:]
+    steps = max(point.step for point in points) or 1
+    most = max((point.loss for point in learned), default=1.0) or 1.0
+
+    def line(pairs: Sequence[tuple[int, float]], colour: str) -> str:
+        places = " ".join(
+            f"{_MARGIN + step / steps * (_WIDTH - 2 * _MARGIN):.1f},"
+            f"{_HEIGHT - _MARGIN - value * (_HEIGHT - 2 * _MARGIN):.1f}"
+            for step, value in pairs
+        )
+        return f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{places}"/>'
+
+    def text(x: float, y: float, words: str, anchor: str, colour: str = "#333") -> str:
+        return (
+            f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}">{escape(words)}</text>'
+        )
+
+    right, bottom = _WIDTH - _MARGIN, _HEIGHT - _MARGIN
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
+        f'<path d="M{_MARGIN},{_MARGIN} V{bottom} H{right} V{_MARGIN}" fill="none" stroke="#999"/>',
+        line([(point.step, point.loss / most) for point in learned], "#c0392b"),
+        line([(point.step, point.greedy) for point in points], "#2471a3"),
+        line([(point.step, point.sampled) for point in points], "#1e8449"),
+        text(_MARGIN - 4, _MARGIN + 4, f"{most:.2f}", "end"),
+        text(_MARGIN - 4, bottom, "0", "end"),
+        text(right + 4, _MARGIN + 4, "1", "start"),
+        text(right + 4, bottom, "0", "start"),
+        text(_MARGIN, bottom + 18, "0", "middle"),
+        text(right, bottom + 18, f"{steps:,} steps", "end"),
+        text(_MARGIN, _MARGIN - 16, loss, "start", "#c0392b"),
+        text(_WIDTH / 2 + 40, _MARGIN - 16, "greedy", "start", "#2471a3"),
+        text(_WIDTH / 2 + 100, _MARGIN - 16, "sampled acceptance, held out", "start", "#1e8449"),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"

@@ -1,0 +1,297 @@
+"""Trains a drafter: cross-entropy first, then the likelihood of acceptance.
+
+The budget is a number of steps, or of seconds; what part of it is over says the learning rate and
+the loss. A checkpoint holds all that the rest depends on, the seconds so far among it, so that a
+run that is killed goes on from there as if it had not been.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from .learner import Learner
+from .learning import Batch, Lessons, Place
+from .losses import overlap_loss
+from .measuring import measure
+from .storage import Stopwatch
+
+BATCH_TOKENS: Final = {"cpu": 4096, "cuda": 32_768}
+"""In a batch late in the budget, padding included; an epoch that begins ..."""
+_BATCH_PARTS: Final = ((0.5, 0.25), (0.8, 0.5))
+"""... before this part of the budget has batches of that part of it: small steps soon do most at
+first, and quieter ones late."""
+_PEAK_RATE_BY_WIDTH: Final = 0.864
+_PEAK_RATE_MAX: Final = 2e-3
+"""The highest learning rate is the former divided by the model's width, at most the latter."""
+_TRAINED_RATE: Final = 0.5
+"""Part of the peak for a drafter that has learned before."""
+_WARM_UP: Final = 0.04
+_LIKELIHOOD_FROM: Final = 0.25
+_LIKELIHOOD_UP_TO: Final = 0.5
+_LIKELIHOOD_SHARE: Final = 0.9
+"""Until the first part of the budget cross-entropy alone; from the second on so much of the loss is
+the likelihood of acceptance; linear between them."""
+_DEPTH_SHARE: Final = 0.8
+"""A draft token's weight in the loss, of that of the one before it: it is reached less often."""
+_WEIGHT_DECAY: Final = 0.05
+_BETAS: Final = (0.9, 0.98)
+_LARGEST_GRADIENT: Final = 1.0
+_NUM_MEASUREMENTS: Final = 20
+_RUNNING_TOKENS: Final = 8192
+"""Held-out tokens that each of them reads."""
+_CHECKPOINT_S: Final = 60.0
+_CHECKPOINT: Final = "checkpoint.safetensors"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One measurement while training."""
+
+    step: int
+    seconds: float
+    num_tokens: int
+    """Learned so far, repetitions included."""
+    loss: float
+    """Mean since the measurement before; of what the loss was then."""
+    greedy: float
+    sampled: float
+
+
+Report = Callable[[str, float, Point | None], None]
+"""Hears which stage goes on, what part of it is done, and what was measured last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much training: steps, or seconds where that is None."""
+
+    steps: int | None
+    seconds: float
+
+
+def learning_rate(part: float, width: int, is_trained: bool) -> float:
+    """After this part of the budget: linear up, then linear down to nothing."""
+    peak = min(_PEAK_RATE_BY_WIDTH / width, _PEAK_RATE_MAX) * (_TRAINED_RATE if is_trained else 1)
+    return peak * max(0.0, min(part / _WARM_UP, (1 - part) / (1 - _WARM_UP)))
+
+
+def batch_tokens(part: float, most: int) -> int:
+    """Of the batches of an epoch that begins after this part of the budget."""
+    shares = (share for until, share in _BATCH_PARTS if part < until)
+    return int(most * next(shares, 1.0))
+
+
+def likelihood_share(part: float, is_trained: bool) -> float:
+    """Of the loss, after this part of the budget."""
+    if is_trained:
+        return _LIKELIHOOD_SHARE
+    over = (part - _LIKELIHOOD_FROM) / (_LIKELIHOOD_UP_TO - _LIKELIHOOD_FROM)
+    return _LIKELIHOOD_SHARE * min(1.0, max(0.0, over))
+
+
+class Trainer:
+    """One learner on its way, in a folder of its own. Float32 masters of its weights take the
+    steps."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        lessons: Lessons,
+        directory: Path,
+        seed: int,
+        budget: Budget,
+        is_trained: bool,
+    ) -> None:
+        """`is_trained`: the learner has learned before."""
+        self.learner = learner
+        self._is_trained = is_trained
+        self._lessons = lessons
+        self._seed = seed
+        self._budget = budget
+        directory.mkdir(parents=True, exist_ok=True)
+        self._path = directory / _CHECKPOINT
+        self.spent = Stopwatch()
+        self._is_between_steps = True
+        self._num_saved = 0
+        self._device = learner.head.device
+        self._batch_tokens_max = BATCH_TOKENS["cpu" if self._device.type == "cpu" else "cuda"]
+        self._batch_tokens = batch_tokens(0.0, self._batch_tokens_max)
+        self._masters = {
+            name: torch.nn.Parameter(weight.detach().float().clone())
+            for name, weight in learner.weights.items()
+        }
+        decayed = [values for values in self._masters.values() if values.dim() > 1]
+        others = [values for values in self._masters.values() if values.dim() <= 1]
+        self._optimizer = torch.optim.AdamW(
+            [
+                {"params": decayed, "weight_decay": _WEIGHT_DECAY},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            betas=_BETAS,
+            fused=True,
+        )
+        self.points: list[Point] = []
+        self.num_steps = 0
+        self.num_tokens = 0
+        self._epoch = 0
+        self._done_of_epoch = 0
+        self._loss_sum = 0.0
+        self._loss_steps = 0
+        if self._path.exists():
+            self._resume()
+        self._running = _first_tokens(lessons.held_out, _RUNNING_TOKENS)
+
+    @property
+    def part(self) -> float:
+        """Of the budget, that is over."""
+        if self._budget.steps is not None:
+            return min(1.0, self.num_steps / self._budget.steps)
+        return min(1.0, self.spent.seconds / max(self._budget.seconds, 1e-9))
+
+    def run(self, progress: Callable[[float, Point], None]) -> None:
+        """Trains until the budget is over; tells `progress` what part is, and what was measured
+        last. However it ends, what was learned is kept, but for a step that was broken off."""
+        with self.spent.working():
+            if not self.points:
+                self._measure()
+            saved = time.monotonic()
+            batches = self._batches()
+            try:
+                while self.part < 1.0:
+                    self._step(next(batches))
+                    is_due = self.part * _NUM_MEASUREMENTS >= len(self.points)
+                    if is_due:
+                        self._measure()
+                    if is_due or time.monotonic() - saved > _CHECKPOINT_S:
+                        self._save()
+                        saved = time.monotonic()
+                    progress(self.part, self.points[-1])
+            finally:
+                if self._is_between_steps and self._num_saved < self.num_steps:
+                    self._save()
+
+    def _batches(self) -> Iterator[list[Place]]:
+        while True:
+            batches = self._lessons.epoch(self._seed, self._epoch, self._batch_tokens)
+            yield from batches[self._done_of_epoch :]
+            self._epoch += 1
+            self._done_of_epoch = 0
+            self._batch_tokens = batch_tokens(self.part, self._batch_tokens_max)
+
+    def _step(self, places: list[Place]) -> None:
+        batch = self._lessons.batch(places)
+        part = self.part
+        loss = self._loss(batch, likelihood_share(part, self._is_trained))
+        loss.backward()  # type: ignore[no-untyped-call]
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate(part, self.learner.head.shape[1], self._is_trained)
+        for name, weight in self.learner.weights.items():
+            self._masters[name].grad = None if weight.grad is None else weight.grad.float()
+            weight.grad = None
+        torch.nn.utils.clip_grad_norm_(list(self._masters.values()), _LARGEST_GRADIENT)
+        self._is_between_steps = False
+        self._optimizer.step()
+        with torch.no_grad():
+            for name, weight in self.learner.weights.items():
+                weight.copy_(self._masters[name])
+        self.num_steps += 1
+        self.num_tokens += len(batch.rows)
+        self._loss_sum += float(loss.detach())
+        self._loss_steps += 1
+        self._done_of_epoch += 1
+        self._is_between_steps = True
+
+    def _loss(self, batch: Batch, share: float) -> torch.Tensor:
+        """The mean of the draft tokens' losses, by their weights."""
+        total, weights, weight = torch.zeros((), device=self._device), 0.0, 1.0
+        for depth in self.learner.draft(batch):
+            teacher = batch.teacher.at(depth.rows)
+            total = total + weight * overlap_loss(depth.hidden, self.learner.head, teacher, share)
+            weights, weight = weights + weight, weight * _DEPTH_SHARE
+        return total / weights
+
+    def _measure(self) -> None:
+        measured = measure(self.learner, self._lessons, self._running, is_first_alone=True)
+        loss = self._loss_sum / max(self._loss_steps, 1)
+        point = Point(
+            step=self.num_steps,
+            seconds=round(self.spent.seconds, 1),
+            num_tokens=self.num_tokens,
+            loss=loss,
+            greedy=measured.greedy,
+            sampled=measured.sampled,
+        )
+        self.points.append(point)
+        self._loss_sum, self._loss_steps = 0.0, 0
+
+    def _save(self) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        for name, master in self._masters.items():
+            tensors[name] = master.detach()
+            for key, values in self._optimizer.state[master].items():
+                tensors[f"{name}:{key}"] = values
+        state = {
+            "num_steps": self.num_steps, "num_tokens": self.num_tokens, "epoch": self._epoch,
+            "done_of_epoch": self._done_of_epoch,
+            "seconds": self.spent.seconds, "batch_tokens": self._batch_tokens,
+            "loss_sum": self._loss_sum, "loss_steps": self._loss_steps,
+            "points": [asdict(point) for point in self.points],
+        }  # fmt: skip
+        partial = self._path.with_name(f".{self._path.name}.partial")
+        save_file(tensors, str(partial), metadata={"state": json.dumps(state)})
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(self._path)
+        self._num_saved = self.num_steps
+
+    def _resume(self) -> None:
+        with safe_open(str(self._path), framework="pt", device=str(self._device)) as file:
+            stored = {
+                name: tuple(file.get_slice(name).get_shape())
+                for name in file.keys()  # noqa: SIM118 (it is no mapping)
+                if ":" not in name
+            }
+            if stored != {name: tuple(values.shape) for name, values in self._masters.items()}:
+                _log.warning("%s is of another drafter; training begins anew", self._path)
+                return
+            state = json.loads(file.metadata()["state"])
+            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                parameter, _, key = name.partition(":")
+                master = self._masters[parameter]
+                if key:
+                    self._optimizer.state[master][key] = file.get_tensor(name)
+                else:
+                    master.data.copy_(file.get_tensor(name))
+        for name, weight in self.learner.weights.items():
+            weight.data.copy_(self._masters[name])
+        self.points = [Point(**point) for point in state["points"]]
+        self.num_steps = self._num_saved = state["num_steps"]
+        self.num_tokens = state["num_tokens"]
+        self.spent = Stopwatch(state["seconds"])
+        self._epoch, self._done_of_epoch = state["epoch"], state["done_of_epoch"]
+        self._batch_tokens = state["batch_tokens"]
+        self._loss_sum, self._loss_steps = state["loss_sum"], state["loss_steps"]
+
+
+def _first_tokens(places: list[Place], num_tokens: int) -> list[Place]:
+    """The first of these documents that have so many learned tokens together."""
+    found: list[Place] = []
+    for place in places:
+        found.append(place)
+        num_tokens -= place.document.num_learned
+        if num_tokens <= 0:
+            break
+    return found

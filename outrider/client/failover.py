@@ -1,0 +1,298 @@
+"""Calls several coordinators, and goes on with a generation whose stream has broken."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import reduce
+from random import random as any_random
+from typing import Final, TypeVar
+
+from outrider.backoff import backoff, spread
+from outrider.client.endpoints import Found
+from outrider.client.requests import GENERATE_SLACK_S
+from outrider.client.results import CoordinatorDescription, SessionView
+from outrider.client.round_robin import AVOIDED_S, Turns
+from outrider.client.transport import Transport
+from outrider.errors import InvariantError, StreamBroken, Unavailable
+from outrider.limits import DEADLINE_MS_MAX, LEASE_WAIT_SPREAD_MS
+from outrider.request import Event, GenerateRequest, ResumeRequest, Started, Tokens
+from outrider.tokens import EMPTY_DIGEST, extend_digest
+
+T = TypeVar("T")
+RESUME_TIMEOUT_S: Final = 15.0
+"""How long a broken stream is tried to be resumed, by default, or a request to be begun that the
+coordinators cannot serve now: they, or what they need, may be started anew."""
+_WAIT_S: Final = (0.05, 1.0)
+"""First and longest wait between two tries; see `backoff`."""
+
+
+class ResumingTransport:
+    """A `Transport` over others, each to a coordinator of the same deployment. Calls go to one that
+    answers. A stream that breaks goes on at the next: `Started` is told once, and each token."""
+
+    def __init__(
+        self,
+        transports: Sequence[Transport] | Found[Transport],
+        resume_timeout_s: float = RESUME_TIMEOUT_S,
+        first: int = 0,
+        random: Callable[[], float] = any_random,
+    ) -> None:
+        """Owns and closes `transports`; the first call asks the one at `first`. 0 seconds: a
+        generation whose stream breaks is not resumed, and one that cannot begin now not asked for
+        again. `random` is for `backoff`."""
+        self._found = transports if isinstance(transports, Found) else None
+        each = transports.each if isinstance(transports, Found) else transports
+        self._resume_timeout_s = resume_timeout_s
+        self._random = random
+        self._turns = Turns(each, _loop_time, first)
+
+    @property
+    def address(self) -> str:
+        """Of all coordinators, with commas between them."""
+        return ",".join(transport.address for transport in self._turns.each)
+
+    def generate(self, request: GenerateRequest, timeout_s: float) -> AsyncGenerator[Event]:
+        """See `Transport.generate`. Raises `StreamBroken` where a stream could not be resumed."""
+        return self._events(self._told(), request, timeout_s)
+
+    def resume(self, request: ResumeRequest, timeout_s: float) -> AsyncGenerator[Event]:
+        """See `Transport.resume`; goes on as `generate` does where this stream breaks, too."""
+        return self._events(self._told(request), None, timeout_s)
+
+    def _told(self, begun: ResumeRequest | None = None) -> Told:
+        may_change = self._found is not None and self._found.may_change
+        return Told(len(self._turns.each), self._resume_timeout_s, begun, may_change, self._random)
+
+    async def _events(
+        self, told: Told, request: GenerateRequest | None, timeout_s: float
+    ) -> AsyncGenerator[Event]:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        current: Transport | None = None
+        while True:
+            left_s = max(0.001, deadline - loop.time())
+            rest = told.rest(left_s)
+            try:
+                current = current or self._turns.begin()
+                if rest is not None:
+                    stream = current.resume(rest, left_s)
+                elif request is not None:
+                    stream = current.generate(request, left_s)
+                else:
+                    raise InvariantError("a stream of nothing")
+                async with aclosing(stream) as events:
+                    async for event in events:
+                        if told.note(event):
+                            yield event
+                return
+            except Unavailable as error:
+                if await self._knows_others(error):
+                    told.asks_all(len(self._turns.each))
+                wait_s = told.wait_after(error, loop.time(), deadline)
+                if told.moves_on:
+                    current = self._turns.after(current, avoided_s(error, begins=rest is None))
+            await asyncio.sleep(wait_s)
+
+    async def cancel(self, session_id: str, timeout_s: float) -> None:
+        """See `Transport.cancel`; of the coordinator that has the session."""
+        await self._first(lambda transport: transport.cancel(session_id, timeout_s), timeout_s)
+
+    async def get_session(self, session_id: str, timeout_s: float) -> SessionView:
+        """See `Transport.get_session`."""
+        return await self._first(
+            lambda transport: transport.get_session(session_id, timeout_s), timeout_s
+        )
+
+    async def describe(self, timeout_s: float) -> CoordinatorDescription:
+        """See `Transport.describe`, of one that answers."""
+        return await self._first(lambda transport: transport.describe(timeout_s), timeout_s)
+
+    async def healthy(self, timeout_s: float) -> bool:
+        """Whether one of the coordinators says that it can serve."""
+        for transport in self._turns.each:
+            if await transport.healthy(timeout_s):
+                return True
+        return False
+
+    async def close(self) -> None:
+        """See `Transport.close`."""
+        for transport in self._turns.each if self._found is None else self._found.all:
+            await transport.close()
+
+    async def _first(self, call: Callable[[Transport], Awaitable[T]], timeout_s: float) -> T:
+        """The answer of the first coordinator that gives one; that it cannot now is none, but the
+        last coordinator's. Where a function names the coordinators and none of them answers, they
+        are asked again until the time is over."""
+        loop = asyncio.get_running_loop()
+        current: Transport | None = None
+        asked = Asked(len(self._turns.each), min(timeout_s, self._resume_timeout_s), loop.time())
+        while True:
+            try:
+                current = current or self._turns.begin()
+                return await call(current)
+            except Unavailable as error:
+                if await self._knows_others(error):
+                    asked.num_left = len(self._turns.each) + 1
+                may_change = self._found is not None and self._found.may_change
+                wait_s = asked.wait_after(error, loop.time(), len(self._turns.each), may_change)
+                current = self._turns.after(current, avoided_s(error, begins=False))
+            await asyncio.sleep(wait_s)
+
+    async def _knows_others(self, error: Unavailable) -> bool:
+        """Whether there are other coordinators by now, where one did not answer."""
+        if self._found is None or not isinstance(error, StreamBroken):
+            return False
+        gone = self._found.renew()
+        if gone is None:
+            return False
+        self._turns.renew(self._found.each)
+        for transport in gone:
+            await transport.close()
+        return True
+
+
+def avoided_s(error: Unavailable, *, begins: bool) -> float:
+    """How long other calls should not begin at the coordinator that this came of: of one that
+    `begins` the answer tells; of others it is about their session."""
+    if isinstance(error, StreamBroken):
+        return AVOIDED_S
+    return error.retry_after_ms / 1e3 if begins else 0.0
+
+
+class Asked:
+    """How a call that is no generation goes from one coordinator to the next."""
+
+    def __init__(self, num_coordinators: int, timeout_s: float, now: float) -> None:
+        """`now` is the start of the call, s."""
+        self.num_left = num_coordinators
+        """Coordinators still to ask, the one that was asked last among them."""
+        self._until = now + timeout_s
+        self._num_waits = 0
+
+    def wait_after(
+        self, error: Unavailable, now: float, num_coordinators: int, may_change: bool
+    ) -> float:
+        """Seconds until the next coordinator is asked. Raises the error where all have been asked,
+        unless none answered, there may be others by now, and time is left."""
+        self.num_left -= 1
+        if self.num_left > 0:
+            return 0.0
+        wait_s = backoff(*_WAIT_S, self._num_waits, any_random)
+        if not (may_change and isinstance(error, StreamBroken)) or now + wait_s >= self._until:
+            raise error
+        self._num_waits += 1
+        self.num_left = num_coordinators
+        return wait_s
+
+
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Told:
+    """What the caller of a generation has heard, and what is done when its stream breaks."""
+
+    def __init__(
+        self,
+        num_coordinators: int,
+        resume_timeout_s: float,
+        begun: ResumeRequest | None = None,
+        may_change: bool = False,
+        random: Callable[[], float] = any_random,
+    ) -> None:
+        """`begun` is what was heard before, of a stream that is resumed; with `may_change` other
+        coordinators may come to be known; `random` is for `backoff`."""
+        self._num_coordinators = self._tries_left = num_coordinators
+        self._may_change = may_change
+        self._may_begin = False
+        """Whether one of them has answered, since all were asked, when it may be asked again."""
+        self._resume_timeout_s = resume_timeout_s
+        self._heard = begun
+        self._is_started = False
+        self._tried_until: float | None = None
+        self._random = random
+        self._num_waits = 0
+        self._num_failures = 0
+        """Since the last token."""
+        self._waits = False
+        """Whether the coordinator that was asked last is asked once more, when it says."""
+        self.moves_on = True
+        """Whether the next coordinator is to be asked."""
+
+    def rest(self, left_s: float) -> ResumeRequest | None:
+        """Asks for what is missing, to be there in so many seconds; None before anything came, when
+        all is."""
+        if self._heard is None or not self._is_started:
+            return self._heard
+        left_ms = round((left_s - GENERATE_SLACK_S) * 1000)
+        return replace(self._heard, deadline_ms=min(max(1, left_ms), DEADLINE_MS_MAX))
+
+    def note(self, event: Event) -> bool:
+        """An event has come; returns whether the caller is to hear it: not a second `Started`."""
+        if isinstance(event, Started):
+            is_first, self._is_started = not self._is_started, True
+            self._heard = self._heard or ResumeRequest(
+                event.session_id, 0, 0, tokens_digest=EMPTY_DIGEST
+            )
+            return is_first
+        if isinstance(event, Tokens) and self._heard is not None:
+            if event.token_ids:  # Of these alone there can be only so many.
+                self._tried_until, self._num_waits, self._num_failures = None, 0, 0
+                self._waits = False
+            characters, digest = self._heard.num_characters, self._heard.tokens_digest
+            if digest is not None:
+                digest = reduce(extend_digest, event.token_ids, digest)
+            self._heard = replace(
+                self._heard,
+                num_tokens=event.first_index + len(event.token_ids),
+                num_characters=None if characters is None else characters + len(event.text_delta),
+                tokens_digest=digest,
+            )
+        return True
+
+    def asks_all(self, num_coordinators: int) -> None:
+        """There are so many now, others than before, and all are asked after the one that has just
+        not answered."""
+        self._num_coordinators, self._tries_left = num_coordinators, num_coordinators + 1
+
+    def wait_after(self, error: Unavailable, now: float, deadline: float) -> float:
+        """How long to wait until a coordinator is asked again: the next one, if this `moves_on`.
+        The same one is asked once more where a stream broke, as it has the session, and maybe only
+        the connection is gone; and where another one has answered that it cannot go on with the
+        session now, when it says, for nobody could sooner. Times in s of one clock. Raises the
+        error where that is of no use: all have been asked to begin, none has answered, and there
+        will be no others; or a stream has ended with an answer, or they have been asked for long
+        enough."""
+        answered = not isinstance(error, StreamBroken)
+        self._num_failures += 1
+        is_once_more = not answered and self._num_failures == 1
+        self._waits = answered and self._num_failures > 2 and not self._waits
+        self.moves_on = self._heard is None or not (is_once_more or self._waits)
+        if self._heard is None:
+            if self._tried_until is None:
+                self._tried_until = now + self._resume_timeout_s
+            self._tries_left -= 1
+            self._may_begin |= answered
+            if self._tries_left > 0:
+                return 0.0
+            if not (self._may_begin or self._may_change):
+                raise error
+            self._tries_left, self._may_begin = self._num_coordinators, False
+        if self._tried_until is None:
+            if answered and self._heard is not None:
+                raise error
+            self._tried_until = now + self._resume_timeout_s
+        wait_s = error.retry_after_ms / 1e3
+        if is_once_more:
+            wait_s = 0.0
+        elif not answered:
+            wait_s = backoff(*_WAIT_S, self._num_waits, self._random)
+            self._num_waits += 1
+        elif wait_s > 0:  # All clients of a dead coordinator wait for the same lease.
+            wait_s = spread(wait_s, LEASE_WAIT_SPREAD_MS / 1e3, self._random)
+        if now + wait_s >= min(self._tried_until, deadline):
+            raise error
+        return wait_s

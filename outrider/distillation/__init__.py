@@ -1,1 +1,0 @@
-"""Makes a drafter for a target: corpus, teacher, student, training, card."""

@@ -1,0 +1,78 @@
+"""What every drafter looks like to the draft service and to the coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from outrider.drafters.deadline import NO_DEADLINE, DraftDeadline
+from outrider.grammar.token_mask import Allowed
+from outrider.hidden_states import Features
+from outrider.speculation.proposal import Proposal
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.tokens import TokenSequence
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """Asks for up to `num_draft_tokens` tokens after the committed ones of one session."""
+
+    session_id: str
+    """Names what a drafter may have kept of this session; the answer does not depend on it."""
+    tenant: str
+    """Whose session it is: what a drafter keeps of finished sessions is for their tenant alone."""
+    token_ids: Sequence[int]
+    """All committed tokens, prompt first; read only, and only during the call."""
+    prompt_length: int
+    num_draft_tokens: int
+    """K, 0..`limits.NUM_DRAFT_TOKENS_MAX`."""
+    sampling: SamplingParams
+    rule: Rule
+    noise: RoundNoise
+    """The round's numbers; drafters without a distribution of their own draw none."""
+    siblings: tuple[int, ...] = ()
+    """Candidates that are wanted beside the first, second, ... token of the proposal, 0 behind
+    them; a drafter that has none proposes a chain. None with penalties, which count tokens, or
+    under block."""
+    features: Features | None = None
+    """What the target's head read at some committed tokens, those without a token behind them left
+    out; None where there is nothing new, and for drafters that do not read it."""
+    allowed: Allowed | None = None
+    """What may follow the committed tokens, by the session's grammar; None = anything, or nobody
+    here knows."""
+    digests: TokenSequence | None = None
+    """The first of `token_ids`, or all, where their digests are known: whoever kept a prefix then
+    need not compare it token by token. Read only, and only during the call."""
+    goes_on: bool = False
+    """Whether it was asked before, and the drafter has kept what it has drawn of it."""
+    deadline: DraftDeadline = field(default=NO_DEADLINE, compare=False)
+    """Asked before each draw; look-ups, which draw nothing and take next to no time, do not ask."""
+
+
+class Drafter(Protocol):
+    """Guesses what a target will write. A guess is never wrong, only refused.
+
+    A proposal depends on the request's committed tokens, parameters and noise, and beyond these at
+    most on what finished sessions of the same tenant were answered. It depends on no token that was
+    drafted and not committed, this round's or another's, and not on the noise of its own session's
+    rounds but through their committed tokens: what decides which tokens are drafted, and how many,
+    must say nothing of the numbers that they are tested with. How many may depend on the time and
+    on the tokens that are proposed, if it is decided before each draw. So the answers of a session
+    with the same seed are no help, unless noise is keyed by the absolute position, where no drafted
+    token has a say in what is committed.
+
+    Where such answers arrive between two calls, a round that is asked for twice may be proposed two
+    different drafts. Either is as exact: a coordinator verifies one proposal a round, and the first
+    verdict on it stands.
+    """
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        """One proposal for each request, in order; of K tokens or fewer, none included. At most
+        one request a session. Under rules with `needs_q`, `q` has an entry for each token."""
+        ...
+
+    def release(self, session_id: str) -> None:
+        """Forgets what was kept of the session; unknown ones are ignored."""
+        ...

@@ -1,1 +1,0 @@
-"""Faster stand-ins for the modules of a loaded model."""

@@ -1,0 +1,238 @@
+"""What the ranks of one model do together in a step.
+
+Sums and gathers go through `torch.distributed`, with a timeout: NCCL where every rank has a GPU of
+its own, Gloo on CPUs and where ranks share a GPU, which NCCL refuses. On one machine, small sums
+take a shorter way than Gloo (`socket_allreduce.py`). What is to be done goes as frames from the
+leader to its followers (`rank_rpc.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from outrider.engine.tensor_parallel.rank_rpc import FrameReceiver, FrameSender, tune
+from outrider.engine.tensor_parallel.rendezvous import (
+    LOOPBACK,
+    Meeting,
+    OpenMeeting,
+    accept,
+    connect,
+    listen,
+)
+from outrider.engine.tensor_parallel.socket_allreduce import SUM_BYTES_MAX, Mesh, added_up
+from outrider.errors import Unavailable
+from outrider.limits import COLLECTIVE_TIMEOUT_S
+
+LEADER: Final = 0
+
+
+class RankGroup:
+    """The ranks of one model; implements `Ranks`. One in a process at a time."""
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout_s: float,
+        step_timeout_s: float,
+        mesh: Mesh | None = None,
+        in_order: bool = False,
+    ) -> None:
+        """Returns when every rank is there. They may take `timeout_s` to load, and
+        `step_timeout_s` for each sum. Small sums of what is not on a GPU go through `mesh`, where
+        there is one. `in_order`: whatever its size, a sum is made in the order of the ranks. Raises
+        `Unavailable` where a rank is not there in time."""
+        self.rank = rank
+        self.size = size
+        self._store = store
+        self._timeout_s = timeout_s
+        self._mesh = mesh
+        self._in_order = in_order and size > 2  # of two numbers the order does not matter
+        try:
+            backend = _backend(store, rank, size, device)
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=step_timeout_s),
+                device_id=device if backend == "nccl" else None,
+            )
+        except RuntimeError as error:
+            raise Unavailable(f"the ranks of a model do not find each other: {error}") from error
+        self._through_cpu = backend == "gloo" and device.type != "cpu"
+
+    def wait_for_all(self) -> None:
+        """See `Ranks.wait_for_all`. Raises `Unavailable` where a rank is not there in time."""
+        names = [f"loaded/{rank}" for rank in range(self.size)]
+        try:
+            self._store.set(names[self.rank], "")
+            self._store.wait(names, timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            raise Unavailable(
+                f"a rank of the model has not loaded in {self._timeout_s:g} s: {error}"
+            ) from error
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Ranks.all_reduce`. Raises `Unavailable` where a rank is gone."""
+        if tensor.numel() == 0:
+            return tensor
+        mine = tensor.cpu() if self._through_cpu else tensor
+        if self._mesh is not None and mine.nbytes <= SUM_BYTES_MAX and not mine.is_cuda:
+            return self._mesh.all_reduce(mine).to(tensor.device)
+        if self._in_order:
+            return added_up(self._gathered(mine.contiguous())).to(tensor.device)
+        try:
+            dist.all_reduce(mine)
+        except RuntimeError as error:
+            raise _lost(error) from error
+        return tensor.copy_(mine) if self._through_cpu else mine
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Ranks.all_gather`. Raises `Unavailable` where a rank is gone."""
+        return torch.cat(self._gathered(self._outgoing(tensor)), dim=-1).to(tensor.device)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """See `Ranks.gather`. Raises `Unavailable` where a rank is gone."""
+        mine = self._outgoing(tensor)
+        leads = self.rank == LEADER
+        parts = [torch.empty_like(mine) for _ in range(self.size)] if leads else None
+        if mine.numel():
+            try:
+                dist.gather(mine, parts, dst=LEADER)
+            except RuntimeError as error:
+                raise _lost(error) from error
+        return None if parts is None else torch.cat(parts, dim=-1).to(tensor.device)
+
+    def close(self) -> None:
+        """Leaves; the others' collectives fail from here on."""
+        self._store = None
+        if self._mesh is not None:
+            self._mesh.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        if mine.numel():
+            try:
+                dist.all_gather(parts, mine)
+            except RuntimeError as error:
+                raise _lost(error) from error
+        return parts
+
+    def _outgoing(self, tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor.cpu() if self._through_cpu else tensor).contiguous()
+
+
+def lead(
+    opened: OpenMeeting,
+    device: torch.device,
+    timeout_s: float,
+    step_timeout_s: float = COLLECTIVE_TIMEOUT_S,
+    *,
+    in_order: bool = False,
+) -> tuple[RankGroup, FrameSender]:
+    """Waits for the followers of an open meeting, once. `in_order` as in `RankGroup`. Raises
+    `Unavailable` where one does not come within `timeout_s`; they may take as long again to
+    load."""
+    connections = opened.accept(timeout_s)
+    for connection in connections.values():
+        tune(connection, step_timeout_s)
+    store = _store(opened.meeting, timeout_s, opened.take_store_fd())
+    group = _join_group(store, opened.meeting, LEADER, device, timeout_s, step_timeout_s, in_order)
+    return group, FrameSender(connections)
+
+
+def join(
+    meeting: Meeting,
+    rank: int,
+    device: torch.device,
+    timeout_s: float,
+    step_timeout_s: float = COLLECTIVE_TIMEOUT_S,
+    *,
+    in_order: bool = False,
+) -> tuple[RankGroup, FrameReceiver]:
+    """Joins a meeting as the follower `rank`, with the leader's `in_order`. Raises `Unavailable`
+    where the leader does not answer within `timeout_s`."""
+    connection = connect(meeting, meeting.frames_port, rank, timeout_s)
+    try:
+        store = _store(meeting, timeout_s)
+    except RuntimeError as error:
+        raise Unavailable(f"the leader of the ranks does not answer: {error}") from error
+    group = _join_group(store, meeting, rank, device, timeout_s, step_timeout_s, in_order)
+    return group, FrameReceiver(tune(connection, None))
+
+
+def _store(meeting: Meeting, timeout_s: float, listening_fd: int | None = None) -> Any:
+    """The table through which ranks learn each other's addresses; the leader serves it. It lets
+    anybody in, so what the ranks of a meeting write is found by its token alone."""
+    table = dist.TCPStore(  # type: ignore[attr-defined]
+        meeting.host,
+        meeting.store_port,
+        is_master=listening_fd is not None,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listening_fd,
+    )
+    return dist.PrefixStore(meeting.token.hex(), table)  # type: ignore[attr-defined]
+
+
+def _join_group(
+    store: Any,
+    meeting: Meeting,
+    rank: int,
+    device: torch.device,
+    timeout_s: float,
+    step_timeout_s: float,
+    in_order: bool,
+) -> RankGroup:
+    mesh = None
+    if meeting.host == LOOPBACK:
+        # The libraries would else listen on whatever address the machine's name has, or on what was
+        # set for ranks on several machines.
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ[name] = _loopback_interface()
+        mesh = _mesh(store, meeting, rank, step_timeout_s)
+    return RankGroup(
+        store, rank, meeting.num_ranks, device, timeout_s, step_timeout_s, mesh, in_order
+    )
+
+
+def _mesh(store: Any, meeting: Meeting, rank: int, timeout_s: float) -> Mesh:
+    """A connection to every other rank: to those before this one, and from those after it."""
+    listening, port = listen(meeting.host)
+    with listening:
+        store.set(f"mesh/{rank}", str(port))
+        found = {
+            other: connect(meeting, int(store.get(f"mesh/{other}")), rank, timeout_s)
+            for other in range(rank)
+        }
+        later = range(rank + 1, meeting.num_ranks)
+        return Mesh(rank, found | accept(listening, meeting.token, later, timeout_s), timeout_s)
+
+
+def _backend(store: Any, rank: int, size: int, device: torch.device) -> str:
+    """NCCL or Gloo; the ranks tell each other which device they have."""
+    if device.type != "cuda":
+        return "gloo"
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    store.set(f"device/{rank}", uuid)
+    uuids = [store.get(f"device/{other}") for other in range(size)]
+    return "nccl" if len(set(uuids)) == size else "gloo"
+
+
+def _loopback_interface() -> str:
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
+def _lost(error: RuntimeError) -> Unavailable:
+    return Unavailable(f"a rank of the model is gone or does not answer: {error}")

@@ -1,0 +1,359 @@
+"""Constraints compiled to what tells token masks, on threads of their own, kept by tenant and
+digest."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any, Final
+from weakref import WeakSet, WeakValueDictionary
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from outrider.errors import BadRequest, ConfigError, InvariantError, OutriderError, Overloaded
+from outrider.grammar.ambiguity import check_alternatives
+from outrider.grammar.constraint import Constraint, ConstraintKind
+from outrider.limits import (
+    COMPILATIONS_MAX,
+    COMPILE_S_MAX,
+    COMPILE_THREADS,
+    COMPILE_WAIT_S_MAX,
+    GRAMMARS_MAX,
+    LEXER_STATES_MAX,
+    MASK_S_MAX,
+    TOO_SLOW_S,
+)
+from outrider.shared_calls import SharedCalls
+
+logger = logging.getLogger(__name__)
+
+_SPACES: Final = " "
+"""One space may stand wherever JSON lets any: a model that likes them does not write them for ever.
+A schema's own `x-guidance` goes before this."""
+_REASON_CHARS_MAX: Final = 400
+_Key = tuple[str, bytes]
+"""A tenant, and the digest of a constraint."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Grammar:
+    """A compiled constraint."""
+
+    constraint: Constraint
+    start: LLMatcher
+    """Before the first token; copied, never moved."""
+    eos_token_ids: frozenset[int]
+    eos_bits: bytes
+    """The mask of these alone."""
+    vocab_size: int
+    """Of the tokenizer."""
+    digest: bytes
+    """Of the constraint."""
+    tenant: str = ""
+    """Whose sessions alone follow it."""
+    compile_s: float = 0.0
+    """What it took to compile."""
+
+    @property
+    def key(self) -> _Key:
+        """What it is kept by."""
+        return self.tenant, self.digest
+
+    def is_used_up(self) -> bool:
+        """Whether it can be followed no further: all copies share the states of their lexer, and
+        these are as many as they may be."""
+        copy = self.start.deep_copy()
+        copy.compute_bitmask()
+        return bool(copy.is_error())
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Why there is no grammar."""
+
+    error: OutriderError
+    until_s: float = math.inf
+    """When to try again: what took too long may have been slow by chance."""
+
+
+class GrammarTokenizer:
+    """A tokenizer as grammars need it: the bytes of each token, and which ones end a text."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        eos_token_ids: tuple[int, ...],
+        lexer_states_max: int = LEXER_STATES_MAX,
+    ) -> None:
+        """`tokenizer` is a fast one of Hugging Face, or the JSON of its backend. Takes about a
+        second. Raises `ConfigError` for another one, and where nothing ends a text."""
+        if not eos_token_ids:
+            raise ConfigError("the model has no token that ends a text, as a constraint needs")
+        try:
+            text = tokenizer if isinstance(tokenizer, str) else backend_json(tokenizer)
+            self.tokens = LLTokenizer(text, eos_token=list(eos_token_ids))
+        except Exception as error:
+            raise ConfigError(f"the model's tokenizer tells no masks: {error}") from error
+        self._limits = LLParserLimits(max_lexer_states=lexer_states_max, verbose_errors=False)
+        self.eos_token_ids = frozenset(eos_token_ids)
+        words = bytearray(-(-self.tokens.vocab_size // 8))
+        for token_id in self.eos_token_ids:
+            if token_id < self.tokens.vocab_size:
+                words[token_id // 8] |= 1 << token_id % 8
+        self.eos_bits = bytes(words)
+
+    def compile(self, constraint: Constraint) -> Grammar:
+        """Raises `BadRequest`, with the kind as its field, for a constraint that cannot be met or
+        takes too much."""
+        try:
+            text = _grammar_text(constraint)
+        except ValueError as error:
+            reason = f"cannot be compiled: {_reason(str(error))}"
+            raise BadRequest(constraint.kind, reason) from None
+        start = LLMatcher(self.tokens, text, log_level=0, limits=self._limits)
+        if not start.is_error():
+            # What may come first is worked out here, and not first where all sessions wait for it.
+            first = start.deep_copy()
+            first.compute_bitmask()
+            if first.is_error():
+                start = first
+        if start.is_error():
+            raise BadRequest(constraint.kind, f"cannot be compiled: {_reason(start.get_error())}")
+        return Grammar(
+            constraint, start, self.eos_token_ids, self.eos_bits, self.tokens.vocab_size,
+            constraint.digest(),
+        )  # fmt: skip
+
+
+def backend_json(tokenizer: Any) -> str:
+    """A fast tokenizer of Hugging Face as the JSON of its backend. Raises `ConfigError` for
+    another one."""
+    backend = copy(getattr(tokenizer, "backend_tokenizer", None))
+    if backend is None:
+        raise ConfigError("the model's tokenizer is not one of Hugging Face's fast ones")
+    backend.no_padding()
+    backend.no_truncation()
+    return str(backend.to_str())
+
+
+class Grammars:
+    """The grammars of one process: the last ones that were asked for, and all that somebody still
+    holds. Compiles off the event loop; the results, failures included, may be asked for on any
+    thread. Each tenant has its own, so that none learns by times or refusals what others ask."""
+
+    def __init__(
+        self,
+        load: Callable[[], GrammarTokenizer],
+        *,
+        grammars_max: int = GRAMMARS_MAX,
+        clock: Callable[[], float] = time.thread_time,
+        now: Callable[[], float] = time.monotonic,
+        wait_s_max: float = COMPILE_WAIT_S_MAX,
+    ) -> None:
+        """`load` is called with the first constraint; where it raises `ConfigError`, none is
+        served. `clock` tells what a compilation takes of its thread, s, and `now` the time, s."""
+        self._load = load
+        self.clock = clock
+        """What a thread has worked, s."""
+        self._now = now
+        self._wait_s_max = wait_s_max
+        self._grammars_max = grammars_max
+        self._tokenizer: GrammarTokenizer | ConfigError | None = None
+        self._loading = threading.Lock()
+        self._lock = threading.Lock()
+        self._found: OrderedDict[_Key, Grammar | _Refusal] = OrderedDict()
+        self._held: WeakValueDictionary[_Key, Grammar] = WeakValueDictionary()
+        """Those of them that are grammars, and others that had to make room."""
+        self._slow: WeakSet[Grammar] = WeakSet()
+        """Those that have once taken too long to follow."""
+        self._slow_ahead: WeakSet[Grammar] = WeakSet()
+        """Those that have behind draft tokens."""
+        self._calls: SharedCalls[_Key, Grammar | _Refusal] = SharedCalls(COMPILE_THREADS, "grammar")
+
+    def find(self, digest: bytes, tenant: str = "") -> Grammar | OutriderError | None:
+        """What has been compiled, or why that is not possible; None where nobody knows."""
+        found = self._look_up((tenant, digest))
+        return found.error if isinstance(found, _Refusal) else found
+
+    def get(self, constraint: Constraint, tenant: str = "") -> Grammar:
+        """The grammar; where it is not known (any more), compiled here and now. Raises
+        `BadRequest`, with the kind as its field."""
+        found = self._look_up((tenant, constraint.digest()))
+        return _grammar_of(found or self._compile(constraint, tenant))
+
+    async def prepare(self, constraint: Constraint, tenant: str = "") -> Grammar:
+        """The grammar, compiled by other threads. Raises what `get` raises, and `Overloaded`."""
+        key = tenant, constraint.digest()
+        found = self._look_up(key)
+        if found is None:
+            if len(self._calls) >= COMPILATIONS_MAX and key not in self._calls:
+                raise Overloaded(f"{COMPILATIONS_MAX} constraints wait to be compiled; try later")
+            try:
+                async with asyncio.timeout(self._wait_s_max):
+                    found = await self._calls.result(key, lambda: self._compile(constraint, tenant))
+            except TimeoutError:
+                raise Overloaded("other constraints are being compiled; try later") from None
+        return _grammar_of(found)
+
+    def allowed(self, compiled: Grammar | OutriderError) -> Grammar:
+        """The grammar. Raises what is there in its place, or has been found against it since."""
+        if isinstance(compiled, OutriderError):
+            raise compiled
+        found = self.find(compiled.digest, compiled.tenant)
+        if isinstance(found, OutriderError):
+            raise found
+        return compiled
+
+    def renewed(self, used_up: Grammar) -> Grammar:
+        """A grammar in place of one that is used up: another, where somebody has compiled it
+        since; else compiled here and now, if that is quick. Raises `BadRequest` where it is not:
+        the next session that comes with it waits until it is compiled."""
+        key = used_up.key
+        with self._lock:
+            if self._known(key) is used_up:
+                self._drop(key)
+            is_known = self._known(key) is not None
+        if not is_known and used_up.compile_s > MASK_S_MAX:
+            raise BadRequest(used_up.constraint.kind, "is used up here, and slow to compile again")
+        return self.get(used_up.constraint, used_up.tenant)
+
+    def note_slow(self, grammar: Grammar) -> None:
+        """A step was held up for too long by this grammar. Raises `BadRequest` where that was not
+        the first time; it is then refused for a while."""
+        with self._lock:
+            if grammar not in self._slow:
+                self._slow.add(grammar)
+                return
+        reason = f"takes more than {MASK_S_MAX:g} s a token; simplify it"
+        refusal = self._too_slow(grammar.constraint, reason)
+        self._keep(grammar.key, refusal)
+        raise refusal.error
+
+    def note_slow_ahead(self, grammar: Grammar) -> None:
+        """A step was held up for too long behind draft tokens, which may be refused: the grammar is
+        followed behind none from now on, and no session ends."""
+        with self._lock:
+            self._slow_ahead.add(grammar)
+
+    def is_slow_ahead(self, grammar: Grammar) -> bool:
+        """Whether the grammar is followed behind no draft tokens."""
+        return grammar in self._slow_ahead
+
+    def close(self) -> None:
+        """Begins no more; one that is being compiled is not waited for."""
+        self._calls.close()
+
+    def _look_up(self, key: _Key) -> Grammar | _Refusal | None:
+        with self._lock:
+            found = self._known(key)
+            if isinstance(found, _Refusal) and found.until_s <= self._now():
+                self._drop(key)
+                return None
+            if found is not None:
+                self._put(key, found)
+            return found
+
+    def _compile(self, constraint: Constraint, tenant: str) -> Grammar | _Refusal:
+        """Compiles and keeps the result."""
+        found: Grammar | _Refusal
+        try:
+            tokenizer = self._tokens()
+            began = self.clock()
+            compiled = tokenizer.compile(constraint)
+            found = replace(compiled, tenant=tenant, compile_s=self.clock() - began)
+        except ConfigError as error:
+            found = _Refusal(BadRequest(constraint.kind, error.message))
+        except OutriderError as error:
+            found = _Refusal(error)
+        except Exception:
+            logger.exception("a constraint could not be compiled")
+            ours = InvariantError(f"{constraint.kind}: could not be compiled, by a fault of ours")
+            found = _Refusal(ours, self._now() + TOO_SLOW_S)
+        if isinstance(found, Grammar) and found.compile_s > COMPILE_S_MAX:
+            reason = f"takes more than {COMPILE_S_MAX:g} s to compile; simplify it"
+            found = self._too_slow(constraint, reason)
+        self._keep((tenant, constraint.digest()), found)
+        return found
+
+    def _too_slow(self, constraint: Constraint, reason: str) -> _Refusal:
+        return _Refusal(BadRequest(constraint.kind, reason), self._now() + TOO_SLOW_S)
+
+    def _keep(self, key: _Key, found: Grammar | _Refusal) -> None:
+        with self._lock:
+            self._drop(key)
+            self._put(key, found)
+            if isinstance(found, Grammar):
+                self._held[key] = found
+
+    def _known(self, key: _Key) -> Grammar | _Refusal | None:
+        """With the lock."""
+        return self._found.get(key) or self._held.get(key)
+
+    def _put(self, key: _Key, found: Grammar | _Refusal) -> None:
+        """With the lock."""
+        self._found[key] = found
+        self._found.move_to_end(key)
+        if len(self._found) > self._grammars_max:
+            self._found.popitem(last=False)
+
+    def _drop(self, key: _Key) -> None:
+        """With the lock."""
+        self._found.pop(key, None)
+        self._held.pop(key, None)
+
+    def _tokens(self) -> GrammarTokenizer:
+        with self._loading:
+            if self._tokenizer is None:
+                try:
+                    self._tokenizer = self._load()
+                except ConfigError as error:
+                    self._tokenizer = error
+            if isinstance(self._tokenizer, ConfigError):
+                raise self._tokenizer
+            return self._tokenizer
+
+
+def _grammar_of(found: Grammar | _Refusal) -> Grammar:
+    if isinstance(found, _Refusal):
+        raise found.error
+    return found
+
+
+def _grammar_text(constraint: Constraint) -> str:
+    match constraint.kind:
+        case ConstraintKind.REGEX:
+            return LLMatcher.grammar_from_regex(constraint.text)
+        case ConstraintKind.CHOICE:
+            return LLMatcher.grammar_from_regex("|".join(map(_literal, constraint.choices)))
+        case _:
+            schema = json.loads(constraint.text)
+            _check_strict(schema, constraint.kind)
+            check_alternatives(schema, constraint.kind)
+            return LLMatcher.grammar_from_json_schema(
+                constraint.text, defaults={"whitespace_pattern": _SPACES}
+            )
+
+
+def _check_strict(schema: dict[str, Any], field: str) -> None:
+    """Raises `BadRequest` where what cannot be had is to be passed over: nobody would hear."""
+    options = schema.get("x-guidance")
+    if isinstance(options, dict) and options.get("lenient", False) is not False:
+        raise BadRequest(field, "x-guidance.lenient is not allowed: no part is passed over")
+
+
+def _literal(text: str) -> str:
+    """An expression that matches this very text."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+
+
+def _reason(error: str) -> str:
+    """What the compiler says, in one line."""
+    return " ".join(error.split())[:_REASON_CHARS_MAX]

@@ -1,0 +1,250 @@
+"""What the tokens of a session so far allow, by its grammar. The state is a pure function of
+constraint and completion: it goes back where tokens are thrown away, and comes out the same where
+it is made anew.
+
+Where a text can only go on in one way, a mask has the one token that the tokenizer itself would
+write there. Others that spell a part of the same text could be consumed, and stand in no mask.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from llguidance import LLMatcher
+
+from outrider.errors import BadRequest, Incompatible, OutriderError, check
+from outrider.grammar.compiler import Grammar, Grammars
+from outrider.grammar.token_mask import TokenMask
+from outrider.limits import FOLLOWED_AT_ONCE, MASK_S_MAX, MATCHERS_MAX
+
+_USED_UP: Final = "it alone takes too many states"
+
+
+class PrefixMatcher:
+    """Follows one completion. Ends of text are noted here, and are not the grammar's: it knows only
+    whether one may stand, and one that forces its end takes none."""
+
+    def __init__(self, grammar: Grammar, grammars: Grammars | None = None) -> None:
+        """Where the grammar is used up, the next one is got of the `grammars`; where it is slow,
+        they hear. Alone it has to do as it is."""
+        self.grammar = grammar
+        """The one that it follows now."""
+        self._grammars = grammars
+        self._matcher: LLMatcher = grammar.start.deep_copy()
+        self._is_broken = False
+        """Whether the matcher has failed, and says nothing any more."""
+        self._is_ahead = False
+        """Whether it is asked about draft tokens, which may be refused."""
+        self._tokens: list[int] = []
+        """Those it stands behind; all of them legal."""
+        self._num_fed = 0
+        """Of them, those that the grammar has consumed: all before the first end of text."""
+
+    def ask_ahead(self, is_ahead: bool) -> None:
+        """Says whether what is asked next is about draft tokens: their time ends no session. Raises
+        `Incompatible` if it is, and the grammar has been too slow for that."""
+        self._is_ahead = is_ahead
+        if is_ahead and self._grammars is not None and self._grammars.is_slow_ahead(self.grammar):
+            raise Incompatible(f"{self.grammar.constraint.kind}: is too slow behind draft tokens")
+
+    def stand(self, length: int, token_ids: Sequence[int]) -> int:
+        """Goes to where `token_ids` follow the first `length` tokens that it stands behind, or as
+        far as these spell what the grammar allows. Returns how many do. Raises `Incompatible` where
+        the grammar has become too hard."""
+        tokens = self._tokens
+        check(length <= len(tokens), f"it stands behind {len(tokens)} tokens, not {length}")
+        common = 0
+        for token_id, there in zip(token_ids, tokens[length:], strict=False):
+            if token_id != there:
+                break
+            common += 1
+        self._back_to(length + common)
+        num_legal = common + self._consume(token_ids[common:])
+        if num_legal < len(token_ids) and self._mend():
+            num_legal += self._consume(token_ids[num_legal:])
+            if num_legal < len(token_ids) and self.grammar.is_used_up():
+                raise self._too_hard(_USED_UP)
+        return num_legal
+
+    def mask(self) -> TokenMask:
+        """What may come next. Raises `Incompatible` where nothing may, or the grammar has become
+        too hard."""
+        if self._num_fed < len(self._tokens):
+            ends = np.frombuffer(self.grammar.eos_bits, dtype=np.uint8)
+            return TokenMask(ends, is_over=True)
+        began = self._time()
+        mask = self._matcher.compute_bitmask()
+        if self._matcher.is_error() and self._mend():
+            mask = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise self._too_hard()
+        self._check_time(began, 1)
+        bits = np.frombuffer(mask, dtype=np.uint8)
+        if not bits.any():
+            raise self._too_hard("no token can follow")
+        return TokenMask(bits)
+
+    def _consume(self, token_ids: Sequence[int]) -> int:
+        """Of them, those that spell what is allowed here."""
+        grammar, num_legal = self.grammar, 0
+        if self._num_fed == len(self._tokens):
+            words = []
+            for token_id in token_ids:
+                if token_id in grammar.eos_token_ids or token_id >= grammar.vocab_size:
+                    break
+                words.append(token_id)
+            num_legal = self._feed(words)
+            self._tokens += words[:num_legal]
+            self._num_fed += num_legal
+            may_end = num_legal == len(words) < len(token_ids) and self._matcher.is_accepting()
+            if not may_end:
+                return num_legal
+        for token_id in token_ids[num_legal:]:
+            if token_id not in grammar.eos_token_ids:
+                break
+            self._tokens.append(token_id)
+            num_legal += 1
+        return num_legal
+
+    def _feed(self, words: Sequence[int]) -> int:
+        """Of them, those that the grammar has consumed."""
+        if not words:
+            return 0
+        began = self._time()
+        num_legal = int(self._matcher.try_consume_tokens(list(words)))
+        self._check_time(began, len(words))
+        return num_legal
+
+    def _back_to(self, length: int) -> None:
+        """Forgets all but the first `length` tokens."""
+        del self._tokens[length:]
+        back = self._num_fed - length
+        self._num_fed = min(self._num_fed, length)
+        if back > 0 and not self._is_broken:
+            self._is_broken = not self._matcher.rollback(back) or self._matcher.is_error()
+        if self._is_broken and not self._start_over() and not self._mend():
+            raise self._too_hard()
+
+    def _mend(self) -> bool:
+        """After something that failed: whether it can be tried again, by a grammar that is not used
+        up. Raises `Incompatible` where there is none, or the constraint itself is too hard."""
+        if self._grammars is not None and self.grammar.is_used_up():
+            try:
+                self.grammar = self._grammars.renewed(self.grammar)
+            except OutriderError as error:
+                raise self._too_hard(error.message) from error
+            if not self._start_over():
+                raise self._too_hard(_USED_UP)
+            return True
+        if self._matcher.is_error():
+            raise self._too_hard()
+        return False
+
+    def _start_over(self) -> bool:
+        """To the same state by a new matcher; False where this grammar does not get there."""
+        self._matcher = self.grammar.start.deep_copy()
+        words = self._tokens[: self._num_fed]
+        self._is_broken = self._feed(words) < len(words)
+        return not self._is_broken
+
+    def _time(self) -> float:
+        """What this thread has worked, s."""
+        return 0.0 if self._grammars is None else self._grammars.clock()
+
+    def _check_time(self, began: float, num_tokens: int) -> None:
+        """Bounds the time of a step, which all sessions of a replica share."""
+        allowed = MASK_S_MAX * -(-num_tokens // FOLLOWED_AT_ONCE)
+        if self._grammars is None or self._time() - began <= allowed:
+            return
+        if self._is_ahead:
+            self._grammars.note_slow_ahead(self.grammar)
+            return
+        try:
+            self._grammars.note_slow(self.grammar)
+        except BadRequest as error:
+            raise self._too_hard(error.reason) from error
+
+    def _too_hard(self, reason: str = "") -> Incompatible:
+        """Why nothing follows; the matcher has to start over before it says anything again."""
+        self._is_broken = True
+        said = " ".join((reason or self._matcher.get_error() or "it is too hard").split())[:200]
+        kind, num_tokens = self.grammar.constraint.kind, self._num_fed
+        return Incompatible(f"{kind}: cannot be followed after {num_tokens} tokens: {said}")
+
+
+class Followed:
+    """What may follow a session's committed tokens. Implements `Allowed`."""
+
+    __slots__ = ("_committed", "_length", "_matcher")
+
+    def __init__(
+        self, matcher: PrefixMatcher, length: int, committed: tuple[int, ...] = ()
+    ) -> None:
+        """The matcher stands behind `length` tokens of the completion, or further on; `committed`
+        are counted behind them."""
+        self._matcher = matcher
+        self._length = length
+        self._committed = committed
+
+    def after(self, drafted: Sequence[int]) -> TokenMask | None:
+        """See `Allowed.after`."""
+        tokens = (*self._committed, *drafted)
+        self._matcher.ask_ahead(len(drafted) > 0)
+        if self._matcher.stand(self._length, tokens) < len(tokens):
+            return None
+        return self._matcher.mask()
+
+    def num_legal(self, drafted: Sequence[int]) -> int:
+        """See `Allowed.num_legal`."""
+        for index, token_id in enumerate(drafted):
+            mask = self.after(drafted[:index])
+            if mask is None or not mask.has(token_id):
+                return index
+        return len(drafted)
+
+    def behind(self, committed: Sequence[int]) -> Followed:
+        """See `Allowed.behind`."""
+        return Followed(self._matcher, self._length, (*self._committed, *committed))
+
+
+class Matchers:
+    """The matchers of a replica's sessions, for the thread of its steps. Of `sessions_max` sessions
+    they are kept; another one's is made anew."""
+
+    def __init__(self, grammars: Grammars, sessions_max: int = MATCHERS_MAX) -> None:
+        self._grammars = grammars
+        self._sessions_max = sessions_max
+        self._matchers: OrderedDict[str, PrefixMatcher] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._matchers)
+
+    def follow(
+        self, session_id: str, compiled: Grammar | OutriderError, completion: Sequence[int]
+    ) -> Followed:
+        """What may follow a session's completion so far; good until the session is followed again.
+        `compiled` is its constraint's grammar, or why there is none. Raises `Incompatible` for the
+        latter, for what has been refused since, and for what the completion does not meet."""
+        matcher = self._matchers.pop(session_id, None)
+        try:
+            grammar = self._grammars.allowed(compiled)
+        except OutriderError as error:
+            raise Incompatible(error.message) from error
+        if matcher is None or matcher.grammar.key != grammar.key:
+            matcher = PrefixMatcher(grammar, self._grammars)
+        matcher.ask_ahead(False)
+        num_legal = matcher.stand(0, completion)
+        if num_legal < len(completion):
+            kind = grammar.constraint.kind
+            raise Incompatible(f"{kind}: token {num_legal} of the completion does not meet it here")
+        self._matchers[session_id] = matcher
+        if len(self._matchers) > self._sessions_max:
+            self._matchers.popitem(last=False)
+        return Followed(matcher, len(completion))
+
+    def release(self, session_id: str) -> None:
+        """Forgets a session; unknown ones are ignored."""
+        self._matchers.pop(session_id, None)

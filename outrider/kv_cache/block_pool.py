@@ -1,0 +1,500 @@
+"""Who holds which page of an engine's keys and values: paging, sharing, eviction.
+
+Decides and holds no tensor: the engine copies what it is told to, and then runs its step.
+
+    a page is            sequences that hold it    its prefix is known    eviction
+    free                 none                      no                     -
+    remembered           none                      yes                    in its turn
+    idle                 idle ones alone           either                 with the last of them
+    busy                 a busy one at least       either                 never
+
+A page that another sequence holds, or whose prefix is known, is never written to: a write copies it
+first, or, where nobody else holds it, forgets its prefix.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from outrider.engine.interface import FoundPrefix, PageCounts, SequenceStep
+from outrider.errors import InvariantError, check
+from outrider.kv_cache.free_pages import FreePages, require_pages
+from outrider.kv_cache.paged_sequence import PagedSequence, require_whole
+from outrider.kv_cache.prefix_cache import Digest, Prefix, PrefixIndex, chain_digest
+from outrider.kv_cache.slot_rules import check_kept
+
+Copy = tuple[int, int]
+"""(from, to)."""
+_ID_TYPE = "I"
+"""Array type of a token id: 0..2^32-1."""
+
+
+class PagePool:
+    """The pages of one engine, and the sequences on them; see `Engine` for what the calls mean.
+
+    Depends on its calls alone, and takes time in proportion to the pages that a call touches.
+    """
+
+    def __init__(self, num_pages: int, page_size: int = 16, digest: Digest = chain_digest) -> None:
+        check(page_size > 0, f"{page_size} slots a page; at least one is needed")
+        self._num_pages = num_pages
+        self._page_size = page_size
+        self._free = FreePages(num_pages)
+        self._prefixes = PrefixIndex(digest)
+        self._sequences: dict[str, PagedSequence] = {}
+        self._ids = array(_ID_TYPE, [0]) * (num_pages * page_size)
+        """The token in each slot of each page."""
+        self._holders = [0] * num_pages
+        """Sequences that hold each page ..."""
+        self._busy_holders = [0] * num_pages
+        """... and busy ones among them."""
+        self._num_busy_pages = 0
+        self._idle_branches: OrderedDict[str, None] = OrderedDict()
+        self._unused: OrderedDict[str | int, None] = OrderedDict()
+        """Other idle sequences, and remembered pages; those unused for longest first."""
+        self._prefix_queries = 0
+        self._prefix_hits = 0
+
+    @property
+    def num_pages(self) -> int:
+        """Pages, free or not; constant."""
+        return self._num_pages
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a page; constant."""
+        return self._page_size
+
+    def length(self, sequence_id: str) -> int:
+        """Slots the sequence holds; 0 for an unknown one."""
+        sequence = self._sequences.get(sequence_id)
+        return 0 if sequence is None else sequence.length
+
+    def pages(self, sequence_id: str) -> Sequence[int]:
+        """The sequence's page table: of page size P its slot i is slot i % P of page i // P here.
+        A view that must not be changed and is stale after the next call; empty for an unknown
+        one."""
+        sequence = self._sequences.get(sequence_id)
+        return () if sequence is None else sequence.pages
+
+    def token_ids(self, sequence_id: str, start: int = 0) -> tuple[int, ...]:
+        """The tokens in the sequence's slots, from `start` >= 0 on."""
+        ids, size = array(_ID_TYPE), self._page_size
+        for page in self.pages(sequence_id)[start // size :]:
+            ids.extend(self._ids[page * size : (page + 1) * size])
+        return tuple(ids[start % size : self.length(sequence_id) - start // size * size])
+
+    def counts(self) -> PageCounts:
+        """How the pages are used now."""
+        return PageCounts(
+            num_pages=self._num_pages,
+            num_free=len(self._free),
+            num_evictable=self._num_pages - len(self._free) - self._num_busy_pages,
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
+        )
+
+    def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
+        """See `Engine.attach`; the sequence is busy."""
+        check(self.length(sequence_id) == 0, f"{sequence_id} is held already")
+        self.release(sequence_id)
+        sequence = self._sequences[sequence_id] = PagedSequence(salt, is_branch=False)
+        for prefix in self._known_prefixes(token_ids, salt):
+            sequence.prefixes.append(prefix)
+            sequence.pages.append(prefix.page)
+            self._hold(sequence, prefix.page)
+        sequence.length = len(sequence.pages) * self._page_size
+        self._prefix_queries += len(token_ids)
+        self._prefix_hits += sequence.length
+        return sequence.length
+
+    def find(self, token_ids: Sequence[int], salt: str = "") -> FoundPrefix:
+        """See `Engine.find`."""
+        pages = tuple(prefix.page for prefix in self._known_prefixes(token_ids, salt))
+        return FoundPrefix(len(pages) * self._page_size, pages)
+
+    def fork(self, sequence_id: str, branch_id: str) -> list[Copy]:
+        """See `Engine.fork`; the branch is busy. Returns the page copies to make before the next
+        step: of the last page, if it is partial. Raises `OutOfPages`, changing nothing."""
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            raise InvariantError(f"{sequence_id} is unknown and cannot be forked")
+        check(branch_id not in self._sequences, f"{branch_id} is held already")
+        is_partial = sequence.length % self._page_size > 0
+        if is_partial:
+            self._make_room_beside(sequence_id, sequence, 1)
+        branch = self._sequences[branch_id] = sequence.branch()
+        holders, busy_holders = self._holders, self._busy_holders
+        for page in branch.pages:  # As `_hold`: of a long context this is what a fork costs.
+            holders[page] += 1
+            self._num_busy_pages += not busy_holders[page]
+            busy_holders[page] += 1
+        return self._own(branch, len(branch.pages) - 1) if is_partial else []
+
+    def can_hold(
+        self,
+        steps: Sequence[SequenceStep],
+        without: Iterable[str] = (),
+        begun: Mapping[str, FoundPrefix] | None = None,
+    ) -> bool:
+        """Whether `append` would find pages for these steps, as `Engine.can_hold` says; changes
+        nothing."""
+        return self._is_roomy(steps) or self._num_missing(steps, without, begun or {}) <= 0
+
+    def append(self, steps: Sequence[SequenceStep], whole: bool = True) -> list[Copy]:
+        """Takes slots for the tokens of each step, at most one a sequence, and makes it busy. An
+        unknown sequence begins without salt. Returns the page copies to make before any slot is
+        written. `written` follows; or, where the step fails, `keep` of the length before, and
+        `forget` where a copy was not made, so that nothing unwritten is shared.
+
+        Evicts what is idle as needed; raises `OutOfPages` where even that does not do, changing
+        nothing. Slots that are not `whole` are never shared, and `keep` gives them back before any
+        that are whole; else `InvariantError` is raised."""
+        if whole:
+            require_whole(self._sequences, steps)
+        if not self._is_roomy(steps):
+            self._make_room(steps)
+        size = self._page_size
+        copies: list[Copy] = []
+        for step in steps:
+            sequence = self._sequences.get(step.sequence_id)
+            if sequence is None:
+                sequence = self._sequences[step.sequence_id] = PagedSequence("", is_branch=False)
+            elif not sequence.busy:
+                self._wake(step.sequence_id, sequence)
+            if sequence.length % size:
+                copies += self._own(sequence, len(sequence.pages) - 1)
+            self._write(sequence, step.token_ids)
+            sequence.grow(len(step.token_ids), step.parents, whole)
+        return copies
+
+    def name(self, sequence_id: str, token_ids: Sequence[int]) -> None:
+        """The last slots of a step that was appended, whose tokens were not known then, hold these.
+        `written` follows."""
+        sequence, size = self._sequences[sequence_id], self._page_size
+        for slot, token_id in enumerate(token_ids, start=sequence.length - len(token_ids)):
+            self._ids[sequence.pages[slot // size] * size + slot % size] = token_id
+
+    def written(self, steps: Sequence[SequenceStep]) -> None:
+        """The slots that `append` has taken for these steps hold their tokens: whole pages of them
+        may be shared."""
+        for step in steps:
+            sequence = self._sequences[step.sequence_id]
+            if sequence.chain_length // self._page_size > len(sequence.prefixes):
+                self._remember(sequence)
+
+    def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> list[Copy]:
+        """See `Engine.keep`; what is kept is vouched for. Returns the slot moves to make before the
+        next call, each numbered page * page size + place in the page. They are in an order in which
+        they may be made one by one, and may be made all at once. Pages that they write to are
+        shared after the sequence's next step at the earliest; where they fail, `forget` follows.
+
+        Raises `OutOfPages`, changing nothing, only where `path` moves slots into a page that others
+        hold, as after a fork amid a tree."""
+        check_kept(self.length(sequence_id), length, path)
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            return []
+        while path and path[0] == length:
+            length, path = length + 1, path[1:]
+        moves = self._move(sequence_id, sequence, length, path) if path else []
+        num_pages = -(-(length + len(path)) // self._page_size)
+        for page in reversed(sequence.pages[num_pages:]):
+            self._let_go(sequence, page)
+        del sequence.pages[num_pages:]
+        del sequence.prefixes[length // self._page_size :]
+        sequence.shrink(length, path)
+        if not moves:
+            self._remember(sequence)
+        return moves
+
+    def mark_idle(self, sequence_id: str) -> None:
+        """See `Engine.mark_idle`; one that is idle already keeps its turn."""
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None or not sequence.busy:
+            return
+        sequence.busy = False
+        for page in sequence.pages:
+            self._busy_holders[page] -= 1
+            self._num_busy_pages -= not self._busy_holders[page]
+        (self._idle_branches if sequence.is_branch else self._unused)[sequence_id] = None
+
+    def release(self, sequence_id: str) -> None:
+        """Forgets the sequence; its whole pages stay remembered for their prefix. Unknown ones are
+        ignored."""
+        if sequence_id in self._sequences:
+            self._remember(self._sequences[sequence_id])
+            self._drop(sequence_id)
+
+    def forget(self, sequence_id: str) -> None:
+        """As `release`, for a sequence of which slots or copies were not written: no page becomes
+        known by it."""
+        if sequence_id in self._sequences:
+            self._drop(sequence_id)
+
+    def check_integrity(self) -> None:
+        """Raises `InvariantError` unless every page is where it is said to be."""
+        size = self._page_size
+        holders, busy = Counter[int](), Counter[int]()
+        for sequence_id, sequence in self._sequences.items():
+            sequence.check_integrity(sequence_id, size)
+            holders.update(sequence.pages)
+            busy.update(sequence.pages if sequence.busy else ())
+            for page, prefix in zip(sequence.pages, sequence.prefixes, strict=False):
+                ids = self._packed_ids(page)
+                check(prefix.packed_ids == ids, f"page {page} of {sequence_id} is corrupt")
+        pages = range(self._num_pages)
+        check(self._holders == [holders[page] for page in pages], "holders are miscounted")
+        check(self._busy_holders == [busy[p] for p in pages], "busy holders are miscounted")
+        check(self._num_busy_pages == len(busy), "busy pages are miscounted")
+        known = {page for page in pages if page in self._prefixes}
+        for page in known:
+            ids = self._packed_ids(page)
+            check(self._prefixes.packed_ids(page) == ids, f"remembered page {page} is corrupt")
+        remembered = {entry for entry in self._unused if isinstance(entry, int)}
+        check(remembered == known - set(holders), "a remembered page is lost or in use")
+        idle = {name for name, sequence in self._sequences.items() if not sequence.busy}
+        branches = {name for name in idle if self._sequences[name].is_branch}
+        check(set(self._idle_branches) == branches, "an idle branch is lost or busy")
+        check(set(self._unused) - remembered == idle - branches, "an idle sequence is lost or busy")
+        free = set(self._free.pages())
+        check(free == set(pages) - remembered - set(holders), "a page is lost, or free and in use")
+        self._free.check_integrity()
+        self._prefixes.check_integrity()
+
+    def _is_roomy(self, steps: Sequence[SequenceStep]) -> bool:
+        """Whether so many pages are free that nothing need be counted or evicted: a step takes a
+        copy of the last page at most, and its own pages."""
+        size = self._page_size
+        return len(self._free) >= sum([len(step.token_ids) // size + 2 for step in steps])
+
+    def _num_missing(
+        self,
+        steps: Sequence[SequenceStep],
+        without: Iterable[str] = (),
+        begun: Mapping[str, FoundPrefix] = MappingProxyType({}),
+    ) -> int:
+        """Pages that the steps lack even when all that is idle beside them is evicted, the
+        sequences of `without` are gone, and those of `begun` hold theirs; negative if some would be
+        left."""
+        busy = self._busy_holders
+        names = [step.sequence_id for step in steps]
+        joining = Counter(p for name in names if name in begun for p in begun[name].pages)
+        waking = joining + Counter(p for name in names for p in self._pages_of(name, busy=False))
+        leaving = Counter(page for name in without for page in self._pages_of(name, busy=True))
+        pinned = sum(busy[page] == leaving[page] for page in waking)
+        freed = sum(busy[page] == num for page, num in leaving.items())
+        needed = self._num_needed(
+            steps, lambda page: busy[page] - leaving[page] + waking[page], joining
+        )
+        return needed + pinned + self._num_busy_pages - freed - self._num_pages
+
+    def _pages_of(self, sequence_id: str, busy: bool) -> Sequence[int]:
+        """The sequence's pages, if it is as busy as that."""
+        sequence = self._sequences.get(sequence_id)
+        return sequence.pages if sequence is not None and sequence.busy == busy else ()
+
+    def _num_needed(
+        self,
+        steps: Sequence[SequenceStep],
+        num_holders: Callable[[int], int],
+        joining: Mapping[int, int] = MappingProxyType({}),
+    ) -> int:
+        """Pages that the steps take, where so many of those that hold a page are left to hold it,
+        the steps' own among them; so many of `joining` do not hold it yet."""
+        size, num = self._page_size, 0
+        written = Counter[int]()
+        for step in steps:
+            sequence = self._sequences.get(step.sequence_id)
+            if sequence is None:
+                num += -(-len(step.token_ids) // size)
+                continue
+            length, pages = sequence.length, sequence.pages
+            num += -(-(length + len(step.token_ids)) // size) - len(pages)
+            if length % size and self._holders[pages[-1]] + joining.get(pages[-1], 0) > 1:
+                written[pages[-1]] += 1
+        # Of those that share a page and write to it the last one need not copy it.
+        return num + sum(
+            writers - (writers == num_holders(page)) for page, writers in written.items()
+        )
+
+    def _make_room(self, steps: Sequence[SequenceStep]) -> None:
+        """Frees as many pages as the steps take, or raises `OutOfPages`."""
+        needed = self._num_needed(steps, self._holders.__getitem__)
+        if needed <= len(self._free):
+            return
+        require_pages(self._num_missing(steps))
+        for step in steps:
+            sequence = self._sequences.get(step.sequence_id)
+            if sequence is not None and not sequence.busy:
+                self._wake(step.sequence_id, sequence)
+        self._evict_until(needed)
+
+    def _make_room_beside(self, sequence_id: str, sequence: PagedSequence, num_free: int) -> None:
+        """Frees so many pages, but none of the sequence; or raises `OutOfPages`."""
+        pinned = sum(not self._busy_holders[page] for page in sequence.pages)
+        require_pages(num_free + pinned + self._num_busy_pages - self._num_pages)
+        was_idle = not sequence.busy
+        if was_idle:
+            self._wake(sequence_id, sequence)
+        self._evict_until(num_free)
+        if was_idle:
+            self.mark_idle(sequence_id)
+
+    def _evict_until(self, num_free: int) -> None:
+        """Evicts until so many pages are free or nothing is left to evict."""
+        while len(self._free) < num_free and (self._idle_branches or self._unused):
+            oldest = next(iter(self._idle_branches or self._unused))
+            if isinstance(oldest, str):
+                self._remember(self._sequences[oldest])
+                self._drop(oldest, evicted=True)
+            else:
+                self._forget(oldest)
+
+    def _wake(self, sequence_id: str, sequence: PagedSequence) -> None:
+        """Makes an idle sequence busy."""
+        del (self._idle_branches if sequence.is_branch else self._unused)[sequence_id]
+        sequence.busy = True
+        for page in sequence.pages:
+            self._num_busy_pages += not self._busy_holders[page]
+            self._busy_holders[page] += 1
+
+    def _drop(self, sequence_id: str, evicted: bool = False) -> None:
+        """Forgets a sequence. Its pages that are known are remembered, the first for longest: after
+        all else that is remembered, or, if it is evicted, before."""
+        sequence = self._sequences.pop(sequence_id)
+        if not sequence.busy:
+            del (self._idle_branches if sequence.is_branch else self._unused)[sequence_id]
+        if evicted:
+            for page in sequence.pages:
+                self._let_go(sequence, page, next_out=True)
+            return
+        prefixes = sequence.prefixes
+        for index in range(len(sequence.pages) - 1, -1, -1):
+            page = sequence.pages[index]
+            if sequence.busy and self._busy_holders[page] > 1:  # As `_let_go`, for most of a fork.
+                self._holders[page] -= 1
+                self._busy_holders[page] -= 1
+            else:
+                self._let_go(sequence, page)
+            # Another's page that stands for the same prefix must outlive those that continue it.
+            if index < len(prefixes) and prefixes[index].page in self._unused:
+                self._unused.move_to_end(prefixes[index].page)
+        sequence.pages.clear()
+
+    def _known_prefixes(self, token_ids: Sequence[int], salt: str) -> Iterator[Prefix]:
+        """The known prefixes of these tokens, the shortest first; none of them is all of them."""
+        size, ids = self._page_size, array(_ID_TYPE, token_ids)
+        prefix = None
+        for end in range(size, len(ids), size):
+            prefix = self._prefixes.find(salt, prefix, ids[end - size : end].tobytes())
+            if prefix is None:
+                return
+            yield prefix
+
+    def _remember(self, sequence: PagedSequence) -> None:
+        """Makes the whole pages of the sequence's chain known, as far as their digests are free."""
+        prefixes = sequence.prefixes
+        while prefixes and not prefixes[-1].known:
+            prefixes.pop()
+        for page in sequence.pages[len(prefixes) : sequence.chain_length // self._page_size]:
+            parent = prefixes[-1] if prefixes else None
+            prefix = self._prefixes.add(sequence.salt, parent, self._packed_ids(page), page)
+            if prefix is None:
+                return
+            prefixes.append(prefix)
+
+    def _forget(self, page: int) -> None:
+        """Forgets the prefix that a page holds and all that continue it."""
+        for forgotten in self._prefixes.forget(page):
+            if not self._holders[forgotten]:
+                del self._unused[forgotten]
+                self._free.put(forgotten)
+
+    def _own(self, sequence: PagedSequence, index: int) -> list[Copy]:
+        """Lets the sequence write to its page at `index`; returns the page copy to make, if any."""
+        page = sequence.pages[index]
+        if self._holders[page] == 1:
+            if page in self._prefixes:
+                self._forget(page)
+            return []
+        (copy,) = self._free.take(1, after=sequence.pages[index - 1] if index else -1)
+        self._let_go(sequence, page)
+        self._hold(sequence, copy)
+        sequence.pages[index] = copy
+        size = self._page_size
+        self._ids[copy * size : (copy + 1) * size] = self._ids[page * size : (page + 1) * size]
+        return [(page, copy)]
+
+    def _write(self, sequence: PagedSequence, token_ids: Sequence[int]) -> None:
+        """Puts the ids into the next slots, on as many new pages as they need."""
+        size, pages, start = self._page_size, sequence.pages, sequence.length
+        missing = -(-(start + len(token_ids)) // size) - len(pages)
+        if missing:
+            new_pages = self._free.take(missing, after=pages[-1] if pages else -1)
+            pages += new_pages
+            for page in new_pages:
+                self._hold(sequence, page)
+        if len(token_ids) == 1:
+            self._ids[pages[-1] * size + start % size] = token_ids[0]
+            return
+        ids = array(_ID_TYPE, token_ids)
+        done = 0
+        while done < len(ids):
+            index, place = divmod(start + done, size)
+            num = min(len(ids) - done, size - place)
+            slot = pages[index] * size + place
+            self._ids[slot : slot + num] = ids[done : done + num]
+            done += num
+
+    def _move(
+        self, sequence_id: str, sequence: PagedSequence, length: int, path: Sequence[int]
+    ) -> list[Copy]:
+        """Moves the slots of `path` behind the first `length`; returns the slot moves."""
+        size, before = self._page_size, sequence.pages.copy()
+        indices = range(length // size, -(-(length + len(path)) // size))
+        num_shared = sum(self._holders[before[index]] > 1 for index in indices)
+        self._make_room_beside(sequence_id, sequence, num_shared)
+        for index in indices:
+            self._own(sequence, index)
+        moves: list[Copy] = []
+        first = indices[0] * size if before[indices[0]] != sequence.pages[indices[0]] else length
+        for place, slot in enumerate([*range(first, length), *path], start=first):
+            origin = before[slot // size] * size + slot % size
+            moves.append((origin, sequence.pages[place // size] * size + place % size))
+        for (_, target), token_id in zip(
+            moves, [self._ids[origin] for origin, _ in moves], strict=True
+        ):
+            self._ids[target] = token_id
+        return moves
+
+    def _hold(self, sequence: PagedSequence, page: int) -> None:
+        """Counts the sequence among those that hold the page."""
+        if not self._holders[page]:
+            self._unused.pop(page, None)
+        self._holders[page] += 1
+        if sequence.busy:
+            self._num_busy_pages += not self._busy_holders[page]
+            self._busy_holders[page] += 1
+
+    def _let_go(self, sequence: PagedSequence, page: int, next_out: bool = False) -> None:
+        """Counts it no more. A page that nobody holds is remembered, if its prefix is known: as
+        the last to be evicted, or as the next."""
+        self._holders[page] -= 1
+        if sequence.busy:
+            self._busy_holders[page] -= 1
+            self._num_busy_pages -= not self._busy_holders[page]
+        if self._holders[page]:
+            return
+        if page not in self._prefixes:
+            self._free.put(page)
+            return
+        self._unused[page] = None
+        if next_out:
+            self._unused.move_to_end(page, last=False)
+
+    def _packed_ids(self, page: int) -> bytes:
+        return self._ids[page * self._page_size : (page + 1) * self._page_size].tobytes()

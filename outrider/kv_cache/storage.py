@@ -1,0 +1,199 @@
+"""The tensors of a paged cache: of every attention layer the keys and values of all slots.
+
+    keys     [heads, slots, key width]
+    values   [heads, slots, value width]
+
+Slot p * page_size + i is place i of page p. Heads come first, so that gathered slots are a batch of
+matrices that needs no transposing: with bfloat16 on CPU the products then take a third of what they
+take on [slots, heads, width]. Fused CPU kernels read another layout, see `BlockedKeysAndValues`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from outrider.errors import SettingError, check
+from outrider.kv_cache.block_pool import Copy
+from outrider.limits import KV_CACHE_BYTES_DEFAULT
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one attention layer keeps of a token."""
+
+    num_heads: int
+    """Of keys and values."""
+    key_width: int
+    value_width: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one token's key and value."""
+        return self.num_heads * (self.key_width + self.value_width) * self.dtype.itemsize
+
+
+def pages_in(
+    num_bytes: int, shapes: Sequence[LayerShape], page_size: int, num_spare: int = 0
+) -> int:
+    """Pages for which so many bytes do beside `num_spare` others. Raises `SettingError` if there is
+    not one."""
+    page_bytes = page_size * sum(shape.slot_bytes for shape in shapes)
+    if num_bytes < (1 + num_spare) * page_bytes:
+        beside = f" beside {num_spare} for padding" if num_spare else ""
+        raise SettingError(
+            "kv_cache_memory_bytes",
+            f"{num_bytes} bytes hold no page of keys and values{beside}; one takes {page_bytes}",
+        )
+    return num_bytes // page_bytes - num_spare
+
+
+def memory_budget(
+    device: torch.device,
+    gpu_memory_utilization: float,
+    num_gpus: float | None,
+    num_others: int = 0,
+) -> int:
+    """Bytes for keys and values beside a model that is loaded: on a GPU, of which this process may
+    have `num_gpus` or all, what the weights and `num_others` bytes leave of that part; elsewhere a
+    fixed number."""
+    if device.type != "cuda":
+        return KV_CACHE_BYTES_DEFAULT
+    free, total = torch.cuda.mem_get_info(device)
+    share = min(1.0, num_gpus or 1.0)
+    taken = torch.cuda.memory_reserved(device)
+    unused = min(free, int(total * share * gpu_memory_utilization) - taken)
+    return max(0, unused - num_others)
+
+
+class KeysAndValues:
+    """The cache of one layer."""
+
+    def __init__(self, shape: LayerShape, num_slots: int) -> None:
+        def tensor(width: int) -> torch.Tensor:
+            size = (shape.num_heads, num_slots, width)
+            return torch.zeros(size, dtype=shape.dtype, device=shape.device)
+
+        self.keys = tensor(shape.key_width)
+        """[heads, slots, key width]."""
+        self.values = tensor(shape.value_width)
+        """[heads, slots, value width]."""
+
+    def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [heads, n, width] of slots [n]."""
+        return self.keys.index_select(1, slots), self.values.index_select(1, slots)
+
+    def gather_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `gather` of slots [n], given as rows [heads * n] of all heads' slots one after
+        another, which several threads share."""
+        shape = (self.keys.shape[0], len(rows) // self.keys.shape[0], -1)
+        keys, values = (
+            tensor.view(-1, tensor.shape[2]).index_select(0, rows).view(shape)
+            for tensor in (self.keys, self.values)
+        )
+        return keys, values
+
+    def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Puts keys and values [heads, n, width] into slots [n]."""
+        self.keys.index_copy_(1, slots, keys)
+        self.values.index_copy_(1, slots, values)
+
+    def copy(self, sources: torch.Tensor, targets: torch.Tensor, unit: int) -> None:
+        """Copies runs of `unit` slots, numbered in such units, all at once."""
+        for tensor in (self.keys, self.values):
+            units = tensor.view(tensor.shape[0], -1, unit, tensor.shape[2])
+            # `index_select` copies first, so that sources and targets may overlap.
+            units.index_copy_(1, targets, units.index_select(1, sources))
+
+
+class BlockedKeysAndValues:
+    """The cache of one layer, page by page, as vLLM's attention for CPUs and its relatives read it.
+    Keys and values have the same width."""
+
+    def __init__(self, shape: LayerShape, num_pages: int, page_size: int) -> None:
+        check(shape.key_width == shape.value_width, "keys and values have the same width")
+        size = (num_pages, shape.num_heads, page_size, shape.key_width)
+        self.keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+        """[pages, heads, page size, width] by shape, while the numbers of a page's head are stored
+        as [width, page size]: a column for each slot."""
+        self.values = torch.zeros_like(self.keys)
+        """[pages, heads, page size, width]."""
+        self._columns = self.keys.view(*size[:2], size[3], size[2])
+        self._page_size = page_size
+
+    def with_pages(self, num_pages: int) -> BlockedKeysAndValues:
+        """An empty cache of the same layer."""
+        _, num_heads, page_size, width = self.keys.shape
+        shape = LayerShape(num_heads, width, width, self.keys.dtype, self.keys.device)
+        return BlockedKeysAndValues(shape, num_pages, page_size)
+
+    def copy_from(self, other: BlockedKeysAndValues, pages: torch.Tensor) -> None:
+        """Makes its pages copies of another cache's pages [n], of which it has as many."""
+        torch.index_select(other.keys, 0, pages, out=self.keys)
+        torch.index_select(other.values, 0, pages, out=self.values)
+
+    def copy(self, sources: torch.Tensor, targets: torch.Tensor, unit: int) -> None:
+        """See `KeysAndValues.copy`; a unit is a page or a slot."""
+        if unit == self._page_size:
+            for tensor in (self.keys, self.values):
+                tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+            return
+        check(unit == 1, "whole pages are copied, or single slots")
+        (from_page, from_place), (to_page, to_place) = (
+            (slots // self._page_size, slots % self._page_size) for slots in (sources, targets)
+        )
+        self._columns[to_page, :, :, to_place] = self._columns[from_page, :, :, from_place]
+        self.values[to_page, :, to_place] = self.values[from_page, :, from_place]
+
+
+class KVCache:
+    """The caches of all layers; holds exactly the bytes of its pages."""
+
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        num_pages: int,
+        page_size: int,
+        is_blocked: bool = False,
+    ) -> None:
+        """`is_blocked`: layers are `BlockedKeysAndValues`."""
+        self._page_size = page_size
+        self.layers: list[Any] = [
+            BlockedKeysAndValues(shape, num_pages, page_size)
+            if is_blocked
+            else KeysAndValues(shape, num_pages * page_size)
+            for shape in shapes
+        ]
+        slot_bytes = sum(shape.slot_bytes for shape in shapes)
+        check(
+            self.num_bytes == num_pages * page_size * slot_bytes,
+            f"{self.num_bytes} bytes are held for {num_pages} pages",
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for layer in self.layers for tensor in (layer.keys, layer.values))
+
+    def copy_pages(self, copies: Sequence[Copy]) -> None:
+        """Copies pages (from, to) in every layer, all at once."""
+        if copies:
+            self._copy(copies, self._page_size)
+
+    def move_slots(self, moves: Sequence[Copy]) -> None:
+        """Copies slots (from, to) in every layer, all at once."""
+        if moves:
+            self._copy(moves, 1)
+
+    @torch.inference_mode()
+    def _copy(self, copies: Sequence[Copy], unit: int) -> None:
+        """Copies runs of `unit` slots, numbered in such units."""
+        places = torch.tensor(copies)
+        for layer in self.layers:
+            sources, targets = places.to(layer.keys.device).unbind(1)
+            layer.copy(sources, targets, unit)

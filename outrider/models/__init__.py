@@ -1,0 +1,1 @@
+"""Models: where they come from, how they are loaded, and what replaces their modules."""

@@ -1,0 +1,251 @@
+"""Loads a causal language model and its tokenizer from a local directory of safetensors."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError
+
+from outrider.engine.interface import ModelInfo
+from outrider.errors import ConfigError, SettingError
+from outrider.models.fingerprint import (
+    TokenizerTable,
+    compare_tokenizers,
+    tokenizer_table,
+    weights_fingerprint,
+)
+from outrider.models.sources import check_weights, resolve_model
+
+DTYPES: Final = {
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+"""What `--dtype` takes besides `auto`, which is what the weights are stored in."""
+MAX_MODEL_LEN_DEFAULT: Final = 2048
+"""For a model whose configuration states no length."""
+_LENGTH_KEYS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+LOADING_ERRORS: Final = (
+    ValueError, OSError, ImportError, KeyError, TypeError, RuntimeError, SafetensorError,
+)  # fmt: skip
+"""What the library raises for files that are broken or that it does not know."""
+
+_log = logging.getLogger(__name__)
+
+
+def load_model(
+    path: Path,
+    *,
+    name: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    num_threads: int | None = None,
+    attn_implementation: str = "sdpa",
+    max_model_len: int | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[torch.nn.Module, ModelInfo]:
+    """The model in `path`, in evaluation mode on its device, and what it is.
+
+    `num_threads` is set for the whole process. `max_model_len` may shorten what the model states.
+    Raises `ConfigError` naming the setting that is wrong.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    name = name or str(path)
+    check_weights(path, name)
+    where = resolve_device(device)
+    set_threads(num_threads)
+    transformers_logging.disable_progress_bar()
+    _log.info("loading %s on %s", name, where)
+    try:
+        module: Any
+        module, loading = AutoModelForCausalLM.from_pretrained(
+            str(path),
+            dtype=resolve_dtype(dtype),
+            attn_implementation=attn_implementation,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except LOADING_ERRORS as error:
+        raise ConfigError(f"model {name}: cannot be loaded: {error}") from error
+    if loading["missing_keys"]:  # the library would go on with random numbers
+        first = min(loading["missing_keys"])
+        raise ConfigError(f"model {name}: its files lack the weights {first}")
+    module.requires_grad_(False)
+    module = module.to(where).eval()
+    info = describe(
+        module, path, name, max_model_len=max_model_len, trust_remote_code=trust_remote_code
+    )
+    return module, info
+
+
+def describe(
+    module: Any, path: Path, name: str, *, max_model_len: int | None, trust_remote_code: bool
+) -> ModelInfo:
+    """What the model of `path` is, whether or not its parameters have values yet. Raises
+    `ConfigError`."""
+    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    return ModelInfo(
+        name=name,
+        vocab_size=_logits_width(module),
+        max_model_len=_max_model_len(module.config, max_model_len, name),
+        dtype=str(module.dtype).removeprefix("torch."),
+        eos_token_ids=_eos_token_ids(module, tokenizer),
+        weights_fingerprint=weights_fingerprint(path),
+        tokenizer_fingerprint=_tokenizer_fingerprint(tokenizer),
+    )
+
+
+def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any | None:
+    """The tokenizer beside a model's weights; None where there is none.
+
+    Raises `ConfigError` where there is one that cannot be loaded."""
+    if not any((path / file).is_file() for file in _TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except LOADING_ERRORS as error:
+        raise ConfigError(f"model {path}: its tokenizer cannot be loaded: {error}") from error
+
+
+def stated_length(path: Path, *, trust_remote_code: bool = False) -> int | None:
+    """Tokens that a model takes by its configuration, read without its weights; None where that
+    does not say. Raises `ConfigError` for a configuration that cannot be read."""
+    return _stated_length(_config(path, trust_remote_code))
+
+
+def stated_tokens(path: Path, *, trust_remote_code: bool = False) -> tuple[int, str]:
+    """What a model's ids mean, read without its weights: the stated width of its logits, 0 where
+    that is not stated, and its tokenizer's fingerprint, empty where it has none. Raises
+    `ConfigError` for files that cannot be read."""
+    text_config = _config(path, trust_remote_code).get_text_config()
+    width = int(getattr(text_config, "vocab_size", None) or 0)
+    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    return width, _tokenizer_fingerprint(tokenizer)
+
+
+def stated_eos_token_ids(path: Path, tokenizer: Any) -> tuple[int, ...]:
+    """All ids that any of a model's files names as the end of a text, read without its weights;
+    the tokenizer is that of the same directory."""
+    from transformers import AutoConfig, GenerationConfig
+
+    sources = [tokenizer]
+    for kind in (AutoConfig, GenerationConfig):
+        with contextlib.suppress(*LOADING_ERRORS):
+            sources.append(kind.from_pretrained(str(path), local_files_only=True))
+    return _eos_in(sources)
+
+
+def check_same_tokenizer(target: str, draft: str, *, trust_remote_code: bool = False) -> None:
+    """Raises `ConfigError` unless a draft and a target, given by name, share their tokenizer."""
+    tables: list[TokenizerTable | None] = []
+    for name in (target, draft):
+        path = resolve_model(name, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+        tables.append(None if tokenizer is None else tokenizer_table(tokenizer))
+    compare_tokenizers(target, tables[0], draft, tables[1])
+
+
+def set_threads(num_threads: int | None) -> None:
+    """Operators of the whole process use so many threads; None leaves it. Raises `SettingError`."""
+    if num_threads is None:
+        return
+    if num_threads < 1:
+        raise SettingError("num_threads", f"{num_threads} given; at least 1 is needed")
+    torch.set_num_threads(num_threads)
+
+
+def resolve_device(device: str) -> torch.device:
+    """`auto` is the first CUDA device where there is one, else the CPU."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        where = torch.device(device)
+    except RuntimeError as error:
+        raise SettingError(
+            "device", f"{device!r} given; auto, cpu or cuda[:N] is allowed"
+        ) from error
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise SettingError("device", f"{device!r} given, but no CUDA device can be used here")
+    return where
+
+
+def resolve_dtype(dtype: str) -> torch.dtype | str:
+    """The dtype that `from_pretrained` takes for a `--dtype`."""
+    if dtype == "auto":
+        return dtype
+    if dtype not in DTYPES:
+        allowed = ", ".join(("auto", *DTYPES))
+        raise SettingError("dtype", f"{dtype!r} given; one of {allowed} is allowed")
+    return DTYPES[dtype]
+
+
+def _config(path: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except LOADING_ERRORS as error:
+        raise ConfigError(f"model {path}: its config.json cannot be loaded: {error}") from error
+
+
+def _tokenizer_fingerprint(tokenizer: Any | None) -> str:
+    return "" if tokenizer is None else tokenizer_table(tokenizer).fingerprint
+
+
+def _logits_width(module: Any) -> int:
+    head = module.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    if weight is not None:
+        return int(weight.shape[0])
+    return int(module.config.get_text_config().vocab_size)
+
+
+def _max_model_len(config: Any, override: int | None, name: str) -> int:
+    stated = _stated_length(config)
+    if override is None:
+        return stated or MAX_MODEL_LEN_DEFAULT
+    if override < 1 or (stated is not None and override > stated):
+        raise SettingError(
+            "max_model_len", f"{override} given; model {name} allows 1..{stated or 'any'}"
+        )
+    return override
+
+
+def _stated_length(config: Any) -> int | None:
+    text_config = config.get_text_config()
+    stated = next((v for k in _LENGTH_KEYS if (v := getattr(text_config, k, None))), None)
+    return None if stated is None else int(stated)
+
+
+def _eos_token_ids(module: Any, tokenizer: Any | None) -> tuple[int, ...]:
+    """All ids that any of a model's files names as the end of a text."""
+    found = _eos_in((getattr(module, "generation_config", None), module.config, tokenizer))
+    width = _logits_width(module)
+    return tuple(i for i in found if i < width)
+
+
+def _eos_in(sources: Iterable[Any]) -> tuple[int, ...]:
+    found: set[int] = set()
+    for source in sources:
+        value = getattr(source, "eos_token_id", None)
+        if value is not None:
+            found.update([value] if isinstance(value, int) else value)
+    return tuple(sorted(i for i in found if i >= 0))

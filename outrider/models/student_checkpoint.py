@@ -1,0 +1,152 @@
+"""A student: a small model that was made for one target, and stores what it does not share with it.
+
+file                what it holds
+`config.json`       the student's own architecture; its vocabulary is the target's
+`model.safetensors` every weight but those of embeddings and head, which are the target's
+
+and what every trained drafter has (`drafter_checkpoint.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from outrider.engine.interface import ModelInfo
+from outrider.errors import ConfigError, check
+from outrider.models.drafter_checkpoint import (
+    CONFIG_FILE,
+    DESCRIPTION_FILE,
+    TOKEN_IDS,
+    TrainedDescription,
+    TrainedKind,
+    check_target,
+    checked_token_ids,
+    restored,
+    save_files,
+    stored_weights,
+)
+from outrider.models.fingerprint import tokenizer_table
+from outrider.models.loading import (
+    LOADING_ERRORS,
+    describe,
+    load_tokenizer,
+    resolve_device,
+    set_threads,
+)
+from outrider.models.meta_models import empty_model
+from outrider.models.weight_files import open_weights, read_weights, stored_names
+
+
+def load_drafter(
+    path: Path,
+    target_directory: Path,
+    *,
+    name: str,
+    target: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    num_threads: int | None = None,
+    attn_implementation: str = "sdpa",
+    max_model_len: int | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[nn.Module, ModelInfo]:
+    """The drafter in `path` with embeddings and head of the target in `target_directory`; otherwise
+    as `load_model`. Its logits are [.., N], for the `logit_token_ids` of what it is. Raises
+    `ConfigError`, also for a target that it was not made for."""
+    description = check_target(path, name, TrainedKind.STUDENT, target_directory, target)
+    where = resolve_device(device)
+    set_threads(num_threads)
+    module = empty_model(path, name, dtype, attn_implementation, trust_remote_code)
+    info = describe(
+        module, path, name, max_model_len=max_model_len, trust_remote_code=trust_remote_code
+    )
+    narrow_head(module, description.draft_vocab_size)
+    try:
+        if info.vocab_size != description.vocab_size:
+            raise ConfigError(
+                f"drafter {name}: {DESCRIPTION_FILE} has vocab_size {description.vocab_size}, "
+                f"{CONFIG_FILE} {info.vocab_size}"
+            )
+        token_ids = _fill(module, path, target_directory, name, description)
+    except LOADING_ERRORS as error:
+        raise ConfigError(f"drafter {name}: cannot be loaded: {error}") from error
+    tokenizer = load_tokenizer(target_directory, trust_remote_code=trust_remote_code)
+    fingerprint = "" if tokenizer is None else tokenizer_table(tokenizer).fingerprint
+    info = replace(info, tokenizer_fingerprint=fingerprint, logit_token_ids=token_ids)
+    return module.requires_grad_(False).to(where).eval(), info
+
+
+def narrow_head(module: Any, num_rows: int) -> nn.Linear:
+    """Gives the model a head of so many rows without values, and returns it."""
+    head = module.get_output_embeddings()
+    check(isinstance(head, nn.Linear), "the head of a drafter is a linear layer")
+    weight: torch.Tensor = head.weight
+    narrow = nn.Linear(
+        weight.shape[1], num_rows, bias=head.bias is not None, device="meta", dtype=weight.dtype
+    )
+    module.set_output_embeddings(narrow)
+    return narrow
+
+
+def save_drafter(
+    directory: Path, module: Any, token_ids: torch.Tensor, description: TrainedDescription
+) -> None:
+    """Writes configuration, description and weights of a drafter whose head has the target's rows
+    of `token_ids` [N]; its embeddings and its head are left out."""
+    shared = _shared_with_target(module)
+    own = [name for name, _ in module.named_parameters() if name not in shared]
+    tensors = {TOKEN_IDS: token_ids.to(torch.int32), **stored_weights(module, own)}
+    module.config.save_pretrained(directory)
+    save_files(directory, tensors, description)
+
+
+def target_weights(
+    module: Any, target_directory: Path, name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Embeddings [V, D] and head [V, D] as the target's files have them; `module` is the target's
+    or a drafter's of its architecture, with or without values. Raises `ConfigError`."""
+    embeddings, head = _shared_with_target(module)
+    with open_weights(target_directory) as files:
+        names = stored_names(module, dict(module.named_parameters()), files)
+        if embeddings not in names:
+            raise ConfigError(f"drafter {name}: the target's files lack the weights {embeddings}")
+        # A target without a head in its files has its embeddings for one.
+        found = (names[embeddings], names.get(head, names[embeddings]))
+        values = {key: files[key].get_tensor(key) for key in found}
+    return values[found[0]], values[found[1]]
+
+
+def _shared_with_target(module: Any) -> tuple[str, str]:
+    """The names of the embeddings and of the head, which is a part of the target's."""
+    wanted = (module.get_input_embeddings().weight, module.get_output_embeddings().weight)
+    names = {id(found): name for name, found in module.named_parameters()}
+    embeddings, head = (names[id(parameter)] for parameter in wanted)
+    return embeddings, head
+
+
+def _fill(
+    module: Any, path: Path, target_directory: Path, name: str, description: TrainedDescription
+) -> tuple[int, ...]:
+    """Gives every parameter its values; the tokens of the head's rows."""
+    wanted = dict(module.named_parameters())
+    embeddings, head = _shared_with_target(module)
+    tensors = read_weights(path)
+    token_ids = checked_token_ids(tensors, description)
+    embedding_rows, head_rows = target_weights(module, target_directory, name)
+    values = {embeddings: embedding_rows, head: head_rows[token_ids]}
+    for key, parameter in wanted.items():
+        if key not in values:
+            if key not in tensors:
+                raise ConfigError(f"drafter {name}: its files lack the weights {key}")
+            values[key] = restored(key, tensors)
+        if values[key].shape != parameter.shape:
+            raise ConfigError(f"drafter {name}: {key} does not fit its configuration")
+        owner, _, attribute = key.rpartition(".")
+        new = nn.Parameter(values[key].to(parameter.dtype), requires_grad=False)
+        setattr(module.get_submodule(owner), attribute, new)
+    return tuple(token_ids.tolist())

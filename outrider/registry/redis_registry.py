@@ -1,0 +1,143 @@
+"""The replicas of a deployment in Redis.
+
+    <prefix>replicas:{<deployment>}:<role>          set: names
+    <prefix>replica:{<deployment>}:<role>:<name>    string: the record, as JSON, with a time to live
+    <prefix>wanted:{<deployment>}                   hash: role to count, and how many replicas were
+                                                    started; with a time to live
+
+The braces are literal. Leases are Redis' own times to live. Whatever else is found in these keys is
+left out: what is read decides how many replicas there are, within `REPLICAS_MAX`, and nothing of
+what they run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+from outrider.errors import InvariantError, check
+from outrider.limits import REPLICA_NUMBER_MAX, REPLICAS_MAX
+from outrider.registry.registry import LEASE_S, ROLES, ReplicaRecord, Role
+from outrider.sessions.redis_address import RedisAddress
+from outrider.sessions.redis_connection import calling, new_client, redis_errors
+
+_log = logging.getLogger(__name__)
+
+_STARTED: Final = "started"
+"""Field of the hash of what is wanted: how many replicas were started."""
+KEPT_S: Final = 7 * 86_400
+"""What is wanted is known for so long after anybody has asked or said so."""
+
+
+class RedisRegistry:
+    """A `Registry` in one Redis server."""
+
+    def __init__(self, address: RedisAddress, deployment: str) -> None:
+        """Connects when it is first used. `deployment` names whose replicas these are."""
+        check(not set(deployment) & set("{}"), "braces in a deployment's name")
+        self._client = new_client(address)
+        self._prefix, self._tag = address.key_prefix, f"{{{deployment}}}"
+        self._wanted = f"{self._prefix}wanted:{self._tag}"
+        self._kept = ("EXPIRE", self._wanted, KEPT_S)
+
+    async def announce(self, record: ReplicaRecord) -> None:
+        """See `Registry.announce`."""
+        await self._run(
+            (
+                "SET",
+                self._key(record.role, record.name),
+                record.to_json(),
+                "PX",
+                int(LEASE_S * 1e3),
+            ),
+            ("SADD", self._names(record.role), record.name),
+        )
+
+    async def withdraw(self, role: Role, name: str) -> None:
+        """See `Registry.withdraw`."""
+        await self._run(("DEL", self._key(role, name)), ("SREM", self._names(role), name))
+
+    async def records(self, role: Role) -> list[ReplicaRecord]:
+        """See `Registry.records`. Names whose leases have run out are taken off the list; what
+        is no record is left out."""
+        [members] = await self._run(("SMEMBERS", self._names(role)))
+        names = sorted(member.decode(errors="replace") for member in members)
+        if not names:
+            return []
+        [texts] = await self._run(("MGET", *(self._key(role, name) for name in names)))
+        over = [name for name, text in zip(names, texts, strict=True) if text is None]
+        if over:
+            # One that comes back says its name again.
+            await self._run(("SREM", self._names(role), *over))
+        found = (_read(role, name, text) for name, text in zip(names, texts, strict=True))
+        return [record for record in found if record is not None]
+
+    async def leases(self, role: Role) -> list[tuple[ReplicaRecord, float]]:
+        """The records of a role, with the seconds that each one's lease still runs."""
+        records = await self.records(role)
+        if not records:
+            return []
+        left = await self._run(*(("PTTL", self._key(role, one.name)) for one in records))
+        return [(one, max(0, ms) / 1e3) for one, ms in zip(records, left, strict=True)]
+
+    async def want(self, counts: Mapping[Role, int]) -> None:
+        """See `Registry.want`."""
+        fields = [part for role, count in counts.items() for part in (role, count)]
+        await self._run(("HSET", self._wanted, *fields), self._kept)
+
+    async def wanted(self) -> dict[Role, int]:
+        """See `Registry.wanted`. What is no count is left out."""
+        texts, _ = await self._run(("HMGET", self._wanted, *ROLES), self._kept)
+        counts = {
+            role: _number(text, REPLICAS_MAX) for role, text in zip(ROLES, texts, strict=True)
+        }
+        return {role: count for role, count in counts.items() if count is not None}
+
+    async def note_started(self, number: int) -> None:
+        """See `Registry.note_started`."""
+        await self._run(("HSET", self._wanted, _STARTED, number), self._kept)
+
+    async def started(self) -> int:
+        """See `Registry.started`."""
+        [text] = await self._run(("HGET", self._wanted, _STARTED))
+        return _number(text, REPLICA_NUMBER_MAX) or 0
+
+    async def close(self) -> None:
+        """See `Registry.close`."""
+        await self._client.aclose()
+
+    async def _run(self, *commands: tuple[str | int, ...]) -> list[Any]:
+        """The answers to commands that go together, wholly or not at all."""
+        with redis_errors():
+            async with calling(self._client), self._client.pipeline(transaction=True) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*command)
+                answers: list[Any] = await pipeline.execute()
+                return answers
+
+    def _names(self, role: Role) -> str:
+        return f"{self._prefix}replicas:{self._tag}:{role}"
+
+    def _key(self, role: Role, name: str) -> str:
+        return f"{self._prefix}replica:{self._tag}:{role}:{name}"
+
+
+def _number(text: bytes | None, most: int) -> int | None:
+    """Of its decimal digits; None for what is no number from 0 to `most`."""
+    if text is None or not text.isdigit() or len(text) > len(str(most)):
+        return None
+    number = int(text)
+    return number if number <= most else None
+
+
+def _read(role: Role, name: str, text: bytes | None) -> ReplicaRecord | None:
+    if text is None:
+        return None
+    try:
+        record = ReplicaRecord.from_json(text)
+        check((record.role, record.name) == (role, name), "it is another replica's")
+    except (ValueError, RecursionError, InvariantError) as error:
+        _log.warning("a %s's record is left out: %s", role, error)
+        return None
+    return record

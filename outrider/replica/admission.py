@@ -1,0 +1,214 @@
+"""Which sessions of a step go on, and how far: pages by age, tokens by order of arrival.
+
+    every item        is aligned with its coordinator (`SequenceTable.align`)
+    pages, by age     its whole step fits; or younger sessions lose theirs to it; or it waits
+    tokens, in order  it runs whole, or a part of its prefix, or not yet (`TokenBudget`)
+
+Only younger sessions make room, so the oldest always goes on, and every one becomes the oldest.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from outrider.engine.interface import Engine, FoundPrefix, SequenceStep
+from outrider.errors import InvariantError, OutriderError
+from outrider.kv_cache.session_table import Aligned, SequenceTable
+from outrider.limits import PAGE_SIZE
+from outrider.messages import Resync, RoundHead
+from outrider.replica.step_request import StepFigures, Unfinished
+from outrider.replica.token_budget import ROUND_REST_STEPS, TokenBudget, Wish
+
+_ANY_TOKEN = 0
+"""Stands for a token of which only the slot matters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What an item needs."""
+
+    head: RoundHead
+    num_extra: int
+    """Slots beyond its committed tokens."""
+    num_last: int = 1
+    """The last committed token, and those of the extra ones that are run in one pass with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A session that goes on."""
+
+    aligned: Aligned
+    num_granted: int
+    """Of `aligned.new_tokens`: all, and then also what comes after them; or only so many."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all is run that the item asks for."""
+        return self.num_granted == len(self.aligned.new_tokens)
+
+
+Admission = Admitted | Resync | Unfinished | OutriderError
+_Found = Aligned | Resync | Unfinished | OutriderError
+_Begun = dict[str, FoundPrefix]
+"""By session that holds nothing, what it may begin on."""
+
+
+class Admissions:
+    """Admits items to the steps of one engine, on the executor's side."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        table: SequenceTable,
+        budget: TokenBudget,
+        give_way: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`give_way` frees what a service keeps pages for that nobody waits for."""
+        self._engine = engine
+        self._give_way = give_way
+        self._table = table
+        self._budget = budget
+        self._num_slots = engine.page_counts().num_pages * PAGE_SIZE
+        self._in_rounds: deque[list[str]] = deque(maxlen=ROUND_REST_STEPS)
+        """Sessions of the last steps that ran rounds."""
+        self._num_preemptions = 0
+        self._num_prefill_chunks = 0
+        self._num_starved = 0
+
+    @property
+    def figures(self) -> StepFigures:
+        """What it has come to so far."""
+        counts = self._engine.page_counts()
+        return StepFigures(
+            counts, self._num_preemptions, self._num_prefill_chunks, self._num_starved
+        )
+
+    def admit(self, asks: Sequence[Ask]) -> list[Admission]:
+        """For each of these distinct sessions, in order of arrival: how far it goes on, `CONTINUES`
+        where not at all yet; what it lacks; or what it is refused for. `WAITS` where it finds no
+        pages, `Resync` where it lacks a prefix for which there would be some."""
+        found = [self._align(ask.head) for ask in asks]
+        begun = self._find(asks, found)
+        wholes = {
+            index: self._whole(asks[index], begun)
+            for index, entry in enumerate(found)
+            if isinstance(entry, Aligned | Resync)
+        }
+        steps = list(wholes.values())
+        if not self._engine.can_hold(steps, begun=begun):
+            self._give_way()
+            if not self._engine.can_hold(steps, begun=begun):
+                self._place(found, wholes, begun)
+        return self._grant(asks, found, begun)
+
+    def _align(self, head: RoundHead) -> _Found:
+        try:
+            return self._table.align(head)
+        except OutriderError as error:
+            return error
+
+    def _find(self, asks: Sequence[Ask], found: Sequence[_Found]) -> _Begun:
+        """What there is of the tokens of those that hold nothing."""
+        return {
+            ask.head.session_id: self._engine.find(ask.head.append, ask.head.tenant)
+            for ask, entry in zip(asks, found, strict=True)
+            if isinstance(entry, Aligned) and not len(entry.sequence)
+        }
+
+    def _whole(self, ask: Ask, begun: _Begun) -> SequenceStep:
+        """A step that takes the slots of all that the item asks for; or, where it claims to have
+        more tokens than all pages hold, more than that."""
+        name = ask.head.session_id
+        num_held = begun[name].length if name in begun else self._engine.length(name)
+        num = ask.head.committed_length + ask.num_extra - num_held
+        num = min(max(1, num), self._num_slots + 1)
+        return SequenceStep(name, (_ANY_TOKEN,) * num, 0)
+
+    def _place(self, found: list[_Found], wholes: dict[int, SequenceStep], begun: _Begun) -> None:
+        """Gives out the pages by age, and puts `WAITS` where there are none."""
+        age_rank = self._table.age_rank
+        holders = self._table.holders()
+        reserved: list[SequenceStep] = []
+        lost: set[str] = set()
+        for index in sorted(wholes, key=lambda i: age_rank(wholes[i].sequence_id)):
+            step = wholes[index]
+            name = step.sequence_id
+            younger = holders[bisect_right(holders, age_rank(name), key=age_rank) :]
+            if name in lost:
+                found[index] = Unfinished.WAITS
+            elif isinstance(found[index], Resync):
+                if not self._engine.can_hold([*reserved, step], younger, begun):
+                    found[index] = Unfinished.WAITS
+            elif self._make_room(
+                [*reserved, step], begun, [v for v in younger if v not in lost], lost
+            ):
+                reserved.append(step)
+            else:
+                found[index] = Unfinished.WAITS
+        self._num_starved += found.count(Unfinished.WAITS)
+
+    def _make_room(
+        self, steps: Sequence[SequenceStep], begun: _Begun, younger: Sequence[str], lost: set[str]
+    ) -> bool:
+        """Whether there are pages for these steps, perhaps now that the youngest have lost theirs,
+        as `lost` then says; nobody loses any in vain."""
+        if self._engine.can_hold(steps, begun=begun):
+            return True
+        if not self._engine.can_hold(steps, younger, begun):
+            return False
+        for name in reversed(younger):
+            self._table.free(name)
+            lost.add(name)
+            self._num_preemptions += 1
+            if self._engine.can_hold(steps, begun=begun):
+                return True
+        raise InvariantError("pages that were to come free did not")
+
+    def _grant(
+        self, asks: Sequence[Ask], found: Sequence[_Found], begun: _Begun
+    ) -> list[Admission]:
+        """Gives out the step's tokens; who gets some and holds nothing begins."""
+        wishes = {
+            index: self._wish(asks[index], entry, begun)
+            for index, entry in enumerate(found)
+            if isinstance(entry, Aligned)
+        }
+        if not any(name in self._table for names in self._in_rounds for name in names):
+            self._budget.rounds_ended()
+        grants = dict(zip(wishes, self._budget.share(list(wishes.values())), strict=True))
+        in_rounds = [
+            asks[index].head.session_id
+            for index, wish in wishes.items()
+            if grants[index] and wish.is_round
+        ]
+        if in_rounds:
+            self._in_rounds.append(in_rounds)
+        admissions: list[Admission] = []
+        for index, entry in enumerate(found):
+            if not isinstance(entry, Aligned):
+                admissions.append(entry)
+                continue
+            if grants[index] == 0:
+                admissions.append(Unfinished.CONTINUES)
+                continue
+            head = asks[index].head
+            aligned = self._table.begin(head) if head.session_id in begun else entry
+            if grants[index] == wishes[index].num_tokens:
+                admissions.append(Admitted(aligned, len(aligned.new_tokens)))
+            else:
+                self._num_prefill_chunks += 1
+                admissions.append(Admitted(aligned, grants[index]))
+        return admissions
+
+    def _wish(self, ask: Ask, aligned: Aligned, begun: _Begun) -> Wish:
+        name = ask.head.session_id
+        num_found = begun[name].length if name in begun else 0
+        return Wish(
+            len(aligned.new_tokens) - num_found + ask.num_last - 1,
+            ask.num_last,
+            len(aligned.sequence) + num_found,
+        )

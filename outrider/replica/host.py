@@ -1,0 +1,303 @@
+"""One replica in a process of its own: its service, its gRPC server, its health, its traffic.
+
+What the Ray actors of draft and target share. Everything heavy is imported by `start`, so that
+finding a place for an actor is quick.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+
+from outrider.config import DraftConfig, ModelServerConfig, TargetConfig
+from outrider.engine.tensor_parallel.rank_process import Leadership
+from outrider.errors import EngineLost
+from outrider.limits import LOST_REPLICA_GRACE_S
+from outrider.messages import ReplicaDescription
+from outrider.registry.load import Figures
+from outrider.registry.membership import Engagement
+from outrider.registry.registry import ReplicaRecord, Role
+from outrider.replica.process_setup import Place, advertised
+from outrider.settings import blaming
+from outrider.transport.link import Connection, ReplicaService
+
+if TYPE_CHECKING:
+    from outrider.engine.tensor_parallel.rendezvous import Meeting
+    from outrider.registry.lease import Announcer
+    from outrider.replica.step_request import StepObserver
+    from outrider.telemetry.setup import Exports
+    from outrider.transport.certificates import InternalRole
+    from outrider.transport.replica_servicer import ReplicaServicer
+    from outrider.transport.server import RpcServer
+    from outrider.transport.stream_codecs import Keyed
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer", bound="Keyed")
+Item_contra = TypeVar("Item_contra", contravariant=True)
+Answer_co = TypeVar("Answer_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What crossed the streams of a replica since it started."""
+
+    num_items: int
+    """Items received."""
+    num_answers: int
+
+
+class HostedService(ReplicaService[Item_contra, Answer_co], Protocol[Item_contra, Answer_co]):
+    """A replica service with an end and a health."""
+
+    @property
+    def lost(self) -> EngineLost | None:
+        """Why no step can follow any more; None while one can."""
+        ...
+
+    @property
+    def figures(self) -> Figures:
+        """What it has lately had to do."""
+        ...
+
+    def watch(self, on_health: Callable[[bool], None]) -> None:
+        """Names who hears, on the loop's thread, whenever the health changes."""
+        ...
+
+    async def drain(self) -> None:
+        """Returns when nothing waits and nothing runs."""
+        ...
+
+    async def close(self) -> None:
+        """Waits for the running step; whatever waits is dropped."""
+        ...
+
+
+class ReplicaHost(Generic[Item, Answer]):
+    """Serves one replica service over gRPC; the base of the actors."""
+
+    def __init__(self) -> None:
+        self._service: HostedService[Item, Answer] | None = None
+        self._metered: MeteredService[Item, Answer] | None = None
+        self._servicer: ReplicaServicer[Item, Answer] | None = None
+        self._server: RpcServer | None = None
+        self._healthy: bool | None = None
+        self._health_changed = asyncio.Event()
+        self._health_task: asyncio.Task[None] | None = None
+        self._exports: Exports | None = None
+        self._announcer: Announcer | None = None
+        self._engagement = Engagement(address="")
+        self._stopping: asyncio.Task[None] | None = None
+        self.leadership: Leadership | None = None
+        """Of the ranks that share the model; None where this process runs it alone."""
+
+    async def open_meeting(self, num_ranks: int, num_neighbours: int, timeout_s: float) -> Meeting:
+        """Where the other ranks of this replica's model join, while `start` loads it here. See
+        `Leadership`."""
+        self.leadership = Leadership(num_ranks, num_neighbours, timeout_s)
+        return self.leadership.meeting
+
+    def observe(
+        self, config: ModelServerConfig, role: Literal["draft", "target"]
+    ) -> StepObserver | None:
+        """Starts the telemetry that a configuration asks for; None where it is off. Raises
+        `ConfigError`."""
+        if not config.telemetry:
+            return None
+        from outrider.telemetry.setup import start_exports
+        from outrider.telemetry.step_spans import ObservedSteps
+
+        self._exports = start_exports(config.telemetry, role, config.metrics_host, config.slot)
+        if self._exports is None:
+            return None
+        return ObservedSteps(self._exports.tracer, self._exports.meter, role)
+
+    async def ping(self) -> Place:
+        """Where the actor runs."""
+        return Place(os.getpid(), socket.gethostname())
+
+    async def engagement(self) -> Engagement:
+        """What it has come to."""
+        return self._engagement
+
+    async def traffic(self) -> Traffic:
+        """What crossed its streams."""
+        return Traffic(0, 0) if self._metered is None else self._metered.traffic
+
+    async def wait(self) -> None:
+        """Returns when the server has stopped. Raises `EngineLost` where it did so by itself."""
+        if self._server is not None:
+            await self._server.wait()
+        lost = None if self._service is None else self._service.lost
+        if lost is not None and self._health_task is not None:
+            await asyncio.wait([self._health_task])
+            raise lost
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no more calls and no more items; lets queued steps end and their answers be sent
+        within `grace_s` seconds; and closes. Streams end as soon as nothing waits for a step. Who
+        asks again waits for the same end."""
+        if self._stopping is None:
+            if self._health_task is not None:
+                self._health_task.cancel()
+            self._stopping = asyncio.create_task(self._end(grace_s))
+        await asyncio.shield(self._stopping)
+
+    async def _end(self, grace_s: float) -> None:
+        announcer, self._announcer = self._announcer, None
+        if announcer is not None:
+            # First, so that nobody comes who would have to be sent away.
+            await announcer.close()
+        if self._servicer is not None and self._service is not None:
+            self._servicer.finish(self._service.drain())
+        if self._server is not None:
+            await self._server.stop(grace_s)
+        if self._service is not None:
+            await self._service.close()
+        exports, self._exports = self._exports, None
+        if exports is not None:
+            await exports.close()
+
+    async def serve(
+        self,
+        service: HostedService[Item, Answer],
+        face: Callable[[ReplicaService[Item, Answer]], ReplicaServicer[Item, Answer]],
+        config: TargetConfig | DraftConfig,
+    ) -> str:
+        """Serves `service` behind its gRPC `face`, and announces it; the address that coordinators
+        call. Health follows the service's, and a service that is lost ends the replica. Raises
+        `ConfigError` where the address cannot be had, `StoreUnavailable` where the registry
+        cannot."""
+        from outrider.transport.server import RpcServer, ServerOptions
+
+        self._service = service
+        self._metered = MeteredService(service)
+        self._servicer = face(self._metered)
+        options = ServerOptions(config.host, config.port)
+        if config.internal_tls_dir:
+            options = replace(options, **_locks(config))
+        self._server = RpcServer([self._servicer.grpc_service], options)
+        await self._server.start()
+        await self._server.set_serving(True)
+        service.watch(self._on_health)
+        self._health_task = asyncio.create_task(self._follow_health(service, self._server))
+        address = advertised(config.host, self._server.address)
+        await self._announce(address, config)
+        self._engagement = Engagement(
+            address=address, slot=config.slot, plan=config.plan,
+            num_ranks=1 if self.leadership is None else self.leadership.num_ranks,
+        )  # fmt: skip
+        return address
+
+    async def _announce(self, address: str, config: TargetConfig | DraftConfig) -> None:
+        member, service, meter = config.membership, self._service, self._metered
+        if member is None or service is None or meter is None:
+            return
+        from outrider.registry.lease import Announcer
+        from outrider.registry.redis_registry import RedisRegistry
+        from outrider.sessions.redis_password import with_password
+
+        role: Role = "target" if isinstance(config, TargetConfig) else "draft"
+
+        def record() -> ReplicaRecord:
+            runs = service.describe()
+            return ReplicaRecord(
+                role=role,
+                name=member.name,
+                address=address,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                model=runs.model,
+                weights=runs.weights,
+                device=config.device,
+                leaving=self._engagement.leaving,
+                load=meter.traffic.num_items,
+                figures=service.figures,
+            )
+
+        self._announcer = Announcer(
+            RedisRegistry(with_password(member.redis), member.deployment), record
+        )
+        await self._announcer.start()
+
+    async def leave(self) -> None:
+        """Says that it is to be left: sessions move to others, where there are any."""
+        self._engagement = replace(self._engagement, leaving=True)
+        if self._announcer is not None:
+            self._announcer.say_again()
+
+    def _on_health(self, healthy: bool) -> None:
+        self._healthy = healthy
+        self._health_changed.set()
+
+    async def _follow_health(self, service: HostedService[Item, Answer], server: RpcServer) -> None:
+        while service.lost is None:
+            await self._health_changed.wait()
+            self._health_changed.clear()
+            await server.set_serving(bool(self._healthy))
+        await self._end(LOST_REPLICA_GRACE_S)
+
+
+def _locks(config: TargetConfig | DraftConfig) -> dict[str, Any]:
+    """Only coordinators may call it, nor does it tell others what it has. Raises `ConfigError`."""
+    from outrider.transport.authorization import RoleGuard
+    from outrider.transport.certificates import name_of
+    from outrider.transport.tls import internal_server_credentials
+
+    role: InternalRole = "target" if isinstance(config, TargetConfig) else "draft"
+    with blaming("internal_tls_dir"):
+        credentials = internal_server_credentials(Path(config.internal_tls_dir), role)
+    guards = (RoleGuard(name_of("coordinator")),)
+    return {"reflection": False, "guards": guards, "credentials": credentials}
+
+
+class MeteredService(Generic[Item, Answer]):
+    """A replica service that counts what crosses its streams."""
+
+    def __init__(self, service: ReplicaService[Item, Answer]) -> None:
+        self._service = service
+        self._num_items = 0
+        self._num_answers = 0
+
+    @property
+    def traffic(self) -> Traffic:
+        """The counts so far."""
+        return Traffic(self._num_items, self._num_answers)
+
+    def connect(self, send: Callable[[Sequence[Answer]], None]) -> Connection[Item]:
+        """A new stream of the service."""
+
+        def counted(answers: Sequence[Answer]) -> None:
+            self._num_answers += len(answers)
+            send(answers)
+
+        return _MeteredConnection(self, self._service.connect(counted))
+
+    def describe(self) -> ReplicaDescription:
+        """What the service runs."""
+        return self._service.describe()
+
+    def release(self, session_id: str, epoch: int) -> None:
+        """Forgets a session."""
+        self._service.release(session_id, epoch)
+
+    def count_items(self, num_items: int) -> None:
+        """Adds to the items received."""
+        self._num_items += num_items
+
+
+class _MeteredConnection(Generic[Item]):
+    def __init__(self, meter: MeteredService[Item, Answer], connection: Connection[Item]) -> None:
+        self._count = meter.count_items
+        self._connection = connection
+
+    def receive(self, items: Sequence[Item]) -> None:
+        self._count(len(items))
+        self._connection.receive(items)
+
+    def close(self) -> None:
+        self._connection.close()

@@ -1,0 +1,408 @@
+"""What a process does when it comes to host a service: threads, logs, addresses, its engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+
+from outrider.config import DraftConfig, TargetConfig
+from outrider.drafters.names import LookupKind
+from outrider.errors import ConfigError, SettingError
+from outrider.settings import blaming, by_its_keys
+from outrider.telemetry.log_files import LogFile, make_room
+from outrider.telemetry.logs import JsonLines
+
+if TYPE_CHECKING:
+    import torch
+
+    from outrider.drafters.lookup import LookupDrafter
+    from outrider.engine.cpu.kernels import Kernels
+    from outrider.engine.interface import Engine, ModelInfo
+    from outrider.engine.step_costs import StepCosts
+    from outrider.engine.tensor_parallel.sharding import Ranks
+    from outrider.grammar.compiler import Grammars
+    from outrider.models.eagle_checkpoint import LoadedEagle
+    from outrider.models.early_exit_checkpoint import LoadedExit
+    from outrider.models.medusa_checkpoint import LoadedHeads
+
+T = TypeVar("T")
+STANDARD_ERROR: Final = "-"
+"""Where logs go in place of a directory."""
+SPIN_COUNT: Final = 10_000
+"""Turns, of some 50 ns each, that a thread of a numeric library spins before it sleeps. They must
+outlast the gap between two operators; the library's own choice is milliseconds, and a thread that
+spins so long on a core that another process needs makes a step take seconds. Measured on a step of
+the demo target on two cores: of an AMD EPYC 20 ms with 3,000 or the library's own (21.5 with 2,000)
+when they are free, and beside two busy processes 70 ms against 1,500; of an Intel Xeon 31, 28, 23
+and 24 ms with 3,000, 5,000, 10,000 and 20,000, and beside two busy processes 124, -, 104 and
+108."""
+LOADING_NICENESS: Final = 10
+"""Of the thread that loads a model and of its helpers: less than a step's helpers (`NICENESS` in
+`outrider/engine/thread_binding.py`), which share cores with it where a replica is added to a
+machine."""
+_CGROUP_CPU: Final = Path("/sys/fs/cgroup/cpu.max")
+_WILDCARDS: Final = ("0.0.0.0", "::", "")  # noqa: S104 (recognised, not bound)
+_PACKAGES: Final = ("coordinator", "deploy", "draft_service", "outrider", "target_service")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an actor runs."""
+
+    pid: int
+    node: str
+    """Names the machine; equal for actors that reach each other over loopback."""
+
+
+def available_cores() -> int:
+    """Cores that this process may use: its affinity, and what its control group grants."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    try:
+        quota, period = _CGROUP_CPU.read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return cores
+    if quota == "max":
+        return cores
+    return max(1, min(cores, round(int(quota) / int(period))))
+
+
+def cores_for(role: Literal["target", "draft"]) -> int:
+    """Half of the cores for a draft's model: the target has all of them, and waits while the draft
+    runs."""
+    return available_cores() if role == "target" else max(1, available_cores() // 2)
+
+
+def use_threads(num_threads: int) -> None:
+    """Makes numeric libraries that are imported later use so many threads; call it first."""
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[variable] = str(num_threads)
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+async def on_passing_thread(work: Callable[..., T], *arguments: object) -> T:
+    """Runs `work` on a thread that ends with it, and with it the helpers that a numeric library
+    gave it. While those of two threads are there, more than there are cores, helpers sleep between
+    operators: a step of 16 sessions took 42 ms instead of 27, on two cores."""
+    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="passing")
+    try:
+        return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
+    finally:
+        pool.shutdown(wait=False)
+
+
+def give_way(niceness: int) -> None:
+    """Lowers the priority of the calling thread, and of threads that it starts from now on, below
+    that of the process. Elsewhere than on Linux threads have no priority of their own, and nothing
+    is done."""
+    if sys.platform != "linux":
+        return
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getpid()) + niceness)
+    except OSError as error:
+        logging.getLogger(__name__).info("a thread keeps its priority: %r", error)
+
+
+def log_to(directory: str, role: str) -> None:
+    """Sends this process's log, as JSON lines, to `<directory>/<role>.log`, of bounded size; to
+    standard error where `directory` is `STANDARD_ERROR`, and nowhere where it is empty."""
+    handler: logging.Handler = logging.NullHandler()
+    if directory == STANDARD_ERROR:
+        handler = logging.StreamHandler()
+    elif directory:
+        make_room(Path(directory))
+        handler = LogFile(Path(directory) / f"{role}.log")
+    handler.setFormatter(JsonLines())
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+
+
+def log_at(level: str) -> None:
+    """Logs our own packages' lines from a level's name on; those of libraries from INFO on."""
+    for package in _PACKAGES:
+        logging.getLogger(package).setLevel(level.upper())
+
+
+def advertised(host: str, address: str) -> str:
+    """The HOST:PORT that others reach a server by, which listens at `address` on `host`: where
+    that stands for every address of the machine, the one that its name has."""
+    if host not in _WILDCARDS:
+        return address
+    port = address.rpartition(":")[2]
+    return f"{socket.gethostbyname(socket.gethostname())}:{port}"
+
+
+def build_engine(
+    config: TargetConfig | DraftConfig,
+    role: Literal["target", "draft"],
+    num_threads: int,
+    ranks: Ranks | None = None,
+) -> Engine:
+    """The engine that a configuration names; loads the model, or one rank's share of it. Blocks;
+    raises `ConfigError`."""
+    # Numeric libraries are imported here, after `use_threads`.
+    if config.emulated is not None:
+        from outrider.engine.emulated import EmulatedEngine
+        from outrider.engine.emulated_spec import EmulatedSpec
+
+        return EmulatedEngine(EmulatedSpec.parse(config.emulated), role, config.step_sessions)
+    from outrider.engine.cuda.backend import find_acceleration
+    from outrider.engine.paged_engine import PagedEngine
+    from outrider.engine.tensor_parallel.sharding import least
+    from outrider.kv_cache.storage import memory_budget
+    from outrider.models.module_replacement import speed_up
+
+    module, info = _load(config, role, num_threads, ranks)
+    weight = next(module.parameters())
+    device = weight.device
+    # Ranks wait for each other within a step: one that fails to record it would hold up the others.
+    acceleration = None
+    if not config.deterministic:
+        records = ranks is None and not _shows_features(config)
+        acceleration = find_acceleration(device, weight.dtype, graphs=records)
+    heads, exit_head = _heads(config, module), _exit_head(config, module)
+    kernels = _kernels(config, device, weight.dtype, ranks)
+    with blaming("draft_model"):
+        speed_up(module, bits=_bits(config), kernels=kernels)
+    for own in (heads, exit_head):
+        if own is not None:
+            speed_up(own.module, kernels=kernels)
+    if ranks is not None:
+        ranks.wait_for_all()
+    num_recorded = 0 if acceleration is None else acceleration.recorded_bytes_max
+    num_bytes = config.kv_cache_memory_bytes or memory_budget(
+        device, config.gpu_memory_utilization, config.num_gpus, num_recorded
+    )
+    if ranks is not None:  # they hold the same pages
+        num_bytes = least(ranks, num_bytes, device)
+
+    def all_agree(fine: bool) -> bool:
+        return fine if ranks is None else bool(least(ranks, fine, device))
+
+    with by_its_keys(type(config)):
+        engine = PagedEngine(
+            module,
+            info,
+            max_num_seqs=config.step_sessions,
+            kv_cache_memory_bytes=num_bytes,
+            contended_threads=_contended_threads(config, role, device, num_threads, ranks),
+            deterministic=config.deterministic,
+            acceleration=acceleration,
+            all_agree=all_agree,
+            draft_heads=heads,
+            shows_features=_shows_features(config),
+            exit_head=exit_head,
+            kernels=kernels,
+        )
+        if engine.info.max_model_len < config.max_model_len:
+            raise SettingError(
+                "max_model_len",
+                f"{config.max_model_len} tokens are more than the memory for keys and values "
+                f"holds, which is {engine.info.max_model_len}",
+            )
+    return engine
+
+
+def _contended_threads(
+    config: TargetConfig | DraftConfig,
+    role: str,
+    device: torch.device,
+    num_threads: int,
+    ranks: Ranks | None,
+) -> int | None:
+    """Threads of a target's small steps while other processes use the cores; None = all."""
+    is_set = config.num_threads > 0 or config.deterministic
+    if role != "target" or device.type != "cpu" or ranks is not None or is_set or num_threads < 2:
+        return None
+    return num_threads - 1
+
+
+def _kernels(
+    config: TargetConfig | DraftConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks: Ranks | None,
+) -> Kernels | None:
+    """The fused kernels for a model's steps; None, and a line in the log, where there are none."""
+    from outrider.engine.cpu.kernels import KernelsUnavailable
+    from outrider.engine.cpu.pace import load_pace
+
+    if device.type != "cpu":
+        return None
+    try:
+        if config.cpu_kernels != "auto":
+            raise KernelsUnavailable(f"cpu_kernels is {config.cpu_kernels}")
+        if ranks is not None or _bits(config) is not None:
+            raise KernelsUnavailable("ranks and rounded weights have steps of their own")
+        kernels = load_pace()
+        if dtype != kernels.dtype:
+            raise KernelsUnavailable(f"they are for bfloat16, and the model is in {dtype}")
+    except KernelsUnavailable as error:
+        logging.getLogger(__name__).info("no fused CPU kernels: %s", error)
+        return None
+    return kernels
+
+
+def _load(
+    config: TargetConfig | DraftConfig,
+    role: Literal["target", "draft"],
+    num_threads: int,
+    ranks: Ranks | None,
+) -> tuple[torch.nn.Module, ModelInfo]:
+    """The model, or one rank's share of it, and what is known of it."""
+    from outrider.engine.tensor_parallel.shard_loading import load_shard
+    from outrider.models.loading import load_model
+    from outrider.models.student_checkpoint import load_drafter
+
+    path = Path(config.directory)
+    options: dict[str, Any] = {
+        "name": config.model,
+        "dtype": config.dtype,
+        "device": config.device,
+        "num_threads": num_threads,
+        "max_model_len": config.max_model_len or None,
+        "trust_remote_code": config.trust_remote_code,
+    }
+    if isinstance(config, DraftConfig) and config.target_directory:
+        return load_drafter(path, Path(config.target_directory), target=config.target, **options)
+    if ranks is None:
+        return load_model(path, **options)
+    key = "tensor_parallel_size" if role == "target" else "draft_tensor_parallel_size"
+    return load_shard(path, ranks, key=key, **options)
+
+
+def _drafts_with(config: TargetConfig | DraftConfig) -> str:
+    """The kind of what a target drafts with for itself; empty for whoever does not."""
+    return config.heads_kind if isinstance(config, TargetConfig) else ""
+
+
+def _shows_features(config: TargetConfig | DraftConfig) -> bool:
+    """Whether somebody drafts from what the model's head reads, and a replayed step does not
+    show."""
+    return _drafts_with(config) == "medusa" or (
+        isinstance(config, TargetConfig) and config.shows_features
+    )
+
+
+def _heads(config: TargetConfig | DraftConfig, module: torch.nn.Module) -> LoadedHeads | None:
+    """The draft heads on a target, whose weights are all there still. What they read a replayed
+    step does not show."""
+    if not isinstance(config, TargetConfig) or config.heads_kind != "medusa":
+        return None
+    from outrider.models.medusa_checkpoint import load_heads
+
+    with blaming("draft_model"):
+        return load_heads(Path(config.heads_directory), module, **_whose(config))
+
+
+def _exit_head(config: TargetConfig | DraftConfig, module: torch.nn.Module) -> LoadedExit | None:
+    """The head behind such a target's first layers."""
+    if not isinstance(config, TargetConfig) or config.heads_kind != "early-exit":
+        return None
+    from outrider.models.early_exit_checkpoint import load_exit
+
+    with blaming("draft_model"):
+        return load_exit(Path(config.heads_directory), module, **_whose(config))
+
+
+def _whose(config: TargetConfig) -> dict[str, Any]:
+    return {
+        "name": config.heads,
+        "target_directory": Path(config.directory),
+        "target_name": config.model,
+    }
+
+
+def _bits(config: TargetConfig | DraftConfig) -> int | None:
+    """Those that weights are rounded to; None = as they are."""
+    draft = config.drafter.model if isinstance(config, DraftConfig) else None
+    return None if draft is None else draft.bits
+
+
+def build_eagle(config: DraftConfig) -> tuple[LoadedEagle, ModelInfo]:
+    """The head that goes on from a target's features, and what it is. Blocks; raises
+    `ConfigError`."""
+    from outrider.models.eagle_checkpoint import load_eagle
+    from outrider.models.module_replacement import speed_up
+
+    with blaming("draft_model"):
+        eagle, info = load_eagle(
+            Path(config.directory),
+            Path(config.target_directory),
+            name=config.model,
+            target=config.target,
+            dtype=config.dtype,
+            device=config.device,
+            trust_remote_code=config.trust_remote_code,
+        )
+        speed_up(eagle.module)
+    return eagle, info
+
+
+def build_lookup(config: DraftConfig) -> LookupDrafter | None:
+    """The look-up that a configuration names, alone or before a model."""
+    from outrider.drafters.ngram import NgramConfig, NgramDrafter
+    from outrider.drafters.suffix import SuffixConfig, SuffixDrafter
+
+    match config.drafter.lookup:
+        case LookupKind.NGRAM:
+            return NgramDrafter(NgramConfig(config.ngram_min, config.ngram_max))
+        case LookupKind.SUFFIX:
+            return SuffixDrafter(
+                SuffixConfig(
+                    depth=config.suffix_depth,
+                    min_score=config.suffix_min_score,
+                    tokens_per_tenant=config.suffix_tokens_per_tenant,
+                    tokens_total=config.suffix_tokens_total,
+                )
+            )
+        case None:
+            return None
+
+
+def build_grammars(
+    config: TargetConfig | DraftConfig, eos_token_ids: tuple[int, ...] = ()
+) -> Grammars | None:
+    """What holds sessions to their constraints, by the target's tokenizer; None without one. It is
+    loaded with the first constraint. Without `eos_token_ids` they are those of its files."""
+    if not config.tokenizer_directory:
+        return None
+    from outrider.grammar.compiler import Grammars, GrammarTokenizer
+
+    path = Path(config.tokenizer_directory)
+
+    def load() -> GrammarTokenizer:
+        from outrider.models.loading import load_tokenizer, stated_eos_token_ids
+
+        tokenizer = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
+        if tokenizer is None:
+            raise ConfigError("the model has no tokenizer")
+        ends = eos_token_ids or stated_eos_token_ids(path, tokenizer)
+        return GrammarTokenizer(tokenizer, ends)
+
+    return Grammars(load)
+
+
+def step_costs(
+    engine: Engine, config: TargetConfig | DraftConfig, role: Literal["target", "draft"]
+) -> StepCosts:
+    """How long the engine's steps take, measured on the thread that is to run them; for an engine
+    that nobody uses yet. Blocks for some seconds."""
+    from outrider.engine.step_cost_measurement import measure_step_costs
+
+    costs = measure_step_costs(
+        engine, config.max_num_batched_tokens, config.step_sessions, time.perf_counter
+    )
+    logging.getLogger(__name__).info("step costs of the %s: %s", role, costs)
+    return costs

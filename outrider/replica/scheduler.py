@@ -1,0 +1,444 @@
+"""The step scheduler that draft and target share: one step at a time over everything that waits.
+
+    event loop                                          executor (a thread, or inline)
+    submit, release, take a batch, send answers         the worker's step, release, recover
+
+A worker's state belongs to the executor's side and is touched nowhere else. While a step runs, what
+arrives gathers for the next one, so batches grow with load and nobody waits for a timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any, Final, Generic
+
+from outrider.errors import DeadlineExceeded, EngineLost, Unavailable, check
+from outrider.limits import SEQUENCES_PER_REPLICA_MAX, STEP_CRASHES_UNHEALTHY, STEP_S_MAX
+from outrider.messages import ProposalReply, Refused, VerdictReply
+from outrider.registry.load import NO_FIGURES, Figures
+from outrider.replica.batching_delay import Gathering
+from outrider.replica.executor import StepExecutor
+from outrider.replica.request_queue import WorkQueue
+from outrider.replica.step_load import StepLoad
+from outrider.replica.step_request import (
+    CANCELLED_CODE,
+    Answer,
+    Answers,
+    Item,
+    Outlet,
+    StepObserver,
+    StepWorker,
+    Unfinished,
+    Work,
+    refusal,
+    undrawn,
+)
+from outrider.telemetry.logs import about
+
+logger = logging.getLogger(__name__)
+
+STARVED_REST_S: Final = 0.1
+"""After a step in which nothing found pages, the next one follows when something has changed, but
+no later than this: a deadline may have passed, or somebody fallen silent. While only some items of
+the steps find none, whoever knows of the silent is asked as often."""
+_INTERNAL_CODE = 13
+
+
+class StepScheduler(Generic[Item, Answer]):
+    """Queues work, forms batches of distinct sessions in order of arrival, runs them, and sends
+    each connection its answers of a step in one call. Starts with the first `submit`."""
+
+    def __init__(
+        self,
+        executor: StepExecutor,
+        worker: StepWorker[Item, Answer],
+        *,
+        max_batch: int,
+        queue_max: int,
+        observer: StepObserver | None = None,
+        note_seconds: Callable[[float], None] | None = None,
+        gathering: Gathering | None = None,
+    ) -> None:
+        """`note_seconds` hears, between steps, how long the last one took that ran items. With
+        `gathering` a step may wait for sessions that will soon want it too."""
+        self._executor = executor
+        self._worker = worker
+        self._observer = observer
+        self._note_seconds = note_seconds
+        self._gathering = gathering
+        self._queue: WorkQueue[Item, Answer] = WorkQueue(max_batch, queue_max)
+        if observer is not None:
+            observer.watch(lambda: len(self._queue), lambda: worker.figures)
+        self._max_batch = max_batch
+        self._load: StepLoad | None = None
+        self._releases: dict[str, int] = {}
+        """session -> the newest epoch of it that is to be forgotten before the next step."""
+        self._parked: dict[str, None] = {}
+        """Sessions that nobody waits for, as the worker is to hear before the next step."""
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False
+        self.lost: EngineLost | None = None
+        """Why no step can follow any more; None while one can."""
+        self._hangs = False
+        """Whether a step will never end."""
+        self._crashes = 0
+        self._reported = True
+        self._on_health: Callable[[bool], None] | None = None
+        self._on_starved: Callable[[Collection[str]], None] | None = None
+        self._num_starved = 0
+        """As the worker's figures were when that was last told ..."""
+        self._told_starved_at = -math.inf
+        """... and the loop time of it."""
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def healthy(self) -> bool:
+        """False once `STEP_CRASHES_UNHEALTHY` steps in a row have crashed, or none can follow."""
+        stopped = self._over or (self._task is not None and self._task.done())
+        return self._crashes < STEP_CRASHES_UNHEALTHY and not stopped
+
+    @property
+    def has_news(self) -> bool:
+        """Whether anything has come since the running step began; may be read on any thread."""
+        return bool(len(self._queue) or self._releases or self._parked)
+
+    @property
+    def figures(self) -> Figures:
+        """What the steps have lately had to do."""
+        if self._load is None:
+            return NO_FIGURES
+        return self._load.figures(asyncio.get_running_loop().time(), self._worker.figures)
+
+    def watch(self, on_health: Callable[[bool], None]) -> None:
+        """Names who hears, on the loop's thread, whenever `healthy` changes."""
+        self._on_health = on_health
+
+    def watch_pages(self, on_starved: Callable[[Collection[str]], None]) -> None:
+        """Names who hears that items have found no pages, and which sessions wait: it may `park`
+        others. While that lasts it hears so again after `STARVED_REST_S`."""
+        self._on_starved = on_starved
+
+    def submit(self, work: Work[Item, Answer]) -> None:
+        """Queues work; see `WorkQueue.add`. Raises `Overloaded` when the queue is full,
+        `Unavailable` once closed, `EngineLost` where no step can follow."""
+        if self.lost is not None:
+            raise EngineLost(self.lost.message)
+        if self._closing:
+            raise Unavailable("this replica is stopping")
+        loop = asyncio.get_running_loop()
+        if self._queue.add(work) and work.deadline is not None:
+            work.timer = loop.call_at(work.deadline.ends_at, self._tell_undrawn, work)
+        if self._gathering is not None:
+            self._gathering.arrived(work.item.head.session_id, loop.time())
+        self._start()
+
+    def release(self, session_id: str, epoch: int) -> None:
+        """Drops the session's queued work and forgets it before the next step. At most
+        `SEQUENCES_PER_REPLICA_MAX` sessions wait to be forgotten; the oldest of more is left to be
+        evicted."""
+        if epoch <= self._releases.get(session_id, 0):
+            return  # It was told before, and so were those who waited.
+        for work in self._queue.of_session(session_id, epoch):
+            self._cancel(work)
+        self._releases[session_id] = epoch
+        if self._gathering is not None:
+            self._gathering.forget(session_id)
+        if len(self._releases) > SEQUENCES_PER_REPLICA_MAX:
+            del self._releases[next(iter(self._releases))]
+        self._start()
+
+    def park(self, session_ids: Sequence[str]) -> None:
+        """Nobody waits for these sessions any more: before the next step their pages are there for
+        whoever needs some."""
+        if session_ids:
+            self._parked.update(dict.fromkeys(session_ids))
+            self._start()
+
+    async def drain(self) -> None:
+        """Returns when nothing waits and nothing runs."""
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """Waits for the running step, unless it hangs, drops what waits, and closes the
+        executor."""
+        self._closing = True
+        self._wake.set()
+        if self._task is not None:
+            await self._task
+        self._executor.close(wait=not self._hangs)
+
+    @property
+    def _over(self) -> bool:
+        return self._closing or self.lost is not None
+
+    def _start(self) -> None:
+        if self._over:
+            return
+        self._idle.clear()
+        self._wake.set()
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="steps")
+            self._task.add_done_callback(self._ended)
+
+    async def _run(self) -> None:
+        try:
+            while not self._over:
+                await self._wake.wait()
+                self._wake.clear()
+                while not self._over and (self._queue or self._releases or self._parked):
+                    if self._gathering is not None:
+                        await self._gather(self._gathering)
+                    if await self._step(self._take()):
+                        # The answers leave before the next step claims the interpreter.
+                        await asyncio.sleep(0)
+                    else:
+                        await self._rest()
+                self._idle.set()
+        finally:
+            self._idle.set()
+
+    async def _gather(self, gathering: Gathering) -> None:
+        """Until the next step should begin."""
+        hold = gathering.hold(asyncio.get_running_loop().time(), self._queue.rows)
+        try:
+            async with asyncio.timeout_at(None if hold is None else hold.until):
+                while hold is not None and hold.awaited and not self._over:
+                    await self._wake.wait()
+                    self._wake.clear()
+        except TimeoutError:
+            pass
+        gathering.began()
+
+    async def _rest(self) -> None:
+        """Until something has changed for those that wait for pages."""
+        try:
+            async with asyncio.timeout(STARVED_REST_S):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+        self._wake.clear()
+
+    def _take(self) -> list[Work[Item, Answer]]:
+        """The next batch."""
+        taken = self._queue.take(asyncio.get_running_loop().time())
+        for work in taken.unwanted:
+            self._done(work, None)
+        for work in taken.late:
+            late = DeadlineExceeded("the deadline passed before a step was free")
+            self._refuse(work, refusal(work.item.head.key, late))
+            self._parked[work.item.head.session_id] = None
+        return taken.batch
+
+    async def _step(self, batch: list[Work[Item, Answer]]) -> bool:
+        """Runs a step; False if it came to nothing for want of pages."""
+        releases, self._releases = self._releases, {}
+        parked, self._parked = list(self._parked), {}
+        if not batch and not releases and not parked:
+            return True
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        items = [work.item for work in batch]
+        try:
+            answers = await self._run_on_executor(releases, parked, items)
+        except EngineLost as lost:
+            self._give_up(lost, batch)
+            return True
+        except Exception:
+            sessions = [item.head.session_id for item in items]
+            logger.exception(
+                "a step of %d items crashed", len(batch), extra=about(session_ids=sessions)
+            )
+            self._crashed(batch)
+            return True
+        end = loop.time()
+        if batch:
+            self._crashes = 0
+            self._report()
+            if self._note_seconds is not None:
+                self._note_seconds(end - start)
+        self._answer(batch, answers, start, end)
+        self._put_back([work for work in batch if work.unfinished is not None])
+        self._tell_starved(end)
+        return not batch or any(answer is not Unfinished.WAITS for answer in answers)
+
+    def _tell_starved(self, now: float) -> None:
+        num_starved = self._worker.figures.num_starved
+        if num_starved == self._num_starved or now < self._told_starved_at + STARVED_REST_S:
+            return
+        self._num_starved, self._told_starved_at = num_starved, now
+        if self._on_starved is not None:
+            self._on_starved(self._queue.sessions)
+
+    def _give_up(self, lost: EngineLost, batch: Sequence[Work[Item, Answer]]) -> None:
+        """Refuses the batch, and all that waits."""
+        logger.critical("no step can follow: %s", lost)
+        self.lost = lost
+        self._reported = False
+        if self._on_health is not None:  # though it may have heard of crashes before
+            self._on_health(False)
+        waiting = list(batch)
+        while waiting:
+            for work in waiting:
+                self._refuse(work, refusal(work.item.head.key, lost))
+            waiting = self._take()
+
+    def _crashed(self, batch: Sequence[Work[Item, Answer]]) -> None:
+        self._crashes += 1
+        if self._observer is not None:
+            self._observer.crashed()
+        self._report()
+        for work in batch:
+            message = "the step crashed; the replica's log has the traceback"
+            self._refuse(work, Refused(work.item.head.key, _INTERNAL_CODE, message))
+
+    async def _run_on_executor(
+        self, releases: dict[str, int], parked: list[str], items: list[Item]
+    ) -> Sequence[Answer | Refused | Unfinished | Answers[Answer]]:
+        """Raises what the step does, and `EngineLost` for one that hangs."""
+        try:
+            async with asyncio.timeout(STEP_S_MAX) as limit:
+                return await self._executor.run(lambda: self._on_executor(releases, parked, items))
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            self._hangs = True
+            raise EngineLost(f"a step has not ended in {STEP_S_MAX} s") from None
+
+    def _on_executor(
+        self, releases: dict[str, int], parked: list[str], items: list[Item]
+    ) -> Sequence[Answer | Refused | Unfinished | Answers[Answer]]:
+        for session_id, epoch in releases.items():
+            self._worker.release(session_id, epoch)
+        if parked:
+            self._worker.park(parked)
+        if not items:
+            return []
+        try:
+            answers = self._worker.step(items)
+            check(len(answers) == len(items), f"{len(answers)} answers to {len(items)} items")
+        except Exception:
+            self._worker.recover(items)
+            raise
+        return answers
+
+    def _answer(
+        self,
+        batch: list[Work[Item, Answer]],
+        answers: Sequence[Answer | Refused | Unfinished | Answers[Answer]],
+        start: float,
+        end: float,
+    ) -> None:
+        by_outlet: dict[Outlet[Any], list[Any]] = {}
+        held: dict[Outlet[Any], list[Any]] = {}
+        stamped: list[Any] = []
+        num_sharing = sum(answer is not Unfinished.WAITS for answer in answers)
+        for work, answer in zip(batch, answers, strict=True):
+            _note_standing(work, answer)
+            if work.started_at is None and answer is not Unfinished.WAITS:
+                work.started_at = start
+            parts: tuple[Any, ...] = ()
+            if isinstance(answer, Answers):
+                parts = answer.answers
+            elif not isinstance(answer, Unfinished):
+                parts = (answer,)
+            timed = [_timed(part, work, end, num_sharing) for part in parts]
+            stamped.append(timed[-1] if timed else Unfinished.CONTINUES)
+            leaving = held if work.may_wait else by_outlet
+            for outlet in work.outlets:
+                leaving.setdefault(outlet, []).extend(timed)
+        for outlet, frame in held.items():
+            outlet.hold(frame)
+        for outlet, frame in by_outlet.items():
+            outlet.send(frame)
+        for work, answer in zip(batch, stamped, strict=True):
+            if work.unfinished is None:
+                self._done(work, None if answer is Unfinished.CONTINUES else answer)
+        if batch:
+            self._note_load(batch, start, end)
+        if batch and self._gathering is not None:
+            rows = sum(work.item.num_rows for work in batch)
+            self._gathering.took(end - start, rows, len(batch))
+            for work, answer in zip(batch, stamped, strict=True):
+                if work.unfinished is None and isinstance(answer, VerdictReply | ProposalReply):
+                    self._gathering.answered(work.item.head.session_id, work.item.num_rows, end)
+        if self._observer is not None and batch:
+            self._observer.stepped(batch, stamped, start, end)
+
+    def _note_load(self, batch: list[Work[Item, Answer]], start: float, end: float) -> None:
+        if self._load is None:
+            self._load = StepLoad(self._max_batch, start)
+        self._load.stepped(batch, start, end)
+
+    def _put_back(self, works: Sequence[Work[Item, Answer]]) -> None:
+        """Work that is not done, unless its session was released meanwhile."""
+        for work in works:
+            if work.item.head.epoch <= self._releases.get(work.item.head.session_id, 0):
+                self._cancel(work)
+        self._queue.put_back(works)
+
+    def _tell_undrawn(self, work: Work[Item, Answer]) -> None:
+        """The time of work is over. If nothing was drawn for it, those who wait are told so, and no
+        draw follows; the prefix is still run, and an empty proposal then says so."""
+        if work.cancelled or work.deadline is None or not work.deadline.close_undrawn():
+            return
+        work.answered = True
+        for outlet in work.outlets:
+            outlet.send([undrawn(work.item.head.key)])
+
+    def _cancel(self, work: Work[Item, Answer]) -> None:
+        work.cancelled = True
+        over = Refused(work.item.head.key, CANCELLED_CODE, "the session was released")
+        for outlet in work.outlets:
+            outlet.send([over])
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            logger.critical("the step scheduler has stopped", exc_info=task.exception())
+        self._report()
+
+    def _report(self) -> None:
+        if self.healthy != self._reported:
+            self._reported = self.healthy
+            if self._on_health is not None:
+                self._on_health(self._reported)
+
+    def _refuse(self, work: Work[Item, Answer], answer: Refused) -> None:
+        for outlet in work.outlets:
+            outlet.send([answer])
+        self._done(work, answer)
+
+    def _done(self, work: Work[Item, Answer], answer: Answer | Refused | None) -> None:
+        if work.timer is not None:
+            work.timer.cancel()
+        if work.on_done is not None:
+            work.on_done(work, answer)
+
+
+def _note_standing(work: Work[Any, Any], answer: Any) -> None:
+    """How a step has left work."""
+    if isinstance(answer, Answers):
+        work.unfinished = Unfinished.CONTINUES if answer.more else None
+        work.answered = not answer.waited_for
+    else:
+        work.unfinished = answer if isinstance(answer, Unfinished) else None
+        work.answered = work.answered or work.item.gives_way
+
+
+def _timed(answer: Any, work: Work[Any, Any], end: float, num_sharing: int) -> Any:
+    """A verdict or proposal with its times: until the first step that did something for it, and
+    from then; so many shared the last of its steps."""
+    if not isinstance(answer, VerdictReply | ProposalReply):
+        return answer
+    started_at = end if work.started_at is None else work.started_at
+    queue_ms = max(0.0, started_at - work.arrived_at) * 1000
+    compute_ms = (end - started_at) * 1000
+    timed = replace(answer, queue_ms=queue_ms, compute_ms=compute_ms)
+    if isinstance(timed, ProposalReply):
+        timed = replace(timed, work_ms=compute_ms / num_sharing)
+    return timed

@@ -1,0 +1,268 @@
+"""A replica service whose work is done in steps: what draft and target share."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any, Generic
+
+from outrider.engine.interface import ModelInfo
+from outrider.engine.step_costs import StepCosts
+from outrider.errors import EngineLost, OutriderError, Overloaded
+from outrider.grammar.compiler import Grammar, Grammars
+from outrider.grammar.constraint import Constraint
+from outrider.limits import SILENT_SESSION_MS, STREAM_QUEUE_ITEMS_MAX
+from outrider.messages import Refused, ReplicaDescription
+from outrider.registry.load import Figures
+from outrider.replica.batching_delay import Gathering
+from outrider.replica.executor import StepExecutor
+from outrider.replica.scheduler import StepScheduler
+from outrider.replica.session_tracker import Presence
+from outrider.replica.stale_round_filter import RoundFence
+from outrider.replica.step_request import (
+    Answer,
+    Item,
+    Outlet,
+    StepObserver,
+    StepWorker,
+    Work,
+    expiry,
+    refusal,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class SteppedService(Generic[Item, Answer]):
+    """Serves any number of streams with one worker. Every method is for the event loop's thread;
+    the worker is touched on the executor alone.
+
+    A role that does more than queue its items overrides `_accept` and `_on_release`.
+    """
+
+    def __init__(
+        self,
+        worker: StepWorker[Item, Answer],
+        executor: StepExecutor,
+        description: ReplicaDescription,
+        observer: StepObserver | None = None,
+        note_seconds: Callable[[float], None] | None = None,
+        gathering: Gathering | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
+        """`description.max_num_seqs` sessions share a step at most. `note_seconds` hears, between
+        steps, how long the last one took; by `gathering` steps wait for sessions. An item whose
+        constraint is new waits until it is among the `grammars`; it then has the grammar with it,
+        so that no step compiles one."""
+        self._worker = worker
+        self._description = description
+        self._scheduler = StepScheduler(
+            executor,
+            worker,
+            max_batch=description.max_num_seqs,
+            queue_max=STREAM_QUEUE_ITEMS_MAX,
+            observer=observer,
+            note_seconds=note_seconds,
+            gathering=gathering,
+        )
+        self._scheduler.watch_pages(self._park_the_silent)
+        self._observer = observer
+        self._fence = RoundFence()
+        self._presence = Presence()
+        self._grammars = grammars
+        self._compiling: set[asyncio.Task[None]] = set()
+
+    @property
+    def healthy(self) -> bool:
+        """False once steps only crash, or no more follow."""
+        return self._scheduler.healthy
+
+    @property
+    def lost(self) -> EngineLost | None:
+        """Why no step can follow any more; None while one can."""
+        return self._scheduler.lost
+
+    @property
+    def figures(self) -> Figures:
+        """What its steps have lately had to do."""
+        return self._scheduler.figures
+
+    def watch(self, on_health: Callable[[bool], None]) -> None:
+        """Names who hears, on the loop's thread, whenever `healthy` changes."""
+        self._scheduler.watch(on_health)
+
+    def connect(self, send: Callable[[Sequence[Answer]], None]) -> StepConnection[Item, Answer]:
+        """See `ReplicaService.connect`."""
+
+        def note_and_send(answers: Sequence[Any]) -> None:
+            now = asyncio.get_running_loop().time()
+            for answer in answers:
+                self._presence.answer(answer.key.session_id, now)
+            send(answers)
+
+        return StepConnection(self._take, self._leave, Outlet(note_and_send))
+
+    def describe(self) -> ReplicaDescription:
+        """See `ReplicaService.describe`."""
+        return self._description
+
+    def release(self, session_id: str, epoch: int) -> None:
+        """See `ReplicaService.release`."""
+        if self._fence.release(session_id, epoch):
+            self._on_release(session_id)
+            self._presence.forget(session_id)
+            self._scheduler.release(session_id, epoch)
+
+    async def drain(self) -> None:
+        """Returns when nothing waits and nothing runs: before a stop that loses nobody's answer."""
+        while self._compiling:
+            await asyncio.wait(self._compiling)
+        await self._scheduler.drain()
+
+    async def close(self) -> None:
+        """Waits for the running step; whatever waits is dropped. The executor is closed."""
+        for task in self._compiling:
+            task.cancel()
+        if self._grammars is not None:
+            self._grammars.close()
+        await self._scheduler.close()
+
+    def check_integrity(self) -> None:
+        """See `StepWorker.check_integrity`."""
+        self._worker.check_integrity()
+
+    def _take(self, item: Item, outlet: Outlet[Answer]) -> None:
+        """Takes an item of a stream, or refuses it where its round is over; never waits."""
+        stale = self._fence.admit(item.head)
+        if stale is None:
+            now = asyncio.get_running_loop().time()
+            self._presence.hear(item.head.session_id, outlet, now)
+            constraint = item.head.constraint
+            if constraint is None or self._grammars is None:
+                self._accept(item, outlet)
+            else:
+                self._accept_constrained(self._grammars, constraint, item, outlet)
+            return
+        self._refuse_stale(stale, outlet)
+
+    def _refuse_stale(self, stale: Refused, outlet: Outlet[Answer]) -> None:
+        if self._observer is not None:
+            self._observer.stale()
+        outlet.send([stale])
+
+    def _accept_constrained(
+        self, grammars: Grammars, constraint: Constraint, item: Item, outlet: Outlet[Answer]
+    ) -> None:
+        compiled = grammars.find(item.head.constraint_hash, item.head.tenant)
+        if compiled is not None:
+            self._accept(_with_compiled(item, compiled), outlet)
+            return
+        task = asyncio.create_task(self._compile(grammars, constraint, item, outlet))
+        self._compiling.add(task)
+        task.add_done_callback(self._compiling.discard)
+
+    async def _compile(
+        self, grammars: Grammars, constraint: Constraint, item: Item, outlet: Outlet[Answer]
+    ) -> None:
+        """Works on an item once its constraint is compiled, or known not to be possible, unless its
+        round is over by then."""
+        compiled: Grammar | OutriderError
+        try:
+            compiled = await grammars.prepare(constraint, item.head.tenant)
+        except Overloaded as error:
+            outlet.send([refusal(item.head.key, error)])
+            return
+        except OutriderError as error:
+            logger.info("a constraint is of no use here: %s", error)
+            compiled = error
+        except Exception:
+            logger.exception("a constraint could not be compiled")
+            outlet.send([refusal(item.head.key, OutriderError("its constraint broke down here"))])
+            return
+        stale = self._fence.admit(item.head)
+        if stale is not None:
+            self._refuse_stale(stale, outlet)
+        elif not outlet.closed:
+            self._accept(_with_compiled(item, compiled), outlet)
+
+    def _leave(self, outlet: Outlet[Answer]) -> None:
+        """A stream has closed: nobody waits for its sessions until they come back on another."""
+        self._scheduler.park(self._presence.leave(outlet))
+
+    def _park_the_silent(self, waiting: Collection[str]) -> None:
+        """Sessions that `waiting` ones need pages of, and whose coordinator has long said nothing
+        although it was answered: it may have gone, and its release been lost."""
+        since = asyncio.get_running_loop().time() - SILENT_SESSION_MS / 1e3
+        self._scheduler.park(self._presence.fall_silent(since, waiting))
+
+    def _accept(self, item: Item, outlet: Outlet[Answer]) -> None:
+        """Works on an item whose round is not over: queues it."""
+        self._submit(self._work(item, outlet))
+
+    def _on_release(self, session_id: str) -> None:
+        """A session ends: drops what a role keeps of it on this side of the worker; here nothing
+        is kept."""
+
+    def _work(self, item: Item, outlet: Outlet[Answer]) -> Work[Item, Answer]:
+        """An item that arrives now, to be answered through `outlet`."""
+        now = asyncio.get_running_loop().time()
+        return Work(item, [outlet], now, expiry(item.head, now))
+
+    def _submit(self, work: Work[Item, Answer]) -> bool:
+        """Queues work; or refuses it to those who wait for it, and returns False."""
+        try:
+            self._scheduler.submit(work)
+        except OutriderError as error:
+            for outlet in work.outlets:
+                outlet.send([refusal(work.item.head.key, error)])
+            return False
+        return True
+
+
+class StepConnection(Generic[Item, Answer]):
+    """The replica's end of one stream."""
+
+    def __init__(
+        self,
+        take: Callable[[Item, Outlet[Answer]], None],
+        leave: Callable[[Outlet[Answer]], None],
+        outlet: Outlet[Answer],
+    ) -> None:
+        self._take = take
+        self._leave = leave
+        self._outlet = outlet
+
+    def receive(self, items: Sequence[Item]) -> None:
+        """See `Connection.receive`."""
+        for item in items:
+            self._take(item, self._outlet)
+
+    def close(self) -> None:
+        """See `Connection.close`: what waits for this stream alone is dropped before its step, and
+        its sessions' pages are there for others."""
+        self._outlet.closed = True
+        self._leave(self._outlet)
+
+
+def _with_compiled(item: Item, compiled: Grammar | OutriderError) -> Item:
+    return replace(item, head=replace(item.head, compiled=compiled))
+
+
+def describe_model(
+    info: ModelInfo, max_num_seqs: int, costs: StepCosts | None
+) -> ReplicaDescription:
+    """The description of a replica that runs a model, `max_num_seqs` sessions a step at most."""
+    return ReplicaDescription(
+        model=info.name,
+        weights_fingerprint=info.weights_fingerprint,
+        tokenizer_fingerprint=info.tokenizer_fingerprint,
+        vocab_size=info.vocab_size,
+        dtype=info.dtype,
+        max_model_len=info.max_model_len,
+        eos_token_ids=info.eos_token_ids,
+        max_num_seqs=max_num_seqs,
+        step_costs=costs,
+        numerics=info.numerics,
+    )

@@ -1,0 +1,187 @@
+"""Which tokens a step runs: rounds first, then parts of long prefixes.
+
+    a wish with                              gets
+    up to ROUND_TOKENS_MAX tokens (a round)  all of them, while there is room, or nothing yet
+    more tokens (a prefix)                   what is left, in order of arrival, in parts
+
+While rounds are played, a step with a part of a prefix lasts at most STEP_GROWTH_MAX times as long
+as without it, steps between two rounds included; or where more sessions wait for their prefix than
+play, so much longer that those get their share of the time. Beside the rounds of a full step the
+oldest prefix still gets PREFIX_TOKENS_MIN tokens. So neither kind can keep the other from going on.
+
+How long a step lasts is foretold from costs that were measured before anybody came, and corrected
+by how long steps of its kind, with and without a prefix, have lasted since (`note_seconds`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from outrider.engine.step_costs import StepCosts
+from outrider.errors import check
+from outrider.limits import BATCHED_TOKENS_MIN, NUM_DRAFT_TOKENS_MAX, TREE_TOKENS_MAX
+
+ROUND_TOKENS_MAX: Final = NUM_DRAFT_TOKENS_MAX + TREE_TOKENS_MAX + 2
+"""What a round runs at most: the tokens of the one before, and its own proposal. Less than the
+least budget of a step."""
+PREFIX_TOKENS_MIN: Final = 16
+STEP_GROWTH_MAX: Final = 1.75
+"""Well below 3, so that a gap between tokens at most triples: a token takes longer than its step,
+and some steps last half as long again as was foretold."""
+CORRECTION_WEIGHT: Final = 0.2
+"""Of the newest step of a kind, against all before it."""
+CORRECTION_MAX: Final = 4.0
+"""What a single step may say, up or down: the machine may have done something else meanwhile."""
+ROUND_REST_STEPS: Final = 4
+"""Steps without a round after which nobody seems to play any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What an item would run, if it were alone."""
+
+    num_tokens: int
+    """All of them, at least one."""
+    num_last: int
+    """So many of them, at the end, cannot be parted: 1..num_tokens."""
+    context: int
+    """Slots that its session holds before."""
+
+    @property
+    def is_round(self) -> bool:
+        """Whether it is a round, and not a prefix."""
+        return self.num_tokens <= ROUND_TOKENS_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What a step runs."""
+
+    rows: int = 0
+    sessions: int = 0
+    attention_s: float = 0.0
+    """The time that its contexts cost; 0 where costs are not known."""
+    has_prefix: bool = False
+    """Whether parts of prefixes are in it."""
+
+
+class TokenBudget:
+    """Shares out steps of `max_tokens` tokens and `max_steps` sessions.
+
+    With `costs` it knows how long a step takes; without, only how many tokens it has.
+    """
+
+    def __init__(self, max_tokens: int, max_steps: int, costs: StepCosts | None = None) -> None:
+        check(max_tokens >= BATCHED_TOKENS_MIN, f"a step has at least {BATCHED_TOKENS_MIN} tokens")
+        check(max_steps > 0, "a step has at least one session")
+        self._max_tokens = max_tokens
+        self._max_steps = max_steps
+        self._costs = costs
+        self._played: _Load | None = None
+        """The last rounds, as long as somebody seems to play."""
+        self._rest_steps = 0
+        """Steps without a round since then ..."""
+        self._rest_s = 0.0
+        """... and their time. Whoever plays may have waited for them ..."""
+        self._step_s = 0.0
+        """... after the time of the step of those rounds."""
+        self._last = _Load()
+        self._corrections = {False: 1.0, True: 1.0}
+        """How long steps last over what their costs say; by `_Load.has_prefix`."""
+
+    def share(self, wishes: Sequence[Wish]) -> list[int]:
+        """For each wish, in order of arrival, how many of its tokens this step runs: all, none, or
+        of a prefix a part that leaves `num_last` or more. Not none of all."""
+        grants = [0] * len(wishes)
+        prefixes = [i for i, wish in enumerate(wishes) if not wish.is_round]
+        spared = _Load(PREFIX_TOKENS_MIN, 1) if prefixes else _Load()
+        load = _Load()
+        for index, wish in enumerate(wishes):
+            fits = load.rows + wish.num_tokens <= self._max_tokens - spared.rows
+            has_seat = load.sessions < self._max_steps - spared.sessions
+            if wish.is_round and fits and has_seat:
+                grants[index] = wish.num_tokens
+                load = self._with(load, wish, wish.num_tokens)
+        rounds = load
+        seconds = self._seconds_allowed(rounds, len(prefixes))
+        for index in prefixes:
+            wish = wishes[index]
+            least = PREFIX_TOKENS_MIN if index == prefixes[0] else 0
+            grants[index] = self._part(wish, load, seconds, least)
+            if grants[index] == 0:
+                break
+            load = self._with(load, wish, grants[index])
+        self._note(rounds, load)
+        return grants
+
+    def rounds_ended(self) -> None:
+        """All sessions of the last rounds have ended: prefixes may have whole steps."""
+        self._played = None
+
+    def note_seconds(self, seconds: float) -> None:
+        """The step that was shared out last has taken so long, s."""
+        foretold = self._cost_seconds(self._last)
+        if foretold > 0:
+            found = min(max(seconds / foretold, 1 / CORRECTION_MAX), CORRECTION_MAX)
+            before = self._corrections[self._last.has_prefix]
+            self._corrections[self._last.has_prefix] += CORRECTION_WEIGHT * (found - before)
+
+    def _part(self, wish: Wish, load: _Load, seconds: float, least: int) -> int:
+        """How many tokens of a prefix are run beside a load in a step of so much time, `least` even
+        if it takes longer."""
+        if load.sessions == self._max_steps:
+            return 0
+        most = min(wish.num_tokens, self._max_tokens - load.rows)
+        low, high = min(least, most), most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._seconds(self._with(load, wish, middle)) <= seconds:
+                low = middle
+            else:
+                high = middle - 1
+        return low if low == wish.num_tokens else min(low, wish.num_tokens - wish.num_last)
+
+    def _seconds_allowed(self, rounds: _Load, num_prefixes: int) -> float:
+        """How long a step with these rounds, or none, may last. Between two rounds of a session
+        lie, of steps without, those that came after the last rounds; or will again."""
+        played = rounds if rounds.rows else self._played
+        if played is None:
+            return math.inf
+        passed_s = self._rest_s if rounds.rows else self._step_s + self._rest_s
+        growth = max(STEP_GROWTH_MAX, 1 + num_prefixes / played.sessions)
+        return growth * self._seconds(played) - passed_s
+
+    def _with(self, load: _Load, wish: Wish, num_tokens: int) -> _Load:
+        attention_s = 0.0
+        if self._costs is not None:
+            attention_s = self._costs.attention_seconds(num_tokens, wish.context)
+        return _Load(
+            load.rows + num_tokens,
+            load.sessions + 1,
+            load.attention_s + attention_s,
+            load.has_prefix or not wish.is_round,
+        )
+
+    def _note(self, rounds: _Load, load: _Load) -> None:
+        """Remembers a step of this load, with these rounds in it."""
+        self._last = load
+        if rounds.rows:
+            self._played, self._step_s = rounds, self._seconds(load)
+            self._rest_steps, self._rest_s = 0, 0.0
+            return
+        self._rest_steps += 1
+        self._rest_s += self._seconds(load)
+        if self._rest_steps >= ROUND_REST_STEPS:
+            self._played = None
+
+    def _seconds(self, load: _Load) -> float:
+        """The time of a step with this load, as its kind has lasted; 0 where nobody knows."""
+        return self._corrections[load.has_prefix] * self._cost_seconds(load)
+
+    def _cost_seconds(self, load: _Load) -> float:
+        if self._costs is None or load.rows == 0:
+            return 0.0
+        return self._costs.mixed_seconds(load.rows, load.sessions, load.attention_s)

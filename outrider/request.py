@@ -1,0 +1,163 @@
+"""What users ask for and what they are told, as values: the client's and the coordinator's view.
+
+`outrider.transport.request_codec` puts them on gRPC.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from outrider.grammar.constraint import Constraint
+from outrider.limits import MAX_TOKENS_DEFAULT
+from outrider.messages import PositionLogprobs
+from outrider.sessions.store import Counters, FinishReason
+from outrider.speculation.accept_reject import Origin
+from outrider.speculation.sampling_params import Rule, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+Prompt = str | tuple[ChatMessage, ...] | tuple[int, ...]
+"""Text, a conversation for the model's chat template, or token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """What to generate. None = the coordinator's default; limits in `outrider.limits`."""
+
+    prompt: Prompt
+    model: str = ""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    rule: Rule | None = None
+    num_draft_tokens: int | None = None
+    """Bound on draft tokens a round; 0 = plain decoding by the target alone."""
+    deadline_ms: int | None = None
+    logprobs: int | None = None
+    """How many likeliest tokens to report at every position; None = no log-probabilities."""
+    include_rounds: bool = False
+    """Whether a `RoundReport` is sent for every round."""
+    draft_deadline_ms: int | None = None
+    """Time that a round gives its draft, which answers with the tokens that it has by then."""
+    constraint: Constraint | None = None
+    """What the whole completion must be; it ends where that does."""
+    default_max_tokens: int = MAX_TOKENS_DEFAULT
+    """What a silent `max_tokens` stands for, as far as there is room: a coordinator's protocols
+    differ. Not a user's to say, so no part of any message."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRequest:
+    """Which session to go on with, whose stream has broken."""
+
+    session_id: str
+    num_tokens: int = 0
+    """Of the completion that have come; they are not told again."""
+    num_characters: int | None = None
+    """Of its text that have come, in code points; None = what goes with those tokens."""
+    deadline_ms: int | None = None
+    """What is left of it; None = what the request had."""
+    tokens_digest: int | None = None
+    """Of the ids of those tokens, see `TokenSequence`; None = only their number is checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The session is open."""
+
+    session_id: str
+    model: str
+    seed: int
+    rule: Rule
+    num_prompt_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Committed tokens, [n] each. `text_delta` holds whole characters and may lag behind them."""
+
+    first_index: int
+    """Of `token_ids[0]` in the completion, from 0."""
+    token_ids: tuple[int, ...]
+    text_delta: str
+    origins: tuple[Origin, ...]
+    logprobs: tuple[PositionLogprobs, ...]
+    """Empty unless asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    """Where one round's time went."""
+
+    index: int
+    proposed_token_ids: tuple[int, ...]
+    num_accepted: int
+    draft_ms: float
+    wire_ms: float
+    queue_ms: float
+    verify_ms: float
+    commit_ms: float
+    look_ahead_hit: bool = False
+    """Whether the proposal was there before the round began."""
+    proposed_parents: tuple[int, ...] = ()
+    """Of a tree the index of the proposed token that each follows, -1 = what was committed before;
+    empty for a chain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Lengths in tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """What speculation did for one request."""
+
+    num_rounds: int
+    num_draft_tokens: int
+    """Proposed in all."""
+    num_accepted_draft_tokens: int
+    mean_acceptance_length: float
+    """1 + accepted / rounds."""
+    time_to_first_token_ms: float
+    tokens_per_second: float
+    """Committed completion tokens over the coordinator's time from request to last event."""
+
+    @classmethod
+    def of(
+        cls, counters: Counters, *, time_to_first_token_ms: float, tokens_per_second: float
+    ) -> Metrics:
+        """Of a session with these counters."""
+        accepted = counters.num_accepted_draft_tokens
+        return cls(
+            num_rounds=counters.num_rounds,
+            num_draft_tokens=counters.num_draft_tokens,
+            num_accepted_draft_tokens=accepted,
+            mean_acceptance_length=1 + accepted / max(1, counters.num_rounds),
+            time_to_first_token_ms=time_to_first_token_ms,
+            tokens_per_second=tokens_per_second,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event."""
+
+    finish_reason: FinishReason
+    usage: Usage
+    metrics: Metrics
+
+
+Event = Started | Tokens | RoundReport | Finished

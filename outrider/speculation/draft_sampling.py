@@ -1,0 +1,367 @@
+"""Drawing draft tokens. What is drawn from is what goes on the wire: under token and block a draft
+distribution is truncated and quantised first and sampled afterwards, so its q is exact.
+
+Counts are the steps of the rounded cumulative distribution, so each is within 1 of its token's
+share. A quantised draw takes one uniform u: the token at which the counts, added up in the order in
+which they are sent, exceed u times their sum. Siblings are drawn so one after the other, each from
+what those before it left. A coupled draw is the race that the target runs (`gumbel_max.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from outrider.errors import check
+from outrider.limits import DRAFT_SUPPORT_ENTRIES
+from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.gumbel_max import (
+    BLOCK,
+    IntArray,
+    RealArray,
+    race,
+    scores,
+    token_keys,
+    uniforms,
+)
+from outrider.speculation.logits_processing import (
+    NO_HISTORY,
+    TokenHistory,
+    adjusted_logits,
+    check_maxima,
+    check_weights,
+    largest,
+    largest_ids,
+    likeliest,
+    write_weights,
+)
+from outrider.speculation.philox import RowKeys
+from outrider.speculation.proposal import COUNT_TOTAL, DraftDistribution
+from outrider.speculation.random_batches import NoiseBatch
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import Rule, SamplingParams
+
+_Reals = TypeVar("_Reals", RealArray, torch.Tensor)
+DraftedToken = tuple[int, DraftDistribution | None]
+"""A token and what it was drawn from; None where the rule does not look or the draw is one-hot."""
+DraftedGroup = tuple[tuple[int, ...], DraftDistribution | None]
+"""Siblings, and what they were drawn from without replacement."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LikelyTokens:
+    """The M likeliest tokens of each of R rows, falling: `ids` [R, M] int64 of the target, and
+    `mass` [R, M] float64, in proportion to their probabilities; 0 of those that are impossible. On
+    the CPU."""
+
+    ids: IntArray
+    mass: RealArray
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @classmethod
+    def joined(cls, parts: Sequence[LikelyTokens]) -> LikelyTokens:
+        """The rows of all parts, which have one M."""
+        ids = np.concatenate([part.ids for part in parts])
+        return cls(ids, np.concatenate([part.mass for part in parts]))
+
+    def first(self, count: int) -> LikelyTokens:
+        """The `count` likeliest; views."""
+        return LikelyTokens(self.ids[:, :count], self.mass[:, :count])
+
+    def row(self, index: int) -> LikelyTokens:
+        """One row; a view."""
+        return LikelyTokens(self.ids[index : index + 1], self.mass[index : index + 1])
+
+
+def draft_token(
+    probabilities: torch.Tensor,
+    noise: RoundNoise,
+    index: int,
+    entries_max: int = DRAFT_SUPPORT_ENTRIES,
+) -> DraftedToken:
+    """Draft token `index` (from 0) of a round, from the draft's `probabilities` [V], float64."""
+    return draft_tokens(probabilities[None], [noise], [index], entries_max)[0]
+
+
+def draft_tokens(
+    probabilities: torch.Tensor,
+    noises: Sequence[RoundNoise],
+    indices: Sequence[int],
+    entries_max: int = DRAFT_SUPPORT_ENTRIES,
+    vocabulary: ReducedVocabulary | None = None,
+) -> list[DraftedToken]:
+    """`draft_token` for B sessions of one rule: `probabilities` [B, V], float64, unchanged;
+    `indices[b]` is the depth of session b's token. With a `vocabulary` they are [B, N], of its
+    columns; tokens and distributions have the target's ids all the same."""
+    check(len(noises) == len(indices) == len(probabilities), "one noise and index for each row")
+    _check_entries(entries_max)
+    if not noises:
+        return []
+    batch = NoiseBatch.of(noises)
+    if batch.rule is Rule.GREEDY:
+        return _one_hot(probabilities.argmax(dim=1).tolist(), vocabulary)
+    keys = batch.draft_keys(indices)
+    if batch.rule is Rule.COUPLED:
+        return _raced(probabilities, keys, vocabulary)
+    return _quantised_draws(_likely(probabilities, entries_max, vocabulary), keys, entries_max)
+
+
+def draw_from_logits(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    noises: Sequence[RoundNoise],
+    indices: Sequence[int],
+    entries_max: int = DRAFT_SUPPORT_ENTRIES,
+    history: TokenHistory = NO_HISTORY,
+    vocabulary: ReducedVocabulary | None = None,
+) -> tuple[list[DraftedToken], LikelyTokens | None]:
+    """`draft_tokens` of the distribution of `logits` under `params` and `history` for B sessions
+    that share rule and parameters (and the history, where it counts): `logits` [B, V], unchanged.
+    With a `vocabulary` they are [B, N]; parameters, history, tokens and noise have the target's
+    ids. With them the `likely_tokens` of the rows; None where the likeliest is taken. Raises
+    `InvariantError` where `target_probabilities` does."""
+    check(len(noises) == len(indices) == len(logits), "one noise and index for each row")
+    _check_entries(entries_max)
+    if not noises:
+        return [], None
+    batch = NoiseBatch.of(noises)
+    if vocabulary is not None:
+        params = vocabulary.params(params)
+        history = vocabulary.history(history) if params.penalised else history
+    if params.greedy or batch.rule is Rule.GREEDY:
+        return _one_hot(likeliest(logits, params, history), vocabulary), None
+    keys = batch.draft_keys(indices)
+    count = min(max(entries_max, DRAFT_SUPPORT_ENTRIES), logits.shape[1])
+    if batch.rule is Rule.COUPLED:
+        weights = _weights(logits, params, history)
+        return _raced(weights, keys, vocabulary), _likely(weights, count, vocabulary)
+    rows = likely_tokens(logits, params, history, vocabulary, count)
+    return _quantised_draws(rows, keys, entries_max), rows
+
+
+def draw_siblings(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    noises: Sequence[RoundNoise],
+    indices: Sequence[int],
+    counts: Sequence[int],
+    entries_max: int = DRAFT_SUPPORT_ENTRIES,
+    vocabulary: ReducedVocabulary | None = None,
+) -> list[DraftedGroup]:
+    """Up to `counts[b]` candidates for one place of each of B sessions that share rule and
+    parameters, none of them penalties; the first is what `draw_from_logits` draws. Under token the
+    others are drawn without replacement from the q that comes with them, under coupled they are
+    those of the `DRAFT_SUPPORT_ENTRIES` likeliest tokens that arrive next in the race, and under
+    greedy those that are next likely."""
+    check(len(noises) == len(indices) == len(counts) == len(logits), "a count for each row")
+    _check_entries(entries_max)
+    check(not params.penalised, "penalties would count siblings")
+    batch = NoiseBatch.of(noises)
+    if vocabulary is not None:
+        params = vocabulary.params(params)
+    logits = logits.cpu()
+    if batch.rule is Rule.GREEDY:
+        check_maxima(logits.amax(dim=1).tolist())
+        adjusted = adjusted_logits(logits, params, NO_HISTORY)
+        likely = [_likeliest_first(row, count) for row, count in zip(adjusted, counts, strict=True)]
+        return [_certain(columns, vocabulary) for columns in likely]
+    keys = batch.draft_keys(indices)
+    if batch.rule is Rule.COUPLED:
+        weights = _weights(logits, params, NO_HISTORY)
+        first = _raced(weights, keys, vocabulary)
+        rows = _likely(weights, min(DRAFT_SUPPORT_ENTRIES, logits.shape[1]), vocabulary)
+        arrivals = arrival_order(rows, keys)[0].tolist()
+        groups = [
+            tuple(dict.fromkeys([token_id, *(v for v in ids if v >= 0)]))[:count]
+            for (token_id, _), ids, count in zip(first, arrivals, counts, strict=True)
+        ]
+        return [(group, None) for group in groups]
+    rows = likely_tokens(logits, params, NO_HISTORY, vocabulary, entries_max)
+    wanted = np.arange(max(counts))[None]
+    numbers = uniforms(token_keys(keys), wanted).tolist()
+    return [
+        (_without_replacement(q, row[:count]), q if len(q.token_ids) > 1 else None)
+        for q, row, count in zip(_distributions(rows, entries_max), numbers, counts, strict=True)
+    ]
+
+
+def likely_tokens(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    history: TokenHistory = NO_HISTORY,
+    vocabulary: ReducedVocabulary | None = None,
+    count: int = DRAFT_SUPPORT_ENTRIES,
+) -> LikelyTokens:
+    """The `count` likeliest tokens of each row of a draft's `logits` [R, V] under `params`, which,
+    as the history, are in the columns of the `vocabulary` if there is one. Raises as
+    `target_probabilities` does."""
+    count = min(count, logits.shape[1])
+    if not params.tempered_alone:
+        return _likely(_weights(logits, params, history), count, vocabulary)
+    width = -(-logits.shape[1] // BLOCK) * BLOCK
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    padded = torch.empty((len(logits), width), dtype=dtype, device=logits.device)
+    padded[:, : logits.shape[1]] = logits
+    padded[:, logits.shape[1] :] = float("-inf")
+    values, columns = largest(padded, count)
+    mass = values.double().cpu().numpy()
+    check_maxima(mass[:, 0].tolist())
+    mass = np.exp((mass - mass[:, :1]) / params.temperature)
+    return LikelyTokens(_token_ids(columns, vocabulary), mass)
+
+
+def arrival_order(rows: LikelyTokens, keys: RowKeys) -> tuple[IntArray, RealArray]:
+    """The tokens of each row in the order in which they arrive in its race, and the logarithms of
+    their scores (log mass + Gumbel noise): [R, M] each; -1 and -inf of impossible ones."""
+    found = scores(torch.from_numpy(rows.mass), torch.from_numpy(rows.ids), keys).numpy()
+    order = np.argsort(-found, axis=1)
+    found = np.take_along_axis(found, order, 1)
+    ids = np.where(found > 0, np.take_along_axis(rows.ids, order, 1), -1)
+    with np.errstate(divide="ignore"):
+        return ids, np.log(found)
+
+
+def quantise(
+    probabilities: torch.Tensor, entries_max: int, vocabulary: ReducedVocabulary | None = None
+) -> DraftDistribution:
+    """The `entries_max` likeliest of `probabilities` [V] as counts that sum to `COUNT_TOTAL`;
+    tokens left without a count are dropped. The likeliest comes first. Ids are those of
+    `vocabulary` where the probabilities are its columns'.
+
+    The support may have one entry; whoever puts it on the wire turns that into None."""
+    _check_entries(entries_max)
+    return _distributions(_likely(probabilities[None], entries_max, vocabulary), entries_max)[0]
+
+
+def count_levels(mass: _Reals) -> _Reals:
+    """The counts of `mass` [R, M], float64, added up: [R, M], whole numbers up to `COUNT_TOTAL`. On
+    arrays, or on tensors of any device."""
+    sums = mass.cumsum(1)
+    levels: _Reals = (sums / sums[:, -1:] * COUNT_TOTAL).round()
+    return levels
+
+
+def _host_levels(mass: RealArray) -> RealArray:
+    """`count_levels` on the CPU, where what has no mass is refused."""
+    check(bool((mass.sum(1) > 0).all()), "a row without mass is no distribution")
+    return count_levels(mass)
+
+
+def place_of(levels: Any, uniform: Any) -> Any:
+    """Where in each row of `levels` [R, M] a number of `uniform` [R, 1] in (0, 1) falls: [R].
+    On arrays, or on tensors of any device."""
+    return (levels <= uniform * COUNT_TOTAL // 1).sum(1)
+
+
+def draw_quantised(token_ids: IntArray, levels: RealArray, keys: RowKeys) -> IntArray:
+    """One token of each of R distributions, by the rows' keys: [R]. `token_ids` [R, M], and what
+    `count_levels` gives of them."""
+    uniform = uniforms(token_keys(keys), np.zeros((1, 1), dtype=np.int64))
+    drawn: IntArray = token_ids[np.arange(len(levels)), place_of(levels, uniform)]
+    return drawn
+
+
+def _weights(logits: torch.Tensor, params: SamplingParams, history: TokenHistory) -> torch.Tensor:
+    """The distributions of `logits` [B, V] up to a factor, as wide as whole blocks."""
+    width = -(-logits.shape[1] // BLOCK) * BLOCK
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    weights = torch.empty((len(logits), width), dtype=dtype, device=logits.device)
+    write_weights(logits, params, history, weights)
+    check_weights(weights, [logits])
+    return weights
+
+
+def _likely(
+    weights: torch.Tensor, count: int, vocabulary: ReducedVocabulary | None
+) -> LikelyTokens:
+    values, columns = largest(weights, count)
+    return LikelyTokens(_token_ids(columns, vocabulary), values.double().cpu().numpy())
+
+
+def _token_ids(columns: torch.Tensor, vocabulary: ReducedVocabulary | None) -> IntArray:
+    """The tokens of columns; of one beyond the vocabulary, which pads a row, any."""
+    found: IntArray = columns.cpu().numpy()
+    if vocabulary is None:
+        return found
+    tokens: IntArray = vocabulary.token_ids[found.clip(max=len(vocabulary.token_ids) - 1)]
+    return tokens
+
+
+def _quantised_draws(rows: LikelyTokens, keys: RowKeys, entries_max: int) -> list[DraftedToken]:
+    kept = rows.first(entries_max)
+    levels = _host_levels(kept.mass)
+    tokens = draw_quantised(kept.ids, levels, keys).tolist()
+    return [
+        (token_id, q if len(q.token_ids) > 1 else None)
+        for token_id, q in zip(tokens, _as_distributions(kept.ids, levels), strict=True)
+    ]
+
+
+def _distributions(rows: LikelyTokens, entries_max: int) -> list[DraftDistribution]:
+    kept = rows.first(entries_max)
+    return _as_distributions(kept.ids, _host_levels(kept.mass))
+
+
+def _as_distributions(ids: IntArray, levels: RealArray) -> list[DraftDistribution]:
+    check(bool(np.isfinite(levels).all()), "draft probabilities are numbers with a positive sum")
+    counts = np.diff(levels, axis=1, prepend=0.0).astype(np.int64)
+    found = []
+    for row_ids, row in zip(ids, counts, strict=True):
+        kept = row > 0
+        found.append(DraftDistribution(tuple(row_ids[kept].tolist()), tuple(row[kept].tolist())))
+    return found
+
+
+def _without_replacement(q: DraftDistribution, numbers: Sequence[float]) -> tuple[int, ...]:
+    left = dict(zip(q.token_ids, q.counts, strict=True))
+    drawn: list[int] = []
+    for number in numbers[: len(left)]:
+        level = int(number * sum(left.values()))
+        for token_id, count in left.items():
+            level -= count
+            if level < 0:
+                drawn.append(token_id)
+                break
+        del left[drawn[-1]]
+    return tuple(drawn)
+
+
+def _likeliest_first(logits: torch.Tensor, count: int) -> list[int]:
+    """The columns of the largest of `logits` [V], in order (ties: lowest first)."""
+    columns = largest_ids(logits, count)
+    order = logits[columns].argsort(descending=True, stable=True)
+    found: list[int] = columns[order].tolist()
+    return found
+
+
+def _certain(columns: Sequence[int], vocabulary: ReducedVocabulary | None) -> DraftedGroup:
+    return tuple(token_id for token_id, _ in _one_hot(columns, vocabulary)), None
+
+
+def _one_hot(columns: Sequence[int], vocabulary: ReducedVocabulary | None) -> list[DraftedToken]:
+    """The tokens of columns of the logits, each drawn with certainty."""
+    if vocabulary is not None:
+        columns = vocabulary.token_ids[list(columns)].tolist()
+    return [(token_id, None) for token_id in columns]
+
+
+def _raced(
+    weights: torch.Tensor, keys: RowKeys, vocabulary: ReducedVocabulary | None
+) -> list[DraftedToken]:
+    """The race's winner in each row, whose noise is that of the tokens and not of the columns."""
+    if vocabulary is not None:
+        table = vocabulary.table(weights.device)
+        columns = weights[:, : len(table)]
+        weights = weights.new_zeros((len(weights), int(vocabulary.token_ids[-1]) + 1))
+        weights[:, table] = columns
+    return [(token_id, None) for token_id in race(weights, keys).tolist()]
+
+
+def _check_entries(entries_max: int) -> None:
+    check(1 <= entries_max <= COUNT_TOTAL, f"entries_max {entries_max} is not in 1..{COUNT_TOTAL}")

@@ -1,0 +1,174 @@
+"""Guessing what a round will come to, before the target says it.
+
+A round of K draft tokens has K + 1 kinds of outcome: n of them are accepted, and a correction
+follows (n = K: the bonus). The correction is the winner of a race over the target's distribution or
+over what is left of it after a refusal, in which each token has a number that anyone can compute.
+So a draft does better than to guess its likeliest tokens: it runs the same race over its own
+distribution q and takes the first tokens that arrive (an order by log q + Gumbel noise). Under
+coupled that race, with q = p, is the target's own.
+
+Whether draft token i is accepted is foretold likewise. Under coupled and greedy it is what its race
+had to decide, and is the surer the further it is ahead of the next token. Under token and block a
+number u is drawn for it, and a small one is sure to pass.
+
+The numbers are those of the current round. What is drafted for an outcome has numbers of its own,
+so that guessing says nothing about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from outrider.errors import check
+from outrider.limits import DRAFT_SUPPORT_ENTRIES
+from outrider.speculation.draft_sampling import LikelyTokens, arrival_order, likely_tokens
+from outrider.speculation.draft_vocabulary import ReducedVocabulary
+from outrider.speculation.philox import RowKeys
+from outrider.speculation.random_batches import NoiseBatch
+from outrider.speculation.random_streams import RoundNoise
+from outrider.speculation.sampling_params import SamplingParams
+
+EVIDENCE_MAX: Final = 16.0
+"""Of a draft token's acceptance: e^-16 is as good as never."""
+_Scores: TypeAlias = npt.NDArray[np.float64]
+_Ids: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundGuesses:
+    """What a draft expects of a round of K draft tokens, before anything is known of how right it
+    is."""
+
+    corrections: list[list[int]]
+    """For n = 0..K accepted tokens what the correction may be, the best guess first; never the
+    draft token that must have been refused. The last of them, the bonus, may be lacking."""
+    scores: _Scores
+    """[K + 1, R], or [K, R]: of each guess log q + g up to a number for each row, or under greedy
+    the logit; falling, and -inf behind the last of them."""
+    evidence: _Scores
+    """[K]: how much speaks for each draft token: under coupled and greedy its score less that of
+    the best guess beside it, under token and block -log u; at most `EVIDENCE_MAX` either way."""
+
+    @property
+    def num_drafted(self) -> int:
+        """K."""
+        return len(self.evidence)
+
+    def rank(self, num_accepted: int, correction: int) -> int | None:
+        """Which guess this correction is; None if it is none."""
+        guessed = self.corrections[num_accepted] if num_accepted < len(self.corrections) else []
+        return guessed.index(correction) if correction in guessed else None
+
+
+def guess_round(
+    logits: torch.Tensor | None,
+    params: SamplingParams,
+    noise: RoundNoise,
+    drafted: Sequence[int],
+    count: int,
+    vocabulary: ReducedVocabulary | None = None,
+    seen: Sequence[LikelyTokens] = (),
+) -> RoundGuesses:
+    """Guesses up to `count` corrections for each number of tokens that may be accepted of those
+    that were `drafted` in the round of `noise`. `logits` [K + 1, V] are the draft's: row n says
+    what follows the first n draft tokens; with a `vocabulary` they are its columns, and what is
+    returned has the target's ids. Parameters without penalties. Raises what
+    `target_probabilities` does.
+
+    Where the rows that the K draft tokens were drawn from are still there, they are `seen`;
+    `logits` are the last row alone then, or None, and the bonus is not guessed. Not under greedy.
+    """
+    num_rows = len(seen) + (0 if logits is None else len(logits))
+    check(len(seen) in (0, len(drafted)) and not (seen and params.greedy), "rows are seen or run")
+    check(num_rows in (len(seen), len(drafted) + 1), "one row of logits for each outcome")
+    check(not params.penalised, "penalties would count draft tokens")
+    if vocabulary is not None:
+        params = vocabulary.params(params)
+    if params.greedy and logits is not None:
+        ids, scores = _by_logit(logits, count + 1)
+        if vocabulary is not None:
+            ids = vocabulary.token_ids[ids]
+    else:
+        found = [row.first(DRAFT_SUPPORT_ENTRIES) for row in seen]
+        if logits is not None:
+            found.append(likely_tokens(logits, params, vocabulary=vocabulary))
+        keys = NoiseBatch.of([noise]).correction_keys(len(drafted))
+        ids, scores = _by_arrival(LikelyTokens.joined(found), keys.of(range(num_rows)), count + 1)
+    own, ids, scores = _apart(drafted, ids, scores)
+    evidence = _evidence(noise, drafted, own, scores[: len(drafted), 0])
+    return RoundGuesses(_listed(ids, scores, count), scores[:, :count], evidence)
+
+
+def with_bonus(
+    guesses: RoundGuesses,
+    logits: torch.Tensor,
+    params: SamplingParams,
+    noise: RoundNoise,
+    count: int,
+    vocabulary: ReducedVocabulary | None = None,
+) -> RoundGuesses:
+    """Guesses that lack the bonus with it; `logits` [1, V] follow the last draft token, and all
+    else is as it was for `guess_round`. Not under greedy."""
+    check(len(logits) == 1 and not params.greedy, "the row of the bonus, which is drawn")
+    check(len(guesses.corrections) == guesses.num_drafted, "the bonus is guessed already")
+    if vocabulary is not None:
+        params = vocabulary.params(params)
+    rows = likely_tokens(logits, params, vocabulary=vocabulary)
+    keys = NoiseBatch.of([noise]).correction_keys(guesses.num_drafted)
+    ids, scores = _by_arrival(rows, keys.of([guesses.num_drafted]), count)
+    return RoundGuesses(
+        [*guesses.corrections, *_listed(ids, scores, count)],
+        np.concatenate((guesses.scores, scores)),
+        guesses.evidence,
+    )
+
+
+def _listed(ids: _Ids, scores: _Scores, count: int) -> list[list[int]]:
+    """The first `count` of the ids of each row that has so many."""
+    sizes = np.isfinite(scores[:, :count]).sum(axis=1).tolist()
+    return [row[:size] for row, size in zip(ids.tolist(), sizes, strict=True)]
+
+
+def _by_logit(logits: torch.Tensor, count: int) -> tuple[_Ids, _Scores]:
+    found = logits.topk(min(count, logits.shape[1]), dim=1)
+    return found.indices.cpu().numpy(), found.values.cpu().double().numpy()
+
+
+def _by_arrival(rows: LikelyTokens, keys: RowKeys, count: int) -> tuple[_Ids, _Scores]:
+    """The first tokens of each row in the order in which they would win the round's race, and
+    their log q + g, up to a number for each row; -1 and -inf behind the last: [R, count]."""
+    found_ids, found = arrival_order(rows, keys)
+    ids = np.full((len(rows), count), -1, dtype=np.int64)
+    scores = np.full((len(rows), count), -np.inf)
+    ids[:, : found.shape[1]] = found_ids[:, :count]
+    scores[:, : found.shape[1]] = found[:, :count]
+    return ids, scores
+
+
+def _apart(drafted: Sequence[int], ids: _Ids, scores: _Scores) -> tuple[_Scores, _Ids, _Scores]:
+    """Takes the draft tokens out of their rows, the first K: their scores [K], -inf where they are
+    not listed, and the rows without them."""
+    num_drafted = len(drafted)
+    found = np.zeros(ids.shape, dtype=bool)
+    found[:num_drafted] = ids[:num_drafted] == np.array(drafted, dtype=np.int64)[:, None]
+    own = np.where(found, scores, -np.inf).max(axis=1)[:num_drafted]
+    order = np.argsort(found, axis=1, kind="stable")
+    scores = np.where(found, -np.inf, scores)
+    return own, np.take_along_axis(ids, order, 1), np.take_along_axis(scores, order, 1)
+
+
+def _evidence(noise: RoundNoise, drafted: Sequence[int], own: _Scores, others: _Scores) -> _Scores:
+    """See `RoundGuesses.evidence`; `own` [K] are the draft tokens' scores, -inf where they are not
+    among the first, and `others` those of the best guesses beside them."""
+    if not noise.rule.absolute_noise:
+        found = -np.log(np.fromiter(noise.accept_uniforms(len(drafted)), np.float64))
+    else:
+        with np.errstate(invalid="ignore"):
+            found = np.nan_to_num(own - others, nan=0.0)
+    return np.clip(found, -EVIDENCE_MAX, EVIDENCE_MAX)

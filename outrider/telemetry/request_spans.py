@@ -1,0 +1,461 @@
+"""One trace and the numbers of every request that a coordinator serves.
+
+    chat MODEL                            from arrival to the last event; totals as attributes
+      outrider.open                       tokenizing, and opening the session in the store
+      outrider.round                      a sampled round
+        outrider.wire  (peer = draft)     question to answer; what its children leave is the wire
+          outrider.queue, outrider.draft      in the draft
+        outrider.wire  (peer = target)
+          outrider.queue, outrider.verify     in the target
+        outrider.commit                   decision to acknowledgement
+
+Rounds that are not sampled have no spans; they count in the totals like all others.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from opentelemetry.context import Context
+from opentelemetry.metrics import Meter
+from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_context
+
+from outrider.errors import OutriderError
+from outrider.request import ChatMessage, Finished, GenerateRequest
+from outrider.sessions.store import FinishReason
+from outrider.speculation.audit_totals import AuditSums
+from outrider.telemetry.audits import AuditMeters
+from outrider.telemetry.context import read_traceparent, write_traceparent
+from outrider.telemetry.health import watch_standing
+from outrider.telemetry.observer import (
+    AuditOutcome,
+    Observation,
+    RequestObserver,
+    Side,
+    Standing,
+)
+from outrider.telemetry.request_metrics import PHASES, RequestMeters
+
+PROVIDER: Final = "outrider"
+OPEN_ROUNDS_MAX: Final = 64
+"""Sampled rounds of one request that may wait for their commit; the oldest ends without."""
+
+
+@dataclass(frozen=True, slots=True)
+class Detail:
+    """What of a request is recorded."""
+
+    first_rounds: int
+    """So many rounds at its beginning have spans ..."""
+    every_rounds: int
+    """... and of those after it each so manieth; 0 = none."""
+    prompts: bool = False
+    """Whether text of prompts is recorded."""
+
+    def samples(self, index: int) -> bool:
+        """Whether the round at this place has spans."""
+        if index < self.first_rounds:
+            return True
+        return self.every_rounds > 0 and (index - self.first_rounds) % self.every_rounds == 0
+
+
+class ObservedRequests(Observation):
+    """Traces and measures every request."""
+
+    listens = True
+
+    def __init__(self, tracer: Tracer, meter: Meter, detail: Detail) -> None:
+        self.tracer = tracer
+        self._meter = meter
+        self.meters = RequestMeters(meter)
+        self._audits = AuditMeters(meter)
+        self.detail = detail
+
+    def begin(self, request: GenerateRequest, model: str, traceparent: str) -> RequestObserver:
+        """See `Observation.begin`."""
+        return ObservedRequest(self, request, model, read_traceparent(traceparent))
+
+    def watch_load(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
+        """See `Observation.watch_load`."""
+        self.meters.watch_load(running, waiting)
+
+    def audited(self, rule: str, sums: AuditSums) -> None:
+        """See `Observation.audited`."""
+        self._audits.add(rule, sums)
+
+    def audit_ended(self, outcome: AuditOutcome) -> None:
+        """See `Observation.audit_ended`."""
+        self._audits.outcomes.add(1, outcome)
+
+    def watch_standing(self, standing: Standing) -> None:
+        """See `Observation.watch_standing`."""
+        watch_standing(self._meter, standing)
+
+
+class ObservedRequest(RequestObserver):
+    """See `RequestObserver`."""
+
+    __slots__ = (
+        "_arrived",
+        "_arrived_ns",
+        "_asked",
+        "_contexts",
+        "_decided_ns",
+        "_detail",
+        "_ended",
+        "_first_token_at",
+        "_genai",
+        "_index",
+        "_last_shown_at",
+        "_meters",
+        "_num_fallbacks",
+        "_num_resyncs",
+        "_num_sampled",
+        "_open_s",
+        "_parent",
+        "_quiet",
+        "_rounds",
+        "_sampled",
+        "_seconds",
+        "_span",
+        "_times",
+        "_tracer",
+    )
+
+    def __init__(
+        self,
+        shared: ObservedRequests,
+        request: GenerateRequest,
+        model: str,
+        caller: Context | None,
+    ) -> None:
+        self._tracer = shared.tracer
+        self._meters = shared.meters
+        self._detail = shared.detail
+        self._arrived, self._arrived_ns = time.monotonic(), time.time_ns()
+        self._genai = {
+            "gen_ai.operation.name": _operation(request),
+            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.request.model": model,
+        }
+        self._span = shared.tracer.start_span(
+            f"{_operation(request)} {model}",
+            # Never the span that happens to be current here.
+            context=Context() if caller is None else caller,
+            kind=SpanKind.SERVER,
+            attributes=self._genai,
+            start_time=self._arrived_ns,
+        )
+        if self._span.is_recording():
+            _describe(self._span, request, shared.detail.prompts)
+        self._parent = set_span_in_context(self._span, Context())
+        self._quiet = write_traceparent(self._span, sampled=False)
+        whole = write_traceparent(self._span)
+        self._contexts: dict[Side, str] = {"draft": whole, "target": whole}
+        self._asked: dict[Side, Span] = {}
+        self._rounds: dict[int, Span] = {}
+        """Spans of sampled rounds that are not committed, by the round's index."""
+        self._decided_ns: dict[int, int] = {}
+        self._sampled: Span | None = None
+        """The span of the current round."""
+        self._index = 0
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._times: list[tuple[str, float]] = []
+        """Of rounds since tokens were shown last, by phase."""
+        self._open_s = 0.0
+        self._num_sampled = 0
+        self._num_resyncs = 0
+        self._num_fallbacks = 0
+        self._first_token_at: float | None = None
+        self._last_shown_at = 0.0
+        self._ended = False
+
+    @property
+    def trace_id(self) -> str:
+        """See `RequestObserver.trace_id`."""
+        return self._quiet[3:35]
+
+    def context(self, side: Side) -> str:
+        """See `RequestObserver.context`."""
+        return self._contexts[side]
+
+    def opened(self, session_id: str, num_prompt_tokens: int, seed: int) -> None:
+        """See `RequestObserver.opened`."""
+        self._open_s = time.monotonic() - self._arrived
+        self._meters.prompt_tokens.add(num_prompt_tokens)
+        if self._span.is_recording():
+            self._span.set_attributes(
+                {
+                    "gen_ai.response.id": session_id,
+                    "gen_ai.response.model": self._genai["gen_ai.request.model"],
+                    "gen_ai.conversation.id": session_id,
+                    # An attribute has 63 bits and a sign; a larger seed is given as text.
+                    "gen_ai.request.seed": seed if seed < 2**63 else str(seed),
+                    "gen_ai.usage.input_tokens": num_prompt_tokens,
+                }
+            )
+            self._tracer.start_span(
+                "outrider.open", context=self._parent, start_time=self._arrived_ns
+            ).end()
+
+    def round_began(self, index: int) -> None:
+        """See `RequestObserver.round_began`."""
+        self._index = index
+        self._sampled = None
+        if self._detail.samples(index) and self._span.is_recording():
+            self._num_sampled += 1
+            self._sampled = self._tracer.start_span(
+                "outrider.round", context=self._parent, attributes={"outrider.round.index": index}
+            )
+            self._rounds[index] = self._sampled
+            if len(self._rounds) > OPEN_ROUNDS_MAX:
+                oldest = next(iter(self._rounds))
+                self._decided_ns.pop(oldest, None)
+                self._rounds.pop(oldest).end()
+        else:
+            self._contexts["draft"] = self._contexts["target"] = self._quiet
+
+    def chosen(self, num_draft_tokens: int) -> None:
+        """See `RequestObserver.chosen`."""
+        self._meters.chosen_lengths.add(1, str(num_draft_tokens))
+
+    def asked(self, side: Side) -> None:
+        """See `RequestObserver.asked`."""
+        if self._sampled is not None:
+            span = self._tracer.start_span(
+                "outrider.wire",
+                context=set_span_in_context(self._sampled, Context()),
+                kind=SpanKind.CLIENT,
+                attributes={"outrider.peer": side},
+            )
+            self._asked[side] = span
+            self._contexts[side] = write_traceparent(span)
+
+    def resynced(self, side: Side) -> None:
+        """See `RequestObserver.resynced`."""
+        self._num_resyncs += 1
+        self._meters.resyncs.add(1, side)
+        if self._sampled is not None:
+            self._asked[side].add_event("outrider.resync")
+
+    def moved(self, side: Side) -> None:
+        """See `RequestObserver.moved`."""
+        self._meters.moves.add(1, side)
+        self._span.add_event("outrider.move", {"outrider.peer": side})
+
+    def proposal_unreadable(self) -> None:
+        """See `RequestObserver.proposal_unreadable`."""
+        self._meters.unreadable_proposals.add(1)
+
+    def drafted(
+        self,
+        num_tokens: int,
+        by_replica: bool,
+        seconds: float,
+        queue_ms: float,
+        compute_ms: float,
+        ahead: bool = False,
+    ) -> None:
+        """See `RequestObserver.drafted`."""
+        if ahead:
+            self._meters.look_ahead_hits.add(1)
+        self._seconds["draft"] += seconds
+        self._times.append(("draft", seconds))
+        if not by_replica:
+            self._num_fallbacks += 1
+            self._meters.fallback_rounds.add(1)
+        if self._sampled is not None:
+            self._asked["draft"].set_attributes(
+                {"outrider.num_draft_tokens": num_tokens, "outrider.by_replica": by_replica}
+            )
+            self._answered("draft", seconds, queue_ms, compute_ms)
+
+    def look_ahead_missed(self) -> None:
+        """See `RequestObserver.look_ahead_missed`."""
+        self._meters.look_ahead_misses.add(1)
+
+    def verified(self, seconds: float, queue_ms: float, compute_ms: float) -> None:
+        """See `RequestObserver.verified`."""
+        queue_s, compute_s = queue_ms / 1e3, compute_ms / 1e3
+        wire_s = max(0.0, seconds - queue_s - compute_s)
+        totals = self._seconds
+        totals["wire"] += wire_s
+        totals["queue"] += queue_s
+        totals["verify"] += compute_s
+        self._times += (("wire", wire_s), ("queue", queue_s), ("verify", compute_s))
+        if self._index == 0:
+            self._meters.queue.record(self._open_s + queue_s)
+        if self._sampled is not None:
+            self._answered("target", seconds, queue_ms, compute_ms)
+
+    def decided(self, num_draft_tokens: int, num_accepted: int, num_tokens: int) -> None:
+        """See `RequestObserver.decided`."""
+        meters = self._meters
+        meters.rounds.add(1)
+        if num_draft_tokens:
+            meters.drafts.add(1)
+            meters.draft_tokens.add(num_draft_tokens)
+            meters.accepted_tokens.add(num_accepted)
+            for position in _POSITIONS[:num_accepted]:
+                meters.accepted_per_position.add(1, position)
+        if self._sampled is not None:
+            self._decided_ns[self._index] = time.time_ns()
+            self._sampled.set_attributes(
+                {
+                    "outrider.num_draft_tokens": num_draft_tokens,
+                    "outrider.num_accepted_draft_tokens": num_accepted,
+                    "outrider.num_tokens": num_tokens,
+                }
+            )
+
+    def shown(self, round_index: int, num_tokens: int, commit_seconds: float) -> None:
+        """See `RequestObserver.shown`."""
+        now = time.monotonic()
+        self._seconds["commit"] += commit_seconds
+        self._times.append(("commit", commit_seconds))
+        self._record_times()
+        self._meters.generation_tokens.add(num_tokens)
+        if self._first_token_at is None:
+            self._first_token_at = now
+            self._meters.first_token.record(now - self._arrived)
+            self._meters.genai_first_token.record(now - self._arrived, self._genai)
+        elif num_tokens:
+            self._meters.inter_token.record((now - self._last_shown_at) / num_tokens)
+        self._last_shown_at = now
+        span = self._rounds.pop(round_index, None)
+        if span is not None:
+            self._tracer.start_span(
+                "outrider.commit",
+                context=set_span_in_context(span, Context()),
+                start_time=self._decided_ns.pop(round_index),
+            ).end()
+            span.end()
+
+    def finished(self, event: Finished) -> None:
+        """See `RequestObserver.finished`."""
+        seconds = time.monotonic() - self._arrived
+        num_tokens = event.usage.completion_tokens
+        self._meters.successes.add(1, event.finish_reason.value)
+        self._meters.latency.record(seconds)
+        self._meters.genai_duration.record(seconds, self._genai)
+        if self._first_token_at is not None and num_tokens > 1:
+            after_first = time.monotonic() - self._first_token_at
+            self._meters.genai_per_token.record(after_first / (num_tokens - 1), self._genai)
+        if self._span.is_recording():
+            metrics = event.metrics
+            self._span.set_attributes(
+                {
+                    "gen_ai.response.finish_reasons": [event.finish_reason.value],
+                    "gen_ai.usage.output_tokens": num_tokens,
+                    "gen_ai.server.time_to_first_token": metrics.time_to_first_token_ms / 1e3,
+                    "outrider.num_rounds": metrics.num_rounds,
+                    "outrider.num_draft_tokens": metrics.num_draft_tokens,
+                    "outrider.num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
+                    "outrider.mean_acceptance_length": metrics.mean_acceptance_length,
+                }
+            )
+        self._end()
+
+    def failed(self, error: BaseException) -> None:
+        """See `RequestObserver.failed`. A client that goes away is no failure, but a cancel."""
+        if self._ended:
+            return
+        seconds = time.monotonic() - self._arrived
+        if isinstance(error, Exception):
+            kind = type(error).__name__
+            self._meters.failures.add(1, kind)
+            self._meters.genai_duration.record(seconds, self._genai | {"error.type": kind})
+            self._span.set_attribute("error.type", kind)
+            # Nothing but our own errors is sure to say nothing of the prompt.
+            message = error.message if isinstance(error, OutriderError) else kind
+            self._span.set_status(StatusCode.ERROR, message)
+        else:
+            reason = FinishReason.CANCELLED.value
+            self._meters.successes.add(1, reason)
+            self._meters.genai_duration.record(seconds, self._genai)
+            self._span.set_attribute("gen_ai.response.finish_reasons", [reason])
+        self._end()
+
+    def _record_times(self) -> None:
+        """Here and not when they are known: the next round is under way, and nobody waits."""
+        for phase, seconds in self._times:
+            self._meters.phases[phase].record(seconds)
+        self._times.clear()
+
+    def _answered(self, side: Side, seconds: float, queue_ms: float, compute_ms: float) -> None:
+        span = self._asked.pop(side)
+        wire_ms = max(0.0, seconds * 1e3 - queue_ms - compute_ms)
+        span.set_attributes(
+            {
+                "outrider.wire_ms": wire_ms,
+                "outrider.queue_ms": queue_ms,
+                "outrider.compute_ms": compute_ms,
+            }
+        )
+        span.end()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._record_times()
+        for span in (*self._asked.values(), *self._rounds.values()):
+            span.end()
+        # Rounds that still end after this are counted and not traced.
+        self._asked, self._rounds, self._sampled = {}, {}, None
+        if self._span.is_recording():
+            totals = {f"outrider.{phase}_ms": s * 1e3 for phase, s in self._seconds.items()}
+            self._span.set_attributes(
+                {
+                    **totals,
+                    "outrider.num_sampled_rounds": self._num_sampled,
+                    "outrider.num_resyncs": self._num_resyncs,
+                    "outrider.num_fallback_rounds": self._num_fallbacks,
+                }
+            )
+        self._span.end()
+
+
+_POSITIONS: Final = tuple(str(position) for position in range(64))
+
+
+def _operation(request: GenerateRequest) -> str:
+    prompt = request.prompt
+    chat = isinstance(prompt, tuple) and bool(prompt) and isinstance(prompt[0], ChatMessage)
+    return "chat" if chat else "text_completion"
+
+
+def _describe(span: Span, request: GenerateRequest, prompts: bool) -> None:
+    """The request's parameters; nothing of its prompt unless asked for."""
+    sampling = request.sampling
+    span.set_attribute("gen_ai.request.temperature", sampling.temperature)
+    span.set_attribute("gen_ai.request.top_p", sampling.top_p)
+    span.set_attribute("gen_ai.request.top_k", sampling.top_k)
+    if request.max_tokens is not None:
+        span.set_attribute("gen_ai.request.max_tokens", request.max_tokens)
+    if request.stop:
+        span.set_attribute("gen_ai.request.stop_sequences", request.stop)
+    if request.num_draft_tokens is not None:
+        span.set_attribute("outrider.request.num_draft_tokens", request.num_draft_tokens)
+    if prompts:
+        span.set_attribute("gen_ai.input.messages", _messages(request))
+
+
+def _messages(request: GenerateRequest) -> str:
+    """The prompt as the semantic conventions write it; token ids as they are."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        turns = [("user", prompt)]
+    else:
+        turns = [(part.role, part.content) for part in prompt if isinstance(part, ChatMessage)]
+        if not turns:
+            return json.dumps(prompt)
+    return json.dumps(
+        [
+            {"role": role, "parts": [{"type": "text", "content": content}]}
+            for role, content in turns
+        ],
+        ensure_ascii=False,
+    )

@@ -1,0 +1,258 @@
+"""Between text and token ids: prompts in, whole characters out as tokens arrive."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from outrider.errors import BadRequest, ConfigError
+from outrider.grammar.compiler import GrammarTokenizer, backend_json
+from outrider.models.loading import load_tokenizer
+
+_REPLACEMENT: Final = "\ufffd"
+_HELD_TOKENS_MAX: Final = 8
+"""A character of UTF-8 has at most four bytes, and a token at least one: tokens that have not made
+whole characters after so many hardly will."""
+
+
+class TextStream(Protocol):
+    """Turns tokens into text as they come. The deltas and the rest make up the decoded whole."""
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain after one more token; often a word, sometimes nothing."""
+        ...
+
+    def finish(self) -> str:
+        """What was held back, with U+FFFD for bytes that make no character. Call it once, last."""
+        ...
+
+
+UNKNOWN_BYTES_MAX: Final = 256
+"""Bytes of text that a token for unknown words is thought to stand for, at most."""
+
+
+class TokenizerText:
+    """The tokenizer of a model. Special tokens are read in prompts and never shown."""
+
+    def __init__(self, tokenizer: Any, name: str) -> None:
+        self._tokenizer = tokenizer
+        self._name = name
+        self._backend: Any | None = getattr(tokenizer, "backend_tokenizer", None)
+        self._special = frozenset(
+            token_id
+            for token_id, token in tokenizer.added_tokens_decoder.items()
+            if getattr(token, "special", False)
+        ) | frozenset(tokenizer.all_special_ids)
+        self._bytes_of = _byte_level_alphabet() if self._is_byte_level() else None
+        self._fallback_bytes = self._find_fallback_bytes()
+        longest = max((len(token.encode()) for token in tokenizer.get_vocab()), default=0)
+        self.token_bytes_max = max(longest, UNKNOWN_BYTES_MAX)
+        """Bytes of text that one token stands for, at most."""
+
+    @classmethod
+    def load(
+        cls, path: Path, name: str | None = None, *, trust_remote_code: bool = False
+    ) -> TokenizerText:
+        """From a model's directory. Raises `ConfigError` where it has no tokenizer."""
+        tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+        if tokenizer is None:
+            raise ConfigError(f"model {name}: no tokenizer in {path}")
+        return cls(tokenizer, name or str(path))
+
+    def encode(self, text: str) -> list[int]:
+        """The prompt's token ids, with what the tokenizer puts before every text.
+
+        Raises `BadRequest` for text that is not Unicode (a lone surrogate)."""
+        _check_unicode("text", text)
+        return list(self._tokenizer.encode(text))
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The ids of a conversation of `role` and `content`, up to where the answer begins.
+
+        Raises `BadRequest` where the model has no chat template, or its template refuses."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise BadRequest("chat", f"model {self._name} has no chat template; send a prompt")
+        for message in messages:
+            _check_unicode("chat", message.get("content", ""))
+        from jinja2 import TemplateError
+
+        try:
+            ids = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+            )
+        except (TemplateError, TypeError, KeyError) as error:
+            raise BadRequest("chat", f"the model's chat template refuses: {error}") from error
+        return list(ids)
+
+    def grammar_tokenizer(self, eos_token_ids: tuple[int, ...]) -> GrammarTokenizer:
+        """The same tokenizer, for grammars of texts that these tokens end. Takes a second. Raises
+        `ConfigError` where it does not serve."""
+        return GrammarTokenizer(self._tokenizer, eos_token_ids)
+
+    def backend_json(self) -> str:
+        """The same tokenizer as the JSON of Hugging Face's tokenizers. Raises `ConfigError` where
+        it is none of them."""
+        return backend_json(self._tokenizer)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones left out."""
+        if self._backend is not None:
+            return str(self._backend.decode(list(token_ids), skip_special_tokens=True))
+        return str(
+            self._tokenizer.decode(
+                list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def stream(self) -> TextStream:
+        """A stream that begins with the next token. Linear in what is pushed."""
+        if self._bytes_of is not None:
+            return _ByteStream(self)
+        return _WindowStream(self)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is never shown."""
+        return token_id in self._special
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token of a byte-level tokenizer adds to a text; empty for an unknown id."""
+        token = self._backend.id_to_token(token_id) if self._backend is not None else None
+        if token is None or self._bytes_of is None:
+            return b""
+        try:
+            return bytes(self._bytes_of[character] for character in token)
+        except KeyError:  # an added token, kept as it is written
+            return str(token).encode()
+
+    def spell(self, token_id: int) -> bytes:
+        """What a token is written as inside a text, for whoever looks at tokens one by one: a
+        special one by its name, which no text shows; empty for an unknown id."""
+        if token_id in self._special:
+            return str(self._tokenizer.convert_ids_to_tokens(token_id)).encode()
+        if self._bytes_of is not None:
+            return self.token_bytes(token_id)
+        byte = self.fallback_byte(token_id)
+        if byte is not None:
+            return bytes([byte])
+        # Behind itself, for the first token of a text may lose its leading space.
+        once, twice = self.decode([token_id]), self.decode([token_id, token_id])
+        return twice[len(once) :].encode()
+
+    @property
+    def has_fallback_bytes(self) -> bool:
+        """Whether the vocabulary spells what it does not know as `<0x00>` to `<0xFF>`."""
+        return bool(self._fallback_bytes)
+
+    def fallback_byte(self, token_id: int) -> int | None:
+        """The byte that a token `<0x..>` stands for; None for any other token."""
+        return self._fallback_bytes.get(token_id)
+
+    def _find_fallback_bytes(self) -> dict[int, int]:
+        vocabulary = self._tokenizer.get_vocab()
+        spelled = {byte: vocabulary.get(f"<0x{byte:02X}>") for byte in range(256)}
+        return {token_id: byte for byte, token_id in spelled.items() if token_id is not None}
+
+    def _is_byte_level(self) -> bool:
+        """Whether decoding is the concatenation of each token's bytes."""
+        if self._backend is None:
+            return False
+        decoder = json.loads(self._backend.to_str()).get("decoder") or {}
+        return decoder.get("type") == "ByteLevel"
+
+
+class _ByteStream:
+    """For byte-level tokenizers: the bytes decide which characters are whole."""
+
+    def __init__(self, text: TokenizerText) -> None:
+        self._text = text
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """See `TextStream.push`."""
+        if self._text.is_special(token_id):
+            return ""
+        return self._decoder.decode(self._text.token_bytes(token_id))
+
+    def finish(self) -> str:
+        """See `TextStream.finish`."""
+        return self._decoder.decode(b"", final=True)
+
+
+class _WindowStream:
+    """For any tokenizer: decodes the last tokens again, with as many before them as make sure that
+    the first of a text, which may lose its leading space, is not mistaken for one inside it.
+
+        ids      ... | context: shown | pending: not yet shown |
+        decoded        `_shown`         what push returns
+    """
+
+    def __init__(self, text: TokenizerText) -> None:
+        self._text = text
+        self._context: list[int] = []
+        self._pending: list[int] = []
+        self._shown = ""
+
+    def push(self, token_id: int) -> str:
+        """See `TextStream.push`."""
+        if self._text.is_special(token_id):
+            return ""
+        self._pending.append(token_id)
+        if self._splits_character():
+            return ""
+        decoded = self._text.decode(self._context + self._pending)
+        if self._may_split_character(decoded):
+            return ""
+        return self._show(decoded)
+
+    def finish(self) -> str:
+        """See `TextStream.finish`."""
+        return self._show(self._text.decode(self._context + self._pending))
+
+    def _splits_character(self) -> bool:
+        """Whether the pending tokens are bytes that begin a character and do not end it."""
+        pending = [self._text.fallback_byte(token_id) for token_id in self._pending]
+        if None in pending:
+            return False
+        try:
+            _, consumed = codecs.utf_8_decode(
+                bytes(b for b in pending if b is not None), "strict", False
+            )
+        except UnicodeDecodeError:
+            return False  # no further byte can repair it
+        return consumed < len(pending)
+
+    def _may_split_character(self, decoded: str) -> bool:
+        """The same where it can only be guessed from the text, for other kinds of tokenizer."""
+        return (
+            not self._text.has_fallback_bytes
+            and decoded.endswith(_REPLACEMENT)
+            and len(self._pending) < _HELD_TOKENS_MAX
+        )
+
+    def _show(self, decoded: str) -> str:
+        delta = decoded[len(self._shown) :]
+        self._context, self._pending = self._pending, []
+        self._shown = self._text.decode(self._context)
+        return delta
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The character that byte-level vocabularies write each byte as (Radford et al. 2019):
+    printable Latin-1 as itself, the others as the characters from U+0100 on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def _check_unicode(field: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(field, f"not Unicode text (position {error.start})") from error

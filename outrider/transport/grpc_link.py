@@ -1,0 +1,325 @@
+"""The coordinator's end of the stream to a replica, over gRPC.
+
+One channel, up to two streams on it: one for ordinary items, one for bulky ones (long prompts), so
+that a prompt on its way does not hold up the rounds of other sessions. Sampling parameters travel
+once per session and stream; after that their hash stands for them, until the replica says
+`Resync`, which may mean that it does not know them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from random import random
+from typing import Any, Generic, TypeVar, cast
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from outrider.backoff import backoff
+from outrider.errors import BadRequest, LinkLost, Overloaded, Unavailable, check
+from outrider.limits import (
+    BULK_ITEM_BYTES,
+    FRAME_BYTES_MAX,
+    GRPC_MESSAGE_BYTES_MAX,
+    LINK_BACKOFF_MS_MAX,
+    LINK_BACKOFF_MS_MIN,
+    RELEASES_IN_FLIGHT_MAX,
+    STREAM_QUEUE_ITEMS_MAX,
+)
+from outrider.messages import (
+    DraftAnswer,
+    DraftItem,
+    ReplicaDescription,
+    Resync,
+    RoundHead,
+    VerifyAnswer,
+    VerifyItem,
+)
+from outrider.transport import codec as convert
+from outrider.transport import stream_codecs as codecs
+from outrider.transport.channel import PLAIN, Trust, open_channel
+from outrider.transport.description_codec import description_from_proto
+from outrider.transport.link import LinkBytes
+from outrider.transport.send_queue import Outbox
+from outrider.transport.status import status_to_error
+from outrider.transport.stream_codecs import Codec, Keyed
+from outrider.v1 import types_pb2
+
+logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer", bound=Keyed)
+RELEASE_TIMEOUT_S = 5.0
+_END: Any = vars(grpc.aio)["EOF"]
+"""What a read returns at the end of a stream; type stubs do not know it."""
+_ITEM_BYTES_MAX = GRPC_MESSAGE_BYTES_MAX - (GRPC_MESSAGE_BYTES_MAX - FRAME_BYTES_MAX) // 8
+"""Leaves room for the frame around an item that travels alone."""
+
+
+def target_link(address: str, trust: Trust = PLAIN) -> GrpcLink[VerifyItem, VerifyAnswer]:
+    """A link to the target at host:port. Call it on the event loop that will use it."""
+    return GrpcLink(open_channel(address, trust), codecs.VERIFY, address)
+
+
+def draft_link(address: str, trust: Trust = PLAIN) -> GrpcLink[DraftItem, DraftAnswer]:
+    """A link to the draft at host:port. Call it on the event loop that will use it."""
+    return GrpcLink(open_channel(address, trust), codecs.DRAFT, address)
+
+
+class GrpcLink(Generic[Item, Answer]):
+    """`outrider.transport.link.Link` over a channel, which it owns and closes.
+
+    After a break `send` raises `LinkLost` for a while that doubles with every failed attempt, from
+    `LINK_BACKOFF_MS_MIN` to `LINK_BACKOFF_MS_MAX`; the first `send` after it opens a new stream.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, codec: Codec[Item, Answer], address: str) -> None:
+        self._channel = cast(Any, channel)
+        self._codec = codec
+        self._address = address
+        self.num_bytes = LinkBytes()
+        self._open_call = self._channel.stream_stream(codec.path(codec.stream_method))
+        self._describe = self._channel.unary_unary(codec.path("Describe"))
+        self._release = self._channel.unary_unary(codec.path("Release"))
+        self._on_answer: Callable[[Answer], None] | None = None
+        self._on_lost: Callable[[Exception], None] | None = None
+        self._normal: _Stream[Item, Answer] | None = None
+        self._bulk: _Stream[Item, Answer] | None = None
+        self._failures = 0
+        self._down_until = 0.0
+        self._background: set[asyncio.Task[None]] = set()
+        self._num_releases = 0
+        self._closed = False
+
+    def listen(
+        self, on_answer: Callable[[Answer], None], on_lost: Callable[[Exception], None]
+    ) -> None:
+        """See `Link.listen`."""
+        check(self._on_answer is None, "a link has one listener")
+        self._on_answer, self._on_lost = on_answer, on_lost
+
+    def send(self, item: Item) -> None:
+        """See `Link.send`. Raises `BadRequest` for an item that no message can hold."""
+        check(self._on_answer is not None, "listen before the first send")
+        self._check_reachable()
+        if self._normal is None:
+            self._normal = self._open_stream("normal")
+        message = self._normal.encode(item)
+        size = message.ByteSize()
+        if size <= BULK_ITEM_BYTES:
+            self._normal.put(item, message)
+            return
+        if size > _ITEM_BYTES_MAX:
+            raise BadRequest("head.append", f"an item of {size} bytes is over {_ITEM_BYTES_MAX}")
+        if self._bulk is None:
+            self._bulk = self._open_stream("bulk")
+        self._bulk.put(item, self._bulk.encode(item))
+
+    def release(self, session_id: str, epoch: int) -> None:
+        """See `Link.release`."""
+        for stream in (self._normal, self._bulk):
+            if stream is not None:
+                stream.forget(session_id)
+        if self._closed or self._num_releases >= RELEASES_IN_FLIGHT_MAX:
+            return
+        self._num_releases += 1
+        self._spawn(self._send_release(session_id, epoch))
+
+    async def describe(self, timeout_s: float) -> ReplicaDescription:
+        """See `Link.describe`."""
+        request = types_pb2.DescribeRequest().SerializeToString()
+        if self._closed:
+            raise Unavailable(f"the link to {self._address} is closed")
+        try:
+            reply = await self._describe(request, timeout=timeout_s)
+            return description_from_proto(types_pb2.ReplicaDescription.FromString(reply))
+        except grpc.aio.AioRpcError as error:
+            reason = status_to_error(error).message
+            raise Unavailable(f"{self._address} does not describe itself: {reason}") from error
+        except (BadRequest, DecodeError) as error:
+            raise Unavailable(f"{self._address} is no replica of this kind: {error}") from error
+        except asyncio.CancelledError:
+            # Closing a channel looks to its calls as if their task had been cancelled.
+            task = asyncio.current_task()
+            if self._closed and task is not None and not task.cancelling():
+                raise Unavailable(f"the link to {self._address} was closed") from None
+            raise
+
+    async def close(self) -> None:
+        """See `Link.close`."""
+        self._closed = True
+        for stream in (self._normal, self._bulk):
+            if stream is not None:
+                stream.stop()
+        self._normal = self._bulk = None
+        tasks = list(self._background)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._channel.close(None)
+
+    def _check_reachable(self) -> None:
+        if self._closed:
+            raise LinkLost(f"the link to {self._address} is closed")
+        missing_s = self._down_until - asyncio.get_running_loop().time()
+        if missing_s > 0:
+            error = LinkLost(f"the replica at {self._address} cannot be reached at present")
+            error.retry_after_ms = round(missing_s * 1000) + 1
+            raise error
+
+    def _open_stream(self, name: str) -> _Stream[Item, Answer]:
+        stream = _Stream(self._codec, self._open_call(), self.num_bytes, self._heard, self._lost)
+        self._spawn(stream.run(), f"{name} stream to {self._address}")
+        return stream
+
+    def _spawn(self, work: Any, name: str | None = None) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _send_release(self, session_id: str, epoch: int) -> None:
+        request = types_pb2.ReleaseRequest(session_id=session_id, epoch=epoch)
+        try:
+            await self._release(request.SerializeToString(), timeout=RELEASE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            # Best effort by contract: the replica evicts what nobody uses.
+            logger.debug("release of %s at %s: %s", session_id, self._address, error.details())
+        finally:
+            self._num_releases -= 1
+
+    def _heard(self, answer: Answer) -> None:
+        self._failures = 0
+        if isinstance(answer, Resync):
+            for stream in (self._normal, self._bulk):
+                if stream is not None:
+                    stream.forget(answer.key.session_id)
+        if self._on_answer is not None:
+            self._on_answer(answer)
+
+    def _lost(self, stream: _Stream[Item, Answer], reason: str) -> None:
+        """One stream broke: both are given up, and the listener hears of it once."""
+        if self._closed or stream not in (self._normal, self._bulk):
+            return
+        for other in (self._normal, self._bulk):
+            if other is not None:
+                other.stop()
+        self._normal = self._bulk = None
+        delay_ms = backoff(LINK_BACKOFF_MS_MIN, LINK_BACKOFF_MS_MAX, self._failures, random)
+        self._failures += 1
+        self._down_until = asyncio.get_running_loop().time() + delay_ms / 1000
+        error = LinkLost(f"the stream to {self._address} broke: {reason}")
+        error.retry_after_ms = round(delay_ms)
+        logger.info("%s", error.message)
+        if self._on_lost is not None:
+            self._on_lost(error)
+
+
+class _Stream(Generic[Item, Answer]):
+    """One bidirectional call: a writer that sends all that waits in one frame, and a reader."""
+
+    def __init__(
+        self,
+        codec: Codec[Item, Answer],
+        call: Any,
+        num_bytes: LinkBytes,
+        on_answer: Callable[[Answer], None],
+        on_end: Callable[[_Stream[Item, Answer], str], None],
+    ) -> None:
+        self._codec = codec
+        self._call = call
+        self._num_bytes = num_bytes
+        self._on_answer = on_answer
+        self._on_end = on_end
+        self._outbox = Outbox()
+        self._sampling: dict[str, tuple[tuple[int, bytes], int]] = {}
+        """session -> (hashes of the parameters as given and of the constraint, hash of the former
+        as the replica reads them)"""
+        self._stopped = False
+
+    def encode(self, item: Item) -> Any:
+        """The item as a message: parameters and a constraint that were sent before become their
+        hashes."""
+        head = self._codec.item_head(item)
+        sent = self._sampling.get(head.session_id)
+        if sent is not None and sent[0] == _hashes(head):
+            return self._codec.item_to_proto(item, sent[1])
+        return self._codec.item_to_proto(item, None)
+
+    def put(self, item: Item, message: Any) -> None:
+        """Queues what `encode` made of the item just now."""
+        if not self._outbox.put(message):
+            error = Overloaded(f"{STREAM_QUEUE_ITEMS_MAX} items wait on this stream")
+            error.retry_after_ms = LINK_BACKOFF_MS_MIN
+            raise error
+        head: RoundHead = self._codec.item_head(item)
+        sent = self._sampling.get(head.session_id)
+        if head.sampling is not None and (sent is None or sent[0] != _hashes(head)):
+            as_read = convert.canonical_sampling(head.sampling).hash()
+            self._sampling[head.session_id] = (_hashes(head), as_read)
+
+    def forget(self, session_id: str) -> None:
+        """Sends this session's parameters in full again, if it sends any."""
+        self._sampling.pop(session_id, None)
+
+    def stop(self) -> None:
+        """Ends the call; nothing of it is heard any more."""
+        if not self._stopped:
+            self._stopped = True
+            self._call.cancel()
+
+    async def run(self) -> None:
+        """Lives as long as the call; then tells why it ended, unless it was stopped."""
+        writer = asyncio.create_task(self._write())
+        try:
+            reason = await self._read()
+        except asyncio.CancelledError:
+            # Raised by `read` when the call was cancelled under it, and by a cancelled task.
+            if self._stopped:
+                raise
+            reason = "the call was cancelled"
+        finally:
+            writer.cancel()
+            self._call.cancel()
+        await asyncio.gather(writer, return_exceptions=True)
+        if not self._stopped:
+            self._on_end(self, reason)
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                await self._outbox.wait()
+                while messages := self._outbox.gather():
+                    data = self._codec.request_frame(messages).SerializeToString()
+                    self._num_bytes.sent += len(data)
+                    await self._call.write(data)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            # The call has ended; the reader gets its status and reports it.
+            return
+        except Exception:
+            logger.exception("the writer of a stream failed")
+            self._call.cancel()
+
+    async def _read(self) -> str:
+        """Hears answers until the call ends; returns why it did."""
+        try:
+            while (data := await self._call.read()) is not _END:
+                self._num_bytes.received += len(data)
+                for message in self._codec.parse_reply(data).items:
+                    if self._stopped:
+                        break
+                    self._on_answer(self._codec.answer_from_proto(message))
+        except grpc.aio.AioRpcError as error:
+            return status_to_error(error).message
+        except DecodeError:
+            return "the replica sent bytes that are no frame of answers"
+        except BadRequest as error:
+            # Whoever waits for it must hear something, and this peer cannot be believed.
+            return f"the replica sent an answer that does not fit: {error}"
+        return "the replica closed it"
+
+
+def _hashes(head: RoundHead) -> tuple[int, bytes]:
+    """Of what is sent in full once for each session on a stream."""
+    return head.sampling_hash, head.constraint_hash

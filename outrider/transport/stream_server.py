@@ -1,0 +1,207 @@
+"""The replica's end of a stream: what the servicers of draft and target share.
+
+A stream ends as the caller ends it: after a half-close (no more items) the last round of each
+session is still answered; after a cancel or a broken connection nothing is, and queued work is
+dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, Generic
+
+from outrider.errors import BadRequest, OutriderError, Overloaded, Unavailable
+from outrider.limits import (
+    SESSIONS_PER_COORDINATOR_MAX,
+    STREAM_QUEUE_ITEMS_MAX,
+    STUCK_WRITE_MS,
+)
+from outrider.messages import Refused, ReplyKey, Resync, RoundHead
+from outrider.tokens import EMPTY_DIGEST
+from outrider.transport.description_codec import description_to_proto
+from outrider.transport.field_codec import session_id_from_wire
+from outrider.transport.link import Connection, ReplicaService
+from outrider.transport.send_queue import Outbox
+from outrider.transport.stream_codecs import Answer, Codec, Item
+from outrider.v1 import types_pb2
+
+_ECHOED_SESSION_ID_CHARS = 64
+
+
+class StreamServer(Generic[Item, Answer]):
+    """Bridges protobuf streams and unary calls to one `ReplicaService`."""
+
+    def __init__(self, service: ReplicaService[Item, Answer], codec: Codec[Item, Answer]) -> None:
+        self._service = service
+        self._codec = codec
+        self._readers: dict[asyncio.Task[None], Outbox] = {}
+        """Of each open stream, who takes its items, and where its answers wait."""
+        self._ending: asyncio.Task[None] | None = None
+
+    async def serve(self, frames: AsyncIterator[Any]) -> AsyncGenerator[Any]:
+        """Frames of items in, frames of answers out, until the caller ends the stream. Raises
+        `Overloaded` when the caller does not read its answers, and what `frames` raises; where a
+        write stays stuck on such a caller, the task that iterates is cancelled."""
+        stream: _Stream[Item, Answer] = _Stream(self._codec, asyncio.current_task())
+        stream.connection = self._service.connect(stream.answer)
+        reader = asyncio.create_task(stream.read(frames), name="stream reader")
+        reader.add_done_callback(lambda _: stream.outbox.wake())
+        self._readers[reader] = stream.outbox
+        if self._ending is not None:
+            reader.cancel()
+        try:
+            while True:
+                await stream.outbox.wait()
+                while messages := stream.outbox.gather():
+                    stream.writing = True
+                    yield self._codec.reply_frame(messages)
+                    stream.writing = False
+                if stream.failure is not None:
+                    raise stream.failure
+                if self._ending is not None and self._ending.done():
+                    raise Unavailable("this replica is stopping")
+                if reader.done() and not reader.cancelled():
+                    reader.result()
+                    if not stream.unanswered:
+                        return
+        finally:
+            stream.writing = False
+            del self._readers[reader]
+            reader.cancel()
+            stream.connection.close()
+
+    def finish(self, drained: Coroutine[Any, Any, None]) -> None:
+        """Takes no more items. When `drained` returns, every stream sends the answers it has and
+        ends as `Unavailable`. They end together, because a coordinator that loses one of its
+        streams gives up the other; an answer that is then still on its way is asked for again."""
+        self._ending = asyncio.create_task(drained)
+        self._ending.add_done_callback(self._wake_all)
+        for reader in self._readers:
+            reader.cancel()
+
+    def _wake_all(self, _: asyncio.Task[None]) -> None:
+        for outbox in self._readers.values():
+            outbox.wake()
+
+    def describe(self) -> types_pb2.ReplicaDescription:
+        """What the replica runs."""
+        return description_to_proto(self._service.describe())
+
+    def release(self, request: types_pb2.ReleaseRequest) -> types_pb2.ReleaseReply:
+        """Forgets a session unless a newer epoch of it is known."""
+        session_id = session_id_from_wire(request.session_id)
+        self._service.release(session_id, request.epoch)
+        return types_pb2.ReleaseReply()
+
+
+class _Stream(Generic[Item, Answer]):
+    """One stream: its outbox, what its sessions' parameters are, its unanswered items."""
+
+    connection: Connection[Item]
+
+    def __init__(self, codec: Codec[Item, Answer], task: asyncio.Task[Any] | None) -> None:
+        self._codec = codec
+        self._task = task
+        self.writing = False
+        """Whether a frame is being written; a caller that does not read holds it there."""
+        self.outbox = Outbox()
+        self.failure: Exception | None = None
+        """Why the stream must end, once it must."""
+        self.unanswered: OrderedDict[str, ReplyKey] = OrderedDict()
+        """Of each session the newest round that was asked for, until it is answered: an older one
+        need not be, nor the same one twice. A target may answer rounds beyond."""
+        self._known: OrderedDict[str, RoundHead] = OrderedDict()
+        """session -> the head with which its parameters came in full"""
+
+    async def read(self, frames: AsyncIterator[Any]) -> None:
+        """Hands items of each frame to the service, in one call."""
+        async for frame in frames:
+            items: list[Item] = []
+            for message in frame.items:
+                item = self._decode(message)
+                if item is not None:
+                    items.append(item)
+            for item in items:
+                if self._codec.awaits_answer(item):
+                    self._await(self._codec.item_head(item).key)
+            if items:
+                self.connection.receive(items)
+
+    def answer(self, answers: Sequence[Answer]) -> None:
+        """Queues answers of the service; when the caller does not read, the stream ends."""
+        for answer in answers:
+            if self.unanswered.get(answer.key.session_id) == answer.key:
+                del self.unanswered[answer.key.session_id]
+            try:
+                message = self._codec.answer_to_proto(answer)
+            except Exception as error:  # noqa: BLE001 - raised by `serve`, for this stream alone
+                self._fail(error)
+                return
+            if not self.outbox.put(message):
+                number = STREAM_QUEUE_ITEMS_MAX
+                self._fail(Overloaded(f"{number} answers wait to be read on this stream"))
+                return
+
+    def _await(self, key: ReplyKey) -> None:
+        known = self.unanswered.get(key.session_id)
+        if known is not None and (key.epoch, key.round) < (known.epoch, known.round):
+            return  # It is refused as over.
+        self.unanswered[key.session_id] = key
+        self.unanswered.move_to_end(key.session_id)
+        if len(self.unanswered) > SESSIONS_PER_COORDINATOR_MAX:
+            self.unanswered.popitem(last=False)
+
+    def _fail(self, error: Exception) -> None:
+        if self.failure is not None:
+            return
+        self.failure = error
+        self.outbox.wake()
+        if self.writing:  # Who does read is told why; the others would keep this waiting.
+            asyncio.get_running_loop().call_later(STUCK_WRITE_MS / 1e3, self._give_up)
+
+    def _give_up(self) -> None:
+        if self.writing and self._task is not None:
+            self._task.cancel()
+
+    def _decode(self, message: Any) -> Item | None:
+        """The item, with its sampling parameters and constraint; or None, where it has been
+        answered here."""
+        try:
+            item = self._codec.item_from_proto(message)
+        except BadRequest as error:
+            self._answer_here(_refusal(message.head, error))
+            return None
+        head = self._codec.item_head(item)
+        if head.sampling is not None:
+            self._remember(head)
+            return item
+        known = self._known.get(head.session_id)
+        if known is None or _hashes(known) != _hashes(head):
+            # The caller then sends everything anew, the parameters included.
+            self._answer_here(Resync(head.key, 0, EMPTY_DIGEST))
+            return None
+        full = replace(head, sampling=known.sampling, constraint=known.constraint)
+        return self._codec.with_head(item, full)
+
+    def _remember(self, head: RoundHead) -> None:
+        self._known[head.session_id] = replace(head, append=())
+        self._known.move_to_end(head.session_id)
+        if len(self._known) > SESSIONS_PER_COORDINATOR_MAX:
+            self._known.popitem(last=False)
+
+    def _answer_here(self, answer: Any) -> None:
+        self.answer([answer])
+
+
+def _hashes(head: RoundHead) -> tuple[int, bytes]:
+    """Of what comes in full once for each session."""
+    return head.sampling_hash, head.constraint_hash
+
+
+def _refusal(head: types_pb2.RoundHead, error: OutriderError) -> Refused:
+    """Refuses an item under what it called itself, valid or not."""
+    key = ReplyKey(head.session_id[:_ECHOED_SESSION_ID_CHARS], head.epoch, head.round)
+    return Refused(key, error.grpc_code, error.message)

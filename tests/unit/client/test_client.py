@@ -1,0 +1,338 @@
+"""The client: what it makes of events, and how it reports what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from outrider.client import (
+    ChatMessage,
+    Client,
+    CompletionBuilder,
+    CoordinatorDescription,
+    Event,
+    Finished,
+    GenerateRequest,
+    Metrics,
+    RoundReport,
+    Started,
+    SyncClient,
+    Tokens,
+    Usage,
+)
+from outrider.errors import BadRequest, DataLoss, NotFound, Overloaded, Unavailable
+from outrider.sessions.store import (
+    CacheState,
+    Counters,
+    FinishReason,
+    SessionRecord,
+    SessionState,
+)
+from outrider.speculation.accept_reject import Origin
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.transport.request_codec import event_to_proto, request_from_proto, session_to_proto
+from outrider.transport.server import RpcServer, Service
+from outrider.v1 import coordinator_pb2 as pb
+from outrider.v1 import types_pb2
+
+ID = "ab" * 16
+STARTED = Started(ID, "demo", 2**64 - 1, Rule.TOKEN, num_prompt_tokens=3)
+FIRST = Tokens(0, (5, 6), "he", (Origin.ACCEPTED, Origin.CORRECTION), ())
+SECOND = Tokens(2, (7,), "llo", (Origin.BONUS,), ())
+ROUND = RoundReport(1, (5, 9), 1, 1.0, 2.0, 3.0, 4.0, 5.0, proposed_parents=(-1, -1))
+FINISHED = Finished(FinishReason.LENGTH, Usage(4, 3), Metrics(2, 3, 1, 1.5, 10.0, 30.0))
+
+
+class _Coordinator:
+    """Answers with what a test puts into it: an event to send, an error to raise, or something
+    that it waits for."""
+
+    def __init__(self) -> None:
+        self.events: Sequence[Event | Exception | asyncio.Event] = ()
+        self.waits = asyncio.Event()
+        self.left = asyncio.Event()
+        """Set when a call has ended, however it ended."""
+        self.requests: list[pb.GenerateRequest] = []
+        self.resumed: list[tuple[str, int]] = []
+        self.cancelled: list[str] = []
+
+    async def generate(
+        self, request: pb.GenerateRequest, context: Any
+    ) -> AsyncGenerator[pb.GenerateEvent]:
+        self.requests.append(request)
+        try:
+            for event in self.events:
+                if isinstance(event, Exception):
+                    raise event
+                if isinstance(event, asyncio.Event):
+                    self.waits.set()
+                    await event.wait()
+                else:
+                    yield event_to_proto(event)
+        finally:
+            self.left.set()
+
+    async def resume(
+        self, request: pb.ResumeRequest, context: Any
+    ) -> AsyncGenerator[pb.GenerateEvent]:
+        self.resumed.append((request.session_id, request.num_tokens))
+        async for event in self.generate(pb.GenerateRequest(), context):
+            yield event
+
+    async def cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelReply:
+        self.cancelled.append(request.session_id)
+        return pb.CancelReply()
+
+    async def describe(
+        self, request: types_pb2.DescribeRequest, context: Any
+    ) -> pb.CoordinatorDescription:
+        return pb.CoordinatorDescription(
+            model="demo", vocab_size=320, max_model_len=256, num_running=2
+        )
+
+    async def get_session(self, request: pb.GetSessionRequest, context: Any) -> pb.Session:
+        if request.session_id != ID:
+            raise NotFound(f"session_id: there is no session {request.session_id}")
+        nothing = CacheState()
+        return session_to_proto(
+            SessionRecord(
+                session_id=ID, tenant="", epoch=3, owner="x", state=SessionState.RUNNING,
+                seed=1, rule=Rule.BLOCK, parameters="", prompt_length=1, token_ids=(1, 2),
+                prefix_digest=0, draft=nothing, target=nothing, counters=Counters(), logprobs="",
+                finish_reason=None,
+            )
+        )  # fmt: skip
+
+
+@pytest.fixture
+def coordinator() -> _Coordinator:
+    return _Coordinator()
+
+
+@pytest_asyncio.fixture
+async def server(coordinator: _Coordinator) -> AsyncIterator[RpcServer]:
+    descriptor = pb.DESCRIPTOR.services_by_name["Coordinator"]
+    server = RpcServer([Service(descriptor, coordinator)])
+    await server.start()
+    yield server
+    await server.stop()
+
+
+@pytest_asyncio.fixture
+async def client(server: RpcServer) -> AsyncIterator[Client]:
+    async with Client(server.address) as client:
+        yield client
+
+
+async def test_a_completion_is_its_events(client: Client, coordinator: _Coordinator) -> None:
+    """Every field of every event arrives, in order."""
+    coordinator.events = (STARTED, FIRST, ROUND, SECOND, FINISHED)
+    events = [event async for event in client.generate(GenerateRequest("hi"))]
+    assert events == list(coordinator.events)
+    completion = await client.complete(GenerateRequest("hi"))
+    assert (completion.text, completion.token_ids) == ("hello", (5, 6, 7))
+    assert completion.origins == (Origin.ACCEPTED, Origin.CORRECTION, Origin.BONUS)
+    assert completion.seed == 2**64 - 1
+    assert completion.rounds == (ROUND,)
+    assert completion.metrics == FINISHED.metrics
+
+
+async def test_a_request_arrives_as_it_was_made(client: Client, coordinator: _Coordinator) -> None:
+    """What is None stays unset, so that the coordinator's default holds."""
+    coordinator.events = (STARTED, FINISHED)
+    full = GenerateRequest(
+        prompt=(1, 2), model="m", sampling=SamplingParams(temperature=0.5, logit_bias=((3, 1.0),)),
+        max_tokens=7, stop=("a",), ignore_eos=True, seed=0, rule=Rule.BLOCK, num_draft_tokens=0,
+        deadline_ms=1000, logprobs=0, include_rounds=True, draft_deadline_ms=20,
+    )  # fmt: skip
+    for request in (full, GenerateRequest("hi")):
+        await client.complete(request)
+        assert request_from_proto(coordinator.requests[-1]) == request
+
+
+@pytest.mark.parametrize(
+    "error",
+    [BadRequest("sampling.top_p", "0 is wrong"), NotFound("model: no"), Overloaded("full", 250)],
+)
+async def test_an_error_arrives_as_it_was_raised(
+    client: Client, coordinator: _Coordinator, error: Exception
+) -> None:
+    """With its kind, its field and its time to try again."""
+    coordinator.events = (STARTED, error)
+    with pytest.raises(type(error)) as caught:
+        await client.complete(GenerateRequest("hi"))
+    assert vars(caught.value) == vars(error)
+
+
+async def test_a_stream_that_breaks_off_is_no_completion(
+    client: Client, coordinator: _Coordinator
+) -> None:
+    """Neither without its last event nor with tokens missing."""
+    coordinator.events = (STARTED, FIRST)
+    with pytest.raises(Unavailable):
+        await client.complete(GenerateRequest("hi"))
+    builder = CompletionBuilder()
+    builder.add(STARTED)
+    with pytest.raises(DataLoss):
+        builder.add(SECOND)
+
+
+async def test_a_session_is_read_and_cancelled(client: Client, coordinator: _Coordinator) -> None:
+    """By its id; an unknown one is `NotFound`."""
+    session = await client.get_session(ID)
+    assert (session.epoch, session.rule, session.token_ids) == (3, Rule.BLOCK, (1, 2))
+    assert (session.state, session.finish_reason) == ("running", None)
+    with pytest.raises(NotFound):
+        await client.get_session("cd" * 16)
+    await client.cancel(ID)
+    assert coordinator.cancelled == [ID]
+
+
+async def test_health_is_what_the_server_says(client: Client, server: RpcServer) -> None:
+    """Not serving, serving, and nobody there."""
+    assert not await client.healthy()
+    await server.set_serving(True)
+    assert await client.healthy()
+    async with Client("127.0.0.1:1") as nobody:
+        assert not await nobody.healthy()
+        with pytest.raises(Unavailable):
+            await nobody.complete(GenerateRequest("hi"))
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("max_tokens", {"max_tokens": 2**31}),
+        ("num_draft_tokens", {"num_draft_tokens": -(2**31) - 1}),
+        ("deadline_ms", {"deadline_ms": 2**31}),
+        ("logprobs", {"logprobs": 2**31}),
+        ("seed", {"seed": -1}),
+        ("seed", {"seed": 2**64}),
+        ("token_ids.ids[1]", {"prompt": (1, 2**31)}),
+        ("sampling.logit_bias", {"sampling": SamplingParams(logit_bias=((2**31, 1.0),))}),
+        ("text", {"prompt": "half a pair: \ud800"}),
+        ("chat.messages[0].content", {"prompt": (ChatMessage("user", "\udfff"),)}),
+        ("stop[0]", {"stop": ("\ud800",)}),
+        ("prompt", {"prompt": (1, ChatMessage("user", "hi"))}),
+    ],
+)
+async def test_what_cannot_be_sent_is_named(
+    client: Client, field: str, fields: dict[str, Any]
+) -> None:
+    """By the field's name, like what the coordinator refuses."""
+    with pytest.raises(BadRequest) as caught:
+        await client.complete(GenerateRequest(**({"prompt": "hi"} | fields)))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf"), float("nan")])
+async def test_no_call_is_without_a_deadline(client: Client, timeout_s: float) -> None:
+    with pytest.raises(BadRequest, match="timeout_s"):
+        await client.cancel(ID, timeout_s)
+
+
+async def test_a_coordinator_says_what_it_serves(client: Client) -> None:
+    assert await client.describe() == CoordinatorDescription("demo", 320, 256, 2)
+
+
+async def test_a_closed_client_says_so(server: RpcServer, coordinator: _Coordinator) -> None:
+    """A stream that runs, whose task nobody cancels, and every later call."""
+    coordinator.events = (STARTED, asyncio.Event())
+    client = Client(server.address)
+    events = client.generate(GenerateRequest("hi"))
+    assert await anext(events) == STARTED
+    reading = asyncio.ensure_future(anext(events))
+    await asyncio.wait((reading,), timeout=0.01)
+    await client.close()
+    with pytest.raises(Unavailable, match="closed"):
+        await reading
+    with pytest.raises(Unavailable, match="closed"):
+        await client.complete(GenerateRequest("hi"))
+    with pytest.raises(Unavailable, match="closed"):
+        await client.get_session(ID)
+
+
+async def test_a_cancelled_reader_is_cancelled(client: Client, coordinator: _Coordinator) -> None:
+    """Not told of a lost server; and the server's side of the stream ends."""
+    coordinator.events = (STARTED, asyncio.Event())
+    reading = asyncio.create_task(client.complete(GenerateRequest("hi")))
+    await coordinator.waits.wait()
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    async with asyncio.timeout(10):
+        await coordinator.left.wait()
+
+
+async def test_a_reader_cancelled_at_the_close_is_cancelled(
+    server: RpcServer, coordinator: _Coordinator
+) -> None:
+    """Whoever cancels a task waits for it to say so, also where the client closes as well."""
+    coordinator.events = (STARTED, asyncio.Event())
+    client = Client(server.address)
+    reading = asyncio.create_task(client.complete(GenerateRequest("hi")))
+    await coordinator.waits.wait()
+    reading.cancel()
+    await client.close()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+
+
+async def test_the_blocking_client_tells_the_same(
+    server: RpcServer, coordinator: _Coordinator
+) -> None:
+    """Events, errors, sessions, health, and what it refuses to send."""
+    coordinator.events = (STARTED, FIRST, ROUND, SECOND, FINISHED)
+    await server.set_serving(True)
+
+    def use() -> None:
+        with SyncClient(server.address) as client:
+            assert list(client.generate(GenerateRequest("hi"))) == list(coordinator.events)
+            assert client.complete(GenerateRequest("hi")).text == "hello"
+            assert client.get_session(ID).token_ids == (1, 2)
+            client.cancel(ID)
+            assert client.describe().num_running == 2
+            assert client.healthy()
+            with pytest.raises(NotFound):
+                client.get_session("cd" * 16)
+            with pytest.raises(BadRequest, match="seed"):
+                client.complete(GenerateRequest("hi", seed=-1))
+            coordinator.events = (STARTED, Overloaded("full", 250))
+            with pytest.raises(Overloaded) as caught:
+                client.complete(GenerateRequest("hi"))
+            assert caught.value.retry_after_ms == 250
+            coordinator.events = (STARTED, FIRST)
+            with pytest.raises(Unavailable):
+                client.complete(GenerateRequest("hi"))
+        with pytest.raises(Unavailable, match="closed"):
+            client.describe()
+        with SyncClient("127.0.0.1:1") as nobody:
+            assert not nobody.healthy()
+
+    await asyncio.to_thread(use)
+    assert coordinator.cancelled == [ID]
+
+
+async def test_leaving_the_blocking_stream_cancels(
+    server: RpcServer, coordinator: _Coordinator
+) -> None:
+    """The server's side ends while the client stays open; and closing the client ends a stream
+    that another thread reads."""
+    coordinator.events = (STARTED, asyncio.Event())
+    with SyncClient(server.address) as client:
+        events = client.generate(GenerateRequest("hi"))
+        assert await asyncio.to_thread(next, events) == STARTED
+        events.close()
+        async with asyncio.timeout(10):
+            await coordinator.left.wait()
+
+        coordinator.waits.clear()
+        reading = asyncio.create_task(asyncio.to_thread(client.complete, GenerateRequest("hi")))
+        await coordinator.waits.wait()
+        client.close()
+        with pytest.raises(Unavailable, match="closed"):
+            await reading

@@ -1,0 +1,119 @@
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.decoding.detokenizer import Completion
+from outrider.sessions.store import FinishReason
+
+EOS = 99
+
+
+class Letters:
+    """A detokenizer whose token t is the t-th letter; `lag` letters are held back."""
+
+    def __init__(self, lag: int = 0) -> None:
+        self._lag = lag
+        self._pending = ""
+
+    def push(self, token_id: int) -> str:
+        self._pending += chr(97 + token_id)
+        cut = max(0, len(self._pending) - self._lag)
+        text, self._pending = self._pending[:cut], self._pending[cut:]
+        return text
+
+    def finish(self) -> str:
+        text, self._pending = self._pending, ""
+        return text
+
+
+def ids(text: str) -> list[int]:
+    return [ord(letter) - 97 for letter in text]
+
+
+def completion(stop: tuple[str, ...] = (), max_tokens: int = 100, lag: int = 0) -> Completion:
+    return Completion(
+        max_tokens=max_tokens, stop=stop, eos_token_ids=(EOS,), text_stream=Letters(lag)
+    )
+
+
+def test_eos_belongs_to_the_tokens_and_not_to_the_text() -> None:
+    piece = completion(lag=2).push([*ids("abc"), EOS, *ids("zz")])
+    assert (piece.num_tokens, piece.text) == (4, "abc")
+    assert piece.finish_reason is FinishReason.STOP
+
+
+def test_the_token_that_completes_a_stop_string_ends_the_completion() -> None:
+    piece = completion(stop=("cd",)).push(ids("abcdef"))
+    assert (piece.num_tokens, piece.text) == (4, "ab")
+    assert piece.finish_reason is FinishReason.STOP
+
+
+def test_a_stop_string_is_found_across_rounds_and_never_shown() -> None:
+    answer = completion(stop=("cde",))
+    assert answer.push(ids("abc")).text == "ab"
+    assert answer.push(ids("d")).text == ""
+    last = answer.push(ids("e"))
+    assert (last.num_tokens, last.text, last.finish_reason) == (1, "", FinishReason.STOP)
+
+
+def test_text_held_back_for_a_stop_string_is_shown_when_it_is_none() -> None:
+    answer = completion(stop=("cde",))
+    assert answer.push(ids("abcd")).text == "ab"
+    assert answer.push(ids("x")).text == "cdx"
+
+
+def test_max_tokens_ends_the_completion_and_shows_what_was_held_back() -> None:
+    piece = completion(stop=("cz",), max_tokens=3, lag=1).push(ids("abcd"))
+    assert (piece.num_tokens, piece.text) == (3, "abc")
+    assert piece.finish_reason is FinishReason.LENGTH
+
+
+def test_a_stop_string_completed_by_the_last_allowed_token_is_a_stop() -> None:
+    piece = completion(stop=("bc",), max_tokens=3, lag=1).push(ids("abcd"))
+    assert (piece.num_tokens, piece.text) == (3, "a")
+    assert piece.finish_reason is FinishReason.STOP
+
+
+def test_an_interrupted_completion_shows_what_was_held_back() -> None:
+    answer = completion(stop=("cz",), lag=1)
+    assert answer.push(ids("abc")).text == "ab"
+    assert answer.finish() == "c"
+
+
+def test_without_a_tokenizer_there_is_no_text_but_eos_and_length_still_end_it() -> None:
+    answer = Completion(max_tokens=4, stop=(), eos_token_ids=(EOS,), text_stream=None)
+    assert answer.push([1, 2]).finish_reason is None
+    assert answer.push([EOS]).finish_reason is FinishReason.STOP
+
+
+@given(
+    text=st.text("abc", max_size=30),
+    stop=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+    cuts=st.lists(st.integers(1, 5), min_size=40, max_size=40),
+    lag=st.integers(0, 2),
+)
+def test_text_is_what_precedes_the_first_stop_string_however_it_arrives(
+    text: str, stop: list[str], cuts: list[int], lag: int
+) -> None:
+    """Property: however tokens are cut into rounds, the text shown is the text before the stop
+    string that is completed first, or all of it."""
+    answer = completion(stop=tuple(stop), lag=lag)
+    shown, ended = "", False
+    tokens, rounds = iter(ids(text)), iter(cuts)
+    while not ended and (chunk := list(itertools.islice(tokens, next(rounds)))):
+        piece = answer.push(chunk)
+        shown += piece.text
+        ended = piece.finish_reason is not None
+    if not ended:
+        shown += answer.finish()
+    assert shown == _expected(text, stop, lag)
+
+
+def _expected(text: str, stop: list[str], lag: int) -> str:
+    """Letters become text one by one, the last `lag` of them together."""
+    for end in [*range(max(0, len(text) - lag) + 1), len(text)]:
+        starts = [at for s in stop if (at := text[:end].find(s)) >= 0]
+        if starts:
+            return text[: min(starts)]
+    return text

@@ -1,0 +1,281 @@
+"""Costs of rounds: tables where nothing was measured, and measurements against a wrong table."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from coordinator.draft_length.round_cost import MESSAGES_WORK, OUTLIER, CostLine, Load, RoundCosts
+from outrider.engine.step_costs import StepCosts
+
+TARGET = StepCosts((1, 9, 17), (0.016, 0.024, 0.032))
+"""1 ms a row."""
+DRAFT = StepCosts((1, 65), (0.003, 0.0094))
+
+
+def costs(target: StepCosts | None = TARGET, draft: StepCosts | None = DRAFT) -> RoundCosts:
+    return RoundCosts(target, draft, 64, Load(1))
+
+
+def play(
+    one: RoundCosts, num_proposed: int, draft_s: float, target_s: float, rest_s: float = 0.002
+) -> None:
+    round_s = draft_s + target_s + rest_s
+    one.note_load(1 + num_proposed, 1, round_s, target_s, 0)
+    one.note_drafted(num_proposed, draft_s, target_s, rest_s, 0)
+
+
+def test_tables_are_believed_until_something_is_measured() -> None:
+    found = costs().forecast(3, context=0)
+    assert found.plain_s == pytest.approx(0.016)
+    assert found.round_s == pytest.approx(0.016)
+    assert found.token_s == pytest.approx([0.004] * 3)
+    assert found.lost == (0.0,) * 3
+
+
+def test_a_tables_context_counts() -> None:
+    table = StepCosts((1, 9), (0.016, 0.024), slot_s=1e-6, row_slot_s=1e-7)
+    found = costs(table).forecast(1, context=1000)
+    assert found.plain_s == pytest.approx(0.017)
+    assert found.token_s == pytest.approx([0.004 + 1e-4])
+
+
+def test_measured_times_put_a_table_right() -> None:
+    """Both sides take half as long again as their tables say, and messages 2 ms."""
+    one = costs()
+    rng = random.Random(3)
+    for _ in range(400):
+        num = rng.randrange(9)
+        play(one, num, num * 0.0045, 1.5 * TARGET.step_seconds(1 + num))
+    found = one.forecast(8, context=0)
+    assert found.round_s == pytest.approx(1.5 * 0.016 + 0.002, rel=0.02)
+    assert found.token_s == pytest.approx([1.5 * 0.004] * 8, rel=0.05)
+
+
+def test_a_table_gives_the_shape_where_only_one_length_was_seen() -> None:
+    one = costs()
+    for _ in range(200):
+        play(one, 4, 0.012 + 0.001, TARGET.step_seconds(5) + 0.005)
+    found = one.forecast(8, context=0)
+    slower = (0.020 + 0.005) / 0.020
+    assert found.token_s == pytest.approx([0.003 + slower * 0.001] * 8, rel=0.01)
+    assert found.round_s == pytest.approx(slower * 0.016 + 0.001 + 0.002, rel=0.01)
+
+
+def test_lookups_take_as_long_however_much_they_find() -> None:
+    """No table; proposals of any length take 1.5 ms, so a longer one costs the target's rows."""
+    one = costs(draft=None)
+    rng = random.Random(4)
+    for _ in range(200):
+        num = rng.choice((0, 0, 0, 8, 3))
+        play(one, num, 0.0015, TARGET.step_seconds(1 + num))
+    found = one.forecast(8, context=0)
+    assert found.token_s == pytest.approx([0.001] * 8, rel=0.05)
+    assert found.round_s == pytest.approx(0.016 + 0.0015 + 0.002, rel=0.02)
+
+
+def test_a_model_behind_a_lookup_makes_no_length_cheaper_than_none() -> None:
+    """A hybrid: eight tokens are copied at once, one is drawn by a model in 7 ms. Time falls with
+    length then, but what is asked for does not choose which of them answers."""
+    one = costs(draft=StepCosts((1, 65), (0.007, 0.02)))
+    for index in range(300):
+        num, draft_s = (8, 0.001) if index % 3 == 0 else (1, 0.008)
+        play(one, num, draft_s, TARGET.step_seconds(1 + num))
+    found = one.forecast(8, context=0)
+    mean_s = (0.001 + 2 * 0.008) / 3
+    assert found.round_s == pytest.approx(0.016 + mean_s + 0.002, rel=0.03)
+    assert found.token_s == pytest.approx([0.001] * 8, rel=0.05)
+
+
+def test_drafts_that_are_ready_when_they_are_wanted_cost_no_step() -> None:
+    """Waits of 20 us whatever the table says a step takes: no length is taken to be dear."""
+    one = costs()
+    for _ in range(300):
+        play(one, 6, 2e-5, TARGET.step_seconds(7))
+    assert one.forecast(8, context=0).token_s == pytest.approx([0.001] * 8, rel=0.01)
+
+
+def test_plain_decoding_is_known_from_its_own_rounds() -> None:
+    one = costs()
+    for _ in range(100):
+        one.note_load(1, 1, 0.02, 0.019, 0)
+        one.note_plain(0.02, 0)
+    assert one.forecast(1, 0).plain_s == pytest.approx(0.02, rel=0.02)
+
+
+def test_plain_decoding_that_was_seen_long_ago_counts_less_than_the_rounds_since() -> None:
+    one = costs()
+    for _ in range(50):
+        one.note_load(1, 1, 0.1, 0.1, 0)
+        one.note_plain(0.1, 0)
+    for _ in range(6000):
+        play(one, 2, 0.006, TARGET.step_seconds(3))
+    assert one.forecast(1, 0).plain_s == pytest.approx(0.016, rel=0.2)
+
+
+def test_many_sessions_are_told_what_their_tokens_cost_the_others() -> None:
+    """Nine sessions that are at the target half of their time: four others share the step, and each
+    millisecond that a row makes it longer costs them four times what a session gets in it."""
+    one = costs()
+    one.load.num_sessions = 9
+    for _ in range(2000):
+        one.note_load(1, 2, 0.040, 0.020, 0)
+    found = one.forecast(2, context=0)
+    assert found.plain_s == pytest.approx(TARGET.step_seconds(5))
+    assert found.lost == pytest.approx([4 * 0.001 * 2 / 0.040] * 2, rel=0.01)
+
+
+def test_verdicts_that_come_together_leave_a_session_at_the_target() -> None:
+    """Four at a time: the first has the time of all, yet each was at the target for a step."""
+    one = costs()
+    one.load.num_sessions = 9
+    for round_s in (0.080, 0.0, 0.0, 0.0) * 500:
+        one.note_load(1, 1, round_s, 0.020, 0)
+    assert one.forecast(1, context=0).plain_s == pytest.approx(TARGET.step_seconds(9))
+
+
+def test_the_contexts_of_others_are_theirs() -> None:
+    """Eight others with 1,000 tokens each, whatever the session has itself."""
+    one = costs(StepCosts((1, 9), (0.016, 0.024), slot_s=1e-6))
+    one.load.num_sessions = 9
+    for _ in range(2000):
+        one.note_load(1, 1, 0.040, 0.040, 1000)
+    assert one.forecast(1, context=0).plain_s == pytest.approx(0.024 + 0.008)
+    assert one.forecast(1, context=500).plain_s == pytest.approx(0.024 + 0.0085)
+
+
+def test_a_step_that_others_are_in_is_waited_for() -> None:
+    """Half a step while others are at the target, and nothing once a session is alone."""
+    one = costs(draft=None)
+    one.load.num_sessions = 9
+    step_s = TARGET.step_seconds(9)
+    for _ in range(2000):
+        one.note_load(1, 1, 0.040, 0.040, 0)
+        one.note_drafted(0, 0.0, step_s, 0.002, 0, queue_s=step_s / 2)
+    assert one.forecast(1, 0).round_s == pytest.approx(1.5 * step_s + 0.002)
+    one.load.num_sessions = 1
+    assert one.forecast(1, 0).round_s == pytest.approx(0.016 + 0.002)
+
+
+def test_no_more_than_a_step_is_waited_for() -> None:
+    """Half a step is waited for where another session is hardly ever at the target; then there are
+    eight."""
+    one = costs(draft=None)
+    one.load.num_sessions, one.load.num_elsewhere, one.load.num_targets = 1, 64, 64
+    for _ in range(200):
+        one.note_load(1, 1, 0.016, 0.016, 0)
+        one.note_drafted(0, 0.0, 0.016, 0.002, 0, queue_s=0.008)
+    one.load.num_sessions, one.load.num_elsewhere, one.load.num_targets = 9, 0, 1
+    assert one.forecast(1, 0).round_s <= 2 * TARGET.step_seconds(9) + 0.003
+
+
+@pytest.mark.parametrize("delays", [False, True])
+def test_others_lose_what_messages_take_of_shared_cores(delays: bool) -> None:
+    """Eight others with a token each 40 ms; a round's messages take 2 ms."""
+    one = RoundCosts(TARGET, None, 64, Load(9), messages_delay=delays)
+    for _ in range(2000):
+        one.note_load(1, 1, 0.040, 0.040, 0)
+        one.note_drafted(0, 0.0, TARGET.step_seconds(9), 0.002, 0)
+    lost = delays * 8 * MESSAGES_WORK * 0.002 / 0.040
+    assert one.lost_in(0, 0.0, 0.0, 0) == pytest.approx(lost, rel=0.01)
+    assert one.forecast(2, 0).draft_lost == pytest.approx([lost, 0.0, 0.0], rel=0.01)
+
+
+def test_sessions_of_other_coordinators_share_the_step() -> None:
+    """Nine of sixteen are another coordinator's; there are two targets."""
+    one = costs()
+    one.load.num_sessions, one.load.num_elsewhere, one.load.num_targets = 7, 9, 2
+    for _ in range(2000):
+        one.note_load(1, 1, 0.040, 0.040, 0)
+    assert one.forecast(1, context=0).plain_s == pytest.approx(TARGET.step_seconds(8))
+
+
+def test_a_load_that_no_draft_has_met_is_new_until_one_has() -> None:
+    one = costs()
+    for _ in range(100):
+        play(one, 2, 0.006, TARGET.step_seconds(3))
+    one.load.num_sessions = 3
+    assert not one.load_is_new
+    one.load.num_sessions = 16
+    assert one.load_is_new
+    for _ in range(100):
+        play(one, 2, 0.006, TARGET.step_seconds(3))
+    assert not one.load_is_new
+
+
+def test_a_detour_by_the_draft_costs_what_it_missed_and_a_long_first_round() -> None:
+    one = costs()
+    assert one.detour_lost(0.016, 0) == 0.0
+    assert one.detour_lost(0.016, 65) == pytest.approx(DRAFT.step_seconds(65) / 0.016)
+    for _ in range(20):
+        one.note_first_plain(0.030)
+    assert one.detour_lost(0.016, 0) == pytest.approx(0.014 / 0.016)
+
+
+@pytest.mark.parametrize("delays", [False, True])
+def test_a_detour_costs_those_that_wait_while_the_draft_reads(delays: bool) -> None:
+    """Eight others are at the target, with a token each 40 ms."""
+    one = RoundCosts(TARGET, DRAFT, 64, Load(9), drafting_delays=delays)
+    for _ in range(2000):
+        one.note_load(1, 1, 0.040, 0.040, 0)
+    reading_s = DRAFT.step_seconds(65)
+    own, others = reading_s / 0.016, 8 * reading_s / 0.040
+    assert one.detour_lost(0.016, 65) == pytest.approx(own + delays * others, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("delays", "draft_s", "work_s", "lost"),
+    [
+        (False, 0.004, 0.004, 0.0),
+        (True, 0.004, 0.004, 8 * 0.1),  # alone: it waits for its work, and so do eight others
+        (True, 0.036, 0.004, 0.0),  # all draft in one step: each waits for the work of nine
+        (True, 0.0, 0.004, 9 * 0.1),  # ahead: nobody waits for the proposal
+        (True, 0.0, 0.0, 0.0),
+    ],
+)
+def test_what_a_draft_takes_from_those_at_the_target_is_lost(
+    delays: bool, draft_s: float, work_s: float, lost: float
+) -> None:
+    """Eight others are at the target, with a token each 40 ms; told of rounds as of forecasts."""
+    one = RoundCosts(TARGET, None, 64, Load(9), drafting_delays=delays)
+    for num_drafted in (1, 2, 3) * 700:
+        one.note_load(1, 1, 0.040, 0.040, 0)
+        one.note_drafted(
+            0, num_drafted * draft_s, 0.040, 0.0, 0, num_drafted=num_drafted,
+            work_s=num_drafted * work_s,
+        )  # fmt: skip
+    assert one.lost_in(0, draft_s, work_s, 0) == pytest.approx(lost, abs=0.01)
+    found = one.forecast(3, 0).draft_lost
+    assert found == pytest.approx([0.0, lost, lost, lost], abs=0.02)
+
+
+def test_no_more_share_a_step_than_fit() -> None:
+    one = RoundCosts(TARGET, DRAFT, 3, Load(50))
+    for _ in range(100):
+        one.note_load(1, 1, 0.02, 0.02, 0)
+    assert one.forecast(1, 0).plain_s == pytest.approx(TARGET.step_seconds(3))
+
+
+def test_a_stall_counts_as_a_few_rounds_and_no_more() -> None:
+    one = costs()
+    for _ in range(200):
+        play(one, 2, 0.006, TARGET.step_seconds(3))
+    before = one.forecast(2, 0).round_s
+    play(one, 2, 60.0, TARGET.step_seconds(3))
+    mean_round_s = 0.006 + TARGET.step_seconds(3) + 0.002
+    assert before < one.forecast(2, 0).round_s < before + OUTLIER * mean_round_s / 30
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_line_never_falls_and_is_never_negative(relative: bool) -> None:
+    for slope in (-0.5, 0.0, 3.0):
+        line = CostLine(1.0, 1.0, relative=relative)
+        for x in (1.0, 2.0, 3.0) * 50:
+            line.note(x, max(0.0, 2.0 + slope * (x - 2.0)))
+        assert 0.0 <= line.at(0.0) <= line.at(1.0) <= line.at(10.0)
+
+
+def test_a_line_that_knows_nothing_expects_what_it_was_told() -> None:
+    assert CostLine(1.0, 0.5).at(0.016) == 0.016
+    assert CostLine(1.0, 0.5, relative=True, unit=0.0).at(5.0) == 0.0

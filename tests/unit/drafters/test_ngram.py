@@ -1,0 +1,162 @@
+"""Prompt lookup against a search of the whole text, and what it may depend on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lookup_requests import request
+
+from outrider.drafters.ngram import NgramConfig, NgramDrafter, NgramIndex
+from outrider.errors import ConfigError
+from outrider.speculation.proposal import EMPTY_PROPOSAL, Proposal
+from outrider.speculation.sampling_params import Rule
+from outrider.tokens import TokenSequence
+
+
+def search(ids: list[int], config: NgramConfig, num_tokens: int) -> tuple[int, ...]:
+    """The definition, by comparing every place with the end of the text."""
+    matches: list[tuple[int, int]] = []
+    for end in range(len(ids) - 1, 0, -1):
+        length = 0
+        while length < min(end, config.ngram_max) and ids[end - 1 - length] == ids[-1 - length]:
+            length += 1
+        if length >= config.ngram_min:
+            matches.append((length, end))
+    matches = matches[: config.occurrences_max]
+    if not matches:
+        return ()
+    length, start = max(matches)
+    text = list(ids)
+    for i in range(min(num_tokens, config.tokens_per_match * length)):
+        text.append(text[start + i])
+    return tuple(text[len(ids) :])
+
+
+CONFIGS = st.builds(
+    lambda low, more, most, trust: NgramConfig(low, low + more, most, trust),
+    st.integers(1, 3),
+    st.integers(0, 4),
+    st.integers(1, 5),
+    st.integers(1, 4),
+)
+
+
+@given(ids=st.lists(st.integers(0, 2), max_size=60), config=CONFIGS, k=st.integers(0, 8))
+@settings(max_examples=400, deadline=None)
+def test_the_index_finds_what_a_search_finds(ids: list[int], config: NgramConfig, k: int) -> None:
+    """Three token ids, so that matches of every length abound."""
+    index = NgramIndex(config)
+    index.extend(ids)
+    assert index.continuation(k).token_ids == search(ids, config, k)
+
+
+@given(
+    parts=st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=8), config=CONFIGS,
+    cut=st.integers(0, 30),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_a_proposal_depends_on_the_committed_tokens_alone(
+    parts: list[list[int]], config: NgramConfig, cut: int
+) -> None:
+    """A drafter that has followed the session, was taken back, or met other sessions says the same
+    as one that meets it for the first time."""
+    drafter = NgramDrafter(config, sequences_max=2)
+    committed: list[int] = []
+    for number, part in enumerate(parts):
+        committed = committed + part
+        if number == 4:
+            committed = committed[:cut]
+        drafter.propose([request([0, 1, 0, 1], session_id=str(number % 3))])
+        fresh = NgramDrafter(config).propose([request(committed)])
+        known = TokenSequence(committed[: len(committed) - len(part)]) if number % 2 else None
+        asked = replace(request(committed), digests=known)
+        assert drafter.propose([asked]) == fresh
+
+
+class Watched(list[int]):
+    """Counts the tokens that are read."""
+
+    num_read = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        self.num_read += len(found) if isinstance(key, slice) else 1
+        return found
+
+
+def test_a_round_reads_the_new_tokens_only() -> None:
+    drafter = NgramDrafter()
+    known = TokenSequence([k % 50 for k in range(5000)])
+    drafter.propose([request(list(known.ids))])
+    tokens = Watched([*known.ids, 1, 2, 3])
+    proposals = drafter.propose([replace(request(tokens), digests=known)])
+    assert tokens.num_read == 3
+    assert proposals == NgramDrafter().propose([request(tokens)])
+
+
+def test_the_longest_match_wins_over_the_most_recent() -> None:
+    ids = [1, 2, 3, 4, 50, 3, 4, 60, 1, 2, 3, 4]
+    assert NgramDrafter().propose([request(ids, 2)])[0].token_ids == (50, 3)
+
+
+def test_the_most_recent_of_equal_matches_wins() -> None:
+    ids = [3, 4, 50, 3, 4, 60, 3, 4]
+    assert NgramDrafter().propose([request(ids, 2)])[0].token_ids == (60, 3)
+
+
+def test_a_repetition_is_continued() -> None:
+    ids = [9, 1, 2, 1, 2, 1, 2]
+    assert NgramDrafter().propose([request(ids, 5)])[0].token_ids == (1, 2, 1, 2, 1)
+
+
+def test_a_short_match_is_trusted_less() -> None:
+    """One token in common: three are proposed; five in common: as many as are wanted."""
+    ids = [*range(100, 130), 1, 100]
+    assert NgramDrafter().propose([request(ids, 16)])[0].token_ids == (101, 102, 103)
+    ids += range(101, 105)
+    assert len(NgramDrafter().propose([request(ids, 15)])[0].token_ids) == 15
+
+
+@pytest.mark.parametrize("ids", [[1], [1, 2], [1, 2, 3, 4, 5]])
+def test_nothing_is_proposed_without_a_match(ids: list[int]) -> None:
+    assert NgramDrafter().propose([request(ids)]) == [EMPTY_PROPOSAL]
+
+
+def test_no_tokens_are_proposed_where_none_are_wanted() -> None:
+    assert NgramDrafter().propose([request([1, 2, 1, 2], 0)]) == [EMPTY_PROPOSAL]
+
+
+@pytest.mark.parametrize("rule", list(Rule))
+def test_proposals_are_one_hot(rule: Rule) -> None:
+    """Where a rule looks at q, each position says that it is one-hot."""
+    (proposal,) = NgramDrafter().propose([request([1, 2, 3, 1, 2], 2, rule=rule)])
+    expected_q = (None, None) if rule in (Rule.TOKEN, Rule.BLOCK) else ()
+    assert proposal == Proposal((3, 1), expected_q)
+
+
+def test_several_sessions_in_one_call() -> None:
+    drafter = NgramDrafter()
+    first, second = [1, 2, 3, 1, 2], [5, 6, 7, 5, 6]
+    proposals = drafter.propose([request(first, 1), request(second, 1, session_id="t")])
+    assert [p.token_ids for p in proposals] == [(3,), (7,)]
+    drafter.release("s")
+    drafter.release("unknown")
+    assert drafter.propose([request(first, 1)])[0].token_ids == (3,)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"ngram_min": 0},
+        {"ngram_min": 4, "ngram_max": 3},
+        {"occurrences_max": 0},
+        {"tokens_per_match": 0},
+    ],
+)
+def test_a_bad_configuration_is_named(values: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        NgramConfig(**values)

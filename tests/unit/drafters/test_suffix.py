@@ -1,0 +1,222 @@
+"""Suffix decoding against its definition; what is kept, for whom, and for how long."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lookup_requests import request
+
+from outrider.drafters.history import END, History
+from outrider.drafters.suffix import SuffixConfig, SuffixDrafter
+from outrider.speculation.sampling_params import Rule
+from outrider.tokens import TokenSequence
+
+SMALL = SuffixConfig(depth=4, occurrences_max=6)
+
+
+def common(text: Sequence[int], end: int, tail: Sequence[int]) -> int:
+    length = 0
+    while length < min(end, len(tail)) and text[end - 1 - length] == tail[-1 - length]:
+        length += 1
+    return length
+
+
+def defined(
+    ids: Sequence[int], outputs: Sequence[Sequence[int]], k: int, config: SuffixConfig
+) -> tuple[tuple[int, ...], float]:
+    """The definition: every place of every text, the best over all lengths of a match."""
+    tail = ids[-config.depth :]
+    own = [(ids, end, common(ids, end, tail)) for end in range(len(ids) - 1, 0, -1)]
+    old = [
+        (output, end, common(output, end, tail))
+        for output in reversed(outputs)
+        for end in range(len(output), 0, -1)
+    ]
+    places = [place for place in own if place[2] >= 1][: config.occurrences_max]
+    places += [place for place in old if place[2] >= 2][: config.occurrences_max]
+    best: tuple[tuple[int, ...], float] = ((), 0.0)
+    for length in range(config.depth, 0, -1):
+        matching = [place for place in places if place[2] >= length]
+        drafted: list[int] = []
+        score, product = 0.0, 1.0
+        while matching and len(drafted) < min(k, config.tokens_per_match * length):
+            longer = [
+                (([*text, *drafted] if text is ids else text), end + len(drafted), text, end)
+                for text, end, _ in matching
+            ]
+            counts = Counter(text[place] for text, place, *_ in longer if place < len(text))
+            if not counts:
+                break
+            token_id = min(counts, key=lambda v: (-counts[v], v))
+            product *= counts[token_id] / (sum(counts.values()) + 1 / length)
+            if product < config.min_score:
+                break
+            matching = [
+                (original, end, length)
+                for text, place, original, end in longer
+                if place < len(text) and text[place] == token_id
+            ]
+            drafted.append(token_id)
+            score += product
+        if score > best[1] + 1e-12:
+            best = tuple(drafted), score
+    return best
+
+
+TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=24)
+
+
+@given(
+    ids=TEXTS, outputs=st.lists(TEXTS, max_size=4), k=st.integers(1, 8),
+    min_score=st.sampled_from([0.05, 0.2, 0.5]),
+)  # fmt: skip
+@settings(max_examples=300, deadline=None)
+def test_a_guess_is_what_most_often_followed(
+    ids: list[int], outputs: list[list[int]], k: int, min_score: float
+) -> None:
+    """Three token ids, so that matches of every length abound."""
+    config = replace(SMALL, min_score=min_score)
+    drafter = SuffixDrafter(config)
+    for number, output in enumerate(outputs):
+        name = f"old{number}"
+        drafter.propose([request(output, session_id=name, prompt_length=0, seed=number + 1)])
+        drafter.release(name)
+    guess = drafter.guess(request(ids, k))
+    token_ids, score = defined(ids, outputs, k, config)
+    assert guess.token_ids == token_ids
+    assert guess.score == pytest.approx(score)
+    assert drafter.propose([request(ids, k)])[0].token_ids == token_ids
+
+
+@given(parts=st.lists(TEXTS, max_size=6), cut=st.integers(0, 30))
+@settings(max_examples=100, deadline=None)
+def test_what_is_kept_of_a_session_changes_nothing(parts: list[list[int]], cut: int) -> None:
+    """A drafter that has followed the session, or was taken back, says what a fresh one does."""
+    drafter = SuffixDrafter(SMALL, sequences_max=2)
+    committed: list[int] = []
+    for number, part in enumerate(parts):
+        committed = committed + part
+        if number == 3:
+            committed = committed[: cut + 1]
+        drafter.propose([request([0, 1, 0, 1], session_id=str(number % 3), seed=9)])
+        known = TokenSequence(committed[: len(committed) - len(part)]) if number % 2 else None
+        asked = replace(request(committed), digests=known)
+        assert drafter.propose([asked]) == SuffixDrafter(SMALL).propose([request(committed)])
+
+
+def finish(
+    drafter: SuffixDrafter, name: str, token_ids: Sequence[int], *, tenant: str = "", seed: int
+) -> None:
+    asked = request(token_ids, session_id=name, tenant=tenant, prompt_length=2, seed=seed)
+    drafter.propose([asked])
+    drafter.release(name)
+
+
+def test_an_answer_serves_the_next_session_of_its_tenant_alone() -> None:
+    """With the prompt's last tokens before it, and never the others."""
+    drafter = SuffixDrafter(SuffixConfig())
+    finish(drafter, "a", (1, 2, 3, 4, 5, 6), tenant="one", seed=1)
+    again = request((9, 8, 1, 2), session_id="b", tenant="one", seed=2)
+    assert drafter.propose([again])[0].token_ids == (3, 4, 5, 6)
+    other = request((9, 8, 1, 2), session_id="c", tenant="two", seed=3)
+    assert drafter.guess(other).token_ids == ()
+
+
+def test_a_draft_does_not_cross_the_end_of_an_answer() -> None:
+    drafter = SuffixDrafter(SuffixConfig())
+    finish(drafter, "a", (1, 2, 3, 4), seed=1)
+    finish(drafter, "b", (7, 7, 5, 6), seed=2)
+    assert drafter.guess(request((9, 2, 3), session_id="c", seed=3)).token_ids == (4,)
+    assert END not in drafter.guess(request((9, 3, 4), session_id="d", seed=4)).token_ids
+
+
+@pytest.mark.parametrize("rule", list(Rule))
+def test_a_seed_that_was_had_before_steers_no_draft(rule: Rule) -> None:
+    """The second session of a seed reads no history where its noise is that of the first, and
+    writes none, so that the first does not read it either."""
+    drafter = SuffixDrafter(SuffixConfig())
+    drafter.propose([request((1, 2), session_id="first", seed=7)])
+    finish(drafter, "other", (1, 2, 3, 4), seed=8)
+    second = request((5, 1, 2), session_id="second", seed=7, rule=rule)
+    assert bool(drafter.guess(second).token_ids) == rule.absolute_noise
+    finish(drafter, "second", (5, 6, 7, 8), seed=7)
+    first = request((5, 1, 2), session_id="first", seed=7, rule=rule)
+    assert drafter.guess(first).token_ids == (3, 4)
+    assert drafter.guess(replace(first, token_ids=(5, 6, 7))).token_ids == ()
+
+
+def test_a_session_that_comes_back_is_not_the_first_any_more() -> None:
+    """What it wrote when it was released is not read with its own noise."""
+    drafter = SuffixDrafter(SuffixConfig())
+    finish(drafter, "first", (1, 2, 3, 4), seed=7)
+    again = request((5, 1, 2), session_id="first", seed=7)
+    assert drafter.guess(again).token_ids == ()
+    finish(drafter, "first", (1, 2, 9, 9), seed=7)
+    assert drafter.guess(request((5, 1, 2), session_id="other", seed=8)).token_ids == (3, 4)
+
+
+def test_a_seed_is_forgotten_with_what_its_session_wrote() -> None:
+    """Sessions of another tenant push it out, which leaves what was written after it: a later
+    session of that seed is drafted this, and nothing of the first."""
+    drafter = SuffixDrafter(SuffixConfig(), seeds_max=3)
+    for seed, tenant in enumerate(["one", "two", "one", "two"]):
+        first = 10 * seed
+        finish(drafter, f"s{seed}", range(first, first + 4), tenant=tenant, seed=seed)
+    last = request((9, 1, 2), session_id="last", tenant="one", seed=0)
+    assert drafter.guess(last).token_ids == ()
+    assert drafter.guess(replace(last, token_ids=(9, 21, 22))).token_ids == (23,)
+
+
+@given(
+    sessions=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 5), TEXTS), max_size=40),
+    seeds_max=st.integers(1, 5), per_tenant=st.integers(0, 40),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_of_every_seed_with_an_answer_it_is_known_who_had_it(
+    sessions: list[tuple[str, int, list[int]]], seeds_max: int, per_tenant: int
+) -> None:
+    """However many seeds there are, of which no more than the bound are remembered."""
+    config = replace(SMALL, tokens_per_tenant=per_tenant, tokens_total=60)
+    drafter = SuffixDrafter(config, seeds_max=seeds_max)
+    for number, (tenant, seed, token_ids) in enumerate(sessions):
+        finish(drafter, str(number), (0, 0, *token_ids), tenant=tenant, seed=seed)
+        known = drafter._first_of_seed
+        assert len(known) <= seeds_max
+        for name, history in drafter._history._tenants.items():
+            assert all((name, held) in known for held in history.lengths)
+
+
+@given(
+    added=st.lists(st.tuples(st.sampled_from("abc"), TEXTS), max_size=30),
+    per_tenant=st.integers(0, 30), total=st.integers(0, 50),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_a_history_holds_the_latest_answers_within_its_bounds(
+    added: list[tuple[str, list[int]]], per_tenant: int, total: int
+) -> None:
+    """Of each tenant an end of what it was answered; nothing of a gram that was cut off is found,
+    and everything of those that were not."""
+    history = History(2, per_tenant, total)
+    everything: dict[str, list[int]] = {}
+    for seed, (tenant, token_ids) in enumerate(added):
+        history.add(tenant, seed, token_ids)
+        everything.setdefault(tenant, []).extend([*token_ids, END])
+        assert len(history) <= total
+    texts = {tenant: history.of(tenant) for tenant in everything}
+    assert sum(len(text) for text in texts.values() if text is not None) == len(history)
+    for tenant, text in texts.items():
+        if text is None:
+            continue
+        kept = text.slice(0, text.end)
+        assert len(kept) <= per_tenant
+        assert kept == everything[tenant][len(everything[tenant]) - len(kept) :]
+        offset = text.end - len(kept)
+        for gram in {tuple(kept[i : i + 2]) for i in range(len(kept) - 1)} | {(0, 1), (2, 2)}:
+            ends = [i for i in range(len(kept), 1, -1) if tuple(kept[i - 2 : i]) == gram]
+            assert list(text.occurrences(gram)) == [offset + end for end in ends]
+        assert len(text._last) <= len(kept)

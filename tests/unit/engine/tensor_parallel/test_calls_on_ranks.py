@@ -1,0 +1,280 @@
+"""What a leader does to its engine, its followers do to theirs; and when that ends."""
+
+from __future__ import annotations
+
+import socket
+from array import array
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.engine.interface import ModelInfo, PageCounts, SequenceStep
+from outrider.engine.tensor_parallel.follower import follow
+from outrider.engine.tensor_parallel.leader import ParallelEngine
+from outrider.engine.tensor_parallel.rank_calls import CallWriter, replay
+from outrider.engine.tensor_parallel.rank_rpc import FrameReceiver, FrameSender, tune
+from outrider.errors import (
+    BadRequest,
+    ConfigError,
+    EngineLost,
+    InvariantError,
+    OutOfPages,
+    Unavailable,
+)
+
+WAIT_S = 10.0
+DIGEST = bytes(range(32))
+INFO = ModelInfo("toy", 100, 64, "float32", (), "weights", "")
+
+
+class RecordingEngine:
+    """Holds lengths alone, and remembers the calls that change something."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.lengths: dict[str, int] = {}
+        self.room = True
+        self.failure: Exception | None = None
+
+    @property
+    def info(self) -> ModelInfo:
+        return INFO
+
+    def forward(self, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
+        if self.failure is not None:
+            raise self.failure
+        self.calls.append(("forward", list(steps)))
+        for step in steps:
+            self.lengths[step.sequence_id] = self.length(step.sequence_id) + len(step.token_ids)
+        return [torch.zeros(step.num_logits, INFO.vocab_size) for step in steps]
+
+    def can_hold(self, steps: Sequence[SequenceStep]) -> bool:
+        return self.room
+
+    def attach(self, sequence_id: str, token_ids: Sequence[int], salt: str = "") -> int:
+        self.calls.append(("attach", sequence_id, tuple(token_ids), salt))
+        return 0
+
+    def keep(self, sequence_id: str, length: int, path: Sequence[int] = ()) -> None:
+        self.calls.append(("keep", sequence_id, length, tuple(path)))
+        self.lengths[sequence_id] = length + len(path)
+
+    def fork(self, sequence_id: str, branch_id: str) -> None:
+        if not self.room:
+            raise OutOfPages("no page for the branch")
+        self.calls.append(("fork", sequence_id, branch_id))
+
+    def mark_idle(self, sequence_id: str) -> None:
+        self.calls.append(("mark_idle", sequence_id))
+
+    def release(self, sequence_id: str) -> None:
+        self.calls.append(("release", sequence_id))
+        self.lengths.pop(sequence_id, None)
+
+    def page_counts(self) -> PageCounts:
+        return PageCounts(1, 1, 0, 0, 0)
+
+    def length(self, sequence_id: str) -> int:
+        return self.lengths.get(sequence_id, 0)
+
+    def take_step_seconds(self) -> float:
+        return 0.0
+
+
+def _step(sequence_id: str, *token_ids: int, num_logits: int = 1) -> SequenceStep:
+    return SequenceStep(sequence_id, token_ids, num_logits)
+
+
+@contextmanager
+def _team(num_followers: int = 1) -> Iterator[Any]:
+    """A leader's engine with the recorders of all ranks, and what each follower's loop gives."""
+    pairs = [socket.create_server(("127.0.0.1", 0)) for _ in range(num_followers)]
+    theirs = [socket.create_connection(pair.getsockname()) for pair in pairs]
+    ours = {rank: tune(pair.accept()[0], WAIT_S) for rank, pair in enumerate(pairs, start=1)}
+    for pair in pairs:
+        pair.close()
+    recorders = [RecordingEngine() for _ in range(num_followers + 1)]
+    receivers = [FrameReceiver(tune(connection, None)) for connection in theirs]
+    leader = ParallelEngine(recorders[0], FrameSender(ours), max_num_seqs=4)
+
+    def run(rank: int) -> None:
+        try:
+            follow(receivers[rank - 1], recorders[rank])
+        finally:
+            receivers[rank - 1].close()
+
+    with ThreadPoolExecutor(num_followers) as pool:
+        loops: list[Future[None]] = [pool.submit(run, rank + 1) for rank in range(num_followers)]
+        try:
+            yield leader, recorders, loops
+        finally:
+            leader.close()
+
+
+_names = st.text(max_size=20)
+_numbers = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=9).map(tuple)
+_steps = st.builds(SequenceStep, _names, _numbers, st.integers(0, 9), _numbers)
+_calls = st.one_of(
+    st.tuples(st.just("forward"), st.lists(_steps, max_size=3)),
+    st.tuples(st.just("attach"), _names, _numbers, _names),
+    st.tuples(st.just("keep"), _names, st.integers(0, 2**40), _numbers),
+    st.tuples(st.just("fork"), _names, _names),
+    st.tuples(st.just("mark_idle"), _names),
+    st.tuples(st.just("release"), _names),
+)
+
+
+@given(st.lists(_calls, max_size=8), st.data())
+def test_calls_travel_unchanged_and_a_cut_frame_is_noticed(
+    calls: list[tuple[Any, ...]], data: st.DataObject
+) -> None:
+    """Any calls in any order; a frame that lost its end never makes a call it does not hold."""
+    writer, heard = CallWriter(), RecordingEngine()
+    for name, *arguments in calls:
+        getattr(writer, name)(*arguments)
+    words = writer.take()
+    assert len(writer) == 0
+    replay(words, heard)
+    assert heard.calls == calls
+    if words:
+        cut = data.draw(st.integers(0, len(words) - 1))
+        part = RecordingEngine()
+        with suppress(InvariantError):
+            replay(words[:cut], part)
+        assert part.calls == calls[: len(part.calls)]
+        assert len(part.calls) < len(calls)
+
+
+def test_an_unknown_call_is_refused() -> None:
+    with pytest.raises(InvariantError, match="99 is no call"):
+        replay(array("q", [99]), RecordingEngine())
+
+
+def test_followers_make_the_leaders_calls_in_its_order() -> None:
+    """Those between steps come before the next step's; a leader that ends ends its followers."""
+    with _team(num_followers=2) as (leader, recorders, loops):
+        leader.attach("a", (1, 2, 3), "tenant")
+        leader.forward([_step("a", 1, 2, 3)])
+        leader.keep("a", 1, (2,))
+        leader.fork("a", "a/1")
+        leader.mark_idle("a")
+        leader.release("b")
+        leader.forward([_step("a", 4), _step("c", 5, 6, num_logits=0)])
+        leader.close()
+        assert [loop.result(WAIT_S) for loop in loops] == [None, None]
+        assert len(recorders[0].calls) == 7
+        assert recorders[0].calls == recorders[1].calls == recorders[2].calls
+
+
+def test_what_is_refused_is_refused_before_the_followers_hear_of_it() -> None:
+    """They are not left waiting for a step that the leader does not run, and go on afterwards."""
+    with _team() as (leader, recorders, loops):
+        with pytest.raises(BadRequest, match="100 is not in"):
+            leader.forward([_step("a", 100)])
+        with pytest.raises(BadRequest, match="takes at most 64"):
+            leader.forward([_step("a", *range(65))])
+        recorders[0].room = False
+        with pytest.raises(OutOfPages):
+            leader.forward([_step("a", 1)])
+        with pytest.raises(OutOfPages):
+            leader.fork("a", "b")
+        recorders[0].room = True
+        leader.forward([_step("a", 1)])
+        leader.close()
+        loops[0].result(WAIT_S)
+        assert recorders[1].calls == [("forward", [_step("a", 1)])]
+
+
+def test_many_calls_without_a_step_go_out_by_themselves() -> None:
+    """Else they would pile up for as long as no step is run."""
+    with _team() as (leader, recorders, loops):
+        for _ in range(20):
+            leader.attach("a", range(4000), "")
+        assert len(leader._calls) < 2**16
+        leader.close()
+        loops[0].result(WAIT_S)
+        assert 0 < len(recorders[1].calls) <= len(recorders[0].calls)
+
+
+def test_a_follower_that_fails_ends_the_steps() -> None:
+    """Its state is no longer the leader's: the step after it fails with the rank's name, and so do
+    all that follow, at once."""
+    with _team(num_followers=2) as (leader, recorders, loops):
+        recorders[2].failure = RuntimeError("no memory")
+        leader.forward([_step("a", 1)])
+        with pytest.raises(RuntimeError, match="no memory"):
+            loops[1].result(WAIT_S)
+        for _ in range(2):
+            with pytest.raises(EngineLost, match="rank 2"):
+                leader.forward([_step("a", 2)])
+        loops[0].result(WAIT_S)  # the other rank ends with the leader
+
+
+def test_a_leader_that_fails_in_a_step_ends_its_followers() -> None:
+    """They have run what it has not: nothing is to be had of them any more."""
+    with _team() as (leader, recorders, loops):
+        recorders[0].failure = RuntimeError("no memory")
+        with pytest.raises(EngineLost, match="no memory"):
+            leader.forward([_step("a", 1)])
+        loops[0].result(WAIT_S)
+        recorders[0].failure = None
+        with pytest.raises(EngineLost, match="lost"):
+            leader.forward([_step("a", 1)])
+
+
+@pytest.mark.parametrize(
+    "call", [("attach", "b", (1, 2)), ("fork", "a", "b"), ("keep", "a", 1, (2,))], ids=str
+)
+def test_a_leader_that_fails_between_steps_ends_its_followers(call: tuple[Any, ...]) -> None:
+    """It has forgotten what they hold, and they have not heard of the call."""
+    name, *arguments = call
+    with _team() as (leader, recorders, loops):
+        leader.forward([_step("a", 1, 2, 3)])
+        setattr(recorders[0], name, _fail)
+        with pytest.raises(MemoryError):
+            getattr(leader, name)(*arguments)
+        loops[0].result(WAIT_S)
+        with pytest.raises(EngineLost):
+            leader.forward([_step("a", 4)])
+        assert len(recorders[1].calls) == 1
+
+
+def _fail(*_: object) -> None:
+    raise MemoryError("no room for a copy")
+
+
+@contextmanager
+def _connected() -> Iterator[tuple[FrameSender, FrameReceiver]]:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(WAIT_S)
+    sender, receiver = FrameSender({1: ours}), FrameReceiver(theirs)
+    try:
+        yield sender, receiver
+    finally:
+        sender.close()
+        receiver.close()
+
+
+def test_ranks_that_loaded_something_else_are_refused() -> None:
+    with _connected() as (sender, receiver):
+        receiver.confirm(DIGEST)
+        sender.confirm(DIGEST, WAIT_S)
+        receiver.confirm(DIGEST[::-1])
+        with pytest.raises(ConfigError, match="rank 1 has loaded another model"):
+            sender.confirm(DIGEST, WAIT_S)
+
+
+def test_ranks_that_do_not_load_are_noticed() -> None:
+    """In time, and at once where they end."""
+    with _connected() as (sender, receiver):
+        with pytest.raises(Unavailable, match=r"rank 1 has not loaded in 0\.1 s"):
+            sender.confirm(DIGEST, 0.1)
+        receiver.close()
+        with pytest.raises(Unavailable, match="rank 1 has ended"):
+            sender.confirm(DIGEST, WAIT_S)

@@ -1,0 +1,152 @@
+"""Ranks that are processes: they find each other, wait for as long as there is nothing to do, and
+notice within the timeout when one of them is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_processes import JOIN_S, LARGE, add_up, processes
+
+from outrider.engine.tensor_parallel.group import _store, join, lead
+from outrider.engine.tensor_parallel.rendezvous import LOOPBACK, Meeting, OpenMeeting
+from outrider.errors import Unavailable
+
+CPU = torch.device("cpu")
+STEP_TIMEOUT_S = 2.0
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+ONE_STEP = array("q", [1])
+
+
+@contextmanager
+def _team(num_followers: int, step_timeout_s: float = STEP_TIMEOUT_S) -> Iterator[Any]:
+    """The leader's group and its frames, and the followers' processes."""
+    opened = OpenMeeting(LOOPBACK, num_followers + 1)
+    arguments = [(opened.meeting, rank + 1, step_timeout_s) for rank in range(num_followers)]
+    with processes(add_up, arguments) as followers:
+        group, frames = lead(opened, CPU, JOIN_S, step_timeout_s)
+        try:
+            group.wait_for_all()
+            yield group, frames, followers
+        finally:
+            frames.close()
+            group.close()
+            opened.close()
+
+
+def _step(group: Any, frames: Any) -> None:
+    frames.send(ONE_STEP)
+    size = group.size
+    for num_numbers in (3, LARGE):
+        total = group.all_reduce(torch.zeros(num_numbers, dtype=torch.float32))
+        assert total.shape == (num_numbers,)
+        assert set(total.tolist()) == {size * (size - 1) / 2}
+    for gathered in (group.all_gather(torch.zeros(2, 1)), group.gather(torch.zeros(2, 1))):
+        assert gathered.tolist() == [list(map(float, range(size)))] * 2
+
+
+def _cpu_seconds(pid: int) -> float:
+    with open(f"/proc/{pid}/stat", encoding="ascii") as stat:
+        fields = stat.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_ranks_sum_and_gather_and_wait_without_work_beyond_every_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On loopback, whatever was set for ranks on several machines. One that loads for longer than
+    the timeout of a step is waited for. Idle for twice that time, followers use no core and then
+    take part at once. Strangers with another token are not let in. When the leader ends, they
+    end."""
+    for name in INTERFACES:
+        monkeypatch.setenv(name, "nowhere0")
+    opened = OpenMeeting(LOOPBACK, 3)
+    with socket.create_connection((LOOPBACK, opened.meeting.frames_port)) as stranger:
+        stranger.sendall(bytes(32) + (1).to_bytes(8, "little"))
+        arguments = [
+            (opened.meeting, rank, STEP_TIMEOUT_S, load_s)
+            for rank, load_s in ((1, 0.0), (2, 1.2 * STEP_TIMEOUT_S))
+        ]
+        with processes(add_up, arguments) as followers:
+            group, frames = lead(opened, CPU, JOIN_S, STEP_TIMEOUT_S)
+            assert {os.environ[name][:2] for name in INTERFACES} == {"lo"}
+            group.wait_for_all()
+            _step(group, frames)
+            before = [_cpu_seconds(follower.pid) for follower in followers]
+            time.sleep(2 * STEP_TIMEOUT_S)
+            after = [_cpu_seconds(follower.pid) for follower in followers]
+            assert all(b - a < 0.1 * STEP_TIMEOUT_S for a, b in zip(before, after, strict=True))
+            _step(group, frames)
+            frames.close()
+            for follower in followers:
+                follower.join(JOIN_S)
+            assert [follower.exitcode for follower in followers] == [0, 0]
+            group.close()
+
+
+def test_who_does_not_know_the_token_finds_nothing_in_the_table() -> None:
+    """Nor does one who has joined another meeting, at the same port."""
+    opened = OpenMeeting(LOOPBACK, 2)
+    ours = _store(opened.meeting, JOIN_S, opened.take_store_fd())
+    ours.set("loaded/0", "")
+    assert _store(opened.meeting, JOIN_S).check(["loaded/0"])
+    other = replace(opened.meeting, token=bytes(32))
+    assert not _store(other, JOIN_S).check(["loaded/0"])
+    stranger = dist.TCPStore(LOOPBACK, opened.meeting.store_port, wait_for_workers=False)
+    assert not stranger.check(["loaded/0"])
+    opened.close()
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_stands_still_fails_the_step_within_its_timeout(end: int) -> None:
+    """Killed: as soon as the leader looks. Standing still: after the timeout, in a small sum as in
+    a large one. Never a hang."""
+    with _team(1) as (group, frames, followers):
+        _step(group, frames)
+        os.kill(followers[0].pid, end)
+        if end == signal.SIGKILL:
+            followers[0].join(JOIN_S)
+            with pytest.raises(Unavailable):
+                frames.send(ONE_STEP)
+        for num_numbers in (3, LARGE):
+            start = time.monotonic()
+            with pytest.raises(Unavailable):
+                group.all_reduce(torch.zeros(num_numbers))
+            took_s = time.monotonic() - start
+            assert took_s < (STEP_TIMEOUT_S / 2 if end == signal.SIGKILL else 3 * STEP_TIMEOUT_S)
+
+
+def test_a_rank_that_dies_within_a_step_fails_it() -> None:
+    """The leader waits in the middle of a step for what never comes."""
+    with _team(1) as (group, frames, followers):
+        frames.send(array("q", [10**6]))
+        start = time.monotonic()
+        with pytest.raises(Unavailable, match="gone or does not answer"):
+            while True:
+                group.all_reduce(torch.zeros(3))
+                group.all_reduce(torch.zeros(LARGE))
+                group.all_gather(torch.zeros(2, 1))
+                group.gather(torch.zeros(2, 1))
+                followers[0].kill()
+        assert time.monotonic() - start < 3 * STEP_TIMEOUT_S
+
+
+def test_a_rank_that_never_comes_and_a_leader_that_is_not_there() -> None:
+    """Both are noticed in the time that was given."""
+    opened = OpenMeeting(LOOPBACK, 2)
+    with pytest.raises(Unavailable, match=r"rank 1 has not joined within 0\.2 s"):
+        lead(opened, CPU, 0.2)
+    opened.close()
+    gone = opened.meeting
+    with pytest.raises(Unavailable, match="does not answer"):
+        join(Meeting(LOOPBACK, gone.store_port, gone.frames_port, 2, gone.token), 1, CPU, 1.0)

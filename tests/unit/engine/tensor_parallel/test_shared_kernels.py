@@ -1,0 +1,96 @@
+"""Ranks that share a model run its steps in the same way: with the kernel, all of them or none."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import thread_ranks
+import torch
+from models import save_tiny_model
+from recorded_work import attend_by_tables
+
+from outrider.config import TargetConfig
+from outrider.engine.cuda import backend as acceleration
+from outrider.engine.cuda.backend import Acceleration
+from outrider.engine.interface import SequenceStep
+from outrider.engine.tensor_parallel import shard_loading
+from outrider.models.loading import load_model
+from outrider.replica.process_setup import build_engine
+
+TOKENS = tuple(range(9))
+
+
+class _Here(threading.local):
+    """Which rank a thread is."""
+
+    rank = 0
+
+
+_HERE = _Here()
+
+
+def _wrong(*arguments: Any) -> torch.Tensor:
+    return attend_by_tables(*arguments) * 2
+
+
+def _built(
+    directory: Path, kernel_of: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
+) -> list[Any]:
+    """The engines of two ranks that find a device with these kernels; the leader has answered as
+    the whole model does."""
+
+    def found(*_: Any, **__: Any) -> Acceleration:
+        return Acceleration(kernel_of(_HERE.rank), 8, None)
+
+    monkeypatch.setattr(thread_ranks, "_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(acceleration, "find_acceleration", found)
+    path = save_tiny_model(directory, dtype=torch.float64)
+    config = TargetConfig(directory=str(path), device="cpu", num_threads=1)
+    ranks = thread_ranks.thread_ranks(2)
+    # The library loads one model at a time in a process.
+    shares = [shard_loading.load_shard(path, rank, key="size", name="tiny") for rank in ranks]
+    monkeypatch.setattr(shard_loading, "load_shard", lambda _, rank, **__: shares[rank.rank])
+
+    def build(rank: int) -> tuple[Any, torch.Tensor]:
+        _HERE.rank = rank
+        engine = build_engine(config, "target", 1, ranks[rank])
+        return engine, engine.forward([SequenceStep("a", TOKENS, len(TOKENS))])[0]
+
+    engines, answers = zip(*thread_ranks.on_each(2, build), strict=True)
+    whole: Any
+    whole, _ = load_model(path)
+    with torch.inference_mode():
+        expected = whole(input_ids=torch.tensor([TOKENS])).logits[0]
+    assert (answers[0] - expected).abs().max() <= 1e-10
+    return list(engines)
+
+
+def test_a_kernel_that_is_wrong_is_left_by_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the leader has logits to find it out by."""
+    engines = _built(tmp_path, lambda _: _wrong, monkeypatch)
+    assert [engine._acceleration for engine in engines] == [None, None]
+
+
+def test_a_kernel_that_is_right_is_kept_by_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = _built(tmp_path, lambda _: attend_by_tables, monkeypatch)
+    assert all(engine._acceleration is not None for engine in engines)
+
+
+def test_a_kernel_that_does_not_run_on_one_rank_is_left_by_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it fails, the others are not left to wait for a sum."""
+
+    def broken(*_: Any) -> torch.Tensor:
+        raise RuntimeError("out of resource: shared memory")
+
+    engines = _built(tmp_path, lambda rank: broken if rank else attend_by_tables, monkeypatch)
+    assert [engine._acceleration for engine in engines] == [None, None]

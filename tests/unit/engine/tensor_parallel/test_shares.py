@@ -1,0 +1,242 @@
+"""A model that is shared out gives the logits of the whole one, and no rank holds or reads more
+than its share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+from models import save_tiny_model, tiny_config, tiny_module
+from safetensors.torch import load_file, save_file
+from thread_ranks import on_each, thread_ranks
+from transformers import MixtralConfig, Olmo2Config, Phi3Config
+
+from outrider.config import TargetConfig
+from outrider.engine.tensor_parallel.shard_loading import check_shares, load_shard
+from outrider.engine.tensor_parallel.sharding import VocabularyEmbedding, VocabularyHead, least
+from outrider.errors import ConfigError, SettingError
+from outrider.models.loading import load_model
+from outrider.replica.process_setup import build_engine
+
+KEY = "tensor_parallel_size"
+VOCAB_SIZE = 37
+"""Divided by none of the sizes."""
+SPARE = 0.05
+"""Part of a model that a rank may hold beyond its equal share: what is held whole, and padding."""
+
+
+def _config(family: str) -> Any:
+    sizes = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 48,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    if family == "phi3":  # what a rank multiplies is gathered at once, and cut again
+        return Phi3Config(**sizes, tie_word_embeddings=False)
+    if family == "olmo2":
+        return Olmo2Config(**sizes, tie_word_embeddings=False)
+    config = tiny_config(family, VOCAB_SIZE)
+    if hasattr(config, "num_key_value_heads"):
+        config.num_key_value_heads = 4
+    return config
+
+
+def _saved(directory: Path, family: str) -> Path:
+    module = tiny_module(_config(family), dtype=torch.float64)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()  # a bias that is added once a rank would show
+    module.save_pretrained(directory)
+    return directory
+
+
+def _logits(modules: list[Any], token_ids: torch.Tensor) -> list[torch.Tensor]:
+    def run(rank: int) -> torch.Tensor:
+        with torch.inference_mode():
+            logits: torch.Tensor = modules[rank](input_ids=token_ids).logits
+        return logits
+
+    return on_each(len(modules), run)
+
+
+def _numbers(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "mistral", "gemma", "gemma3", "gpt_neox", "phi3", "olmo2"]
+)
+def test_the_leader_has_the_logits_of_the_whole_model(
+    tmp_path: Path, family: str, size: int
+) -> None:
+    """In float64 to 1e-10, whatever the plan's styles and however the head is tied; the other
+    ranks get none. Every rank knows the same of the whole model, and holds little beyond its
+    share."""
+    path = _saved(tmp_path, family)
+    whole, info = load_model(path)
+    ranks = thread_ranks(size)
+    shares = [load_shard(path, rank, key=KEY) for rank in ranks]
+    assert [shown for _, shown in shares] == [info] * size
+    token_ids = torch.arange(11, 37).view(2, 13)
+    wanted = _logits([whole], token_ids)[0]
+    leader, *followers = _logits([module for module, _ in shares], token_ids)
+    assert (leader - wanted).abs().max() <= 1e-10
+    assert all(logits.shape == (2, 13, 0) for logits in followers)
+    bound = (1 / size + SPARE) * _numbers(whole)
+    assert all(_numbers(module) <= bound for module, _ in shares)
+
+
+def test_a_rank_reads_only_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted where the files are read: slices of what is shared out, and never all of it."""
+    path = _saved(tmp_path, "llama")
+    num_read = 0
+
+    class CountingSlice:
+        def __init__(self, inner: Any) -> None:
+            self._inner = inner
+
+        def get_shape(self) -> list[int]:
+            shape: list[int] = self._inner.get_shape()
+            return shape
+
+        def __getitem__(self, index: Any) -> torch.Tensor:
+            nonlocal num_read
+            found: torch.Tensor = self._inner[index]
+            num_read += found.numel()
+            return found
+
+    class CountingFile:
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self._inner = original(*arguments, **options)
+
+        def __enter__(self) -> CountingFile:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def keys(self) -> list[str]:
+            return list(self._inner.keys())
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            nonlocal num_read
+            found: torch.Tensor = self._inner.get_tensor(name)
+            num_read += found.numel()
+            return found
+
+        def get_slice(self, name: str) -> CountingSlice:
+            return CountingSlice(self._inner.get_slice(name))
+
+    original = safetensors.safe_open
+    monkeypatch.setattr(safetensors, "safe_open", CountingFile)
+    module, _ = load_shard(path, thread_ranks(4)[1], key=KEY)
+    assert 0 < num_read <= _numbers(module)
+
+
+def test_a_tied_head_is_held_once(tmp_path: Path) -> None:
+    """As in the whole model: the share of the embedding is the share of the head."""
+    module: Any
+    module, _ = load_shard(_saved(tmp_path, "gemma"), thread_ranks(2)[0], key=KEY)
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    assert isinstance(embedding, VocabularyEmbedding)
+    assert isinstance(head, VocabularyHead)
+    assert embedding.local.weight is head.local.weight
+
+
+def test_the_dtype_is_what_was_asked_for_or_stored(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, dtype=torch.bfloat16)
+    for dtype, expected in (("auto", torch.bfloat16), ("float64", torch.float64)):
+        module, info = load_shard(path, thread_ranks(2)[0], key=KEY, dtype=dtype)
+        assert {parameter.dtype for parameter in module.parameters()} == {expected}
+        assert info.dtype == str(expected).removeprefix("torch.")
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "reason"),
+    [
+        ("llama", 3, "4 attention heads, which it does not divide; 1, 2 do"),
+        ("llama", 4, "2 key-value heads, which it does not divide; 1, 2 do"),
+        ("gpt_neox", 8, "4 attention heads, which it does not divide; 1, 2, 4 do"),
+    ],
+)
+def test_a_size_that_does_not_divide_is_refused_with_those_that_do(
+    tmp_path: Path, family: str, size: int, reason: str
+) -> None:
+    """Before anything is loaded, from the configuration alone, and by the loader too."""
+    path = save_tiny_model(tmp_path, family=family)
+    with pytest.raises(SettingError, match=f"{KEY}: {size} given; .* has {reason}$"):
+        load_shard(path, thread_ranks(size)[0], key=KEY)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(SettingError, match=reason):
+        check_shares(path, size, key=KEY, name="tiny")
+    check_shares(path, 2, key=KEY, name="tiny")
+
+
+def test_a_model_that_cannot_be_shared_out_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """No plan, and a plan for experts."""
+    path = save_tiny_model(tmp_path / "gpt2", family="gpt2")
+    with pytest.raises(SettingError, match=r"GPT2LMHeadModel\) has no plan"):
+        check_shares(path, 2, key=KEY, name="tiny")
+    experts = MixtralConfig(
+        vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=48, num_local_experts=2,
+        architectures=["MixtralForCausalLM"],
+    )  # fmt: skip
+    experts.save_pretrained(tmp_path / "mixtral")
+    with pytest.raises(SettingError, match="plan asks for moe_tp_experts"):
+        check_shares(tmp_path / "mixtral", 2, key=KEY, name="tiny")
+
+
+def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    """A tensor that is missing would else be random, and one that is larger would be cut."""
+    path = save_tiny_model(tmp_path)
+    stored = load_file(path / "model.safetensors")
+    wrong = "model.layers.0.mlp.up_proj.weight"
+    wider = stored | {wrong: torch.cat([stored[wrong], stored[wrong]])}
+    save_file(wider, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"{wrong} does not fit"):
+        load_shard(path, thread_ranks(2)[0], key=KEY)
+    fewer = {name: tensor for name, tensor in stored.items() if name != wrong}
+    save_file(fewer, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"lack the weights {wrong}"):
+        load_shard(path, thread_ranks(2)[0], key=KEY)
+
+
+class _AllHere(Exception):
+    """Stands for what comes once all ranks have loaded."""
+
+
+class _FirstRank:
+    """The rank that has its share before the other has."""
+
+    rank, size = 0, 2
+
+    def wait_for_all(self) -> None:
+        raise _AllHere
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("the other rank still loads")
+
+    all_reduce = gather = all_gather
+
+
+def test_nothing_that_must_be_quick_comes_before_all_have_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = TargetConfig(directory=str(_saved(tmp_path, "llama")), device="cpu", num_threads=1)
+    with caplog.at_level("INFO"), pytest.raises(_AllHere):
+        build_engine(config, "target", 1, _FirstRank())
+    assert "loading share 1 of 2" in caplog.text
+    assert "modules swapped" in caplog.text
+
+
+def test_ranks_agree_on_the_least_of_their_numbers() -> None:
+    """As of the memory that each has for keys and values: all hold the same pages."""
+    ranks, numbers = thread_ranks(3), (2**40 + 7, 2**40 + 5, 2**40 + 6)
+    found = on_each(3, lambda rank: least(ranks[rank], numbers[rank], torch.device("cpu")))
+    assert found == [2**40 + 5] * 3

@@ -1,0 +1,121 @@
+"""Steps of few tokens leave a core free while another process needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from outrider.engine.adaptive_threads import RETREAT_S, SLOW_STEPS, TRIAL_STEPS, ContendedThreads
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+class Machine:
+    """Two cores, on which a step takes a stated time by its number of threads, and a step of
+    another kind a fifth of that."""
+
+    def __init__(self, one: float, two: float) -> None:
+        self.times = {1: one, 2: two}
+        self.now = 0.0
+        self.threads = ContendedThreads(1, 2, lambda: self.now)
+
+    def run(self, num_steps: int, kind: str = "whole") -> list[int]:
+        """The number of threads that each step had."""
+        found = []
+        for _ in range(num_steps):
+            with self.threads.step(kind):
+                found.append(torch.get_num_threads())
+                self.now += self.times[found[-1]] / (1 if kind == "whole" else 5)
+        return found
+
+
+TRIAL = [1, 2] * TRIAL_STEPS
+
+
+def test_all_threads_run_while_nothing_else_does() -> None:
+    machine = Machine(one=0.013, two=0.010)
+    assert set(machine.run(100)) == {2}
+
+
+def test_fewer_threads_run_while_others_use_the_cores() -> None:
+    """And all again some time later, which shows soon whether that still holds."""
+    machine = Machine(one=0.013, two=0.010)
+    machine.run(10)
+    machine.times = {1: 0.02, 2: 0.2}
+    begun = [2] * SLOW_STEPS + TRIAL
+    assert machine.run(len(begun) + 50) == begun + [1] * 50
+    machine.now += RETREAT_S
+    assert machine.run(len(begun) + 5) == begun + [1] * 5
+    machine.now += RETREAT_S
+    machine.times = {1: 0.013, 2: 0.010}
+    assert set(machine.run(20)) == {2}
+
+
+def test_longer_steps_keep_their_threads() -> None:
+    """As of longer contexts: there is one trial, and no other at the new length."""
+    machine = Machine(one=0.013, two=0.010)
+    machine.run(10)
+    machine.times = {1: 0.13, 2: 0.1}
+    assert machine.run(100).count(1) == TRIAL_STEPS
+
+
+def test_a_single_pause_changes_nothing() -> None:
+    machine = Machine(one=0.013, two=0.010)
+    machine.run(10)
+    machine.times[2] = 0.5
+    assert machine.run(1) == [2]
+    machine.times[2] = 0.01
+    assert set(machine.run(10)) == {2}
+
+
+def test_steps_are_held_against_their_kind() -> None:
+    """Whole verifications between the shallow steps of an early exit are not slow, and a trial of
+    the one does not end with steps of the other."""
+    machine = Machine(one=0.013, two=0.010)
+    for _ in range(20):
+        assert set(machine.run(8, "shallow") + machine.run(2)) == {2}
+    machine.times = {1: 0.02, 2: 0.2}
+    machine.run(SLOW_STEPS)
+    assert machine.run(1, "shallow") == [2]
+    assert machine.run(len(TRIAL)) == TRIAL
+
+
+def test_a_kind_that_does_not_come_back_holds_up_no_trial() -> None:
+    machine = Machine(one=0.013, two=0.010)
+    machine.run(1, "shallow")
+    machine.run(10)
+    machine.times = {1: 0.02, 2: 0.2}
+    machine.run(SLOW_STEPS, "shallow")
+    machine.run(SLOW_STEPS)
+    assert machine.run(len(TRIAL)) == TRIAL
+
+
+def test_other_steps_have_all_threads() -> None:
+    machine = Machine(one=0.02, two=0.01)
+    machine.run(10)
+    machine.times[2] = 0.2
+    machine.run(SLOW_STEPS + len(TRIAL))
+    with machine.threads.step(None):
+        assert torch.get_num_threads() == 2
+    assert machine.run(1) == [1]
+
+
+def test_a_trial_judges_by_its_own_steps_alone() -> None:
+    """A step that outlasts the time of fewer threads belongs to no trial."""
+    machine = Machine(one=0.02, two=0.01)
+    machine.run(10)
+    machine.times[2] = 0.2
+    machine.run(SLOW_STEPS + len(TRIAL))
+    machine.now += RETREAT_S - 0.03
+    machine.run(2)
+    machine.times[1] = 0.19
+    machine.run(SLOW_STEPS)
+    assert machine.run(len(TRIAL)) == TRIAL
+    assert machine.run(1) == [2]

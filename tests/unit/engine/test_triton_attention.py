@@ -1,0 +1,151 @@
+"""The attention kernel over a step's tables, against the attention of gathered slots: on a CUDA
+device, and elsewhere under the interpreter of the kernel's compiler, where that is installed."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+ON_CUDA = torch.cuda.is_available()
+if not ON_CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel is defined
+pytest.importorskip("triton", reason="the compiler of the attention kernel is not installed")
+
+from outrider.engine.batch import HeldSequence, plan_step  # noqa: E402
+from outrider.engine.cuda.page_tables import (  # noqa: E402
+    TableStep,
+    ancestors_of,
+    exact_size,
+    page_words,
+    table_words,
+)
+from outrider.engine.cuda.triton_attention import attend_tables  # noqa: E402
+from outrider.engine.gathered_attention import attend  # noqa: E402
+from outrider.engine.interface import SequenceStep  # noqa: E402
+from outrider.kv_cache.storage import KeysAndValues, LayerShape  # noqa: E402
+
+DEVICE = torch.device("cuda" if ON_CUDA else "cpu")
+PAGE_SIZE = 4
+NUM_PAGES = 96
+TREE = (-1, 0, 0, 1, 2, -1, 5, 4)
+TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+"""Of values of about 1: rounding of the dtype."""
+
+
+@pytest.fixture(autouse=True)
+def _products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter holds bfloat16 as integers and multiplies those; here it multiplies what they
+    stand for, exactly, as a device does."""
+    if ON_CUDA:
+        return
+    from triton import language
+    from triton.runtime import interpreter
+
+    plain = interpreter.InterpreterBuilder.create_dot
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != language.bfloat16:
+            return handle
+        bits = handle.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), language.float32)
+
+    def create_dot(builder: Any, a: Any, b: Any, *others: Any) -> Any:
+        return plain(builder, widened(a), widened(b), *others)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+def sequences(*shapes: tuple[int, int], tree: bool = False) -> list[HeldSequence]:
+    """(slots held, new tokens) of each, on shuffled pages; with `tree` the first is one."""
+    free = [int(page) for page in np.random.default_rng(1).permutation(NUM_PAGES)]
+    held = []
+    for index, (length, num) in enumerate(shapes):
+        pages = [free.pop() for _ in range(-(-(length + num) // PAGE_SIZE))]
+        parents = TREE[:num] if tree and index == 0 else ()
+        held.append(HeldSequence(SequenceStep(str(index), (1,) * num, num, parents), length, pages))
+    return held
+
+
+def difference(
+    held: list[HeldSequence],
+    *,
+    heads: tuple[int, int] = (4, 2),
+    widths: tuple[int, int] = (8, 8),
+    dtype: torch.dtype = torch.float32,
+    window: int | None = None,
+    softcap: float | None = None,
+    num_splits: int = 1,
+) -> float:
+    """The largest between the kernel's output and that of gathered slots, in float64, whose slots
+    of nobody hold no numbers."""
+    num_heads, key_heads = heads
+    num_rows = sum(len(each.step.token_ids) for each in held)
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn((1, num_rows, num_heads, widths[0]), generator=generator).to(dtype)
+    query = query.transpose(1, 2).to(DEVICE)  # as modules hand it over
+    cache = KeysAndValues(LayerShape(key_heads, *widths, dtype, DEVICE), NUM_PAGES * PAGE_SIZE)
+    for tensor in (cache.keys, cache.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    used = {
+        each.pages[slot // PAGE_SIZE] * PAGE_SIZE + slot % PAGE_SIZE
+        for each in held
+        for slot in range(each.length + len(each.step.token_ids))
+    }
+    unused = [slot for slot in range(NUM_PAGES * PAGE_SIZE) if slot not in used]
+    cache.keys[:, unused] = cache.values[:, unused] = math.nan
+
+    size = exact_size(held, num_heads // key_heads, key_heads, num_programs=1)
+    size = replace(size, num_splits=num_splits)
+    page_tables, places = page_words(held)
+    words = torch.from_numpy(table_words(held, places, size, PAGE_SIZE)).to(DEVICE)
+    pages = torch.from_numpy(page_tables).to(DEVICE)
+    step = TableStep.of(words, pages, size, PAGE_SIZE, ancestors_of(held, DEVICE))
+    actual = attend_tables(query, cache, step, window, 0.3, softcap)
+
+    exact = KeysAndValues(LayerShape(key_heads, *widths, torch.float64, DEVICE), 0)
+    exact.keys, exact.values = cache.keys.double(), cache.values.double()
+    plan = plan_step(held, (window,), PAGE_SIZE, DEVICE, torch.float64)
+    expected = attend(query.double(), exact, plan.groups[window], 0.3, softcap)
+    assert actual.shape == expected.shape
+    assert actual.dtype == dtype
+    return (actual.double() - expected).abs().max().item()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (9, 3), (5, 1)])
+def test_every_row_sees_its_context(dtype: torch.dtype, heads: tuple[int, int]) -> None:
+    """Prompts, verification and decoding in one step, any number of query heads a key head."""
+    held = sequences((0, 21), (70, 5), (33, 1), (0, 1))
+    assert difference(held, dtype=dtype, heads=heads) <= TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("window", [None, 1, 6, 70])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_windows_caps_trees_and_splits(
+    window: int | None, softcap: float | None, tree: bool, num_splits: int
+) -> None:
+    """In every combination; some splits of short contexts are empty."""
+    held = sequences((75, 8), (3, 20), (90, 1), tree=tree)
+    found = difference(held, window=window, softcap=softcap, num_splits=num_splits)
+    assert found <= TOLERANCES[torch.float32]
+
+
+@pytest.mark.parametrize("widths", [(5, 3), (64, 64), (80, 80), (160, 32)])
+def test_any_width_of_a_head(widths: tuple[int, int]) -> None:
+    """Powers of two or not, and values of another width than keys."""
+    assert difference(sequences((20, 3), (0, 9)), widths=widths) <= 2e-5
+
+
+@pytest.mark.parametrize("num_splits", [4, 16])
+def test_a_long_context_in_splits(num_splits: int) -> None:
+    """One sequence over many blocks of slots, as many to a split."""
+    held = sequences((300, 1))
+    assert difference(held, num_splits=num_splits) <= TOLERANCES[torch.float32]

@@ -1,0 +1,303 @@
+"""Constraints are compiled once, off the event loop, within a time; what cannot be is told."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from constrained import CONSTRAINTS, SCHEMA, grammars, hf_tokenizer, tokens
+
+from outrider.errors import BadRequest, ConfigError, Incompatible, InvariantError, Overloaded
+from outrider.grammar.compiler import Grammar, Grammars, GrammarTokenizer
+from outrider.grammar.constraint import Constraint
+from outrider.grammar.matcher import Matchers, PrefixMatcher
+from outrider.limits import COMPILATIONS_MAX, COMPILE_S_MAX, COMPILE_THREADS, MASK_S_MAX, TOO_SLOW_S
+
+ITSELF = {"$ref": "#/$defs/a"}
+
+
+def alike(count: int, alternative: dict[str, Any]) -> Constraint:
+    """Values of so many kinds that nothing tells apart, one within the other."""
+    kinds = [alternative] * count
+    return Constraint.of_schema({"$defs": {"a": {"anyOf": [*kinds, {"type": "null"}]}}, **ITSELF})
+
+
+def accepts(constraint: Constraint, text: str) -> bool:
+    """Whether the whole text may be written and ended."""
+    matcher = PrefixMatcher(tokens().compile(constraint))
+    ids = [*hf_tokenizer().encode(text), *tokens().eos_token_ids]
+    return matcher.stand(0, ids) == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "whole", "not_whole"),
+    [
+        (
+            Constraint.of_schema(SCHEMA),
+            ['{"name":"x","tags":[]}', '{"name": "x", "tags": ["bb", "a"], "size": 7}'],
+            ['{"name":"x"}', '{"tags":[],"name":"x"}', '{"name":  "x","tags":[]}', "[]"],
+        ),
+        (Constraint.any_object(), ["{}", '{"a": [1, {"b": null}]}'], ["[]", "1", '{"a"', ""]),
+        (Constraint.of_regex(r"^a+\$$"), ["aa$"], ["aa", "$", "aa$a"]),
+        (Constraint.of_regex("yes|no"), ["yes", "no"], ["yesno", "ye"]),
+        (
+            Constraint.of_choices(['a "b"\\\n', "a|b", ".*", "日本", "\x7f\u2028"]),
+            ['a "b"\\\n', "a|b", ".*", "日本", "\x7f\u2028"],
+            ["a", "b", "xx", "日"],
+        ),
+    ],
+)
+def test_what_a_constraint_accepts(
+    constraint: Constraint, whole: list[str], not_whole: list[str]
+) -> None:
+    assert [text for text in whole if not accepts(constraint, text)] == []
+    assert [text for text in not_whole if accepts(constraint, text)] == []
+
+
+def test_a_schema_that_says_how_it_is_spaced_is_heard() -> None:
+    schema = Constraint.of_schema({"type": "object", "x-guidance": {"whitespace_pattern": "\n"}})
+    assert accepts(schema, '{"a":\n1}')
+    assert not accepts(schema, '{"a": 1}')
+
+
+@pytest.mark.parametrize(
+    ("constraint", "said"),
+    [
+        (Constraint.of_schema({"type": "striing"}), "json_schema: cannot be compiled: .*striing"),
+        (Constraint.of_schema({"uniqueItems": True}), "json_schema: .*uniqueItems"),
+        (Constraint.of_schema({"$ref": "http://example.com/x"}), "json_schema: cannot be compiled"),
+        (
+            Constraint.of_schema('{"type": "integer", "maximum": 1' + "0" * 310 + "}"),
+            "json_schema: cannot be compiled: number out of range",
+        ),
+        (
+            Constraint.of_schema({"uniqueItems": True, "x-guidance": {"lenient": True}}),
+            "json_schema: x-guidance.lenient is not allowed",
+        ),
+        (Constraint.of_regex("(a"), "regex: cannot be compiled: .*unclosed group"),
+        (Constraint.of_regex("(?=a)b"), "regex: .*look-ahead"),
+    ],
+)
+async def test_what_cannot_be_compiled_is_told_by_name_and_remembered(
+    constraint: Constraint, said: str
+) -> None:
+    known = grammars()
+    for _ in range(2):
+        with pytest.raises(BadRequest, match=said):
+            await known.prepare(constraint)
+    assert isinstance(known.find(constraint.digest()), BadRequest)
+    with pytest.raises(BadRequest, match=said):
+        known.get(constraint)
+    known.close()
+
+
+async def test_a_constraint_is_compiled_once_for_all_that_wait() -> None:
+    compiled: list[Constraint] = []
+
+    class Counting(GrammarTokenizer):
+        def compile(self, constraint: Constraint):  # type: ignore[no-untyped-def]
+            compiled.append(constraint)
+            return super().compile(constraint)
+
+    known = Grammars(lambda: Counting(hf_tokenizer(), (0,)))
+    constraint = CONSTRAINTS["schema"]
+    await asyncio.gather(*(known.prepare(constraint) for _ in range(5)))
+    await known.prepare(constraint)
+    assert known.get(constraint).constraint == constraint
+    assert len(compiled) == 1
+    known.close()
+
+
+async def test_the_longest_unused_grammar_makes_room() -> None:
+    known = Grammars(tokens, grammars_max=2)
+    for name in ("regex", "choice", "regex", "schema"):
+        await known.prepare(CONSTRAINTS[name])
+    there = [known.find(CONSTRAINTS[name].digest()) for name in ("regex", "choice", "schema")]
+    assert [found is None for found in there] == [False, True, False]
+    assert known.get(CONSTRAINTS["choice"]).constraint == CONSTRAINTS["choice"]
+    known.close()
+
+
+async def test_a_grammar_that_somebody_holds_is_found_however_many_came_since() -> None:
+    """By an item that waits for a step, or by a session that has begun."""
+    known = Grammars(tokens, grammars_max=2)
+    held = await known.prepare(CONSTRAINTS["regex"])
+    matchers = Matchers(known)
+    matchers.follow("a", await known.prepare(CONSTRAINTS["schema"]), ())
+    followed = CONSTRAINTS["schema"].digest()
+    for index in range(3):
+        await known.prepare(Constraint.of_regex(f"a{index}"))
+    assert known.find(held.digest) is held
+    assert known.find(followed) is not None
+    matchers.release("a")
+    for index in range(3):
+        await known.prepare(Constraint.of_regex(f"a{index}"))
+    assert known.find(followed) is None
+    known.close()
+
+
+async def test_tenants_share_neither_grammars_nor_refusals() -> None:
+    """What one has asked, or has made slow, another does not see."""
+    known, regex = grammars(), CONSTRAINTS["regex"]
+    first = await known.prepare(regex, "a")
+    assert known.find(regex.digest(), "b") is None
+    second = await known.prepare(regex, "b")
+    known.note_slow(first)
+    with pytest.raises(BadRequest, match="takes more than"):
+        known.note_slow(first)
+    assert isinstance(known.find(regex.digest(), "a"), BadRequest)
+    assert known.find(regex.digest(), "b") is known.allowed(second) is second
+    known.close()
+
+
+async def test_what_takes_too_long_is_refused_and_tried_again_after_a_while() -> None:
+    """It may have been slow by chance."""
+    times, now = iter([0.0, 2.5, 3.0, 3.1]), [0.0]
+    known = Grammars(tokens, clock=lambda: next(times), now=lambda: now[0])
+    for _ in range(2):
+        with pytest.raises(BadRequest, match="regex: takes more than 2 s to compile"):
+            await known.prepare(CONSTRAINTS["regex"])
+    now[0] = TOO_SLOW_S
+    await known.prepare(CONSTRAINTS["regex"])
+    assert known.get(CONSTRAINTS["regex"]).compile_s == pytest.approx(0.1)
+    known.close()
+
+
+async def test_others_on_the_machine_do_not_make_a_constraint_slow() -> None:
+    """What counts is what its own thread works."""
+
+    class Waiting(GrammarTokenizer):
+        def compile(self, constraint: Constraint):  # type: ignore[no-untyped-def]
+            time.sleep(0.5)
+            return super().compile(constraint)
+
+    known = Grammars(lambda: Waiting(hf_tokenizer(), (0,)))
+    await known.prepare(CONSTRAINTS["regex"])
+    assert known.get(CONSTRAINTS["regex"]).compile_s < 0.4
+    known.close()
+
+
+async def test_no_more_wait_than_may() -> None:
+    known = grammars()
+    waiting = [
+        asyncio.ensure_future(known.prepare(Constraint.of_regex(f"a{index}")))
+        for index in range(COMPILATIONS_MAX)
+    ]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="wait to be compiled"):
+        await known.prepare(Constraint.of_regex("b"))
+    await asyncio.gather(*waiting)
+    await known.prepare(Constraint.of_regex("b"))
+    known.close()
+
+
+def held(free: threading.Event, **options: Any) -> Grammars:
+    """Whose compilations do not end before that."""
+
+    class Held(GrammarTokenizer):
+        def compile(self, constraint: Constraint) -> Grammar:
+            free.wait(10)
+            return super().compile(constraint)
+
+    return Grammars(lambda: Held(hf_tokenizer(), (0,)), **options)
+
+
+async def test_what_nobody_waits_for_any_more_is_not_compiled_and_takes_no_place() -> None:
+    free = threading.Event()
+    known = held(free)
+    busy = [Constraint.of_regex("b" * (1 + index)) for index in range(COMPILE_THREADS)]
+    running = [asyncio.ensure_future(known.prepare(constraint)) for constraint in busy]
+    left = [Constraint.of_regex(f"a{index}") for index in range(COMPILATIONS_MAX)]
+    for constraint in left:
+        waiting = asyncio.ensure_future(known.prepare(constraint))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+    running.append(asyncio.ensure_future(known.prepare(CONSTRAINTS["regex"])))
+    await asyncio.sleep(0)
+    free.set()
+    await asyncio.gather(*running)
+    assert [known.find(constraint.digest()) for constraint in left] == [None] * len(left)
+    known.close()
+
+
+async def test_a_compilation_that_breaks_down_is_a_refusal_for_a_while() -> None:
+    class Broken(GrammarTokenizer):
+        def compile(self, constraint: Constraint):  # type: ignore[no-untyped-def]
+            raise RuntimeError("a fault")
+
+    now = [0.0]
+    known = Grammars(lambda: Broken(hf_tokenizer(), (0,)), now=lambda: now[0])
+    with pytest.raises(InvariantError, match="regex: could not be compiled, by a fault of ours"):
+        await known.prepare(CONSTRAINTS["regex"])
+    error = known.find(CONSTRAINTS["regex"].digest())
+    assert error is not None
+    with pytest.raises(Incompatible, match="regex: could not be compiled, by a fault of ours"):
+        Matchers(known).follow("a", error, ())
+    now[0] = TOO_SLOW_S
+    assert known.find(CONSTRAINTS["regex"].digest()) is None
+    known.close()
+
+
+async def test_nobody_waits_for_the_compilations_of_others_for_ever() -> None:
+    free = threading.Event()
+    known = held(free, wait_s_max=0.3)
+    for name in ("regex", "choice", "schema"):
+        with pytest.raises(Overloaded, match="other constraints are being compiled; try later"):
+            await known.prepare(CONSTRAINTS[name])
+    await asyncio.sleep(0)  # What has not begun hears that nobody waits for it.
+    free.set()
+    async with asyncio.timeout(10):
+        while known.find(CONSTRAINTS["choice"].digest()) is None:
+            await asyncio.sleep(0.01)
+    assert known.find(CONSTRAINTS["schema"].digest()) is None  # It had not begun.
+    known.close()
+
+
+async def test_a_model_without_an_end_of_text_has_no_constraints() -> None:
+    def load() -> GrammarTokenizer:
+        return GrammarTokenizer(hf_tokenizer(), ())
+
+    known = Grammars(load)
+    with pytest.raises(BadRequest, match="json_object: the model has no token that ends a text"):
+        await known.prepare(Constraint.any_object())
+    known.close()
+    with pytest.raises(ConfigError, match="tokenizer tells no masks"):
+        GrammarTokenizer(object(), (0,))
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint.of_regex(r"((a{0,100}){0,100}){0,100}"),
+        Constraint.of_regex("|".join(f"(.{{0,{100 + i}}}x){{1,9}}" for i in range(400))),
+        Constraint.of_choices([f"choice {i} " + "z" * 40 for i in range(1024)]),
+        Constraint.of_schema({"enum": list(range(10_000))}),
+        alike(1000, {"type": "array", "items": ITSELF}),
+        alike(64, {"type": "array", "items": ITSELF}),
+        alike(64, {"items": ITSELF}),
+        alike(256, {"type": "object", "additionalProperties": ITSELF}),
+        Constraint.of_schema(
+            {"properties": {f"p{i}": {"type": "string", "pattern": f"[a-z]{{1,{i + 9}}}"}
+                            for i in range(900)}}
+        ),
+    ],
+)  # fmt: skip
+def test_the_largest_constraints_take_less_than_what_is_allowed(constraint: Constraint) -> None:
+    """Whether they are compiled or refused; and no token is waited for as long."""
+    began = time.thread_time()
+    with suppress(BadRequest, Incompatible):
+        matcher = PrefixMatcher(tokens().compile(constraint))
+        matcher.mask()
+        for text in ("[[[[", '{"a":{"a":{"a":'):
+            token_ids = hf_tokenizer().encode(text)
+            for length in range(1, len(token_ids) + 1):
+                before = time.thread_time()
+                matcher.stand(0, token_ids[:length])
+                matcher.mask()
+                assert time.thread_time() - before < MASK_S_MAX
+    assert time.thread_time() - began < COMPILE_S_MAX

@@ -1,0 +1,110 @@
+"""A constraint is one value however it was written, and what is none is told by its field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.errors import BadRequest, InvariantError
+from outrider.grammar.constraint import Constraint, ConstraintKind
+
+SCHEMA = {"type": "object", "properties": {"b": {}, "a": {"enum": [1, "é"]}}}
+
+
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        schema = {"items": schema}
+    return schema
+
+
+def test_the_same_schema_has_one_text_and_one_digest() -> None:
+    made = Constraint.of_schema(SCHEMA)
+    assert made == Constraint.of_schema(json.dumps(SCHEMA, indent=2))
+    assert made.digest() == Constraint.of_schema(json.dumps(SCHEMA)).digest()
+    assert made.text == '{"type":"object","properties":{"b":{},"a":{"enum":[1,"é"]}}}'
+
+
+def test_different_constraints_have_different_digests() -> None:
+    others = [
+        Constraint.of_schema(SCHEMA),
+        Constraint.of_schema({"properties": {"a": {}, "b": {}}}),
+        Constraint.of_schema({"properties": {"b": {}, "a": {}}}),  # their order is the answer's
+        Constraint.of_schema({"type": "object"}),
+        Constraint.any_object(),
+        Constraint.of_regex('["a"]'),
+        Constraint.of_choices(["a"]),
+    ]
+    assert len({one.digest() for one in others}) == len(others)
+    assert {len(one.digest()) for one in others} == {16}
+
+
+def test_what_was_sent_or_stored_is_read_again() -> None:
+    for made in (
+        Constraint.of_schema(SCHEMA),
+        Constraint.any_object(),
+        Constraint.of_regex(r"\d+\$"),
+        Constraint.of_choices(["a", 'b"', "a"]),
+    ):
+        assert Constraint.read(str(made.kind), made.text) == made
+    assert Constraint.of_choices(["a", 'b"', "a"]).choices == ("a", 'b"')
+    with pytest.raises(InvariantError):
+        _ = Constraint.any_object().choices
+
+
+def test_anchors_around_an_expression_say_nothing() -> None:
+    assert Constraint.of_regex("^a$") == Constraint.of_regex("a")
+    assert Constraint.of_regex(r"a\$").text == r"a\$"
+    assert Constraint.of_regex(r"a\\$").text == r"a\\"
+    assert Constraint.of_regex("^^ab$$").text == "ab"
+
+
+@given(st.text("^$\\ab", max_size=12))
+def test_an_expression_that_was_read_is_read_as_itself(regex: str) -> None:
+    try:
+        made = Constraint.of_regex(regex)
+    except BadRequest:
+        return
+    assert Constraint.read("regex", made.text) == made
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Constraint.of_schema("{"), "json_schema: is no JSON"),
+        (lambda: Constraint.of_schema("[]"), "json_schema: is no JSON object"),
+        (lambda: Constraint.of_schema('{"a": NaN}'), "json_schema: is no JSON: NaN"),
+        (lambda: Constraint.of_schema('{"a": 1e999}'), "json_schema: cannot be written"),
+        (lambda: Constraint.of_schema({"a": object()}), "json_schema: cannot be written"),
+        (lambda: Constraint.of_schema(r'{"a": "\ud800"}'), "json_schema: is not Unicode"),
+        (lambda: Constraint.of_schema(deep(33)), "json_schema: is nested more than 32 deep"),
+        (lambda: Constraint.of_schema("[" * 60_000), "json_schema: is nested more than 32 deep"),
+        (lambda: Constraint.of_schema({"a": "x" * 65_536}), "json_schema: has 65544 bytes"),
+        (lambda: Constraint.of_schema(" " * 65_537), "json_schema: has 65537 bytes; at most 65536"),
+        (lambda: Constraint.of_regex(""), "regex: is empty"),
+        (lambda: Constraint.of_regex("^$"), "regex: is empty"),
+        (lambda: Constraint.of_regex("a" * 16_385), "regex: has 16385 bytes"),
+        (lambda: Constraint.of_regex("\ud800"), "regex: is not Unicode"),
+        (lambda: Constraint.of_regex(3), "regex: is no text"),  # type: ignore[arg-type]
+        (lambda: Constraint.of_choices([]), "choice: got 0 choices; allowed: 1..1024"),
+        (lambda: Constraint.of_choices(["a"] * 1025), "choice: got 1025 choices"),
+        (lambda: Constraint.of_choices(["a", ""]), r"choice\[1\]: is no text"),
+        (lambda: Constraint.of_choices(["x" * 65_536]), "choice: has 65540 bytes"),
+        (lambda: Constraint.read("lark", "x"), "constraint.kind: 'lark' is no kind; allowed: json"),
+        (lambda: Constraint.read("choice", "{}"), "constraint.text: is no JSON list"),
+        (lambda: Constraint.read("regex", ""), "constraint.text: is empty"),
+    ],
+)
+def test_what_is_no_constraint_is_told_by_its_field(make: Any, said: str) -> None:
+    with pytest.raises(BadRequest, match=f"^{said}"):
+        make()
+
+
+def test_the_largest_that_are_allowed() -> None:
+    assert Constraint.of_schema(deep(32)).kind is ConstraintKind.JSON_SCHEMA
+    assert len(Constraint.of_schema({"a": "x" * (65_536 - 8)}).text) == 65_536
+    assert len(Constraint.of_regex("a" * 16_384).text) == 16_384

@@ -1,0 +1,276 @@
+"""What the tokens so far allow is a function of them, whatever was tried and thrown away."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from constrained import (
+    CONSTRAINTS,
+    allowed_ids,
+    eos,
+    fresh_mask,
+    grammar,
+    grammars,
+    hf_tokenizer,
+    tokens,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.errors import BadRequest, Incompatible
+from outrider.grammar.compiler import Grammars, GrammarTokenizer
+from outrider.grammar.constraint import Constraint
+from outrider.grammar.matcher import Matchers, PrefixMatcher
+from outrider.limits import FOLLOWED_AT_ONCE, MASK_S_MAX, TOO_SLOW_S
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+@given(seed=st.integers(0, 2**32), steps=st.lists(st.integers(-6, 6), min_size=1, max_size=12))
+@settings(max_examples=40, deadline=None)
+def test_after_any_extends_and_rollbacks_the_mask_is_that_of_a_fresh_matcher(
+    name: str, seed: int, steps: list[int]
+) -> None:
+    """Extends by legal tokens (ends of text among them) and by wrong ones, in one call each, and
+    goes back by any number."""
+    chosen = random.Random(seed)
+    matcher, token_ids = PrefixMatcher(grammar(name)), []
+    for step in steps:
+        if step < 0:
+            token_ids = token_ids[: max(0, len(token_ids) + step)]
+            assert matcher.stand(0, token_ids) == len(token_ids)
+        else:
+            walk = PrefixMatcher(grammar(name))
+            walk.stand(0, token_ids)
+            longer = list(token_ids)
+            for _ in range(step):
+                longer.append(chosen.choice(allowed_ids(walk)))
+                assert walk.stand(len(longer) - 1, longer[-1:]) == 1
+            known = chosen.randint(0, len(token_ids))
+            # Some tokens that no mask has spell a part of what it allows, and are consumed.
+            some = chosen.sample(range(len(hf_tokenizer())), 50)
+            tried = [*longer, next(v for v in some if walk.stand(len(longer), [v]) == 0)]
+            assert matcher.stand(known, tried[known:]) == len(longer) - known
+            token_ids = longer
+        assert allowed_ids(matcher) == fresh_mask(name, token_ids)
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_what_a_mask_holds_can_be_written_to_its_end(name: str) -> None:
+    """All that it holds can be consumed, and the least of it leads on; what it leaves out, where
+    more than one text can follow, cannot be."""
+    chosen = random.Random(7)
+    matcher, token_ids = PrefixMatcher(grammar(name)), []
+    for _ in range(12):
+        allowed = allowed_ids(matcher)
+        legal = [v for v in range(400) if matcher.stand(len(token_ids), [v]) == 1]
+        assert set(allowed) <= set(legal)
+        assert len(allowed) == 1 or legal == allowed
+        matcher.stand(len(token_ids), [])
+        token_ids.append(chosen.choice(allowed))
+        assert matcher.stand(len(token_ids) - 1, token_ids[-1:]) == 1
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_tokens_are_legal_as_far_as_their_masks_hold_them(name: str) -> None:
+    chosen = random.Random(5)
+    for _ in range(20):
+        followed = Matchers(grammars()).follow("a", grammar(name), [])
+        drafted: list[int] = []
+        for _ in range(chosen.randrange(8)):
+            drafted.append(chosen.choice(fresh_mask(name, drafted)))
+        wrong = [v for v in range(320) if v not in fresh_mask(name, drafted)]
+        assert followed.num_legal([*drafted, chosen.choice(wrong), *drafted]) == len(drafted)
+        assert followed.num_legal(drafted) == len(drafted)
+
+
+def test_two_matchers_of_one_grammar_do_not_touch_each_other() -> None:
+    chosen = random.Random(3)
+    pair = [PrefixMatcher(grammar("schema")) for _ in range(2)]
+    written: list[list[int]] = [[], []]
+    for _ in range(60):
+        which = chosen.randrange(2)
+        token_ids = written[which]
+        token_ids.append(chosen.choice(allowed_ids(pair[which])))
+        pair[which].stand(len(token_ids) - 1, token_ids[-1:])
+    for matcher, token_ids in zip(pair, written, strict=True):
+        assert allowed_ids(matcher) == fresh_mask("schema", token_ids)
+
+
+def test_the_end_of_text_may_stand_where_the_text_is_whole_and_nothing_else_follows() -> None:
+    matcher = PrefixMatcher(grammar("choice"))
+    brown = hf_tokenizer().encode("brown")
+    assert eos() not in allowed_ids(matcher)
+    assert matcher.stand(0, [*brown[:-1], eos()]) == len(brown) - 1
+    matcher.stand(0, brown)
+    assert eos() in allowed_ids(matcher)
+    assert len(allowed_ids(matcher)) > 1  # " fox" may still come
+    assert matcher.stand(0, [*brown, eos(), eos()]) == len(brown) + 2
+    assert allowed_ids(matcher) == [eos()]
+    assert matcher.mask().is_over
+    whole = hf_tokenizer().encode("brown fox")
+    matcher.stand(0, whole)
+    assert allowed_ids(matcher) == [eos()]
+    assert not matcher.mask().is_over
+
+
+def test_sessions_are_followed_anew_after_their_matcher_was_dropped() -> None:
+    matchers, schema = Matchers(grammars(), sessions_max=1), grammar("schema")
+    ids = hf_tokenizer().encode('{"name":"x","tags":["bb"')
+    first = matchers.follow("a", schema, ids[:5])
+    drafted = ids[5:8]
+    assert first.num_legal([*drafted, eos()]) == 3
+    mask = first.after(drafted)
+    matchers.follow("b", schema, [])  # makes room of a
+    assert len(matchers) == 1
+    again = matchers.follow("a", schema, ids[:7])
+    there = again.after(ids[7:8])
+    assert mask is not None
+    assert there is not None
+    assert (mask.bits == there.bits).all()
+    ahead = matchers.follow("a", schema, ids[:3]).behind(ids[3:6])
+    assert (ahead.after(ids[6:8]).bits == mask.bits).all()  # type: ignore[union-attr]
+    assert ahead.num_legal([*ids[6:8], eos()]) == 2
+    assert ahead.after([eos()]) is None
+    matchers.release("a")
+    assert len(matchers) == 0
+
+
+def test_another_constraint_of_the_same_session_is_another_matcher() -> None:
+    matchers = Matchers(grammars())
+    for name in ("choice", "regex"):
+        followed = matchers.follow("a", grammar(name), [])
+        mask = followed.after(())
+        assert mask is not None
+        assert list(mask.flags(len(hf_tokenizer())).nonzero()[0]) == fresh_mask(name, [])
+
+
+def test_a_completion_that_breaks_its_constraint_is_refused_by_name() -> None:
+    matchers = Matchers(grammars())
+    ids = hf_tokenizer().encode("the quick 55")
+    with pytest.raises(Incompatible, match=r"^regex: token \d+ of the completion does not meet it"):
+        matchers.follow("a", grammar("regex"), ids)
+
+
+def test_a_constraint_that_a_replica_cannot_compile_is_refused_by_name() -> None:
+    with pytest.raises(Incompatible, match="regex: the model has no tokenizer"):
+        Matchers(grammars()).follow("a", BadRequest("regex", "the model has no tokenizer"), [])
+
+
+MANY_STATES = Constraint.of_regex("[a-d]*a[a-d]{15}")
+
+
+def with_states(lexer_states_max: int, **more: Any) -> Grammars:
+    limited = GrammarTokenizer(hf_tokenizer(), (eos(),), lexer_states_max)
+    return Grammars(lambda: limited, **more)
+
+
+def test_sessions_that_use_a_grammar_up_go_on_with_the_next() -> None:
+    """And so do those that were in the middle, to the same masks; whoever begins gets one, too."""
+    chosen = random.Random(2)
+    known, letters = with_states(300), [hf_tokenizer().encode(c)[0] for c in "abcd"]
+    first = known.get(MANY_STATES)
+    roomy = tokens().compile(MANY_STATES)
+    matchers = Matchers(known)
+    written: list[list[int]] = [[] for _ in range(40)]
+    for _ in range(14):
+        for session, token_ids in enumerate(written):
+            followed = matchers.follow(str(session), first, token_ids)
+            mask = followed.after(())
+            alone = PrefixMatcher(roomy)
+            assert alone.stand(0, token_ids) == len(token_ids)
+            assert mask is not None
+            assert (mask.bits == alone.mask().bits).all()
+            token_ids.append(chosen.choice(letters))
+    assert first.is_used_up()
+    assert known.get(MANY_STATES) is not first
+    assert PrefixMatcher(known.get(MANY_STATES)).mask().bits.any()
+
+
+def test_a_completion_too_hard_for_any_grammar_is_refused_and_hurts_no_other() -> None:
+    known = with_states(60)
+    letters = hf_tokenizer().encode("abcabcdabcabadcabdacbbacabbabdabcacabdabacbadbacba")
+    for _ in range(3):
+        with pytest.raises(
+            Incompatible, match=r"regex: cannot be followed after \d+ tokens: .*many"
+        ):
+            Matchers(known).follow("a", known.get(MANY_STATES), letters).after(())
+        again = Matchers(known).follow("b", known.get(MANY_STATES), letters[:1])
+        assert again.after(()) is not None
+
+
+async def test_one_that_is_slow_to_compile_is_not_compiled_where_all_wait() -> None:
+    times = iter([0.0, MASK_S_MAX + 0.01])
+    known = with_states(60, clock=lambda: next(times, 0.0))
+    letters = hf_tokenizer().encode("abcabcdabcabadcabdacbbacabbabdabcacabdabacbadbacba")
+    first = await known.prepare(MANY_STATES)
+    with pytest.raises(Incompatible, match="is used up here, and slow to compile again"):
+        Matchers(known).follow("a", first, letters).after(())
+    assert known.find(MANY_STATES.digest()) is None
+    second = await known.prepare(MANY_STATES)
+    assert Matchers(known).follow("a", second, letters[:1]).after(()) is not None
+    known.close()
+
+
+def test_what_becomes_too_hard_is_incompatible_whenever_it_is_asked() -> None:
+    """The first token passes; what follows it takes more than a step may."""
+    patterns = [{"type": "string", "pattern": f"^.{{0,{i}}}[a-x].{{0,{i}}}$"} for i in range(699)]
+    compiled = tokens().compile(Constraint.of_schema({"anyOf": patterns}))
+    matchers, quote = Matchers(grammars()), hf_tokenizer().encode('"')
+    for _ in range(2):
+        followed = matchers.follow("a", compiled, quote)
+        for _ in range(2):
+            with pytest.raises(Incompatible, match="json_schema: cannot be followed after 1 token"):
+                followed.after(())
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3, FOLLOWED_AT_ONCE + 1])
+def test_a_grammar_that_is_slow_twice_is_refused_for_a_while(num_tokens: int) -> None:
+    """By the time that it takes to say what follows, or to follow so many tokens."""
+    seconds = [0.0, 0.0]
+    known = Grammars(tokens, clock=lambda: seconds[0], now=lambda: seconds[1])
+    constraint = Constraint.of_regex("[a-z]+")
+    letters = hf_tokenizer().encode("a")[:1] * num_tokens
+    compiled = known.get(constraint)
+    followed = Matchers(known).follow("quick", compiled, letters)
+    assert followed.after(()) is not None
+    known.clock = lambda: ticking(seconds, MASK_S_MAX * (1 + num_tokens // FOLLOWED_AT_ONCE) + 0.01)
+    matchers = Matchers(known)
+
+    def ask() -> object:
+        return matchers.follow("a", compiled, letters).after(())
+
+    if num_tokens == 0:
+        assert ask() is not None
+    with pytest.raises(Incompatible, match=r"regex: .*takes more than 0\.25 s a token"):
+        ask()
+    known.clock = lambda: seconds[0]
+    with pytest.raises(Incompatible, match=r"regex: takes more than 0\.25 s a token; simp"):
+        ask()
+    with pytest.raises(BadRequest, match=r"regex: .*takes more than 0\.25 s a token"):
+        known.get(constraint)
+    seconds[1] += TOO_SLOW_S
+    assert ask() is not None
+
+
+def test_a_mask_that_is_slow_behind_draft_tokens_ends_no_session() -> None:
+    """However often; once it has been, the grammar is asked behind no draft tokens any more."""
+    seconds = [0.0]
+    known = Grammars(tokens, clock=lambda: seconds[0])
+    compiled = known.get(Constraint.of_regex("[a-z]+"))
+    matchers, letter = Matchers(known), hf_tokenizer().encode("a")[:1]
+    known.clock = lambda: ticking(seconds, MASK_S_MAX + 0.01)
+    followed = matchers.follow("a", compiled, ())
+    assert followed.after(letter) is not None
+    for _ in range(3):
+        with pytest.raises(Incompatible, match="regex: is too slow behind draft tokens"):
+            followed.after(letter)
+    known.clock = lambda: seconds[0]
+    assert matchers.follow("a", compiled, letter).after(()) is not None
+    assert known.allowed(compiled) is compiled
+
+
+def ticking(seconds: list[float], step: float) -> float:
+    seconds[0] += step
+    return seconds[0]

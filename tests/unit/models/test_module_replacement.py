@@ -1,0 +1,436 @@
+"""Stand-ins against the library's own modules: one by one, in whole models, and what they leave
+alone."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from models import quick_linear, tiny_config, tiny_module
+from torch import nn
+from transformers import AttentionInterface, AutoConfig, DynamicCache
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaRMSNorm,
+    eager_attention_forward,  # noqa: F401 -- looked up beside a block's class
+)
+
+from outrider.errors import InvariantError
+from outrider.models.llama_blocks import (
+    DirectLayer,
+    FusedAttention,
+    FusedMLP,
+    NativeRMSNorm,
+)
+from outrider.models.module_replacement import speed_up
+from outrider.models.packed_linear import PackedLinear
+
+VOCAB = 32
+SHORT, LONG = torch.bfloat16, torch.float64
+FAMILIES = ("llama", "qwen3", "mistral", "gemma", "gemma3")
+GENERIC = ("gpt_neox", "gpt2")
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 128,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+RELATIVES = {
+    "qwen2": ({}, 2),  # a bias on queries, keys and values
+    "llama": ({"head_dim": 16, "attention_bias": True, "mlp_bias": True}, 2),  # heads wider than x
+    "smollm3": ({"no_rope_layers": [1, 0]}, 1),  # one layer does not rotate
+    "granite": ({"attention_multiplier": 0.3, "residual_multiplier": 0.5}, 2),
+    "gemma2": ({"head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0}, 2),
+    "olmo": ({"clip_qkv": 1.0}, 0),
+    "olmo2": ({}, 0),  # norms queries and keys over all heads
+    "cohere": ({}, 0),  # rotates neighbours, not halves
+    "stablelm": ({"partial_rotary_factor": 0.25}, 0),
+    "phi3": ({}, 0),  # has joined its linear layers itself
+    "starcoder2": ({}, 2),  # norms with a mean, MLP without a gate
+}
+"""Settings of other models of the library, and how many of two attention blocks are fused."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def relative_config(model_type: str) -> Any:
+    return AutoConfig.for_model(model_type, **(SIZES | RELATIVES[model_type][0]))
+
+
+def twins(config: Any, dtype: torch.dtype, attention: str = "sdpa") -> tuple[Any, Any]:
+    """A model as the library runs it, and the same one sped up."""
+    config._attn_implementation = attention
+    original, swapped = tiny_module(config, dtype=dtype), tiny_module(config, dtype=dtype)
+    for module in (original, swapped):  # norms begin as ones or zeros, biases as zeros
+        generator = torch.Generator().manual_seed(11)
+        for parameter in module.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.rand(parameter.shape, generator=generator).to(dtype))
+    speed_up(swapped)
+    return original, swapped
+
+
+def classes(module: nn.Module) -> Counter[type]:
+    return Counter(type(child) for child in module.modules())
+
+
+@torch.inference_mode()
+def logits_in_steps(module: Any) -> torch.Tensor:
+    """Logits [25, VOCAB] over the library's cache: a prompt, one token, a few, and rows of two
+    sequences."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCAB, (1, 18), generator=generator)
+    cache = DynamicCache(config=module.config)
+    steps = [
+        module(input_ids=part, past_key_values=cache, use_cache=True).logits[0]
+        for part in ids.split((12, 1, 5), dim=1)
+    ]
+    pair = module(input_ids=ids[:, :4].expand(2, 4).clone(), use_cache=False).logits
+    return torch.cat([*steps, *pair])
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual - expected).abs().max() / expected.abs().max()).item()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", [*FAMILIES, *GENERIC])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(LONG, 1e-12), (torch.float32, 2e-5)])
+def test_logits_of_whole_models(
+    family: str, attention: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Bound of float32: some 100 roundings of 6e-8, by a model of weights that are not small."""
+    original, swapped = twins(tiny_config(family, VOCAB), dtype, attention)
+    assert relative_error(logits_in_steps(swapped), logits_in_steps(original)) <= tolerance
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *GENERIC])
+def test_bfloat16_is_no_coarser_than_the_librarys(family: str) -> None:
+    """Two right results in bfloat16 differ by much, so both are held against the same weights in
+    float64; a stand-in rounds less often, but single models may be unlucky."""
+    original, swapped = twins(tiny_config(family, VOCAB), SHORT)
+    exact, _ = twins(tiny_config(family, VOCAB), LONG)
+    exact.load_state_dict(original.state_dict())
+    truth = logits_in_steps(exact)
+    errors = [(logits_in_steps(m).double() - truth).square().mean() for m in (swapped, original)]
+    assert errors[0] <= 1.3**2 * errors[1]
+
+
+@pytest.mark.parametrize("model_type", RELATIVES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(LONG, 1e-12), (torch.float32, 2e-5)])
+def test_whatever_differs_keeps_its_own_code(
+    model_type: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    original, swapped = twins(relative_config(model_type), dtype, "eager")
+    assert classes(swapped)[FusedAttention] == RELATIVES[model_type][1]
+    assert relative_error(logits_in_steps(swapped), logits_in_steps(original)) <= tolerance
+    if dtype == torch.float32:
+        assert classes(swapped)[nn.Linear] == 0
+        assert classes(swapped)[PackedLinear] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, SHORT])
+@pytest.mark.parametrize(
+    ("family", "num_norms"),
+    [("llama", 5), ("qwen3", 9), ("mistral", 5), ("gemma", 5), ("gemma3", 13)],
+)
+def test_what_is_swapped_in_the_llama_family(
+    family: str, num_norms: int, dtype: torch.dtype
+) -> None:
+    """All of it: per layer four linear layers where there were seven, and the head."""
+    _, swapped = twins(tiny_config(family, VOCAB), dtype)
+    found = classes(swapped)
+    assert (found[FusedAttention], found[FusedMLP], found[NativeRMSNorm]) == (2, 2, num_norms)
+    assert found[DirectLayer] == 2
+    assert (found[quick_linear(dtype)], found[nn.Linear]) == (9, 0)
+    assert not any(child.training for child in swapped.modules())
+    before = str(swapped)
+    speed_up(swapped)
+    assert str(swapped) == before
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("dtype", [LONG, SHORT])
+def test_weights_that_were_taken_over_are_given_back(family: str, dtype: torch.dtype) -> None:
+    """What parameters remain is the embedding, norms, and on paths that are not packed what was
+    there; of the old matrices nothing is alive."""
+    module = tiny_module(tiny_config(family, VOCAB), dtype=dtype)
+    embedding = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
+    old = [weakref.ref(p) for p in module.parameters() if p.dim() == 2 and id(p) not in embedding]
+    size = sum(p.numel() for p in module.parameters())
+    speed_up(module)
+    left = sum(p.numel() for p in module.parameters())
+    if dtype == SHORT:
+        assert sum(ref() is not None for ref in old) == 0
+        rows = sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Embedding))
+        assert left < rows + 0.05 * size
+    else:
+        assert left == size
+
+
+def test_a_tied_head_is_packed_and_the_embedding_stays() -> None:
+    config = tiny_config("llama", VOCAB)
+    config.tie_word_embeddings = True
+    original, swapped = twins(config, SHORT)
+    assert isinstance(swapped.lm_head, quick_linear(SHORT))
+    assert torch.equal(swapped.get_input_embeddings().weight, original.lm_head.weight)
+    assert torch.equal(swapped.get_output_embeddings().weight, original.lm_head.weight)
+
+
+@contextmanager
+def noted_calls(name: str) -> Iterator[list[tuple[Any, ...]]]:
+    """Calls of an attention function of that name, which answers as `sdpa` would."""
+    calls: list[tuple[Any, ...]] = []
+    attend = AttentionInterface()["sdpa"]
+
+    def note(module: Any, *args: Any, **kwargs: Any) -> Any:
+        known = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str)}
+        calls.append((known, args, kwargs))
+        return attend(module, *args, **kwargs)
+
+    AttentionInterface.register(name, note)
+    try:
+        yield calls
+    finally:
+        del AttentionInterface._global_mapping[name]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_functions_are_called_as_by_the_library(family: str) -> None:
+    """Same tensors, mask and options, and all that the library's block knows of itself."""
+    original, swapped = twins(tiny_config(family, VOCAB), LONG)
+    with noted_calls("noted") as calls:
+        for module in (original, swapped):
+            module.config._attn_implementation = "noted"
+            logits_in_steps(module)
+    half = len(calls) // 2
+    assert half == 8
+    for expected, actual in zip(calls[:half], calls[half:], strict=True):
+        assert expected[0].items() <= actual[0].items()
+        assert {"layer_idx", "num_key_value_groups", "scaling", "training"} <= expected[0].keys()
+        assert expected[2].keys() == actual[2].keys()
+        for key, value in expected[2].items():
+            torch.testing.assert_close(actual[2][key], value)
+        torch.testing.assert_close(actual[1], expected[1])
+
+
+def test_a_part_of_the_heads() -> None:
+    """Attention blocks that hold fewer heads than the configuration says, and MLPs that hold a
+    part of the width, as those of one tensor-parallel rank do."""
+
+    def cut(linear: nn.Linear, num_rows: int | None, num_columns: int | None) -> None:
+        linear.weight = nn.Parameter(linear.weight[:num_rows, :num_columns].clone())
+        linear.out_features, linear.in_features = linear.weight.shape
+
+    modules = [tiny_module(tiny_config("llama", VOCAB), dtype=LONG) for _ in range(2)]
+    for module in modules:
+        for layer in module.model.layers:
+            cut(layer.self_attn.q_proj, 16, None)
+            cut(layer.self_attn.k_proj, 8, None)
+            cut(layer.self_attn.v_proj, 8, None)
+            cut(layer.self_attn.o_proj, None, 16)
+            cut(layer.mlp.gate_proj, 24, None)
+            cut(layer.mlp.up_proj, 24, None)
+            cut(layer.mlp.down_proj, None, 24)
+    speed_up(modules[1])
+    found = classes(modules[1])
+    assert (found[FusedAttention], found[FusedMLP]) == (2, 2)
+    assert relative_error(logits_in_steps(modules[1]), logits_in_steps(modules[0])) <= 1e-12
+
+
+class CountedLinear(nn.Module):
+    """A layer around another, as one that sums over ranks."""
+
+    def __init__(self, local: nn.Linear, calls: list[nn.Module]) -> None:
+        super().__init__()
+        self.local, self.calls = local, calls
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.calls.append(self)
+        return self.local(rows)
+
+
+def test_the_last_layer_of_a_block_may_wait_for_others() -> None:
+    """It is taken over whatever it is, does not run before the model does, and the linear layer in
+    it is packed."""
+    original, swapped = (tiny_module(tiny_config("llama", VOCAB)) for _ in range(2))
+    calls: list[nn.Module] = []
+    for layer in swapped.model.layers:
+        layer.self_attn.o_proj = CountedLinear(layer.self_attn.o_proj, calls)
+        layer.mlp.down_proj = CountedLinear(layer.mlp.down_proj, calls)
+    speed_up(swapped)
+    assert calls == []
+    found = classes(swapped)
+    assert (found[FusedAttention], found[FusedMLP], found[PackedLinear]) == (2, 2, 9)
+    assert relative_error(logits_in_steps(swapped), logits_in_steps(original)) <= 2e-5
+    assert len(calls) == 4 * 4
+
+
+class ClampedMLP(LlamaMLP):  # type: ignore[misc]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).clamp(max=7))
+
+
+class CentredNorm(LlamaRMSNorm):  # type: ignore[misc]
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states - hidden_states.mean(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, SHORT])
+def test_look_alikes_stay(dtype: torch.dtype) -> None:
+    """Of the expected build, but not of the expected result."""
+    original, swapped = (tiny_module(tiny_config("llama", VOCAB), dtype=dtype) for _ in range(2))
+    for module in (original, swapped):
+        module.model.layers[0].mlp.__class__ = ClampedMLP
+        module.model.norm.__class__ = CentredNorm
+    speed_up(swapped)
+    assert type(swapped.model.layers[0].mlp) is ClampedMLP
+    assert type(swapped.model.layers[1].mlp) is FusedMLP
+    assert type(swapped.model.norm) is CentredNorm
+
+
+class OddAttention(LlamaAttention):  # type: ignore[misc]
+    oddity: str
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        match self.oddity:
+            case "sees no mask":
+                attention_mask = None
+            case "keeps an option to itself":
+                kwargs.pop("position_ids")
+            case "gives attention a tensor":
+                kwargs["sinks"] = torch.ones(4)
+            case "tells the cache more" if (cache := past_key_values) is not None:
+                past_key_values = SimpleNamespace(update=lambda *args: cache.update(*args, {}))
+            case "attends twice":
+                super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
+        return super().forward(
+            hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
+        )
+
+
+class PlacedAttention(LlamaAttention):  # type: ignore[misc]
+    """The probe's positions are as good as any, so parameters that it does not know count."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        position_ids: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        kwargs["position_ids"] = position_ids
+        scale = 1 + (position_ids[..., None] > 1_000_000)
+        return super().forward(
+            hidden_states * scale, position_embeddings, attention_mask, past_key_values, **kwargs
+        )
+
+
+@pytest.mark.parametrize(
+    "oddity",
+    ["", "sees no mask", "keeps an option to itself", "gives attention a tensor",
+     "tells the cache more", "attends twice", "has another parameter"],
+)  # fmt: skip
+def test_look_alikes_of_attention_stay(oddity: str) -> None:
+    module = tiny_module(tiny_config("llama", VOCAB))
+    block = module.model.layers[1].self_attn
+    block.oddity = oddity
+    block.__class__ = PlacedAttention if oddity == "has another parameter" else OddAttention
+    speed_up(module)
+    assert type(module.model.layers[0].self_attn) is FusedAttention
+    assert (type(module.model.layers[1].self_attn) is FusedAttention) == (not oddity)
+
+
+class OddLayer(LlamaDecoderLayer):  # type: ignore[misc]
+    oddity: str
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        match self.oddity:
+            case "keeps an option to itself":
+                kwargs.pop("position_ids")
+            case "gives more":
+                kwargs["sinks"] = None
+            case "gives two things":
+                return (super().forward(hidden_states, **kwargs), None)
+            case "scales what it adds":
+                output = super().forward(hidden_states, **kwargs)
+                return hidden_states + 0.5 * (output - hidden_states)
+            case "adds before it norms":
+                normed = self.input_layernorm(hidden_states)
+                attended, _ = self.self_attn(hidden_states=normed, **kwargs)
+                normed = self.post_attention_layernorm(normed + attended)
+                return normed + self.mlp(normed)
+        return super().forward(hidden_states, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "oddity",
+    ["", "keeps an option to itself", "gives more", "gives two things", "scales what it adds",
+     "adds before it norms"],
+)  # fmt: skip
+def test_look_alikes_of_layers_stay(oddity: str) -> None:
+    module = tiny_module(tiny_config("llama", VOCAB))
+    layer = module.model.layers[1]
+    layer.oddity, layer.__class__ = oddity, OddLayer
+    speed_up(module)
+    first, second = module.model.layers
+    assert type(first) is DirectLayer
+    assert (type(second) is DirectLayer) == (not oddity)
+    assert (type(second.self_attn), type(second.mlp)) == (FusedAttention, FusedMLP)
+
+
+def test_modules_with_hooks_stay() -> None:
+    """A hook belongs to the module that it was put on: neither that one nor a product that would
+    take it in is swapped, and it still runs."""
+    module = tiny_module(tiny_config("llama", VOCAB), dtype=torch.float32)
+    layer, seen = module.model.layers[0], []
+    layer.self_attn.q_proj.register_forward_hook(lambda *_: seen.append("q"))
+    layer.mlp.register_forward_pre_hook(lambda *_: seen.append("mlp"))
+    module.lm_head.forward = lambda rows: nn.functional.linear(rows, module.lm_head.weight)
+    speed_up(module)
+    kept = (layer.self_attn, layer.self_attn.q_proj, layer.mlp, module.lm_head)
+    assert [type(m).__name__ for m in kept] == ["LlamaAttention", "Linear", "LlamaMLP", "Linear"]
+    logits_in_steps(module)
+    assert seen == ["q", "mlp"] * 4
+
+
+def test_a_model_in_training_is_refused() -> None:
+    module = tiny_module(tiny_config("llama", VOCAB)).train()
+    with pytest.raises(InvariantError, match="evaluation"):
+        speed_up(module)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, SHORT])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_norms_of_rows_of_any_size(dtype: torch.dtype, offset: float) -> None:
+    """Rows of zeros, of the size of epsilon, and large ones, against the formula in float64."""
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randn(6, 96, generator=generator, dtype=LONG)
+    rows = (rows * torch.tensor([0, 1e-4, 3e-3, 1, 1e4, 1e8], dtype=LONG)[:, None]).to(dtype)
+    weight = nn.Parameter(torch.rand(96, generator=generator).to(dtype), requires_grad=False)
+    wide = rows.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    expected = expected * (weight.double() + offset)
+    actual = NativeRMSNorm(weight, 1e-5, offset)(rows)
+    assert actual.dtype == dtype
+    bound = 2 * torch.finfo(dtype).eps if dtype == torch.float32 else 0.51 * torch.finfo(dtype).eps
+    assert ((actual.double() - expected).abs() <= bound * expected.abs()).all()

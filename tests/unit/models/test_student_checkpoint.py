@@ -1,0 +1,185 @@
+"""Drafters that were made for one target: what they store, what they take from it, whom they
+refuse."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from models import save_tiny_drafter, save_tiny_model, tiny_drafter
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from deploy.fleet.model_files import resolve_models
+from outrider.config import load_config
+from outrider.engine.interface import SequenceStep
+from outrider.errors import ConfigError, SettingError
+from outrider.models.drafter_checkpoint import DESCRIPTION_FILE, WEIGHTS_FILE, as_stored
+from outrider.models.fingerprint import tensors_fingerprint
+from outrider.models.student_checkpoint import load_drafter
+from outrider.replica.process_setup import build_engine
+
+TOKEN_IDS = (1, 4, 5, 9, 20, 21, 31)
+PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def drafter(target: Path, tmp_path: Path) -> Path:
+    return save_tiny_drafter(tmp_path / "drafter", target, TOKEN_IDS)
+
+
+def load(drafter: Path, target: Path) -> tuple[torch.nn.Module, tuple[int, ...]]:
+    module, info = load_drafter(drafter, target, name="drafter", target="target")
+    return module, info.logit_token_ids
+
+
+def test_a_drafter_computes_what_was_saved(target: Path, drafter: Path) -> None:
+    """Up to int8 rows, with the target's own embeddings and head, which it does not store."""
+    module, token_ids = load(drafter, target)
+    assert token_ids == TOKEN_IDS
+    whole = AutoModelForCausalLM.from_pretrained(target)
+    made = tiny_drafter(whole, TOKEN_IDS)
+    for name, parameter in made.named_parameters():
+        if "layers" in name and parameter.dim() == 2:
+            parameter.data = as_stored(parameter.data)
+    ids = torch.tensor([PROMPT])
+    expected = made(ids).logits
+    assert expected.shape == (1, len(PROMPT), len(TOKEN_IDS))
+    torch.testing.assert_close(module(ids).logits, expected)
+    kept = {name.split(".")[1] for name in load_file(drafter / WEIGHTS_FILE) if "." in name}
+    assert kept == {"layers", "norm"}
+
+
+def test_rows_are_stored_to_half_a_step_of_their_scale() -> None:
+    weight = torch.randn(5, 64) * torch.tensor([1e-6, 1e-2, 1.0, 1e2, 0.0])[:, None]
+    step = weight.abs().amax(1, keepdim=True) / 127
+    assert ((as_stored(weight) - weight).abs() <= 0.5001 * step).all()
+    assert torch.equal(as_stored(weight[0]), weight[0])
+
+
+def test_it_is_served_by_its_directory(target: Path, drafter: Path) -> None:
+    """From the settings to an engine whose logits are as wide as the head."""
+    flags = {"model": str(target), "draft_model": str(drafter)}
+    config = resolve_models(load_config(flags, {}))
+    engine = build_engine(config.draft, "draft", 1)
+    [logits] = engine.forward([SequenceStep("s", PROMPT, 2)])
+    assert logits.shape == (2, len(TOKEN_IDS))
+    assert engine.info.logit_token_ids == TOKEN_IDS
+    assert engine.info.vocab_size == 32
+    module, _ = load(drafter, target)
+    torch.testing.assert_close(logits, module(torch.tensor([PROMPT])).logits[0, -2:])
+
+
+def test_another_target_is_refused(drafter: Path, tmp_path: Path) -> None:
+    """By the setting's name, before anything is loaded, and by the loader."""
+    other = save_tiny_model(tmp_path / "other", seed=5)
+    flags = {"model": str(other), "draft_model": str(drafter)}
+    with pytest.raises(SettingError, match=r"made for the target tiny .* outrider distill") as bad:
+        resolve_models(load_config(flags, {}))
+    assert bad.value.key == "draft_model"
+    with pytest.raises(ConfigError, match="made for the target tiny"):
+        load(drafter, other)
+
+
+def test_ranks_are_refused(target: Path, drafter: Path) -> None:
+    flags = {"model": str(target), "draft_model": str(drafter), "draft_tensor_parallel_size": 2}
+    with pytest.raises(SettingError, match="one rank") as bad:
+        resolve_models(load_config(flags, {}))
+    assert bad.value.key == "draft_tensor_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2}, "format 3"),
+        (
+            {"kind": "oracle"},
+            "kind is 'oracle'; `student`, `medusa`, `early-exit`, `eagle` are known",
+        ),
+        ({"kind": "medusa"}, "of the kind `medusa`, and is named as a `student`"),
+        ({"colour": "red"}, "colour is missing, wrong or not known"),
+        ({"vocab_size": "32"}, "vocab_size is missing"),
+        ({"draft_vocab_size": 6}, r"draft_token_ids are torch.int32 \[7\], not 6"),
+        ({"draft_vocab_size": -3}, "draft_vocab_size is -3; 1 to vocab_size, 32, are allowed"),
+        ({"draft_vocab_size": 0}, "draft_vocab_size is 0"),
+        ({"draft_vocab_size": 33}, "draft_vocab_size is 33"),
+        ({"vocab_size": 33}, r"drafter.json has vocab_size 33, config.json 32"),
+    ],
+)
+def test_a_wrong_description_is_refused(
+    target: Path, drafter: Path, changes: dict[str, object], message: str
+) -> None:
+    path = drafter / DESCRIPTION_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ConfigError, match=message):
+        load(drafter, target)
+
+
+def test_a_quantised_configuration_is_refused_for_what_it_is(target: Path, drafter: Path) -> None:
+    path = drafter / "config.json"
+    quantised = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | quantised))
+    with pytest.raises(ConfigError, match=r"has a quantization_config, .* nor a drafter"):
+        load(drafter, target)
+
+
+def test_a_description_that_is_no_json_is_refused(target: Path, drafter: Path) -> None:
+    (drafter / DESCRIPTION_FILE).write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(drafter, target)
+
+
+def test_missing_and_misplaced_weights_are_refused(target: Path, drafter: Path) -> None:
+    tensors = load_file(drafter / WEIGHTS_FILE)
+    without = {name: values for name, values in tensors.items() if "o_proj" not in name}
+    save_file(without, drafter / WEIGHTS_FILE)
+    with pytest.raises(ConfigError, match=r"lack the weights .*o_proj"):
+        load(drafter, target)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("draft_token_ids", lambda ids: ids.flip(0), "draft_token_ids do not ascend"),
+        ("draft_token_ids", lambda ids: ids + 1, "to below 32"),
+        ("draft_token_ids", lambda ids: ids - 2, "from 0 or more"),
+        ("draft_token_ids", lambda ids: ids.float(), r"draft_token_ids are torch.float32 \[7\]"),
+        ("draft_token_ids", lambda ids: ids[:, None], r"draft_token_ids are torch.int32 \[7, 1\]"),
+        ("model.layers.0.mlp.up_proj.weight.scale", lambda scales: scales[:1], r"is \[1\] for"),
+        ("model.layers.0.mlp.up_proj.weight.scale", lambda scales: scales[0], r"is \[\] for"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(
+    target: Path, drafter: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor],
+    message: str,
+) -> None:  # fmt: skip
+    tensors = load_file(drafter / WEIGHTS_FILE)
+    tensors[name] = change(tensors[name]).clone(memory_format=torch.contiguous_format)
+    save_file(tensors, drafter / WEIGHTS_FILE)
+    with pytest.raises(ConfigError, match=message):
+        load(drafter, target)
+
+
+def test_the_fingerprint_is_the_tensors(target: Path, tmp_path: Path) -> None:
+    """The same in other files and beside another configuration; another for one other number."""
+    tensors = load_file(target / "model.safetensors")
+    names = sorted(tensors)
+    copy = tmp_path / "copy"
+    shutil.copytree(target, copy)
+    (copy / "model.safetensors").unlink()
+    save_file({name: tensors[name] for name in names[:5]}, copy / "b.safetensors")
+    save_file({name: tensors[name] for name in names[5:]}, copy / "a.safetensors")
+    (copy / "config.json").write_text("{}")
+    assert tensors_fingerprint(copy) == tensors_fingerprint(target)
+    tensors[names[0]].view(-1)[0] += 1
+    save_file({name: tensors[name] for name in names[:5]}, copy / "b.safetensors")
+    assert tensors_fingerprint(copy) != tensors_fingerprint(target)

@@ -1,0 +1,94 @@
+"""The queue before a replica's steps: order of arrival, whatever a step could not finish."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rounds import make_head
+
+from outrider.messages import DraftItem
+from outrider.replica.request_queue import WorkQueue
+from outrider.replica.step_request import Outlet, Unfinished, Work
+
+Queue = WorkQueue[DraftItem, Any]
+
+
+def work(session: int, round_index: int = 0, expires_at: float = 9.0) -> Work[DraftItem, Any]:
+    item = DraftItem(make_head((1, 2), session=session, round_index=round_index), 2)
+    return Work(item, [Outlet(lambda answers: None)], 0.0, expires_at)
+
+
+def names(works: list[Work[DraftItem, Any]]) -> list[tuple[int, int]]:
+    return [(int(w.item.head.session_id, 16), w.item.head.round) for w in works]
+
+
+def filled(*works: Work[DraftItem, Any], max_batch: int = 2) -> Queue:
+    queue = Queue(max_batch, 100)
+    for each in works:
+        queue.add(each)
+    return queue
+
+
+def test_what_a_step_did_not_finish_keeps_its_place() -> None:
+    """Before what waited behind it, and before what came meanwhile."""
+    queue = filled(work(1), work(2), work(3))
+    first, second = queue.take(0.0).batch
+    queue.add(work(4))
+    queue.put_back([first])
+    assert names(queue.take(0.0).batch) == [(1, 0), (3, 0)]
+    queue.put_back([second])
+    assert names(queue.take(0.0).batch) == [(2, 0), (4, 0)]
+
+
+def test_work_that_waits_for_pages_takes_nobodys_room() -> None:
+    """Two that found none are tried again beside two others, in order of arrival."""
+    waiting = [work(1), work(2), work(3)]
+    for each in waiting:
+        each.unfinished = Unfinished.WAITS
+    queue = filled(*waiting, work(4), work(5), work(6))
+    assert names(queue.take(0.0).batch) == [(1, 0), (2, 0), (4, 0), (5, 0)]
+
+
+def test_long_prompts_do_not_keep_rounds_out_of_a_step() -> None:
+    """As many as a step has sessions are begun; a round that comes now is among the next choice."""
+    prompts = [work(session) for session in (1, 2, 3)]
+    for each in prompts:
+        each.unfinished = Unfinished.CONTINUES
+    queue = filled(*prompts, work(4), work(5), work(6))
+    assert names(queue.take(0.0).batch) == [(1, 0), (2, 0), (4, 0), (5, 0)]
+
+
+def test_an_item_that_comes_again_waits_as_long_as_it_may_and_is_answered_once() -> None:
+    first, again = work(1, expires_at=5.0), work(1, expires_at=9.0)
+    again.outlets = first.outlets.copy()
+    queue = filled(first, again)
+    assert len(queue) == 1
+    (taken,) = queue.take(6.0).batch
+    assert taken is first
+    assert len(taken.outlets) == 1
+
+
+def test_a_sessions_later_round_does_not_pass_its_earlier_one() -> None:
+    """The earlier one waits for pages and finds no room in the batch; the later is not taken."""
+    waiting = [work(1), work(2), work(3)]
+    for each in waiting:
+        each.unfinished = Unfinished.WAITS
+    queue = filled(*waiting, work(3, 1), work(4))
+    assert names(queue.take(0.0).batch) == [(1, 0), (2, 0), (4, 0)]
+
+
+def test_a_repetition_joins_what_came_back_from_a_step() -> None:
+    first, again = work(1), work(1)
+    queue = filled(first)
+    queue.put_back(queue.take(0.0).batch)
+    queue.add(again)
+    assert len(queue) == 1
+    assert first.outlets[1:] == again.outlets
+
+
+def test_what_is_late_or_unwanted_leaves_the_queue_and_takes_no_room() -> None:
+    late, unwanted = work(1, expires_at=1.0), work(2)
+    unwanted.cancelled = True
+    taken = filled(late, unwanted, work(3), work(4)).take(1.0)
+    assert (taken.late, taken.unwanted) == ([late], [unwanted])
+    assert names(taken.batch) == [(3, 0), (4, 0)]

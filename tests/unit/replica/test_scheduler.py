@@ -1,0 +1,308 @@
+"""The step scheduler: batches of distinct sessions, duplicates, deadlines, and lost listeners."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from rounds import PATIENCE_S, make_head, session_name
+
+from outrider.clock import run_virtually
+from outrider.errors import EngineLost, Overloaded, Unavailable
+from outrider.limits import SEQUENCES_PER_REPLICA_MAX, STEP_S_MAX
+from outrider.messages import DraftItem, ProposalReply, Refused
+from outrider.replica.scheduler import StepScheduler
+from outrider.replica.step_request import CANCELLED_CODE, Outlet, StepFigures, Work, expiry
+from outrider.speculation.proposal import EMPTY_PROPOSAL
+
+
+class GatedExecutor:
+    """Each step waits until the test opens the gate."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.entered = asyncio.Event()
+        self.closed = False
+        self.waited = False
+
+    async def run(self, step: Any) -> Any:
+        self.entered.set()
+        await self.gate.wait()
+        return step()
+
+    def close(self, *, wait: bool = True) -> None:
+        self.closed, self.waited = True, wait
+
+
+class EchoWorker:
+    """Answers each item with its round, and notes what it was given."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[tuple[str, int]]] = []
+        self.released: list[tuple[str, int]] = []
+        self.recovered: list[str] = []
+        self.parked: list[str] = []
+        self.crash: Exception | None = None
+
+    def step(self, items: Sequence[DraftItem]) -> list[ProposalReply]:
+        self.steps.append([(item.head.session_id, item.head.round) for item in items])
+        if self.crash is not None:
+            raise self.crash
+        return [ProposalReply(item.head.key, EMPTY_PROPOSAL, 0, 0) for item in items]
+
+    @property
+    def figures(self) -> StepFigures:
+        return StepFigures()
+
+    def park(self, session_ids: Sequence[str]) -> None:
+        self.parked.extend(session_ids)
+
+    def release(self, session_id: str, epoch: int) -> None:
+        self.released.append((session_id, epoch))
+
+    def recover(self, items: Sequence[DraftItem]) -> None:
+        self.recovered.extend(item.head.session_id for item in items)
+
+
+class Desk:
+    """A scheduler, and a connection that keeps what it hears."""
+
+    def __init__(self, max_batch: int = 8, queue_max: int = 100) -> None:
+        self.executor, self.worker = GatedExecutor(), EchoWorker()
+        self.scheduler: StepScheduler[DraftItem, Any] = StepScheduler(
+            self.executor, self.worker, max_batch=max_batch, queue_max=queue_max
+        )
+        self.frames: list[list[Any]] = []
+        self.outlet: Outlet[Any] = Outlet(lambda answers: self.frames.append(list(answers)))
+
+    def submit(self, session: int, round_index: int = 0, **changes: Any) -> Work[DraftItem, Any]:
+        outlet = changes.pop("outlet", self.outlet)
+        head = make_head((1, 2), session=session, round_index=round_index, **changes)
+        now = asyncio.get_running_loop().time()
+        work: Work[DraftItem, Any] = Work(DraftItem(head, 2), [outlet], now, expiry(head, now))
+        self.scheduler.submit(work)
+        return work
+
+    async def finish(self) -> list[Any]:
+        """Opens the gate until nothing is left; all answers."""
+        self.executor.gate.set()
+        await self.scheduler.drain()
+        return [answer for frame in self.frames for answer in frame]
+
+
+async def test_a_step_takes_one_item_a_session_in_order_of_arrival() -> None:
+    """Four sessions with a limit of three: the second round of a session and the fourth session
+    wait for the next step."""
+    desk = Desk(max_batch=3)
+    for session, round_index in ((1, 0), (1, 1), (2, 0), (3, 0), (4, 0)):
+        desk.submit(session, round_index)
+    answers = await desk.finish()
+    names = [[(int(session, 16), index) for session, index in step] for step in desk.worker.steps]
+    assert names == [[(1, 0), (2, 0), (3, 0)], [(1, 1), (4, 0)]]
+    assert len(answers) == 5
+    assert [len(frame) for frame in desk.frames] == [3, 2]
+    await desk.scheduler.close()
+
+
+async def test_what_arrives_during_a_step_shares_the_next_one() -> None:
+    desk = Desk()
+    desk.submit(1)
+    await desk.executor.entered.wait()
+    for session in (2, 3, 4):
+        desk.submit(session)
+    await desk.finish()
+    assert [len(step) for step in desk.worker.steps] == [1, 3]
+    await desk.scheduler.close()
+
+
+async def test_what_a_step_took_is_shared_out() -> None:
+    desk = Desk()
+    desk.submit(1)
+    await desk.executor.entered.wait()
+    for session in (2, 3, 4):
+        desk.submit(session)
+    alone, *together = await desk.finish()
+    assert alone.work_ms == alone.compute_ms > 0
+    assert [answer.work_ms for answer in together] == [a.compute_ms / 3 for a in together]
+    await desk.scheduler.close()
+
+
+async def test_the_same_item_twice_is_computed_once_and_answered_to_both() -> None:
+    """From two connections, with different time left; another prefix under the same key is not
+    the same item."""
+    desk, other = Desk(), Desk()
+    desk.submit(1, deadline_ms=50_000)
+    desk.submit(1, deadline_ms=40_000, outlet=other.outlet)
+    desk.submit(1, seed=8)
+    await desk.finish()
+    assert [len(step) for step in desk.worker.steps] == [1, 1]
+    assert [len(frame) for frame in desk.frames] == [1, 1]
+    assert [len(frame) for frame in other.frames] == [1]
+    await desk.scheduler.close()
+
+
+async def test_times_are_measured() -> None:
+    desk = Desk()
+    desk.submit(1)
+    await desk.executor.entered.wait()
+    await asyncio.sleep(0.02)
+    (answer,) = await desk.finish()
+    assert answer.compute_ms >= 15
+    assert 0 <= answer.queue_ms < answer.compute_ms
+    await desk.scheduler.close()
+
+
+async def test_expired_work_is_refused_without_a_step() -> None:
+    desk = Desk()
+    desk.submit(1)
+    await desk.executor.entered.wait()
+    desk.submit(2, deadline_ms=1)
+    desk.submit(3, deadline_ms=60_000)
+    await asyncio.sleep(0.01)
+    answers = {int(answer.key.session_id, 16): answer for answer in await desk.finish()}
+    assert isinstance(answers[2], Refused)
+    assert answers[2].code == 4
+    assert isinstance(answers[3], ProposalReply)
+    assert [len(step) for step in desk.worker.steps] == [1, 1]
+    await desk.scheduler.close()
+
+
+async def test_work_of_a_closed_connection_is_dropped_unless_another_wants_it() -> None:
+    desk, other = Desk(), Desk()
+    desk.submit(1)
+    await desk.executor.entered.wait()
+    told: list[Any] = []
+    dropped = desk.submit(2)
+    dropped.on_done = lambda work, answer: told.append(answer)
+    desk.submit(3)
+    desk.submit(3, outlet=other.outlet)
+    desk.outlet.closed = True
+    await desk.finish()
+    assert desk.worker.steps[1] == [(session_name(3), 0)]
+    assert told == [None]
+    assert desk.frames == []
+    assert len(other.frames) == 1
+    await desk.scheduler.close()
+
+
+async def test_a_full_queue_refuses() -> None:
+    desk = Desk(queue_max=2)
+    desk.submit(1)
+    desk.submit(2)
+    with pytest.raises(Overloaded):
+        desk.submit(3)
+    await desk.finish()
+    desk.submit(3)
+    assert len(await desk.finish()) == 3
+    await desk.scheduler.close()
+
+
+async def test_a_release_drops_queued_work_and_reaches_the_worker_before_the_next_step() -> None:
+    desk = Desk()
+    desk.submit(1)
+    await desk.executor.entered.wait()
+    desk.submit(2)
+    desk.submit(2, 1, epoch=2)
+    desk.scheduler.release(session_name(2), 1)
+    desk.scheduler.release(session_name(2), 1)
+    [[dropped]] = desk.frames
+    assert (dropped.key.epoch, dropped.code) == (1, CANCELLED_CODE)
+    await desk.finish()
+    assert desk.worker.released == [(session_name(2), 1)]
+    assert desk.worker.steps[1:] == [[(session_name(2), 1)]]
+    await desk.scheduler.close()
+
+
+async def test_a_crash_is_answered_recovered_from_and_forgotten() -> None:
+    """The batch is refused as INTERNAL, the worker recovers its sessions, the loop goes on."""
+    desk = Desk()
+    desk.worker.crash = ZeroDivisionError("bug")
+    desk.submit(1)
+    desk.submit(2)
+    answers = await desk.finish()
+    assert [answer.code for answer in answers] == [13, 13]
+    assert desk.worker.recovered == [session_name(1), session_name(2)]
+    desk.worker.crash = None
+    desk.submit(1)
+    assert isinstance((await desk.finish())[-1], ProposalReply)
+    assert desk.scheduler.healthy
+    await desk.scheduler.close()
+
+
+async def test_a_lost_engine_ends_the_steps_and_all_that_waits() -> None:
+    """At once: the batch, what waits behind it, and what comes later are refused; nothing is run
+    any more, and nobody waits for it."""
+    desk = Desk(max_batch=2)
+    reports: list[bool] = []
+    desk.scheduler.watch(reports.append)
+    desk.worker.crash = EngineLost("rank 1 is gone")
+    for session, round_index in ((1, 0), (1, 1), (2, 0), (3, 0), (4, 0)):
+        desk.submit(session, round_index)
+    answers = await desk.finish()
+    assert [(answer.code, answer.message) for answer in answers] == [(14, "rank 1 is gone")] * 5
+    assert len(desk.worker.steps) == 1
+    assert reports == [False]
+    assert str(desk.scheduler.lost) == "rank 1 is gone"
+    with pytest.raises(EngineLost, match="rank 1"):
+        desk.submit(5)
+    desk.scheduler.park([session_name(1)])
+    desk.scheduler.release(session_name(1), 1)
+    async with asyncio.timeout(PATIENCE_S):
+        await desk.scheduler.drain()
+        await desk.scheduler.close()
+    assert desk.worker.parked == desk.worker.released == []
+    assert reports == [False]
+
+
+def test_a_step_that_never_ends_is_a_lost_engine() -> None:
+    """As where a device hangs. Nobody waits for it, whoever closes included."""
+
+    async def main() -> None:
+        desk = Desk()
+        desk.submit(1)
+        await asyncio.sleep(STEP_S_MAX - 1)
+        assert desk.scheduler.healthy
+        desk.submit(2)
+        await asyncio.sleep(1.1)
+        answers = [answer for frame in desk.frames for answer in frame]
+        assert [answer.code for answer in answers] == [14, 14]
+        assert desk.scheduler.lost is not None
+        assert not desk.scheduler.healthy
+        await desk.scheduler.close()
+        assert desk.executor.closed
+        assert not desk.executor.waited
+
+    run_virtually(main())
+
+
+async def test_close_waits_for_the_step_and_takes_no_more() -> None:
+    desk = Desk()
+    desk.submit(1)
+    await desk.executor.entered.wait()
+    closing = asyncio.create_task(desk.scheduler.close())
+    await asyncio.sleep(0)
+    assert not desk.executor.closed
+    desk.executor.gate.set()
+    await closing
+    assert desk.executor.closed
+    assert len(desk.frames) == 1
+    assert not desk.scheduler.healthy
+    with pytest.raises(Unavailable):
+        desk.submit(2)
+
+
+async def test_releases_that_wait_for_a_step_are_bounded() -> None:
+    """One a session, of its newest epoch; of too many the oldest is left to be evicted."""
+    desk = Desk()
+    desk.submit(1)
+    await desk.executor.entered.wait()
+    for session in range(2, SEQUENCES_PER_REPLICA_MAX + 3):
+        for epoch in (1, 3, 2):
+            desk.scheduler.release(session_name(session), epoch)
+    await desk.finish()
+    assert desk.worker.released == [
+        (session_name(session), 3) for session in range(3, SEQUENCES_PER_REPLICA_MAX + 3)
+    ]
+    await desk.scheduler.close()

@@ -1,0 +1,177 @@
+"""How a step's tokens are shared: rounds first, long prefixes in parts, neither left out."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.engine.step_costs import StepCosts
+from outrider.replica.token_budget import (
+    CORRECTION_MAX,
+    PREFIX_TOKENS_MIN,
+    ROUND_REST_STEPS,
+    ROUND_TOKENS_MAX,
+    STEP_GROWTH_MAX,
+    TokenBudget,
+    Wish,
+)
+
+COSTS = StepCosts((1, 16, 512), (0.010, 0.012, 0.260), session_s=0.0001, slot_s=1e-6)
+ROUND = Wish(num_tokens=9, num_last=9, context=300)
+
+
+def prefix(num_tokens: int, num_last: int = 1, context: int = 0) -> Wish:
+    return Wish(num_tokens, num_last, context)
+
+
+def test_rounds_go_first_and_prefixes_share_the_rest_in_order() -> None:
+    budget = TokenBudget(100, 8)
+    assert budget.share([prefix(60), prefix(200), ROUND, ROUND]) == [60, 22, 9, 9]
+
+
+def test_alone_a_prefix_has_the_whole_step() -> None:
+    assert TokenBudget(512, 8).share([prefix(4000)]) == [512]
+    assert TokenBudget(512, 8).share([prefix(512)]) == [512]
+
+
+def test_a_part_leaves_what_cannot_be_parted() -> None:
+    """600 tokens of which the last 9 run together: not 595 of them, but 591."""
+    assert TokenBudget(595, 8).share([prefix(600, num_last=9)]) == [591]
+
+
+def test_many_rounds_leave_the_oldest_prefix_its_share() -> None:
+    """64 rounds of 9 tokens fill a step of 512: 55 of them run, beside 16 tokens of a prefix."""
+    grants = TokenBudget(512, 65).share([prefix(900), prefix(900), *[ROUND] * 64])
+    assert grants[0] == 512 - 55 * 9 >= PREFIX_TOKENS_MIN
+    assert grants[1:] == [0, *[9] * 55, *[0] * 9]
+
+
+def test_seats_are_counted() -> None:
+    """Of three seats one is a prefix's; a fourth session waits."""
+    assert TokenBudget(512, 3).share([ROUND, ROUND, ROUND, prefix(60)]) == [9, 9, 0, 60]
+    assert TokenBudget(512, 3).share([ROUND, ROUND, ROUND]) == [9, 9, 9]
+
+
+@pytest.mark.parametrize("num_rounds", [2, 3, 8])
+def test_beside_rounds_a_part_is_as_long_as_the_step_may_grow(num_rounds: int) -> None:
+    """The step with the part lasts at most STEP_GROWTH_MAX times as long, and no shorter part than
+    needed is taken: with a token more it would last longer."""
+    budget = TokenBudget(512, 64, COSTS)
+    *_, part = budget.share([*[ROUND] * num_rounds, prefix(4000)])
+    usual = COSTS.step_seconds(9 * num_rounds, num_rounds, 300 * num_rounds)
+
+    def grown(num_tokens: int) -> float:
+        rows = 9 * num_rounds + num_tokens
+        return COSTS.step_seconds(rows, num_rounds + 1, 300 * num_rounds) / usual
+
+    assert grown(part) <= STEP_GROWTH_MAX < grown(part + 1)
+
+
+def test_between_rounds_a_part_stays_short_until_nobody_seems_to_play() -> None:
+    """The rounds of the last steps may come back any time."""
+    budget = TokenBudget(512, 64, COSTS)
+    budget.share([ROUND] * 6)
+    first, *others = [budget.share([prefix(4000)])[0] for _ in range(ROUND_REST_STEPS + 1)]
+    assert 30 < first < 120
+    assert others == [PREFIX_TOKENS_MIN] * (ROUND_REST_STEPS - 1) + [512]
+
+
+def test_a_step_between_two_rounds_counts_like_the_step_of_the_rounds() -> None:
+    """Where every other step is one without rounds, both together last as long as one may. Each has
+    a cost of its own, so parts are short."""
+    budget = TokenBudget(512, 64, COSTS)
+    usual = COSTS.step_seconds(64, 8, 2400)
+    rounds = [Wish(num_tokens=8, num_last=8, context=300)] * 8
+    for turn in range(3):
+        *_, beside = budget.share([*rounds, prefix(4000)])
+        (between,) = budget.share([prefix(4000)])
+        gap = COSTS.step_seconds(64 + beside, 9, 2400) + COSTS.step_seconds(between)
+        assert beside >= PREFIX_TOKENS_MIN <= between
+        assert turn == 0 or gap <= STEP_GROWTH_MAX * usual * 1.01
+
+
+def test_many_that_wait_get_their_share_of_the_time() -> None:
+    """With 14 that begin beside 2 that play, a step is eight times as long as the rounds alone; as
+    many as play double it, and fewer let it grow by STEP_GROWTH_MAX."""
+    usual = COSTS.step_seconds(2, 2, 600)
+    rounds = [Wish(num_tokens=1, num_last=1, context=300)] * 2
+    for num_waiting, growth in ((1, STEP_GROWTH_MAX), (2, 2.0), (14, 8.0)):
+        grants = TokenBudget(512, 64, COSTS).share([*rounds, *[prefix(4000)] * num_waiting])
+        seconds = COSTS.step_seconds(sum(grants), 3, 600)
+        assert 0.9 < seconds / (growth * usual) <= 1.01
+
+
+def test_a_part_that_nothing_is_left_for_still_goes_on() -> None:
+    """Where a single token more would take too long, the oldest prefix gets its least part."""
+    steep = StepCosts(rows=(1, 9, 10), seconds=(0.001, 0.001, 1.0))
+    grants = TokenBudget(512, 64, steep).share([ROUND, prefix(400), prefix(400)])
+    assert grants == [9, PREFIX_TOKENS_MIN, 0]
+
+
+def test_costs_that_were_wrong_are_corrected_by_the_steps_themselves() -> None:
+    """Contexts are cheaper than was measured, so that rounds last less than was foretold, and parts
+    that were made for them are too long at first. Soon a gap grows as little as it may."""
+    foretold = StepCosts((1, 512), (0.010, 0.260), slot_s=6e-6)
+    true = StepCosts((1, 512), (0.010, 0.260), slot_s=2e-6)
+    budget = TokenBudget(512, 64, foretold)
+    rounds = [Wish(num_tokens=1, num_last=1, context=300)] * 8
+    usual = true.step_seconds(8, 8, 2400)
+    for _ in range(30):
+        budget.share(rounds)
+        budget.note_seconds(usual)
+    growths = []
+    for _ in range(30):
+        *_, part = budget.share([*rounds, prefix(4000)])
+        growths.append(true.step_seconds(8 + part, 9, 2400) / usual)
+        budget.note_seconds(growths[-1] * usual)
+    uncorrected = TokenBudget(512, 64, foretold).share([*rounds, prefix(4000)])[-1]
+    assert true.step_seconds(8 + uncorrected, 9, 2400) / usual > 1.2 * STEP_GROWTH_MAX
+    assert max(growths) <= 1.05 * STEP_GROWTH_MAX
+    assert growths[-1] > 0.95 * STEP_GROWTH_MAX
+
+
+def test_one_step_that_was_held_up_changes_little() -> None:
+    usual = COSTS.step_seconds(9, 1, 300)
+
+    def part_after(seconds: float) -> int:
+        budget = TokenBudget(512, 64, COSTS)
+        budget.share([ROUND])
+        budget.note_seconds(seconds)
+        return budget.share([ROUND, prefix(4000)])[-1]
+
+    assert part_after(usual) == TokenBudget(512, 64, COSTS).share([ROUND, prefix(4000)])[-1]
+    assert part_after(100 * usual) == part_after(CORRECTION_MAX * usual) < 3 * part_after(usual)
+    assert part_after(usual / 100) == part_after(usual / CORRECTION_MAX) > 0
+
+
+WISHES = st.lists(
+    st.builds(
+        lambda tokens, last, context: Wish(tokens, min(tokens, last), context),
+        st.one_of(st.integers(1, ROUND_TOKENS_MAX), st.integers(1, 2000)),
+        st.integers(1, 17),
+        st.integers(0, 4000),
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+@given(WISHES, st.integers(64, 700), st.integers(1, 12), st.sampled_from([None, COSTS]))
+def test_whatever_is_wished(
+    wishes: list[Wish], max_tokens: int, max_steps: int, costs: StepCosts | None
+) -> None:
+    """Bounds are kept, nothing is parted that may not be, and somebody always goes on."""
+    grants = TokenBudget(max_tokens, max_steps, costs).share(wishes)
+    assert 0 < sum(grants) <= max_tokens
+    assert 0 < sum(grant > 0 for grant in grants) <= max_steps
+    for wish, grant in zip(wishes, grants, strict=True):
+        whole = grant == wish.num_tokens
+        assert whole or grant <= wish.num_tokens - wish.num_last or grant == 0
+        assert whole or grant == 0 or wish.num_tokens > ROUND_TOKENS_MAX
+    rounds = [i for i, wish in enumerate(wishes) if wish.num_tokens <= ROUND_TOKENS_MAX]
+    if rounds and max_steps > 1:
+        assert grants[rounds[0]] > 0
+    prefixes = [i for i, wish in enumerate(wishes) if wish.num_tokens > ROUND_TOKENS_MAX]
+    if prefixes:
+        assert grants[prefixes[0]] > 0

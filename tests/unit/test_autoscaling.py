@@ -1,0 +1,200 @@
+"""How many replicas the load asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from outrider.autoscaling import Autoscaler, Policy, parse_bounds
+from outrider.registry.load import Figures
+from outrider.registry.registry import ReplicaRecord, Role
+
+POLICY = Policy(
+    bounds={"target": (1, 8), "draft": (0, 6), "coordinator": (1, 4)},
+    target_queue_steps=1.0, draft_waits=0.2, coordinator_sessions=100, cooldown_s=10, calm_s=60,
+)  # fmt: skip
+
+
+def record(role: Role, load: int = 0, leaving: bool = False, **figures: float) -> ReplicaRecord:
+    return ReplicaRecord(
+        role=role, name=f"{role}-0", address="h:1", host="h", pid=1, load=load, leaving=leaving,
+        figures=Figures(**figures),
+    )  # fmt: skip
+
+
+class Fleet:
+    """Replicas that say what a test has them say."""
+
+    def __init__(self, policy: Policy = POLICY, **counts: int) -> None:
+        self.scaler, self.policy = Autoscaler(), policy
+        self.wanted: dict[Role, int] = {"coordinator": 1, "target": 1, "draft": 1}
+        self.wanted |= counts  # type: ignore[typeddict-item]
+        self.there: dict[Role, int] = {}
+        """Where other numbers are there than are wanted."""
+        self.says: dict[Role, dict[str, Any]] = {
+            "coordinator": {"load": 10},
+            "target": {"busy": 1.0, "fill": 0.8},
+            "draft": {"busy": 0.8},
+        }
+
+    def look(self, now: float) -> dict[Role, int]:
+        """What is changed."""
+        records: dict[Role, list[ReplicaRecord]] = {
+            role: [record(role, **self.says[role]) for _ in range(count)]
+            for role, count in (self.wanted | self.there).items()
+        }
+        found = self.scaler.decide(now, self.policy, self.wanted, records)
+        changes = {change.role: change.count for change in found}
+        self.wanted |= changes
+        return changes
+
+
+def test_targets_follow_how_long_items_wait() -> None:
+    """By as many as the wait asks for, but no more than twice as many, and not beyond the bound."""
+    fleet = Fleet(target=2)
+    fleet.says["target"]["queue_steps"] = 0.9
+    assert fleet.look(0) == {}
+    fleet.says["target"]["queue_steps"] = 1.4
+    assert fleet.look(1) == {"target": 3}
+    fleet.says["target"]["queue_steps"] = 9.0
+    assert fleet.look(5) == {}, "the last change has not shown yet"
+    assert fleet.look(11) == {"target": 6}
+    assert fleet.look(21) == {"target": 8}
+    assert fleet.look(31) == {}
+
+
+def test_drafts_follow_the_rounds_that_wait_for_them() -> None:
+    fleet = Fleet()
+    fleet.says["coordinator"]["draft_waits"] = 0.19
+    assert fleet.look(0) == {}
+    fleet.says["coordinator"]["draft_waits"] = 0.5
+    assert fleet.look(1) == {"draft": 2}
+
+
+def test_coordinators_follow_their_sessions() -> None:
+    fleet = Fleet(coordinator=2)
+    fleet.says["coordinator"]["load"] = 140
+    assert fleet.look(0) == {"coordinator": 3}
+
+
+def test_one_goes_after_it_would_long_not_have_been_missed() -> None:
+    fleet = Fleet(target=3)
+    fleet.says["target"] = {"busy": 0.8, "fill": 0.45, "queue_steps": 0.1}
+    assert fleet.look(0) == {}
+    assert fleet.look(59) == {}
+    fleet.says["target"]["fill"] = 0.55
+    assert fleet.look(60) == {}, "0.44 of 3 would be 0.66 of 2"
+    fleet.says["target"]["fill"] = 0.45
+    assert fleet.look(61) == {}
+    assert fleet.look(122) == {"target": 2}
+    assert fleet.look(130) == {}
+    assert fleet.look(250) == {}, "0.36 of 2 would be 0.72 of one"
+
+
+def test_no_draft_is_kept_for_nobody_and_one_comes_for_anybody() -> None:
+    fleet = Fleet()
+    fleet.says["draft"]["busy"], fleet.says["coordinator"]["load"] = 0.0, 0
+    assert fleet.look(0) == {}
+    assert fleet.look(61) == {"draft": 0}
+    assert fleet.look(80) == {}
+    fleet.says["coordinator"]["load"] = 1
+    assert fleet.look(81) == {"draft": 1}
+
+
+def test_bounds_hold_at_once_and_roles_without_are_left_alone() -> None:
+    bounds: dict[Role, tuple[int, int]] = {"target": (2, 3)}
+    fleet = Fleet(Policy(bounds=bounds), target=1, draft=50)
+    assert fleet.look(0) == {"target": 2}
+    fleet.wanted["target"] = 5
+    assert fleet.look(1) == {"target": 3}
+
+
+def test_as_many_are_wanted_as_were_there_where_they_have_long_been_enough() -> None:
+    """Of eight four are there, whose load is decided by: to be four it may be larger than to be
+    fewer."""
+    fleet = Fleet(target=8)
+    fleet.there["target"] = 4
+    fleet.says["target"] = {"busy": 0.5, "fill": 1.0}
+    assert fleet.look(0) == {}
+    fleet.says["target"]["busy"] = 0.61
+    assert fleet.look(50) == {}
+    fleet.says["target"]["busy"] = 0.5
+    assert fleet.look(60) == {}
+    assert fleet.look(119) == {}
+    assert fleet.look(120) == {"target": 4}
+    assert fleet.look(300) == {}, "0.5 of 4 would be 0.67 of 3"
+    fleet.says["target"]["busy"] = 0.0
+    fleet.there["target"] = 0
+    fleet.look(301)
+    assert fleet.look(400) == {}, "none is there that would be calm"
+
+
+def test_those_that_are_away_for_a_moment_stay_wanted() -> None:
+    fleet = Fleet(target=8)
+    fleet.says["target"] = {"busy": 0.1, "fill": 1.0}
+    assert fleet.look(0) == {}
+    fleet.there["target"] = 2
+    assert fleet.look(60) == {"target": 7}
+
+
+def test_bounds_hold_where_fewer_are_there() -> None:
+    fleet = Fleet(Policy(bounds={"target": (3, 8)}, calm_s=60), target=8)
+    fleet.says["target"] = {}
+    fleet.there["target"] = 2
+    assert fleet.look(0) == {}
+    assert fleet.look(60) == {"target": 3}
+
+
+def test_nothing_grows_while_replicas_are_missing_or_leave() -> None:
+    scaler = Autoscaler()
+    busy = record("target", queue_steps=5.0)
+    wanted: dict[Role, int] = {"coordinator": 1, "target": 2, "draft": 1}
+    others: dict[Role, list[ReplicaRecord]] = {"coordinator": [record("coordinator")], "draft": []}
+    leaving = record("target", queue_steps=5.0, leaving=True)
+    for targets in ([busy], [busy, leaving]):
+        assert scaler.decide(0, POLICY, wanted, others | {"target": targets}) == []
+    [change] = scaler.decide(0, POLICY, wanted, others | {"target": [busy, busy, leaving]})
+    assert (change.role, change.count) == ("target", 4)
+    assert "5.00 steps" in change.reason
+
+
+def test_nothing_changes_while_one_leaves_for_another() -> None:
+    scaler = Autoscaler()
+    targets = [record("target"), record("target", leaving=True)]
+    records: dict[Role, list[ReplicaRecord]] = {"target": targets, "coordinator": [], "draft": []}
+    wanted: dict[Role, int] = {"target": 3}
+    for now in (0, 100, 200):
+        assert scaler.decide(now, POLICY, wanted, records) == []
+
+
+def test_a_policy_is_what_it_was_when_it_is_read_again() -> None:
+    assert Policy.from_json(POLICY.to_json()) == POLICY
+    assert Policy.from_json('{"later": 1}') == Policy()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", '{"calm_s": "x"}', '{"bounds": 3}', '{"bounds": {"target": [1]}}',
+     '{"bounds": {"nobody": [1, 2]}}', '{"bounds": {"target": [-1, 2]}}', "{"],
+)  # fmt: skip
+def test_what_is_no_policy_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 (of several kinds)
+        Policy.from_json(text)
+
+
+@pytest.mark.parametrize("text", ["", "3", "2:1", "1:2:3", "a:b", "-1:2", "0:2", "1:99", "1: 2"])
+def test_what_are_no_bounds_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="it must be"):
+        parse_bounds(text, 1, 64)
+    assert parse_bounds("1:64", 1, 64) == (1, 64)
+
+
+def test_replicas_that_have_nothing_to_do_count() -> None:
+    """One is busy beside three that nobody has asked anything yet."""
+    scaler = Autoscaler()
+    wanted: dict[Role, int] = {"coordinator": 1, "target": 4, "draft": 1}
+    targets = [record("target", queue_steps=3.0, busy=1.0, fill=1.0)]
+    targets += [record("target") for _ in range(3)]
+    records: dict[Role, list[ReplicaRecord]] = {"target": targets, "coordinator": [], "draft": []}
+    assert scaler.decide(0, POLICY, wanted, records) == []

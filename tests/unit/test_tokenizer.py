@@ -1,0 +1,183 @@
+"""Text from tokens as they come: whole characters, and in the end exactly the decoded text."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from models import SPECIAL_TOKENS, byte_fallback_tokenizer, byte_level_tokenizer, save_tiny_model
+from tokenizers import decoders
+from transformers import PreTrainedTokenizerFast
+
+from outrider.errors import BadRequest, ConfigError
+from outrider.models.sources import resolve_model
+from outrider.tokenizer import TokenizerText
+
+
+def unknown_tokenizer() -> PreTrainedTokenizerFast:
+    """Of a kind that nothing is known about (its decoder is hidden in a sequence of one)."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel()])
+    return tokenizer
+
+
+KINDS = {
+    "byte level": byte_level_tokenizer,
+    "byte fallback": byte_fallback_tokenizer,
+    "unknown": unknown_tokenizer,
+}
+
+
+@cache
+def text_of(kind: str) -> TokenizerText:
+    return TokenizerText(KINDS[kind](), kind)
+
+
+def deltas(text: TokenizerText, ids: list[int]) -> list[str]:
+    stream = text.stream()
+    return [*(stream.push(token_id) for token_id in ids), stream.finish()]
+
+
+UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.text(
+    st.sampled_from("the fox é東🦊👩‍👩‍👧\u0301 \n\t�"), max_size=40
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(prompt=UNICODE)
+@example(prompt=" leading and  double  spaces ")
+@example(prompt="�")
+@example(prompt="👩‍👩‍👧�🦊")
+@settings(max_examples=250, deadline=None)
+def test_deltas_make_up_the_text(kind: str, prompt: str) -> None:
+    """For any Unicode text, with a tokenizer that splits characters into bytes, with one that
+    drops the first space, and with any other: the deltas are the decoded text, whole characters."""
+    text = text_of(kind)
+    if kind == "unknown":  # there, U+FFFD in the text cannot be told from a split character
+        prompt = prompt.replace("\ufffd", "")
+    ids = text.encode(prompt)
+    parts = deltas(text, ids)
+    assert "".join(parts) == text.decode(ids)
+    if "\ufffd" not in prompt:
+        assert all("\ufffd" not in part for part in parts)
+
+
+@given(ids=st.lists(st.integers(0, 319), max_size=60))
+@settings(max_examples=300, deadline=None)
+def test_deltas_make_up_what_any_tokens_decode_to(ids: list[int]) -> None:
+    """Byte level: also for tokens that no text encodes to, invalid UTF-8 included."""
+    text = text_of("byte level")
+    assert "".join(deltas(text, ids)) == text.decode(ids)
+
+
+@given(
+    words=st.lists(st.sampled_from(["the", "fox", " ", "é", "🦊"]), min_size=1, max_size=8),
+    places=st.lists(st.integers(0, 20), max_size=5),
+)
+@settings(max_examples=150, deadline=None)
+def test_special_tokens_are_not_shown_and_disturb_nothing(
+    words: list[str], places: list[int]
+) -> None:
+    for kind in KINDS:
+        text = text_of(kind)
+        ids = text.encode("".join(words))
+        expected = text.decode(ids)
+        special = 2 if kind == "byte fallback" else 0
+        for place in places:
+            ids.insert(min(place, len(ids)), special)
+        assert "".join(deltas(text, ids)) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_character_comes_when_its_last_byte_does(kind: str) -> None:
+    """U+1F98A is four tokens of one byte each: nothing, nothing, nothing, the character."""
+    text = text_of(kind)
+    ids = text.encode("🦊")[-4:]
+    assert deltas(text, ids) == ["", "", "", "🦊", ""]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_that_ends_inside_a_character_shows_so(kind: str) -> None:
+    text = text_of(kind)
+    ids = text.encode("ab🦊")[:-1]
+    parts = deltas(text, ids)
+    assert "".join(parts) == text.decode(ids)
+    assert parts[-1].startswith("\ufffd")
+
+
+def test_bytes_that_never_make_a_character_are_not_held_for_ever() -> None:
+    """Byte fallback: 200 continuation bytes. At most four tokens wait at any time."""
+    text = text_of("byte fallback")
+    byte = text._tokenizer.convert_tokens_to_ids("<0x80>")
+    stream = text.stream()
+    shown = 0
+    for pushed in range(1, 201):
+        shown += len(stream.push(byte))
+        assert pushed - shown <= 4
+
+
+def test_the_cost_of_a_token_does_not_grow_with_the_text() -> None:
+    """What is decoded for one more token is a few tokens, after a thousand as at the start."""
+    text = text_of("byte fallback")
+    decoded: list[int] = []
+
+    class Counting(TokenizerText):
+        def decode(self, token_ids):  # type: ignore[no-untyped-def]
+            decoded.append(len(token_ids))
+            return super().decode(token_ids)
+
+    counting = Counting(byte_fallback_tokenizer(), "counting")
+    stream = counting.stream()
+    for token_id in text.encode("the fox and the 🦊 " * 60):
+        stream.push(token_id)
+    assert len(decoded) > 1000
+    assert max(decoded) <= 8
+
+
+def test_chat_uses_the_models_template() -> None:
+    text = text_of("byte level")
+    ids = text.encode_chat([{"role": "user", "content": "the fox"}])
+    user, assistant = SPECIAL_TOKENS.index("<|user|>"), SPECIAL_TOKENS.index("<|assistant|>")
+    assert (ids[0], ids[-1]) == (user, assistant)
+    assert text.decode(ids) == "the fox"
+    assert all(text.is_special(i) for i, token in enumerate(SPECIAL_TOKENS))
+
+
+def test_a_model_without_template_refuses_chat() -> None:
+    with pytest.raises(BadRequest, match="chat: model byte fallback has no chat template"):
+        text_of("byte fallback").encode_chat([{"role": "user", "content": "x"}])
+
+
+def test_a_template_that_refuses_is_a_bad_request() -> None:
+    with pytest.raises(BadRequest, match="chat: the model's chat template refuses: no tools here"):
+        text_of("byte level").encode_chat([{"role": "tool", "content": "x"}])
+
+
+def test_text_that_is_not_unicode_is_refused() -> None:
+    text = text_of("byte level")
+    with pytest.raises(BadRequest, match="text: not Unicode"):
+        text.encode("a\ud800")
+    with pytest.raises(BadRequest, match="chat: not Unicode"):
+        text.encode_chat([{"role": "user", "content": "a\ud800"}])
+
+
+def test_loading(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "with", vocab_size=320, tokenizer=byte_level_tokenizer())
+    text = TokenizerText.load(tmp_path / "with", "m")
+    assert text.decode(text.encode("naïve 東京")) == "naïve 東京"
+    save_tiny_model(tmp_path / "without")
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        TokenizerText.load(tmp_path / "without", "m")
+
+
+@pytest.mark.real_model
+def test_the_demo_tokenizer() -> None:
+    text = TokenizerText.load(resolve_model("demo"), "demo")
+    prompt = 'Naïve café: 東京 🦊, "quoted", 12345\n\tdef f(x): return x\n'
+    assert "".join(deltas(text, text.encode(prompt))) == prompt
+    ids = text.encode_chat([{"role": "user", "content": "Hello"}])
+    assert text.is_special(ids[0])
+    assert "Hello" in text.decode(ids)

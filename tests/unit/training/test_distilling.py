@@ -1,0 +1,485 @@
+"""`outrider distill` from nothing on a tiny random target: it gets better, and a run that is killed
+at any stage ends as one that was not."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from models import save_tiny_model
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from draft_service.training import answering, teacher, training
+from draft_service.training.distilling import Distilled, distill
+from draft_service.training.documents import is_kept_back
+from draft_service.training.options import DistillOptions
+from draft_service.training.storage import Stopwatch
+from draft_service.training.target import Target
+from draft_service.training.teacher import TeacherCache
+from draft_service.training.training import (
+    Point,
+    batch_tokens,
+    learning_rate,
+    likelihood_share,
+)
+from draft_service.training.writing import Template
+from outrider.errors import ConfigError, SettingError
+from outrider.models.medusa_checkpoint import load_heads
+from outrider.models.student_checkpoint import load_drafter
+
+WISHES: Final = {"layers": 1, "draft_vocab": 24, "tokens": 2500, "steps": 30, "seed": 3}
+HEADS: Final = {"kind": "medusa", "layers": None, "heads": 3, "tokens": 4000, "steps": 120}
+"""In place of these, for draft heads: what a single place tells them is less."""
+OPTIONS = DistillOptions(out=Path(), **WISHES)  # type: ignore[arg-type]
+TEMPLATE = Template((0, 5), (3, 6))
+Report = Callable[[str, float, Point | None], None]
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that there are several of each."""
+    torch.set_num_threads(1)
+    monkeypatch.setitem(training.BATCH_TOKENS, "cpu", 512)
+    monkeypatch.setattr(teacher, "_POOL", 32)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    path = save_tiny_model(tmp_path_factory.mktemp("target"), eos_token_id=3)
+    return Target("tiny", path, TEMPLATE, None)
+
+
+def silent(stage: str, part: float, point: Point | None) -> None:
+    """Hears nothing."""
+
+
+def run(target: Target, place: Path, report: Report = silent, **changes: object) -> Distilled:
+    options = replace(OPTIONS, **({"out": place / "out"} | changes))  # type: ignore[arg-type]
+    return distill(options, target, place / "cache", report)
+
+
+def weights(place: Path) -> dict[str, torch.Tensor]:
+    return load_file(place / "out" / "model.safetensors")
+
+
+def number(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+def whole_run(target: Target, place: Path, **changes: object) -> list[Point]:
+    """What a run that nobody kills measures."""
+    torch.set_num_threads(1)
+    points: list[Point] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(training.BATCH_TOKENS, "cpu", 512)
+        patch.setattr(teacher, "_POOL", 32)
+        run(
+            target, place, lambda stage, part, point: points.extend([point] if point else []),
+            **changes,
+        )  # fmt: skip
+    return points
+
+
+@pytest.fixture(scope="module")
+def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Point]]:
+    """A student's run that nobody killed, and what it measured."""
+    place = tmp_path_factory.mktemp("whole")
+    return place, whole_run(target, place)
+
+
+@pytest.fixture(scope="module")
+def heads(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Point]]:
+    """One of draft heads."""
+    place = tmp_path_factory.mktemp("heads")
+    return place, whole_run(target, place, **HEADS)
+
+
+@pytest.fixture(params=[("whole", {}), ("heads", HEADS)], ids=["student", "medusa"])
+def made(request: pytest.FixtureRequest) -> tuple[Path, list[Point], dict[str, object]]:
+    """A run of each kind, and what it was asked for."""
+    name, changes = request.param
+    return (*request.getfixturevalue(name), changes)
+
+
+def test_acceptance_grows(made: tuple[Path, list[Point], dict[str, object]]) -> None:
+    _, points, changes = made
+    assert points[-1].sampled > points[0].sampled + 0.03
+    assert points[-1].greedy >= points[0].greedy
+    assert points[-1].step == changes.get("steps", OPTIONS.steps)
+
+
+def test_what_comes_out_is_a_drafter_with_its_card(
+    target: Target, whole: tuple[Path, list[Point]]
+) -> None:
+    out = whole[0] / "out"
+    module, info = load_drafter(out, target.directory, name="out", target="tiny")
+    assert len(info.logit_token_ids) == OPTIONS.draft_vocab
+    assert module(torch.tensor([[0, 5, 1]])).logits.shape == (1, 3, OPTIONS.draft_vocab)
+    card = (out / "README.md").read_text()
+    for words in ("30 steps", "Seed 3;", "target, 0.7", "(loss.svg)", "| draft token | 1 |"):
+        assert words in card, words
+    [(trained, passes)] = re.findall(r"over ([\d,]+) tokens.*\n.* from ([\d.]+) times", card)
+    [there] = re.findall(r"\| the target, for this \| [\d,]+ \| ([\d,]+) \| \d+ \|", card)
+    assert 0 < float(passes) == pytest.approx(number(trained) / number(there), abs=0.01)
+    assert (out / "loss.svg").read_text().startswith("<svg ")
+    assert sorted(path.name for path in out.parent.iterdir()) == ["cache", "out"]
+
+
+def test_heads_come_with_their_card(target: Target, heads: tuple[Path, list[Point]]) -> None:
+    """What loads as they do, and what serves them."""
+    out = heads[0] / "out"
+    loaded = load_heads(
+        out, target.load()[0], name="out", target_directory=target.directory, target_name="tiny"
+    )
+    assert (len(loaded.module.heads), len(loaded.token_ids)) == (
+        HEADS["heads"],
+        OPTIONS.draft_vocab,
+    )
+    card = (out / "README.md").read_text()
+    for words in (
+        "`outrider serve tiny --draft-model medusa:DIR`", "Of the kind `medusa`", "in 3 heads",
+        "120 steps", "| draft token | 1 | 2 | 3 |\n", "begun\n  as heads that pass on",
+    ):  # fmt: skip
+        assert words in card, words
+    assert (out / "loss.svg").read_text().startswith("<svg ")
+
+
+@pytest.mark.parametrize(("stage", "part"), [("writing", 0.5), ("reading", 0.4), ("training", 0.6)])
+def test_a_run_that_is_killed_ends_as_one_that_was_not(
+    target: Target, made: tuple[Path, list[Point], dict[str, object]], tmp_path: Path, stage: str,
+    part: float,
+) -> None:  # fmt: skip
+    """Bit for bit, on one machine: the same text, answers and steps."""
+
+    def kill(now: str, done: float, point: Point | None) -> None:
+        if now == stage and done >= part:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(target, tmp_path, kill, **made[2])
+    assert not (tmp_path / "out").exists()
+    heard: list[tuple[str, float]] = []
+    run(target, tmp_path, lambda now, done, point: heard.append((now, done)), **made[2])
+    first = {now: next(done for name, done in heard if name == now) for now, _ in heard}
+    assert first[stage] > part / 2  # It did not begin anew.
+    expected = weights(made[0])
+    for name, values in weights(tmp_path).items():
+        assert torch.equal(values, expected[name]), name
+
+
+KILLED: Final = """
+import json, os, signal, sys, torch
+from pathlib import Path
+from draft_service.training import teacher, training
+from draft_service.training.distilling import distill
+from draft_service.training.options import DistillOptions
+from draft_service.training.target import Target
+from draft_service.training.writing import Template
+
+wishes, target, out, cache, stage, part = sys.argv[1:]
+torch.set_num_threads(1)
+training.BATCH_TOKENS["cpu"], teacher._POOL = 512, 32
+
+def kill(now, done, point):
+    if now == stage and done >= float(part):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+options = DistillOptions(out=Path(out), **json.loads(wishes))
+distill(options, Target("tiny", Path(target), Template((0, 5), (3, 6)), None), Path(cache), kill)
+"""
+
+
+def test_a_process_that_is_killed_is_gone_on_with(
+    target: Target, whole: tuple[Path, list[Point]], tmp_path: Path
+) -> None:
+    """At every stage, one after another, by a signal that nothing in it hears of; bit for bit."""
+    paths = [str(target.directory), str(tmp_path / "out"), str(tmp_path / "cache")]
+    command = [sys.executable, "-c", KILLED, json.dumps(WISHES), *paths]
+    for stage, part in (("writing", "0.5"), ("reading", "0.4"), ("training", "0.6")):
+        ended = subprocess.run([*command, stage, part], check=False)
+        assert ended.returncode == -signal.SIGKILL
+    run(target, tmp_path)
+    expected = weights(whole[0])
+    assert all(torch.equal(values, expected[name]) for name, values in weights(tmp_path).items())
+
+
+def test_another_seed_is_another_drafter(
+    target: Target, whole: tuple[Path, list[Point]], tmp_path: Path
+) -> None:
+    run(target, tmp_path, seed=4, steps=2)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(weights(tmp_path)[name], weights(whole[0])[name])
+
+
+def test_another_dtype_and_other_learned_tokens_find_nothing_of_the_former(
+    target: Target, tmp_path: Path
+) -> None:
+    """Neither text, nor answers, nor a student: what they hold would be another's."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    lines = [
+        {"prompt": [1, 2, 9 + i % 9], "answer": [i % 30] * 9, "temperature": 1} for i in range(40)
+    ]
+    (corpus / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+    def folders(**changes: object) -> dict[str, set[str]]:
+        run(replace(target, **changes), tmp_path, steps=1, tokens=100, corpus=corpus)  # type: ignore[arg-type]
+        names = [path.name for path in tmp_path.glob("cache/distillation/*/*-*")]
+        kinds = {name.partition("-")[0] for name in names}
+        return {kind: {name for name in names if name.startswith(kind)} for kind in kinds}
+
+    first = folders()
+    assert {kind: len(names) for kind, names in first.items()} == {
+        "written": 1, "answers": 2, "student": 1,
+    }  # fmt: skip
+    assert folders(dtype="float32") == first  # Which this target has.
+    other = folders(dtype="bfloat16")
+    assert {kind: len(names) for kind, names in other.items()} == {
+        "written": 2, "answers": 4, "student": 2,
+    }  # fmt: skip
+
+
+def test_a_checkpoint_of_another_student_is_not_gone_on_with(
+    target: Target, whole: tuple[Path, list[Point]], tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    shutil.copytree(whole[0] / "cache", tmp_path / "cache")
+    [checkpoint] = (tmp_path / "cache").rglob("checkpoint.safetensors")
+    with safe_open(checkpoint, "pt") as file:
+        state = file.metadata()
+    save_file(load_file(checkpoint) | {"lm_head.weight": torch.ones(2)}, checkpoint, state)
+    run(target, tmp_path)
+    assert "another drafter" in caplog.text
+    expected = weights(whole[0])
+    assert all(torch.equal(values, expected[name]) for name, values in weights(tmp_path).items())
+
+
+def test_a_folder_with_something_else_is_kept(target: Target, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("x")
+    with pytest.raises(SettingError, match="is no drafter's directory") as bad:
+        run(target, tmp_path)
+    assert bad.value.key == "out"
+    assert (tmp_path / "out" / "thesis.tex").exists()
+
+
+def test_two_runs_for_one_target_do_not_mix(target: Target, tmp_path: Path) -> None:
+    """The second is refused at every stage of the first, which it leaves as it is."""
+    stages: set[str] = set()
+
+    def meanwhile(stage: str, part: float, point: Point | None) -> None:
+        if stage not in stages:
+            stages.add(stage)
+            with pytest.raises(ConfigError, match="another `outrider distill` of this target"):
+                run(target, tmp_path, out=tmp_path / "second", steps=2)
+
+    run(target, tmp_path, meanwhile, steps=2)
+    assert stages == {"writing", "reading", "training", "measuring"}
+    run(target, tmp_path, out=tmp_path / "second", steps=2)
+    name = "model.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
+
+
+def test_tokens_that_are_too_few_are_said_to_be(target: Target, tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="too few") as bad:
+        run(target, tmp_path, tokens=20)
+    assert bad.value.key == "tokens"
+
+
+@pytest.mark.parametrize("used", [1.0, 0.25])
+def test_both_sources_are_read_in_one_share_of_the_time(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: float
+) -> None:
+    """In turn, by their tokens; what one leaves is the other's."""
+    asked: list[tuple[int, float]] = []
+
+    def fill(self: TeacherCache, module: Any, seconds: float, progress: Any) -> None:
+        asked.append((sum(document.num_learned for document in self.documents), seconds))
+        self.spent = Stopwatch(used * seconds)  # type: ignore[assignment]
+
+    monkeypatch.setattr(TeacherCache, "fill", fill)
+    (tmp_path / "corpus").mkdir()
+    line = json.dumps({"prompt": [1, 2], "answer": [5] * 9, "temperature": 1}) + "\n"
+    (tmp_path / "corpus" / "a.jsonl").write_text(line * 40)
+    with pytest.raises(SettingError, match="too few"):
+        run(target, tmp_path, steps=None, tokens=500, minutes=10.0, corpus=tmp_path / "corpus")
+    (written, first), (given, second) = asked
+    share = answering.READING_SHARE + answering.WRITING_SHARE / 2 * (given / 300_000)
+    assert first == pytest.approx(share * 600 * written / (written + given))
+    assert second == pytest.approx(share * 600 - used * first)
+
+
+@pytest.mark.parametrize(
+    ("is_held_out", "said"),
+    [(False, "none of them held out, and the target is to write nothing"), (True, "all of them")],
+)
+def test_one_long_text_is_too_few(
+    target: Target, tmp_path: Path, is_held_out: bool, said: str
+) -> None:
+    """For one of its pieces says nothing about the others that they have not said. Nothing is run
+    before that is known; with what the target writes a text that is learned from will do."""
+
+    def encode(text: str) -> list[int]:
+        return [ord(letter) % 30 for letter in text]
+
+    texts = ("Call me Ishmael. " * (600 + number) for number in range(1000))
+    text = next(text for text in texts if is_kept_back(encode(text)) == is_held_out)
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "book.txt").write_text(text)
+    reads = replace(target, encode=encode)
+    with pytest.raises(SettingError, match=f"holds 1 texts, {said}") as bad:
+        run(reads, tmp_path, tokens=0, corpus=tmp_path / "corpus")
+    assert bad.value.key == "corpus"
+    assert not list(tmp_path.glob("cache/distillation/*/*-*"))
+    if not is_held_out:
+        run(reads, tmp_path, steps=1, corpus=tmp_path / "corpus")
+
+
+def test_prompts_to_measure_with_are_not_learned_from(
+    target: Target, whole: tuple[Path, list[Point]], tmp_path: Path
+) -> None:
+    """Each is answered at both temperatures; the drafter is the same as without them."""
+    shutil.copytree(whole[0] / "cache", tmp_path / "cache")
+    prompts = ((0, 5, 9, 3, 6), (0, 5, 11, 12, 3, 6), (0, 5, 13, 3, 6))
+    found = run(target, tmp_path, measure=prompts).of_prompts
+    assert found is not None
+    assert [rates.temperature for rates in found.by_temperature] == [0.0, 1.0]
+    [file] = (tmp_path / "cache").glob("distillation/*/measured-*/conversations.jsonl")
+    answered = [json.loads(line) for line in file.read_text().splitlines()]
+    assert sorted(tuple(a["prompt"]) for a in answered) == sorted(2 * prompts)
+    assert found.num_tokens == sum(len(a["answer"]) for a in answered)
+    assert all(0 < len(a["answer"]) <= 128 for a in answered)
+    assert "answers to 3 prompts" in (tmp_path / "out" / "README.md").read_text()
+    expected = weights(whole[0])
+    for name, values in weights(tmp_path).items():
+        assert torch.equal(values, expected[name]), name
+
+
+def test_a_drafter_learns_on(
+    target: Target, whole: tuple[Path, list[Point]], tmp_path: Path
+) -> None:
+    """From where it stood, with the head that it has; what was there before is left as it is."""
+    out, points = whole[0] / "out", []
+    before = weights(whole[0])
+    shutil.copytree(whole[0] / "cache", tmp_path / "cache")
+
+    def report(stage: str, part: float, point: Point | None) -> None:
+        points.extend([point] if point else [])
+
+    changes = {"layers": None, "draft_vocab": None, "measure": ((0, 5, 9, 3, 6),)}
+    run(target, tmp_path, report, start_from=out, start_name="of-mine", **changes)
+    assert points[0].sampled == pytest.approx(whole[1][-1].sampled, abs=0.02)
+    assert points[-1].sampled > points[0].sampled
+    card, first = ((p / "out" / "README.md").read_text() for p in (tmp_path, whole[0]))
+    for words, are_of_both in (
+        ("in 1 layers, begun\n  as the drafter `of-mine`.", False),
+        ("What the drafter `of-mine` had learned from before is not listed.", False),
+        ("what the drafter `of-mine` had learned from before is not known here.", False),
+        ("mostly by the likelihood that a draft is accepted, from the first step on", False),
+        ("About one text in 32 is held out", True),
+    ):
+        assert words in card, words
+        assert (words in first) == are_of_both
+    words = "first by cross-entropy, then"
+    assert (words in first, words in card) == (True, False)
+    plot, first_plot = ((p / "out" / "loss.svg").read_text() for p in (tmp_path, whole[0]))
+    words = "loss (cross-entropy, then likelihood)"
+    assert (words in first_plot, words in plot) == (True, False)
+    after = weights(tmp_path)
+    assert torch.equal(after["draft_token_ids"], before["draft_token_ids"])
+    assert any(not torch.equal(values, before[name]) for name, values in after.items())
+    for name, values in weights(whole[0]).items():
+        assert torch.equal(values, before[name]), name
+
+
+def test_heads_learn_on(target: Target, heads: tuple[Path, list[Point]], tmp_path: Path) -> None:
+    """All of them, from where they stood, with the tokens that they have."""
+    shutil.copytree(heads[0] / "cache", tmp_path / "cache")
+    changes = HEADS | {"heads": None, "draft_vocab": None, "start_name": "of-mine"}
+    points = whole_run(target, tmp_path, start_from=heads[0] / "out", **changes)
+    assert points[0].sampled == pytest.approx(heads[1][-1].sampled, abs=0.02)
+    assert points[-1].sampled > points[0].sampled
+    before, after = weights(heads[0]), weights(tmp_path)
+    assert before.keys() == after.keys()
+    assert torch.equal(after["draft_token_ids"], before["draft_token_ids"])
+    assert not torch.equal(after["heads.2.down.weight"], before["heads.2.down.weight"])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "in 3 heads, begun\n  as the drafter `of-mine`." in card
+
+
+def test_a_drafter_of_another_kind_is_not_started_from(
+    target: Target, whole: tuple[Path, list[Point]], heads: tuple[Path, list[Point]],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    for start, kind, found in ((whole, "medusa", "student"), (heads, "student", "medusa")):
+        wishes = {"start_from": start[0] / "out", "layers": None, "draft_vocab": None}
+        with pytest.raises(SettingError, match=f"is of the kind `{found}`, and is named") as bad:
+            run(target, tmp_path, kind=kind, **wishes)
+        assert bad.value.key == "start_from"
+
+
+def test_what_is_kept_for_heads_is_not_taken_for_a_students(
+    target: Target, heads: tuple[Path, list[Point]], tmp_path: Path
+) -> None:
+    """The text is the same for both; what is asked about it has more for heads."""
+    shutil.copytree(heads[0] / "cache", tmp_path / "cache")
+    run(target, tmp_path, tokens=HEADS["tokens"], steps=1)
+    names = [path.name for path in tmp_path.glob("cache/distillation/*/*-*")]
+    kinds = sorted(name.partition("-")[0] for name in names)
+    assert kinds == ["answers", "answers", "medusa", "student", "written"]
+    kept = [path.parent.name for path in tmp_path.rglob("features.bin")]
+    assert len(kept) == 1
+
+
+def test_answers_that_nothing_can_be_drafted_for_are_not_measured(
+    target: Target, heads: tuple[Path, list[Point]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A head needs a token behind the prompt to draft the next one."""
+    shutil.copytree(heads[0] / "cache", tmp_path / "cache")
+    prompts = ((0, 5, 9, 3, 6), (0, 5, 11, 12, 3, 6), (0, 5, 13, 3, 6))
+    found = run(target, tmp_path, measure=prompts, **HEADS).of_prompts
+    assert found is not None
+    [file] = (tmp_path / "cache").glob("distillation/*/measured-*/conversations.jsonl")
+    lengths = [len(json.loads(line)["answer"]) for line in file.read_text().splitlines()]
+    assert found.num_tokens == sum(length - 1 for length in lengths)
+    assert len(found.by_position) == 3
+    monkeypatch.setattr(answering, "MEASURED_TOKENS_MAX", 1)
+    with pytest.raises(SettingError, match="too short to measure") as bad:
+        run(target, tmp_path, measure=prompts, **HEADS)
+    assert bad.value.key == "measure"
+
+
+def test_a_drafter_of_another_target_is_not_started_from(
+    whole: tuple[Path, list[Point]], tmp_path: Path
+) -> None:
+    path = save_tiny_model(tmp_path / "other", eos_token_id=3, seed=5)
+    other = Target("other", path, TEMPLATE, None)
+    with pytest.raises(SettingError, match=r"start_from: .* was made for the target tiny"):
+        run(other, tmp_path, start_from=whole[0] / "out", layers=None, draft_vocab=None)
+
+
+def test_rate_and_loss_follow_the_budget() -> None:
+    rates = [learning_rate(part / 100, 576, False) for part in range(101)]
+    assert rates[0] == rates[100] == 0.0
+    assert rates[4] == max(rates) == pytest.approx(1.5e-3)
+    assert learning_rate(0.04, 1152, False) == pytest.approx(rates[4] / 2)
+    assert learning_rate(0.04, 576, True) == pytest.approx(rates[4] / 2)
+    sizes = [batch_tokens(part / 20, 4096) for part in range(21)]
+    assert sizes == [1024] * 10 + [2048] * 6 + [4096] * 5
+    shares = [likelihood_share(part / 20, False) for part in range(21)]
+    assert shares[:6] == [0.0] * 6
+    assert shares == sorted(shares)
+    assert shares[10:] == [0.9] * 11
+    assert likelihood_share(0.0, True) == 0.9

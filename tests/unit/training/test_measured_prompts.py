@@ -1,0 +1,203 @@
+"""Prompts that a drafter is to be measured with: which are refused, what it takes to answer them,
+and what is said of that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from models import save_tiny_model
+
+from draft_service.training import answering, distilling, teacher
+from draft_service.training.distilling import Distilled, distill
+from draft_service.training.options import DistillOptions
+from draft_service.training.target import Target
+from draft_service.training.training import Point
+from draft_service.training.writing import Template
+from outrider.engine.interface import SequenceStep
+from outrider.engine.paged_engine import PagedEngine
+from outrider.errors import SettingError
+from outrider.limits import PAGE_SIZE
+
+OPTIONS: Final = DistillOptions(out=Path(), layers=1, draft_vocab=24, tokens=1500, steps=1, seed=3)
+TEMPLATE: Final = Template((0, 5), (3, 6))
+ASKED: Final = (0, 5, 9, 3, 6)
+OTHER: Final = (0, 5, 8, 3, 6)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    torch.set_num_threads(1)
+    path = save_tiny_model(tmp_path_factory.mktemp("target"), eos_token_id=3)
+    return Target("tiny", path, TEMPLATE, None)
+
+
+class Heard:
+    """What a run reports."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[str, float]] = []
+
+    def __call__(self, stage: str, part: float, point: Point | None) -> None:
+        self.parts.append((stage, part))
+
+
+def run(target: Target, place: Path, heard: Heard | None = None, **changes: Any) -> Distilled:
+    options = replace(OPTIONS, out=place / "out", **changes)
+    return distill(options, target, place / "cache", heard or Heard())
+
+
+def folders(place: Path, kind: str) -> list[Path]:
+    return sorted(place.glob(f"cache/distillation/*/{kind}-*"))
+
+
+def corpus_of(place: Path, prompt: Sequence[int], number: int = 40) -> Path:
+    """Conversations, one of which begins with this prompt."""
+    (place / "corpus").mkdir()
+    prompts = [[1, 2, index % 24, index // 24] for index in range(number)] + [list(prompt)]
+    lines = [{"prompt": ids, "answer": [7] * 9, "temperature": 1} for ids in prompts]
+    (place / "corpus" / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return place / "corpus"
+
+
+def test_what_is_learned_from_is_not_measured_with(target: Target, tmp_path: Path) -> None:
+    """It is refused before anything is run."""
+    with pytest.raises(SettingError, match=r"number 2 is also number 1 of --prompts") as bad:
+        run(target, tmp_path, prompts=(ASKED,), measure=(OTHER, ASKED))
+    assert bad.value.key == "measure"
+    corpus = corpus_of(tmp_path, ASKED)
+    with pytest.raises(SettingError, match=r"number 2 is also the prompt of a conv.* --corpus"):
+        run(target, tmp_path, corpus=corpus, measure=(OTHER, ASKED))
+    assert not list(tmp_path.glob("cache/distillation/*/*-*"))
+    assert run(target, tmp_path, prompts=(ASKED,), measure=(OTHER,)).of_prompts is not None
+
+
+def test_what_the_target_asks_itself_is_held_out_where_it_is_measured_with(
+    target: Target, tmp_path: Path
+) -> None:
+    """By chance it begins conversations as a prompt does."""
+    card = tmp_path / "out" / "README.md"
+
+    def counts() -> tuple[int, int]:
+        [row] = [line for line in card.read_text().splitlines() if line.startswith("| the target,")]
+        cells = row.replace(",", "").split("|")
+        return int(cells[2]), int(cells[4])
+
+    run(target, tmp_path)
+    learned, held_out = counts()
+    [folder] = folders(tmp_path, "written")
+    lines = (folder / "conversations.jsonl").read_text().splitlines()
+    written = [tuple(record["prompt"]) for record in map(json.loads, lines)]
+    run(target, tmp_path, measure=tuple(sorted(set(written))[:20]))
+    assert counts() != (learned, held_out)
+    assert sum(counts()) == learned + held_out
+    assert folders(tmp_path, "written") == [folder]
+    assert len(folders(tmp_path, "student")) == 2  # One of the former is not gone on with.
+
+
+@pytest.mark.parametrize(("length", "allowed"), [(9, 8), (128, 127)])
+def test_long_prompts_are_refused_before_anything_is_run(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, allowed: int
+) -> None:
+    """By the limit of their own, or by the model's length."""
+    if length < 128:
+        monkeypatch.setattr(distilling, "MEASURED_PROMPT_TOKENS_MAX", allowed)
+    said = f"number 2 has {length} tokens; 1 to {allowed} are allowed"
+    with pytest.raises(SettingError, match=said) as bad:
+        run(target, tmp_path, measure=(ASKED, (1,) * length))
+    assert bad.value.key == "measure"
+    assert not list(tmp_path.glob("cache/distillation/*/*-*"))
+
+
+def pages(monkeypatch: pytest.MonkeyPatch, num: int) -> None:
+    """So many for the target that writes."""
+    page_bytes = 2 * 2 * 2 * 8 * 4 * PAGE_SIZE  # layers, keys and values, heads, width, float32
+    monkeypatch.setattr(answering, "memory_budget", lambda *given: num * page_bytes)
+
+
+def test_pages_are_kept_for_prompt_and_answer_and_not_for_the_models_length(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that as many prompts as fit the pages are answered side by side; first of all, and in one
+    go from 0 to 1."""
+    together: list[int] = []
+    forward = PagedEngine.forward
+
+    def watched(engine: PagedEngine, steps: Sequence[SequenceStep]) -> list[torch.Tensor]:
+        together.append(len(steps))
+        return forward(engine, steps)
+
+    monkeypatch.setattr(PagedEngine, "forward", watched)
+    monkeypatch.setattr(answering, "MEASURED_TOKENS_MAX", 11)
+    monkeypatch.setattr(teacher, "_POOL", 4)
+    pages(monkeypatch, 8)
+    stages = Heard()
+
+    def report(stage: str, part: float, point: Point | None) -> None:
+        stages(stage, part, point)
+        if stage != "prompts":
+            raise KeyboardInterrupt
+
+    prompts = tuple((0, 5, 7 + index, 3, 6) for index in range(6))
+    with pytest.raises(KeyboardInterrupt):
+        run(target, tmp_path, report, measure=prompts)  # type: ignore[arg-type]
+    assert max(together) == 8
+    parts = [part for stage, part in stages.parts if stage == "prompts"]
+    assert parts == sorted(parts)
+    assert len({part for part in parts if part > 0.9}) == 3
+    assert parts[0] < 0.5 < parts[-1] == 1.0
+
+
+def test_prompts_that_do_not_fit_the_pages_are_refused_first(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages hold fewer tokens than the model takes: of a prompt of 60 tokens and its answer."""
+    pages(monkeypatch, 4)
+    with pytest.raises(SettingError, match=r"have up to 128 tokens; the memory .* takes 64") as bad:
+        run(target, tmp_path, measure=((1,) * 60,))
+    assert bad.value.key == "measure"
+    assert not folders(tmp_path, "written")
+
+
+def test_measuring_counts_and_takes_nothing_from_the_time_to_train(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In what the run took and on the card; `minutes` are for the other stages."""
+    run(target, tmp_path, measure=(ASKED,))
+    for kind, seconds in (("measured", 600), ("written", 60)):
+        [folder] = folders(tmp_path, kind)
+        (folder / "spent.json").write_text(str(seconds))
+    budgets: list[float] = []
+    trainer = distilling.Trainer
+
+    def watched(student: Any, lessons: Any, place: Path, seed: int, budget: Any, *rest: Any) -> Any:
+        budgets.append(budget.seconds)
+        return trainer(student, lessons, place, seed, budget, *rest)
+
+    monkeypatch.setattr(distilling, "Trainer", watched)
+    found = run(target, tmp_path, measure=(ASKED,), minutes=10.0)
+    assert 660 <= found.seconds < 720
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "writing 1.0 min" in card
+    assert "measuring 10." in card
+    assert budgets == [pytest.approx(540, abs=30)]
+
+
+@pytest.mark.parametrize("has_texts", [False, True])
+def test_the_card_says_of_the_prompts_what_was_checked(
+    target: Target, tmp_path: Path, has_texts: bool
+) -> None:
+    corpus = corpus_of(tmp_path, OTHER)
+    if has_texts:
+        (corpus / "b.txt").write_text("Call me Ishmael. ")
+    reads = replace(target, encode=lambda text: [ord(letter) % 30 for letter in text])
+    run(reads, tmp_path, measure=(ASKED,), corpus=corpus)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "no conversation that was learned from begins with one of\nthem" in card
+    assert ("texts by others were not searched for them" in card) == has_texts
+    assert "learned from before" not in card

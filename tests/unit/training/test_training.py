@@ -1,0 +1,158 @@
+"""A training run that is broken off: what it keeps, and how much time it says that took."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import tiny_config, tiny_module
+from safetensors import safe_open
+
+from draft_service.training import training
+from draft_service.training.documents import HELD_OUT_EVERY, Document
+from draft_service.training.learning import Lessons
+from draft_service.training.student import make_student
+from draft_service.training.teacher import TeacherCache
+from draft_service.training.training import Budget, Trainer
+
+VOCAB = 48
+TOKEN_IDS = np.arange(0, VOCAB, 3)
+MINUTES = Budget(None, 1e5)
+STEPS = Budget(60, 0.0)
+"""Of which every third is saved."""
+
+
+@pytest.fixture(scope="module")
+def module() -> Any:
+    return tiny_module(tiny_config("llama", VOCAB))
+
+
+@pytest.fixture(scope="module")
+def lessons(module: Any, tmp_path_factory: pytest.TempPathFactory) -> Lessons:
+    random = np.random.default_rng(0)
+    rows = [random.integers(0, VOCAB, 12).astype(np.int32) for _ in range(2 * HELD_OUT_EVERY)]
+    documents = [Document(row, 1, 1, None, i % HELD_OUT_EVERY == 0) for i, row in enumerate(rows)]
+    cache = TeacherCache(tmp_path_factory.mktemp("answers"), documents, VOCAB)
+    cache.fill(module, 1e9, lambda part: None)
+    return Lessons([cache], TOKEN_IDS, VOCAB, torch.device("cpu"))
+
+
+@pytest.fixture
+def trainer(
+    module: Any, lessons: Lessons, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Path, Budget], Trainer]:
+    """Makes one, of small batches."""
+    monkeypatch.setitem(training.BATCH_TOKENS, "cpu", 400)
+
+    def make(place: Path, budget: Budget) -> Trainer:
+        learner = make_student(module, [1], TOKEN_IDS).learner
+        return Trainer(learner, lessons, place, 0, budget, is_trained=False)
+
+    return make
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that pass where a test lets them, instead of the time."""
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    return now
+
+
+def stopping(clock: list[float], num_steps: int) -> Callable[[float, Any], None]:
+    """Ctrl-C after so many steps, each of which takes a second."""
+    done: list[float] = []
+
+    def progress(part: float, point: Any) -> None:
+        done.append(part)
+        clock[0] += 1.0
+        if len(done) == num_steps:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def kept(place: Path) -> dict[str, Any]:
+    with safe_open(place / "checkpoint.safetensors", "pt") as file:
+        state: dict[str, Any] = json.loads(file.metadata()["state"])
+        return state
+
+
+def test_steps_that_were_done_are_kept_with_their_time(
+    trainer: Callable[[Path, Budget], Trainer], clock: list[float], tmp_path: Path
+) -> None:
+    """Of a budget in time, of which nothing is saved on the way."""
+    first = trainer(tmp_path, MINUTES)
+    with pytest.raises(KeyboardInterrupt):
+        first.run(stopping(clock, 7))
+    assert first.num_steps == 7
+    again = trainer(tmp_path, MINUTES)
+    assert (again.num_steps, again.spent.seconds) == (7, 7.0)
+    assert again.part == pytest.approx(7.0 / MINUTES.seconds)
+    with pytest.raises(KeyboardInterrupt):
+        again.run(stopping(clock, 3))
+    assert (kept(tmp_path)["num_steps"], kept(tmp_path)["seconds"]) == (10, 10.0)
+
+
+def test_time_of_steps_that_are_lost_is_not_counted(
+    trainer: Callable[[Path, Budget], Trainer],
+    clock: list[float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a step is broken off in the middle of its update, what was saved before it counts."""
+    monkeypatch.setattr(training, "_CHECKPOINT_S", 4.5)
+    first = trainer(tmp_path, MINUTES)
+    update = first._optimizer.step
+
+    def broken() -> None:
+        update()
+        if first.num_steps == 8:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(first._optimizer, "step", broken)
+    with pytest.raises(KeyboardInterrupt):
+        first.run(stopping(clock, 100))
+    again = trainer(tmp_path, MINUTES)
+    assert (again.num_steps, again.spent.seconds) == (6, 5.0)
+
+
+@pytest.mark.parametrize(("where", "num_kept"), [("in a step", 7), ("in an update", 6)])
+def test_a_step_that_was_broken_off_is_done_again(
+    trainer: Callable[[Path, Budget], Trainer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    num_kept: int,
+) -> None:
+    """From the same batch on, to the same weights."""
+    whole = trainer(tmp_path / "whole", STEPS)
+    whole.run(lambda part, point: None)
+    first = trainer(tmp_path / "broken", STEPS)
+
+    def broken(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            found = function(*arguments)
+            if first.num_steps == 7:
+                raise KeyboardInterrupt
+            return found
+
+        return call
+
+    with monkeypatch.context() as patch:
+        if where == "in a step":
+            patch.setattr(training, "overlap_loss", broken(training.overlap_loss))
+        else:
+            patch.setattr(first._optimizer, "step", broken(first._optimizer.step))
+        with pytest.raises(KeyboardInterrupt):
+            first.run(lambda part, point: None)
+    again = trainer(tmp_path / "broken", STEPS)
+    assert again.num_steps == num_kept
+    again.run(lambda part, point: None)
+    for name, weight in whole.learner.weights.items():
+        assert torch.equal(again.learner.weights[name], weight), name

@@ -1,0 +1,124 @@
+"""Certificates of services: what is made, refused, renewed, and how long it lasts."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import stat
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from deploy.cli.main import main
+from outrider.errors import ConfigError
+from outrider.transport.certificates import (
+    INTERNAL_ROLES,
+    RoleFiles,
+    certificate_names,
+    check_authority,
+    check_pair,
+    days_left,
+    make_authority,
+    make_role,
+    read_certificate,
+)
+
+NOW = datetime.datetime.now(datetime.UTC)
+FILES = {f"{name}{end}.pem" for name in ("ca", *INTERNAL_ROLES) for end in ("", "-key")}
+
+
+def make(directory: Path) -> None:
+    make_authority(directory, NOW)
+    for role in INTERNAL_ROLES:
+        make_role(directory, role, NOW)
+
+
+def test_every_role_has_a_certificate_of_its_own(tmp_path: Path) -> None:
+    """P-256, by the one authority, for a limited time and for nothing but TLS; keys are for their
+    owner only."""
+    directory = tmp_path / "tls"
+    assert main(["certs", str(directory)]) == 0
+    assert {path.name for path in directory.iterdir()} == FILES
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    authority = read_certificate(directory / "ca.pem")
+    serials = {authority.serial_number}
+    for role in INTERNAL_ROLES:
+        files = RoleFiles.of(directory, role)
+        files.check()
+        assert stat.S_IMODE(files.key.stat().st_mode) == 0o600
+        found = read_certificate(files.certificate)
+        assert isinstance(found.public_key(), ec.EllipticCurvePublicKey)
+        assert certificate_names(files.certificate) == [f"{role}.outrider.internal"]
+        assert found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca is False
+        usage = found.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        assert set(usage) == {ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH}
+        assert 395 <= days_left(files.certificate, NOW) <= 397
+        serials.add(found.serial_number)
+    assert len(serials) == 4
+    assert stat.S_IMODE((directory / "ca-key.pem").stat().st_mode) == 0o600
+    constraints = authority.extensions.get_extension_for_class(x509.BasicConstraints).value
+    assert (constraints.ca, constraints.path_length) == (True, 0)
+
+
+def test_nothing_is_overwritten_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a flag it is refused; `--renew` keeps the authority, `--force` nothing."""
+    directory = tmp_path / "tls"
+    main(["certs", str(directory)])
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+
+    def changed() -> set[str]:
+        return {name for name in FILES if (directory / name).read_bytes() != before[name]}
+
+    assert main(["certs", str(directory)]) == 2
+    assert "ca.pem: is there already; --renew" in capsys.readouterr().err
+    assert changed() == set()
+    assert main(["certs", str(directory), "--renew", "--days", "30", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["days_left"]["target"] in (29, 30)
+    assert changed() == FILES - {"ca.pem", "ca-key.pem"}
+    assert main(["certs", str(directory), "--force"]) == 0
+    assert changed() == FILES
+    assert main(["certs", str(directory), "--check"]) == 0
+    assert main(["certs", str(tmp_path / "other"), "--renew"]) == 2
+    assert main(["certs", str(directory), "--renew", "--days", "0"]) == 2
+    assert not list(directory.glob(".*"))
+
+
+def test_files_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    """In words that name them."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    for directory in (one, two):
+        directory.mkdir()
+        make(directory)
+    files = RoleFiles.of(one, "target")
+    with pytest.raises(ConfigError, match=r"draft-key\.pem: is not the key of .*target\.pem"):
+        check_pair(files.certificate, one / "draft-key.pem")
+    with pytest.raises(ConfigError, match=r"target\.pem: is not by an authority of .*two/ca\.pem"):
+        check_authority(two / "ca.pem", files.certificate)
+    with pytest.raises(ConfigError, match=r"ca\.pem: holds no private key in PEM"):
+        check_pair(files.certificate, one / "ca.pem")
+    with pytest.raises(ConfigError, match=r"target-key\.pem: holds no certificate"):
+        read_certificate(files.key)
+    with pytest.raises(ConfigError, match=r"cannot read .*gone\.pem: No such file"):
+        read_certificate(one / "gone.pem")
+    # Several authorities in one file: that of before and that of after a change.
+    both = tmp_path / "both.pem"
+    both.write_bytes((two / "ca.pem").read_bytes() + (one / "ca.pem").read_bytes())
+    check_authority(both, files.certificate)
+
+
+def test_a_certificate_has_an_end(tmp_path: Path) -> None:
+    """One that is over is refused; none outlives its authority, nor is made by one that ends."""
+    past = NOW - datetime.timedelta(days=3640)
+    make_authority(tmp_path, past)
+    make_role(tmp_path, "draft", past)
+    with pytest.raises(ConfigError, match=r"draft\.pem: ended \d{4}-\d\d-\d\d"):
+        RoleFiles.of(tmp_path, "draft").check()
+    make_role(tmp_path, "draft", NOW)
+    end = read_certificate(tmp_path / "ca.pem").not_valid_after_utc
+    assert read_certificate(tmp_path / "draft.pem").not_valid_after_utc <= end
+    with pytest.raises(ConfigError, match=r"ca\.pem: ends .* --force"):
+        make_role(tmp_path, "draft", NOW + datetime.timedelta(days=10))

@@ -1,0 +1,496 @@
+"""Messages survive the wire unchanged, and nothing that does not fit gets in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rounds import make_head
+
+from outrider.engine.step_costs import StepCosts
+from outrider.errors import BadRequest
+from outrider.grammar.constraint import Constraint
+from outrider.hidden_states import Features
+from outrider.limits import (
+    DEADLINE_MS_MAX,
+    DRAFT_DEADLINE_MS_MAX,
+    FEATURES_MAX,
+    FEATURES_WIDTH_MAX,
+    LOGIT_BIAS_ENTRIES_MAX,
+    LOGPROBS_MAX,
+    NUM_DRAFT_TOKENS_MAX,
+    RUN_AHEAD_ROUNDS_MAX,
+    SESSION_TOKENS_MAX,
+    SIBLINGS_MAX,
+    TENANT_CHARS_MAX,
+    TOKEN_ID_MAX,
+    TRACEPARENT_CHARS_MAX,
+    TREE_TOKENS_MAX,
+)
+from outrider.messages import (
+    DraftItem,
+    PositionLogprobs,
+    ProposalReply,
+    Refused,
+    ReplicaDescription,
+    ReplyKey,
+    Resync,
+    RoundHead,
+    VerdictReply,
+    VerifyItem,
+)
+from outrider.speculation.proposal import NOTHING_SEALED, SealedProposal
+from outrider.speculation.sampling_params import Rule, SamplingParams
+from outrider.speculation.verdict import Verdict
+from outrider.transport import codec as convert
+from outrider.transport.description_codec import description_from_proto, description_to_proto
+from outrider.transport.stream_codecs import VERIFY
+from outrider.v1 import draft_pb2, target_pb2, types_pb2
+
+U32 = st.integers(0, 2**32 - 1)
+U64 = st.integers(0, 2**64 - 1)
+IDS = st.integers(0, TOKEN_ID_MAX)
+KEYS = st.builds(ReplyKey, st.from_regex(r"\A[0-9a-f]{32}\Z"), U32, U32)
+FLOAT32 = st.floats(0, 1e6, width=32)
+
+
+def between(low: float, high: float) -> st.SearchStrategy[float]:
+    return st.floats(low, high, allow_nan=False)
+
+
+SAMPLINGS = st.builds(
+    SamplingParams,
+    temperature=between(0, 2),
+    top_p=between(0.001, 1),
+    top_k=st.integers(-1, 100_000),
+    min_p=between(0, 1),
+    presence_penalty=between(-2, 2),
+    frequency_penalty=between(-2, 2),
+    repetition_penalty=between(0.001, 10),
+    logit_bias=st.dictionaries(IDS, between(-100, 100), max_size=4).map(
+        lambda entries: tuple(sorted(entries.items()))
+    ),
+)
+
+
+CONSTRAINTS = st.sampled_from(
+    [
+        None,
+        Constraint.of_schema({"type": "object", "title": "é"}),
+        Constraint.any_object(),
+        Constraint.of_regex("[ab]+"),
+        Constraint.of_choices(["x", 'y"']),
+    ]
+)
+
+
+@st.composite
+def heads(draw: st.DrawFn) -> RoundHead:
+    base_length = draw(st.integers(0, SESSION_TOKENS_MAX - 5))
+    append = tuple(draw(st.lists(IDS, min_size=0 if base_length else 1, max_size=5)))
+    sampling = draw(SAMPLINGS)
+    constraint = draw(CONSTRAINTS)
+    return RoundHead(
+        session_id=draw(st.from_regex(r"\A[0-9a-f]{32}\Z")),
+        tenant=draw(st.text(max_size=9)),
+        epoch=draw(st.integers(1, 2**32 - 1)),
+        round=draw(U32),
+        base_length=base_length,
+        prefix_digest=draw(U64),
+        append=append,
+        prompt_length=draw(st.integers(1, base_length + len(append))),
+        rule=draw(st.sampled_from(list(Rule))),
+        seed=draw(U64),
+        sampling=sampling,
+        sampling_hash=sampling.hash(),
+        deadline_ms=draw(st.integers(0, DEADLINE_MS_MAX)),
+        traceparent=draw(st.text(max_size=9)),
+        constraint=constraint,
+        constraint_hash=b"" if constraint is None else constraint.digest(),
+    )
+
+
+@st.composite
+def proposals(draw: st.DrawFn) -> SealedProposal:
+    token_ids = tuple(draw(st.lists(IDS, max_size=NUM_DRAFT_TOKENS_MAX)))
+    parents = tuple(draw(st.integers(-1, i - 1)) for i in range(len(token_ids)))
+    return SealedProposal(
+        token_ids,
+        draw(st.binary(max_size=40)) if token_ids else b"",
+        parents if draw(st.booleans()) else (),
+    )
+
+
+VERIFY_ITEMS = st.builds(
+    VerifyItem,
+    heads(),
+    proposals(),
+    st.integers(0, RUN_AHEAD_ROUNDS_MAX),
+    st.none() | st.integers(0, LOGPROBS_MAX),
+    st.integers(0, NUM_DRAFT_TOKENS_MAX),
+    st.lists(st.integers(0, SIBLINGS_MAX), max_size=2).map(tuple),
+)
+LOGPROBS = st.builds(
+    PositionLogprobs,
+    st.floats(max_value=0, allow_nan=False),
+    st.lists(st.tuples(IDS, st.floats(max_value=0, allow_nan=False)), max_size=3).map(tuple),
+)
+
+
+@st.composite
+def verdict_replies(draw: st.DrawFn) -> VerdictReply:
+    num_draft_tokens = draw(st.integers(0, TREE_TOKENS_MAX))
+    accept = tuple(draw(between(0, 1)) for _ in range(num_draft_tokens))
+    correction = tuple(draw(IDS) for _ in range(num_draft_tokens + 1))
+    size = draw(st.sampled_from([0, 2 * num_draft_tokens + 1]))
+    following = draw(proposals())
+    return VerdictReply(
+        draw(KEYS),
+        Verdict(accept, correction),
+        draw(U32),
+        tuple(draw(LOGPROBS) for _ in range(size)),
+        draw(FLOAT32),
+        draw(FLOAT32),
+        following,
+        draw(U32) if following else 0,
+    )
+
+
+@given(VERIFY_ITEMS)
+def test_verify_items_survive(item: VerifyItem) -> None:
+    """In full, and with the hash standing for the parameters, which are put in again then."""
+    data = convert.verify_item_to_proto(item, None).SerializeToString()
+    assert convert.verify_item_from_proto(target_pb2.VerifyItem.FromString(data)) == item
+    short = convert.verify_item_to_proto(item, item.head.sampling_hash)
+    without = replace(item, head=replace(item.head, sampling=None, constraint=None))
+    assert convert.verify_item_from_proto(short) == without
+    assert VERIFY.with_head(without, item.head) == item
+
+
+@given(
+    heads(),
+    st.integers(0, NUM_DRAFT_TOKENS_MAX),
+    st.lists(st.integers(0, SIBLINGS_MAX), max_size=2).map(tuple),
+)
+def test_draft_items_survive(head: RoundHead, count: int, siblings: tuple[int, ...]) -> None:
+    item = DraftItem(head, count, siblings=siblings)
+    data = convert.draft_item_to_proto(item, None).SerializeToString()
+    assert convert.draft_item_from_proto(draft_pb2.DraftItem.FromString(data)) == item
+
+
+@given(
+    verdict_replies()
+    | st.builds(Resync, KEYS, U32, U64)
+    | st.builds(Refused, KEYS, st.integers(0, 16), st.text(max_size=20))
+)
+def test_verify_answers_survive(answer: VerdictReply | Resync | Refused) -> None:
+    data = convert.verify_answer_to_proto(answer).SerializeToString()
+    assert convert.verify_answer_from_proto(target_pb2.VerifyReplyItem.FromString(data)) == answer
+
+
+@given(
+    st.builds(ProposalReply, KEYS, proposals(), U32, U32, FLOAT32, FLOAT32, FLOAT32)
+    | st.builds(Resync, KEYS, U32, U64)
+    | st.builds(Refused, KEYS, st.integers(0, 16), st.text(max_size=20))
+)
+def test_draft_answers_survive(answer: ProposalReply | Resync | Refused) -> None:
+    data = convert.draft_answer_to_proto(answer).SerializeToString()
+    assert convert.draft_answer_from_proto(draft_pb2.DraftReplyItem.FromString(data)) == answer
+
+
+@pytest.mark.parametrize(
+    ("num_draft_tokens", "siblings"),
+    [(2, (SIBLINGS_MAX + 1,)), (2, (0,) * (NUM_DRAFT_TOKENS_MAX + 1)), (16, (8, 8, 1))],
+)
+def test_too_many_siblings_are_refused(num_draft_tokens: int, siblings: tuple[int, ...]) -> None:
+    message = convert.draft_item_to_proto(
+        DraftItem(make_head((1,)), num_draft_tokens, siblings=siblings), None
+    )
+    with pytest.raises(BadRequest) as caught:
+        convert.draft_item_from_proto(message)
+    assert caught.value.field == "siblings"
+
+
+def test_verdicts_of_more_than_a_tree_are_refused() -> None:
+    key = make_head((1,)).key
+    for num, is_good in ((TREE_TOKENS_MAX, True), (TREE_TOKENS_MAX + 1, False)):
+        reply = VerdictReply(key, Verdict((0.5,) * num, (1,) * (num + 1)), 0)
+        message = convert.verify_answer_to_proto(reply)
+        if is_good:
+            assert convert.verify_answer_from_proto(message) == reply
+            continue
+        with pytest.raises(BadRequest, match="verdict"):
+            convert.verify_answer_from_proto(message)
+
+
+def test_descriptions_survive() -> None:
+    description = ReplicaDescription("m", "w", "t", 49_152, "bfloat16", 2048, (0, 2), 64)
+    costs = StepCosts((1, 8), (0.01, 0.02), 1e-3, 1e-6, 1e-7)
+    others = (
+        {"step_costs": costs},
+        {"drafts_itself": True},
+        {"shows_features": True},
+        {"reads_features": True},
+    )
+    for described in (description, *(replace(description, **other) for other in others)):
+        message = description_to_proto(described)
+        assert description_from_proto(message) == described
+
+
+def test_costs_that_make_no_sense_are_refused() -> None:
+    message = types_pb2.ReplicaDescription(step_costs=types_pb2.StepCosts(rows=[1], seconds=[-1.0]))
+    with pytest.raises(BadRequest, match="step_costs"):
+        description_from_proto(message)
+
+
+def test_whole_numbers_hash_like_what_comes_out_of_the_wire() -> None:
+    """1 and 1.0 are one parameter; both ends must name it alike."""
+    given_params = SamplingParams(temperature=1, min_p=0, logit_bias=((5, 2), (1, -1)))
+    message = convert.sampling_to_proto(given_params)
+    read = convert.sampling_from_proto(message)
+    assert convert.canonical_sampling(given_params).hash() == read.hash()
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high", "outside"),
+    [
+        ("temperature", 0.0, 2.0, [-1e-9, 2.0 + 1e-9, math.nan, math.inf]),
+        ("top_p", 1e-9, 1.0, [0.0, -0.5, 1.0 + 1e-9, math.nan]),
+        ("min_p", 0.0, 1.0, [-1e-9, 1.0 + 1e-9, math.nan]),
+        ("presence_penalty", -2.0, 2.0, [-2.0 - 1e-9, 2.0 + 1e-9, math.nan]),
+        ("frequency_penalty", -2.0, 2.0, [-2.0 - 1e-9, 2.0 + 1e-9, -math.inf]),
+        ("repetition_penalty", 1e-9, 10.0, [0.0, -1.0, 10.0 + 1e-9, math.nan]),
+        ("top_k", -1, 2**31 - 1, [-2]),
+    ],
+)
+def test_sampling_limits_from_both_sides(
+    name: str, low: float, high: float, outside: list[float]
+) -> None:
+    for value in (low, high):
+        message = types_pb2.SamplingParams(**{name: value})
+        assert getattr(convert.sampling_from_proto(message), name) == value
+    for value in outside:
+        message = types_pb2.SamplingParams(**{name: value})
+        with pytest.raises(BadRequest) as caught:
+            convert.sampling_from_proto(message)
+        assert caught.value.field == f"sampling.{name}"
+
+
+def test_fields_that_are_not_set_take_their_defaults() -> None:
+    assert convert.sampling_from_proto(types_pb2.SamplingParams()) == SamplingParams()
+
+
+def test_logit_bias_limits_from_both_sides() -> None:
+    most = dict.fromkeys(range(LOGIT_BIAS_ENTRIES_MAX), 100.0)
+    read = convert.sampling_from_proto(types_pb2.SamplingParams(logit_bias=most))
+    assert len(read.logit_bias) == LOGIT_BIAS_ENTRIES_MAX
+    for bad in ({**most, 5000: 0.0}, {1: 100.1}, {1: -100.1}, {-1: 0.0}, {1: math.nan}):
+        with pytest.raises(BadRequest, match="logit_bias"):
+            convert.sampling_from_proto(types_pb2.SamplingParams(logit_bias=bad))
+
+
+def good_item() -> target_pb2.VerifyItem:
+    item = VerifyItem(make_head((1, 2), rule=Rule.TOKEN), SealedProposal((3,), b"\0\0"))
+    return convert.verify_item_to_proto(item, None)
+
+
+ITEM_CHANGES: list[tuple[str, Callable[[Any], Any], Callable[[Any], Any] | None]] = [
+    ("head.session_id", lambda m: setattr(m.head, "session_id", "0" * 31), None),
+    ("head.session_id", lambda m: setattr(m.head, "session_id", "G" * 32), None),
+    (
+        "head.append",
+        lambda m: m.head.append.append(TOKEN_ID_MAX + 1),
+        lambda m: m.head.append.append(TOKEN_ID_MAX),
+    ),
+    (
+        "head.base_length",  # With the two that are appended.
+        lambda m: setattr(m.head, "base_length", SESSION_TOKENS_MAX - 1),
+        lambda m: setattr(m.head, "base_length", SESSION_TOKENS_MAX - 2),
+    ),
+    (
+        "head.prompt_length",
+        lambda m: setattr(m.head, "prompt_length", 3),
+        lambda m: setattr(m.head, "prompt_length", 2),
+    ),
+    ("head.prompt_length", lambda m: setattr(m.head, "prompt_length", 0), None),
+    ("head.rule", lambda m: setattr(m.head, "rule", 0), None),
+    ("head.rule", lambda m: setattr(m.head, "rule", 9), None),
+    ("head.epoch", lambda m: setattr(m.head, "epoch", 0), None),
+    (
+        "head.deadline_ms",
+        lambda m: setattr(m.head, "deadline_ms", DEADLINE_MS_MAX + 1),
+        lambda m: setattr(m.head, "deadline_ms", DEADLINE_MS_MAX),
+    ),
+    (
+        "head.tenant",
+        lambda m: setattr(m.head, "tenant", "x" * (TENANT_CHARS_MAX + 1)),
+        lambda m: setattr(m.head, "tenant", "x" * TENANT_CHARS_MAX),
+    ),
+    (
+        "head.traceparent",
+        lambda m: setattr(m.head, "traceparent", "x" * (TRACEPARENT_CHARS_MAX + 1)),
+        lambda m: setattr(m.head, "traceparent", "x" * TRACEPARENT_CHARS_MAX),
+    ),
+    ("head.sampling", lambda m: m.head.ClearField("sampling_params"), None),
+    (
+        "head.sampling_params.top_p",
+        lambda m: setattr(m.head.sampling_params, "top_p", 0.0),
+        lambda m: setattr(m.head.sampling_params, "top_p", 1.0),
+    ),
+    (
+        "proposal.token_ids",
+        lambda m: (
+            m.proposal.token_ids.extend([1] * NUM_DRAFT_TOKENS_MAX),
+            m.proposal.ClearField("q"),
+        ),
+        lambda m: (
+            m.proposal.token_ids.extend([1] * (NUM_DRAFT_TOKENS_MAX - 1)),
+            m.proposal.ClearField("q"),
+        ),
+    ),
+    (
+        "proposal.parents",
+        lambda m: m.proposal.parents.extend([2] * len(m.proposal.token_ids)),
+        lambda m: m.proposal.parents.extend(range(len(m.proposal.token_ids))),
+    ),
+    (
+        "run_ahead",
+        lambda m: setattr(m, "run_ahead", RUN_AHEAD_ROUNDS_MAX + 1),
+        lambda m: setattr(m, "run_ahead", RUN_AHEAD_ROUNDS_MAX),
+    ),
+    (
+        "num_logprobs",
+        lambda m: setattr(m, "num_logprobs", LOGPROBS_MAX + 1),
+        lambda m: setattr(m, "num_logprobs", LOGPROBS_MAX),
+    ),
+    (
+        "num_next_draft_tokens",
+        lambda m: setattr(m, "num_next_draft_tokens", NUM_DRAFT_TOKENS_MAX + 1),
+        lambda m: setattr(m, "num_next_draft_tokens", NUM_DRAFT_TOKENS_MAX),
+    ),
+    (
+        "next_budget_us",
+        lambda m: setattr(m, "next_budget_us", 1000 * DRAFT_DEADLINE_MS_MAX + 1),
+        lambda m: setattr(m, "next_budget_us", 1000 * DRAFT_DEADLINE_MS_MAX),
+    ),
+    (
+        "next_siblings",
+        lambda m: m.next_siblings.append(SIBLINGS_MAX + 1),
+        lambda m: m.next_siblings.append(SIBLINGS_MAX),
+    ),
+]
+
+
+@pytest.mark.parametrize(("field", "bad", "good"), ITEM_CHANGES)
+def test_item_limits_from_both_sides(
+    field: str, bad: Callable[[Any], Any], good: Callable[[Any], Any] | None
+) -> None:
+    """What is outside a limit is refused under its field's name; what is on it passes."""
+    message = good_item()
+    convert.verify_item_from_proto(message)
+    if good is not None:
+        good(message)
+        convert.verify_item_from_proto(message)
+    message = good_item()
+    bad(message)
+    with pytest.raises(BadRequest) as caught:
+        convert.verify_item_from_proto(message)
+    assert caught.value.field == field
+
+
+def test_the_time_of_a_draft_travels_both_ways() -> None:
+    item = DraftItem(make_head((1,)), 2, budget_us=25_000)
+    message = convert.draft_item_to_proto(item, None)
+    assert convert.draft_item_from_proto(message).budget_us == 25_000
+    message.budget_us = 1000 * DRAFT_DEADLINE_MS_MAX + 1
+    with pytest.raises(BadRequest, match="budget_us"):
+        convert.draft_item_from_proto(message)
+    wanted = VerifyItem(make_head((1,)), num_next_draft_tokens=2, next_budget_us=7)
+    assert convert.verify_item_from_proto(convert.verify_item_to_proto(wanted, None)) == wanted
+    key = ReplyKey("0" * 32, 1, 2)
+    for is_cut in (True, False):
+        reply = ProposalReply(key, NOTHING_SEALED, 1, 1, out_of_time=is_cut)
+        assert convert.draft_answer_from_proto(convert.draft_answer_to_proto(reply)) == reply
+        verdict = VerdictReply(key, Verdict((), (1,)), 1, next_out_of_time=is_cut)
+        assert convert.verify_answer_from_proto(convert.verify_answer_to_proto(verdict)) == verdict
+
+
+def test_features_travel_with_questions_and_verdicts() -> None:
+    features = Features(7, 3, bytes(range(12)))
+    item = DraftItem(make_head((1,)), 2, features=features)
+    assert convert.draft_item_from_proto(convert.draft_item_to_proto(item, None)) == item
+    wanting = VerifyItem(make_head((1,)), wants_features=True)
+    assert convert.verify_item_from_proto(convert.verify_item_to_proto(wanting, None)) == wanting
+    key = ReplyKey("0" * 32, 1, 0)
+    reply = VerdictReply(
+        key, Verdict((), (1,)), 1, features=features, next_draft_ms=0.5, next_work_ms=0.25
+    )
+    assert convert.verify_answer_from_proto(convert.verify_answer_to_proto(reply)) == reply
+
+
+@pytest.mark.parametrize(
+    ("width", "num_bytes", "field"),
+    [
+        (2, 4 * FEATURES_MAX, None),
+        (2, 4 * FEATURES_MAX + 4, "features.rows"),
+        (2, 6, "features.rows"),
+        (2, 0, "features.rows"),
+        (0, 4, "features.width"),
+        (FEATURES_WIDTH_MAX, 2 * FEATURES_WIDTH_MAX, None),
+        (FEATURES_WIDTH_MAX + 1, 2 * (FEATURES_WIDTH_MAX + 1), "features.width"),
+    ],
+)
+def test_features_are_whole_rows_and_few(width: int, num_bytes: int, field: str | None) -> None:
+    message = convert.draft_item_to_proto(DraftItem(make_head((1,)), 1), None)
+    message.features.width, message.features.rows = width, bytes(num_bytes)
+    if field is None:
+        convert.draft_item_from_proto(message)
+        return
+    with pytest.raises(BadRequest) as caught:
+        convert.draft_item_from_proto(message)
+    assert caught.value.field == field
+
+
+def test_too_many_draft_tokens_are_refused() -> None:
+    message = convert.draft_item_to_proto(DraftItem(make_head((1,)), NUM_DRAFT_TOKENS_MAX), None)
+    convert.draft_item_from_proto(message)
+    message.num_draft_tokens += 1
+    with pytest.raises(BadRequest, match="num_draft_tokens"):
+        convert.draft_item_from_proto(message)
+
+
+ANSWER_CHANGES: list[tuple[str, Callable[[Any], Any]]] = [
+    ("session_id", lambda m: setattr(m, "session_id", "")),
+    ("answer", lambda m: m.ClearField("verdict")),
+    ("verdict", lambda m: m.verdict.correction.append(1)),
+    ("verdict", lambda m: m.verdict.correction.pop()),
+    ("verdict.accept_probability", lambda m: m.verdict.accept_probability.__setitem__(0, 1.1)),
+    ("verdict.accept_probability", lambda m: m.verdict.accept_probability.__setitem__(0, math.nan)),
+    ("verdict.correction", lambda m: m.verdict.correction.__setitem__(0, 2**31)),
+    ("verdict.logprobs", lambda m: m.verdict.logprobs.pop()),
+    ("logprobs", lambda m: setattr(m.verdict.logprobs[0], "logprob", math.nan)),
+    ("logprobs", lambda m: setattr(m.verdict.logprobs[0], "logprob", math.inf)),
+    ("verdict.queue_ms", lambda m: setattr(m.verdict, "queue_ms", -1.0)),
+    ("verdict.compute_ms", lambda m: setattr(m.verdict, "compute_ms", math.nan)),
+    ("verdict.next_work_ms", lambda m: setattr(m.verdict, "next_work_ms", math.nan)),
+    ("proposal.token_ids", lambda m: m.verdict.next_proposal.token_ids.append(2**31)),
+]
+
+
+@pytest.mark.parametrize(("field", "change"), ANSWER_CHANGES)
+def test_answers_of_a_replica_are_not_trusted(field: str, change: Callable[[Any], Any]) -> None:
+    entry = PositionLogprobs(-1.0, ((1, -1.0),))
+    key = make_head((1,)).key
+    message = convert.verify_answer_to_proto(
+        VerdictReply(key, Verdict((0.5,), (1, 2)), 3, (entry,) * 3)
+    )
+    convert.verify_answer_from_proto(message)
+    change(message)
+    with pytest.raises(BadRequest) as caught:
+        convert.verify_answer_from_proto(message)
+    assert caught.value.field == field

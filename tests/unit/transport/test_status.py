@@ -1,0 +1,106 @@
+"""Errors survive a gRPC status, and every kind keeps its meaning."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import grpc
+import pytest
+
+from outrider.errors import (
+    BadRequest,
+    DataLoss,
+    DeadlineExceeded,
+    Incompatible,
+    InvariantError,
+    NotFound,
+    OutriderError,
+    Overloaded,
+    PermissionDenied,
+    StaleEpoch,
+    Unauthenticated,
+    Unavailable,
+)
+from outrider.limits import ERROR_MESSAGE_CHARS_MAX
+from outrider.transport.status import abort, status_to_error
+
+
+class Aborted(Exception):
+    """What `context.abort` raises here."""
+
+
+class Context:
+    """The part of a servicer's context that `abort` uses."""
+
+    async def abort(self, code: Any, details: str, metadata: Any) -> None:
+        self.error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details)
+        raise Aborted
+
+
+async def through_grpc(error: Exception) -> OutriderError:
+    context: Any = Context()
+    with pytest.raises(Aborted):
+        await abort(context, error, "Target.Verify")
+    return status_to_error(context.error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BadRequest("sampling.top_p", "2.0 is not in (0, 1]"),
+        Unauthenticated("no key"),
+        PermissionDenied("not yours"),
+        NotFound("no session"),
+        Incompatible("tokenizers differ"),
+        StaleEpoch("epoch 1 is over"),
+        DataLoss("gone"),
+        Overloaded("full", 250),
+        Unavailable("no target", 1500),
+        DeadlineExceeded("too late"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_every_error_comes_back_as_itself(error: OutriderError) -> None:
+    """Kind, message, field and time to retry after."""
+    back = await through_grpc(error)
+    assert type(back) is type(error)
+    assert back.message == error.message
+    assert vars(back) == vars(error)
+
+
+async def test_a_bug_is_internal_logged_and_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    """The caller learns that it was us; the traceback stays in the log."""
+    with caplog.at_level(logging.ERROR):
+        back = await through_grpc(KeyError("secret"))
+        assert back.grpc_code == 13
+        assert "secret" not in back.message
+        assert "Target.Verify" in back.message
+        assert "KeyError: 'secret'" in caplog.text
+        caplog.clear()
+        own = await through_grpc(InvariantError("tables disagree"))
+    assert own.grpc_code == 13
+    assert "tables disagree" in caplog.text
+
+
+async def test_long_messages_are_cut() -> None:
+    back = await through_grpc(BadRequest("f" * 5000, "x" * 50_000))
+    assert isinstance(back, BadRequest)
+    assert len(back.field) == ERROR_MESSAGE_CHARS_MAX
+    assert len(back.message) <= 2 * ERROR_MESSAGE_CHARS_MAX + 2
+
+
+def test_details_of_strangers_do_no_harm() -> None:
+    metadata = grpc.aio.Metadata(("grpc-status-details-bin", b"\xff\xff"))
+    code = grpc.StatusCode.UNAVAILABLE
+    error = status_to_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, "down"))
+    assert type(error) is Unavailable
+    assert error.message == "down"
+
+
+def test_a_status_without_text_still_says_something() -> None:
+    code = grpc.StatusCode.CANCELLED
+    error = status_to_error(
+        grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), None)
+    )
+    assert error.message == "CANCELLED"

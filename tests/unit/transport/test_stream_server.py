@@ -1,0 +1,118 @@
+"""The replica's end of a stream: when it ends, with a replica that answers when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import pytest
+from rounds import make_head
+
+from outrider.limits import SESSIONS_PER_COORDINATOR_MAX
+from outrider.messages import DraftItem, Refused, VerifyItem
+from outrider.transport import stream_codecs as codecs
+from outrider.transport.stream_server import StreamServer
+
+FIRST = VerifyItem(make_head((1, 2)))
+SECOND = VerifyItem(make_head((1, 2, 3), 2, round_index=1))
+OTHER = VerifyItem(make_head((1, 2), session=2))
+HELD = DraftItem(make_head((1, 2)), 4, 1, held=(3,))
+
+
+class Replica:
+    """A `ReplicaService` that keeps what it is asked."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+        self.send: Callable[[Sequence[Any]], None] = lambda answers: None
+
+    def connect(self, send: Callable[[Sequence[Any]], None]) -> Any:
+        self.send = send
+        return self
+
+    def receive(self, items: Sequence[Any]) -> None:
+        self.items += items
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def answer(self, item: Any) -> None:
+        self.send([Refused(item.head.key, 8, "full")])
+
+
+class Served:
+    """A stream whose caller sends these items and no more."""
+
+    def __init__(self, codec: Any, *items: Any) -> None:
+        self.replica = Replica()
+        # As much of a replica as a stream calls.
+        server: Any = StreamServer(self.replica, codec)  # type: ignore[arg-type]
+        self._codec = codec
+        self.replies = server.serve(self._frames(items))
+        self.seen: list[tuple[str, int]] = []
+        self.reading = asyncio.create_task(self._read())
+
+    async def _frames(self, items: Sequence[Any]) -> AsyncIterator[Any]:
+        for item in items:
+            yield self._codec.request_frame([self._codec.item_to_proto(item, None)])
+
+    async def _read(self) -> None:
+        async for frame in self.replies:
+            self.seen += [(item.session_id, item.round) for item in frame.items]
+
+    async def asked(self, number: int) -> None:
+        async with asyncio.timeout(5):
+            while len(self.replica.items) < number:
+                await asyncio.sleep(0)
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("items", "answers"),
+    [
+        ((FIRST,), (FIRST,)),
+        ((FIRST, FIRST), (FIRST,)),
+        ((FIRST, SECOND), (SECOND,)),
+        ((FIRST, SECOND, FIRST), (FIRST, SECOND)),
+        ((FIRST, OTHER), (OTHER, FIRST)),
+    ],
+    ids=["one", "the same twice", "a newer round", "an older one behind it", "two sessions"],
+)
+async def test_it_ends_with_the_last_answer_that_anybody_waits_for(
+    items: tuple[VerifyItem, ...], answers: tuple[VerifyItem, ...]
+) -> None:
+    """Of each session the newest round: a replica answers the same item once, and may leave a round
+    that is over."""
+    served = Served(codecs.VERIFY, *items)
+    await served.asked(len(items))
+    for item in answers:
+        assert not served.reading.done(), "it ended before what was asked for had come"
+        served.replica.answer(item)
+        for _ in range(10):
+            await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        await served.reading
+    assert served.seen == [(item.head.session_id, item.head.round) for item in answers]
+
+
+async def test_who_asks_for_guesses_alone_waits_for_nothing() -> None:
+    served = Served(codecs.DRAFT, HELD)
+    async with asyncio.timeout(5):
+        await served.reading
+    assert served.replica.items == [HELD]
+
+
+async def test_what_it_remembers_of_rounds_is_bounded() -> None:
+    """However many sessions a caller names that are never answered: the oldest of more are not
+    waited for."""
+    number = SESSIONS_PER_COORDINATOR_MAX + 2
+    items = [VerifyItem(make_head((1, 2), session=session)) for session in range(number)]
+    served = Served(codecs.VERIFY, *items)
+    await served.asked(number)
+    for item in items[2:]:
+        served.replica.answer(item)
+    async with asyncio.timeout(10):
+        await served.reading
+    assert len(served.seen) == SESSIONS_PER_COORDINATOR_MAX
